@@ -1,0 +1,111 @@
+"""What a codec is: one half (keys or values) of a format, bound to one head geometry.
+
+A codec turns (U, T, d) float32 into named fields and back, where U runs over pack units times KV heads and T is the
+pack unit (32 tokens, or a whole page for codecs whose parameters span it). It knows nothing of pages, requests or
+positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvq.formats.fields import Field, Packed, round_up
+from vllm_kvq.formats.planes import SLAB
+
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a format is bound to: the attention layer's head and vLLM's block.
+
+    A head size that is no multiple of 32 (80, 112) is zero-padded to the next one inside the record; the padding is
+    paid for and counted in every bits figure.
+    """
+
+    head_size: int
+    block_size: int
+    dtype: torch.dtype = torch.bfloat16
+    layer: int = 0
+    pairing: str = "half"
+    """How RoPE pairs channels: "half" (i, i + rotary_dim / 2) or "interleaved" (2i, 2i + 1)."""
+    rotary_dim: int | None = None
+    """Channels that RoPE rotates, all of them unless said otherwise."""
+
+    def __post_init__(self) -> None:
+        if self.head_size not in HEAD_SIZES:
+            raise ValueError(f"head size {self.head_size} is not supported; supported are {list(HEAD_SIZES)}")
+        if self.block_size < SLAB or self.block_size % SLAB:
+            raise ValueError(f"block size {self.block_size} is not a multiple of {SLAB}; use --block-size 64 or 128")
+        if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"model dtype {self.dtype} is not supported; use float16, bfloat16 or float32")
+        if self.pairing not in ("half", "interleaved"):
+            raise ValueError(f"pairing {self.pairing!r} is not one of 'half', 'interleaved'")
+        rotary = self.rotary
+        if rotary % 2 or not 0 < rotary <= self.head_size:
+            raise ValueError(f"rotary_dim {rotary} does not fit head size {self.head_size}")
+
+    @property
+    def d(self) -> int:
+        """Channels as stored."""
+        return round_up(self.head_size, SLAB)
+
+    @property
+    def rotary(self) -> int:
+        return self.head_size if self.rotary_dim is None else self.rotary_dim
+
+
+class Codec(ABC):
+    """See the module's docstring. Field names carry the prefix "k_" or "v_"."""
+
+    page_wide = False
+    """Whether parameters span the page, so that only a complete page can be packed."""
+
+    state_rows = 0
+    """Rows of d float32 that a request carries per KV head (SQuat's U, InnerQ's norm)."""
+
+    @property
+    @abstractmethod
+    def slab_fields(self) -> tuple[Field, ...]:
+        """Stored once per 32 tokens."""
+
+    @property
+    def page_fields(self) -> tuple[Field, ...]:
+        """Stored once per page."""
+        return ()
+
+    @abstractmethod
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        """(U, T, d) float32 [and (U, state_rows, d)] -> slab fields (U, T / 32, ...) and page fields (U, ...)."""
+
+    @abstractmethod
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        """Slab fields (U, s, ...) and page fields (U, ...) -> (U, 32 * s, d) float32."""
+
+
+class KeyCodec(Codec):
+    def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The request's state after one more chunk of its prompt.
+
+        queries (H, n * group, d) and keys (H, n, d) are the chunk's, post-RoPE, float32; `state` is
+        (H, state_rows, d) of the chunks before, None for the first. Only codecs with state_rows > 0 implement it.
+        """
+        raise TypeError(f"{type(self).__name__} keeps no state")
+
+    def page_state(self, fields: Packed) -> torch.Tensor | None:
+        """The state that a page was begun with, where later slabs of the page must follow it: (U, state_rows, d)."""
+        return None
+
+    def query_features(self, query: torch.Tensor) -> torch.Tensor:
+        """f(q) with q . unpack(page) == f(q) . key_features(page); (..., d) -> (..., F)."""
+        return query
+
+    def key_features(self, fields: Packed) -> torch.Tensor:
+        return self.unpack(fields)
+
+
+class ValueCodec(Codec):
+    pass

@@ -1,0 +1,30 @@
+"""`lossless`: the oracle. Keys and values are stored bit for bit, in pages of another size than vLLM's own.
+
+    k_raw  model dtype  [d][32 tokens]   channel-major, so that a mix-up of keys and values can't go unnoticed
+
+With it, in float32, greedy tokens must equal plain vLLM's in every scenario; whatever goes wrong then is the
+integration's fault and not quantization. Not for use: it saves nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvq.formats.codec import Geometry, KeyCodec
+from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.planes import SLAB
+
+
+class RawKeys(KeyCodec):
+    def __init__(self, geometry: Geometry) -> None:
+        self.d, self.dtype = geometry.d, geometry.dtype
+
+    @property
+    def slab_fields(self) -> tuple[Field, ...]:
+        return (Field("k_raw", self.dtype, (self.d, SLAB)),)
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return {"k_raw": x.unflatten(1, (-1, SLAB)).transpose(-2, -1)}
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        return fields["k_raw"].float().transpose(-2, -1).flatten(1, 2)

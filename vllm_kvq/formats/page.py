@@ -1,0 +1,151 @@
+"""The record: one vLLM block of N tokens of one KV head, self-contained.
+
+    header   64 bytes   i32 magic, 12 bytes unused, then one byte per slab: 1 when the slab is packed (N <= 1024)
+    page fields         what the codecs store once per page (PolarQuant's grids, InnerQ's norm)
+    slab 0 .. N/32 - 1  key fields, then value fields of 32 tokens: one run, so that a writer emits it at once and a
+                        GPU can copy it in bulk
+
+Fields lie on 64-byte boundaries, records on 128-byte ones. A fresh block reads as zeros, so an unpacked slab is
+recognised by its flag, and reading one is an error instead of garbage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
+from vllm_kvq.formats.fields import Field, Packed, Region, round_up
+from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.quant import sanitize
+from vllm_kvq.formats.settings import Settings
+
+MAGIC = 0x3151564B  # "KVQ1"
+HEADER_BYTES = 64
+FLAGS_AT = 16
+MAX_SLABS = HEADER_BYTES - FLAGS_AT
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """A format bound to a head geometry: everything that kernels and the integration need to know of it."""
+
+    name: str
+    geometry: Geometry
+    settings: Settings
+    keys: KeyCodec
+    values: ValueCodec
+
+    def __post_init__(self) -> None:
+        if self.slabs > MAX_SLABS:
+            raise ValueError(f"block size {self.N} is too large; the largest is {MAX_SLABS * SLAB}")
+        if self.S > self.N:
+            raise ValueError(f"option 'S' is {self.S}; sinks must fit in one page of {self.N} tokens")
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+    @property
+    def N(self) -> int:
+        return self.geometry.block_size
+
+    @property
+    def slabs(self) -> int:
+        return self.N // SLAB
+
+    @property
+    def unit(self) -> int:
+        """P: the tokens that are packed together."""
+        return self.N if self.keys.page_wide else SLAB
+
+    @property
+    def W(self) -> int:
+        """The full-precision window, rounded up to whole pack units."""
+        return round_up(self.settings.W, self.unit)
+
+    @property
+    def S(self) -> int:
+        return self.settings.S
+
+    @property
+    def state_rows(self) -> int:
+        return self.keys.state_rows
+
+    @property
+    def page_region(self) -> Region:
+        return Region.of(self.keys.page_fields + self.values.page_fields)
+
+    @property
+    def slab_region(self) -> Region:
+        return Region.of(self.keys.slab_fields + self.values.slab_fields)
+
+    @property
+    def slabs_at(self) -> int:
+        return HEADER_BYTES + self.page_region.nbytes
+
+    @property
+    def record_bytes(self) -> int:
+        return round_up(self.slabs_at + self.slabs * self.slab_region.nbytes, 128)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Everything counted: codes, parameters, header, alignment and head padding."""
+        return self.record_bytes * 8 / (2 * self.N * self.geometry.head_size)
+
+    # -- tensors -------------------------------------------------------------------------------------------------
+    def widen(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(..., head_size) of any dtype -> finite float32 (..., d), and how many elements had to be replaced."""
+        clean, replaced = sanitize(x)
+        return torch.nn.functional.pad(clean, (0, self.geometry.d - self.geometry.head_size)), replaced
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        """Widened (U, T, d) keys and values of one pack unit each -> all fields."""
+        return {**self.keys.pack(key, state), **self.values.pack(value, None)}
+
+    def decode(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """All fields -> (U, T, d) keys and values."""
+        return self.keys.unpack(fields), self.values.unpack(fields)
+
+    def _slab_view(self, pages: torch.Tensor) -> torch.Tensor:
+        """(B, H, record_bytes) -> (B, H, slabs, slab bytes), a view."""
+        size = self.slab_region.nbytes
+        return pages[..., self.slabs_at : self.slabs_at + self.slabs * size].unflatten(-1, (self.slabs, size))
+
+    def write(self, pages: torch.Tensor, page: torch.Tensor, unit: torch.Tensor, fields: Packed) -> None:
+        """Store n pack units (fields of leading size n * H): unit `unit[i]` of page `page[i]` of (B, H, record_bytes)."""
+        n, heads, per_unit = len(page), pages.shape[1], self.unit // SLAB
+        shape = {k: v.unflatten(0, (n, heads)) for k, v in fields.items()}
+        slabs = torch.zeros(n, heads, per_unit, self.slab_region.nbytes, dtype=torch.uint8, device=pages.device)
+        self.slab_region.write(slabs, shape)
+        slab = unit[:, None] * per_unit + torch.arange(per_unit, device=pages.device)
+        self._slab_view(pages)[page[:, None], :, slab] = slabs.transpose(1, 2)
+        if self.page_region.nbytes:
+            extra = torch.zeros(n, heads, self.page_region.nbytes, dtype=torch.uint8, device=pages.device)
+            self.page_region.write(extra, shape)
+            pages[..., HEADER_BYTES : self.slabs_at][page] = extra
+        pages[..., :4].view(torch.int32)[page] = MAGIC
+        pages[..., FLAGS_AT : FLAGS_AT + self.slabs][page[:, None], :, slab] = 1
+
+    def read(self, pages: torch.Tensor, page: torch.Tensor) -> Packed:
+        """All fields of n whole pages, leading size n * H."""
+        data = pages[page].flatten(0, 1)
+        slabs = data[:, self.slabs_at : self.slabs_at + self.slabs * self.slab_region.nbytes]
+        return {**self.slab_region.read(slabs.unflatten(-1, (self.slabs, -1))), **self.read_page_fields(data)}
+
+    def read_page_fields(self, data: torch.Tensor) -> Packed:
+        return self.page_region.read(data[..., HEADER_BYTES : self.slabs_at])
+
+    def packed_slabs(self, pages: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+        """(n, slabs) booleans: which slabs of these pages hold data."""
+        head = pages[page, 0, :HEADER_BYTES].contiguous()
+        return (head[:, FLAGS_AT : FLAGS_AT + self.slabs] == 1) & (head[:, :4].view(torch.int32) == MAGIC)
+
+    def key_bits_per_element(self) -> float:
+        return self._half_bits(self.keys.slab_fields, self.keys.page_fields)
+
+    def value_bits_per_element(self) -> float:
+        return self._half_bits(self.values.slab_fields, self.values.page_fields)
+
+    def _half_bits(self, slab: tuple[Field, ...], page: tuple[Field, ...]) -> float:
+        """The fields of one half alone, without header and alignment."""
+        size = sum(f.nbytes for f in slab) * self.slabs + sum(f.nbytes for f in page)
+        return size * 8 / (self.N * self.geometry.head_size)

@@ -1,0 +1,42 @@
+"""Quantizer primitives that all methods share. All arithmetic is float32; parameters are stored as float16.
+
+Codes are always chosen against the value that will be *read back*: the stored parameter is rounded first, and the
+code is the best one for the rounded parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LIMIT = 32768.0
+"""Inputs are clamped to +-LIMIT: then a range (2 * LIMIT) / 3 and a radius sqrt(2) * LIMIT stay finite in float16."""
+
+TINY = 2.0**-24
+"""The smallest positive float16: the scale of a group whose values are all equal, so that nothing divides by zero."""
+
+
+def sanitize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(finite float32 copy of x, number of replaced elements as a 0-d int64 tensor): nan -> 0, |x| -> at most LIMIT."""
+    f = x.float()
+    clean = torch.nan_to_num(f, nan=0.0, posinf=LIMIT, neginf=-LIMIT).clamp(-LIMIT, LIMIT)
+    return clean, (clean != f).sum()
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to what float16 stores, kept as float32."""
+    return x.clamp(-65504.0, 65504.0).half().float()
+
+
+def positive_half(x: torch.Tensor) -> torch.Tensor:
+    """A scale or norm as float16 stores it, never zero."""
+    return half(x).clamp_min(TINY)
+
+
+def affine_parameters(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, zero) of asymmetric rounding over `dim` (kept with size 1): zero = min, scale = (max - min) / (2^b - 1)."""
+    lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    return positive_half((hi - lo) / (2**bits - 1)), half(lo)
+
+
+def affine_codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x - zero) / scale).round().clamp(0, 2**bits - 1)

@@ -1,0 +1,53 @@
+"""What a format does to keys and values, without vLLM: `roundtrip`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_kvq.formats.codec import Geometry
+from vllm_kvq.formats.fields import round_up
+from vllm_kvq.formats.table import DEFAULT_N, get_format
+
+
+def roundtrip(
+    name: str, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(key_hat, value_hat): every token quantized by format `name`, no window, no sinks.
+
+    key and value are (tokens, heads, head_size), query (tokens, query heads, head_size): the prompt's queries, from
+    which SQuat fits its subspace (without them there is none to protect, and SQuat is KIVI). For QJL key_hat is the
+    linear reconstruction, so that q . key_hat is its estimator. `options` are the format's own, plus `pairing` and
+    `N`. Incomplete groups at the end are completed by repeating the last token.
+    """
+    if key.shape != value.shape or key.dim() != 3:
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)")
+    tokens, heads, head_size = key.shape
+    fmt = get_format(name)
+    s = fmt.settings(options)
+    dtype = key.dtype if key.dtype in (torch.float16, torch.bfloat16) else torch.float32
+    pairing = s.pairing or "half"
+    page = fmt.bind(Geometry(head_size, s.N or DEFAULT_N, dtype, pairing=pairing), options)
+    if tokens == 0:
+        return key.clone(), value.clone()
+    (k, _), (v, _) = page.widen(key.transpose(0, 1)), page.widen(value.transpose(0, 1))
+    state = None
+    if page.state_rows and (query is not None or s.keys != "squat"):
+        state = page.keys.fit(_grouped(page.widen(query)[0], heads) if query is not None else k, k, None)
+    at = torch.arange(round_up(tokens, page.unit)).clamp_max(tokens - 1)
+    units = len(at) // page.unit
+    k, v = (x[:, at].reshape(heads * units, page.unit, -1) for x in (k, v))
+    if state is not None:
+        state = state.repeat_interleave(units, dim=0)
+    k, v = page.decode(page.encode(k, v, state))
+    k, v = (x.reshape(heads, -1, page.geometry.d)[:, :tokens, :head_size].transpose(0, 1) for x in (k, v))
+    return k.to(key.dtype), v.to(value.dtype)
+
+
+def _grouped(query: torch.Tensor, heads: int) -> torch.Tensor:
+    """(tokens, query heads, d) -> (KV heads, tokens * group, d): the queries that share a KV head."""
+    tokens, query_heads, d = query.shape
+    if query_heads % heads:
+        raise ValueError(f"{query_heads} query heads are no multiple of {heads} KV heads")
+    return query.reshape(tokens, heads, query_heads // heads, d).transpose(0, 1).reshape(heads, -1, d)

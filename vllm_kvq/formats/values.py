@@ -1,0 +1,78 @@
+"""Values: per token, asymmetric, groups of G channels (all methods but InnerQ); and uncompressed ones.
+
+    zero = min, scale = (max - min) / (2^b - 1), code = round((x - zero) / scale)   over G channels of one token
+
+Slab (32 tokens; d = 128, b = 2, G = 32):
+
+    v_codes  u8   [8 token quads][d b / 8][4]   1024   plane-quad: the token is the reduction dimension of P V
+    v_scale  f16  [d / G][32 tokens]             256   token-minor: a kernel folds 16 tokens' scales into the
+    v_zero   f16  [d / G][32 tokens]             256     softmax weights with one load
+
+The last group is smaller where G does not divide d.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvq.formats.codec import Geometry, ValueCodec
+from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.planes import SLAB, pack_values, unpack_values, value_code_shape
+from vllm_kvq.formats.quant import affine_codes, affine_parameters
+
+
+class TokenValues(ValueCodec):
+    def __init__(self, geometry: Geometry, bits: int, group: int) -> None:
+        self.d, self.bits, self.group = geometry.d, bits, min(group, geometry.d)
+        self.groups = -(-self.d // self.group)
+
+    @property
+    def slab_fields(self) -> tuple[Field, ...]:
+        return (
+            Field("v_codes", torch.uint8, value_code_shape(self.d, self.bits)),
+            Field("v_scale", torch.float16, (self.groups, SLAB)),
+            Field("v_zero", torch.float16, (self.groups, SLAB)),
+        )
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        x = x.unflatten(1, (-1, SLAB))
+        codes, scales, zeros = [], [], []
+        for part in x.split(self.group, dim=-1):
+            s, z = affine_parameters(part, -1, self.bits)
+            codes.append(affine_codes(part, s, z, self.bits))
+            scales.append(s)
+            zeros.append(z)
+        return {
+            "v_codes": pack_values(torch.cat(codes, -1), self.bits),
+            "v_scale": torch.cat(scales, -1).transpose(-2, -1),
+            "v_zero": torch.cat(zeros, -1).transpose(-2, -1),
+        }
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        codes = unpack_values(fields["v_codes"], self.bits).float()
+        out = torch.empty_like(codes)
+        scale, zero = (fields[n].float().transpose(-2, -1) for n in ("v_scale", "v_zero"))
+        for g in range(self.groups):
+            at = slice(g * self.group, (g + 1) * self.group)
+            out[..., at] = torch.addcmul(zero[..., g, None], codes[..., at], scale[..., g, None])
+        return out.flatten(1, 2)
+
+
+class RawValues(ValueCodec):
+    """Values as they are, in the model's dtype (float16 or bfloat16: PolarQuant's main setting; any: `lossless`).
+
+    Slab: v_raw  [32 tokens][d]: natural order, because no code has to be unpacked.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.d, self.dtype = geometry.d, geometry.dtype
+
+    @property
+    def slab_fields(self) -> tuple[Field, ...]:
+        return (Field("v_raw", self.dtype, (SLAB, self.d)),)
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return {"v_raw": x.unflatten(1, (-1, SLAB))}
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        return fields["v_raw"].float().flatten(1, 2)
