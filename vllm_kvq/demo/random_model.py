@@ -50,10 +50,12 @@ def random_model(
         max_position=max_position,
     )
     generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * _std(name, size)
-        for name, size in shape.parameters()
-    }
+    weights = {}
+    for name, size in shape.parameters():
+        norm = len(size) == 1
+        weights[name] = (
+            torch.ones(size) if norm else _std(name, size) * torch.randn(size, generator=generator)
+        )
     weights["lm_head.weight"] *= logit_scale
     weights["lm_head.weight"][: len(SPECIAL_TOKENS)] = 0
     path = Path(out_dir)

@@ -1,0 +1,46 @@
+# make run      a real vLLM server that answers from a low-bit KV cache; make run ONCE=1 stops after the answer
+# make test     the test suite
+# make lint     ruff;  make types: mypy;  make format: ruff rewrites the files
+#
+# Variables: FORMAT=squat2|qjl3|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
+#            PYTHON=python3 (creates the environment)  PYTEST_ARGS="-k name"
+
+PYTHON ?= python3
+FORMAT ?= squat2
+PORT ?= 8000
+MODEL ?=
+ONCE ?=
+PYTEST_ARGS ?=
+
+VENV := .venv/bin
+export VLLM_NO_USAGE_STATS = 1
+export DO_NOT_TRACK = 1
+
+.PHONY: run test lint types format bootstrap clean
+.DEFAULT_GOAL := run
+
+bootstrap:
+	@$(PYTHON) scripts/bootstrap.py
+
+run:
+	@$(PYTHON) scripts/bootstrap.py
+	@$(VENV)/python -m vllm_kvq.demo.serve --format "$(FORMAT)" --port "$(PORT)" \
+		$(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(ONCE)),--once)
+
+test: bootstrap
+	@echo "test: the whole suite, see pyproject.toml for its settings"
+	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+
+lint: bootstrap
+	@$(VENV)/python -m ruff check .
+	@$(VENV)/python -m ruff format --check .
+
+types: bootstrap
+	@$(VENV)/python -m mypy
+
+format: bootstrap
+	@$(VENV)/python -m ruff check --fix .
+	@$(VENV)/python -m ruff format .
+
+clean:
+	rm -rf .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
