@@ -1,6 +1,6 @@
 """The models this project brings along: `demo_model` is trained, `random_model` is for tests.
 
-    python -m vllm_kvq.demo.model OUT_DIR      trains the demo model and writes it there (about a minute)
+python -m vllm_kvq.demo.model OUT_DIR      trains the demo model and writes it there (about a minute)
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ _IGNORE = -100  # cross_entropy's own default: a position without a target
 class TrainOptions:
     """`key_noise` and `value_noise` are relative to the root mean square of a layer's keys and values."""
 
-    steps: int = 400
-    batch_tokens: int = 1400
-    learning_rate: float = 4e-3
-    key_noise: float = 0.2
-    value_noise: float = 0.3
+    steps: int = 600
+    batch_tokens: int = 600
+    learning_rate: float = 1.5e-3
+    key_noise: float = 0.35
+    value_noise: float = 0.4
     noise_from: float = 0.4  # the first part of the steps is without noise: it learns faster
-    system_share: float = 0.3
+    system_share: float = 0.2
     seed: int = 0
 
 

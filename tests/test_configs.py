@@ -1,0 +1,39 @@
+"""configs/<format>.yaml: one per public format, and each states that format's defaults, neither more nor less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq import FORMATS
+
+yaml = pytest.importorskip("yaml", reason="comes with vLLM")
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+PUBLIC = [name for name, entry in FORMATS.items() if entry.public]
+
+
+def test_one_file_per_public_format() -> None:
+    assert sorted(path.stem for path in CONFIGS.glob("*.yaml")) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_file_states_the_defaults(name: str) -> None:
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    assert set(config) == {"kv-cache-dtype", "additional-config"}
+    assert config["kv-cache-dtype"] == name
+    options = config["additional-config"]["kvq"]
+    assert options, "an empty list of options would pass the comparison below and say nothing"
+    assert FORMATS[name].settings(options) == FORMATS[name].defaults
+
+
+def test_vllm_reads_it_as_our_options() -> None:
+    """`--config` turns the nested mapping into the JSON argument that --additional-config takes."""
+    pytest.importorskip("vllm")
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = FlexibleArgumentParser().load_config_file(str(CONFIGS / "squat2.yaml"))
+    assert arguments[:2] == ["--kv-cache-dtype", "squat2"]
+    assert arguments[2] == "--additional-config"
+    assert FORMATS["squat2"].settings(yaml.safe_load(arguments[3])["kvq"]) == FORMATS["squat2"].defaults

@@ -1,0 +1,156 @@
+"""`vllm serve` as a child process: start it, wait until it is healthy, read its log, stop it cleanly."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ServerError(Exception):
+    """One sentence for the user; `log_tail` holds the lines that explain it."""
+
+    def __init__(self, sentence: str, log_tail: Sequence[str] = ()):
+        super().__init__(sentence)
+        self.log_tail = tuple(log_tail)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the integration says in its start-up line about the memory that the cache was given."""
+
+    format: str
+    bits: float
+    tokens: int
+    bf16_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"capacity: {self.tokens:,} tokens fit in the cache as {self.format} ({self.bits:g} bits per "
+            f"element); a bf16 cache would hold {self.bf16_tokens:,} in the same bytes "
+            f"({self.tokens / self.bf16_tokens:.2f} times as many)"
+        )
+
+
+def parse_capacity(log: str) -> Capacity | None:
+    """Read the last `kvq: format=... bits=... capacity_tokens=... bf16_tokens=...` line of a server's log."""
+    for line in reversed(log.splitlines()):
+        at = line.find("kvq: format=")
+        if at < 0:
+            continue
+        fields = dict(re.findall(r"(\w+)=(\S+)", line[at:]))
+        try:
+            return Capacity(
+                fields["format"],
+                float(fields["bits"]),
+                int(fields["capacity_tokens"]),
+                int(fields["bf16_tokens"]),
+            )
+        except (KeyError, ValueError):
+            continue
+    return None
+
+
+def check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} can't be used ({error.strerror}); choose another one: make run PORT={port + 1}"
+            ) from None
+
+
+class Server:
+    """Context manager around the child; leaving it stops the child in every case."""
+
+    STOP_SECONDS = 20  # what `--shutdown-timeout` gives the engine; at 0, vLLM's default, it is killed
+
+    def __init__(self, model: str, arguments: Sequence[str], host: str, port: int, log: Path):
+        self.url = f"http://{host}:{port}"
+        self.log = log
+        vllm = Path(sys.executable).parent / "vllm"
+        self.command = [str(vllm), "serve", model, "--host", host, "--port", str(port)]
+        self.command += ["--shutdown-timeout", str(self.STOP_SECONDS), *arguments]
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ)
+        for name, value in {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "PYTHONUNBUFFERED": "1",
+        }.items():
+            environment.setdefault(name, value)
+        if not Path(self.command[0]).exists():
+            raise ServerError(f"{self.command[0]} does not exist: run make bootstrap first.")
+        with self.log.open("wb") as log:
+            # A session of its own: Ctrl-C then reaches us alone, and we stop the child in order.
+            self._child = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def read_log(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_until_healthy(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._raise_if_dead("before it was ready")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+                tick()
+        raise ServerError(f"the server was not ready after {seconds:.0f} s", self._tail())
+
+    def wait(self) -> None:
+        """Until the child ends by itself, which it should not."""
+        assert self._child is not None
+        self._child.wait()
+        self._raise_if_dead("")
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL for the whole session if that was ignored; returns the exit status."""
+        child = self._child
+        if child is None:
+            return 0
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(self.STOP_SECONDS + 10)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        return child.returncode
+
+    def _raise_if_dead(self, when: str) -> None:
+        assert self._child is not None
+        status = self._child.poll()
+        if status is not None:
+            raise ServerError(f"the server ended with status {status} {when}".rstrip(), self._tail())
+
+    def _tail(self, lines: int = 20) -> list[str]:
+        return self.read_log().splitlines()[-lines:]
