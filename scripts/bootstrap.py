@@ -94,7 +94,7 @@ def install_cpu_engine(venv: Venv, engine: list[str], root: Path) -> None:
     try:
         venv.pip("install", *wanted)
     except PipFailure as failure:
-        if "for torch==" not in failure.log:
+        if "for torch==" not in failure.log or NO_NETWORK.search(failure.log):
             raise
         say(f"pip's own sources have no {wanted[0]}, taking it from {TORCH_CPU_INDEX}")
         venv.pip("install", "--extra-index-url", TORCH_CPU_INDEX, *wanted)
@@ -214,7 +214,7 @@ def explain_pip_failure(log: str) -> str:
     """pip's failures as one sentence each; pip's own last lines have been printed before it."""
     if "No space left on device" in log:
         return "the disk is full; make room and run this again."
-    if NO_NETWORK.search(log):
+    if NO_NETWORK.search(log) or "(from versions: none)" in log:
         return "no network: pip cannot reach its package index; connect (or set a proxy) and run this again."
     if match := re.search(r"No matching distribution found for (\S+)", log):
         return f"pip found no {match[1]} for this Python and machine (Linux on x86-64 is supported)."

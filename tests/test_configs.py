@@ -1,4 +1,4 @@
-"""configs/<format>.yaml: one per public format, and each states that format's defaults, neither more nor less."""
+"""configs/<format>.yaml: one per public format, each with exactly the defaults of that format."""
 
 from __future__ import annotations
 

@@ -61,6 +61,8 @@ def parse_capacity(log: str) -> Capacity | None:
 
 
 def check_port(host: str, port: int) -> None:
+    if not 0 < port < 65536:
+        raise ServerError(f"port {port} does not exist; choose one from 1 to 65535")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -75,6 +77,7 @@ class Server:
     """Context manager around the child; leaving it stops the child in every case."""
 
     STOP_SECONDS = 20  # what `--shutdown-timeout` gives the engine; at 0, vLLM's default, it is killed
+    KILL_SECONDS = STOP_SECONDS + 10  # after that long we kill the child ourselves
 
     def __init__(self, model: str, arguments: Sequence[str], host: str, port: int, log: Path):
         self.url = f"http://{host}:{port}"
@@ -140,7 +143,7 @@ class Server:
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
             try:
-                child.wait(self.STOP_SECONDS + 10)
+                child.wait(self.KILL_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()

@@ -54,10 +54,14 @@ def _byte_level(model: models.Model) -> Tokenizer:
 
 
 def _letter_merges() -> Iterator[tuple[str, str]]:
-    """Pairs first (27 * 26), then pair + letter: each merge only needs tokens that come before it."""
+    """Pairs first (27 * 26), then pair + letter, as far as encoding can arrive there.
+
+    Encoding "abc" applies the earlier of the merges ab and bc; only if that is ab can abc be formed from it.
+    """
     letters = string.ascii_lowercase
     pairs = [(a, b) for a in _SPACE + letters for b in letters]
     yield from pairs
     for a, b in pairs:
         for c in letters:
-            yield a + b, c
+            if pairs.index((a, b)) <= pairs.index((b, c)):
+                yield a + b, c

@@ -1,0 +1,134 @@
+"""`make run`: what it refuses, how it treats its child process, and the whole of it once with squat2."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.demo import serve
+from vllm_kvq.demo.server import Server, ServerError, check_port, parse_capacity
+
+ROOT = Path(__file__).parent.parent
+LINE = (
+    "(Worker pid=7) INFO kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=73728 exempt=none "
+    "capacity_tokens=12345 bf16_tokens=2345 ratio=5.26"
+)
+
+
+def test_capacity_is_read_from_the_last_line_that_has_it() -> None:
+    log = f"noise\n{LINE.replace('12345', '1')}\n{LINE}\nkvq: format=squat2 but no numbers\nmore"
+    capacity = parse_capacity(log)
+    assert capacity is not None
+    assert (capacity.tokens, capacity.bf16_tokens, capacity.bits) == (12345, 2345, 3.062)
+    assert "12,345 tokens fit" in str(capacity)
+    assert "2,345 in the same bytes (5.26 times" in str(capacity)
+    assert parse_capacity("INFO something else") is None
+
+
+def test_unknown_format_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--format", "squat9"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("run: there is no format 'squat9'; the formats are squat2, squat4, qjl3")
+    assert error.count("\n") == 1
+
+
+def test_taken_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server((serve.HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main(["--port", str(port)]) == 1
+    error = capsys.readouterr().err
+    assert f"port {port} can't be used" in error
+    assert error.count("\n") == 1
+    check_port(serve.HOST, port)
+
+
+def test_out_of_range_port_is_one_sentence() -> None:
+    with pytest.raises(ServerError, match="from 1 to 65535"):
+        check_port(serve.HOST, 99999)
+
+
+def child(tmp_path: Path, code: str) -> Server:
+    server = Server("model", [], serve.HOST, 1, tmp_path / "log")
+    server.command = [sys.executable, "-c", code]
+    return server
+
+
+def test_death_of_the_server_shows_its_last_words(tmp_path: Path) -> None:
+    with (
+        child(tmp_path, "print('reason'); raise SystemExit(3)") as server,
+        pytest.raises(ServerError, match="status 3 before it was ready") as caught,
+    ):
+        server.wait_until_healthy(30)
+    assert caught.value.log_tail == ("reason",)
+
+
+def test_server_that_never_gets_ready(tmp_path: Path) -> None:
+    with (
+        child(tmp_path, "import time; time.sleep(60)") as server,
+        pytest.raises(ServerError, match="not ready after 1 s"),
+    ):
+        server.wait_until_healthy(1)
+    assert server.stop() == -15, "leaving the block has ended the child"
+
+
+def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Server, "KILL_SECONDS", 0.5)
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    with child(tmp_path, code) as server:
+        while "up" not in server.read_log():
+            time.sleep(0.01)
+    assert server.stop() == -9
+
+
+def test_demo_model_is_trained_once_and_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+
+    def fake(out_dir: Path, **_: object) -> Path:
+        trained.append(out_dir)
+        out_dir.mkdir(parents=True)
+        (out_dir / "config.json").write_text("{}")
+        return out_dir
+
+    monkeypatch.setattr("vllm_kvq.demo.model.demo_model", fake)
+    path = tmp_path / "model"
+    (tmp_path / "model.unfinished").mkdir()  # left by an interrupted run
+    serve.ensure_demo_model(path)
+    serve.ensure_demo_model(path)
+    assert len(trained) == 1
+    assert (path / "config.json").exists()
+    (path / "made-by").write_text("an older version")
+    serve.ensure_demo_model(path)
+    assert len(trained) == 2
+
+
+def test_empty_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "stream_answer", lambda *_: iter([" ", "\n"]))
+    with pytest.raises(ServerError, match="empty"):
+        serve.answer_question("http://unused")
+
+
+def free_port() -> int:
+    with socket.create_server((serve.HOST, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def make_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vllm_kvq.demo.serve", "--once", "--port", str(free_port()), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_make_run_once_answers_from_squat2() -> None:
+    done = make_run("--format", "squat2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "stays close to the answer of the original model." in done.stdout
+    assert "tokens fit in the cache as squat2" in done.stdout
+    assert "run: the server has stopped" in done.stdout
