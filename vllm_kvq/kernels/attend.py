@@ -16,6 +16,9 @@ from vllm_kvq.formats import PageFormat
 WORK_BYTES = 64 << 20
 """Unpacked float32 that a part may hold at once: pages beyond it are attended in several rounds."""
 
+DECODE_QUERIES = 8
+"""Up to this many queries per request a step is decode (one, or a verified draft): requests are batched by page."""
+
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(T, Hq, d) float32 outputs and (T, Hq) log-sum-exps; -inf where a query saw nothing."""
 
@@ -44,15 +47,22 @@ def attend_raw(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
 ) -> Partial:
     """n requests of the same padded shape: query (n, q, Hq, d), key and value (n, t, H, d), seen (n, q, t) booleans."""
-    n, q, query_heads, d = query.shape
+    n, q, query_heads, _ = query.shape
     heads = key.shape[2]
-    rows = query.float().reshape(n, q, heads, -1, d).transpose(1, 2).flatten(2, 3)  # (n, H, q * g, d)
-    scores = (rows @ key.float().permute(0, 2, 3, 1)) * scale
-    scores = scores.unflatten(2, (q, -1)).masked_fill(~seen[:, None, :, None], float("-inf"))
-    weights, lse = softmax_part(scores)
-    out = weights.flatten(2, 3) @ value.float().permute(0, 2, 1, 3)
-    out = out.unflatten(2, (q, -1)).transpose(1, 2).reshape(n, q, query_heads, d)
-    return out, lse.transpose(1, 2).reshape(n, q, query_heads)
+    keys = key.permute(0, 2, 3, 1).float()
+    values = value.transpose(1, 2).float()
+    # a tile of queries at a time, so that the scores of a long chunk stay within WORK_BYTES
+    tile = max(1, WORK_BYTES // (8 * n * query_heads * key.shape[1]))
+    outs, lses = [], []
+    for at in range(0, q, tile):
+        part = query[:, at : at + tile]
+        rows = _by_head(part.float(), heads)
+        scores = (rows @ keys).mul_(scale).unflatten(2, (part.shape[1], -1))
+        scores = scores.masked_fill_(~seen[:, None, at : at + tile, None], float("-inf"))
+        weights, lse = softmax_part(scores.flatten(2, 3))
+        outs.append(_by_token(weights @ values, part.shape[1]))
+        lses.append(_by_token(lse.unsqueeze(-1), part.shape[1]).squeeze(-1))
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(lses, 1))
 
 
 def attend_packed(
@@ -65,40 +75,104 @@ def attend_packed(
     high: torch.Tensor,
     scale: float,
 ) -> Partial:
-    """n requests with q queries each over their packed tokens: split by page, then reduced per request.
+    """n requests with q queries each over their packed tokens.
 
-    query (n, q, Hq, head_size); the P pages of all requests in one list: page_ids (P,) rows of
+    query (n, q, Hq, head_size); the pages of all requests in one list, by request: page_ids (P,) rows of
     pages (B, H, record_bytes), owner (P,) their request, tokens [low, high) of each are attended.
     """
-    n, q, query_heads, _ = query.shape
-    heads, d = pages.shape[1], fmt.geometry.d
-    group = query_heads // heads
-    wide = fmt.widen(query)[0].reshape(n, q, heads, group, d).transpose(1, 2).reshape(n, heads, q * group, d)
-    rows = fmt.keys.query_features(wide) * scale
-    out = torch.zeros(n, heads, q * group, d, device=query.device)
-    top = torch.full((n, heads, q * group), -1e30, device=query.device)
-    total = torch.zeros_like(top)
-    # scores and unpacked features of a page, in float32
-    page_bytes = 4 * heads * fmt.N * (rows.shape[-1] + 2 * d + 2 * q * group)
-    position = torch.arange(fmt.N, device=query.device)
-    for at in torch.arange(len(page_ids), device=owner.device).split(max(1, WORK_BYTES // page_bytes)):
-        fields = fmt.read(pages, page_ids[at])
-        key = fmt.keys.key_features(fields).unflatten(0, (-1, heads))
-        value = fmt.values.unpack(fields).unflatten(0, (-1, heads))
-        mine = owner[at]
-        scores = rows[mine] @ key.transpose(-2, -1)  # (p, H, q * g, N)
-        seen = (position >= low[at, None]) & (position < high[at, None])
-        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-        best = scores.amax(-1).clamp_min(-1e30)
-        new_top = top.index_reduce(0, mine, best, "amax")
-        weights = (scores - new_top[mine].unsqueeze(-1)).exp()
-        shrink = (top - new_top).exp()
-        total = (total * shrink).index_add_(0, mine, weights.sum(-1))
-        out = (out * shrink.unsqueeze(-1)).index_add_(0, mine, weights @ value)
-        top = new_top
-    out = out / total.clamp_min(1e-30).unsqueeze(-1)
-    lse = torch.where(total > 0, top + total.clamp_min(1e-30).log(), float("-inf"))
-    return (
-        out.unflatten(2, (q, group)).transpose(1, 2).reshape(n, q, query_heads, d)[..., : fmt.geometry.head_size],
-        lse.unflatten(2, (q, group)).transpose(1, 2).reshape(n, q, query_heads),
-    )
+    n, q, _, _ = query.shape
+    heads = pages.shape[1]
+    rows = fmt.keys.query_features(_by_head(fmt.widen(query)[0], heads)) * scale  # (n, H, q * g, F)
+    if q <= DECODE_QUERIES:
+        out, lse = _split_by_page(fmt, rows, pages, page_ids, owner, low, high)
+    else:
+        alone = [
+            _one_request(fmt, rows[i], pages, page_ids[owner == i], low[owner == i], high[owner == i]) for i in range(n)
+        ]
+        out, lse = torch.stack([o for o, _ in alone]), torch.stack([s for _, s in alone])
+    return _by_token(out, q)[..., : fmt.geometry.head_size], _by_token(lse.unsqueeze(-1), q).squeeze(-1)
+
+
+def _split_by_page(
+    fmt: PageFormat,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    owner: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode: every page is one split, reduced per request by its log-sum-exp."""
+    n, heads, queries, features = rows.shape
+    # a page's unpacked features and scores
+    page_bytes = 4 * heads * fmt.N * (features + 2 * fmt.geometry.d + 2 * queries)
+    outs, lses = [], []
+    for at in range(0, len(page_ids), max(1, WORK_BYTES // page_bytes)):
+        part = slice(at, at + max(1, WORK_BYTES // page_bytes))
+        key, value = _unpack(fmt, pages, page_ids[part])
+        scores = rows[owner[part]] @ key.transpose(-2, -1)  # (p, H, q * g, N)
+        scores = scores.masked_fill_(~_seen(fmt, low[part], high[part])[:, None, None], float("-inf"))
+        weights, lse = softmax_part(scores)
+        outs.append(weights @ value)
+        lses.append(lse)
+    page_out, page_lse = torch.cat(outs), torch.cat(lses)
+    count = torch.bincount(owner, minlength=n)
+    place = torch.arange(len(owner), device=owner.device) - (count.cumsum(0) - count)[owner]
+    padded = rows.new_full((n, int(count.max()), heads, queries), float("-inf"))
+    padded[owner, place] = page_lse
+    lse = padded.logsumexp(1)
+    weight = (page_lse - lse.clamp_min(-1e30)[owner]).exp().unsqueeze(-1)
+    out = rows.new_zeros(n, heads, queries, page_out.shape[-1]).index_add_(0, owner, page_out * weight)
+    return out, lse
+
+
+def _one_request(
+    fmt: PageFormat,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A chunk of a prompt over its history: rounds of pages as one long matrix, with a running softmax."""
+    heads, queries, features = rows.shape
+    page_bytes = 4 * heads * fmt.N * (2 * (features + fmt.geometry.d) + 2 * queries)
+    step = max(1, WORK_BYTES // page_bytes)
+    parts: list[Partial] = []
+    for at in range(0, len(page_ids), step):
+        part = slice(at, at + step)
+        key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, page_ids[part]))
+        seen = _seen(fmt, low[part], high[part]).flatten()
+        scores = (rows @ key.transpose(1, 2)).masked_fill_(~seen, float("-inf"))
+        weights, lse = softmax_part(scores)
+        new = weights @ value, lse
+        if parts:
+            # the running result is one more part
+            total = torch.logaddexp(parts[0][1], new[1])
+            new = merge([parts[0], new]), total
+        parts = [new]
+    if parts:
+        return parts[0]
+    return rows.new_zeros(heads, queries, fmt.geometry.d), rows.new_full((heads, queries), float("-inf"))
+
+
+def _unpack(fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(p, H, N, F) key features and (p, H, N, d) values."""
+    fields = fmt.read(pages, ids)
+    shape = (-1, pages.shape[1])
+    return fmt.keys.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
+
+
+def _seen(fmt: PageFormat, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    position = torch.arange(fmt.N, device=low.device)
+    return (position >= low[:, None]) & (position < high[:, None])
+
+
+def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(n, q, Hq, d) -> (n, H, q * g, d): all query heads of a KV head together."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _by_token(x: torch.Tensor, q: int) -> torch.Tensor:
+    """The inverse of `_by_head`."""
+    return x.unflatten(2, (q, -1)).transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,1 @@
+"""Everything that touches vLLM. Formats and kernels never import this package."""

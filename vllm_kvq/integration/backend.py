@@ -1,0 +1,187 @@
+"""The attention backend: what vLLM calls for every layer whose cache is ours."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_kvq.formats import FORMATS, PageFormat
+from vllm_kvq.formats.codec import HEAD_SIZES
+from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.integration.layer import PackedLayer
+from vllm_kvq.integration.plan import Batch, StepPlan
+from vllm_kvq.integration.setup import bind_layer
+from vllm_kvq.integration.sidecar import LAYOUTS
+from vllm_kvq.integration.validate import Refused, check_layer
+
+
+@dataclass
+class KVQMetadata:
+    """One step's batch, and the plans made for it (one in practice: all layers agree)."""
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    batch: Batch | None = None
+    plans: list[StepPlan] = field(default_factory=list)
+
+
+class KVQMetadataBuilder(AttentionMetadataBuilder):
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
+        m = common_attn_metadata
+        return KVQMetadata(m.query_start_loc_cpu, m.seq_lens, m.block_table_tensor)
+
+
+class KVQBackend(AttentionBackend):
+    forward_includes_kv_cache_update = True
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes = list(FORMATS)
+    format: PageFormat | None = None
+    """Set in the subclass of each layer: `customize_spec` sees only the spec, without a vLLM configuration."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # the one name that survives pickling to workers
+
+    @staticmethod
+    def get_impl_cls() -> type[KVQImpl]:
+        return KVQImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVQMetadataBuilder]:
+        return KVQMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(SLAB)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return LAYOUTS
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """One opaque record per block and KV head instead of K and V per token."""
+        if not isinstance(spec, FullAttentionSpec):
+            raise Refused(f"low-bit KV cache formats do not support {type(spec).__name__} layers; use --kv-cache-dtype auto")
+        if cls.format is None:
+            raise RuntimeError("a packed layer was asked for its page size before its weights were loaded")
+        if spec.block_size != cls.format.N:
+            raise RuntimeError(f"vLLM changed the block size to {spec.block_size} after the format was bound to {cls.format.N}")
+        return replace(spec, tokens_per_state=spec.block_size, state_content_bytes=cls.format.record_bytes)
+
+
+@functools.cache
+def bound_backend(fmt: PageFormat) -> type[KVQBackend]:
+    return type("KVQBackend", (KVQBackend,), {"format": fmt})
+
+
+class KVQImpl(AttentionImpl):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        check_layer(alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name, extra)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.vllm_config = get_current_vllm_config()
+        self.packed: PackedLayer | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Bind the format and create the companions; the layer has its name by now. May run again on a reload."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        name, layer = next((n, l) for n, l in layers.items() if getattr(l, "impl", None) is self)
+        index = _layer_index(name)
+        fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
+        layer.attn_backend = bound_backend(fmt)
+        self.packed = PackedLayer.create(
+            fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KVQMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise Refused("low-bit KV cache formats do not fuse output quantization; disable that compilation pass")
+        if attn_metadata is None:  # profiling and warm-up
+            return output.fill_(0)
+        packed = self.packed
+        if packed is None:
+            raise RuntimeError("the sidecar companion of this layer is missing: process_weights_after_loading did not run")
+        step, tables = attn_metadata, get_forward_context().attn_metadata
+        if step.batch is None:
+            step.batch = _batch(step, tables, packed)
+        if len(step.batch.new):
+            plan = packed.plan(step.batch, step.plans)
+            packed.update(plan, query, key, value, kv_cache)
+            packed.attend(plan, query, key, value, kv_cache, output.view(-1, self.num_heads, self.head_size))
+        return output
+
+
+def _batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> Batch:
+    def table(name: str | None) -> np.ndarray | None:
+        return None if name is None else tables[name].block_table.cpu().numpy()
+
+    sidecar = table(packed.sidecar_name)
+    if sidecar is None:
+        raise RuntimeError("the sidecar companion is missing")
+    return Batch.of(
+        step.query_start.numpy(),
+        step.seq_lens.cpu().numpy(),
+        step.block_table.cpu().numpy(),
+        sidecar,
+        table(packed.sink_name),
+    )
+
+
+def _layer_index(name: str) -> int:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return extract_layer_index(name)

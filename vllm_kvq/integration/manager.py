@@ -1,0 +1,136 @@
+"""Who owns the companions' blocks: vLLM's own block pool, through these two managers (engine core side)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
+
+NO_LIMIT = 1 << 62
+
+
+class SidecarManager(CircularBufferManager):
+    """Claims a request's blocks on admission; vLLM frees them on finish and preemption.
+
+    A fresh sidecar must read as zeros: a zero header is how the worker recognises a new request.
+    """
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.blocks_per_request = kv_cache_spec.blocks_per_request
+        self._record_new_block_ids = self._wants_zeroing(bool(kwargs.get("needs_kv_cache_zeroing")))
+
+    def _wants_zeroing(self, available: bool) -> bool:
+        if not available:
+            raise RuntimeError("vLLM does not zero new KV cache blocks for this model; low-bit formats can't run without that")
+        return True
+
+    def _claim_ring_block(self, request_id: str, record_for_zeroing: bool = True) -> list[Any]:
+        blocks = self.req_to_blocks[request_id]
+        if blocks:
+            if len(blocks) != self.blocks_per_request:
+                raise RuntimeError(f"request {request_id} holds {len(blocks)} blocks instead of {self.blocks_per_request}")
+            return []
+        new = self.block_pool.get_new_blocks(self.blocks_per_request)
+        blocks.extend(new)
+        if self._record_new_block_ids and record_for_zeroing:
+            self.new_block_ids.extend(b.block_id for b in new)
+        return new
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        return 0 if self.req_to_blocks.get(request_id) else self.blocks_per_request
+
+
+class SinkManager(SidecarManager):
+    """Sink pages: one set per distinct first block, found by its hash, shared like any cached block.
+
+    The i-th page of group g has the key (hash of block 0, g + i * KEY_STRIDE). Pages are written only by requests that
+    start at position 0 and read only where they were written, so they need no zeroing. A hit is [pages, null, ...] for
+    the whole length, or none; this group comes after the packed group, so that a sink page is evicted after its pages.
+    """
+
+    KEY_STRIDE = 1 << 16
+
+    def _wants_zeroing(self, available: bool) -> bool:
+        return False
+
+    @classmethod
+    def _keys(cls, group_id: int, pages: int) -> list[int]:
+        return [group_id + i * cls.KEY_STRIDE for i in range(pages)]
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> int:
+        if self.req_to_blocks.get(request_id):
+            return 0
+        if new_computed_blocks:  # pages of a hit leave the free queue when they are touched
+            return self._get_num_evictable_blocks(new_computed_blocks[: self.blocks_per_request])
+        return self.blocks_per_request
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[Any], ...], int]:
+        size, pages = kv_cache_spec.block_size, kv_cache_spec.blocks_per_request
+        miss = tuple([] for _ in kv_cache_group_ids), 0
+        length = max_length - size if drop_eagle_block else max_length
+        length -= length % math.lcm(size, alignment_tokens)
+        # the pages stand in the first entries of the row: a shorter hit has no room for them
+        if length <= 0 or length // size < pages:
+            return miss
+        first = resolve_block_hashes(block_hashes, block_pool.hash_block_size, size)[0]
+        keys = [key for g in kv_cache_group_ids for key in cls._keys(g, pages)]
+        found = block_pool.get_cached_block(first, keys)
+        if not found:
+            return miss
+        rest = [block_pool.null_block] * (length // size - pages)
+        return tuple(found[i * pages : (i + 1) * pages] + rest for i in range(len(kv_cache_group_ids))), length
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[Any],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        if not new_computed_blocks:
+            return
+        pages = list(new_computed_blocks[: self.blocks_per_request])
+        if len(pages) != self.blocks_per_request or any(b.is_null for b in pages) or self.req_to_blocks[request_id]:
+            raise RuntimeError(f"request {request_id} hit an incomplete set of sink pages")
+        self.block_pool.touch(pages)
+        self.req_to_blocks[request_id].extend(pages)
+        self.num_cached_block[request_id] = 1
+
+    def cache_blocks(
+        self,
+        request: Any,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int] = (),
+    ) -> None:
+        request_id, pool = request.request_id, self.block_pool
+        hashed = len(request.block_hashes) * pool.hash_block_size
+        if min(num_tokens, hashed) < self.block_size or self.num_cached_block.get(request_id):
+            return
+        first = resolve_block_hashes(request.block_hashes, pool.hash_block_size, self.block_size)[0]
+        keys = self._keys(self.kv_cache_group_id, self.blocks_per_request)
+        for key, block in zip(keys, self.req_to_blocks[request_id], strict=True):
+            full = make_block_hash_with_group_id(first, key)
+            # vLLM's cached-token statistics take the minimum over the groups
+            block.set_block_hash(full, num_tokens=NO_LIMIT)
+            pool.cached_block_hash_to_block.insert(full, block)
+        self.num_cached_block[request_id] = 1

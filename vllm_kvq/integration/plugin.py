@@ -1,0 +1,28 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it parses or builds anything."""
+
+from __future__ import annotations
+
+BACKEND = "vllm_kvq.integration.backend.KVQBackend"
+
+
+def register() -> None:
+    """Make the formats known to vLLM. Safe to call again; the order of the steps matters."""
+    from vllm.logger import init_logger
+
+    from vllm_kvq.integration import compat
+
+    if problem := compat.version_problem():
+        init_logger("vllm.kvq").error("%s", problem)
+        return
+    compat.check_private_names()
+    compat.register_dtypes()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    from vllm_kvq.integration.validate import check_config
+
+    compat.wrap_platform(BACKEND, check_config)
+    compat.ensure_builtin_specs()
+    from vllm_kvq.integration import spec
+
+    spec.register()

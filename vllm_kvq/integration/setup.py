@@ -1,0 +1,54 @@
+"""From a vLLM configuration to a bound format: one place that reads `--kv-cache-dtype` and `--additional-config`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.integration import compat
+
+
+def kvq_options(vllm_config: Any) -> dict[str, Any]:
+    """The user's `{"kvq": {...}}`, checked to be an object."""
+    extra = vllm_config.additional_config
+    options = extra.get("kvq", {}) if isinstance(extra, Mapping) else {}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"additional config 'kvq' is {options!r}; it must be an object of options")
+    return dict(options)
+
+
+def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype) -> PageFormat:
+    """The format of one attention layer, once the model exists (its rotary embeddings tell the pairing)."""
+    cache = vllm_config.cache_config
+    options = kvq_options(vllm_config)
+    settings = get_format(cache.cache_dtype).settings(options)
+    pairing, rotary = "half", None
+    if settings.keys == "polar":
+        pairing, rotary = _pairing(head_size, settings.pairing)
+    return _bind(
+        cache.cache_dtype, json.dumps(options, sort_keys=True), Geometry(head_size, cache.block_size, dtype, layer, pairing, rotary)
+    )
+
+
+@functools.cache
+def _bind(name: str, options: str, geometry: Geometry) -> PageFormat:
+    return get_format(name).bind(geometry, json.loads(options))
+
+
+def _pairing(head_size: int, wanted: str | None) -> tuple[str, int | None]:
+    styles = compat.rope_styles(head_size)
+    if wanted is not None:
+        dims = {dim for style, dim in styles if style == wanted}
+        return wanted, dims.pop() if len(dims) == 1 else None
+    if len(styles) != 1:
+        found = f"{len(styles)} kinds of RoPE" if styles else "no RoPE"
+        raise ValueError(
+            f"PolarQuant needs to know which channels RoPE rotates together and the model has {found} for head size "
+            f"{head_size}; set the kvq option 'pairing', or use squat2 or innerq2"
+        )
+    return styles.pop()

@@ -1,0 +1,60 @@
+"""KV cache specs of the two companions of a packed layer, as vLLM's engine core sees them.
+
+sidecar  `blocks_per_request` blocks per running request, private to it: state rows and the full-precision ring
+sinks    the same for the first S tokens, but shared between requests by prefix caching
+
+Both use the packed group's block size and page bytes, so that vLLM has nothing to unify or pad.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import CircularBufferSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvq.integration.manager import SidecarManager, SinkManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompanionSpec(CircularBufferSpec):
+    blocks_per_request: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.blocks_per_request < 1:
+            raise ValueError(f"blocks_per_request is {self.blocks_per_request}; a companion holds at least one block")
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        return self.blocks_per_request * self.page_size_bytes
+
+    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+        # blocks_per_request entries are used, but the V1 runner indexes every group's row by position // block size
+        return max(self.blocks_per_request, cdiv(max_len, self.block_size))
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        return all(s == self for s in kv_cache_specs.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SidecarSpec(CompanionSpec):
+    window: int
+    """W: a prefix hit recomputes its last W tokens, so that the ring is exact again."""
+
+    @property
+    def prefix_replay_tokens(self) -> int:
+        return self.window
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkSpec(CompanionSpec):
+    @property
+    def prefix_cacheable(self) -> bool:
+        return True
+
+
+def register() -> None:
+    KVCacheSpecRegistry.register(SinkSpec, SinkManager, uniform_type_base_spec=SinkSpec)
+    KVCacheSpecRegistry.register(SidecarSpec, SidecarManager, uniform_type_base_spec=SidecarSpec)

@@ -1,0 +1,105 @@
+"""What a low-bit cache can't serve is refused here, before weights load, with one sentence that names the way out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.table import DEFAULT_N
+from vllm_kvq.integration.setup import kvq_options
+
+
+class Refused(ValueError):
+    """A model, option or shape that the format can't serve."""
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise, or in the `vllm` command exit with the bare sentence, when this configuration can't be served."""
+    try:
+        _check(vllm_config)
+    except ValueError as error:
+        if Path(sys.argv[0]).name == "vllm":
+            raise SystemExit(f"vllm-kvq: {error}") from None
+        raise
+
+
+def _check(vllm_config: Any) -> None:
+    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
+    name = cache.cache_dtype
+    settings = get_format(name).settings(kvq_options(vllm_config))
+    if settings.N is not None:
+        if cache.user_specified_block_size and cache.block_size != settings.N:
+            raise Refused(f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them")
+        cache.block_size, cache.user_specified_block_size = settings.N, True
+    if model is None:
+        return
+    for problem, instead in _refusals(vllm_config):
+        raise Refused(f"--kv-cache-dtype {name} does not support {problem}; {instead}")
+    if settings.skip_layers:
+        cache.kv_cache_dtype_skip_layers = sorted({*cache.kv_cache_dtype_skip_layers, *map(str, settings.skip_layers)})
+    _check_geometry(name, vllm_config, model.get_head_size(), cache.block_size or DEFAULT_N, model.dtype)
+    if parallel.world_size > 1 and model.get_total_num_kv_heads() % parallel.tensor_parallel_size:
+        # vLLM replicates heads then; every rank quantizes its copy alike
+        return
+
+
+def _check_geometry(name: str, vllm_config: Any, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    try:
+        get_format(name).bind(Geometry(head_size, block_size, dtype), kvq_options(vllm_config))
+    except ValueError as error:
+        raise Refused(f"--kv-cache-dtype {name}: {error}") from None
+
+
+def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
+    """(what, what to do instead) for everything in this configuration that isn't supported."""
+    model, parallel, spec = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
+    text = model.hf_text_config
+    plain = "use --kv-cache-dtype auto"
+    checks = [
+        (model.use_mla, "models with latent attention (MLA)", f"{plain} or fp8_ds_mla"),
+        (model.runner_type != "generate", "pooling and embedding models", plain),
+        (model.is_encoder_decoder, "encoder-decoder models", plain),
+        (model.is_hybrid or model.has_inner_state, "hybrid attention / Mamba models", plain),
+        (_has_sliding_window(model), "sliding-window attention", f"{plain} or fp8"),
+        (getattr(text, "attention_chunk_size", None), "chunked local attention", plain),
+        (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
+        (vllm_config.kv_transfer_config is not None, "KV connectors", "drop --kv-transfer-config, or " + plain),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism", "use --tensor-parallel-size"),
+        (
+            spec is not None and spec.method not in ("ngram", "ngram_gpu"),
+            f"speculative decoding with method {getattr(spec, 'method', None)!r}",
+            "use method 'ngram'",
+        ),
+        (vllm_config.cache_config.prefix_match_unit is not None, "--prefix-match-unit", "leave it out"),
+    ]
+    return [(what, instead) for bad, what, instead in checks if bad]
+
+
+def _has_sliding_window(model: Any) -> bool:
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    return model.get_sliding_window() is not None or any("sliding" in kind for kind in kinds)
+
+
+def check_layer(
+    alibi_slopes: object, sliding_window: object, soft_cap: object, attn_type: str, sharing: object, extra: dict[str, Any]
+) -> None:
+    """The arguments of one attention layer: what `_refusals` could not see from the configuration."""
+    checks = [
+        (alibi_slopes is not None, "ALiBi"),
+        (sliding_window is not None, "sliding-window attention"),
+        (bool(soft_cap), "a soft-cap on attention logits"),
+        (attn_type != "decoder", f"{attn_type} attention"),
+        (sharing is not None, "layers that share their KV cache"),
+        (extra.pop("sinks", None) is not None, "learned attention sinks"),
+    ]
+    for bad, what in checks:
+        if bad:
+            raise Refused(f"low-bit KV cache formats do not support {what}; use --kv-cache-dtype auto")
+    given = {k: v for k, v in extra.items() if v is not None}
+    if given:
+        raise Refused(f"low-bit KV cache formats do not support the attention options {sorted(given)}; use --kv-cache-dtype auto")

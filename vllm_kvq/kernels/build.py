@@ -1,0 +1,131 @@
+"""Compiles csrc/cpu into a shared library, once per source, compiler and flags, and loads it.
+
+The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPack ABI), so any g++ >= 11 or clang
+works and one build serves every torch. Each instruction set is its own translation unit; the processor chooses at
+run time. Built into the package's `_build` directory where it is writable, else into the user's cache; to a temporary
+name first and then renamed, so that processes that build at once can't see half a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
+ISA_FLAGS = {
+    "isa_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
+    "isa_avx512": [
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512vbmi", "-mfma", "-mf16c"),
+        *("-mbmi2", "-mprefer-vector-width=512"),
+    ],
+}
+
+
+class BuildError(RuntimeError):
+    """The library can't be built or loaded here; the PyTorch kernels can still do the work."""
+
+
+def source_dir() -> Path:
+    package = Path(__file__).resolve().parents[1]
+    for path in (package / "csrc" / "cpu", package.parent / "csrc" / "cpu"):
+        if path.is_dir():
+            return path
+    raise BuildError("the C++ sources (csrc/cpu) are not installed")
+
+
+def compiler() -> list[str]:
+    """The command from $CXX, else the first of g++, clang++ and c++ that exists."""
+    if os.environ.get("CXX"):
+        return os.environ["CXX"].split()
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("no C++ compiler found (g++ >= 11 or clang++)")
+
+
+def flags_of(source: Path) -> list[str]:
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return FLAGS + (ISA_FLAGS.get(source.stem, []) if x86 else [])
+
+
+def _key(command: list[str], directory: Path) -> str:
+    digest = hashlib.sha256()
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    digest.update(repr((command, version, FLAGS, ISA_FLAGS, platform.machine(), _ffi()[1:])).encode())
+    for path in sorted(directory.rglob("*.[hc]*")):
+        digest.update(str(path.relative_to(directory)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _ffi() -> tuple[list[str], str, str]:
+    import tvm_ffi
+    from tvm_ffi import libinfo
+
+    return libinfo.include_paths(), libinfo.find_libtvm_ffi(), tvm_ffi.__version__
+
+
+def _cache_dir() -> Path:
+    """$VLLM_KVQ_CACHE, else the package's own directory, else the user's cache."""
+    if os.environ.get("VLLM_KVQ_CACHE"):
+        path = Path(os.environ["VLLM_KVQ_CACHE"])
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq"
+    for path in (Path(__file__).resolve().parents[1] / "_build", user):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(path, os.W_OK):
+            return path
+    raise BuildError(f"neither the package's directory nor {user} is writable; set VLLM_KVQ_CACHE")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[-4000:]}")
+
+
+def build() -> Path:
+    """The path of the library, compiled if it isn't there yet."""
+    try:
+        directory, command = source_dir(), compiler()
+        target = _cache_dir() / f"cpu-{_key(command, directory)}.so"
+        if target.exists():
+            return target
+        includes, library, _ = _ffi()
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
+            objects = []
+            for source in sorted(directory.glob("*.cpp")):
+                objects.append(f"{tmp}/{source.stem}.o")
+                include = [f"-isystem{i}" for i in includes]
+                _run([*command, *flags_of(source), *include, "-c", str(source), "-o", objects[-1]])
+            _run([*command, "-shared", "-o", f"{tmp}/out.so", *objects, library])
+            os.replace(f"{tmp}/out.so", target)
+        return target
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
+        raise BuildError(str(error)) from error
+
+
+@functools.cache
+def load() -> Any:
+    """The loaded library, a tvm_ffi module: its functions are attributes. Raises BuildError."""
+    path = build()
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.load_module(str(path))
+    except Exception as error:
+        raise BuildError(f"{path} can't be loaded: {error}") from error
+
+
+if __name__ == "__main__":
+    print(build())
