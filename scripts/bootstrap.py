@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM, BELOW = (3, 11), (3, 14)
@@ -221,7 +222,7 @@ def explain_pip_failure(log: str) -> str:
     return "pip failed; its last lines are above and all of it is in .venv/bootstrap.log."
 
 
-def wait_for_other_bootstrap(lock: object) -> None:
+def wait_for_other_bootstrap(lock: IO[str]) -> None:
     """`make run` and `make test` started together must not install into the same .venv at once."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
