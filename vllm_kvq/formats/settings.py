@@ -24,7 +24,8 @@ class Option:
 
     def check(self, name: str, value: Any) -> None:
         if self.choices:
-            if value not in self.choices or isinstance(value, bool):
+            # 2.0 == 2 and True == 1, but neither is a choice
+            if value not in self.choices or type(value) is not type(self.choices[0]):
                 raise ValueError(f"option {name!r} is {value!r}; it takes one of {list(self.choices)}")
             return
         whole = self.multiple > 0
@@ -125,4 +126,5 @@ class Settings:
             if not isinstance(value, (list, tuple)):
                 raise ValueError(f"option 'skip_layers' is {value!r}; it takes a list of layer indices from 0")
             return tuple(value)
+        OPTIONS[name].check(name, value)
         return value

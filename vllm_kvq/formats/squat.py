@@ -88,7 +88,7 @@ class SQuatKeys(ChannelKeys):
             at = slice(start, start + self.block)
             block, u_t = x[..., at], u[..., at]
             if start:
-                block = block - self._pull(u[..., start:], z) @ u_t
+                block = block - z @ self._pull(u[..., start:], u_t)
             c, s, zero = super()._quantize(block, None)
             z = z + (torch.addcmul(zero, c, s) - x[..., at]) @ u_t.transpose(-2, -1)
             codes.append(c)
@@ -96,8 +96,12 @@ class SQuatKeys(ChannelKeys):
             zeros.append(zero)
         return torch.cat(codes, -1), torch.cat(scales, -1), torch.cat(zeros, -1)
 
-    def _pull(self, rest: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """z^T M with M = (I / lambda + U_R U_R^T)^-1 over the channels that are still open."""
-        eye = torch.eye(self.state_rows, device=rest.device)
+    def _pull(self, rest: torch.Tensor, u_t: torch.Tensor) -> torch.Tensor:
+        """M U_t with M = (I / lambda + U_R U_R^T)^-1 over the channels that are still open, (..., r, g) float32.
+
+        In float64: U is not normalised, so |U|^2 grows with the prompt, and float32 loses 1 / lambda beside it.
+        """
+        rest = rest.double()
+        eye = torch.eye(self.state_rows, dtype=rest.dtype, device=rest.device)
         factor, _ = torch.linalg.cholesky_ex(eye / self.lam + rest @ rest.transpose(-2, -1))
-        return torch.cholesky_solve(z.transpose(-2, -1), factor).transpose(-2, -1)
+        return torch.cholesky_solve(u_t.double(), factor).float()

@@ -1,0 +1,235 @@
+"""SQuat against the paper's own formulas: d x d matrices, float64, Lemma 2 and Corollary 1 as printed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vllm_kvq.formats import Geometry
+from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
+
+LAMBDA = 1e-3
+Quantizer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def rounding(bits: int) -> Quantizer:
+    """deq(quant(x)) of a (32, g) block as stored: parameters from the float32 copy."""
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        scale, zero = affine_parameters(x, 0, bits)
+        return torch.addcmul(zero, affine_codes(x, scale, zero, bits), scale).double()
+
+    return apply
+
+
+def smooth(x: torch.Tensor) -> torch.Tensor:
+    """A stand-in for rounding that is continuous: float32 and float64 can then be compared without ties."""
+    return x + 0.3 * torch.sin(7 * x)
+
+
+def dense(k: torch.Tensor, u: torch.Tensor, g: int, quantize: Quantizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lemma 2 on (32, d): k_hat, and what was fed to the quantizer. P_inv = [[A_t, B_t^T], [B_t, C_t]]."""
+    d = k.shape[1]
+    k_hat, fed = k.double().clone(), torch.empty(k.shape, dtype=torch.float64)
+    p_inv = torch.linalg.inv(torch.eye(d, dtype=torch.float64) + LAMBDA * u.double().T @ u.double())
+    for end in range(g, d + 1, g):
+        fed[:, end - g : end] = k_hat[:, end - g : end]
+        new = quantize(k_hat[:, end - g : end])
+        error, k_hat[:, end - g : end] = new - k_hat[:, end - g : end], new
+        h = torch.linalg.inv(p_inv[:end, :end])[:, -g:]  # the last g columns of A_t^-1
+        k_hat[:, end:] += error @ (p_inv[end:, :end] @ h).T
+    return k_hat, fed
+
+
+def mixed_up(k: torch.Tensor, u: torch.Tensor, g: int, quantize: Quantizer, form: str) -> torch.Tensor:
+    """What is fed to the quantizer by the two wrong mixtures of the compact forms."""
+    k, u = k.double(), u.double()
+    d, x = k.shape[1], k.clone()
+    z = torch.zeros(len(k), len(u), dtype=torch.float64)
+    for end in range(g, d + 1, g):
+        at, rest = slice(end - g, end), slice(end, d)
+        y = quantize(x[:, at])
+        m = torch.linalg.inv(torch.eye(len(u), dtype=torch.float64) / LAMBDA + u[:, rest] @ u[:, rest].T)
+        if form == "accumulated error on updated values":
+            z += (y - k[:, at]) @ u[:, at].T
+            x[:, rest] -= z @ m @ u[:, rest]
+        else:  # "newest error on original values"
+            x[:, rest] = k[:, rest] - (y - x[:, at]) @ u[:, at].T @ m @ u[:, rest]
+    return x
+
+
+def example(d: int, seed: int = 0, strength: float = 20.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(32, d) keys with unequal channels and a subspace (5, d) whose correction is as large as the rounding error."""
+    g = torch.Generator().manual_seed(seed)
+    k = torch.randn(32, d, generator=g) * (1 + 3 * torch.rand(d, generator=g)) + 2 * torch.randn(d, generator=g)
+    return k, torch.randn(5, d, generator=g) * torch.tensor([8.0, 4, 2, 1, 0.5])[:, None] * strength
+
+
+class Recorder:
+    """Replaces the quantizer inside SQuatKeys, and keeps what it was fed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, quantize: Quantizer) -> None:
+        self.fed: list[torch.Tensor] = []
+
+        def fake(_: ChannelKeys, x: torch.Tensor, state: None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            self.fed.append(x)
+            one = torch.ones_like(x[..., :1, :])
+            return quantize(x).to(x.dtype), one, 0 * one
+
+        monkeypatch.setattr(ChannelKeys, "_quantize", fake)
+
+
+@pytest.mark.parametrize(("d", "blocks"), [(64, 2), (128, 2), (128, 4), (256, 4), (128, 8), (192, 6)])
+def test_the_update_is_the_papers(d: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value that reaches the quantizer, with a continuous stand-in for rounding."""
+    k, u = example(d)
+    _, want = dense(k, u, d // blocks, smooth)
+    recorder = Recorder(monkeypatch, smooth)
+    SQuatKeys(Geometry(d, 64), 2, 5, LAMBDA, d // blocks)._quantize(k[None, None], u[None])
+    assert len(recorder.fed) == blocks
+    got = torch.cat(recorder.fed, dim=-1)[0, 0]
+    assert torch.allclose(got.double(), want, atol=2e-4), (got - want).abs().max()
+    # the correction matters: without it the first block alone is right
+    assert (want - k)[:, d // blocks :].abs().mean() > 0.02
+
+
+@pytest.mark.parametrize("form", ["accumulated error on updated values", "newest error on original values"])
+def test_the_mixed_up_forms_are_told_apart(form: str) -> None:
+    """They agree with the truth at two blocks, so only more blocks make a test."""
+    k, u = example(128)
+    for blocks, same in ((2, True), (4, False), (8, False)):
+        _, want = dense(k, u, 128 // blocks, smooth)
+        got = mixed_up(k, u, 128 // blocks, smooth, form)
+        assert torch.allclose(got, want, atol=2e-4) == same
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+@pytest.mark.parametrize("strength", [1.0, 20.0, 1e3, 1e5])
+def test_codes_are_the_papers(bits: int, blocks: int, strength: float) -> None:
+    """With the real quantizer, from short prompts to absurdly long ones. A code may differ where the exact value lies
+    on the edge of two codes; after such a tie the token's later blocks are legitimately others, so it is left out."""
+    k, u = example(128, seed=1, strength=strength)
+    g = 128 // blocks
+    k_hat, fed = dense(k, u, g, rounding(bits))
+    codec = SQuatKeys(Geometry(128, 64), bits, 5, LAMBDA, g)
+    codes, scale, zero = codec._quantize(k[None, None], u[None])
+    got = torch.addcmul(zero, codes, scale)[0, 0].double()
+    wrong = (got - k_hat).abs() > 1e-6 * (1 + k_hat.abs())
+    place = (fed - zero[0, 0]) / scale[0, 0]
+    edge = ((place - place.floor() - 0.5).abs() < 1e-2) | ((place.round() - place).abs() < 1e-2)
+    open_tokens = torch.ones(32, dtype=torch.bool)
+    for block in range(blocks):
+        at = slice(block * g, (block + 1) * g)
+        assert not (wrong[:, at] & ~edge[:, at])[open_tokens].any()
+        open_tokens &= ~wrong[:, at].any(1)
+    assert open_tokens.float().mean() > 0.9, "ties can't be that frequent"
+
+
+def test_correction_takes_the_error_out_of_the_subspace() -> None:
+    """What SQuat is for: the residual of queries in the subspace shrinks, at the price of other directions."""
+    k, u = example(128, seed=2)
+    for blocks, most in ((2, 0.85), (4, 0.7), (8, 0.6)):
+        # the error of the last block stays: nothing is left to take it back
+        codec = SQuatKeys(Geometry(128, 64), 2, 5, LAMBDA, 128 // blocks)
+        plain = codec.unpack(codec.pack(k[None], None))[0] - k
+        squat = codec.unpack(codec.pack(k[None], u[None]))[0] - k
+        assert (squat @ u.T).norm() < most * (plain @ u.T).norm()
+        assert squat.norm() < 1.3 * plain.norm()
+
+
+def test_every_slab_and_unit_has_its_own_state() -> None:
+    codec = SQuatKeys(Geometry(64, 64), 2, 5, LAMBDA, 32)
+    g = torch.Generator().manual_seed(3)
+    k, u = torch.randn(3, 64, 64, generator=g), 30 * torch.randn(3, 5, 64, generator=g)
+    both = codec.unpack(codec.pack(k, u))
+    for i in range(3):
+        for slab in (slice(0, 32), slice(32, 64)):
+            alone = codec.unpack(codec.pack(k[i : i + 1, slab], u[i : i + 1]))
+            assert torch.equal(both[i, slab], alone[0])
+
+
+@pytest.mark.parametrize("d", [64, 80, 96, 112, 128, 192, 256])
+def test_last_block_may_be_smaller(d: int) -> None:
+    geometry = Geometry(d, 64)
+    for g in (16, 48, 112):
+        if g < geometry.d:
+            codec = SQuatKeys(geometry, 2, 5, LAMBDA, g)
+            k, u = example(geometry.d)
+            k_hat = codec.unpack(codec.pack(k[None], u[None]))[0]
+            assert (k_hat - k).norm() < 0.8 * (k - k.mean(0)).norm()
+
+
+# -- U ---------------------------------------------------------------------------------------------------------------
+def queries(n: int, d: int, rank: int | None, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    if rank is None:
+        return torch.randn(2, n, d, generator=g) * torch.logspace(0.5, -1, d)
+    return torch.randn(2, n, rank, generator=g) @ torch.randn(2, rank, d, generator=g)
+
+
+def fit(chunks: list[torch.Tensor], rank: int = 5) -> torch.Tensor:
+    d = chunks[0].shape[-1]
+    codec = SQuatKeys(Geometry(d, 64), 2, rank, LAMBDA, d // 2)
+    state = None
+    for chunk in chunks:
+        state = codec.fit(chunk, torch.zeros(2, 1, d), state)
+    assert state is not None
+    return state
+
+
+def gram(u: torch.Tensor) -> torch.Tensor:
+    """What U means: U^T U; its rows have no sign of their own."""
+    return u.double().transpose(1, 2) @ u.double()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("n", [3, 64, 1000])
+@pytest.mark.parametrize("rank", [1, 5, 16])
+def test_fit_is_the_svd(d: int, n: int, rank: int) -> None:
+    """U = diag(S[:r]) Vh[:r] in float64; prompts with fewer than r queries leave rows at zero."""
+    q = queries(n, d, None)
+    u = fit([q], rank)
+    assert u.shape == (2, rank, d)
+    _, s, vh = torch.linalg.svd(q.double(), full_matrices=False)
+    k = min(rank, n)
+    assert torch.allclose(u.double()[:, :k].norm(dim=-1), s[:, :k], rtol=1e-4)
+    assert u[:, k:].norm() < 1e-3 * s[:, 0].max()
+    want = (s[:, :k, None] * vh[:, :k]).transpose(1, 2) @ (s[:, :k, None] * vh[:, :k])
+    assert (gram(u) - want).norm() < 2e-3 * want.norm()
+
+
+def test_chunks_give_the_same_as_one_prompt() -> None:
+    """Exactly so while the queries' rank is at most r. Otherwise a chunk forgets what it cut off, and the merged
+    subspace holds nearly as much of all queries' energy as the best one."""
+    q = queries(300, 128, 5)
+    whole, parts = gram(fit([q])), gram(fit(list(q.split([1, 2, 97, 200], dim=1))))
+    assert (whole - parts).norm() < 1e-4 * whole.norm()
+    q = queries(300, 128, None)
+
+    def energy(u: torch.Tensor) -> torch.Tensor:
+        basis = torch.linalg.qr(u.transpose(1, 2)).Q
+        return (q @ basis).square().sum()
+
+    best, merged = energy(fit([q])), energy(fit(list(q.split(50, dim=1))))
+    assert 0.9 * best < merged <= best * 1.0001
+
+
+def test_later_chunks_may_bring_stronger_directions() -> None:
+    weak, strong = queries(50, 64, 5, seed=1), 100 * queries(50, 64, 5, seed=2)
+    merged, alone = gram(fit([weak, strong])), gram(fit([strong]))
+    assert (merged - alone).norm() < 1e-2 * alone.norm()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 32768.0])
+def test_degenerate_queries(value: float) -> None:
+    u = fit([torch.full((2, 40, 64), value)])
+    assert u.isfinite().all()
+    k, _ = example(64)
+    codec = SQuatKeys(Geometry(64, 64), 2, 5, LAMBDA, 32)
+    hat = codec.unpack(codec.pack(k[None], u[:1]))
+    assert hat.isfinite().all()
+    if value == 0:
+        assert torch.equal(hat, codec.unpack(codec.pack(k[None], None)))

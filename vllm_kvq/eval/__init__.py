@@ -1,0 +1,1 @@
+"""Quality of the formats, each measure with a command. Nothing here imports vllm."""

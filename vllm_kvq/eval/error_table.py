@@ -1,0 +1,71 @@
+"""Score errors of all formats on the synthetic data: `python -m vllm_kvq.eval.error_table`.
+
+The relative error of q . K when every token is quantized, without windows and sinks, for queries that the format has
+not seen: SQuat's subspace is fitted on the first half of the queries, the error is measured on the second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.formats import FORMATS, Geometry, roundtrip
+
+Row = tuple[str, str, dict[str, Any]]
+
+ROWS: list[Row] = [
+    ("kivi2", "kivi2", {}),
+    ("squat2", "squat2", {}),
+    ("squat2, four blocks", "squat2", {"blocks": 4}),
+    ("polar3", "polar3", {}),
+    ("polar3, paper", "polar3", {"mode": "paper"}),
+    ("qjl3", "qjl3", {}),
+    ("innerq2", "innerq2", {}),
+    ("polar4", "polar4", {}),
+    ("polar4, paper", "polar4", {"mode": "paper"}),
+    ("kivi4", "kivi4", {}),
+    ("squat4", "squat4", {}),
+]
+CASES = [(128, False), (128, True), (64, False), (64, True)]
+
+
+def options_for(options: dict[str, Any], head_size: int) -> dict[str, Any]:
+    """`blocks` is our shorthand for the `g` that gives so many blocks."""
+    rest = {k: v for k, v in options.items() if k != "blocks"}
+    return {**rest, "g": head_size // options["blocks"]} if "blocks" in options else rest
+
+
+def error(name: str, options: dict[str, Any], head_size: int, rope: bool, seed: int = 0) -> float:
+    query, key, value = attention_data(head_size, rope=rope, seed=seed)
+    seen, new = query[: len(query) // 2], query[len(query) // 2 :]
+    key_hat, _ = roundtrip(name, key, value, seen, **options_for(options, head_size))
+    return score_error(new, key, key_hat)
+
+
+def key_bits(name: str, options: dict[str, Any], head_size: int) -> float:
+    return FORMATS[name].bind(Geometry(head_size, 64), options_for(options, head_size)).key_bits_per_element()
+
+
+def symmetric_share(head_size: int) -> tuple[float, float]:
+    """The share of InnerQ's groups of keys and of values that take the symmetric mode."""
+    _, key, value = attention_data(head_size)
+    page = FORMATS["innerq2"].bind(Geometry(head_size, 64))
+    k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
+    fields = page.encode(k, v, page.keys.fit(k, k, None))
+    keys, values = (fields[n].signbit().double().mean().item() for n in ("k_scale", "v_scale"))
+    return keys, values
+
+
+def main() -> None:
+    cases = [f"d={d}{' + RoPE' if rope else ''}" for d, rope in CASES]
+    print(f"{'format':<22}{'bits/key':>9}" + "".join(f"{c:>15}" for c in cases))
+    for label, name, options in ROWS:
+        errors = [error(name, options, d, rope) for d, rope in CASES]
+        print(f"{label:<22}{key_bits(name, options, 128):>9.2f}" + "".join(f"{e:>15.3f}" for e in errors))
+    for d in (64, 128):
+        keys, values = symmetric_share(d)
+        print(f"innerq2, d={d}: symmetric mode in {keys:.1%} of the key groups and {values:.1%} of the value groups")
+
+
+if __name__ == "__main__":
+    main()
