@@ -1,9 +1,9 @@
 """Compiles csrc/cpu into a shared library, once per source, compiler and flags, and loads it.
 
-The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPack ABI), so any g++ >= 11 or clang
-works and one build serves every torch. Each instruction set is its own translation unit; the processor chooses at
-run time. Built into the package's `_build` directory where it is writable, else into the user's cache; to a temporary
-name first and then renamed, so that processes that build at once can't see half a file.
+The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPack ABI), so any g++ >= 11 or
+clang works and one build serves every torch. Each instruction set is its own translation unit; the processor
+chooses at run time. Built into the package's `_build` directory where it is writable, else into the user's
+cache; to a temporary name first and then renamed, so that processes that build at once never see half a file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-Wall",
+]
 ISA_FLAGS = {
     "isa_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
     "isa_avx512": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512vbmi", "-mfma", "-mf16c"),
-        *("-mbmi2", "-mprefer-vector-width=512"),
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512vbmi"),
+        *("-mfma", "-mf16c", "-mbmi2", "-mprefer-vector-width=512"),
     ],
 }
 

@@ -1,0 +1,282 @@
+// The driver of attend_packed: lists, tasks, and the merge of split tasks.
+//
+//     task i:  O_i = sum_t 2^(s_t - m_i) v_t,  l_i = sum_t 2^(s_t - m_i),  m_i = max_t s_t
+//     merge:   m = max m_i,  out = sum_i 2^(m_i - m) O_i / l,  l = sum_i 2^(m_i - m) l_i,  lse = (m + log2 l) ln 2
+//
+// A task is a run of pages of one request, one KV head, and up to ROWS of its query rows (queries x query heads of
+// the KV head, in that order). Whoever finishes the last task of a (request, head, row block) merges.
+#include "attend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu.h"
+#include "half.h"
+#include "kernel.h"
+#include "threads.h"
+
+namespace kvq {
+namespace {
+
+constexpr float LOG2_E = 1.44269504089f, LN_2 = 0.69314718056f;
+constexpr float LIMIT = 32768.0f;        // as formats/quant.py clamps queries
+constexpr int64_t TASKS_PER_THREAD = 4;  // so that a late thread costs little
+constexpr int64_t MIN_TASK_TOKENS = 512;
+
+// Scratch memory of a thread, kept between calls.
+class Scratch {
+ public:
+  char* reserve(size_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = align64(bytes);
+      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
+    }
+    return data_;
+  }
+  ~Scratch() { std::free(data_); }
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+struct Share {  // one (request, KV head, row block)
+  int64_t request, head, row, rows;
+  int64_t first_task, tasks;
+};
+
+struct Piece {  // one task
+  int64_t share, first, count;  // pages [first, first + count) of the sorted list
+  int64_t partial;              // floats into the buffer of partial results
+};
+
+class Driver {
+ public:
+  explicit Driver(const Attend& a)
+      : a_(a), l_(a.layout), isa_(kvq::isa(a.isa)), group_(a.query_heads / a.heads), rows_(a.queries * group_) {}
+
+  void run() {
+    sort_pages();
+    if (rows_ == 0 || a_.requests == 0) return;
+    plan();
+    partial_.reset(new float[partial_size_]);
+    left_.reset(new std::atomic<int64_t>[shares_.size()]);
+    for (size_t i = 0; i < shares_.size(); ++i) left_[i] = shares_[i].tasks;
+    if (l_.keys == Keys::sketch) project_queries();
+    parallel(a_.threads, int64_t(pieces_.size()), [&](int64_t i) { work(pieces_[i]); });
+  }
+
+ private:
+  // The list by request, in the order given, without empty ranges; all indices checked.
+  void sort_pages() {
+    first_page_.assign(a_.requests + 1, 0);
+    for (int64_t i = 0; i < a_.listed; ++i) {
+      if (a_.page_ids[i] < 0 || a_.page_ids[i] >= a_.pages)
+        throw std::out_of_range("page id " + std::to_string(a_.page_ids[i]) + " is not one of " +
+                                std::to_string(a_.pages) + " pages");
+      if (a_.owner[i] < 0 || a_.owner[i] >= a_.requests)
+        throw std::out_of_range("owner " + std::to_string(a_.owner[i]) + " is not one of " +
+                                std::to_string(a_.requests) + " requests");
+      if (low(i) < high(i)) ++first_page_[a_.owner[i] + 1];
+    }
+    for (int64_t r = 0; r < a_.requests; ++r) first_page_[r + 1] += first_page_[r];
+    order_.resize(first_page_[a_.requests]);
+    std::vector<int64_t> at(first_page_.begin(), first_page_.end() - 1);
+    for (int64_t i = 0; i < a_.listed; ++i)
+      if (low(i) < high(i)) order_[at[a_.owner[i]]++] = i;
+  }
+
+  int64_t low(int64_t i) const { return std::max<int64_t>(a_.low[i], 0); }
+  int64_t high(int64_t i) const { return std::min<int64_t>(a_.high[i], l_.tokens); }
+
+  void plan() {
+    const int64_t blocks = (rows_ + ROWS - 1) / ROWS;
+    const int64_t total = int64_t(order_.size()) * a_.heads * blocks;
+    const int64_t wanted = a_.threads > 1 ? a_.threads * TASKS_PER_THREAD : 1;
+    const int64_t least = std::max<int64_t>(1, MIN_TASK_TOKENS / l_.tokens);
+    const int64_t most = std::max(least, (total + wanted - 1) / wanted);
+    for (int64_t request = 0; request < a_.requests; ++request) {
+      const int64_t first = first_page_[request], pages = first_page_[request + 1] - first;
+      const int64_t splits = (pages + most - 1) / most;
+      if (!splits) {
+        nothing_seen(request);
+        continue;
+      }
+      for (int64_t head = 0; head < a_.heads; ++head)
+        for (int64_t row = 0; row < rows_; row += ROWS) {
+          const int64_t rows = std::min<int64_t>(ROWS, rows_ - row);
+          shares_.push_back({request, head, row, rows, int64_t(pieces_.size()), splits});
+          for (int64_t s = 0; s < splits; ++s) {
+            const int64_t from = pages * s / splits, to = pages * (s + 1) / splits;
+            pieces_.push_back({int64_t(shares_.size()) - 1, first + from, to - from, partial_size_});
+            partial_size_ += rows * (l_.d + 2);
+          }
+        }
+    }
+  }
+
+  void nothing_seen(int64_t request) {
+    const int64_t rows = a_.queries * a_.query_heads;
+    std::fill_n(a_.out + request * rows * l_.head_size, rows * l_.head_size, 0.0f);
+    std::fill_n(a_.lse + request * rows, rows, -INFINITY);
+  }
+
+  // Row r of a KV head is query r / group, query head head * group + r % group.
+  int64_t output_row(int64_t request, int64_t head, int64_t r) const {
+    return (request * a_.queries + r / group_) * a_.query_heads + head * group_ + r % group_;
+  }
+
+  void read_query(int64_t request, int64_t head, int64_t r, float* to) const {
+    const int64_t at = request * a_.query_strides[0] + r / group_ * a_.query_strides[1] +
+                       (head * group_ + r % group_) * a_.query_strides[2];
+    const float factor = a_.scale * LOG2_E;
+    for (int64_t c = 0; c < l_.head_size; ++c) {
+      float x;
+      if (a_.query_dtype == Dtype::f32)
+        x = static_cast<const float*>(a_.query)[at + c];
+      else if (a_.query_dtype == Dtype::f16)
+        x = half_or_nan(static_cast<const uint16_t*>(a_.query)[at + c]);
+      else
+        x = bfloat_to_float(static_cast<const uint16_t*>(a_.query)[at + c]);
+      // as formats/quant.py does: NaN is 0, everything else within +-LIMIT
+      x = x != x ? 0.0f : std::min(std::max(x, -LIMIT), LIMIT);
+      to[c] = x * factor;
+    }
+    std::fill(to + l_.head_size, to + l_.d, 0.0f);
+  }
+
+  void project_queries() {
+    features_.reset(new float[shares_.size() * ROWS * l_.sketch_rows]);
+    parallel(a_.threads, int64_t(shares_.size()), [&](int64_t i) {
+      thread_local Scratch scratch;
+      const Share& s = shares_[i];
+      float* query = reinterpret_cast<float*>(scratch.reserve(4 * ROWS * l_.d));
+      for (int64_t r = 0; r < s.rows; ++r) read_query(s.request, s.head, s.row + r, query + r * l_.d);
+      isa_.project(query, int(s.rows), l_.d, a_.constants.sketch, l_.sketch_rows,
+                   features_.get() + i * ROWS * l_.sketch_rows);
+    });
+  }
+
+  void work(const Piece& piece) {
+    thread_local Scratch scratch;
+    const Share& share = shares_[piece.share];
+    const int rows = int(share.rows);
+    const KeyKernel keys = isa_.keys(l_, rows);
+    const ValueKernel values = isa_.values(l_, rows);
+    const size_t key_bytes = keys.work_bytes(l_), value_bytes = values.work_bytes(l_);
+    char* memory = scratch.reserve(key_bytes + value_bytes + 4 * (ROWS * (l_.d + BLOCK) + ROWS));
+    float* query = reinterpret_cast<float*>(memory + key_bytes + value_bytes);
+    for (int r = 0; r < rows; ++r) read_query(share.request, share.head, share.row + r, query + r * l_.d);
+
+    Task task{};
+    task.layout = &l_;
+    task.constants = &a_.constants;
+    task.rows = rows;
+    task.query = query;
+    task.features = features_ ? features_.get() + piece.share * ROWS * l_.sketch_rows : nullptr;
+    task.scores = query + ROWS * l_.d;
+    task.shrink = task.scores + ROWS * BLOCK;
+    task.out = partial_.get() + piece.partial;
+    task.top = task.out + rows * l_.d;
+    task.total = task.top + rows;
+    task.key_work = memory;
+    task.value_work = memory + key_bytes;
+    std::fill(task.out, task.top, 0.0f);
+    std::fill(task.top, task.total, -1e30f);
+    std::fill(task.total, task.total + rows, 0.0f);
+
+    keys.begin(task);
+    Slabs slabs(*this, share.head, piece.first, piece.first + piece.count);
+    Slab block[BLOCK_SLABS], ahead[BLOCK_SLABS];
+    int next = slabs.take(ahead);
+    while (int count = next) {
+      std::copy_n(ahead, count, block);
+      next = slabs.take(ahead);
+      for (int i = 0; i < count; ++i) {
+        const Slab& soon = i < next ? ahead[i] : block[i];
+        task.prefetch.at = reinterpret_cast<const char*>(soon.data);
+        task.prefetch.end = task.prefetch.at + l_.slab_bytes - 64;
+        keys.score(task, block[i], i * SLAB);
+      }
+      isa_.softmax(task, block, count);
+      values.add(task, block, count);
+    }
+    if (left_[piece.share].fetch_sub(1) == 1) merge(share);
+  }
+
+  // The attended slabs of a run of pages, in blocks.
+  class Slabs {
+   public:
+    Slabs(const Driver& driver, int64_t head, int64_t first, int64_t last)
+        : d_(driver), head_(head), page_(first), last_(last) {
+      if (page_ < last_) open();
+    }
+
+    int take(Slab* block) {
+      int count = 0;
+      while (count < BLOCK_SLABS && page_ < last_) {
+        const int64_t start = slab_ * SLAB;
+        block[count++] = {record_, record_ + d_.l_.slabs_at + slab_ * d_.l_.slab_bytes,
+                          int(std::max<int64_t>(low_ - start, 0)), int(std::min<int64_t>(high_ - start, SLAB))};
+        if (++slab_ * SLAB >= high_ && ++page_ < last_) open();
+      }
+      return count;
+    }
+
+   private:
+    void open() {
+      const int64_t i = d_.order_[page_];
+      record_ = d_.a_.records + d_.a_.page_ids[i] * d_.a_.page_stride + head_ * d_.a_.head_stride;
+      low_ = d_.low(i);
+      high_ = d_.high(i);
+      slab_ = low_ / SLAB;
+    }
+
+    const Driver& d_;
+    int64_t head_, page_, last_;
+    const uint8_t* record_ = nullptr;
+    int64_t low_ = 0, high_ = 0, slab_ = 0;
+  };
+
+  void merge(const Share& share) const {
+    for (int64_t r = 0; r < share.rows; ++r) {
+      float top = -INFINITY, total = 0;
+      const auto part = [&](int64_t i) { return partial_.get() + pieces_[share.first_task + i].partial; };
+      for (int64_t i = 0; i < share.tasks; ++i) top = std::max(top, part(i)[share.rows * l_.d + r]);
+      const int64_t row = output_row(share.request, share.head, share.row + r);
+      float* out = a_.out + row * l_.head_size;
+      std::fill_n(out, l_.head_size, 0.0f);
+      for (int64_t i = 0; i < share.tasks; ++i) {
+        const float* p = part(i);
+        const float weight = std::exp2(p[share.rows * l_.d + r] - top);
+        total += weight * p[share.rows * (l_.d + 1) + r];
+        for (int64_t c = 0; c < l_.head_size; ++c) out[c] += weight * p[r * l_.d + c];
+      }
+      const float inverse = 1 / total;
+      for (int64_t c = 0; c < l_.head_size; ++c) out[c] *= inverse;
+      a_.lse[row] = (top + std::log2(total)) * LN_2;
+    }
+  }
+
+  const Attend& a_;
+  const Layout& l_;
+  const Isa& isa_;
+  const int64_t group_, rows_;
+  std::vector<int64_t> first_page_, order_;
+  std::vector<Share> shares_;
+  std::vector<Piece> pieces_;
+  int64_t partial_size_ = 0;
+  std::unique_ptr<float[]> partial_, features_;
+  std::unique_ptr<std::atomic<int64_t>[]> left_;
+};
+
+}  // namespace
+
+void attend_packed(const Attend& a) { Driver(a).run(); }
+
+}  // namespace kvq

@@ -1,0 +1,31 @@
+// Which kernels this processor may run.
+#pragma once
+
+#include "kernel.h"
+
+namespace kvq {
+
+// 0 portable, 1 AVX2, 2 AVX-512 with VNNI and VBMI. The compiler's builtin also asks whether the operating system
+// saves the registers.
+inline int best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+    return 2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+  return 0;
+}
+
+inline const Isa& isa(int level) {
+#if defined(__x86_64__)
+  if (level == 2) return avx512_isa;
+  if (level == 1) return avx2_isa;
+#endif
+  (void)level;
+  return portable_isa;
+}
+
+}  // namespace kvq

@@ -1,0 +1,33 @@
+// Half precision without compiler or instruction-set support. In an unnamed namespace on purpose: each translation
+// unit is compiled for its own instruction set, and the linker must not merge their copies.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+inline float bits_to_float(uint32_t bits) {
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline uint32_t float_to_bits(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  return bits;
+}
+
+// Shifting puts the exponent in place, multiplying by 2^112 corrects its bias, for subnormal numbers too. Infinities
+// and NaNs become large numbers: no packed page holds any.
+inline float half_to_float(uint16_t h) {
+  const float magnitude = bits_to_float(uint32_t(h & 0x7fff) << 13) * 0x1p112f;
+  return bits_to_float(float_to_bits(magnitude) | uint32_t(h & 0x8000) << 16);
+}
+
+inline float half_or_nan(uint16_t h) { return (h & 0x7fff) > 0x7c00 ? bits_to_float(0x7fc00000) : half_to_float(h); }
+
+inline float bfloat_to_float(uint16_t b) { return bits_to_float(uint32_t(b) << 16); }
+
+}  // namespace

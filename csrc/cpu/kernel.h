@@ -1,0 +1,87 @@
+// The interface between the driver (attend_packed.cpp) and the kernels of one instruction set.
+//
+// A task is one KV head of one request, up to ROWS of its query rows and a run of pages. The driver feeds it blocks of
+// up to BLOCK_SLABS slabs; for every block
+//
+//     keys->score      S = q K^T                                   one slab at a time, for all rows
+//     softmax          m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
+//     values->add      O = O + P V
+//
+// with queries premultiplied by scale * log2(e), so that 2^x serves as the exponential.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layout.h"
+
+namespace kvq {
+
+constexpr int ROWS = 64;
+
+// Memory that will be read next. Kernels pull lines while they compute: the hardware can't guess the next page.
+struct Prefetch {
+  const char* at = nullptr;
+  const char* end = nullptr;
+
+  __attribute__((always_inline)) void lines(int count) {
+    for (int i = 0; i < count; ++i) {
+      __builtin_prefetch(at, 0, 2);
+      at += at < end ? 64 : 0;
+    }
+  }
+};
+
+struct Slab {
+  const uint8_t* page;  // start of the record
+  const uint8_t* data;  // start of the slab
+  int low, high;        // tokens [low, high) of the slab are attended
+};
+
+struct Task {
+  const Layout* layout;
+  const Constants* constants;
+  int rows;
+  const float* query;     // [rows][d]
+  const float* features;  // QJL: S q, [rows][m]
+  float* scores;          // [rows][BLOCK]
+  float* out;             // [rows][d]
+  float* top;             // [rows]  m
+  float* total;           // [rows]  l
+  float* shrink;          // [rows]  2^(m - m') of the block at hand
+  char* key_work;         // key_bytes and value_bytes of the kernels, 64-byte aligned, private to the thread
+  char* value_work;
+  const uint8_t* prepared;  // the page that key_work was prepared for, null at first
+  Prefetch prefetch;
+};
+
+struct KeyKernel {
+  size_t (*work_bytes)(const Layout&);
+  void (*begin)(Task&);
+  void (*score)(Task&, const Slab&, int column);  // scores of 32 tokens into column .. column + 31 of every row
+};
+
+struct ValueKernel {
+  size_t (*work_bytes)(const Layout&);
+  void (*add)(Task&, const Slab*, int count);
+};
+
+// What one translation unit offers. `keys` and `values` always find a kernel; `fast` ones are preferred.
+struct Isa {
+  const char* name;
+  KeyKernel (*keys)(const Layout&, int rows);
+  ValueKernel (*values)(const Layout&, int rows);
+  void (*softmax)(Task&, const Slab*, int count);
+  // QJL's features: S q for `rows` rows
+  void (*project)(const float* query, int rows, int64_t d, const float* sketch, int64_t m, float* features);
+};
+
+extern const Isa portable_isa;
+#if defined(__x86_64__)
+extern const Isa avx2_isa;
+extern const Isa avx512_isa;
+#endif
+
+static inline size_t align64(size_t bytes) { return (bytes + 63) & ~size_t(63); }
+
+}  // namespace kvq

@@ -1,0 +1,39 @@
+// Parallel loops on the threads that PyTorch and vLLM already run on.
+//
+// vLLM pins the OpenMP pool of the libgomp that PyTorch loads; a second pool would fight it for the cores. So nothing
+// is linked: GOMP_parallel (a stable ABI, offered by LLVM's runtime too) is looked up in the process, where PyTorch or
+// LD_PRELOAD has put it. Without it, loops run on the calling thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+extern "C" {
+void GOMP_parallel(void (*fn)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
+}
+
+namespace kvq {
+
+// Calls body(i) for i in [0, count), on at most `threads` threads, next index to whoever is free.
+template <class Body>
+void parallel(int threads, int64_t count, Body&& body) {
+  struct Loop {
+    std::atomic<int64_t> next{0};
+    int64_t count;
+    Body* body;
+  } loop;
+  loop.count = count;
+  loop.body = &body;
+  const auto run = [](void* p) {
+    Loop& l = *static_cast<Loop*>(p);
+    for (int64_t i = l.next.fetch_add(1); i < l.count; i = l.next.fetch_add(1)) (*l.body)(i);
+  };
+  const int64_t team = count < threads ? count : threads;
+  if (team <= 1 || !GOMP_parallel) {
+    run(&loop);
+  } else {
+    GOMP_parallel(run, &loop, unsigned(team), 0);
+  }
+}
+
+}  // namespace kvq
