@@ -52,6 +52,11 @@ def test_out_of_range_port_is_one_sentence() -> None:
         check_port(serve.HOST, 99999)
 
 
+def test_missing_model_folder_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--model", "./no-such-model", "--port", str(free_port())]) == 1
+    assert capsys.readouterr().err == "run: there is no folder ./no-such-model to load a model from\n"
+
+
 def child(tmp_path: Path, code: str) -> Server:
     server = Server("model", [], serve.HOST, 1, tmp_path / "log")
     server.command = [sys.executable, "-c", code]

@@ -94,8 +94,12 @@ def save_checkpoint(
     weights: Mapping[str, torch.Tensor],
     tokenizer: Tokenizer,
     dtype: torch.dtype,
+    sampling: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the model into `out_dir`; config.json comes last, so that it marks a complete checkpoint."""
+    """Write the model into `out_dir`; config.json comes last, so that it marks a complete checkpoint.
+
+    `sampling` is what a server takes for parameters that a request leaves out.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     tensors = {name: weights[name].detach().to(dtype).contiguous() for name, _ in shape.parameters()}
     save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
@@ -114,7 +118,7 @@ def save_checkpoint(
     )
     _write_json(
         out_dir / "generation_config.json",
-        {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": False},
+        {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID, **(sampling or {})},
     )
     _write_json(out_dir / "config.json", shape.config(dtype))
 

@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     check_format(arguments.format)
     check_port(HOST, arguments.port)
+    if arguments.model and arguments.model.startswith(("/", ".", "~")):
+        if not Path(arguments.model).is_dir():
+            raise ServerError(f"there is no folder {arguments.model} to load a model from")
     model = arguments.model or str(ensure_demo_model(DEMO_DIR / "model"))
     options = ["--kv-cache-dtype", arguments.format, *arguments.vllm_arguments]
     if not arguments.model:
