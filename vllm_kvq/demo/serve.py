@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     check_format(arguments.format)
     check_port(HOST, arguments.port)
-    if arguments.model and arguments.model.startswith(("/", ".", "~")):
-        if not Path(arguments.model).is_dir():
-            raise ServerError(f"there is no folder {arguments.model} to load a model from")
+    check_model(arguments.model)
     model = arguments.model or str(ensure_demo_model(DEMO_DIR / "model"))
     options = ["--kv-cache-dtype", arguments.format, *arguments.vllm_arguments]
     if not arguments.model:
@@ -94,6 +92,12 @@ def check_format(name: str) -> None:
 
     if name != PLAIN and name not in FORMATS:
         raise ServerError(f"there is no format {name!r}; the formats are {', '.join(FORMATS)}")
+
+
+def check_model(model: str | None) -> None:
+    looks_like_path = model is not None and model.startswith(("/", "."))
+    if looks_like_path and not Path(str(model)).is_dir():
+        raise ServerError(f"there is no folder {model} to load a model from")
 
 
 def ensure_demo_model(path: Path) -> Path:
