@@ -32,7 +32,7 @@ def test_rows_are_orthogonal_in_blocks(rows: int, d: int) -> None:
 
 @pytest.mark.parametrize("d", [4, 8, 64])
 def test_rows_are_uniform_on_the_sphere(d: int) -> None:
-    """Without the signs of R's diagonal, QR's first coordinates would be biased."""
+    """As Gram-Schmidt gives them; a plain QR would bias the first coordinates by its signs."""
     s = torch.stack([sketch(d, d, seed) for seed in range(300)]).double()
     mean = s.mean(0)
     # a mean of 300 numbers of variance 1
@@ -44,7 +44,7 @@ HASH = "import numpy as np, hashlib; from vllm_kvq.formats.qjl import sketch; s 
 
 
 def test_the_same_in_every_process() -> None:
-    """Bit for bit between processes; the literal is of 10 binary places, in which LAPACKs of all machines agree."""
+    """Bit for bit between processes; the literal is of 10 binary places, so that it holds on every machine."""
     code = HASH + "print(hashlib.sha256(s.tobytes()).hexdigest())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     s = sketch(256, 128, 7).numpy()
@@ -96,7 +96,6 @@ def test_estimator_is_unbiased() -> None:
         ratio = torch.stack(part).double()
         error = (ratio.std() / math.sqrt(len(ratio))).item()
         bias = ratio.mean().item() - 1
-        print(size, bias, error)
         assert abs(bias) < 3 * error + 1e-4  # the norms are stored in float16
         gauss = math.sqrt(math.pi / 2) / sphere_constant(size)
         assert abs((1 + bias) * gauss - 1) > 3 * error + 1e-4, "this test could not see a wrong constant"

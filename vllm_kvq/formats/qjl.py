@@ -47,11 +47,23 @@ def sketch(rows: int, d: int, seed: int) -> torch.Tensor:
     every process and with every library version.
     """
     rng = np.random.RandomState(seed)
-    blocks = []
-    for _ in range(-(-rows // d)):
-        q, r = np.linalg.qr(rng.standard_normal((d, d)))
-        blocks.append((q * np.sign(np.diag(r))).T * math.sqrt(d))
+    blocks = [orthonormal(rng.standard_normal((d, d))).T * math.sqrt(d) for _ in range(-(-rows // d))]
     return torch.from_numpy(np.concatenate(blocks)[:rows].astype(np.float32))
+
+
+def orthonormal(a: np.ndarray) -> np.ndarray:
+    """Gram-Schmidt on the columns of a square float64 matrix.
+
+    Not LAPACK's QR: its threads take 400 times as long on a busy machine (and every rank of a start-up computes all
+    sketches at once), its result depends on the machine, and its signs would have to be undone.
+    """
+    a = a.copy()
+    for j in range(a.shape[1]):
+        column = a[:, j] / math.sqrt(math.fsum(a[:, j] ** 2))
+        rest = a[:, j + 1 :]
+        rest -= column[:, None] * (column[:, None] * rest).sum(0)
+        a[:, j] = column
+    return a
 
 
 class SketchKeys(KeyCodec):
