@@ -16,6 +16,7 @@ from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.planes import SLAB
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+SUPPORTED_HEADS_TEXT = "64, 96, 128, 192 and 256 as they are; 80 and 112 zero-padded to 96 and 128"
 
 
 @dataclass(frozen=True)

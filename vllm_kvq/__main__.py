@@ -1,0 +1,3 @@
+from vllm_kvq.cli import main
+
+raise SystemExit(main())

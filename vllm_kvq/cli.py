@@ -1,0 +1,66 @@
+"""The command `vllm-kvq`, also `python -m vllm_kvq`. Each subcommand lives in the module that does its work."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from vllm_kvq.formats.codec import SUPPORTED_HEADS_TEXT
+from vllm_kvq.formats.table import FORMATS
+
+MODULES = {
+    "bench attention": "vllm_kvq.bench.attention",
+    "bench decode": "vllm_kvq.bench.decode",
+    "eval error": "vllm_kvq.eval.error_table",
+}
+"""Subcommand -> module with a `main()` that reads `sys.argv`; imported only when asked for."""
+
+
+def formats_table(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> str:
+    """Exact bits per element and capacity factor of every format, counted from its byte layout."""
+    columns = [(d, n) for d in head_sizes for n in block_sizes]
+    lines = [
+        f"{'format':10}{'method':24}" + "".join(f"{f'd={d} N={n}':>18}" for d, n in columns),
+        f"{'':34}" + f"{'bits   factor':>18}" * len(columns),
+    ]
+    for fmt in FORMATS.values():
+        cells = [
+            f"{f'{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x':>18}" for d, n in columns
+        ]
+        lines.append(f"{fmt.name:10}{fmt.title:24}" + "".join(cells))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "bits: per cached element, keys and values averaged, with parameters, headers and alignment",
+            "factor: tokens in the packed pages against a 16-bit cache of the same size; each running request also",
+            "holds a full-precision window (see the line that starts with 'kvq:' when the server starts)",
+            f"head sizes: {SUPPORTED_HEADS_TEXT}",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    for name, module in MODULES.items():
+        words = name.split()
+        if args[: len(words)] == words:
+            sys.argv = [f"vllm-kvq {name}", *args[len(words) :]]
+            return int(importlib.import_module(module).main() or 0)
+    parser = argparse.ArgumentParser(
+        prog="vllm-kvq",
+        description="Low-bit KV cache formats for vLLM.",
+        epilog="further commands: " + ", ".join(MODULES) + " (each with --help)",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    table = commands.add_parser("formats", help="exact bits per element and capacity factor of every format")
+    table.add_argument("--head-size", type=int, nargs="+", default=[64, 128], metavar="D")
+    table.add_argument("--block-size", type=int, nargs="+", default=[64, 128], metavar="N")
+    options = parser.parse_args(args)
+    try:
+        print(formats_table(options.head_size, options.block_size))
+    except ValueError as error:
+        parser.exit(2, f"vllm-kvq: {error}\n")
+    return 0

@@ -1,0 +1,69 @@
+"""Step-by-step replay: the same model, in Transformers, over our reference cache.
+
+The replay is told which chunks the scheduler ran and feeds the engine's own tokens, so that each step is judged by
+itself: `Replay.step` returns the logits that the reference gives after a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.reference import ReferenceCache
+
+ATTENTION = "kvq_reference"
+_caches: list[ReferenceCache] = []
+
+
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, scaling: float, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface: (1, heads, q, d) each, post-RoPE, only the chunk's own tokens."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _caches[module.layer_idx].step(q, k, v, scaling)[None].to(query.dtype), None
+
+
+class ReplayModel:
+    """A checkpoint in float32 whose attention reads a format."""
+
+    def __init__(self, path: str, format_name: str, block_size: int, num_spec: int = 0, **options: Any) -> None:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
+        AttentionInterface.register(ATTENTION, _attention)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION)
+        config = self.model.config
+        self.heads, self.num_spec = config.num_key_value_heads, num_spec
+        self.formats = [
+            get_format(format_name).bind(Geometry(config.head_dim, block_size, torch.float32, layer), options)
+            for layer in range(config.num_hidden_layers)
+        ]
+
+    def request(self) -> Replay:
+        return Replay(self, [ReferenceCache(fmt, self.heads, self.num_spec) for fmt in self.formats])
+
+
+class Replay:
+    """One request."""
+
+    def __init__(self, model: ReplayModel, caches: list[ReferenceCache]) -> None:
+        self.model, self.caches = model, caches
+
+    @property
+    def length(self) -> int:
+        return len(self.caches[0].key)
+
+    def after_hit(self, length: int) -> Replay:
+        """A new request that finds this one's first `length` tokens in the prefix cache."""
+        return Replay(self.model, [ReferenceCache.after_hit(cache, length) for cache in self.caches])
+
+    @torch.no_grad()
+    def step(self, tokens: list[int]) -> torch.Tensor:
+        """Logits (vocabulary,) after one chunk."""
+        _caches[:] = self.caches
+        position = torch.arange(self.length, self.length + len(tokens))[None]
+        out = self.model.model(
+            input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=1
+        )
+        return out.logits[0, -1]
