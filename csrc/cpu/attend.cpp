@@ -169,7 +169,7 @@ class Driver {
     const KeyKernel keys = isa_.keys(l_, rows);
     const ValueKernel values = isa_.values(l_, rows);
     const size_t key_bytes = keys.work_bytes(l_), value_bytes = values.work_bytes(l_);
-    char* memory = scratch.reserve(key_bytes + value_bytes + 4 * (ROWS * (l_.d + BLOCK) + ROWS));
+    char* memory = scratch.reserve(key_bytes + value_bytes + 4 * ROWS * (l_.d + BLOCK));
     float* query = reinterpret_cast<float*>(memory + key_bytes + value_bytes);
     for (int r = 0; r < rows; ++r) read_query(share.request, share.head, share.row + r, query + r * l_.d);
 
@@ -180,7 +180,6 @@ class Driver {
     task.query = query;
     task.features = features_ ? features_.get() + piece.share * ROWS * l_.sketch_rows : nullptr;
     task.scores = query + ROWS * l_.d;
-    task.shrink = task.scores + ROWS * BLOCK;
     task.out = partial_.get() + piece.partial;
     task.top = task.out + rows * l_.d;
     task.total = task.top + rows;

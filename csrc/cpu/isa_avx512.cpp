@@ -2,9 +2,9 @@
 // generic vector code elsewhere.
 #if defined(__x86_64__)
 #define KVQ_LANES 16
-#include "generic/table.h"
+#include "avx512/table.h"
 
 namespace kvq {
-const Isa avx512_isa = {"avx512", generic::keys, generic::values, generic::softmax, generic::project};
+const Isa avx512_isa = {"avx512", avx512::keys, avx512::values, avx512::softmax, generic::project};
 }
 #endif

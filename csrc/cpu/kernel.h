@@ -48,7 +48,6 @@ struct Task {
   float* out;             // [rows][d]
   float* top;             // [rows]  m
   float* total;           // [rows]  l
-  float* shrink;          // [rows]  2^(m - m') of the block at hand
   char* key_work;         // key_bytes and value_bytes of the kernels, 64-byte aligned, private to the thread
   char* value_work;
   const uint8_t* prepared;  // the page that key_work was prepared for, null at first

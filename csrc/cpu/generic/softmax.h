@@ -35,7 +35,6 @@ inline void softmax(Task& task, const Slab* slabs, int count) {
     const float shrink = exp2(splat(top - new_top))[0];
     task.total[r] = task.total[r] * shrink + sum(total);
     task.top[r] = new_top;
-    task.shrink[r] = shrink;
     if (shrink != 1.0f)
       for (int c = 0; c < d; c += LANES) store(task.out + r * d + c, load(task.out + r * d + c) * shrink);
   }

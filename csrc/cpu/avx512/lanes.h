@@ -1,0 +1,132 @@
+// AVX-512 building blocks: 16 floats or 64 bytes at a time.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace {
+namespace avx512 {
+
+#define KVQ_INLINE inline __attribute__((always_inline))
+#define KVQ_LAMBDA __attribute__((always_inline))
+
+// Calls f(std::integral_constant<int, i>) for i in [0, N): loops whose arrays must stay in registers.
+template <int N, class F, int... I>
+KVQ_INLINE void unroll_over(F&& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+KVQ_INLINE void unroll(F&& f) {
+  unroll_over<N>(f, std::make_integer_sequence<int, N>{});
+}
+
+KVQ_INLINE __m512 load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+
+KVQ_INLINE __m512i load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+
+// The same 4 bytes in all lanes: 4 steps of a reduction for one row.
+KVQ_INLINE __m512i quad(const int8_t* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return _mm512_set1_epi32(word);
+}
+
+// acc[lane] += sum_i codes[4 lane + i] * weights[4 lane + i], unsigned codes, signed weights. Spelled out because the
+// intrinsic lets g++ 12 move and spill the accumulators.
+KVQ_INLINE void dot(__m512i& acc, __m512i codes, __m512i weights) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(weights));
+}
+
+KVQ_INLINE __m512 max_abs(__m512 a, __m512 b) { return _mm512_range_ps(a, b, 0b1011); }
+
+struct Add {
+  KVQ_INLINE static __m512 of(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+};
+struct Max {
+  KVQ_INLINE static __m512 of(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+};
+
+// Horizontal sums or maxima of 4 vectors at once.
+template <class Op>
+KVQ_INLINE __m128 reduce4(const __m512 (&x)[4]) {
+  const __m512 ab = Op::of(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 cd = Op::of(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512 abcd = Op::of(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+  const __m512 halves = Op::of(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0x4E));
+  return _mm512_castps512_ps128(Op::of(halves, _mm512_shuffle_f32x4(halves, halves, 0xB1)));
+}
+
+// 2^x for x <= 0; 0 far below.
+KVQ_INLINE __m512 exp2(__m512 x) {
+  const __m512 n = _mm512_roundscale_ps(x, 0), f = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(1.33335581e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.61812911e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041087e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147182e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+// Fixed point: a float of magnitude up to RANGE plus MAGIC has the rounded integer in its low bits.
+//
+//   2 parts   x + 128 = 256 hi + (lo + 128), both bytes signed: 15 bits and a sign, two dot products
+//   1 part    x = hi: 7 bits and a sign
+template <int PARTS>
+constexpr float RANGE = PARTS == 2 ? 32600.0f : 127.0f;
+template <int PARTS>
+constexpr float MAGIC = PARTS == 2 ? 12582912.0f + 128.0f : 12582912.0f;
+
+// Bytes that pack4 takes of two vectors: [a.lo b.lo a.hi b.hi] or [a b a b].
+struct PackIndex {
+  alignas(64) uint8_t of[64];
+  constexpr explicit PackIndex(int parts) : of() {
+    for (int i = 0; i < 64; ++i) {
+      const int vector = i / 16 % 2, part = parts == 2 ? i / 32 : 0;
+      of[i] = uint8_t(64 * vector + 4 * (i % 16) + part);
+    }
+  }
+};
+constexpr PackIndex PACK1(1), PACK2(2);
+
+// 4 vectors with MAGIC added -> 64 high bytes, and 64 low ones for 2 parts.
+template <int PARTS>
+KVQ_INLINE void pack4(const __m512 (&x)[4], int8_t* hi, int8_t* lo) {
+  const __m512i index = load_bytes(PARTS == 2 ? PACK2.of : PACK1.of);
+  const auto bits = [](__m512 v) __attribute__((always_inline)) { return _mm512_castps_si512(v); };
+  const __m512i ab = _mm512_permutex2var_epi8(bits(x[0]), index, bits(x[1]));
+  const __m512i cd = _mm512_permutex2var_epi8(bits(x[2]), index, bits(x[3]));
+  const __m512i first = _mm512_shuffle_i64x2(ab, cd, 0x44);
+  if constexpr (PARTS == 2) {
+    _mm512_storeu_si512(lo, _mm512_xor_si512(first, _mm512_set1_epi8(char(0x80))));
+    _mm512_storeu_si512(hi, _mm512_shuffle_i64x2(ab, cd, 0xEE));
+  } else {
+    (void)lo;
+    _mm512_storeu_si512(hi, first);
+  }
+}
+
+// The two parts of an accumulator put together.
+KVQ_INLINE __m512 join(__m512i hi, __m512i lo) {
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo));
+}
+
+// Calls f(std::integral_constant<int, R>, first row) for tiles of up to 4 rows.
+template <class F>
+KVQ_INLINE void row_tiles(int rows, F&& f) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, r);
+  switch (rows - r) {
+    case 3: f(std::integral_constant<int, 3>{}, r); break;
+    case 2: f(std::integral_constant<int, 2>{}, r); break;
+    case 1: f(std::integral_constant<int, 1>{}, r); break;
+    default: break;
+  }
+}
+
+}  // namespace avx512
+}  // namespace

@@ -1,0 +1,140 @@
+// Per-token values: one scale and zero per token and group of channels.
+//
+//     sum_t p_t v_tc = sum_t (p_t scale_tg) code_tc + sum_t p_t zero_tg          g = the group of channel c
+//
+// The scales go into the softmax weights once per block, which then become fixed point per row and group. Channels
+// are taken 32 at a time: two vectors of 16, which share their weights because groups are multiples of 32.
+#pragma once
+
+#include "../kernel.h"
+#include "lanes.h"
+
+namespace {
+namespace avx512 {
+
+using namespace kvq;
+
+template <int BITS>
+struct TokenValues {
+  static constexpr int PARTS = 2, GROUPS = 8;
+
+  struct Work {
+    alignas(64) float scale[GROUPS][BLOCK], zero[GROUPS][BLOCK];
+    alignas(64) int8_t weights[PARTS][4][GROUPS][BLOCK];
+    alignas(64) float step[GROUPS][4], offset[GROUPS][4];  // of a tile's rows
+  };
+
+  static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
+  static int groups_of(const Layout& l) { return int((l.d + l.group - 1) / l.group); }
+
+  static void add(Task& task, const Slab* slabs, int count) {
+    Work& work = *reinterpret_cast<Work*>(task.value_work);
+    const Layout& l = *task.layout;
+    read_parameters(l, slabs, count, work);
+    row_tiles(task.rows, [&](auto r, int row) {
+      constexpr int R = decltype(r)::value;
+      weigh<R>(task, row, groups_of(l), count, work);
+      for (int c = 0; c < l.d; c += 32) multiply<R>(l, slabs, count, c, work, task.out + row * l.d + c);
+    });
+  }
+
+  static void read_parameters(const Layout& l, const Slab* slabs, int count, Work& work) {
+    for (int g = 0; g < groups_of(l); ++g) {
+      for (int s = 0; s < count; ++s) {
+        // unattended tokens read as 0: their weight is 0, but 0 times NaN would not be
+        const uint32_t attended = (~0u >> (SLAB - slabs[s].high)) & (~0u << slabs[s].low);
+        for (int half = 0; half < 2; ++half) {
+          const __mmask16 mask = __mmask16(attended >> (16 * half));
+          const auto read = [&](int64_t at) {
+            const uint8_t* p = slabs[s].data + at + (g * SLAB + half * 16) * 2;
+            return _mm512_maskz_cvtph_ps(mask, _mm256_loadu_si256((const __m256i*)p));
+          };
+          _mm512_store_ps(work.scale[g] + s * SLAB + half * 16, read(l.value_at[1]));
+          _mm512_store_ps(work.zero[g] + s * SLAB + half * 16, read(l.value_at[2]));
+        }
+      }
+      if (count % 2) {  // weights are made 64 at a time
+        for (int half = 0; half < 2; ++half) {
+          _mm512_store_ps(work.scale[g] + count * SLAB + half * 16, _mm512_setzero_ps());
+          _mm512_store_ps(work.zero[g] + count * SLAB + half * 16, _mm512_setzero_ps());
+        }
+      }
+    }
+  }
+
+  // The fixed-point unit of a row and group follows its largest p * scale, not the largest scale: an outlier token
+  // that nobody looks at must not cost the others their precision.
+  template <int R>
+  KVQ_INLINE static void weigh(const Task& task, int row, int groups, int count, Work& work) {
+    const __m512 magic = _mm512_set1_ps(MAGIC<PARTS>);
+    for (int g = 0; g < groups; ++g) {
+      const float *scale = work.scale[g], *zero = work.zero[g];
+      __m512 zeros[4], largest[4];
+      unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = largest[r] = _mm512_setzero_ps(); });
+      for (int t = 0; t < count * SLAB; t += 16) {
+        const __m512 s = _mm512_load_ps(scale + t), z = _mm512_load_ps(zero + t);
+        unroll<R>([&](auto r) KVQ_LAMBDA {
+          const __m512 p = _mm512_load_ps(task.scores + (row + r) * BLOCK + t);
+          zeros[r] = _mm512_fmadd_ps(p, z, zeros[r]);
+          largest[r] = _mm512_max_ps(largest[r], _mm512_mul_ps(p, s));
+        });
+      }
+      const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
+      alignas(16) float factors[4];
+      _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
+      _mm_store_ps(work.step[g], _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>)));
+      _mm_store_ps(work.offset[g], reduce4<Add>(zeros));
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        const float* p = task.scores + (row + r) * BLOCK;
+        const __m512 factor = _mm512_set1_ps(factors[r]);
+        for (int t = 0; t < count * SLAB; t += 64) {
+          __m512 x[4];
+          unroll<4>([&](auto v) KVQ_LAMBDA {
+            const __m512 weight = _mm512_mul_ps(_mm512_load_ps(p + t + 16 * v), factor);
+            x[v] = _mm512_fmadd_ps(weight, _mm512_load_ps(scale + t + 16 * v), magic);
+          });
+          pack4<PARTS>(x, work.weights[0][r][g] + t, work.weights[1][r][g] + t);
+        }
+      });
+    }
+  }
+
+  // 32 channels from c on, R rows
+  template <int R>
+  static __attribute__((noinline)) void multiply(const Layout& l, const Slab* slabs, int count, int c,
+                                                 const Work& work, float* out) {
+    const int64_t stride = l.d * BITS / 8;  // channels of a plane
+    const int group = int(c / l.group);
+    const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
+    const __m128i shift0 = _mm_cvtsi32_si128(int(c / stride) * BITS), shift1 = _mm_cvtsi32_si128(int((c + 16) / stride) * BITS);
+    const __m512i by0 = _mm512_broadcastd_epi32(shift0), by1 = _mm512_broadcastd_epi32(shift1);
+    __m512i acc[R * PARTS][2];
+    unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
+    for (int s = 0; s < count; ++s) {
+      const uint8_t* codes = slabs[s].data + l.value_at[0];
+      const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
+      const int8_t* weights = work.weights[0][0][group] + s * SLAB;
+      unroll<SLAB / 4>([&](auto token_quad) KVQ_LAMBDA {
+        const __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(load_bytes(w0 + token_quad * stride * 4), by0), mask);
+        const __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(load_bytes(w1 + token_quad * stride * 4), by1), mask);
+        unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
+          constexpr int part = x / R, r = x % R;
+          const __m512i b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + token_quad * 4);
+          dot(acc[x][0], c0, b);
+          dot(acc[x][1], c1, b);
+        });
+      });
+    }
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const __m512 step = _mm512_set1_ps(work.step[group][r]), offset = _mm512_set1_ps(work.offset[group][r]);
+      for (int half = 0; half < 2; ++half) {
+        float* to = out + r * l.d + half * 16;
+        const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(to), offset);
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(join(acc[r][half], acc[R + r][half]), step, sum));
+      }
+    });
+  }
+};
+
+}  // namespace avx512
+}  // namespace

@@ -1,0 +1,1 @@
+"""Speed, each number with the command that prints it."""

@@ -1,0 +1,87 @@
+"""Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.
+
+    python -m vllm_kvq bench decode --model .demo/model --format squat2
+
+Two engines live side by side, each in its own process, and take turns on the same prompts; the figure is the median
+of the ratios of neighbouring turns, so that a slow minute of the machine hits both. The time of a turn with one
+output token is taken off, which leaves the decode steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from typing import Any
+
+from vllm_kvq.formats import FORMATS
+
+
+def _engine(model: str, kv_cache_dtype: str, max_len: int, batch: int, eager: bool) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model,
+        kv_cache_dtype=kv_cache_dtype,
+        dtype="bfloat16",
+        max_model_len=max_len,
+        max_num_seqs=batch,
+        enable_prefix_caching=False,
+        enforce_eager=eager,
+    )
+
+
+def _seconds(llm: Any, prompts: list[list[int]], tokens: int) -> float:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="checkpoint folder, for example .demo/model")
+    parser.add_argument("--format", nargs="+", default=["squat2"], choices=list(FORMATS))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
+    parser.add_argument("--tokens", type=int, default=64, help="decoded tokens of each request")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--min-ratio", type=float, default=0.0, help="exit 1 when a format decodes slower than this")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, 500) for _ in range(args.context)] for _ in range(args.batch)]
+    max_len = args.context + args.tokens + 64
+    plain = _engine(args.model, "auto", max_len, args.batch, args.eager)
+    slow = []
+    for name in args.format:
+        packed = _engine(args.model, name, max_len, args.batch, args.eager)
+        speeds: dict[str, list[float]] = {"bf16": [], name: []}
+        for turn in range(args.rounds + 1):  # the first warms up
+            for label, llm in (("bf16", plain), (name, packed)):
+                seconds = _seconds(llm, prompts, args.tokens + 1) - _seconds(llm, prompts, 1)
+                if turn:
+                    speeds[label].append(args.batch * args.tokens / seconds)
+        ratio = statistics.median(b / a for a, b in zip(speeds["bf16"], speeds[name], strict=True))
+        print(
+            f"{name}: {statistics.median(speeds[name]):.0f} tokens/s, bf16 {statistics.median(speeds['bf16']):.0f} tokens/s, "
+            f"ratio {ratio:.2f} (batch {args.batch}, context {args.context}, median of {args.rounds} rounds)",
+            flush=True,
+        )
+        if ratio < args.min_ratio:
+            slow.append(name)
+        del packed
+    if slow:
+        print(f"slower than {args.min_ratio} of bf16: {', '.join(slow)}")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
