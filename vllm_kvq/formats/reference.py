@@ -10,9 +10,22 @@ Kernels and the integration are compared with it, step by step. It is written to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from vllm_kvq.formats.page import PageFormat
+
+
+Unit = tuple[torch.Tensor, torch.Tensor]
+"""(P, H, head_size) keys and values of a pack unit as they are read back."""
+
+
+@dataclass(frozen=True)
+class CachedPage:
+    units: list[Unit]
+    sink_key: torch.Tensor
+    sink_value: torch.Tensor
 
 
 class ReferenceCache:
@@ -24,24 +37,29 @@ class ReferenceCache:
         self.state: torch.Tensor | None = None
         self.key = torch.zeros(0, heads, fmt.geometry.head_size)
         self.value = torch.zeros(0, heads, fmt.geometry.head_size)
-        self.packed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Pack unit -> (P, H, head_size) keys and values as they are read back."""
+        self.packed: dict[int, Unit] = {}
         self.page_state: dict[int, torch.Tensor | None] = {}
         """Page -> the state it was begun with."""
 
-    @classmethod
-    def after_hit(cls, donor: ReferenceCache, length: int) -> ReferenceCache:
-        """A new request whose first `length` tokens (whole pages) were found in the prefix cache, as `donor` left them.
+    def page(self, index: int) -> CachedPage:
+        """What the prefix cache keeps of a complete page: its packed units, and the sinks in full precision."""
+        fmt = self.fmt
+        first, last = index * fmt.N // fmt.unit, (index + 1) * fmt.N // fmt.unit
+        sinks = slice(0, fmt.S if index == 0 else 0)
+        units = [self.packed[u] for u in range(first, last)]
+        return CachedPage(units, self.key[sinks].clone(), self.value[sinks].clone())
 
-        The last W of them are computed again; their pages stay as they are.
-        """
-        fmt = donor.fmt
-        new = cls(fmt, donor.key.shape[1], donor.num_spec)
-        new.start = length - fmt.W
-        new.key, new.value = donor.key[: new.start].clone(), donor.value[: new.start].clone()
+    @classmethod
+    def after_hit(cls, fmt: PageFormat, heads: int, pages: list[CachedPage], num_spec: int = 0) -> ReferenceCache:
+        """A new request that found these pages; it computes the last W of their tokens again and leaves them alone."""
+        new = cls(fmt, heads, num_spec)
+        new.start = len(pages) * fmt.N - fmt.W
         # nothing but sinks may be read from here in full precision
-        new.key[fmt.S :], new.value[fmt.S :] = float("nan"), float("nan")
-        new.packed = {u: p for u, p in donor.packed.items() if (u + 1) * fmt.unit <= length}
+        new.key = torch.full((new.start, heads, fmt.geometry.head_size), float("nan"))
+        new.value = new.key.clone()
+        new.key[: fmt.S], new.value[: fmt.S] = pages[0].sink_key, pages[0].sink_value
+        for i, unit in enumerate(u for page in pages for u in page.units):
+            new.packed[i] = unit
         return new
 
     def rewind(self, length: int) -> None:
@@ -72,8 +90,9 @@ class ReferenceCache:
                 self.page_state[page] = self.state
             state = self.page_state[page] if fmt.keys.page_fields else self.state
             k, v = (fmt.widen(x[at])[0].transpose(0, 1) for x in (self.key, self.value))
+            k, v = fmt.decode(fmt.encode(k, v, state))
             d = fmt.geometry.head_size
-            self.packed[unit] = tuple(x.transpose(0, 1)[..., :d] for x in fmt.decode(fmt.encode(k, v, state)))  # type: ignore[assignment]
+            self.packed[unit] = k.transpose(0, 1)[..., :d], v.transpose(0, 1)[..., :d]
 
     def history(self, context: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens as a chunk after `context` tokens reads them."""

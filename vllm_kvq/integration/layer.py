@@ -16,7 +16,7 @@ from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration.plan import Batch, Fit, Group, Planner, StepPlan, Units
 from vllm_kvq.integration.report import Damage, report_start
 from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
-from vllm_kvq.kernels.attend import Partial, attend_packed, attend_raw, merge
+from vllm_kvq.kernels import Partial, kernels_for, merge
 
 PACK_BYTES = 64 << 20
 """Float32 that packing may hold at once."""
@@ -40,6 +40,7 @@ class PackedLayer:
         self.sink_name = name + SINK_SUFFIX if sinks is not None else None
         self.planner = Planner(fmt, sidecar.slots_geometry, num_spec, device)
         self.damage = Damage(name)
+        self.kernels = kernels_for(device)
 
     @classmethod
     def create(
@@ -138,7 +139,7 @@ class PackedLayer:
             if group.raw is None or group.seen is None:
                 out = self._causal(q, key[group.rows], value[group.rows])
             else:
-                parts = [attend_raw(q, raw[0][group.raw], raw[1][group.raw], group.seen, self.scale)]
+                parts = [self.kernels.attend_raw(q, raw[0][group.raw], raw[1][group.raw], group.seen, self.scale)]
                 if len(group.page_ids):
                     parts.append(self._attend_pages(group, q, pages))
                 out = merge(parts)
@@ -157,4 +158,6 @@ class PackedLayer:
         needed = (slab < group.high[:, None]) & (slab + SLAB > group.low[:, None])
         if (needed & ~self.fmt.packed_slabs(pages, group.page_ids)).any():
             raise RuntimeError(f"{self.name}: a page that was never packed would have been read")
-        return attend_packed(self.fmt, q, pages, group.page_ids, group.owner, group.low, group.high, self.scale)
+        return self.kernels.attend_packed(
+            self.fmt, q, pages, group.page_ids, group.owner, group.low, group.high, self.scale
+        )

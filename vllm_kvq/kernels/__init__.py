@@ -1,1 +1,36 @@
-"""Kernels by device; nothing here imports vllm."""
+"""Kernels by device; nothing here imports vllm.
+
+`kernels_for(device)` answers with the functions that serve a device: C++ on a CPU, PyTorch elsewhere and wherever
+$VLLM_KVQ_KERNELS is "torch". The PyTorch ones are what every other kernel is compared with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvq.kernels import attend, cpu
+from vllm_kvq.kernels.attend import Partial, merge
+
+__all__ = ["Kernels", "Partial", "kernels_for", "merge"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    name: str
+    attend_packed: Callable[..., Partial]
+    attend_raw: Callable[..., Partial]
+
+
+TORCH = Kernels("torch", attend.attend_packed, attend.attend_raw)
+CPU = Kernels("cpu", cpu.attend_packed, attend.attend_raw)
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    wanted = os.environ.get("VLLM_KVQ_KERNELS", "auto")
+    if wanted not in ("auto", "torch"):
+        raise ValueError(f"VLLM_KVQ_KERNELS is {wanted!r}; it is 'auto' or 'torch'")
+    return CPU if wanted == "auto" and device.type == "cpu" else TORCH

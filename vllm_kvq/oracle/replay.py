@@ -11,14 +11,20 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.formats.reference import ReferenceCache
+from vllm_kvq.formats.reference import CachedPage, ReferenceCache
 
 ATTENTION = "kvq_reference"
 _caches: list[ReferenceCache] = []
 
 
 def _attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, scaling: float, **kwargs: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    scaling: float,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface: (1, heads, q, d) each, post-RoPE, only the chunk's own tokens."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -28,11 +34,15 @@ def _attention(
 class ReplayModel:
     """A checkpoint in float32 whose attention reads a format."""
 
-    def __init__(self, path: str, format_name: str, block_size: int, num_spec: int = 0, **options: Any) -> None:
+    def __init__(
+        self, path: str, format_name: str, block_size: int, num_spec: int = 0, **options: Any
+    ) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM
 
         AttentionInterface.register(ATTENTION, _attention)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=ATTENTION
+        )
         config = self.model.config
         self.heads, self.num_spec = config.num_key_value_heads, num_spec
         self.formats = [
@@ -42,6 +52,14 @@ class ReplayModel:
 
     def request(self) -> Replay:
         return Replay(self, [ReferenceCache(fmt, self.heads, self.num_spec) for fmt in self.formats])
+
+    def after_hit(self, pages: list[list[CachedPage]]) -> Replay:
+        """A request that found `pages` (one list of layers per page) in the prefix cache."""
+        caches = [
+            ReferenceCache.after_hit(fmt, self.heads, [page[layer] for page in pages], self.num_spec)
+            for layer, fmt in enumerate(self.formats)
+        ]
+        return Replay(self, caches)
 
 
 class Replay:
@@ -54,16 +72,19 @@ class Replay:
     def length(self) -> int:
         return len(self.caches[0].key)
 
-    def after_hit(self, length: int) -> Replay:
-        """A new request that finds this one's first `length` tokens in the prefix cache."""
-        return Replay(self.model, [ReferenceCache.after_hit(cache, length) for cache in self.caches])
+    def rewind(self, length: int) -> None:
+        for cache in self.caches:
+            cache.rewind(length)
+
+    def page(self, index: int) -> list[CachedPage]:
+        return [cache.page(index) for cache in self.caches]
 
     @torch.no_grad()
-    def step(self, tokens: list[int]) -> torch.Tensor:
-        """Logits (vocabulary,) after one chunk."""
+    def step(self, tokens: list[int], logits: int = 1) -> torch.Tensor:
+        """(logits, vocabulary) of the last positions of one chunk."""
         _caches[:] = self.caches
         position = torch.arange(self.length, self.length + len(tokens))[None]
         out = self.model.model(
-            input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=1
+            input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=logits
         )
-        return out.logits[0, -1]
+        return out.logits[0]

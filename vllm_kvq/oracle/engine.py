@@ -1,0 +1,113 @@
+"""Runs traces on the real engine, in this process, and writes down what the scheduler did.
+
+    python -m vllm_kvq.oracle.engine JOB.json RESULT.json
+
+JOB is {"model": path, "engine": {arguments of vllm.LLM}, "traces": [...]}; the engine is observed, not changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_kvq.oracle.trace import Chunk, Request, Result, Trace
+
+ENVIRONMENT = {
+    # the scheduler has to be in reach
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class TracedEngine:
+    def __init__(self, model: str, **engine: Any) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+
+        defaults = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "async_scheduling": False}
+        self.engine = LLM(model, **{**defaults, **engine}).llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.steps: list[list[Chunk]] = []
+        self._observe()
+
+    def _observe(self) -> None:
+        schedule = self.scheduler.schedule
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            out = schedule(*args, **kwargs)
+            context = {r.req_id: r.num_computed_tokens for r in out.scheduled_new_reqs}
+            cached = out.scheduled_cached_reqs
+            context |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            drafts = out.scheduled_spec_decode_tokens
+            step = [Chunk(i, context[i], n, list(drafts.get(i, []))) for i, n in out.num_scheduled_tokens.items()]
+            if step:
+                self.steps.append(step)
+            return out
+
+        self.scheduler.schedule = observed
+
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def run(self, trace: Trace) -> Result:
+        from vllm import SamplingParams
+
+        before, self.steps = self.free_blocks(), []
+        outputs: dict[str, list[list[int]]] = {r.name: [[] for _ in range(r.n)] for r in trace.requests}
+        cached: dict[str, int] = {}
+        waiting = sorted(trace.requests, key=lambda r: r.arrival)
+        aborts = {r.name: r.abort_after for r in trace.requests if r.abort_after is not None}
+        step = 0
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and waiting[0].arrival <= step:
+                self._add(waiting.pop(0), SamplingParams)
+            for out in self.engine.step():
+                for sample in out.outputs:
+                    outputs[out.request_id][sample.index] = list(sample.token_ids)
+                if out.num_cached_tokens is not None:
+                    cached.setdefault(out.request_id, out.num_cached_tokens)
+                limit = aborts.get(out.request_id)
+                if limit is not None and len(outputs[out.request_id][0]) >= limit:
+                    self.engine.abort_request([out.request_id])
+                    del aborts[out.request_id]
+            step += 1
+        return Result(outputs, cached, self.steps, self._preemptions(), (before, self.free_blocks()))
+
+    def _add(self, r: Request, sampling: Any) -> None:
+        params = sampling(
+            max_tokens=r.max_tokens,
+            n=r.n,
+            temperature=r.temperature,
+            seed=r.seed,
+            ignore_eos=True,
+            stop_token_ids=list(r.stop_token_ids),
+        )
+        self.engine.add_request(r.name, {"prompt_token_ids": list(r.prompt)}, params, priority=r.priority)
+
+    def _preemptions(self) -> int:
+        """How often a request went back to fewer computed tokens than it had, drafts aside."""
+        reached: dict[str, int] = {}
+        count = 0
+        for step in self.steps:
+            for c in step:
+                count += c.context + len(c.drafts) + 1 < reached.get(c.request, 0)
+                reached[c.request] = c.context + c.tokens - len(c.drafts)
+        return count
+
+
+def main() -> int:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    engine = TracedEngine(job["model"], **job["engine"])
+    results = [engine.run(Trace.from_json(t)).to_json() for t in job["traces"]]
+    Path(sys.argv[2]).write_text(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
