@@ -28,7 +28,7 @@ _IGNORE = -100  # cross_entropy's own default: a position without a target
 class TrainOptions:
     """`key_noise` and `value_noise` are relative to the root mean square of a layer's keys and values."""
 
-    steps: int = 600
+    steps: int = 500
     batch_tokens: int = 600
     learning_rate: float = 1.5e-3
     key_noise: float = 0.35
@@ -51,7 +51,26 @@ def train(
     options: TrainOptions,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Tensor]:
-    """Weights by the names of HF's Llama, trained with AdamW on answers only (questions are not a target)."""
+    """Weights by the names of HF's Llama, trained with AdamW on answers only (questions are not a target).
+
+    One thread: the tensors are small, so two threads gain a third on an idle machine but spend minutes
+    waiting for each other on a busy one, and the result would depend on their number.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _train(shape, tokenizer, corpus, options, report)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(
+    shape: LlamaShape,
+    tokenizer: Tokenizer,
+    corpus: tuple[Entry, ...],
+    options: TrainOptions,
+    report: Callable[[str], None],
+) -> dict[str, Tensor]:
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
     weights = {name: _initial(name, size) for name, size in shape.parameters()}
