@@ -3,6 +3,11 @@
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "kvq", derandomize=True, deadline=None, database=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+    "kvq",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvq")

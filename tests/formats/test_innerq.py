@@ -119,11 +119,14 @@ def test_symmetric_slot_holds_every_sign_pattern(bits: int) -> None:
 
 
 def test_sign_word_that_is_a_nan() -> None:
-    x = hybrid_decode(torch.full((1, 32), 3.0), torch.tensor([-0.5]), torch.tensor([-1], dtype=torch.int32), 2)
+    x = hybrid_decode(
+        torch.full((1, 32), 3.0), torch.tensor([-0.5]), torch.tensor([-1], dtype=torch.int32), 2
+    )
     assert (x == 1.5).all()
 
 
-# -- which elements share a group ------------------------------------------------------------------------------------
+# -- which elements share a group
+# ------------------------------------------------------------------------------------
 def changed(codec: HybridKeys | HybridValues, token: int, channel: int) -> torch.Tensor:
     """The elements whose reconstruction changes when one element becomes an outlier."""
     x = torch.randn(1, 64, codec.d, generator=torch.Generator().manual_seed(0))
@@ -147,7 +150,8 @@ def test_groups_run_along_the_inner_dimension() -> None:
     assert len(at) > 10
 
 
-# -- norms -----------------------------------------------------------------------------------------------------------
+# -- norms
+# -----------------------------------------------------------------------------------------------------------
 def test_norm_is_the_prompts() -> None:
     codec = HybridKeys(Geometry(64, 64), 2)
     g = torch.Generator().manual_seed(0)

@@ -42,9 +42,11 @@ SIZES = {
 }
 # (format, d, N): bytes of a record, literally
 RECORDS = {
-    ("squat2", 64, 64): 3200, ("squat2", 64, 128): 6272, ("squat2", 128, 64): 6272, ("squat2", 128, 128): 12416,
+    ("squat2", 64, 64): 3200, ("squat2", 64, 128): 6272, ("squat2", 128, 64): 6272,
+    ("squat2", 128, 128): 12416,
     ("squat4", 128, 64): 10368, ("qjl3", 64, 64): 3584, ("qjl3", 128, 64): 6656, ("qjl3", 128, 128): 13184,
-    ("polar4", 128, 64): 9088, ("polar4", 128, 128): 17536, ("polar3", 64, 64): 3456, ("polar3", 128, 64): 6784,
+    ("polar4", 128, 64): 9088, ("polar4", 128, 128): 17536, ("polar3", 64, 64): 3456,
+    ("polar3", 128, 64): 6784,
     ("innerq2", 64, 64): 3840, ("innerq2", 128, 64): 7552, ("innerq2", 128, 128): 14720,
 }  # fmt: skip
 
@@ -124,7 +126,11 @@ def units(fmt: PageFormat, n: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Fields of n pack units, of random data that differs between units and heads."""
     g = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(n * HEADS, fmt.unit, fmt.geometry.d, generator=g) for _ in range(2))
-    state = torch.rand(HEADS, fmt.state_rows, fmt.geometry.d, generator=g).repeat(n, 1, 1) if fmt.state_rows else None
+    state = (
+        torch.rand(HEADS, fmt.state_rows, fmt.geometry.d, generator=g).repeat(n, 1, 1)
+        if fmt.state_rows
+        else None
+    )
     fields = fmt.encode(k, v, state)
     # `lossless` leaves the rounding to the model's dtype to the store
     return {f.name: fields[f.name].to(f.dtype) for f in fmt.page_region.fields + fmt.slab_region.fields}
@@ -171,7 +177,8 @@ def test_units_in_any_order(name: str, d: int) -> None:
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if not n.startswith("polar")])
 def test_partial_pages(name: str) -> None:
-    """A page of which two slabs are packed: flags say so, and the bytes of the other slabs stay as they were."""
+    """A page of which two slabs are packed: flags say so, and the bytes of the other slabs stay as they
+    were."""
     fmt = bind(name, 64, 128)
     pages = torch.zeros(2, HEADS, fmt.record_bytes, dtype=torch.uint8)
     fields = units(fmt, 2)
@@ -198,7 +205,8 @@ def test_page_wide_formats_are_packed_whole() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_only_own_bytes_are_written(name: str) -> None:
-    """Into pages full of garbage: the unit's slabs, the page fields, the magic and the unit's flags; no more."""
+    """Into pages full of garbage: the unit's slabs, the page fields, the magic and the unit's flags; no
+    more."""
     fmt = bind(name, 128, 128)
     before = garbage(fmt, 3)
     pages = before.clone()
@@ -209,7 +217,9 @@ def test_only_own_bytes_are_written(name: str) -> None:
     first = unit * fmt.unit // 32
     own[:4] = own[64 : fmt.slabs_at] = True
     own[16 + first : 16 + fmt.slabs] = True
-    own[fmt.slabs_at + first * fmt.slab_region.nbytes : fmt.slabs_at + fmt.slabs * fmt.slab_region.nbytes] = True
+    own[fmt.slabs_at + first * fmt.slab_region.nbytes : fmt.slabs_at + fmt.slabs * fmt.slab_region.nbytes] = (
+        True
+    )
     assert torch.equal(pages[1][:, ~own], before[1][:, ~own])
     assert (pages[1, :, :4].contiguous().view(torch.int32) == MAGIC).all()
     assert bytes(pages[1, 0, :4].tolist()) == b"KVQ1"
@@ -218,11 +228,14 @@ def test_only_own_bytes_are_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_absolute_offsets(name: str) -> None:
-    """header 64, page fields, slabs: each field on the next 64-byte boundary in the order of the codec's list."""
+    """header 64, page fields, slabs: each field on the next 64-byte boundary in the order of the codec's
+    list."""
     fmt = bind(name, 128, 128)
     fields = units(fmt, fmt.N // fmt.unit)
     pages = garbage(fmt, 1)
-    fmt.write(pages, torch.zeros(fmt.N // fmt.unit, dtype=torch.long), torch.arange(fmt.N // fmt.unit), fields)
+    fmt.write(
+        pages, torch.zeros(fmt.N // fmt.unit, dtype=torch.long), torch.arange(fmt.N // fmt.unit), fields
+    )
     record = pages[0, 1]  # head 1
     at = 64
     for f in fmt.keys.page_fields + fmt.values.page_fields:

@@ -1,4 +1,5 @@
-"""The plane-quad layout is a contract with the C++ and Triton kernels: the formula is written out here once more."""
+"""The plane-quad layout is a contract with the C++ and Triton kernels: the formula is written out here once
+more."""
 
 import numpy as np
 import pytest
@@ -9,7 +10,12 @@ from hypothesis import strategies as st
 from vllm_kvq.formats import planes
 
 # every count of codes that a codec packs: channels, pairs (d / 2) and sketch rows
-SIZES = {1: (32, 64, 128, 256, 512), 2: (32, 64, 96, 128, 192, 256), 4: (32, 48, 96, 128, 256), 8: (32, 64, 96, 128)}
+SIZES = {
+    1: (32, 64, 128, 256, 512),
+    2: (32, 64, 96, 128, 192, 256),
+    4: (32, 48, 96, 128, 256),
+    8: (32, 64, 96, 128),
+}
 CASES = [(bits, n) for bits, sizes in SIZES.items() for n in sizes]
 
 

@@ -20,7 +20,9 @@ def codec(d: int = 128, layer: int = 0, seed: int = 42, **options: int) -> Sketc
     return keys
 
 
-@pytest.mark.parametrize(("rows", "d"), [(256, 128), (128, 128), (128, 8), (100, 64), (192, 96), (32, 1), (5, 64)])
+@pytest.mark.parametrize(
+    ("rows", "d"), [(256, 128), (128, 128), (128, 8), (100, 64), (192, 96), (32, 1), (5, 64)]
+)
 def test_rows_are_orthogonal_in_blocks(rows: int, d: int) -> None:
     s = sketch(rows, d, 3).double()
     assert s.shape == (rows, d)
@@ -40,11 +42,14 @@ def test_rows_are_uniform_on_the_sphere(d: int) -> None:
     assert s.diagonal(dim1=1, dim2=2).mean().abs() < 6 / math.sqrt(300 * d)
 
 
-HASH = "import numpy as np, hashlib; from vllm_kvq.formats.qjl import sketch; s = sketch(256, 128, 7).numpy(); "
+HASH = (
+    "import numpy as np, hashlib; from vllm_kvq.formats.qjl import sketch; s = sketch(256, 128, 7).numpy(); "
+)
 
 
 def test_the_same_in_every_process() -> None:
-    """Bit for bit between processes; the literal is of 10 binary places, so that it holds on every machine."""
+    """Bit for bit between processes; the literal is of 10 binary places, so that it holds on every
+    machine."""
     code = HASH + "print(hashlib.sha256(s.tobytes()).hexdigest())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     s = sketch(256, 128, 7).numpy()
@@ -67,7 +72,8 @@ def test_layers_and_seeds_have_their_own_sketches() -> None:
 
 
 def test_constant() -> None:
-    """c(d) = sqrt(d) / E|s_1| for s uniform on the sphere of radius sqrt(d); 1.002 and 1.004 below the Gaussian's."""
+    """c(d) = sqrt(d) / E|s_1| for s uniform on the sphere of radius sqrt(d); 1.002 and 1.004 below the
+    Gaussian's."""
     gauss = math.sqrt(math.pi / 2)
     assert gauss / sphere_constant(128) == pytest.approx(1.002, abs=5e-4)
     assert gauss / sphere_constant(64) == pytest.approx(1.004, abs=5e-4)
@@ -77,13 +83,18 @@ def test_constant() -> None:
 
 
 def test_estimator_is_unbiased() -> None:
-    """Over 300 layers' sketches and 32 pairs at cos 0.8. The Gaussian's constant fails the same test by far."""
+    """Over 300 layers' sketches and 32 pairs at cos 0.8. The Gaussian's constant fails the same test by
+    far."""
     d, n, g = 64, 4, torch.Generator().manual_seed(0)
     key = torch.randn(1, 32, d, generator=g)
     key[..., :n] *= 20  # the outliers, so that every slab chooses the same ones
     query = key.clone()
-    query[..., :n] += 0.75 * key[..., :n].norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, n, generator=g))
-    query[..., n:] += 0.75 * key[..., n:].norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, d - n, generator=g))
+    query[..., :n] += (
+        0.75 * key[..., :n].norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, n, generator=g))
+    )
+    query[..., n:] += (
+        0.75 * key[..., n:].norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, d - n, generator=g))
+    )
     inner, outer = [], []
     for layer in range(300):
         c = codec(d, layer)
@@ -137,7 +148,10 @@ def test_stored_numbers() -> None:
             inner[:, at] = 0
             assert torch.allclose(fields["k_norm"][u, s], inner.norm(dim=-1), rtol=1e-3)
             assert torch.allclose(fields["ko_norm"][u, s], x[:, at].norm(dim=-1), rtol=1e-3)
-            for name, part, rows in (("k_bits", inner, c.sketch(device)), ("ko_bits", x[:, at], c.sketch_out(device))):
+            for name, part, rows in (
+                ("k_bits", inner, c.sketch(device)),
+                ("ko_bits", x[:, at], c.sketch_out(device)),
+            ):
                 bits = part @ rows.T >= 0
                 m = len(rows)
                 data = fields[name][u, s]
@@ -154,7 +168,8 @@ def test_scale_of_the_key_is_carried_by_the_norms() -> None:
 
 
 def compact_and_restricted(d: int, n: int, m: int, trials: int = 20) -> tuple[float, float]:
-    """rms errors of q_out . k_out / (|q| |k|): S' in the n outlier coordinates, and S' in all d, restricted to them."""
+    """rms errors of q_out . k_out / (|q| |k|): S' in the n outlier coordinates, and S' in all d, restricted
+    to them."""
     g = torch.Generator().manual_seed(0)
     squares = [0.0, 0.0]
     for trial in range(trials):
@@ -174,7 +189,7 @@ def compact_and_restricted(d: int, n: int, m: int, trials: int = 20) -> tuple[fl
 
 @pytest.mark.parametrize(("d", "n", "least", "most"), [(128, 8, 0.96, 1.03), (64, 4, 0.88, 0.98)])
 def test_compact_outlier_sketch_is_no_worse(d: int, n: int, least: float, most: float) -> None:
-    """Rows in the outliers' own n dimensions against the same number of d-dimensional rows: the same error at d = 128
-    (in both, the columns are orthogonal), 7 % less at d = 64, for 1/16 of the sketch."""
+    """Rows in the outliers' own n dimensions against the same number of d-dimensional rows: the same error
+    at d = 128 (in both, the columns are orthogonal), 7 % less at d = 64, for 1/16 of the sketch."""
     compact, restricted = compact_and_restricted(d, n, d, trials=60)
     assert least < compact / restricted < most

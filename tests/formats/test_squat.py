@@ -61,9 +61,12 @@ def mixed_up(k: torch.Tensor, u: torch.Tensor, g: int, quantize: Quantizer, form
 
 
 def example(d: int, seed: int = 0, strength: float = 20.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(32, d) keys with unequal channels and a subspace (5, d) whose correction is as large as the rounding error."""
+    """(32, d) keys with unequal channels and a subspace (5, d) whose correction is as large as the rounding
+    error."""
     g = torch.Generator().manual_seed(seed)
-    k = torch.randn(32, d, generator=g) * (1 + 3 * torch.rand(d, generator=g)) + 2 * torch.randn(d, generator=g)
+    k = torch.randn(32, d, generator=g) * (1 + 3 * torch.rand(d, generator=g)) + 2 * torch.randn(
+        d, generator=g
+    )
     return k, torch.randn(5, d, generator=g) * torch.tensor([8.0, 4, 2, 1, 0.5])[:, None] * strength
 
 
@@ -73,7 +76,9 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, quantize: Quantizer) -> None:
         self.fed: list[torch.Tensor] = []
 
-        def fake(_: ChannelKeys, x: torch.Tensor, state: None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def fake(
+            _: ChannelKeys, x: torch.Tensor, state: None
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             self.fed.append(x)
             one = torch.ones_like(x[..., :1, :])
             return quantize(x).to(x.dtype), one, 0 * one
@@ -109,8 +114,9 @@ def test_the_mixed_up_forms_are_told_apart(form: str) -> None:
 @pytest.mark.parametrize("blocks", [2, 4, 8])
 @pytest.mark.parametrize("strength", [1.0, 20.0, 1e3, 1e5])
 def test_codes_are_the_papers(bits: int, blocks: int, strength: float) -> None:
-    """With the real quantizer, from short prompts to absurdly long ones. A code may differ where the exact value lies
-    on the edge of two codes; after such a tie the token's later blocks are legitimately others, so it is left out."""
+    """With the real quantizer, from short prompts to absurdly long ones. A code may differ where the exact
+    value lies on the edge of two codes; after such a tie the token's later blocks are legitimately others,
+    so it is left out."""
     k, u = example(128, seed=1, strength=strength)
     g = 128 // blocks
     k_hat, fed = dense(k, u, g, rounding(bits))
@@ -129,7 +135,8 @@ def test_codes_are_the_papers(bits: int, blocks: int, strength: float) -> None:
 
 
 def test_correction_takes_the_error_out_of_the_subspace() -> None:
-    """What SQuat is for: the residual of queries in the subspace shrinks, at the price of other directions."""
+    """What SQuat is for: the residual of queries in the subspace shrinks, at the price of other
+    directions."""
     k, u = example(128, seed=2)
     for blocks, most in ((2, 0.85), (4, 0.7), (8, 0.6)):
         # the error of the last block stays: nothing is left to take it back
@@ -162,7 +169,7 @@ def test_last_block_may_be_smaller(d: int) -> None:
             assert (k_hat - k).norm() < 0.8 * (k - k.mean(0)).norm()
 
 
-# -- U ---------------------------------------------------------------------------------------------------------------
+# -- U ------------------------------------------------------------------------------------------
 def queries(n: int, d: int, rank: int | None, seed: int = 0) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     if rank is None:
@@ -202,8 +209,8 @@ def test_fit_is_the_svd(d: int, n: int, rank: int) -> None:
 
 
 def test_chunks_give_the_same_as_one_prompt() -> None:
-    """Exactly so while the queries' rank is at most r. Otherwise a chunk forgets what it cut off, and the merged
-    subspace holds nearly as much of all queries' energy as the best one."""
+    """Exactly so while the queries' rank is at most r. Otherwise a chunk forgets what it cut off, and the
+    merged subspace holds nearly as much of all queries' energy as the best one."""
     q = queries(300, 128, 5)
     whole, parts = gram(fit([q])), gram(fit(list(q.split([1, 2, 97, 200], dim=1))))
     assert (whole - parts).norm() < 1e-4 * whole.norm()

@@ -1,8 +1,10 @@
-"""Synthetic queries, keys and values that look like attention's: the data of the error table and of its tests.
+"""Synthetic queries, keys and values that look like attention's: the data of the error table and of its
+tests.
 
-Keys: channels of unequal scale, a low-rank part that tokens share, and d / 16 outlier channels with a large mean and
-a wider spread (KIVI's and QJL's observation). Queries: mostly in a low-rank subspace (SQuat's observation) that
-overlaps the keys'. RoPE is applied to both on demand; it turns the outliers' means into circles.
+Keys: channels of unequal scale, a low-rank part that tokens share, and d / 16 outlier channels with a large
+mean and a wider spread (KIVI's and QJL's observation). Queries: mostly in a low-rank subspace (SQuat's
+observation) that overlaps the keys'. RoPE is applied to both on demand; it turns the outliers' means into
+circles.
 
 NumPy's legacy generator is frozen, so the same seed is the same data everywhere.
 """

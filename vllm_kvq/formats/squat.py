@@ -44,7 +44,11 @@ class ChannelKeys(KeyCodec):
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
         codes, scale, zero = self._quantize(x.unflatten(1, (-1, SLAB)), state)
-        return {"k_scale": scale.squeeze(-2), "k_zero": zero.squeeze(-2), "k_codes": pack_keys(codes, self.bits)}
+        return {
+            "k_scale": scale.squeeze(-2),
+            "k_zero": zero.squeeze(-2),
+            "k_codes": pack_keys(codes, self.bits),
+        }
 
     def _quantize(
         self, x: torch.Tensor, state: torch.Tensor | None

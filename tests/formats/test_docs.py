@@ -1,0 +1,79 @@
+"""docs/formats.md says what the code does: its tables are compared with their sources."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.eval import error_table
+from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.settings import OPTIONS, Option
+
+DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading."""
+    section = re.split(r"^## ", DOC, flags=re.M)
+    body = next(s for s in section if s.startswith(heading + "\n"))
+    lines = [line for line in body.splitlines() if line.startswith("|")]
+    return [[c.strip().strip("`") for c in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def allowed(option: Option, name: str) -> str:
+    if name == "skip_layers":
+        return "list of layer indices"
+    if option.choices:
+        return ", ".join(str(c) for c in option.choices)
+    step = f", multiple of {option.multiple}" if option.multiple > 1 else ""
+    return f"{option.low:g} to {option.high:g}{step}"
+
+
+def test_options_table() -> None:
+    want = [
+        [
+            name,
+            option.help,
+            "all" if "*" in option.codecs else ", ".join(option.codecs),
+            allowed(option, name),
+        ]
+        for name, option in OPTIONS.items()
+    ]
+    printed = "\n".join(f"| `{n}` | {h} | {c} | {a} |" for n, h, c, a in want)
+    assert rows("Options") == want, f"the table should be\n{printed}"
+
+
+def test_bits_table() -> None:
+    public = {n: f for n, f in FORMATS.items() if f.public}
+    want = [
+        [name, *(f"{f.bits_per_element(d, n):.3f}" for d in (64, 128) for n in (64, 128))]
+        + [f"{f.capacity_factor(d, 64):.2f}" for d in (64, 128)]
+        for name, f in public.items()
+    ]
+    printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
+    assert rows("What a format costs") == want, f"the table should be\n{printed}"
+
+
+def test_padding_table() -> None:
+    want = [
+        [name, *(f"{FORMATS[name].bits_per_element(d, 64):.2f}" for d in (80, 96, 112, 128))]
+        for name in ("squat2", "squat4", "qjl3", "polar4", "polar3", "innerq2")
+    ]
+    printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
+    assert rows("Head sizes") == want, f"the table should be\n{printed}"
+
+
+def test_error_table() -> None:
+    """Printed by `python -m vllm_kvq.eval.error_table`; the last place may differ between machines."""
+    got = rows("Score errors")
+    assert [r[0] for r in got] == [label for label, _, _ in error_table.ROWS]
+    for row, (_, name, options) in zip(got, error_table.ROWS, strict=True):
+        assert float(row[1]) == pytest.approx(error_table.key_bits(name, options, 128), abs=0.005)
+        for cell, (d, rope) in zip(row[2:], error_table.CASES, strict=True):
+            assert float(cell) == pytest.approx(error_table.error(name, options, d, rope), rel=0.03), row
+
+
+def test_symmetric_share() -> None:
+    said = re.search(r"symmetric mode wins ([\d.]+) % of the\s+key groups", DOC)
+    assert said
+    assert float(said[1]) == pytest.approx(100 * error_table.symmetric_share(128)[0], abs=0.1)

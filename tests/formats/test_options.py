@@ -1,0 +1,202 @@
+"""Bad options and geometries are refused with a sentence that names them and what they may be."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvq import FORMATS, roundtrip
+from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.codec import HEAD_SIZES
+from vllm_kvq.formats.settings import OPTIONS, Settings
+from vllm_kvq.formats.table import KEYS, VALUES
+
+# a format that reads the option
+READER = {
+    "r": "squat2", "lambda": "squat2", "g": "squat2", "key_bits": "squat2", "m": "qjl3", "m_out": "qjl3",
+    "outliers": "qjl3", "seed": "qjl3", "mode": "polar4", "angle_bits": "polar4", "radius_bits": "polar4",
+    "pairing": "polar4",
+}  # fmt: skip
+WRONG_TYPES: list[Any] = ["5", [5], {"a": 1}, True, 5.5, math.nan, math.inf, (2,)]
+
+
+def reader(option: str) -> str:
+    return READER.get(option, "kivi2")
+
+
+def refusal(name: str, options: dict[Any, Any], head: int = 128) -> str:
+    with pytest.raises(ValueError) as caught:
+        FORMATS[name].bind(Geometry(head, 64), options)
+    with pytest.raises(ValueError):
+        roundtrip(
+            name, torch.zeros(4, 1, head), torch.zeros(4, 1, head), **{str(k): v for k, v in options.items()}
+        )
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o != "skip_layers"])
+@pytest.mark.parametrize("value", WRONG_TYPES, ids=repr)
+def test_wrong_types(option: str, value: Any) -> None:
+    if option == "lambda" and value == 5.5:
+        value = 0.5
+    message = refusal(reader(option), {option: value})
+    assert message.startswith(f"option {option!r} is {value!r}; it takes ")
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if OPTIONS[o].choices])
+def test_choices(option: str) -> None:
+    spec = OPTIONS[option]
+    bad: list[Any] = ["other", "", 3, 0, -2, 2.0, 4.0, "2"]
+    for value in bad:
+        message = refusal(reader(option), {option: value})
+        assert message == f"option {option!r} is {value!r}; it takes one of {list(spec.choices)}"
+    for choice in spec.choices:
+        if option not in ("keys", "values"):
+            FORMATS[reader(option)].bind(Geometry(128, 64), {option: choice})
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if not OPTIONS[o].choices and o != "skip_layers"])
+def test_ranges(option: str) -> None:
+    spec = OPTIONS[option]
+    step = spec.multiple or 0.01
+    for value in (spec.low - step, spec.high + step, -1, 10**12):
+        message = refusal(reader(option), {option: value})
+        assert f"option {option!r} is {value!r}" in message
+        assert f"from {spec.low:g} to {spec.high:g}" in message
+    if spec.multiple > 1:
+        assert f"a multiple of {spec.multiple}" in refusal(reader(option), {option: int(spec.low) + 1})
+    for value in (spec.low, spec.high):
+        # the ends are allowed (a g of the whole head is plain KIVI: take a larger head; sinks fit in their
+        # page)
+        value = int(value) if spec.multiple else value
+        settings = FORMATS[reader(option)].settings({option: value})
+        if option != "S":
+            FORMATS[reader(option)].bind(Geometry(256, 64), {option: value})
+        assert value in vars(settings).values()
+
+
+def test_every_option_is_a_setting_with_a_default_in_range() -> None:
+    for fmt in FORMATS.values():
+        assert isinstance(fmt.settings(), Settings)
+        assert fmt.settings({}) == fmt.defaults
+    names = {f.metadata.get("option", n) for n, f in Settings.__dataclass_fields__.items()}
+    assert names == set(OPTIONS)
+    for name, option in OPTIONS.items():
+        assert option.help, name
+        assert set(option.codecs) <= {"*", *KEYS, *VALUES}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_null(option: str) -> None:
+    message = refusal(reader(option), {option: None})
+    assert message == f"option {option!r} is null; leave it out to get the default"
+
+
+@pytest.mark.parametrize("option", ["rank", "lam", "R", "", " r", "bits", 1, None])
+def test_unknown_options(option: Any) -> None:
+    message = refusal("squat2", {option: 1})
+    assert f"unknown kvq option {option!r}" in message
+    assert all(known in message for known in OPTIONS)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.public])
+def test_options_of_other_methods_are_refused(name: str) -> None:
+    """Never accepted and ignored."""
+    used = {FORMATS[name].defaults.keys, FORMATS[name].defaults.values}
+    sample = {"r": 8, "lambda": 1e-3, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
+              "mode": "paper",
+              "angle_bits": 4, "radius_bits": 4, "pairing": "half",
+              "key_bits": 2, "value_bits": 2, "group": 32}  # fmt: skip
+    for option, value in sample.items():
+        if used & set(OPTIONS[option].codecs):
+            FORMATS[name].bind(Geometry(128, 64), {option: value})
+        else:
+            message = refusal(name, {option: value})
+            assert f"option {option!r} is not read by {name}" in message
+            assert all(codec in message for codec in OPTIONS[option].codecs)
+
+
+def test_changing_a_codec_brings_its_options() -> None:
+    FORMATS["kivi2"].bind(Geometry(128, 64), {"keys": "qjl", "m": 64})
+    assert "not read by squat2" in refusal("squat2", {"keys": "kivi", "r": 4})
+
+
+def test_the_test_codec_is_no_choice() -> None:
+    assert "'keys' is 'lossless'" in refusal("squat2", {"keys": "lossless"})
+
+
+@pytest.mark.parametrize("value", [1, "1", {1: 1}, [-1], [True], [1.0], ["0"], [[0]]], ids=repr)
+def test_skip_layers(value: Any) -> None:
+    assert "option 'skip_layers' is " in refusal("squat2", {"skip_layers": value})
+    assert FORMATS["squat2"].settings({"skip_layers": [3, 0]}).skip_layers == (3, 0)
+
+
+@pytest.mark.parametrize("name", ["squat9", "", "SQUAT2", "bf16", "lossles"])
+def test_unknown_formats(name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        get_format(name)
+    message = str(caught.value)
+    assert f"{name!r}" in message
+    assert all(f.name in message for f in FORMATS.values() if f.public)
+    assert "lossless" not in message
+    with pytest.raises(ValueError, match="unknown KV cache format"):
+        roundtrip(name, torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
+
+
+@pytest.mark.parametrize("block", [0, -32, 1, 16, 33, 48, 100])
+def test_block_sizes(block: int) -> None:
+    with pytest.raises(ValueError, match=f"block size {block} is not a multiple of 32; use --block-size"):
+        Geometry(128, block)
+
+
+@pytest.mark.parametrize("head", [0, 32, 63, 72, 100, 160, 512, -64])
+def test_head_sizes(head: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        Geometry(head, 64)
+    assert str(caught.value) == f"head size {head} is not supported; supported are {list(HEAD_SIZES)}"
+
+
+BAD_GEOMETRY: list[dict[str, Any]] = [
+    {"dtype": torch.float64},
+    {"dtype": torch.int8},
+    {"pairing": "none"},
+    {"rotary_dim": 31},
+    {"rotary_dim": 130},
+    {"rotary_dim": 0},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_GEOMETRY, ids=repr)
+def test_other_geometry(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Geometry(128, 64, **bad)
+
+
+@pytest.mark.parametrize("g", [64, 80, 128])
+def test_one_block_is_kivi(g: int) -> None:
+    assert "use kivi2" in refusal("squat2", {"g": g}, head=64)
+
+
+@pytest.mark.parametrize("head", HEAD_SIZES)
+def test_defaults_that_the_head_size_decides(head: int) -> None:
+    squat = FORMATS["squat2"].bind(Geometry(head, 64)).keys
+    d = Geometry(head, 64).d
+    assert squat.block == {64: 32, 96: 48, 128: 64, 192: 64, 256: 64}[d]  # type: ignore[attr-defined]
+    qjl = FORMATS["qjl3"].bind(Geometry(head, 64)).keys
+    assert (qjl.m, qjl.m_out, qjl.n) == (2 * d, d, d // 16)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "query"),
+    [((4, 2, 64), (4, 1, 64), None), ((4, 64), (4, 64), None), ((4, 2, 64), (4, 2, 64), (4, 3, 64))],
+)
+def test_shapes_of_roundtrip(
+    key: tuple[int, ...], value: tuple[int, ...], query: tuple[int, ...] | None
+) -> None:
+    with pytest.raises(ValueError):
+        roundtrip(
+            "squat2", torch.zeros(key), torch.zeros(value), None if query is None else torch.zeros(query)
+        )
