@@ -67,6 +67,8 @@ def test_layers_and_seeds_have_their_own_sketches() -> None:
             seen.add(hashlib.sha256(c.sketch(device).numpy().tobytes()).hexdigest())
             seen.add(hashlib.sha256(c.sketch_out(device).numpy().tobytes()).hexdigest())
     assert len(seen) == 24
+    # nor do they draw from the same random stream
+    assert len({codec(layer=i).seed + out for i in range(100) for out in (0, 1)}) == 200
     assert torch.equal(codec(layer=3).sketch(device), codec(layer=3).sketch(device))
     codec(seed=2**31 - 1, layer=200).sketch_out(device)
 
