@@ -46,14 +46,18 @@ kvq::Dtype float_type(const TensorView& t) {
   return kvq::Dtype::bf16;
 }
 
-// `constants` holds, for QJL, the two scales and the transposed sketches; `pairs` PolarQuant's channel pairs.
-kvq::Constants read_constants(const kvq::Layout& l, const TensorView& constants, const TensorView& pairs) {
+// `constants` holds, for QJL, the two scales and the transposed sketches, `sketch16` the sketches again in integers;
+// `pairs` PolarQuant's channel pairs.
+kvq::Constants read_constants(const kvq::Layout& l, const TensorView& constants, const TensorView& sketch16,
+                              const TensorView& pairs) {
   require(is(constants, kDLFloat, 32) && dense(constants), "constants must be a dense float32 tensor");
   require(is(pairs, kDLInt, 32) && dense(pairs), "pairs must be a dense int32 tensor");
   kvq::Constants c{};
   if (l.keys == kvq::Keys::sketch) {
     const int64_t inner = l.d * l.sketch_rows, outer = l.outliers * l.outer_rows;
     require(constants.numel() == 2 + inner + outer, "the sketches do not fit the layout");
+    require(is(sketch16, kDLInt, 16) && dense(sketch16) && sketch16.numel() == inner + outer, "sketch16 must be int16");
+    c.sketch16 = data<const int16_t>(sketch16);
     const float* p = data<const float>(constants);
     c.sketch_scale = p[0];
     c.outer_scale = p[1];
@@ -78,12 +82,12 @@ kvq::Layout read_layout(const TensorView& t) {
   return l;
 }
 
-void attend_packed(TensorView layout, TensorView constants, TensorView pairs, TensorView query, TensorView pages,
-                   TensorView page_ids, TensorView owner, TensorView low, TensorView high, double scale,
-                   TensorView out, TensorView lse, int64_t threads, int64_t isa) {
+void attend_packed(TensorView layout, TensorView constants, TensorView sketch16, TensorView pairs, TensorView query,
+                   TensorView pages, TensorView page_ids, TensorView owner, TensorView low, TensorView high,
+                   double scale, TensorView out, TensorView lse, int64_t threads, int64_t isa) {
   kvq::Attend a{};
   a.layout = read_layout(layout);
-  a.constants = read_constants(a.layout, constants, pairs);
+  a.constants = read_constants(a.layout, constants, sketch16, pairs);
   require(query.ndim() == 4 && query.size(3) == a.layout.head_size && (query.stride(3) == 1 || query.size(3) == 1),
           "query must be (requests, queries, heads, head_size) with dense rows");
   a.requests = query.size(0);

@@ -199,7 +199,7 @@ class Driver {
       for (int i = 0; i < count; ++i) {
         const Slab& soon = i < next ? ahead[i] : block[i];
         task.prefetch.at = reinterpret_cast<const char*>(soon.data);
-        task.prefetch.end = task.prefetch.at + l_.slab_bytes - 64;
+        task.prefetch.end = task.prefetch.at + l_.slab_bytes;
         keys.score(task, block[i], i * SLAB);
       }
       isa_.softmax(task, block, count);

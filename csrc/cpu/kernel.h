@@ -24,11 +24,12 @@ struct Prefetch {
   const char* at = nullptr;
   const char* end = nullptr;
 
-  __attribute__((always_inline)) void lines(int count) {
-    for (int i = 0; i < count; ++i) {
-      __builtin_prefetch(at, 0, 2);
-      at += at < end ? 64 : 0;
-    }
+  // Up to COUNT - 1 lines beyond the end are touched, which is harmless: a prefetch can't fault.
+  template <int COUNT>
+  __attribute__((always_inline)) void lines() {
+    if (at >= end) return;
+    for (int i = 0; i < COUNT; ++i) __builtin_prefetch(at + 64 * i, 0, 3);
+    at += 64 * COUNT;
   }
 };
 

@@ -112,7 +112,7 @@ def case(
     count = [-(-n // N) for n in lengths]
     pool = packed_pages(fmt, sum(count), heads, seed)
     rng = torch.Generator().manual_seed(seed + 2)
-    query = 2 * torch.randn(len(lengths), q, heads * gqa, d, generator=rng)
+    query = torch.randn(len(lengths), q, heads * gqa, d, generator=rng)
     ids = 1 + torch.randperm(sum(count), generator=rng)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(count))
     position = torch.cat([torch.arange(c) for c in count])

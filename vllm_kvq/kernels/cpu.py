@@ -36,6 +36,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # kinds and field names in the order of csrc/cpu/layout.h
 _CHANNEL, _HYBRID, _SKETCH, _POLAR, _RAW = range(5)
 _TOKEN, _HYBRID_VALUES, _RAW_VALUES = range(3)
+_SKETCH_UNIT = 128  # of the integer sketch, as in csrc/cpu/avx512/sketch_keys.h
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Bound:
 
     layout: torch.Tensor
     constants: torch.Tensor
+    sketch16: torch.Tensor
     pairs: torch.Tensor
 
 
@@ -112,14 +114,16 @@ def _bind(fmt: PageFormat) -> Bound | None:
         *padded([slab.offset(n) for n in values[1]], 3),
     ]
     constants, pairs = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
+    sketch16 = torch.zeros(0, dtype=torch.int16)
     if isinstance(fmt.keys, SketchKeys):
         cpu = torch.device("cpu")
         scales = torch.tensor([fmt.keys.scale, fmt.keys.scale_out])
-        sketches = (fmt.keys.sketch(cpu), fmt.keys.sketch_out(cpu))
-        constants = torch.cat([scales, *(s.T.flatten() for s in sketches)])
+        sketches = torch.cat([s.T.flatten() for s in (fmt.keys.sketch(cpu), fmt.keys.sketch_out(cpu))])
+        constants = torch.cat([scales, sketches])
+        sketch16 = (sketches * _SKETCH_UNIT).round().to(torch.int16)
     if isinstance(fmt.keys, PolarKeys):
         pairs = torch.stack([fmt.keys.x, fmt.keys.y]).to(torch.int32)
-    return Bound(torch.tensor(layout), constants, pairs)
+    return Bound(torch.tensor(layout), constants, sketch16, pairs)
 
 
 # by identity, with the format held so that its id stays its own: hashing all settings would cost more than a
@@ -184,6 +188,6 @@ def attend_packed(
     lists = (x.to(torch.int64).contiguous() for x in (page_ids, owner, low, high))
     n, q, heads, head_size = query.shape
     out, lse = torch.empty(n, q, heads, head_size), torch.empty(n, q, heads)
-    tables = (bound.layout, bound.constants, bound.pairs)
+    tables = (bound.layout, bound.constants, bound.sketch16, bound.pairs)
     lib.attend_packed(*tables, query, pages, *lists, scale, out, lse, torch.get_num_threads(), isa())
     return out, lse

@@ -12,7 +12,7 @@ namespace avx512 {
 
 template <int D, int BITS>
 struct ChannelKeys {
-  static constexpr int PARTS = 2;
+  static constexpr int PARTS = 2, LINES = 6;  // LINES * quads: about a slab
 
   struct Work {
     alignas(64) int8_t q8[PARTS * 4 * D];
@@ -30,7 +30,7 @@ struct ChannelKeys {
       constexpr int R = decltype(r)::value;
       fold<R>(task.query + row * D, scale, zero, work);
       __m512 s[R][2];
-      dot_keys<D, BITS, PARTS, R>(codes, work.q8, task.prefetch, s);
+      dot_keys<D, BITS, PARTS, R, LINES>(codes, work.q8, task.prefetch, s);
       unroll<R>([&](auto i) KVQ_LAMBDA {
         float* to = task.scores + (row + i) * BLOCK + column;
         const __m512 step = _mm512_set1_ps(work.step[i]), offset = _mm512_set1_ps(work.offset[i]);

@@ -12,16 +12,16 @@ namespace avx512 {
 using namespace kvq;
 
 // n channels (compile-time: then all offsets into q8 are), rows q8[part][R][n]
-template <int N, int BITS, int PARTS, int R>
+template <int N, int BITS, int PARTS, int R, int LINES>
 KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefetch, __m512 (&scores)[R][2]) {
-  constexpr int PLANES = 8 / BITS, STRIDE = N / PLANES, QUADS = STRIDE / 4, LINES = QUADS >= 24 ? 2 : 48 / QUADS;
+  constexpr int PLANES = 8 / BITS, STRIDE = N / PLANES, QUADS = STRIDE / 4;
   __m512i acc[R * PARTS][2];
   unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
   const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
   for (int quad_index = 0; quad_index < QUADS; ++quad_index) {
     const __m512i w0 = load_bytes(codes + quad_index * 128), w1 = load_bytes(codes + quad_index * 128 + 64);
     const int8_t* q = q8 + quad_index * 4;
-    prefetch.lines(LINES);
+    prefetch.lines<LINES>();
     unroll<PLANES>([&](auto plane) KVQ_LAMBDA {
       const __m512i c0 = _mm512_and_si512(_mm512_srli_epi32(w0, BITS * plane), mask);
       const __m512i c1 = _mm512_and_si512(_mm512_srli_epi32(w1, BITS * plane), mask);

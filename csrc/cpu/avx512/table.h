@@ -3,6 +3,10 @@
 
 #include "../generic/table.h"
 #include "channel_keys.h"
+#include "hybrid_keys.h"
+#include "hybrid_values.h"
+#include "polar_keys.h"
+#include "sketch_keys.h"
 #include "softmax.h"
 #include "token_values.h"
 
@@ -29,10 +33,21 @@ template <int D>
 using ChannelKeys2 = ChannelKeys<D, 2>;
 template <int D>
 using ChannelKeys4 = ChannelKeys<D, 4>;
+template <int D>
+using PolarKeys4 = PolarKeys<D, 4>;
+template <int D>
+using PolarKeys2 = PolarKeys<D, 2>;
 
 inline KeyKernel keys(const Layout& l, int rows) {
   if (l.keys == Keys::channel && l.key_bits == 2) return by_head_size<ChannelKeys2>(l, rows);
   if (l.keys == Keys::channel && l.key_bits == 4) return by_head_size<ChannelKeys4>(l, rows);
+  if (l.keys == Keys::hybrid && l.key_bits == 2) return by_head_size<HybridKeys2>(l, rows);
+  if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && l.outer_rows == l.d && l.outliers <= 32)
+    return by_head_size<SketchKeys>(l, rows);
+  if (l.keys == Keys::polar && !l.paper && l.key_bits == 4 && l.radius_bits == 4)
+    return by_head_size<PolarKeys4>(l, rows);
+  if (l.keys == Keys::polar && !l.paper && l.key_bits == 4 && l.radius_bits == 2)
+    return by_head_size<PolarKeys2>(l, rows);
   return generic::keys(l, rows);
 }
 
@@ -42,6 +57,8 @@ inline ValueKernel values(const Layout& l, int rows) {
     if (l.value_bits == 2) return {TokenValues<2>::work_bytes, TokenValues<2>::add};
     if (l.value_bits == 4) return {TokenValues<4>::work_bytes, TokenValues<4>::add};
   }
+  if (l.values == Values::hybrid && l.value_bits == 2 && whole_planes)
+    return {HybridValues2::work_bytes, HybridValues2::add};
   return generic::values(l, rows);
 }
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../kernel.h"
-#include "lanes.h"
+#include "softmax.h"
 
 namespace {
 namespace avx512 {
@@ -19,9 +19,12 @@ struct TokenValues {
   static constexpr int PARTS = 2, GROUPS = 8;
 
   struct Work {
-    alignas(64) float scale[GROUPS][BLOCK], zero[GROUPS][BLOCK];
+    alignas(64) float widest[BLOCK];                         // the largest scale of a token
+    alignas(64) float scaled[4][BLOCK];                      // p in fixed-point units, of a tile's rows
     alignas(64) int8_t weights[PARTS][4][GROUPS][BLOCK];
-    alignas(64) float step[GROUPS][4], offset[GROUPS][4];  // of a tile's rows
+    alignas(64) float offset[GROUPS][4];
+    float step[4];
+    __mmask16 attended[BLOCK / 16];
   };
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
@@ -30,73 +33,78 @@ struct TokenValues {
   static void add(Task& task, const Slab* slabs, int count) {
     Work& work = *reinterpret_cast<Work*>(task.value_work);
     const Layout& l = *task.layout;
-    read_parameters(l, slabs, count, work);
+    attended_tokens(slabs, count, work.attended);
+    find_widest(l, slabs, count, work);
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
-      weigh<R>(task, row, groups_of(l), count, work);
+      scale_weights<R>(task, row, count, work);
+      for (int g = 0; g < groups_of(l); ++g) weigh<R>(l, slabs, count, g, work);
       for (int c = 0; c < l.d; c += 32) multiply<R>(l, slabs, count, c, work, task.out + row * l.d + c);
     });
   }
 
-  static void read_parameters(const Layout& l, const Slab* slabs, int count, Work& work) {
-    for (int g = 0; g < groups_of(l); ++g) {
-      for (int s = 0; s < count; ++s) {
-        // unattended tokens read as 0: their weight is 0, but 0 times NaN would not be
-        const uint32_t attended = (~0u >> (SLAB - slabs[s].high)) & (~0u << slabs[s].low);
-        for (int half = 0; half < 2; ++half) {
-          const __mmask16 mask = __mmask16(attended >> (16 * half));
-          const auto read = [&](int64_t at) {
-            const uint8_t* p = slabs[s].data + at + (g * SLAB + half * 16) * 2;
-            return _mm512_maskz_cvtph_ps(mask, _mm256_loadu_si256((const __m256i*)p));
-          };
-          _mm512_store_ps(work.scale[g] + s * SLAB + half * 16, read(l.value_at[1]));
-          _mm512_store_ps(work.zero[g] + s * SLAB + half * 16, read(l.value_at[2]));
-        }
-      }
-      if (count % 2) {  // weights are made 64 at a time
-        for (int half = 0; half < 2; ++half) {
-          _mm512_store_ps(work.scale[g] + count * SLAB + half * 16, _mm512_setzero_ps());
-          _mm512_store_ps(work.zero[g] + count * SLAB + half * 16, _mm512_setzero_ps());
-        }
-      }
+  // 16 tokens' parameters of a group; 0 where unattended: their weight is 0, but 0 times NaN would not be
+  KVQ_INLINE static __m512 parameters(const Slab* slabs, int64_t at, int group, int i, const Work& work) {
+    const uint8_t* p = slabs[i / 2].data + at + (group * SLAB + i % 2 * 16) * 2;
+    return _mm512_maskz_cvtph_ps(work.attended[i], _mm256_loadu_si256((const __m256i*)p));
+  }
+
+  static void find_widest(const Layout& l, const Slab* slabs, int count, Work& work) {
+    for (int i = 0; i < 2 * count; ++i) {
+      __m512 widest = parameters(slabs, l.value_at[1], 0, i, work);
+      for (int g = 1; g < groups_of(l); ++g) widest = _mm512_max_ps(widest, parameters(slabs, l.value_at[1], g, i, work));
+      _mm512_store_ps(work.widest + 16 * i, widest);
     }
   }
 
-  // The fixed-point unit of a row and group follows its largest p * scale, not the largest scale: an outlier token
-  // that nobody looks at must not cost the others their precision.
+  // The fixed-point unit of a row follows its largest p * scale, not the largest scale: an outlier token that nobody
+  // looks at must not cost the others their precision.
   template <int R>
-  KVQ_INLINE static void weigh(const Task& task, int row, int groups, int count, Work& work) {
-    const __m512 magic = _mm512_set1_ps(MAGIC<PARTS>);
-    for (int g = 0; g < groups; ++g) {
-      const float *scale = work.scale[g], *zero = work.zero[g];
-      __m512 zeros[4], largest[4];
-      unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = largest[r] = _mm512_setzero_ps(); });
-      for (int t = 0; t < count * SLAB; t += 16) {
-        const __m512 s = _mm512_load_ps(scale + t), z = _mm512_load_ps(zero + t);
-        unroll<R>([&](auto r) KVQ_LAMBDA {
-          const __m512 p = _mm512_load_ps(task.scores + (row + r) * BLOCK + t);
-          zeros[r] = _mm512_fmadd_ps(p, z, zeros[r]);
-          largest[r] = _mm512_max_ps(largest[r], _mm512_mul_ps(p, s));
-        });
-      }
-      const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
-      alignas(16) float factors[4];
-      _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
-      _mm_store_ps(work.step[g], _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>)));
-      _mm_store_ps(work.offset[g], reduce4<Add>(zeros));
+  KVQ_INLINE static void scale_weights(const Task& task, int row, int count, Work& work) {
+    const float* p = task.scores + row * BLOCK;
+    __m512 largest[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = _mm512_setzero_ps(); });
+    for (int t = 0; t < count * SLAB; t += 16) {
+      const __m512 widest = _mm512_load_ps(work.widest + t);
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        const float* p = task.scores + (row + r) * BLOCK;
-        const __m512 factor = _mm512_set1_ps(factors[r]);
-        for (int t = 0; t < count * SLAB; t += 64) {
-          __m512 x[4];
-          unroll<4>([&](auto v) KVQ_LAMBDA {
-            const __m512 weight = _mm512_mul_ps(_mm512_load_ps(p + t + 16 * v), factor);
-            x[v] = _mm512_fmadd_ps(weight, _mm512_load_ps(scale + t + 16 * v), magic);
-          });
-          pack4<PARTS>(x, work.weights[0][r][g] + t, work.weights[1][r][g] + t);
-        }
+        largest[r] = _mm512_max_ps(largest[r], _mm512_mul_ps(_mm512_load_ps(p + r * BLOCK + t), widest));
       });
     }
+    const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
+    alignas(16) float factors[4];
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
+    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>)));
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const __m512 factor = _mm512_set1_ps(factors[r]);
+      for (int t = 0; t < (count + 1) / 2 * 64; t += 16)
+        _mm512_store_ps(work.scaled[r] + t, _mm512_mul_ps(_mm512_load_ps(p + r * BLOCK + t), factor));
+    });
+  }
+
+  template <int R>
+  KVQ_INLINE static void weigh(const Layout& l, const Slab* slabs, int count, int g, Work& work) {
+    const __m512 magic = _mm512_set1_ps(MAGIC<PARTS>);
+    __m512 zeros[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = _mm512_setzero_ps(); });
+    for (int t = 0; t < count * SLAB; t += 64) {
+      __m512 scale[4], zero[4];
+      unroll<4>([&](auto v) KVQ_LAMBDA {
+        const int i = t / 16 + v;
+        const bool there = i < 2 * count;
+        scale[v] = there ? parameters(slabs, l.value_at[1], g, i, work) : _mm512_setzero_ps();
+        zero[v] = there ? parameters(slabs, l.value_at[2], g, i, work) : _mm512_setzero_ps();
+      });
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        __m512 x[4];
+        unroll<4>([&](auto v) KVQ_LAMBDA {
+          const __m512 p = _mm512_load_ps(work.scaled[r] + t + 16 * v);
+          zeros[r] = _mm512_fmadd_ps(p, zero[v], zeros[r]);
+          x[v] = _mm512_fmadd_ps(p, scale[v], magic);
+        });
+        pack4<PARTS>(x, work.weights[0][r][g] + t, work.weights[1][r][g] + t);
+      });
+    }
+    _mm_store_ps(work.offset[g], _mm_mul_ps(reduce4<Add>(zeros), _mm_loadu_ps(work.step)));
   }
 
   // 32 channels from c on, R rows
@@ -106,8 +114,8 @@ struct TokenValues {
     const int64_t stride = l.d * BITS / 8;  // channels of a plane
     const int group = int(c / l.group);
     const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
-    const __m128i shift0 = _mm_cvtsi32_si128(int(c / stride) * BITS), shift1 = _mm_cvtsi32_si128(int((c + 16) / stride) * BITS);
-    const __m512i by0 = _mm512_broadcastd_epi32(shift0), by1 = _mm512_broadcastd_epi32(shift1);
+    const __m512i by0 = _mm512_set1_epi32(int(c / stride) * BITS);
+    const __m512i by1 = _mm512_set1_epi32(int((c + 16) / stride) * BITS);
     __m512i acc[R * PARTS][2];
     unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
     for (int s = 0; s < count; ++s) {
@@ -126,7 +134,7 @@ struct TokenValues {
       });
     }
     unroll<R>([&](auto r) KVQ_LAMBDA {
-      const __m512 step = _mm512_set1_ps(work.step[group][r]), offset = _mm512_set1_ps(work.offset[group][r]);
+      const __m512 step = _mm512_set1_ps(work.step[r]), offset = _mm512_set1_ps(work.offset[group][r]);
       for (int half = 0; half < 2; ++half) {
         float* to = out + r * l.d + half * 16;
         const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(to), offset);
