@@ -35,9 +35,11 @@ struct SketchKeys {
     alignas(64) int8_t inner[ROWS / 4][4][M], outer[ROWS / 4][4][OUTER];
     alignas(64) int32_t whole[ROWS][M];  // S q, in the order of UNPACKED
     alignas(64) int32_t made[4][M];      // features of a tile, likewise
-    float unit[ROWS], inverse[ROWS];     // of q: its largest channel / 32767
-    float inner_step[ROWS], inner_sum[ROWS], outer_step[ROWS], outer_sum[ROWS];
-    alignas(64) int32_t pairs[4][16];    // -q_out of a tile's rows, two 16-bit numbers each
+    alignas(64) int32_t largest[4][16];  // of their magnitudes
+    alignas(64) int16_t negative[ROWS / 4][D][4];  // -q of a tile's rows in its units
+    float unit[ROWS];                    // of q: its largest channel / 32767
+    alignas(16) float inner_step[ROWS], inner_sum[ROWS], outer_step[ROWS], outer_sum[ROWS];
+    alignas(16) int32_t pairs[16][4];    // two channels of `negative` side by side
     uint8_t index[32];
     bool prepared;
   };
@@ -52,8 +54,9 @@ struct SketchKeys {
       __m512 largest = _mm512_setzero_ps();
       for (int c = 0; c < D; c += 16) largest = max_abs(largest, _mm512_loadu_ps(task.query + row * D + c));
       work.unit[row] = (_mm512_reduce_max_ps(largest) + 1e-30f) / 32767.0f;
-      work.inverse[row] = 1 / work.unit[row];
-      const __m512 factor = _mm512_set1_ps(SKETCH_UNIT * work.inverse[row]);
+      for (int c = 0; c < D; ++c)
+        work.negative[row / 4][c][row % 4] = int16_t(-__builtin_lrintf(task.query[row * D + c] / work.unit[row]));
+      const __m512 factor = _mm512_set1_ps(SKETCH_UNIT / work.unit[row]);
       for (int j = 0; j < M; j += 32) {
         const float* f = task.features + row * M + j;
         const auto fixed = [&](int at) { return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(f + at), factor)); };
@@ -82,40 +85,29 @@ struct SketchKeys {
     const int outliers = int(task.layout->outliers), pairs = (outliers + 1) / 2;
     const int16_t* column[32];
     const int16_t* outer[32];
-    alignas(64) int32_t channel[32] = {};
-    for (int i = 0; i < 2 * pairs; ++i) {
-      const int c = channel[i] = index[i < outliers ? i : 0] % D;
-      column[i] = task.constants->sketch16 + c * M;
-      outer[i] = task.constants->sketch16 + D * M + (i < outliers ? i : 0) * OUTER;
+    for (int i = 0; i < pairs; ++i) {
+      const int a = index[2 * i] % D, b = 2 * i + 1 < outliers ? index[2 * i + 1] % D : a;
+      column[2 * i] = task.constants->sketch16 + a * M;
+      column[2 * i + 1] = task.constants->sketch16 + b * M;
+      outer[2 * i] = task.constants->sketch16 + D * M + 2 * i * OUTER;
+      outer[2 * i + 1] = b == a ? outer[2 * i] : outer[2 * i] + OUTER;
+      const auto rows = [&](int c) { return _mm_loadl_epi64((const __m128i*)work.negative[row / 4][c]); };
+      const __m128i second = 2 * i + 1 < outliers ? rows(b) : _mm_setzero_si128();
+      _mm_store_si128((__m128i*)work.pairs[i], _mm_unpacklo_epi16(rows(a), second));
     }
-    const __mmask32 real = ~0u >> (32 - outliers);
-    unroll<R>([&](auto r) KVQ_LAMBDA {
-      const __m512 factor = _mm512_set1_ps(-work.inverse[row + r]);
-      const auto gather = [&](int at) __attribute__((always_inline)) {
-        const __m512i c = load_bytes(channel + at);
-        return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(
-            _mm512_mul_ps(_mm512_i32gather_ps(c, task.query + (row + r) * D, 4), factor)));
-      };
-      _mm256_store_si256((__m256i*)work.pairs[r], _mm256_maskz_mov_epi16(__mmask16(real), gather(0)));
-      if (outliers > 16)
-        _mm256_store_si256((__m256i*)(work.pairs[r] + 8), _mm256_maskz_mov_epi16(__mmask16(real >> 16), gather(16)));
-    });
-    const auto inner_start = [&](int r, int j) { return load_bytes(work.whole[row + r] + j); };
-    subtract<M, R>(column, pairs, inner_start, work);
-    unroll<R>([&](auto r) KVQ_LAMBDA {
-      round<M>(work.made[r], work.inner[row / 4][r], work.inner_step[row + r], work.inner_sum[row + r]);
-      work.inner_step[row + r] *= work.unit[row + r] / SKETCH_UNIT;
-    });
+    const __m128 unit = _mm_mul_ps(_mm_loadu_ps(work.unit + row), _mm_set1_ps(1 / SKETCH_UNIT));
+    subtract<M, R>(column, pairs, [&](int r, int j) { return load_bytes(work.whole[row + r] + j); }, work);
+    round<M, R>(work, work.inner[row / 4], unit, work.inner_step + row, work.inner_sum + row);
     subtract<OUTER, R>(outer, pairs, [](int, int) { return _mm512_setzero_si512(); }, work);
-    unroll<R>([&](auto r) KVQ_LAMBDA {  // minus, for the pairs are negative
-      round<OUTER>(work.made[r], work.outer[row / 4][r], work.outer_step[row + r], work.outer_sum[row + r]);
-      work.outer_step[row + r] *= -work.unit[row + r] / SKETCH_UNIT;
-    });
+    // in negative units, for the pairs are negative
+    round<OUTER, R>(work, work.outer[row / 4], _mm_sub_ps(_mm_setzero_ps(), unit), work.outer_step + row, work.outer_sum + row);
   }
 
   // made = start - sum_i column_i q_i
   template <int N, int R, class Start>
   KVQ_INLINE static void subtract(const int16_t* const* column, int pairs, Start start, Work& work) {
+    __m512i largest[R];
+    unroll<R>([&](auto r) KVQ_LAMBDA { largest[r] = _mm512_setzero_si512(); });
     for (int j = 0; j < N; j += 32) {
       __m512i acc[R][2];
       unroll<R>([&](auto r) KVQ_LAMBDA { acc[r][0] = start(r, j), acc[r][1] = start(r, j + 16); });
@@ -123,7 +115,7 @@ struct SketchKeys {
         const __m512i a = load_bytes(column[2 * i] + j), b = load_bytes(column[2 * i + 1] + j);
         const __m512i lo = _mm512_unpacklo_epi16(a, b), hi = _mm512_unpackhi_epi16(a, b);
         unroll<R>([&](auto r) KVQ_LAMBDA {
-          const __m512i q = _mm512_set1_epi32(work.pairs[r][i]);
+          const __m512i q = _mm512_set1_epi32(work.pairs[i][r]);
           acc[r][0] = _mm512_dpwssd_epi32(acc[r][0], lo, q);
           acc[r][1] = _mm512_dpwssd_epi32(acc[r][1], hi, q);
         });
@@ -131,31 +123,44 @@ struct SketchKeys {
       unroll<R>([&](auto r) KVQ_LAMBDA {
         _mm512_store_si512(work.made[r] + j, acc[r][0]);
         _mm512_store_si512(work.made[r] + j + 16, acc[r][1]);
+        const __m512i both = _mm512_max_epi32(_mm512_abs_epi32(acc[r][0]), _mm512_abs_epi32(acc[r][1]));
+        largest[r] = _mm512_max_epi32(largest[r], both);
       });
     }
+    unroll<R>([&](auto r) KVQ_LAMBDA { _mm512_store_si512(work.largest[r], largest[r]); });
   }
 
-  template <int N>
-  KVQ_INLINE static void round(const int32_t* f, int8_t* to, float& step, float& sum) {
-    __m512i largest = _mm512_setzero_si512();
-    for (int j = 0; j < N; j += 16) largest = _mm512_max_epi32(largest, _mm512_abs_epi32(load_bytes(f + j)));
-    const float top = float(_mm512_reduce_max_epi32(largest)) + 1e-30f;
-    const __m512 factor = _mm512_set1_ps(RANGE<1> / top), magic = _mm512_set1_ps(MAGIC<1>);
+  // R rows of `made` to 8 bits; the unit of a row's integers, and their sum
+  template <int N, int R>
+  KVQ_INLINE static void round(Work& work, int8_t (&to)[4][N], __m128 unit, float* step, float* sum) {
+    __m512 tops[4], sums[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA {
+      tops[r] = sums[r] = _mm512_setzero_ps();
+      if constexpr (r < R) tops[r] = _mm512_cvtepi32_ps(load_bytes(work.largest[r]));
+    });
+    const __m128 top = _mm_max_ps(reduce4<Max>(tops), _mm_set1_ps(1e-30f));
+    alignas(16) float factors[4];
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<1>), top));
+    const __m512 magic = _mm512_set1_ps(MAGIC<1>);
     const __m512i line = load_bytes(UNPACKED.of);
-    __m512i total = _mm512_setzero_si512();
-    for (int j = 0; j < N; j += 64) {
-      __m512i x[4];
-      unroll<4>([&](auto v) KVQ_LAMBDA {
-        const __m512 value = _mm512_cvtepi32_ps(load_bytes(f + j + 16 * v));
-        x[v] = _mm512_castps_si512(_mm512_fmadd_ps(value, factor, magic));
-      });
-      const __m512i ab = _mm512_permutex2var_epi8(x[0], line, x[1]), cd = _mm512_permutex2var_epi8(x[2], line, x[3]);
-      const __m512i bytes = _mm512_shuffle_i64x2(ab, cd, 0x44);
-      _mm512_storeu_si512(to + j, bytes);
-      dot(total, _mm512_set1_epi8(1), bytes);
-    }
-    step = top / RANGE<1>;
-    sum = float(_mm512_reduce_add_epi32(total));
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const int32_t* f = work.made[r];
+      __m512i total = _mm512_setzero_si512();
+      for (int j = 0; j < N; j += 64) {
+        __m512i x[4];
+        unroll<4>([&](auto v) KVQ_LAMBDA {
+          const __m512 value = _mm512_cvtepi32_ps(load_bytes(f + j + 16 * v));
+          x[v] = _mm512_castps_si512(_mm512_fmadd_ps(value, _mm512_set1_ps(factors[r]), magic));
+        });
+        const __m512i ab = _mm512_permutex2var_epi8(x[0], line, x[1]), cd = _mm512_permutex2var_epi8(x[2], line, x[3]);
+        const __m512i bytes = _mm512_shuffle_i64x2(ab, cd, 0x44);
+        _mm512_storeu_si512(to[r] + j, bytes);
+        dot(total, _mm512_set1_epi8(1), bytes);
+      }
+      sums[r] = _mm512_cvtepi32_ps(total);
+    });
+    _mm_storeu_ps(step, _mm_mul_ps(_mm_mul_ps(top, _mm_set1_ps(1 / RANGE<1>)), unit));
+    _mm_storeu_ps(sum, reduce4<Add>(sums));
   }
 
   template <int R>
