@@ -26,6 +26,7 @@ T* data(const TensorView& t) {
 }
 
 bool dense(const TensorView& t) {
+  if (t.numel() == 0) return true;
   int64_t expected = 1;
   for (int i = t.ndim() - 1; i >= 0; --i) {
     if (t.size(i) != 1 && t.stride(i) != expected) return false;
@@ -125,9 +126,64 @@ void attend_packed(TensorView layout, TensorView constants, TensorView sketch16,
   }
 }
 
+// key and value (blocks, slots, heads, head_size); rows (requests, tokens), or empty when block i is request i
+void attend_raw(TensorView query, TensorView key, TensorView value, TensorView rows, TensorView seen, double scale,
+                TensorView out, TensorView lse, int64_t threads, int64_t isa) {
+  kvq::AttendRaw a{};
+  require(query.ndim() == 4 && key.ndim() == 4 && value.ndim() == 4 && seen.ndim() == 3, "wrong number of dimensions");
+  a.requests = query.size(0);
+  a.queries = query.size(1);
+  a.query_heads = query.size(2);
+  a.head_size = query.size(3);
+  a.blocks = key.size(0);
+  a.slots = key.size(1);
+  a.heads = key.size(2);
+  a.tokens = seen.size(2);
+  a.query_dtype = float_type(query);
+  a.dtype = float_type(key);
+  require(a.head_size > 0 && a.head_size <= 256 && key.size(3) == a.head_size, "unsupported head size");
+  require(float_type(value) == a.dtype, "keys and values must have the same type");
+  for (int i = 0; i < 4; ++i) require(value.size(i) == key.size(i), "keys and values must have the same shape");
+  require(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "rows must be dense");
+  require(a.heads > 0 && a.query_heads % a.heads == 0, "query heads must be a multiple of the KV heads");
+  for (int i = 0; i < 3; ++i) {
+    a.query_strides[i] = query.stride(i);
+    a.key_strides[i] = key.stride(i);
+    a.value_strides[i] = value.stride(i);
+  }
+  require(is(seen, kDLUInt, 8) && dense(seen) && seen.size(0) == a.requests && seen.size(1) == a.queries,
+          "seen must be dense bytes (requests, queries, tokens)");
+  require(is(rows, kDLInt, 64) && dense(rows), "rows must be dense int64");
+  if (rows.numel() || a.tokens == 0) {
+    require(rows.numel() == a.requests * a.tokens, "rows must be (requests, tokens)");
+    a.rows = data<const int64_t>(rows);
+  } else {
+    require(a.blocks == a.requests && a.slots == a.tokens, "without rows, keys must be (requests, tokens, ...)");
+  }
+  const int64_t lines = a.requests * a.queries * a.query_heads;
+  require(is(out, kDLFloat, 32) && dense(out) && out.numel() == lines * a.head_size, "out has the wrong shape");
+  require(is(lse, kDLFloat, 32) && dense(lse) && lse.numel() == lines, "lse has the wrong shape");
+  require(threads >= 1 && isa >= 0 && isa <= kvq::best_isa(), "no such instruction set on this processor");
+  a.query = query.data_ptr();
+  a.key = key.data_ptr();
+  a.value = value.data_ptr();
+  a.seen = data<const uint8_t>(seen);
+  a.scale = float(scale);
+  a.out = data<float>(out);
+  a.lse = data<float>(lse);
+  a.threads = int(threads);
+  a.isa = int(isa);
+  try {
+    kvq::attend_raw(a);
+  } catch (const std::out_of_range& e) {
+    TVM_FFI_THROW(IndexError) << e.what();
+  }
+}
+
 int64_t best_isa() { return kvq::best_isa(); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_packed, attend_packed);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_raw, attend_raw);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, best_isa);

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,6 +16,7 @@
 #include "cpu.h"
 #include "half.h"
 #include "kernel.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace kvq {
@@ -24,26 +24,8 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504089f, LN_2 = 0.69314718056f;
 constexpr float LIMIT = 32768.0f;        // as formats/quant.py clamps queries
-constexpr int64_t TASKS_PER_THREAD = 4;  // so that a late thread costs little
+constexpr int64_t TASKS_PER_THREAD = 16; // so that a late thread costs little
 constexpr int64_t MIN_TASK_TOKENS = 512;
-
-// Scratch memory of a thread, kept between calls.
-class Scratch {
- public:
-  char* reserve(size_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      size_ = align64(bytes);
-      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
-    }
-    return data_;
-  }
-  ~Scratch() { std::free(data_); }
-
- private:
-  char* data_ = nullptr;
-  size_t size_ = 0;
-};
 
 struct Share {  // one (request, KV head, row block)
   int64_t request, head, row, rows;

@@ -33,4 +33,26 @@ struct Attend {
 // Throws std::out_of_range before anything is read or written if the list leaves the tensors.
 void attend_packed(const Attend& a);
 
+struct AttendRaw {
+  // queries (requests, queries, query_heads, head_size), innermost stride 1, the others in elements
+  int64_t requests, queries, query_heads, head_size;
+  const void* query;
+  Dtype query_dtype;
+  int64_t query_strides[3];
+  // tokens (blocks, slots, heads, head_size), innermost stride 1, the others in elements
+  int64_t blocks, slots, heads;
+  const void *key, *value;
+  Dtype dtype;
+  int64_t key_strides[3], value_strides[3];
+  int64_t tokens;          // per request
+  const int64_t* rows;     // (requests, tokens): block * slots + slot, negative where absent; null: block i is request i
+  const uint8_t* seen;     // (requests, queries, tokens)
+  float scale;
+  float *out, *lse;        // as in Attend
+  int threads, isa;
+};
+
+// Throws std::out_of_range before anything is read or written if a row leaves the blocks.
+void attend_raw(const AttendRaw& a);
+
 }  // namespace kvq

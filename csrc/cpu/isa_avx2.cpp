@@ -4,6 +4,7 @@
 #include "generic/table.h"
 
 namespace kvq {
-const Isa avx2_isa = {"avx2", generic::keys, generic::values, generic::softmax, generic::project};
+const Isa avx2_isa = {"avx2", generic::keys, generic::values, generic::softmax, generic::add_raw,
+                          generic::project};
 }
 #endif

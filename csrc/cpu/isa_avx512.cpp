@@ -5,6 +5,7 @@
 #include "avx512/table.h"
 
 namespace kvq {
-const Isa avx512_isa = {"avx512", avx512::keys, avx512::values, avx512::softmax, generic::project};
+const Isa avx512_isa = {"avx512", avx512::keys, avx512::values, avx512::softmax, generic::add_raw,
+                          generic::project};
 }
 #endif

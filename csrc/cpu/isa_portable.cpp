@@ -3,5 +3,6 @@
 #include "generic/table.h"
 
 namespace kvq {
-const Isa portable_isa = {"portable", generic::keys, generic::values, generic::softmax, generic::project};
+const Isa portable_isa = {"portable", generic::keys, generic::values, generic::softmax, generic::add_raw,
+                          generic::project};
 }

@@ -66,12 +66,28 @@ struct ValueKernel {
   void (*add)(Task&, const Slab*, int count);
 };
 
+// Up to 32 full-precision tokens of a KV head and up to ROWS of its query rows, with the same running softmax.
+struct RawTask {
+  int rows, first_row, group;  // row r of the task is query (first_row + r) / group
+  int head_size, d;            // d: head_size rounded up to 32
+  Dtype dtype;
+  int tokens;
+  const void* key[SLAB];       // null where a token is absent
+  const void* value[SLAB];
+  const uint8_t* seen;         // seen[query * seen_stride + token]
+  int64_t seen_stride;
+  const float* query;          // [rows][d]
+  float* work;                 // 2 [32][d] + [rows][32]
+  float *out, *top, *total;    // as in Task
+};
+
 // What one translation unit offers. `keys` and `values` always find a kernel; `fast` ones are preferred.
 struct Isa {
   const char* name;
   KeyKernel (*keys)(const Layout&, int rows);
   ValueKernel (*values)(const Layout&, int rows);
   void (*softmax)(Task&, const Slab*, int count);
+  void (*add_raw)(RawTask&);
   // QJL's features: S q for `rows` rows
   void (*project)(const float* query, int rows, int64_t d, const float* sketch, int64_t m, float* features);
 };

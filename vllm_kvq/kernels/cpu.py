@@ -191,3 +191,63 @@ def attend_packed(
     tables = (bound.layout, bound.constants, bound.sketch16, bound.pairs)
     lib.attend_packed(*tables, query, pages, *lists, scale, out, lse, torch.get_num_threads(), isa())
     return out, lse
+
+
+_NO_ROWS = torch.zeros(0, 0, dtype=torch.int64)
+
+
+def attend_raw(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+) -> Partial:
+    """`attend.attend_raw`, with any outer strides; a token that no query sees is not read.
+
+    query (n, q, Hq, d), key and value (n, t, H, d), seen (n, q, t) booleans.
+    """
+    lib = library()
+    if lib is None:
+        return attend.attend_raw(query, key, value, seen, scale)
+    return _attend_raw(lib, query, key, value, _NO_ROWS, seen, scale)
+
+
+def attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+) -> Partial:
+    """`attend_raw` over tokens gathered by index, without a copy of them.
+
+    key and value (B, S, H, d) are views of the pool that holds the tokens, with any outer strides; rows (n, t)
+    says that token j of request i is `key[rows[i, j] // S, rows[i, j] % S]`, and is negative where there is none.
+    IndexError for a row beyond the pool.
+    """
+    lib = library()
+    if lib is not None:
+        return _attend_raw(lib, query, key, value, rows.to(torch.int64).contiguous(), seen, scale)
+    if rows.numel() and int(rows.max()) >= key.shape[0] * key.shape[1]:
+        raise IndexError(f"row {int(rows.max())} is not one of {key.shape[0] * key.shape[1]} rows")
+    at, slots = rows.clamp_min(0), key.shape[1]
+    there = seen & (rows >= 0)[:, None]
+    # a row that nobody sees may hold anything, even NaN, which times 0 would still be NaN
+    wanted = there.any(1)[..., None, None]
+    k, v = (torch.where(wanted, x[at // slots, at % slots], 0) for x in (key, value))
+    return attend.attend_raw(query, k, v, there, scale)
+
+
+def _attend_raw(
+    lib: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+) -> Partial:
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    n, q, heads, d = query.shape
+    out, lse = torch.empty(n, q, heads, d), torch.empty(n, q, heads)
+    mask = seen.contiguous().view(torch.uint8)
+    lib.attend_raw(query, key, value, rows, mask, scale, out, lse, torch.get_num_threads(), isa())
+    return out, lse

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "keys.h"
+#include "raw.h"
 #include "softmax.h"
 #include "values.h"
 

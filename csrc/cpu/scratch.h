@@ -1,0 +1,28 @@
+// Memory that threads of the driver use while they compute.
+#pragma once
+
+#include <cstdlib>
+
+#include "kernel.h"
+
+namespace kvq {
+
+// Scratch memory of a thread, kept between calls.
+class Scratch {
+ public:
+  char* reserve(size_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = align64(bytes);
+      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
+    }
+    return data_;
+  }
+  ~Scratch() { std::free(data_); }
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace kvq
