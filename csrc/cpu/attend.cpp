@@ -24,7 +24,7 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504089f, LN_2 = 0.69314718056f;
 constexpr float LIMIT = 32768.0f;        // as formats/quant.py clamps queries
-constexpr int64_t TASKS_PER_THREAD = 16; // so that a late thread costs little
+constexpr int64_t TASKS_PER_THREAD = 8; // so that a late thread costs little
 constexpr int64_t MIN_TASK_TOKENS = 512;
 
 struct Share {  // one (request, KV head, row block)
@@ -178,12 +178,8 @@ class Driver {
     while (int count = next) {
       std::copy_n(ahead, count, block);
       next = slabs.take(ahead);
-      for (int i = 0; i < count; ++i) {
-        const Slab& soon = i < next ? ahead[i] : block[i];
-        task.prefetch.at = reinterpret_cast<const char*>(soon.data);
-        task.prefetch.end = task.prefetch.at + l_.slab_bytes;
-        keys.score(task, block[i], i * SLAB);
-      }
+      task.prefetch = {nullptr, nullptr, ahead, ahead + next, l_.slab_bytes};
+      for (int i = 0; i < count; ++i) keys.score(task, block[i], i * SLAB);
       isa_.softmax(task, block, count);
       values.add(task, block, count);
     }

@@ -19,24 +19,33 @@ namespace kvq {
 
 constexpr int ROWS = 64;
 
-// Memory that will be read next. Kernels pull lines while they compute: the hardware can't guess the next page.
-struct Prefetch {
-  const char* at = nullptr;
-  const char* end = nullptr;
-
-  // Up to COUNT - 1 lines beyond the end are touched, which is harmless: a prefetch can't fault.
-  template <int COUNT>
-  __attribute__((always_inline)) void lines() {
-    if (at >= end) return;
-    for (int i = 0; i < COUNT; ++i) __builtin_prefetch(at + 64 * i, 0, 3);
-    at += 64 * COUNT;
-  }
-};
-
 struct Slab {
   const uint8_t* page;  // start of the record
   const uint8_t* data;  // start of the slab
   int low, high;        // tokens [low, high) of the slab are attended
+};
+
+// The slabs of the next block. Kernels pull a few lines per step, the keys about half of them and the values the
+// rest: the hardware can't guess the next page, and a burst of requests would wait for itself.
+struct Prefetch {
+  const char* at = nullptr;
+  const char* end = nullptr;
+  const Slab* next = nullptr;
+  const Slab* last = nullptr;
+  int64_t slab_bytes = 0;
+
+  // Up to COUNT - 1 lines beyond the end are touched, which is harmless: a prefetch can't fault.
+  template <int COUNT>
+  __attribute__((always_inline)) void lines() {
+    if (at >= end) {
+      if (next == last) return;
+      at = reinterpret_cast<const char*>(next->data);
+      end = at + slab_bytes;
+      ++next;
+    }
+    for (int i = 0; i < COUNT; ++i) __builtin_prefetch(at + 64 * i, 0, 3);
+    at += 64 * COUNT;
+  }
 };
 
 struct Task {

@@ -12,7 +12,7 @@ namespace avx512 {
 
 template <int D, int BITS>
 struct ChannelKeys {
-  static constexpr int PARTS = 2, LINES = 6;  // LINES * quads: about a slab
+  static constexpr int PARTS = 2, LINES = 3;  // per quad: about half a slab
 
   struct Work {
     alignas(64) int8_t q8[PARTS * 4 * D];

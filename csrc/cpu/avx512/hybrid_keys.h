@@ -102,7 +102,7 @@ struct HybridKeys2 {
         const uint8_t* word = codes + c % STRIDE * 32;
         const __m512i c0 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(word), shift), low.signs);
         const __m512i c1 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(word + 64), shift), high.signs);
-        task.prefetch.template lines<2>();
+        task.prefetch.template lines<1>();
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
           constexpr int part = x / R, r = x % R;
           const __m512i b = quad(q8 + (part * 4 + r) * D + c);

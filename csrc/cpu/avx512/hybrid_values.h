@@ -26,7 +26,7 @@ struct HybridValues2 {
       constexpr int R = decltype(r)::value;
       weigh<R>(task.scores + row * BLOCK, count, work);
       for (int s = 0; s < count; ++s)
-        for (int c = 0; c < l.d; c += 32) multiply<R>(l, slabs[s], s, c, work, task.out + row * l.d + c);
+        for (int c = 0; c < l.d; c += 32) multiply<R>(l, slabs[s], s, c, work, task.prefetch, task.out + row * l.d + c);
     });
   }
 
@@ -62,8 +62,8 @@ struct HybridValues2 {
 
   // 32 channels from c on, R rows, one slab
   template <int R>
-  static __attribute__((noinline)) void multiply(const Layout& l, const Slab& slab, int s, int c, const Work& work,
-                                                 float* out) {
+  static __attribute__((noinline)) void multiply(const Layout& l, const Slab& slab, int s, int c, Work& work,
+                                                 Prefetch& prefetch, float* out) {
     const int64_t stride = l.d / 4;  // channels of a plane
     const uint8_t* codes = slab.data + l.value_at[0];
     const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
@@ -76,6 +76,7 @@ struct HybridValues2 {
     unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
       const __m512i c0 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(w0 + e * stride * 4), by0), low.signs);
       const __m512i c1 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(w1 + e * stride * 4), by1), high.signs);
+      prefetch.lines<1>();
       unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
         constexpr int part = x / R, r = x % R;
         const __m512i b = quad(weights + (part * 4 + r) * BLOCK + e * 4);

@@ -23,7 +23,7 @@ using namespace kvq;
 template <int D, int RADIUS_BITS>
 struct PolarKeys {
   static constexpr int PARTS = 2, PAIRS = D / 2, QUADS = PAIRS / 4, CODES = 16, STEPS = 1 << RADIUS_BITS;
-  static constexpr int LINES = RADIUS_BITS == 4 ? 5 : 4;
+  static constexpr int LINES = 2;
 
   struct Work {
     alignas(64) int8_t table[ROWS / 4][PARTS][4][QUADS][64];

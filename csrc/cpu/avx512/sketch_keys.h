@@ -28,7 +28,7 @@ constexpr UnpackedIndex UNPACKED;
 // |S_j| |q| <= sqrt(d) sqrt(d) in those units, stays below 2^31.
 template <int D>
 struct SketchKeys {
-  static constexpr int M = 2 * D, OUTER = D, LINES = 5;
+  static constexpr int M = 2 * D, OUTER = D, LINES = 2;
   static constexpr float SKETCH_UNIT = 128.0f;  // as `sketch16` in kernels/cpu.py
 
   struct Work {

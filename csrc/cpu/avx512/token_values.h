@@ -39,7 +39,7 @@ struct TokenValues {
       constexpr int R = decltype(r)::value;
       scale_weights<R>(task, row, count, work);
       for (int g = 0; g < groups_of(l); ++g) weigh<R>(l, slabs, count, g, work);
-      for (int c = 0; c < l.d; c += 32) multiply<R>(l, slabs, count, c, work, task.out + row * l.d + c);
+      for (int c = 0; c < l.d; c += 32) multiply<R>(l, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
     });
   }
 
@@ -110,7 +110,7 @@ struct TokenValues {
   // 32 channels from c on, R rows
   template <int R>
   static __attribute__((noinline)) void multiply(const Layout& l, const Slab* slabs, int count, int c,
-                                                 const Work& work, float* out) {
+                                                 Work& work, Prefetch& prefetch, float* out) {
     const int64_t stride = l.d * BITS / 8;  // channels of a plane
     const int group = int(c / l.group);
     const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
@@ -125,6 +125,7 @@ struct TokenValues {
       unroll<SLAB / 4>([&](auto token_quad) KVQ_LAMBDA {
         const __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(load_bytes(w0 + token_quad * stride * 4), by0), mask);
         const __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(load_bytes(w1 + token_quad * stride * 4), by1), mask);
+        prefetch.lines<1>();
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
           constexpr int part = x / R, r = x % R;
           const __m512i b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + token_quad * 4);
