@@ -220,8 +220,8 @@ def attend_rows(
     """`attend_raw` over tokens gathered by index, without a copy of them.
 
     key and value (B, S, H, d) are views of the pool that holds the tokens, with any outer strides; rows
-    (n, t) says that token j of request i is `key[rows[i, j] // S, rows[i, j] % S]`; it is negative where there
-    is none.
+    (n, t) says that token j of request i is `key[rows[i, j] // S, rows[i, j] % S]`; negative where there is
+    none.
     IndexError for a row beyond the pool.
     """
     lib = library()
