@@ -41,6 +41,11 @@ class ReferenceCache:
         self.page_state: dict[int, torch.Tensor | None] = {}
         """Page -> the state it was begun with."""
 
+    @property
+    def own(self) -> int:
+        """First position whose unit this request packs itself."""
+        return self.start + self.fmt.W if self.start else 0
+
     def page(self, index: int) -> CachedPage:
         """What the prefix cache keeps of a complete page: its packed units, and the sinks in full precision."""
         fmt = self.fmt
@@ -83,8 +88,7 @@ class ReferenceCache:
     def _pack(self, context: int) -> None:
         """Every unit that this chunk completes, but those that lie in the shared pages of a hit."""
         fmt, p = self.fmt, self.fmt.unit
-        shared = (self.start + fmt.W) // p if self.start else 0
-        for unit in range(max(context // p, shared), len(self.key) // p):
+        for unit in range(max(context, self.own) // p, len(self.key) // p):
             at, page = slice(unit * p, (unit + 1) * p), unit * p // fmt.N
             if unit * p % fmt.N == 0 or page not in self.page_state:
                 self.page_state[page] = self.state

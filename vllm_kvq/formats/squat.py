@@ -76,9 +76,10 @@ class SQuatKeys(ChannelKeys):
         Chunks are merged through U itself: the rows of U stand for all queries seen before.
         """
         rows = queries if state is None else torch.cat([state, queries], dim=1)
+        rows = rows.double()  # sums over long prompts, and the same subspace on every device
         eigenvalues, vectors = torch.linalg.eigh(rows.transpose(1, 2) @ rows)
         top = eigenvalues[:, -self.state_rows :].flip(-1).clamp_min(0).sqrt()
-        return top.unsqueeze(-1) * vectors[..., -self.state_rows :].flip(-1).transpose(1, 2)
+        return (top.unsqueeze(-1) * vectors[..., -self.state_rows :].flip(-1).transpose(1, 2)).float()
 
     def _quantize(
         self, x: torch.Tensor, state: torch.Tensor | None

@@ -34,7 +34,14 @@ class TracedEngine:
         self.engine = LLM(model, **{**defaults, **engine}).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.steps: list[list[Chunk]] = []
+        self.packed_group = self._find_packed_group()
         self._observe()
+
+    def _find_packed_group(self) -> int:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        return next(i for i, g in enumerate(groups) if isinstance(g.kv_cache_spec, FullAttentionSpec))
 
     def _observe(self) -> None:
         schedule = self.scheduler.schedule
@@ -44,8 +51,11 @@ class TracedEngine:
             context = {r.req_id: r.num_computed_tokens for r in out.scheduled_new_reqs}
             cached = out.scheduled_cached_reqs
             context |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            drafts = out.scheduled_spec_decode_tokens
-            step = [Chunk(i, context[i], n, list(drafts.get(i, []))) for i, n in out.num_scheduled_tokens.items()]
+            drafts, blocks = out.scheduled_spec_decode_tokens, self.scheduler.kv_cache_manager.get_block_ids
+            step = [
+                Chunk(i, context[i], n, list(drafts.get(i, [])), list(blocks(i)[self.packed_group]))
+                for i, n in out.num_scheduled_tokens.items()
+            ]
             if step:
                 self.steps.append(step)
             return out

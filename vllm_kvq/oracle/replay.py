@@ -14,7 +14,10 @@ from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.reference import CachedPage, ReferenceCache
 
 ATTENTION = "kvq_reference"
+NOISE = 1e-6
+"""Relative size of what float32 sums in another order change."""
 _caches: list[ReferenceCache] = []
+_noise: list[torch.Generator] = []
 
 
 def _attention(
@@ -28,6 +31,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface: (1, heads, q, d) each, post-RoPE, only the chunk's own tokens."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    for generator in _noise:
+        q, k, v = (x * (1 + NOISE * torch.randn(x.shape, generator=generator)) for x in (q, k, v))
     return _caches[module.layer_idx].step(q, k, v, scaling)[None].to(query.dtype), None
 
 
@@ -40,6 +45,7 @@ class ReplayModel:
         from transformers import AttentionInterface, AutoModelForCausalLM
 
         AttentionInterface.register(ATTENTION, _attention)
+        _noise.clear()
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=ATTENTION
         )
@@ -49,6 +55,10 @@ class ReplayModel:
             get_format(format_name).bind(Geometry(config.head_dim, block_size, torch.float32, layer), options)
             for layer in range(config.num_hidden_layers)
         ]
+
+    def perturb(self, seed: int) -> None:
+        """From now on, disturb queries, keys and values as float32 rounding does."""
+        _noise[:] = [torch.Generator().manual_seed(seed)]
 
     def request(self) -> Replay:
         return Replay(self, [ReferenceCache(fmt, self.heads, self.num_spec) for fmt in self.formats])

@@ -52,6 +52,8 @@ class Chunk:
     context: int
     tokens: int
     drafts: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    """The request's packed blocks: names of pages, by which a prefix hit finds what another request packed."""
 
 
 @dataclass

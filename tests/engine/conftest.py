@@ -1,0 +1,52 @@
+"""Starts real engines, each in a process of its own, and keeps what plain vLLM answers as the truth."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+
+from vllm_kvq.demo.model import random_model
+from vllm_kvq.oracle.trace import Result, Trace
+
+Run = Callable[..., list[Result]]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, four query and two KV heads of 64, float32."""
+    return random_model(tmp_path_factory.mktemp("model") / "random", hidden=128, layers=2, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="session")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """run(traces, **engine arguments) -> results."""
+
+    def go(todo: list[Trace], model_path: Path = model, **engine: Any) -> list[Result]:
+        folder = tmp_path_factory.mktemp("job")
+        job = {"model": str(model_path), "engine": engine, "traces": [t.to_json() for t in todo]}
+        (folder / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, "-m", "vllm_kvq.oracle.engine", str(folder / "job.json"), str(folder / "out.json")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, f"engine {engine} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        return [Result.from_json(r) for r in json.loads((folder / "out.json").read_text())]
+
+    yield go
+
+
+@pytest.fixture(scope="session")
+def plain(run: Run) -> dict[int, list[Result]]:
+    """Plain vLLM's answers for N = 32 (greedy tokens do not depend on block sizes)."""
+    todo = traces.all_traces(32)
+    return {32: run(todo, kv_cache_dtype="auto", block_size=32)}
+
+
+@pytest.fixture(scope="session")
+def plain_samples(run: Run) -> Result:
+    return run([traces.samples_and_aborts(32)], kv_cache_dtype="auto", block_size=32)[0]

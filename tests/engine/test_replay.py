@@ -1,0 +1,65 @@
+"""Lossy formats: every greedy token is the one that our reference chooses, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+
+from vllm_kvq.formats import FORMATS
+from vllm_kvq.oracle.check import Verdict, judge
+from vllm_kvq.oracle.replay import ReplayModel
+from vllm_kvq.oracle.trace import Result, Trace
+
+pytestmark = pytest.mark.engine
+PUBLIC = [f.name for f in FORMATS.values() if f.public]
+N = 64
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+
+
+def replayed(model: Path, name: str, todo: list[Trace], got: list[Result], num_spec: int = 0, **options: Any) -> Verdict:
+    return judge(ReplayModel(str(model), name, N, num_spec, **options), todo, got)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None:
+    """Small chunks, prefix hits and a decode over several pages."""
+    todo = [traces.lengths(N, 20), *traces.prefixes(N), traces.long_decode(N)]
+    got = run(todo, kv_cache_dtype=name, block_size=N, max_num_batched_tokens=200, max_num_seqs=16)
+    total = replayed(model, name, todo, got)
+    assert not total.mismatches
+    assert total.tokens > 700
+    assert total.hits >= 4
+    assert total.ties <= 8
+
+
+# blocks that admit several requests with their sidecars and then run out while they grow
+@pytest.mark.parametrize(("name", "blocks"), [("squat2", 60), ("innerq2", 212), ("polar4", 190)])
+def test_speculation_and_preemption(name: str, blocks: int, run: Any, model: Path) -> None:
+    todo = [traces.repeats(N), traces.crowd(N)]
+    got = run(todo, kv_cache_dtype=name, block_size=N, num_gpu_blocks_override=blocks, speculative_config=NGRAM)
+    total = replayed(model, name, todo, got, num_spec=3)
+    assert not total.mismatches
+    assert total.rejected > 0
+    assert total.preemptions > 0
+
+
+def test_options_reach_the_kernels(run: Any, model: Path) -> None:
+    """Options of every kind; and the control: a reference with other options disagrees."""
+    todo = [traces.lengths(N, 20)]
+    options = {"W": 64, "S": 20, "r": 3, "lambda": 1e-2, "g": 16, "value_bits": 4, "group": 64}
+    got = run(todo, kv_cache_dtype="squat2", block_size=N, additional_config={"kvq": options})
+    assert not replayed(model, "squat2", todo, got, **options).mismatches
+    assert replayed(model, "squat2", todo, got, **{**options, "W": 32}).mismatches
+    assert replayed(model, "squat2", todo, got, **{**options, "r": 4}).mismatches
+
+
+def test_torch_kernels_agree(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PyTorch kernels, which serve where no compiler is."""
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    for name in ("squat2", "qjl3"):
+        todo = [traces.lengths(N, 20)]
+        got = run(todo, kv_cache_dtype=name, block_size=N)
+        assert not replayed(model, name, todo, got).mismatches
