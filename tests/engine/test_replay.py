@@ -19,6 +19,12 @@ N = 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
+@pytest.fixture(autouse=True)
+def exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 throughout, so that only rounding separates the engine from the reference."""
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+
+
 def replayed(model: Path, name: str, todo: list[Trace], got: list[Result], num_spec: int = 0, **options: Any) -> Verdict:
     return judge(ReplayModel(str(model), name, N, num_spec, **options), todo, got)
 
@@ -31,12 +37,12 @@ def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None
     total = replayed(model, name, todo, got)
     assert not total.mismatches
     assert total.tokens > 700
-    assert total.hits >= 4
-    assert total.ties <= 8
+    assert total.hits >= 3
+    assert total.ties <= 0.02 * total.tokens
 
 
 # blocks that admit several requests with their sidecars and then run out while they grow
-@pytest.mark.parametrize(("name", "blocks"), [("squat2", 60), ("innerq2", 212), ("polar4", 190)])
+@pytest.mark.parametrize(("name", "blocks"), [("squat2", 60), ("innerq2", 214), ("polar4", 198)])
 def test_speculation_and_preemption(name: str, blocks: int, run: Any, model: Path) -> None:
     todo = [traces.repeats(N), traces.crowd(N)]
     got = run(todo, kv_cache_dtype=name, block_size=N, num_gpu_blocks_override=blocks, speculative_config=NGRAM)
@@ -56,10 +62,12 @@ def test_options_reach_the_kernels(run: Any, model: Path) -> None:
     assert replayed(model, "squat2", todo, got, **{**options, "r": 4}).mismatches
 
 
-def test_torch_kernels_agree(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The PyTorch kernels, which serve where no compiler is."""
-    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
-    for name in ("squat2", "qjl3"):
-        todo = [traces.lengths(N, 20)]
-        got = run(todo, kv_cache_dtype=name, block_size=N)
-        assert not replayed(model, name, todo, got).mismatches
+@pytest.mark.parametrize(("name", "error"), [("squat2", 1e-3), ("innerq2", 1e-3), ("polar4", 1e-3), ("qjl3", 1e-2)])
+def test_fixed_point_kernels(name: str, error: float, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C++ kernels: the reference's tokens, up to the error that they declare (15-bit weights, QJL 8-bit queries)."""
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "auto")
+    todo = [traces.lengths(N, 20), *traces.prefixes(N)]
+    got = run(todo, kv_cache_dtype=name, block_size=N)
+    total = replayed(model, name, todo, got, kernel_error=error)
+    assert not total.mismatches
+    assert total.ties <= 0.02 * total.tokens

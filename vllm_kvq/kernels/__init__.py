@@ -26,7 +26,7 @@ class Kernels:
 
 
 TORCH = Kernels("torch", attend.attend_packed, attend.attend_raw)
-CPU = Kernels("cpu", cpu.attend_packed, attend.attend_raw)
+CPU = Kernels("cpu", cpu.attend_packed, cpu.attend_raw)
 
 
 def kernels_for(device: torch.device) -> Kernels:

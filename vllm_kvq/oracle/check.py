@@ -65,8 +65,9 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
     """All traces of one engine. A token that the reference would not choose is a mismatch, unless rounding decides it.
 
     A code that lies on the border of two cells is rounded differently by two correct float32 programs, and all later
-    logits move. So mismatches are tried again with the reference's queries, keys and values disturbed by 1e-6, and a
-    token that one of these replays does choose is a tie. Ties are counted, not hidden.
+    logits move. So mismatches are tried again with the reference's queries, keys and values disturbed by 1e-6 and its
+    outputs by the kernels' declared error, and a token that one of these replays does choose is a tie. Ties are
+    counted, not hidden.
     """
     total = _all(model, traces, results)
     left = set(total.mismatches)

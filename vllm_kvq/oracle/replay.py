@@ -16,8 +16,8 @@ from vllm_kvq.formats.reference import CachedPage, ReferenceCache
 ATTENTION = "kvq_reference"
 NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
-_caches: list[ReferenceCache] = []
-_noise: list[torch.Generator] = []
+_running: list[Replay] = []
+"""The request whose chunk is being computed: Transformers calls `_attention` without telling."""
 
 
 def _attention(
@@ -30,22 +30,31 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface: (1, heads, q, d) each, post-RoPE, only the chunk's own tokens."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    for generator in _noise:
-        q, k, v = (x * (1 + NOISE * torch.randn(x.shape, generator=generator)) for x in (q, k, v))
-    return _caches[module.layer_idx].step(q, k, v, scaling)[None].to(query.dtype), None
+    request = _running[-1]
+    model = request.model
+    q, k, v = (model.disturbed(x[0].transpose(0, 1), NOISE) for x in (query, key, value))
+    out = request.caches[module.layer_idx].step(q, k, v, scaling)
+    return model.disturbed(out, model.kernel_error)[None].to(query.dtype), None
 
 
 class ReplayModel:
     """A checkpoint in float32 whose attention reads a format."""
 
     def __init__(
-        self, path: str, format_name: str, block_size: int, num_spec: int = 0, **options: Any
+        self,
+        path: str,
+        format_name: str,
+        block_size: int,
+        num_spec: int = 0,
+        kernel_error: float = 0.0,
+        **options: Any,
     ) -> None:
+        """`kernel_error`: relative error of the attention output that the engine's kernels declare."""
         from transformers import AttentionInterface, AutoModelForCausalLM
 
         AttentionInterface.register(ATTENTION, _attention)
-        _noise.clear()
+        self.kernel_error = kernel_error
+        self.noise: torch.Generator | None = None
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=ATTENTION
         )
@@ -57,8 +66,14 @@ class ReplayModel:
         ]
 
     def perturb(self, seed: int) -> None:
-        """From now on, disturb queries, keys and values as float32 rounding does."""
-        _noise[:] = [torch.Generator().manual_seed(seed)]
+        """From now on, disturb queries, keys and values as float32 rounding does, and outputs as kernels may."""
+        self.noise = torch.Generator().manual_seed(seed)
+
+    def disturbed(self, x: torch.Tensor, size: float) -> torch.Tensor:
+        """x with noise of `size` times its root mean square, once the replay is perturbed."""
+        if self.noise is None:
+            return x
+        return x + size * x.square().mean().sqrt() * torch.randn(x.shape, generator=self.noise)
 
     def request(self) -> Replay:
         return Replay(self, [ReferenceCache(fmt, self.heads, self.num_spec) for fmt in self.formats])
@@ -92,7 +107,7 @@ class Replay:
     @torch.no_grad()
     def step(self, tokens: list[int], logits: int = 1) -> torch.Tensor:
         """(logits, vocabulary) of the last positions of one chunk."""
-        _caches[:] = self.caches
+        _running[:] = [self]
         position = torch.arange(self.length, self.length + len(tokens))[None]
         out = self.model.model(
             input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=logits

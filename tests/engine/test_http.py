@@ -1,0 +1,55 @@
+"""Every format over HTTP: the server answers with the very tokens that `LLM.generate` gives."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+
+from vllm_kvq.demo.server import Server, parse_capacity
+from vllm_kvq.formats import FORMATS
+from vllm_kvq.oracle.trace import Trace
+
+pytestmark = pytest.mark.engine
+N = 64
+
+
+def complete(url: str, prompt: tuple[int, ...], tokens: int) -> list[int]:
+    body = {
+        "model": "tiny",
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("name", [f.name for f in FORMATS.values() if f.public])
+def test_server_answers_like_generate(name: str, run: Any, model: Path, tmp_path: Path) -> None:
+    request = traces.prefixes(N)[0].requests[0]
+    expected = run([Trace((request,))], kv_cache_dtype=name, block_size=N)[0].outputs[request.name][0]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    # one format compiled, as vLLM does by default; a configuration file for the others
+    arguments = ["--kv-cache-dtype", name] if name == "squat2" else ["--config", f"configs/{name}.yaml", "--enforce-eager"]
+    arguments += ["--dtype", "float32", "--max-model-len", "1024", "--block-size", str(N), "--served-model-name", "tiny"]
+    with Server(str(model), arguments, "127.0.0.1", port, tmp_path / "log") as server:
+        server.wait_until_healthy(240)
+        assert complete(server.url, request.prompt, request.max_tokens) == expected
+        # again, now from the prefix cache
+        assert len(complete(server.url, request.prompt, request.max_tokens)) == request.max_tokens
+        capacity = parse_capacity(server.read_log())
+        assert capacity is not None
+        assert capacity.format == name
+        assert server.stop() == 0

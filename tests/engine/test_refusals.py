@@ -1,0 +1,94 @@
+"""What can't be served is refused at start-up, with one sentence that names the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.engine
+
+
+def config(model: Path, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(model), **{"kv_cache_dtype": "squat2", "max_model_len": 256, **arguments}).create_engine_config()
+
+
+def kvq(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"kvq": options}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (kvq(rank=3), "unknown kvq option 'rank'; known options are keys, values"),
+        (kvq(r=99), "option 'r' is 99; it takes a whole number from 1 to 16"),
+        (kvq(m=256), "option 'm' is not read by squat2"),
+        (kvq(g=64), "option 'g' is 64, the whole head of 64 channels"),
+        (kvq(N=64) | {"block_size": 128}, "kvq option 'N' is 64 but --block-size is 128"),
+        ({"additional_config": {"kvq": 3}}, "additional config 'kvq' is 3; it must be an object"),
+        ({"block_size": 48}, "block size 48 is not a multiple of 32; use --block-size 64 or 128"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "does not support KV connectors; drop --kv-transfer-config",
+        ),
+        ({"prefix_match_unit": 16}, "does not support --prefix-match-unit"),
+    ],
+)
+def test_configuration_is_refused(model: Path, arguments: dict[str, Any], sentence: str) -> None:
+    from vllm.config import KVTransferConfig
+
+    if "kv_transfer_config" in arguments:
+        arguments = {"kv_transfer_config": KVTransferConfig(**arguments["kv_transfer_config"])}
+    with pytest.raises(ValueError) as caught:
+        config(model, **arguments)
+    assert sentence in str(caught.value)
+
+
+def test_option_n_sets_the_block_size(model: Path) -> None:
+    assert config(model, **kvq(N=64)).cache_config.block_size == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--kv-cache-dtype", "squat9"], "invalid choice: 'squat9'"),
+        (
+            ["--kv-cache-dtype", "qjl3", "--additional-config", '{"kvq": {"m": 100}}'],
+            "vllm-kvq: option 'm' is 100; it takes a whole number from 32 to 2048, a multiple of 32",
+        ),
+    ],
+)
+def test_command_line_says_one_sentence(model: Path, arguments: list[str], sentence: str) -> None:
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert sentence in last
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_companion_is_an_error_and_never_a_plain_run() -> None:
+    from vllm_kvq.integration.backend import KVQImpl, KVQMetadata
+
+    impl = object.__new__(KVQImpl)
+    impl.packed = None
+    x = torch.zeros(1, 1, 64)
+    step = KVQMetadata(torch.tensor([0, 1]), torch.tensor([1]), torch.zeros(1, 1))
+    with pytest.raises(RuntimeError, match="sidecar companion of this layer is missing"):
+        impl.forward(None, x, x, x, torch.zeros(1), step, x)
+
+
+def test_unpacked_slabs_are_recognised() -> None:
+    from vllm_kvq.formats import FORMATS, Geometry
+
+    fmt = FORMATS["squat2"].bind(Geometry(64, 64))
+    pages = torch.zeros(2, 1, fmt.record_bytes, dtype=torch.uint8)
+    k, v = (fmt.widen(torch.randn(1, 32, 64))[0] for _ in range(2))
+    fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.encode(k, v, None))
+    assert fmt.packed_slabs(pages, torch.tensor([1, 0])).tolist() == [[True, False], [False, False]]
