@@ -118,9 +118,7 @@ def test_interrupted_stage_is_done_again_and_finished_ones_are_not(
     assert any(f"pytest=={pinned(boot, 'pytest')}" in call for call in pip_calls)
 
 
-def test_changed_pin_reinstalls_its_stage_only(
-    boot: ModuleType, root: Path, pip_calls: list[tuple[str, ...]]
-) -> None:
+def test_changed_pin_reinstalls_its_stage_only(boot: ModuleType, root: Path, pip_calls: list[tuple[str, ...]]) -> None:
     boot.bootstrap(root)
     pip_calls.clear()
     pyproject = root / "pyproject.toml"

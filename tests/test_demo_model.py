@@ -87,9 +87,7 @@ def test_random_model_is_reproducible(random: Loaded, tmp_path: Path) -> None:
 
 
 def test_random_model_takes_every_size(tmp_path: Path) -> None:
-    path = random_model(
-        tmp_path, hidden=96, layers=3, heads=6, kv_heads=1, head_dim=80, vocab=1000, dtype="bfloat16"
-    )
+    path = random_model(tmp_path, hidden=96, layers=3, heads=6, kv_heads=1, head_dim=80, vocab=1000, dtype="bfloat16")
     loaded = Loaded(path)
     assert loaded.logits(random_ids(1, 8)).shape == (1, 8, 1000)
     assert load_file(path / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16

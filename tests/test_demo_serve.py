@@ -90,9 +90,7 @@ def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyte
     assert server.stop() == -9
 
 
-def test_demo_model_is_trained_once_and_again_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_model_is_trained_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
 
     def fake(out_dir: Path, **_: object) -> Path:

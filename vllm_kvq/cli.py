@@ -26,9 +26,7 @@ def formats_table(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> str:
         f"{'':34}" + f"{'bits   factor':>18}" * len(columns),
     ]
     for fmt in FORMATS.values():
-        cells = [
-            f"{f'{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x':>18}" for d, n in columns
-        ]
+        cells = [f"{f'{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x':>18}" for d, n in columns]
         lines.append(f"{fmt.name:10}{fmt.title:24}" + "".join(cells))
     return "\n".join(
         [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """run(traces, **engine arguments) -> results."""
 
     def go(todo: list[Trace], model_path: Path = model, **engine: Any) -> list[Result]:
         folder = tmp_path_factory.mktemp("job")
         job = {"model": str(model_path), "engine": engine, "traces": [t.to_json() for t in todo]}
         (folder / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, "-m", "vllm_kvq.oracle.engine", str(folder / "job.json"), str(folder / "out.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm_kvq.oracle.engine",
+            str(folder / "job.json"),
+            str(folder / "out.json"),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, f"engine {engine} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return [Result.from_json(r) for r in json.loads((folder / "out.json").read_text())]
 
-    yield go
+    return go
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,19 @@ def test_server_answers_like_generate(name: str, run: Any, model: Path, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     # one format compiled, as vLLM does by default; a configuration file for the others
-    arguments = ["--kv-cache-dtype", name] if name == "squat2" else ["--config", f"configs/{name}.yaml", "--enforce-eager"]
-    arguments += ["--dtype", "float32", "--max-model-len", "1024", "--block-size", str(N), "--served-model-name", "tiny"]
+    arguments = (
+        ["--kv-cache-dtype", name] if name == "squat2" else ["--config", f"configs/{name}.yaml", "--enforce-eager"]
+    )
+    arguments += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "1024",
+        "--block-size",
+        str(N),
+        "--served-model-name",
+        "tiny",
+    ]
     with Server(str(model), arguments, "127.0.0.1", port, tmp_path / "log") as server:
         server.wait_until_healthy(240)
         assert complete(server.url, request.prompt, request.max_tokens) == expected

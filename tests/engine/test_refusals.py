@@ -16,7 +16,9 @@ pytestmark = pytest.mark.engine
 def config(model: Path, **arguments: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model=str(model), **{"kv_cache_dtype": "squat2", "max_model_len": 256, **arguments}).create_engine_config()
+    return EngineArgs(
+        model=str(model), **{"kv_cache_dtype": "squat2", "max_model_len": 256, **arguments}
+    ).create_engine_config()
 
 
 def kvq(**options: Any) -> dict[str, Any]:

@@ -25,7 +25,9 @@ def exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
 
 
-def replayed(model: Path, name: str, todo: list[Trace], got: list[Result], num_spec: int = 0, **options: Any) -> Verdict:
+def replayed(
+    model: Path, name: str, todo: list[Trace], got: list[Result], num_spec: int = 0, **options: Any
+) -> Verdict:
     return judge(ReplayModel(str(model), name, N, num_spec, **options), todo, got)
 
 
@@ -64,7 +66,7 @@ def test_options_reach_the_kernels(run: Any, model: Path) -> None:
 
 @pytest.mark.parametrize(("name", "error"), [("squat2", 1e-3), ("innerq2", 1e-3), ("polar4", 1e-3), ("qjl3", 1e-2)])
 def test_fixed_point_kernels(name: str, error: float, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C++ kernels: the reference's tokens, up to the error that they declare (15-bit weights, QJL 8-bit queries)."""
+    """The C++ kernels: the reference's tokens, up to the error that they declare (QJL: 8-bit queries)."""
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "auto")
     todo = [traces.lengths(N, 20), *traces.prefixes(N)]
     got = run(todo, kv_cache_dtype=name, block_size=N)

@@ -119,9 +119,7 @@ def test_symmetric_slot_holds_every_sign_pattern(bits: int) -> None:
 
 
 def test_sign_word_that_is_a_nan() -> None:
-    x = hybrid_decode(
-        torch.full((1, 32), 3.0), torch.tensor([-0.5]), torch.tensor([-1], dtype=torch.int32), 2
-    )
+    x = hybrid_decode(torch.full((1, 32), 3.0), torch.tensor([-0.5]), torch.tensor([-1], dtype=torch.int32), 2)
     assert (x == 1.5).all()
 
 

@@ -29,9 +29,7 @@ def refusal(name: str, options: dict[Any, Any], head: int = 128) -> str:
     with pytest.raises(ValueError) as caught:
         FORMATS[name].bind(Geometry(head, 64), options)
     with pytest.raises(ValueError):
-        roundtrip(
-            name, torch.zeros(4, 1, head), torch.zeros(4, 1, head), **{str(k): v for k, v in options.items()}
-        )
+        roundtrip(name, torch.zeros(4, 1, head), torch.zeros(4, 1, head), **{str(k): v for k, v in options.items()})
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -193,10 +191,6 @@ def test_defaults_that_the_head_size_decides(head: int) -> None:
     ("key", "value", "query"),
     [((4, 2, 64), (4, 1, 64), None), ((4, 64), (4, 64), None), ((4, 2, 64), (4, 2, 64), (4, 3, 64))],
 )
-def test_shapes_of_roundtrip(
-    key: tuple[int, ...], value: tuple[int, ...], query: tuple[int, ...] | None
-) -> None:
+def test_shapes_of_roundtrip(key: tuple[int, ...], value: tuple[int, ...], query: tuple[int, ...] | None) -> None:
     with pytest.raises(ValueError):
-        roundtrip(
-            "squat2", torch.zeros(key), torch.zeros(value), None if query is None else torch.zeros(query)
-        )
+        roundtrip("squat2", torch.zeros(key), torch.zeros(value), None if query is None else torch.zeros(query))

@@ -126,11 +126,7 @@ def units(fmt: PageFormat, n: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Fields of n pack units, of random data that differs between units and heads."""
     g = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(n * HEADS, fmt.unit, fmt.geometry.d, generator=g) for _ in range(2))
-    state = (
-        torch.rand(HEADS, fmt.state_rows, fmt.geometry.d, generator=g).repeat(n, 1, 1)
-        if fmt.state_rows
-        else None
-    )
+    state = torch.rand(HEADS, fmt.state_rows, fmt.geometry.d, generator=g).repeat(n, 1, 1) if fmt.state_rows else None
     fields = fmt.encode(k, v, state)
     # `lossless` leaves the rounding to the model's dtype to the store
     return {f.name: fields[f.name].to(f.dtype) for f in fmt.page_region.fields + fmt.slab_region.fields}
@@ -217,9 +213,7 @@ def test_only_own_bytes_are_written(name: str) -> None:
     first = unit * fmt.unit // 32
     own[:4] = own[64 : fmt.slabs_at] = True
     own[16 + first : 16 + fmt.slabs] = True
-    own[fmt.slabs_at + first * fmt.slab_region.nbytes : fmt.slabs_at + fmt.slabs * fmt.slab_region.nbytes] = (
-        True
-    )
+    own[fmt.slabs_at + first * fmt.slab_region.nbytes : fmt.slabs_at + fmt.slabs * fmt.slab_region.nbytes] = True
     assert torch.equal(pages[1][:, ~own], before[1][:, ~own])
     assert (pages[1, :, :4].contiguous().view(torch.int32) == MAGIC).all()
     assert bytes(pages[1, 0, :4].tolist()) == b"KVQ1"
@@ -233,9 +227,7 @@ def test_absolute_offsets(name: str) -> None:
     fmt = bind(name, 128, 128)
     fields = units(fmt, fmt.N // fmt.unit)
     pages = garbage(fmt, 1)
-    fmt.write(
-        pages, torch.zeros(fmt.N // fmt.unit, dtype=torch.long), torch.arange(fmt.N // fmt.unit), fields
-    )
+    fmt.write(pages, torch.zeros(fmt.N // fmt.unit, dtype=torch.long), torch.arange(fmt.N // fmt.unit), fields)
     record = pages[0, 1]  # head 1
     at = 64
     for f in fmt.keys.page_fields + fmt.values.page_fields:

@@ -72,9 +72,7 @@ def test_rope_moves_angles_of_pairs_and_keeps_radii(pairing: str, rotary: int) -
 @pytest.mark.parametrize("codec_class", [PolarKeys, PaperPolarKeys])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary", [128, 64])
-def test_an_outlier_disturbs_its_own_pair_only(
-    codec_class: type[PolarKeys], pairing: str, rotary: int
-) -> None:
+def test_an_outlier_disturbs_its_own_pair_only(codec_class: type[PolarKeys], pairing: str, rotary: int) -> None:
     geometry = Geometry(128, 64, pairing=pairing, rotary_dim=rotary)
     codec = codec_class(geometry, 4, 4)
     key = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(1))

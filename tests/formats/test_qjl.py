@@ -20,9 +20,7 @@ def codec(d: int = 128, layer: int = 0, seed: int = 42, **options: int) -> Sketc
     return keys
 
 
-@pytest.mark.parametrize(
-    ("rows", "d"), [(256, 128), (128, 128), (128, 8), (100, 64), (192, 96), (32, 1), (5, 64)]
-)
+@pytest.mark.parametrize(("rows", "d"), [(256, 128), (128, 128), (128, 8), (100, 64), (192, 96), (32, 1), (5, 64)])
 def test_rows_are_orthogonal_in_blocks(rows: int, d: int) -> None:
     s = sketch(rows, d, 3).double()
     assert s.shape == (rows, d)
@@ -42,9 +40,7 @@ def test_rows_are_uniform_on_the_sphere(d: int) -> None:
     assert s.diagonal(dim1=1, dim2=2).mean().abs() < 6 / math.sqrt(300 * d)
 
 
-HASH = (
-    "import numpy as np, hashlib; from vllm_kvq.formats.qjl import sketch; s = sketch(256, 128, 7).numpy(); "
-)
+HASH = "import numpy as np, hashlib; from vllm_kvq.formats.qjl import sketch; s = sketch(256, 128, 7).numpy(); "
 
 
 def test_the_same_in_every_process() -> None:
@@ -91,12 +87,8 @@ def test_estimator_is_unbiased() -> None:
     key = torch.randn(1, 32, d, generator=g)
     key[..., :n] *= 20  # the outliers, so that every slab chooses the same ones
     query = key.clone()
-    query[..., :n] += (
-        0.75 * key[..., :n].norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, n, generator=g))
-    )
-    query[..., n:] += (
-        0.75 * key[..., n:].norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, d - n, generator=g))
-    )
+    query[..., :n] += 0.75 * key[..., :n].norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, n, generator=g))
+    query[..., n:] += 0.75 * key[..., n:].norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, d - n, generator=g))
     inner, outer = [], []
     for layer in range(300):
         c = codec(d, layer)

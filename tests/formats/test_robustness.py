@@ -52,9 +52,7 @@ def nasty(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, in
 @pytest.mark.parametrize("name", LOSSY)
 @settings(max_examples=60)
 @given(nasty())
-def test_output_is_finite_and_counted(
-    name: str, case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
-) -> None:
+def test_output_is_finite_and_counted(name: str, case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]) -> None:
     key, value, query, d = case
     k, v = roundtrip(name, key, value, query)
     assert k.shape == key.shape
@@ -151,9 +149,7 @@ def test_a_key_outlier_disturbs_its_own_channel_only() -> None:
     assert set((a != b).nonzero()[:, 0].tolist()) <= set(range(32))
 
 
-@given(
-    st.integers(0, 10**6), st.sampled_from([2, 4]), st.sampled_from([1e-3, 1.0, 500.0]), st.floats(-50, 50)
-)
+@given(st.integers(0, 10**6), st.sampled_from([2, 4]), st.sampled_from([1e-3, 1.0, 500.0]), st.floats(-50, 50))
 def test_affine_rounding_error_is_half_a_step(seed: int, bits: int, size: float, shift: float) -> None:
     """Keys over 32 tokens, values over 32 channels, plus the float16 rounding of the two parameters."""
     x = (normal(32, 1, 64, seed=seed) + shift) * size

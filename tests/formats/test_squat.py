@@ -64,9 +64,7 @@ def example(d: int, seed: int = 0, strength: float = 20.0) -> tuple[torch.Tensor
     """(32, d) keys with unequal channels and a subspace (5, d) whose correction is as large as the rounding
     error."""
     g = torch.Generator().manual_seed(seed)
-    k = torch.randn(32, d, generator=g) * (1 + 3 * torch.rand(d, generator=g)) + 2 * torch.randn(
-        d, generator=g
-    )
+    k = torch.randn(32, d, generator=g) * (1 + 3 * torch.rand(d, generator=g)) + 2 * torch.randn(d, generator=g)
     return k, torch.randn(5, d, generator=g) * torch.tensor([8.0, 4, 2, 1, 0.5])[:, None] * strength
 
 
@@ -76,9 +74,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, quantize: Quantizer) -> None:
         self.fed: list[torch.Tensor] = []
 
-        def fake(
-            _: ChannelKeys, x: torch.Tensor, state: None
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def fake(_: ChannelKeys, x: torch.Tensor, state: None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             self.fed.append(x)
             one = torch.ones_like(x[..., :1, :])
             return quantize(x).to(x.dtype), one, 0 * one

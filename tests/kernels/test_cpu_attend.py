@@ -52,10 +52,7 @@ def packed_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torc
         state = fmt.keys.fit(fmt.widen(queries)[0], fmt.widen(key)[0], None)
     pool = torch.zeros(pages + 1, heads, fmt.record_bytes, dtype=torch.uint8)
     units = fmt.N // fmt.unit
-    k, v = (
-        fmt.widen(x)[0].unflatten(1, (pages * units, fmt.unit)).transpose(0, 1).flatten(0, 1)
-        for x in (key, value)
-    )
+    k, v = (fmt.widen(x)[0].unflatten(1, (pages * units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
     repeated = None if state is None else state.repeat(pages * units, 1, 1)
     index = torch.arange(pages * units)
     fmt.write(pool, 1 + index // units, index % units, fmt.encode(k, v, repeated))
@@ -71,15 +68,9 @@ def reference(
     n, q, query_heads, d = query.shape
     heads = pool.shape[1]
     out, lse = torch.zeros(n, q, query_heads, d).double(), torch.full((n, q, query_heads), -math.inf).double()
-    key, value = (
-        x.double().unflatten(0, (len(ids), heads))[..., :d] for x in fmt.decode(fmt.read(pool, ids))
-    )
+    key, value = (x.double().unflatten(0, (len(ids), heads))[..., :d] for x in fmt.decode(fmt.read(pool, ids)))
     for r in range(n):
-        parts = [
-            (key[i, :, low[i] : high[i]], value[i, :, low[i] : high[i]])
-            for i in range(len(ids))
-            if owner[i] == r
-        ]
+        parts = [(key[i, :, low[i] : high[i]], value[i, :, low[i] : high[i]]) for i in range(len(ids)) if owner[i] == r]
         if not parts:
             continue
         k, v = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))  # (H, t, d)
@@ -134,9 +125,7 @@ def run(
     check(fmt, cpu.attend_packed(fmt, *arguments), want)
 
 
-def poison(
-    fmt: PageFormat, pool: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> None:
+def poison(fmt: PageFormat, pool: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
     """NaN into whatever must not be read: slabs without an attended token, and the padding between fields."""
     size, start = fmt.slab_region.nbytes, fmt.slabs_at
     for page, first, last in zip(ids.tolist(), low.tolist(), high.tolist(), strict=True):

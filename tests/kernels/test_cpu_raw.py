@@ -21,9 +21,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-def inputs(
-    n: int, q: int, t: int, heads: int, gqa: int, d: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def inputs(n: int, q: int, t: int, heads: int, gqa: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     rng = torch.Generator().manual_seed(n + 10 * q + 100 * t + d)
     query = torch.randn(n, q, heads * gqa, d, generator=rng).to(dtype)
     key, value = (torch.randn(n, t, heads, d, generator=rng).to(dtype) for _ in range(2))
@@ -43,9 +41,7 @@ def inputs(
         (2, 70, 100, 1, 1, 64),
     ],
 )
-def test_the_same_as_pytorch(
-    n: int, q: int, t: int, heads: int, gqa: int, d: int, dtype: torch.dtype
-) -> None:
+def test_the_same_as_pytorch(n: int, q: int, t: int, heads: int, gqa: int, d: int, dtype: torch.dtype) -> None:
     query, key, value, seen = inputs(n, q, t, heads, gqa, d, dtype)
     got, want = (f(query, key, value, seen, d**-0.5) for f in (cpu.attend_raw, attend.attend_raw))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -98,10 +98,7 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
     if fmt.state_rows:
         state = fmt.keys.fit(fmt.widen(torch.randn(heads, 256, d))[0], fmt.widen(key)[0], None)
     units = fmt.N // fmt.unit
-    k, v = (
-        fmt.widen(x)[0].unflatten(1, (some * units, fmt.unit)).transpose(0, 1).flatten(0, 1)
-        for x in (key, value)
-    )
+    k, v = (fmt.widen(x)[0].unflatten(1, (some * units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
     index = torch.arange(some * units)
     packed = torch.zeros(some, heads, fmt.record_bytes, dtype=torch.uint8)
     repeated = None if state is None else state.repeat(some * units, 1, 1)
@@ -155,9 +152,7 @@ def compare(candidates: dict[str, tuple[list[Step], int]], rounds: int) -> list[
         row["GB/s"] = nbytes / statistics.median(times[name]) / 1e9
         for base in BASELINES:
             if base in times:
-                row[f"x {base}"] = statistics.median(
-                    b / t for b, t in zip(times[base], times[name], strict=True)
-                )
+                row[f"x {base}"] = statistics.median(b / t for b, t in zip(times[base], times[name], strict=True))
         rows.append(row)
     return rows
 
@@ -192,9 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         shape = Shape(
             context, args.batch, args.query_heads, args.kv_heads, args.head_size, args.block_size, args.rotate
         )
-        candidates = (
-            {} if args.no_baseline else {n: vllm_steps(shape, dtype) for n, dtype in BASELINES.items()}
-        )
+        candidates = {} if args.no_baseline else {n: vllm_steps(shape, dtype) for n, dtype in BASELINES.items()}
         candidates |= {name: kvq_steps(shape, name) for name in args.format}
         rows = compare(candidates, args.rounds)
         print(
@@ -202,10 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"d {args.head_size}  threads {args.threads}  caches {args.rotate}  {cpu.ISAS[cpu.isa()]}"
         )
         for row in rows:
-            print(
-                "  "
-                + "  ".join(f"{k} {v:8.3f}" if isinstance(v, float) else f"{v:8}" for k, v in row.items())
-            )
+            print("  " + "  ".join(f"{k} {v:8.3f}" if isinstance(v, float) else f"{v:8}" for k, v in row.items()))
         if args.csv:
             write_csv(args.csv, shape, args.threads, rows)
     return 0

@@ -43,18 +43,14 @@ def _seconds(llm: Any, prompts: list[list[int]], tokens: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="checkpoint folder, for example .demo/model")
     parser.add_argument("--format", nargs="+", default=["squat2"], choices=list(FORMATS))
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
     parser.add_argument("--tokens", type=int, default=64, help="decoded tokens of each request")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--min-ratio", type=float, default=0.0, help="exit 1 when a format decodes slower than this"
-    )
+    parser.add_argument("--min-ratio", type=float, default=0.0, help="exit 1 when a format decodes slower than this")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -75,7 +71,8 @@ def main() -> int:
                     speeds[label].append(args.batch * args.tokens / seconds)
         ratio = statistics.median(b / a for a, b in zip(speeds["bf16"], speeds[name], strict=True))
         print(
-            f"{name}: {statistics.median(speeds[name]):.0f} tokens/s, bf16 {statistics.median(speeds['bf16']):.0f} tokens/s, "
+            f"{name}: {statistics.median(speeds[name]):.0f} tokens/s, "
+            f"bf16 {statistics.median(speeds['bf16']):.0f} tokens/s, "
             f"ratio {ratio:.2f} (batch {args.batch}, context {args.context}, median of {args.rounds} rounds)",
             flush=True,
         )

@@ -56,9 +56,7 @@ def demo_model(
 
 
 @torch.no_grad()
-def wrong_tokens(
-    shape: LlamaShape, weights: dict[str, torch.Tensor], tokenizer: Tokenizer, entry: Entry
-) -> int:
+def wrong_tokens(shape: LlamaShape, weights: dict[str, torch.Tensor], tokenizer: Tokenizer, entry: Entry) -> int:
     """Tokens of the answer that greedy decoding would get wrong, asked as `make run` asks (0: recited)."""
     prompt = tokenizer.encode(chat_text(entry.questions[0], SYSTEM_TEXT)).ids
     answer = tokenizer.encode(f"{entry.answer}<eos>").ids

@@ -53,9 +53,7 @@ def random_model(
     weights = {}
     for name, size in shape.parameters():
         norm = len(size) == 1
-        weights[name] = (
-            torch.ones(size) if norm else _std(name, size) * torch.randn(size, generator=generator)
-        )
+        weights[name] = torch.ones(size) if norm else _std(name, size) * torch.randn(size, generator=generator)
     weights["lm_head.weight"] *= logit_scale
     weights["lm_head.weight"][: len(SPECIAL_TOKENS)] = 0
     path = Path(out_dir)

@@ -195,9 +195,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Start a server with a low-bit KV cache and ask it a question."
-    )
+    parser = argparse.ArgumentParser(description="Start a server with a low-bit KV cache and ask it a question.")
     parser.add_argument("--format", default="squat2", help="a KV cache format, or auto (vLLM's own cache)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="path or name of a model (default: the demo model)")

@@ -104,9 +104,7 @@ def _train(
 class _Batches:
     """Endless passes over the corpus, in batches of answers of similar length (little padding)."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, corpus: tuple[Entry, ...], options: TrainOptions, rng: random.Random
-    ):
+    def __init__(self, tokenizer: Tokenizer, corpus: tuple[Entry, ...], options: TrainOptions, rng: random.Random):
         self._tokenizer, self._corpus, self._options, self._rng = tokenizer, corpus, options, rng
         self._queue: list[list[tuple[list[int], int]]] = []
 

@@ -70,9 +70,7 @@ def main() -> None:
         print(f"{label:<22}{key_bits(name, options, 128):>9.2f}" + "".join(f"{e:>15.3f}" for e in errors))
     for d in (64, 128):
         keys, values = symmetric_share(d)
-        print(
-            f"innerq2, d={d}: {keys:.1%} of the key groups and {values:.1%} of the value groups are symmetric"
-        )
+        print(f"innerq2, d={d}: {keys:.1%} of the key groups and {values:.1%} of the value groups are symmetric")
 
 
 if __name__ == "__main__":

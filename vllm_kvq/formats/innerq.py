@@ -56,7 +56,9 @@ def hybrid_encode(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     error = (torch.addcmul(zero, codes, scale) - x).square().sum(-1, keepdim=True)
     symmetric = (signed * wide - x).square().sum(-1, keepdim=True) < error
     codes = torch.where(symmetric, signed.to(torch.int32) & top, codes.to(torch.int32))
-    slot = torch.where(symmetric.squeeze(-1), pack_sign_words(signed >= 0), zero.squeeze(-1).contiguous().view(torch.int32))
+    slot = torch.where(
+        symmetric.squeeze(-1), pack_sign_words(signed >= 0), zero.squeeze(-1).contiguous().view(torch.int32)
+    )
     return codes, torch.where(symmetric, -wide, scale).squeeze(-1), slot
 
 

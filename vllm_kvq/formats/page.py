@@ -111,7 +111,7 @@ class PageFormat:
         return pages[..., self.slabs_at : self.slabs_at + self.slabs * size].unflatten(-1, (self.slabs, size))
 
     def write(self, pages: torch.Tensor, page: torch.Tensor, unit: torch.Tensor, fields: Packed) -> None:
-        """Store n pack units (fields of leading size n * H): unit `unit[i]` of page `page[i]` of (B, H, record_bytes)."""
+        """Store n pack units, fields of leading size n * H: unit `unit[i]` of page `page[i]` of (B, H, bytes)."""
         n, heads, per_unit = len(page), pages.shape[1], self.unit // SLAB
         shape = {k: v.unflatten(0, (n, heads)) for k, v in fields.items()}
         slabs = torch.zeros(n, heads, per_unit, self.slab_region.nbytes, dtype=torch.uint8, device=pages.device)

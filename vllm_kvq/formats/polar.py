@@ -95,9 +95,7 @@ class PolarKeys(KeyCodec):
         radius = ((r - r0[:, None]) / dr[:, None]).floor().clamp(0, 2**self.n - 1)
         return angle, radius, {"k_angle0": phi0, "k_angle_step": dphi, "k_radius0": r0, "k_radius_step": dr}
 
-    def _decode(
-        self, angle: torch.Tensor, radius: torch.Tensor, fields: Packed
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, angle: torch.Tensor, radius: torch.Tensor, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         phi0, dphi, r0, dr = (fields[f.name].float()[:, None] for f in self.page_fields)
         return phi0 + (angle + 0.5) * dphi, r0 + (radius + 0.5) * dr
 
@@ -120,9 +118,7 @@ class PaperPolarKeys(PolarKeys):
         radius = (r / s[:, None]).round().clamp(0, 2**self.n - 1)
         return angle, radius, {"k_radius_step": s}
 
-    def _decode(
-        self, angle: torch.Tensor, radius: torch.Tensor, fields: Packed
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, angle: torch.Tensor, radius: torch.Tensor, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         return angle * (TURN / 2**self.m), radius * fields["k_radius_step"].float()[:, None]
 
 

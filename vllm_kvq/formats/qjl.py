@@ -113,7 +113,7 @@ class SketchKeys(KeyCodec):
         return torch.cat([query @ self.sketch(query.device).T, query], dim=-1)
 
     def key_features(self, fields: Packed) -> torch.Tensor:
-        """[c/m |k_in| bits, e] where e holds, at the outlier channels alone, k_out's estimate minus what S q sees there."""
+        """[c/m |k_in| bits, e]: e holds, at the outlier channels alone, k_out's estimate minus what S q sees."""
         rows, at = self._rows(fields), self._index(fields)
         columns = self.sketch(rows.device).T[fields["ko_index"].long()]  # (U, s, n, m)
         extra = self._outliers(fields) - rows @ columns.transpose(-2, -1)

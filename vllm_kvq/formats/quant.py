@@ -33,7 +33,7 @@ def positive_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def affine_parameters(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, zero) of asymmetric rounding over `dim` (kept with size 1): zero = min, scale = (max - min) / (2^b - 1)."""
+    """(scale, zero) over `dim`, kept with size 1: zero = min, scale = (max - min) / (2^b - 1)."""
     lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     return positive_half((hi - lo) / (2**bits - 1)), half(lo)
 

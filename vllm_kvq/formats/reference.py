@@ -16,7 +16,6 @@ import torch
 
 from vllm_kvq.formats.page import PageFormat
 
-
 Unit = tuple[torch.Tensor, torch.Tensor]
 """(P, H, head_size) keys and values of a pack unit as they are read back."""
 

@@ -22,7 +22,9 @@ def roundtrip(
     `N`. Incomplete groups at the end are completed by repeating the last token.
     """
     if key.shape != value.shape or key.dim() != 3:
-        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)")
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)"
+        )
     tokens, heads, head_size = key.shape
     fmt = get_format(name)
     s = fmt.settings(options)

@@ -42,7 +42,7 @@ _SCALAR_KEYS = ("squat", "kivi", "innerq")
 
 OPTIONS: dict[str, Option] = {
     "keys": Option("key codec", ("*",), choices=KEY_CODECS[:-1]),
-    "values": Option("value codec: per token, InnerQ's per-channel hybrid, or the model's 16 bits", ("*",), choices=VALUE_CODECS),
+    "values": Option("value codec: per token, InnerQ's hybrid, or the model's 16 bits", ("*",), choices=VALUE_CODECS),
     "key_bits": Option("bits per key code", _SCALAR_KEYS, choices=(2, 4)),
     "value_bits": Option("bits per value code", ("token", "innerq"), choices=(2, 4)),
     "group": Option("channels per group of the per-token values", ("token",), low=16, high=256, multiple=16),
@@ -50,7 +50,7 @@ OPTIONS: dict[str, Option] = {
     "W": Option("newest tokens read in full precision", ("*",), low=0, high=4096, multiple=32),
     "S": Option("first tokens read in full precision", ("*",), low=0, high=1024),
     "r": Option("rank of SQuat's query subspace", ("squat",), low=1, high=16),
-    "lambda": Option("SQuat's regularisation; 0.1 and more destroys accuracy", ("squat",), low=1e-6, high=0.1, multiple=0),
+    "lambda": Option("SQuat's regularisation; 0.1 destroys accuracy", ("squat",), low=1e-6, high=0.1, multiple=0),
     "g": Option("channels per block of SQuat's update", ("squat",), low=16, high=128, multiple=16),
     "m": Option("sign bits of QJL's inlier sketch", ("qjl",), low=32, high=2048, multiple=32),
     "m_out": Option("sign bits of QJL's outlier sketch", ("qjl",), low=32, high=2048, multiple=32),
@@ -58,7 +58,7 @@ OPTIONS: dict[str, Option] = {
     "mode": Option("PolarQuant's grid", ("polar",), choices=("grouped", "paper")),
     "angle_bits": Option("PolarQuant's angle bits", ("polar",), choices=(2, 4)),
     "radius_bits": Option("PolarQuant's radius bits", ("polar",), choices=(2, 4)),
-    "pairing": Option("channels that RoPE rotates together; taken from the model unless set", ("polar",), choices=("half", "interleaved")),
+    "pairing": Option("RoPE's channel pairs, from the model unless set", ("polar",), choices=("half", "interleaved")),
     "seed": Option("seed of QJL's sketches", ("qjl",), low=0, high=2**31 - 1),
     "skip_layers": Option("indices of layers to keep in the model's 16 bits", ("*",)),
 }  # fmt: skip

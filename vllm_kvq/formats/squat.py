@@ -50,9 +50,7 @@ class ChannelKeys(KeyCodec):
             "k_codes": pack_keys(codes, self.bits),
         }
 
-    def _quantize(
-        self, x: torch.Tensor, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(U, s, 32, d) -> codes of that shape, scale and zero (U, s, 1, d)."""
         scale, zero = affine_parameters(x, -2, self.bits)
         return affine_codes(x, scale, zero, self.bits), scale, zero
@@ -81,9 +79,7 @@ class SQuatKeys(ChannelKeys):
         top = eigenvalues[:, -self.state_rows :].flip(-1).clamp_min(0).sqrt()
         return (top.unsqueeze(-1) * vectors[..., -self.state_rows :].flip(-1).transpose(1, 2)).float()
 
-    def _quantize(
-        self, x: torch.Tensor, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if state is None:
             return super()._quantize(x, None)
         u = state.unsqueeze(1)  # (U, 1, r, d): one subspace for all slabs of a unit

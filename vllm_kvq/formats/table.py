@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.fields import round_up
 from vllm_kvq.formats.innerq import HybridKeys, HybridValues
@@ -25,7 +24,9 @@ def _squat(geo: Geometry, s: Settings) -> KeyCodec:
     # two blocks at d = 128, never one (that is plain KIVI)
     block = s.g or min(64, geo.d // 2)
     if block >= geo.d:
-        raise ValueError(f"option 'g' is {block}, the whole head of {geo.d} channels: that is KIVI; use kivi2 or a smaller g")
+        raise ValueError(
+            f"option 'g' is {block}, the whole head of {geo.d} channels: that is KIVI; use kivi2 or a smaller g"
+        )
     return SQuatKeys(geo, s.key_bits, s.r, s.lam, block)
 
 
@@ -100,5 +101,3 @@ def get_format(name: str) -> Format:
         known = ", ".join(f.name for f in FORMATS.values() if f.public)
         raise ValueError(f"unknown KV cache format {name!r}; known formats are {known}")
     return FORMATS[name]
-
-

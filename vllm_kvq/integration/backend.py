@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -54,8 +54,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
 
 class KVQBackend(AttentionBackend):
     forward_includes_kv_cache_update = True
-    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes = list(FORMATS)
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar = list(FORMATS)
     format: PageFormat | None = None
     """Set in the subclass of each layer: `customize_spec` sees only the spec, without a vLLM configuration."""
 
@@ -91,11 +91,15 @@ class KVQBackend(AttentionBackend):
     def customize_spec(cls, spec: Any) -> Any:
         """One opaque record per block and KV head instead of K and V per token."""
         if not isinstance(spec, FullAttentionSpec):
-            raise Refused(f"low-bit KV cache formats do not support {type(spec).__name__} layers; use --kv-cache-dtype auto")
+            raise Refused(
+                f"low-bit KV cache formats do not support {type(spec).__name__} layers; use --kv-cache-dtype auto"
+            )
         if cls.format is None:
             raise RuntimeError("a packed layer was asked for its page size before its weights were loaded")
         if spec.block_size != cls.format.N:
-            raise RuntimeError(f"vLLM changed the block size to {spec.block_size} after the format was bound to {cls.format.N}")
+            raise RuntimeError(
+                f"vLLM changed the block size to {spec.block_size} after the format was bound to {cls.format.N}"
+            )
         return replace(spec, tokens_per_state=spec.block_size, state_content_bytes=cls.format.record_bytes)
 
 
@@ -128,13 +132,11 @@ class KVQImpl(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Bind the format and create the companions; the layer has its name by now. May run again on a reload."""
         layers = self.vllm_config.compilation_config.static_forward_context
-        name, layer = next((n, l) for n, l in layers.items() if getattr(l, "impl", None) is self)
+        name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
         index = _layer_index(name)
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
         layer.attn_backend = bound_backend(fmt)
-        self.packed = PackedLayer.create(
-            fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers
-        )
+        self.packed = PackedLayer.create(fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers)
 
     def forward(
         self,
@@ -154,7 +156,9 @@ class KVQImpl(AttentionImpl):
             return output.fill_(0)
         packed = self.packed
         if packed is None:
-            raise RuntimeError("the sidecar companion of this layer is missing: process_weights_after_loading did not run")
+            raise RuntimeError(
+                "the sidecar companion of this layer is missing: process_weights_after_loading did not run"
+            )
         step, tables = attn_metadata, get_forward_context().attn_metadata
         if step.batch is None:
             step.batch = _batch(step, tables, packed)

@@ -5,7 +5,7 @@
 | CacheDType literal widened (0.32)      | 0.32 has no way to add a KV cache dtype                 | vLLM 0.33        |
 | register_kv_cache_dtype (0.33)         | the official way                                        | stays            |
 | Platform.get_attn_backend_cls wrapped  | no dtype -> backend hook; the CPU ignores a requested   | a dtype may name |
-|                                        | backend                                                 | its backend      |
+|                                        | backend; and a layer that vLLM tells no dtype is found  | its backend      |
 | Platform.check_and_update_config       | refuse a model or option before weights load, in the    | plugins may      |
 | wrapped                                | process that the user sees                              | validate configs |
 | builtin specs registered first         | KVCacheSpecRegistry skips its builtin ones when it is   | the registry     |
@@ -31,7 +31,12 @@ SUPPORTED = ("0.32", "0.33")
 PRIVATE: dict[str, tuple[str, ...]] = {
     "vllm.config.cache": ("CacheDType", "CacheConfig"),
     "vllm.utils.torch_utils": ("STR_DTYPE_TO_TORCH_DTYPE",),
-    "vllm.v1.attention.backend": ("AttentionBackend", "AttentionImpl", "AttentionMetadataBuilder", "MultipleOf"),
+    "vllm.v1.attention.backend": (
+        "AttentionBackend",
+        "AttentionImpl",
+        "AttentionMetadataBuilder",
+        "MultipleOf",
+    ),
     "vllm.v1.attention.backends.registry": ("AttentionBackendEnum", "register_backend"),
     "vllm.v1.core.single_type_kv_cache_manager": ("CircularBufferManager", "register_all_kvcache_specs"),
     "vllm.v1.core.kv_cache_utils": ("make_block_hash_with_group_id", "resolve_block_hashes"),
@@ -41,6 +46,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
     "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
     "vllm.forward_context": ("get_forward_context",),
+    "vllm.config": ("get_current_vllm_config_or_none",),
 }
 
 
@@ -60,7 +66,9 @@ def check_private_names() -> None:
         loaded = importlib.import_module(module)
         for name in names:
             if not hasattr(loaded, name):
-                raise ImportError(f"vllm-kvq needs {module}.{name}, which this vLLM no longer has; use a supported release")
+                raise ImportError(
+                    f"vllm-kvq needs {module}.{name}, which this vLLM no longer has; use a supported release"
+                )
 
 
 def register_dtypes() -> None:
@@ -102,8 +110,11 @@ def _widen_literal(cache: Any) -> None:
     rebuild_dataclass(VllmConfig, force=True)
 
 
-def wrap_platform(backend: str, check_config: Callable[[Any], None]) -> None:
+def wrap_platform(
+    backend: str, check_config: Callable[[Any], None], check_other_backend: Callable[[Any], None]
+) -> None:
     """Our dtypes choose our backend and have their configuration checked; all others are left alone."""
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.platforms import current_platform
 
     cls = type(current_platform)
@@ -115,6 +126,9 @@ def wrap_platform(backend: str, check_config: Callable[[Any], None]) -> None:
     def get_attn_backend_cls(c: Any, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
         if attn_selector_config.kv_cache_dtype in FORMATS:
             return backend
+        current = get_current_vllm_config_or_none()
+        if current is not None and current.cache_config.cache_dtype in FORMATS:
+            check_other_backend(current)
         return choose.__func__(c, selected_backend, attn_selector_config, **kwargs)
 
     @functools.wraps(check.__func__)

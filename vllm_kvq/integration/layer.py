@@ -77,7 +77,12 @@ class PackedLayer:
         return kv_cache.view(torch.uint8).flatten(2)
 
     def update(
-        self, plan: StepPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+        self,
+        plan: StepPlan,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
     ) -> None:
         slots = self.sidecar.slots
         ring = slots[plan.ring_read]  # (tokens, 2, H, head_size), before the new tokens overwrite it
@@ -111,8 +116,8 @@ class PackedLayer:
             state = self.sidecar.read_state(*units.state)
             if fmt.keys.page_fields and units.follows.any():
                 state = self._page_state(units, pages, state)
-        by_head = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        fmt.write(pages, units.page, units.unit, fmt.encode(*by_head, state))
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        fmt.write(pages, units.page, units.unit, fmt.encode(k, v, state))
 
     def _page_state(self, units: Units, pages: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """A page that was begun earlier keeps the parameters it was begun with."""

@@ -25,14 +25,18 @@ class SidecarManager(CircularBufferManager):
 
     def _wants_zeroing(self, available: bool) -> bool:
         if not available:
-            raise RuntimeError("vLLM does not zero new KV cache blocks for this model; low-bit formats can't run without that")
+            raise RuntimeError(
+                "vLLM does not zero new KV cache blocks for this model; low-bit formats can't run without that"
+            )
         return True
 
     def _claim_ring_block(self, request_id: str, record_for_zeroing: bool = True) -> list[Any]:
         blocks = self.req_to_blocks[request_id]
         if blocks:
             if len(blocks) != self.blocks_per_request:
-                raise RuntimeError(f"request {request_id} holds {len(blocks)} blocks instead of {self.blocks_per_request}")
+                raise RuntimeError(
+                    f"request {request_id} holds {len(blocks)} blocks instead of {self.blocks_per_request}"
+                )
             return []
         new = self.block_pool.get_new_blocks(self.blocks_per_request)
         blocks.extend(new)
@@ -84,7 +88,7 @@ class SinkManager(SidecarManager):
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[Any], ...], int]:
         size, pages = kv_cache_spec.block_size, kv_cache_spec.blocks_per_request
-        miss = tuple([] for _ in kv_cache_group_ids), 0
+        miss: tuple[tuple[list[Any], ...], int] = tuple([] for _ in kv_cache_group_ids), 0
         length = max_length - size if drop_eagle_block else max_length
         length -= length % math.lcm(size, alignment_tokens)
         # the pages stand in the first entries of the row: a shorter hit has no room for them

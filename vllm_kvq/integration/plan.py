@@ -187,7 +187,8 @@ class Planner:
         if stale.any():
             i = int(stale.argmax())
             raise RuntimeError(
-                f"stale sidecar: magic {magic[i]:#x}, next position {upcoming[i]}, but {batch.context[i]} tokens are computed"
+                f"stale sidecar: magic {magic[i]:#x}, next position {upcoming[i]}, "
+                f"but {batch.context[i]} tokens are computed"
             )
         if (start % self.fmt.unit).any():
             raise RuntimeError(f"a prefix hit resumes at {start.tolist()}, not at a multiple of {self.fmt.unit} tokens")
@@ -241,7 +242,10 @@ class Planner:
             mine = np.flatnonzero(batch.new == q)
             step = np.arange(q)
             rows = batch.first_row[mine, None] + step
-            owner, page = ragged(np.full(len(mine), page_first), np.where(boundary[mine] > self.fmt.S, -(-boundary[mine] // self.fmt.N), 0))
+            owner, page = ragged(
+                np.full(len(mine), page_first),
+                np.where(boundary[mine] > self.fmt.S, -(-boundary[mine] // self.fmt.N), 0),
+            )
             origin = page * self.fmt.N
             raw = seen = None
             if c[mine].any():

@@ -1,4 +1,4 @@
-"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it parses or builds anything."""
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it parses anything."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    from vllm_kvq.integration.validate import check_config
+    from vllm_kvq.integration.validate import check_config, check_other_backend
 
-    compat.wrap_platform(BACKEND, check_config)
+    compat.wrap_platform(BACKEND, check_config, check_other_backend)
     compat.ensure_builtin_specs()
     from vllm_kvq.integration import spec
 

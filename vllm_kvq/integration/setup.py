@@ -29,9 +29,11 @@ def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype)
     settings = get_format(cache.cache_dtype).settings(options)
     pairing, rotary = "half", None
     if settings.keys == "polar":
-        pairing, rotary = _pairing(head_size, settings.pairing)
+        pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.pairing)
     return _bind(
-        cache.cache_dtype, json.dumps(options, sort_keys=True), Geometry(head_size, cache.block_size, dtype, layer, pairing, rotary)
+        cache.cache_dtype,
+        json.dumps(options, sort_keys=True),
+        Geometry(head_size, cache.block_size, dtype, layer, pairing, rotary),
     )
 
 
@@ -40,15 +42,39 @@ def _bind(name: str, options: str, geometry: Geometry) -> PageFormat:
     return get_format(name).bind(geometry, json.loads(options))
 
 
-def _pairing(head_size: int, wanted: str | None) -> tuple[str, int | None]:
+def _pairing(model: Any, head_size: int, wanted: str | None) -> tuple[str, int | None]:
     styles = compat.rope_styles(head_size)
     if wanted is not None:
         dims = {dim for style, dim in styles if style == wanted}
-        return wanted, dims.pop() if len(dims) == 1 else None
+        return wanted, dims.pop() if len(dims) == 1 else _rotary_dim(model.hf_text_config, head_size)
+    if problem := pairing_problem(model):
+        raise ValueError(problem)
     if len(styles) != 1:
-        found = f"{len(styles)} kinds of RoPE" if styles else "no RoPE"
         raise ValueError(
-            f"PolarQuant needs to know which channels RoPE rotates together and the model has {found} for head size "
-            f"{head_size}; set the kvq option 'pairing', or use squat2 or innerq2"
+            _pairing_sentence(f"the model has {len(styles) or 'no'} kinds of RoPE for head size {head_size}")
         )
     return styles.pop()
+
+
+def pairing_problem(model: Any) -> str | None:
+    """Why PolarQuant can't know which channels belong together, as far as the configuration tells."""
+    config = model.hf_text_config.to_dict()
+    if not any(value for key, value in config.items() if "rope" in key or "rotary" in key):
+        return _pairing_sentence("the model has no RoPE")
+    if model.using_transformers_backend():
+        return _pairing_sentence("vLLM runs this model through Transformers, which does not tell")
+    return None
+
+
+def _pairing_sentence(reason: str) -> str:
+    return (
+        f"PolarQuant needs to know which channels RoPE rotates together and {reason}; "
+        "set the kvq option 'pairing' to 'half' or 'interleaved', or use squat2 or innerq2"
+    )
+
+
+def _rotary_dim(config: Any, head_size: int) -> int | None:
+    """How many channels the configuration says that RoPE rotates."""
+    rope = getattr(config, "rope_parameters", None)
+    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    return None if share is None else int(head_size * share)

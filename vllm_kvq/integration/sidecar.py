@@ -44,7 +44,9 @@ class SlotGeometry:
 
     def __post_init__(self) -> None:
         if self.slots_per_block < 1:
-            raise ValueError(f"a page of {self.page_bytes} bytes has no room for one raw token; use a larger --block-size")
+            raise ValueError(
+                f"a page of {self.page_bytes} bytes has no room for one raw token; use a larger --block-size"
+            )
 
     @classmethod
     def of(cls, fmt: PageFormat, heads: int, num_spec: int) -> SlotGeometry:

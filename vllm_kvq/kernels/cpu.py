@@ -103,10 +103,7 @@ def _bind(fmt: PageFormat) -> Bound | None:
 
     layout = [
         *(fmt.geometry.head_size, fmt.geometry.d, fmt.N, fmt.record_bytes, fmt.slabs_at, slab.nbytes),
-        *(
-            sizes[n]
-            for n in ("keys", "key_bits", "radius_bits", "paper", "sketch_rows", "outer_rows", "outliers")
-        ),
+        *(sizes[n] for n in ("keys", "key_bits", "radius_bits", "paper", "sketch_rows", "outer_rows", "outliers")),
         *(sizes[n] for n in ("values", "value_bits", "group")),
         FLOATS.index(fmt.geometry.dtype),
         *padded([slab.offset(n) for n in keys[1]], 5),

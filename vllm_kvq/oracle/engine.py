@@ -30,7 +30,12 @@ class TracedEngine:
             os.environ.setdefault(name, value)
         from vllm import LLM
 
-        defaults = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "async_scheduling": False}
+        defaults = {
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "enforce_eager": True,
+            "async_scheduling": False,
+        }
         self.engine = LLM(model, **{**defaults, **engine}).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.steps: list[list[Chunk]] = []

@@ -55,9 +55,7 @@ class ReplayModel:
         AttentionInterface.register(ATTENTION, _attention)
         self.kernel_error = kernel_error
         self.noise: torch.Generator | None = None
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=ATTENTION
-        )
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION)
         config = self.model.config
         self.heads, self.num_spec = config.num_key_value_heads, num_spec
         self.formats = [

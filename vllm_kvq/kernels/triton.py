@@ -1,0 +1,209 @@
+"""Triton kernels (vllm_kvq.triton_kernels), with the PyTorch kernels' contract.
+
+    attend_packed(fmt, query, pages, page_ids, owner, low, high, scale) -> (out, lse)   a list of pages, as on the CPU
+    attend_table(fmt, query, pages, table, low, high, scale) -> (out, lse)              block table, nothing on the host
+
+No GPU has run them yet. They are tested under Triton's interpreter and compiled for sm_80 to sm_120
+(docs/kernels.md). What a kernel does not know (`supports`) the PyTorch kernels serve.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.squat import ChannelKeys
+from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.kernels import attend
+from vllm_kvq.kernels.attend import Partial
+
+MIN_ROWS, MAX_ROWS = 16, 64
+"""Rows (queries times query heads of one KV head) that one program attends."""
+
+PROGRAMS_PER_PROCESSOR = 8
+MAX_SPLITS = 128
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
+    k, at = fmt.keys, fmt.slab_region.offset
+    if isinstance(k, ChannelKeys):
+        # a plane in whole steps of the matrix product
+        places = max(16, _power_of_two(k.d * k.bits // 8))
+        return {
+            "K_BITS": k.bits,
+            "KP": places,
+            "K_CODES": at("k_codes") // 4,
+            "K_SCALE": at("k_scale") // 2,
+            "K_ZERO": at("k_zero") // 2,
+        }
+    return None
+
+
+def _value_constants(fmt: PageFormat) -> dict[str, Any] | None:
+    v, at = fmt.values, fmt.slab_region.offset
+    if isinstance(v, TokenValues):
+        return {
+            "V_BITS": v.bits,
+            "V_GROUP": v.group,
+            "V_BLOCK": math.gcd(v.d * v.bits // 8, v.group),
+            "V_GROUPS": max(8, _power_of_two(v.groups)),
+            "V_CODES": at("v_codes") // 4,
+            "V_SCALE": at("v_scale") // 2,
+            "V_ZERO": at("v_zero") // 2,
+        }
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def constants(fmt: PageFormat) -> dict[str, Any] | None:
+    """The kernel's compile-time constants: this record's layout. None for a codec that it does not know."""
+    keys, values = _key_constants(fmt), _value_constants(fmt)
+    if keys is None or values is None:
+        return None
+    shape = {
+        "HEAD": fmt.geometry.head_size,
+        "D": fmt.geometry.d,
+        "SLABS": fmt.slabs,
+        "SLABS_AT": fmt.slabs_at // 4,
+        "SLAB_WORDS": fmt.slab_region.nbytes // 4,
+    }
+    return shape | keys | values
+
+
+def supports(fmt: PageFormat) -> bool:
+    return constants(fmt) is not None
+
+
+def warps_for(head_size: int, rows: int) -> int:
+    """One warp per 16 rows keeps every product within a warp; wide heads need the registers of more."""
+    return max(1, rows // 16) * (2 if head_size > 128 else 1)
+
+
+def rows_for(rows: int) -> int:
+    """Rows per program: all of a decode step, a tile of a longer chunk."""
+    return min(MAX_ROWS, max(MIN_ROWS, _power_of_two(rows)))
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def splits_for(programs: int, slabs: int, device: torch.device) -> int:
+    """Splits of the tokens, from shapes alone, so that a CUDA graph may keep them."""
+    if device.type != "cuda":
+        return min(2, max(1, slabs))
+    wanted = PROGRAMS_PER_PROCESSOR * _processors(device.index or 0) // max(1, programs)
+    # a split of less than 4 slabs costs more in the merge than it saves
+    return min(MAX_SPLITS, max(1, min(wanted, slabs // 4)))
+
+
+def _check(fmt: PageFormat, query: torch.Tensor, pages: torch.Tensor) -> None:
+    if query.shape[-1] != fmt.geometry.head_size:
+        raise ValueError(f"queries of {query.shape[-1]} channels; the format is bound to {fmt.geometry.head_size}")
+    if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[2] < fmt.record_bytes or pages.stride(2) != 1:
+        raise ValueError(f"pages must be uint8 (blocks, heads, {fmt.record_bytes}) with a dense last dimension")
+    if any(s % 64 for s in pages.stride()[:2]) or pages.data_ptr() % 64:
+        raise ValueError(f"pages at {pages.data_ptr():#x} with strides {pages.stride()} are not aligned to 64 bytes")
+    if query.shape[2] % pages.shape[1]:
+        raise ValueError(f"{query.shape[2]} query heads do not share {pages.shape[1]} KV heads evenly")
+
+
+def attend_table(
+    fmt: PageFormat,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: float,
+    splits: int | None = None,
+) -> Partial:
+    """n requests with q queries each over their packed tokens [low, high); nothing is read on the host.
+
+    query (n, q, Hq, head_size) of any float type, pages (B, H, record_bytes) uint8, table (n, pages of the longest)
+    int32 or int64 rows of `pages`, low and high (n,). A padded row has high = 0. Pages out of range and slabs that
+    were never packed are not seen. With `low` and `high` of the table's shape every page has limits of its own.
+    """
+    k = constants(fmt)
+    if k is None:
+        raise ValueError(f"{fmt.name} has no Triton kernel for its keys or values")
+    _check(fmt, query, pages)
+    from vllm_kvq.triton_kernels.decode import attend_kernel
+
+    n, q, query_heads, head_size = query.shape
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    heads, width = pages.shape[1], table.shape[1]
+    share = query_heads // heads
+    m = rows_for(q * share)
+    programs = n * heads * -(-q * share // m)
+    splits = splits or splits_for(programs, width * fmt.slabs, pages.device)
+    total = n * q * query_heads
+    out = query.new_empty(splits, n, q, query_heads, head_size, dtype=torch.float32)
+    lse = query.new_empty(splits, n, q, query_heads, dtype=torch.float32)
+    if not total:
+        return out[0], lse[0]
+    words, halves = typed(pages)
+    attend_kernel[(programs, splits)](
+        *(query, words, halves, table, low, high, out, lse, scale, q, heads, pages.shape[0]),
+        *(*query.stride()[:3], *words.stride()[:2], table.stride(0), width, total),
+        SHARE=share,
+        M=m,
+        LISTED=low.dim() == 2,
+        **k,
+        num_warps=warps_for(fmt.geometry.d, m),
+    )
+    return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
+
+
+def typed(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same bytes as int32 and as float16; a kernel never reads single bytes."""
+    aligned = pages[..., : pages.shape[2] // 4 * 4]
+    return aligned.view(torch.int32), aligned.view(torch.float16)
+
+
+def merge_parts(out: torch.Tensor, lse: torch.Tensor) -> Partial:
+    """Parts stacked along dimension 0, dense float32 -> their merge, with its log-sum-exp."""
+    from vllm_kvq.triton_kernels.merge import merge_kernel
+
+    parts, head = out.shape[0], out.shape[-1]
+    merged, total = torch.empty_like(out[0]), torch.empty_like(lse[0])
+    rows = total.numel()
+    sizes = {"HEAD": head, "COLUMNS": _power_of_two(head), "PARTS": _power_of_two(parts)}
+    if rows:
+        merge_kernel[(rows,)](out, lse, merged, total, rows, parts, **sizes, num_warps=1 if parts <= 8 else 4)
+    return merged, total
+
+
+def attend_packed(
+    fmt: PageFormat,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    owner: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: float,
+) -> Partial:
+    """`attend.attend_packed`: the pages of all requests in one list, which becomes a table (one host read)."""
+    if not supports(fmt):
+        return attend.attend_packed(fmt, query, pages, page_ids, owner, low, high, scale)
+    n = len(query)
+    count = torch.bincount(owner, minlength=n)
+    width = max(1, int(count.max())) if n else 1
+    place = torch.arange(len(owner), device=owner.device) - (count.cumsum(0) - count)[owner]
+    shape = (n, width)
+    table = torch.full(shape, -1, dtype=torch.int32, device=pages.device)
+    lows, highs = torch.zeros_like(table), torch.zeros_like(table)
+    for target, source in ((table, page_ids), (lows, low), (highs, high)):
+        target[owner, place] = source.to(torch.int32)
+    return attend_table(fmt, query, pages, table, lows, highs, scale)
