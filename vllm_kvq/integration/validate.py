@@ -10,7 +10,7 @@ import torch
 
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.table import DEFAULT_N
-from vllm_kvq.integration.setup import kvq_options
+from vllm_kvq.integration.setup import kvq_options, pairing_problem
 
 
 class Refused(ValueError):
@@ -33,14 +33,19 @@ def _check(vllm_config: Any) -> None:
     settings = get_format(name).settings(kvq_options(vllm_config))
     if settings.N is not None:
         if cache.user_specified_block_size and cache.block_size != settings.N:
-            raise Refused(f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them")
+            raise Refused(
+                f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them"
+            )
         cache.block_size, cache.user_specified_block_size = settings.N, True
     if model is None:
         return
-    for problem, instead in _refusals(vllm_config):
-        raise Refused(f"--kv-cache-dtype {name} does not support {problem}; {instead}")
+    if problems := _refusals(vllm_config):
+        all_of_them = ", ".join(what for what, _ in problems)
+        raise Refused(f"--kv-cache-dtype {name} does not support {all_of_them}; {problems[0][1]}")
     if settings.skip_layers:
         cache.kv_cache_dtype_skip_layers = sorted({*cache.kv_cache_dtype_skip_layers, *map(str, settings.skip_layers)})
+    if settings.keys == "polar" and settings.pairing is None and (problem := pairing_problem(model)):
+        raise Refused(f"--kv-cache-dtype {name}: {problem}")
     _check_geometry(name, vllm_config, model.get_head_size(), cache.block_size or DEFAULT_N, model.dtype)
     if parallel.world_size > 1 and model.get_total_num_kv_heads() % parallel.tensor_parallel_size:
         # vLLM replicates heads then; every rank quantizes its copy alike
@@ -56,20 +61,44 @@ def _check_geometry(name: str, vllm_config: Any, head_size: int, block_size: int
 
 def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
     """(what, what to do instead) for everything in this configuration that isn't supported."""
-    model, parallel, spec = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
+    model, parallel, spec = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        vllm_config.speculative_config,
+    )
     text = model.hf_text_config
     plain = "use --kv-cache-dtype auto"
     checks = [
         (model.use_mla, "models with latent attention (MLA)", f"{plain} or fp8_ds_mla"),
         (model.runner_type != "generate", "pooling and embedding models", plain),
         (model.is_encoder_decoder, "encoder-decoder models", plain),
-        (model.is_hybrid or model.has_inner_state, "hybrid attention / Mamba models", plain),
+        (model.is_hybrid or model.has_inner_state, "models with Mamba or linear attention layers", plain),
         (_has_sliding_window(model), "sliding-window attention", f"{plain} or fp8"),
         (getattr(text, "attention_chunk_size", None), "chunked local attention", plain),
         (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
-        (vllm_config.kv_transfer_config is not None, "KV connectors", "drop --kv-transfer-config, or " + plain),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
-        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism", "use --tensor-parallel-size"),
+        (text.model_type == "gpt_oss", "learned attention sinks", plain),
+        (model.uses_alibi, "ALiBi", plain),
+        (
+            text.model_type == "falcon",
+            "Falcon models, whose layers vLLM does not tell the KV cache dtype",
+            plain,
+        ),
+        (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "KV connectors",
+            "drop --kv-transfer-config, or " + plain,
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "decode context parallelism",
+            "use --tensor-parallel-size",
+        ),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            "prefill context parallelism",
+            "use --tensor-parallel-size",
+        ),
         (
             spec is not None and spec.method not in ("ngram", "ngram_gpu"),
             f"speculative decoding with method {getattr(spec, 'method', None)!r}",
@@ -80,13 +109,28 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
     return [(what, instead) for bad, what, instead in checks if bad]
 
 
+def check_other_backend(vllm_config: Any) -> None:
+    """A layer under one of our dtypes takes another backend: only a layer that the user exempted may do that."""
+    cache = vllm_config.cache_config
+    if not cache.kv_cache_dtype_skip_layers:
+        raise Refused(
+            f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
+            "would stay in 16 bits; use --kv-cache-dtype auto"
+        )
+
+
 def _has_sliding_window(model: Any) -> bool:
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
     return model.get_sliding_window() is not None or any("sliding" in kind for kind in kinds)
 
 
 def check_layer(
-    alibi_slopes: object, sliding_window: object, soft_cap: object, attn_type: str, sharing: object, extra: dict[str, Any]
+    alibi_slopes: object,
+    sliding_window: object,
+    soft_cap: object,
+    attn_type: str,
+    sharing: object,
+    extra: dict[str, Any],
 ) -> None:
     """The arguments of one attention layer: what `_refusals` could not see from the configuration."""
     checks = [
@@ -102,4 +146,6 @@ def check_layer(
             raise Refused(f"low-bit KV cache formats do not support {what}; use --kv-cache-dtype auto")
     given = {k: v for k, v in extra.items() if v is not None}
     if given:
-        raise Refused(f"low-bit KV cache formats do not support the attention options {sorted(given)}; use --kv-cache-dtype auto")
+        raise Refused(
+            f"low-bit KV cache formats do not support the attention options {sorted(given)}; use --kv-cache-dtype auto"
+        )

