@@ -150,8 +150,8 @@ def attend_table(
     total = n * q * query_heads
     out = query.new_empty(splits, n, q, query_heads, head_size, dtype=torch.float32)
     lse = query.new_empty(splits, n, q, query_heads, dtype=torch.float32)
-    if not total:
-        return out[0], lse[0]
+    if not total or not pages.shape[0] or not width:
+        return out[0].zero_(), lse[0].fill_(-torch.inf)
     words, halves = typed(pages)
     attend_kernel[(programs, splits)](
         *(query, words, halves, table, low, high, out, lse, scale, q, heads, pages.shape[0]),

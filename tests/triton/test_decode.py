@@ -1,0 +1,155 @@
+"""Decode kernels against float64 attention over the same codes.
+
+What limits the precision is float16: the scaled query, the softmax weights and their products with scales are
+rounded to 11 bits, each about 2^-12 off, and independently. The bound is four to ten times what is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from vllm_kvq.eval.packed_attention import exact_attention, random_pages, relative_error
+from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.page import FLAGS_AT
+from vllm_kvq.kernels import attend
+from vllm_kvq.kernels import triton as kernels
+
+BOUND = 2e-3
+LSE_BOUND = 8e-3
+"""Scores here reach +-50, and float16 queries leave 2^-12 of that."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+
+SUPPORTED = ("squat2", "squat4", "kivi2", "kivi4")
+
+# every format with every head size, everything else in turn
+GRID = [
+    (name, d, share, n, dtype)
+    for (name, d), share, n, dtype in zip(
+        itertools.product(SUPPORTED, (64, 96, 128, 256)),
+        itertools.cycle((1, 4, 8)),
+        itertools.cycle((32, 64, 128, 64)),
+        itertools.cycle((torch.float16, torch.bfloat16, torch.float32, torch.bfloat16, torch.float16)),
+        strict=False,
+    )
+]
+
+
+@functools.cache
+def pool(name: str, d: int, n: int, pages: int = 4, heads: int = 2) -> tuple[PageFormat, torch.Tensor]:
+    fmt = get_format(name).bind(Geometry(d, n))
+    return fmt, random_pages(fmt, pages, heads)
+
+
+def queries(n: int, q: int, heads: int, d: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(n, q, heads, d, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def check(fmt: PageFormat, pages: torch.Tensor, query: torch.Tensor, table, low, high, splits: int | None) -> None:
+    scale = fmt.geometry.head_size**-0.5
+    out, lse = kernels.attend_table(fmt, query, pages, table, low, high, scale, splits)
+    want, want_lse = exact_attention(fmt, query, pages, table, low, high, scale)
+    assert out.dtype == lse.dtype == torch.float32
+    assert relative_error(out, want) < BOUND
+    empty = want_lse == -torch.inf
+    assert (lse[empty] == -torch.inf).all()
+    assert (out[empty] == 0).all()
+    assert (lse.double() - want_lse)[~empty].abs().max() < LSE_BOUND
+
+
+@pytest.mark.parametrize(("name", "d", "share", "n", "dtype"), GRID)
+def test_against_float64(name: str, d: int, share: int, n: int, dtype: torch.dtype) -> None:
+    fmt, pages = pool(name, d, n)
+    table = torch.tensor([[3, 1, 2], [4, 0, 0]], dtype=torch.int32)
+    low, high = torch.tensor([5, 0]), torch.tensor([2 * n + 17, 19])
+    check(fmt, pages, queries(2, 1, 2 * share, d, dtype), table, low, high, splits=2)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 16])
+@pytest.mark.parametrize("name", ["squat2"])
+def test_ragged_lengths_and_empty_splits(name: str, splits: int) -> None:
+    fmt, pages = pool(name, 64, 64)
+    table = torch.tensor([[1, 2, 3, 4], [2, -1, 99, 0], [4, 3, 0, 0], [0, 0, 0, 0], [1, 3, 4, 0]], dtype=torch.int64)
+    low = torch.tensor([0, 0, 64, 0, 31], dtype=torch.int32)
+    high = torch.tensor([256, 1, 65, 0, 160], dtype=torch.int32)
+    check(fmt, pages, queries(5, 1, 4, 64), table, low, high, splits)
+
+
+def test_pages_out_of_range_and_unpacked_slabs_are_not_seen() -> None:
+    """Page 0 is NaN throughout, ids point nowhere, one slab's flag is missing: all as if they were not there."""
+    fmt, pages = pool("squat2", 64, 64)
+    pages = pages.clone()
+    slab = fmt.slabs_at + fmt.slab_region.nbytes
+    pages[2, :, slab : slab + fmt.slab_region.nbytes] = 0xFF
+    pages[2, :, FLAGS_AT + 1] = 0
+    query = queries(2, 1, 4, 64)
+    table = torch.tensor([[1, 2, 0, -7, 1 << 30], [0, -1, 5, 5, 5]], dtype=torch.int32)
+    low, high = torch.zeros(2, dtype=torch.int32), torch.tensor([320, 10_000], dtype=torch.int32)
+    out, lse = kernels.attend_table(fmt, query, pages, table, low, high, 0.125, splits=3)
+    seen = exact_attention(fmt, query[:1], pages, table[:1], low[:1], torch.tensor([96]), 0.125)
+    assert relative_error(out[0], seen[0][0]) < BOUND
+    assert torch.isneginf(lse[1]).all()
+    assert (out[1] == 0).all()
+
+
+def test_list_of_pages_as_the_reference_takes_it() -> None:
+    fmt, pages = pool("kivi2", 64, 64)
+    query = queries(3, 2, 4, 64)
+    ids, owner = torch.tensor([1, 4, 2, 3]), torch.tensor([0, 0, 0, 2])
+    low, high = torch.tensor([0, 3, 0, 60]), torch.tensor([64, 40, 0, 64])
+    got = kernels.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
+    want = attend.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
+    assert relative_error(got[0], want[0].double()) < BOUND
+    assert torch.equal(torch.isneginf(got[1]), torch.isneginf(want[1]))
+
+
+@pytest.mark.parametrize("rows", [(5, 4), (33, 2), (20, 8)])
+def test_a_chunk_over_its_history(rows: tuple[int, int]) -> None:
+    """More rows than one program takes: the prefix kernel is the same kernel."""
+    q, share = rows
+    fmt, pages = pool("squat2", 64, 32)
+    table = torch.tensor([[1, 2, 3]], dtype=torch.int32)
+    check(fmt, pages, queries(1, q, 2 * share, 64), table, torch.tensor([0]), torch.tensor([96]), splits=2)
+
+
+@pytest.mark.parametrize("magnitude", [1e-4, 1e3])
+def test_extreme_scales_stay_finite(magnitude: float) -> None:
+    """Queries and keys that float16 products of raw numbers would overflow or flush to zero."""
+    fmt = get_format("kivi2").bind(Geometry(64, 32))
+    pages = torch.zeros(2, 1, fmt.record_bytes, dtype=torch.uint8)
+    key = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(0)) * magnitude
+    fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.encode(key, key, None))
+    query = queries(1, 1, 1, 64) * magnitude
+    one = torch.tensor([[1]]), torch.tensor([0]), torch.tensor([32])
+    out, lse = kernels.attend_table(fmt, query, pages, *one, 0.125)
+    want, want_lse = exact_attention(fmt, query, pages, *one, 0.125)
+    assert relative_error(out, want) < BOUND
+    assert (lse - want_lse).abs().max() <= 2e-3 * max(1.0, float(want_lse.abs().max()))
+
+
+def test_query_strides_and_refusals() -> None:
+    fmt, pages = pool("squat2", 64, 64)
+    table, low, high = torch.tensor([[1, 2]]), torch.tensor([0]), torch.tensor([100])
+    wide = queries(1, 1, 8, 64)
+    check(fmt, pages, wide[:, :, ::2], table, low, high, splits=1)
+    odd = torch.zeros(2 * pages.numel(), dtype=torch.uint8)[3 : 3 + pages.numel()].view(pages.shape)
+    with pytest.raises(ValueError, match="aligned"):
+        kernels.attend_table(fmt, wide, odd, table, low, high, 1.0)
+    with pytest.raises(ValueError, match="share"):
+        kernels.attend_table(fmt, wide[:, :, :3], pages, table, low, high, 1.0)
+
+
+def test_merge_of_parts() -> None:
+    rng = torch.Generator().manual_seed(0)
+    out, lse = torch.randn(5, 3, 96, generator=rng), 20 * torch.randn(5, 3, generator=rng)
+    lse[2] = -torch.inf
+    lse[:, 1] = -torch.inf
+    out[:, 1] = 0
+    got, total = kernels.merge_parts(out, lse)
+    weight = lse.double().softmax(0).nan_to_num(0)
+    assert relative_error(got, (out.double() * weight[..., None]).sum(0)) < 1e-6
+    torch.testing.assert_close(total, lse.logsumexp(0), rtol=1e-6, atol=1e-5)

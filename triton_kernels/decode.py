@@ -1,0 +1,168 @@
+# ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
+"""Attention over packed pages: decode and, with more rows, a chunk of a prompt over its packed history.
+
+    part of split s:   o_s = sum_t p_t v_t / sum_t p_t,   l_s = log sum_t exp(x_t),   x_t = scale q . k_t,
+                       p_t = exp(x_t - max x),   t over the split's tokens in [low, high)
+
+One program attends one split of one request for all query heads of one KV head, M rows at a time: a packed byte is
+read and unpacked once. Everything is decided on the device: which page, whether it exists, whether the slab is
+packed, which tokens are seen. `merge` joins the splits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.keys import channel_scores, key_places
+from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, mma_order, row_max, row_sum
+from vllm_kvq.triton_kernels.values import token_values
+
+
+@triton.jit
+def attend_kernel(
+    query_ptr,
+    words_ptr,
+    halves_ptr,
+    table_ptr,
+    low_ptr,
+    high_ptr,
+    out_ptr,
+    lse_ptr,
+    scale,
+    queries,
+    heads,
+    pages,
+    query_request,
+    query_token,
+    query_head,
+    page_words,
+    head_words,
+    table_row,
+    table_width,
+    out_split,
+    SHARE: tl.constexpr,
+    M: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLABS_AT: tl.constexpr,
+    SLAB_WORDS: tl.constexpr,
+    LISTED: tl.constexpr,
+    K_BITS: tl.constexpr,
+    KP: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    V_ZERO: tl.constexpr,
+):
+    """See the module. Grid: (requests * heads * row tiles, splits)."""
+    tiles = (queries * SHARE + M - 1) // M
+    head = tl.program_id(0) // tiles % heads
+    request = tl.program_id(0) // tiles // heads
+    split, splits = tl.program_id(1), tl.num_programs(1)
+
+    # queries, one operand per plane
+    row = tl.program_id(0) % tiles * M + tl.arange(0, M)
+    real = row < queries * SHARE
+    q_row = query_ptr + request.to(tl.int64) * query_request + row // SHARE * query_token
+    q_row += (head * SHARE + row % SHARE) * query_head
+    at = key_places(KP)
+    top = tl.full((M,), 1.0e-30, tl.float32)
+    raw = ()
+    for p in tl.static_range(8 // K_BITS):
+        channel = p * (D * K_BITS // 8) + at
+        inside = real[:, None] & ((at < D * K_BITS // 8) & (channel < HEAD))[None, :]
+        x = tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        raw = raw + (x,)
+        top = tl.maximum(top, row_max(tl.abs(x)))
+    q = ()
+    for p in tl.static_range(8 // K_BITS):
+        q = q + ((raw[p] * (1.0 / (1 << (p * K_BITS))) / top[:, None]).to(tl.float16),)
+    unit = top * (scale * LOG2E * SUBNORMAL)
+
+    # this split's share of the request's slabs
+    low, high = 0, table_width * (SLABS * 32)
+    if not LISTED:
+        low = tl.maximum(tl.load(low_ptr + request).to(tl.int32), 0)
+        high = tl.minimum(tl.load(high_ptr + request).to(tl.int32), high)
+    first = low // 32
+    count = tl.maximum((high + 31) // 32 - first, 0)
+    share = (count + splits - 1) // splits
+    begin = first + split * share
+    end = tl.minimum(begin + share, first + count)
+
+    best = tl.full((M,), LOWEST, tl.float32)
+    total = tl.full((M,), 0.0, tl.float32)
+    extra = tl.full((M, V_GROUPS), 0.0, tl.float32)
+    acc = ()
+    for _ in tl.static_range(D // V_BLOCK):
+        acc = acc + (tl.full((M, V_BLOCK), 0.0, tl.float32),)
+    token = mma_order(tl.arange(0, 32))
+    for i in range(begin, end):
+        slab = i % SLABS
+        page = tl.load(table_ptr + request * table_row + i // SLABS).to(tl.int64)
+        ok = (page >= 0) & (page < pages)
+        # a page that does not exist is read as page 0, and nothing of it is seen
+        record = tl.where(ok, page, 0) * page_words + head * head_words
+        base, base16 = words_ptr + record, halves_ptr + record * 2
+        flags = tl.load(base + 4 + slab // 4) >> (slab % 4 * 8)
+        packed = ok & (tl.load(base) == MAGIC) & ((flags & 255) == 1)
+        from_, to = low - i * 32, high - i * 32
+        if LISTED:  # every page has limits of its own, counted from its first token
+            place = request * table_row + i // SLABS
+            from_ = tl.load(low_ptr + place).to(tl.int32) - slab * 32
+            to = tl.load(high_ptr + place).to(tl.int32) - slab * 32
+        # one comparison for both ends: below `from_` the difference wraps around
+        span = tl.where(packed, tl.maximum(to - from_, 0), 0)
+        seen = (token - from_).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
+        k_words = base + SLABS_AT + slab * SLAB_WORDS
+        k_halves = base16 + (SLABS_AT + slab * SLAB_WORDS) * 2
+        scores = channel_scores(q, unit, k_words, k_halves, D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new = tl.maximum(best, row_max(scores))
+        decay = tl.exp2(best - new)
+        weights = tl.exp2(scores - new[:, None])
+        total = total * decay + row_sum(weights)
+        best = new
+        faded = ()
+        for b in tl.static_range(D // V_BLOCK):
+            faded = faded + (acc[b] * decay[:, None],)
+        acc, extra = token_values(
+            weights,
+            faded,
+            extra * decay[:, None],
+            k_words,
+            k_halves,
+            seen,
+            D,
+            V_BITS,
+            V_GROUP,
+            V_BLOCK,
+            V_GROUPS,
+            V_CODES,
+            V_SCALE,
+            V_ZERO,
+        )
+
+    # out (splits, requests, queries, query heads, HEAD), dense
+    whole = (request * queries + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE
+    target = split.to(tl.int64) * out_split + whole
+    norm = 1.0 / tl.maximum(total, 1.0e-30)
+    column = tl.arange(0, V_BLOCK)
+    group = tl.arange(0, V_GROUPS)
+    for b in tl.static_range(D // V_BLOCK):
+        # which plane the block lies in, and its share of the zeros
+        lift = SUBNORMAL / (1 << (b * V_BLOCK // (D * V_BITS // 8) * V_BITS))
+        shift = row_sum(tl.where(group[None, :] == b * V_BLOCK // V_GROUP, extra, 0.0))
+        o = (acc[b] * lift + shift[:, None]) * norm[:, None]
+        channel = b * V_BLOCK + column
+        tl.store(out_ptr + target[:, None] * HEAD + channel[None, :], o, mask=real[:, None] & (channel < HEAD)[None, :])
+    lse = tl.where(total > 0, (best + tl.log2(tl.maximum(total, 1.0e-30))) * LN2, float("-inf"))
+    tl.store(lse_ptr + target, lse, mask=real)

@@ -1,0 +1,80 @@
+"""Small device functions that all kernels share.
+
+Only builtins of `triton.language` are called from the kernels (never `tl.sum`, `tl.zeros`, ..., which are themselves
+jit functions): then the interpreter can be switched on for these modules alone, whatever imported Triton before.
+
+Codes become matrix operands without any conversion. A b-bit code in the low 10 bits of a 16-bit lane, read as
+float16, is the subnormal number
+
+    code * 2^(shift - 24)
+
+which the matrix units multiply exactly. So one `and` turns two codes into two operands, plane p is left where it
+lies (shift = p b), and the power of two is taken out of the finished sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAGIC: tl.constexpr = tl.constexpr(0x3151564B)  # formats/page.py
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+SUBNORMAL: tl.constexpr = tl.constexpr(16777216.0)  # 2^24
+LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def row_max(x):
+    return tl.reduce(x, 1, tl.standard._elementwise_max)
+
+
+@triton.jit
+def row_sum(x):
+    return tl.reduce(x, 1, tl.standard._sum_combine)
+
+
+@triton.jit
+def mma_order(k):
+    """Which index of a plane stands at place k of a matrix product's reduction.
+
+    A word holds the codes of 4 consecutive indices, its bytes 0 and 2 become one register of the operand and its
+    bytes 1 and 3 another. In the B fragment of m16n8k16 a lane holds places 2 l, 2 l + 1 in one register and
+    2 l + 8, 2 l + 9 in the other (l = lane % 4), so with this order a lane unpacks whole words of its own.
+    """
+    return (k & -16) | (((k >> 1) & 3) << 2) | ((k & 1) << 1) | ((k >> 3) & 1)
+
+
+@triton.jit
+def _halves(x):
+    """int32 (Q, X) -> float16 (Q, X, 2): the same bits, low half first."""
+    low = x.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def spread(even, odd):
+    """Masked words of bytes 0 and 2, and of bytes 1 and 3, (Q, X) -> float16 operand (4 Q, X) in `mma_order`."""
+    quads: tl.constexpr = even.shape[0]
+    columns: tl.constexpr = even.shape[1]
+    both = tl.join(_halves(even), _halves(odd))  # (Q, X, half, odd)
+    both = tl.reshape(both, (quads // 4, 4, columns, 2, 2))
+    return tl.reshape(tl.permute(both, (0, 4, 1, 3, 2)), (4 * quads, columns))
+
+
+@triton.jit
+def plane(words, P: tl.constexpr, BITS: tl.constexpr):
+    """Plane-quad words (Q, X) -> the codes of plane P as float16 (4 Q, X), times 2^(P BITS - 24)."""
+    mask: tl.constexpr = (((1 << BITS) - 1) << (P * BITS)) * 0x00010001
+    return spread(words & mask, (words >> 8) & mask)
+
+
+@triton.jit
+def signed_plane(words, signs, P: tl.constexpr, BITS: tl.constexpr):
+    """`plane`, with the 4 bits at the bottoms of the bytes of `signs` as the code's next higher bit."""
+    mask: tl.constexpr = (((1 << BITS) - 1) << (P * BITS)) * 0x00010001
+    top: tl.constexpr = P * BITS + BITS
+    even = (words & mask) | ((signs & 0x00010001) << top)
+    odd = ((words >> 8) & mask) | (((signs >> 8) & 0x00010001) << top)
+    return spread(even, odd)

@@ -1,0 +1,42 @@
+"""Joins partial attentions over disjoint tokens.
+
+    o = sum_s exp(l_s - l) o_s,   l = log sum_s exp l_s
+
+A row that no part saw gives 0 and -inf.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.lang import LOWEST
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    rows,
+    parts,
+    HEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Parts (parts, rows, HEAD), dense -> (rows, HEAD). Grid: (rows,). PARTS and COLUMNS are powers of two."""
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    column = tl.arange(0, COLUMNS)
+    # split * rows + row can pass 2^31 / HEAD
+    place = part.to(tl.int64) * rows + row
+    lse = tl.load(part_lse_ptr + place, mask=part < parts, other=float("-inf"))
+    top = tl.maximum(tl.reduce(lse, 0, tl.standard._elementwise_max), LOWEST)
+    weight = tl.exp(lse - top)
+    total = tl.reduce(weight, 0, tl.standard._sum_combine)
+    inside = (part < parts)[:, None] & (column < HEAD)[None, :]
+    x = tl.load(part_ptr + place[:, None] * HEAD + column[None, :], mask=inside, other=0.0)
+    o = tl.reduce(x * weight[:, None], 0, tl.standard._sum_combine) / tl.maximum(total, 1.0e-30)
+    tl.store(out_ptr + row.to(tl.int64) * HEAD + column, o, mask=column < HEAD)
+    tl.store(lse_ptr + row, tl.where(total > 0, top + tl.log(tl.maximum(total, 1.0e-30)), float("-inf")))

@@ -1,0 +1,84 @@
+# ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
+"""Weighted values of one slab: what `attend` adds to its accumulators.
+
+The d output channels are cut into blocks that lie in one plane and one group; every block has its own accumulator
+(M, w). Accumulators hold sums over codes where they lie, that is 2^(b p - 24) too small: undone once at the end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.lang import mma_order, plane
+
+
+@triton.jit
+def value_words(words_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, PLANE: tl.constexpr, CODES: tl.constexpr):
+    """(8 token quads, WIDTH) words of a plane of PLANE channels, from channel FIRST on."""
+    quad, column = tl.arange(0, 8), tl.arange(0, WIDTH)
+    return tl.load(words_ptr + CODES + quad[:, None] * PLANE + FIRST + column[None, :])
+
+
+@triton.jit
+def _token_block(
+    weights,
+    acc,
+    words_ptr,
+    halves_ptr,
+    seen,
+    FIRST: tl.constexpr,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Channels [FIRST, FIRST + BLOCK): all in one plane and in one group."""
+    token = mma_order(tl.arange(0, 32))
+    scale = tl.load(halves_ptr + SCALE + FIRST // GROUP * 32 + token, mask=seen, other=0.0)
+    words = value_words(words_ptr, FIRST % PLANE, BLOCK, PLANE, CODES)
+    part = weights * scale[None, :]
+    return tl.dot(part, plane(words, FIRST // PLANE, BITS), acc)
+
+
+@triton.jit
+def token_values(
+    weights,
+    acc,
+    extra,
+    words_ptr,
+    halves_ptr,
+    seen,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Per token and group: v = zero_tg + scale_tg code, so
+
+        o_c = sum_t (w_t scale_tg) code_tc + sum_t w_t zero_tg
+
+    `acc` are the sums over codes by block, `extra` (M, GROUPS) the sums over zeros by group.
+    """
+    width: tl.constexpr = D * BITS // 8
+    token = mma_order(tl.arange(0, 32))
+    group = tl.arange(0, GROUPS)
+    # what is not seen may be unpacked, and its bytes NaN
+    inside = seen[:, None] & (group < (D + GROUP - 1) // GROUP)[None, :]
+    zero = tl.load(halves_ptr + ZERO + group[None, :] * 32 + token[:, None], mask=inside, other=0.0)
+    weights = weights.to(tl.float16)
+    extra = tl.dot(weights, zero, extra)
+    out = ()
+    for i in tl.static_range(D // BLOCK):
+        out = out + (
+            _token_block(
+                weights, acc[i], words_ptr, halves_ptr, seen, i * BLOCK, width, BITS, GROUP, BLOCK, CODES, SCALE
+            ),
+        )
+    return out, extra

@@ -1,0 +1,79 @@
+"""Pools of random pages, and float64 attention over them: what tests and benches of kernels compare with."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvq.formats import PageFormat
+
+Exact = tuple[torch.Tensor, torch.Tensor]
+
+
+def outlier_data(tokens: int, heads: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(heads, tokens, d) keys with outlier channels (some with a bias, as real ones) and values with outlier tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(heads, tokens, d, generator=rng), torch.randn(heads, tokens, d, generator=rng)
+    channels = torch.randperm(d, generator=rng)[: max(2, d // 24)]
+    key[..., channels] = key[..., channels] * 6 + 8 * torch.randn(heads, 1, len(channels), generator=rng)
+    tall = torch.rand(heads, tokens, 1, generator=rng) < 0.03
+    return key, torch.where(tall, value * 30, value)
+
+
+def state_for(fmt: PageFormat, key: torch.Tensor, seed: int) -> torch.Tensor | None:
+    """The state of a request whose prompt had these (heads, tokens, d) keys."""
+    if not fmt.state_rows:
+        return None
+    queries = torch.randn(len(key), 64, key.shape[-1], generator=torch.Generator().manual_seed(seed + 1))
+    return fmt.keys.fit(fmt.widen(queries)[0], fmt.widen(key)[0], None)
+
+
+def random_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torch.Tensor:
+    """A pool of `pages` complete pages after one, at index 0, that is 0xFF throughout: NaN and not packed."""
+    key, value = outlier_data(pages * fmt.N, heads, fmt.geometry.head_size, seed)
+    state = state_for(fmt, key, seed)
+    pool = torch.zeros(pages + 1, heads, fmt.record_bytes, dtype=torch.uint8)
+    units = pages * fmt.N // fmt.unit
+    k, v = (fmt.widen(x)[0].unflatten(1, (units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
+    repeated = None if state is None else state.repeat(units, 1, 1)
+    index = torch.arange(units)
+    per_page = fmt.N // fmt.unit
+    fmt.write(pool, 1 + index // per_page, index % per_page, fmt.encode(k, v, repeated))
+    pool[0] = 0xFF
+    return pool
+
+
+def exact_attention(
+    fmt: PageFormat,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: float,
+) -> Exact:
+    """Float64 attention over the same codes; `table` as in `attend_table`, every page in [low, high) packed."""
+    n, q, query_heads, d = query.shape
+    heads = pages.shape[1]
+    out = torch.zeros(n, q, query_heads, d, dtype=torch.float64)
+    lse = torch.full((n, q, query_heads), -torch.inf, dtype=torch.float64)
+    for i in range(n):
+        first, last = int(low[i]), int(high[i])
+        if last <= first:
+            continue
+        ids = table[i, first // fmt.N : -(-last // fmt.N)].long()
+        fields = fmt.decode(fmt.read(pages, ids))
+        offset = first // fmt.N * fmt.N
+        keys, values = (
+            x.unflatten(0, (-1, heads)).transpose(0, 1).flatten(1, 2)[:, first - offset : last - offset, :d].double()
+            for x in fields
+        )
+        rows = query[i].double().unflatten(1, (heads, -1)).permute(1, 0, 2, 3)  # (H, q, g, d)
+        scores = torch.einsum("hqgd,htd->hqgt", rows, keys) * scale
+        lse[i] = scores.logsumexp(-1).transpose(0, 1).flatten(1)
+        got = torch.einsum("hqgt,htd->hqgd", scores.softmax(-1), values)
+        out[i] = got.transpose(0, 1).flatten(1, 2)
+    return out, lse
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
