@@ -14,9 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys import channel_scores, key_places
+from vllm_kvq.triton_kernels.keys import (
+    CHANNEL,
+    HYBRID,
+    POLAR,
+    channel_scores,
+    hybrid_scores,
+    key_places,
+    polar_scores,
+    query_channel,
+)
 from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, mma_order, row_max, row_sum
-from vllm_kvq.triton_kernels.values import token_values
+from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, token_values
 
 
 @triton.jit
@@ -49,11 +58,20 @@ def attend_kernel(
     SLABS_AT: tl.constexpr,
     SLAB_WORDS: tl.constexpr,
     LISTED: tl.constexpr,
+    KEYS: tl.constexpr,
     K_BITS: tl.constexpr,
+    K_CHUNK: tl.constexpr,
     KP: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    PAPER: tl.constexpr,
     K_CODES: tl.constexpr,
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
+    K_PAGE: tl.constexpr,
+    VALUES: tl.constexpr,
     V_BITS: tl.constexpr,
     V_GROUP: tl.constexpr,
     V_BLOCK: tl.constexpr,
@@ -76,15 +94,16 @@ def attend_kernel(
     at = key_places(KP)
     top = tl.full((M,), 1.0e-30, tl.float32)
     raw = ()
-    for p in tl.static_range(8 // K_BITS):
-        channel = p * (D * K_BITS // 8) + at
-        inside = real[:, None] & ((at < D * K_BITS // 8) & (channel < HEAD))[None, :]
+    for i in tl.static_range(OPERANDS):
+        channel = query_channel(i, at, KEYS, D, K_CHUNK, ROTARY, INTERLEAVED)
+        inside = real[:, None] & ((at < K_CHUNK) & (channel < HEAD))[None, :]
         x = tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         raw = raw + (x,)
         top = tl.maximum(top, row_max(tl.abs(x)))
     q = ()
-    for p in tl.static_range(8 // K_BITS):
-        q = q + ((raw[p] * (1.0 / (1 << (p * K_BITS))) / top[:, None]).to(tl.float16),)
+    for i in tl.static_range(OPERANDS):
+        plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << (i * K_CHUNK // (D * K_BITS // 8) * K_BITS))
+        q = q + ((raw[i] * plane_factor / top[:, None]).to(tl.float16),)
     unit = top * (scale * LOG2E * SUBNORMAL)
 
     # this split's share of the request's slabs
@@ -124,7 +143,17 @@ def attend_kernel(
         seen = (token - from_).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
         k_words = base + SLABS_AT + slab * SLAB_WORDS
         k_halves = base16 + (SLABS_AT + slab * SLAB_WORDS) * 2
-        scores = channel_scores(q, unit, k_words, k_halves, D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO)
+        if KEYS == CHANNEL:
+            scores = channel_scores(q, unit, k_words, k_halves, D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO)
+        elif KEYS == HYBRID:
+            scores = hybrid_scores(
+                q, unit, k_words, k_halves, base16, D, K_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, K_ZERO, K_PAGE
+            )
+        else:
+            scores = polar_scores(
+                q, unit, k_words, base16, D, K_BITS, RADIUS_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, PAPER,
+                K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
+            )  # fmt: skip
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new = tl.maximum(best, row_max(scores))
         decay = tl.exp2(best - new)
@@ -134,22 +163,14 @@ def attend_kernel(
         faded = ()
         for b in tl.static_range(D // V_BLOCK):
             faded = faded + (acc[b] * decay[:, None],)
-        acc, extra = token_values(
-            weights,
-            faded,
-            extra * decay[:, None],
-            k_words,
-            k_halves,
-            seen,
-            D,
-            V_BITS,
-            V_GROUP,
-            V_BLOCK,
-            V_GROUPS,
-            V_CODES,
-            V_SCALE,
-            V_ZERO,
-        )
+        if VALUES == TOKEN:
+            acc, extra = token_values(
+                weights, faded, extra * decay[:, None], k_words, k_halves, seen,
+                D, V_BITS, V_GROUP, V_BLOCK, V_GROUPS, V_CODES, V_SCALE, V_ZERO,
+            )  # fmt: skip
+        else:
+            live = tl.where(packed, 1, 0)
+            acc = hybrid_values(weights, faded, k_words, k_halves, live, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_ZERO)
 
     # out (splits, requests, queries, query heads, HEAD), dense
     whole = (request * queries + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE

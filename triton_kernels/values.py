@@ -10,7 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import mma_order, plane
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, mma_order, plane, row_sum, signed_plane
+
+TOKEN: tl.constexpr = tl.constexpr(0)
+HYBRID: tl.constexpr = tl.constexpr(1)
 
 
 @triton.jit
@@ -82,3 +85,68 @@ def token_values(
             ),
         )
     return out, extra
+
+
+@triton.jit
+def _hybrid_block(
+    weights,
+    total,
+    acc,
+    words_ptr,
+    halves_ptr,
+    live,
+    FIRST: tl.constexpr,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    SLOT: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    # nothing of an unpacked slab may enter a sum, not even times zero
+    there = column < BLOCK * live
+    mode = tl.load(halves_ptr + SCALE + FIRST + column, mask=there, other=0.0).to(tl.float32)
+    slot = tl.load(words_ptr + SLOT + FIRST + column, mask=there, other=0)
+    symmetric = mode < 0
+    scale = tl.abs(mode)
+    offset = tl.where(symmetric, -(1 << BITS) * scale, slot.to(tl.float32, bitcast=True))
+    words = value_words(words_ptr, FIRST % PLANE, BLOCK, PLANE, CODES)
+    signs = tl.where(symmetric, slot, 0)[None, :] >> tl.arange(0, 8)[:, None]
+    part = tl.dot(weights, signed_plane(words, signs, FIRST // PLANE, BITS))
+    # the accumulators' unit, see the module
+    lift = (1 << (FIRST // PLANE * BITS)) / SUBNORMAL
+    return acc + part * scale[None, :] + total[:, None] * (offset * lift)[None, :]
+
+
+@triton.jit
+def hybrid_values(
+    weights,
+    acc,
+    words_ptr,
+    halves_ptr,
+    live,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    SLOT: tl.constexpr,
+):
+    """InnerQ: v = zero_c + scale_c code, or scale_c (code' - 2^b), per channel over the slab's tokens, so
+
+        o_c = scale_c sum_t w_t code_tc + offset_c sum_t w_t
+
+    `live` is 0 for a slab that is not packed, else 1.
+    """
+    width: tl.constexpr = D * BITS // 8
+    weights = weights.to(tl.float16)
+    total = row_sum(weights.to(tl.float32))
+    out = ()
+    for i in tl.static_range(D // BLOCK):
+        out = out + (
+            _hybrid_block(
+                weights, total, acc[i], words_ptr, halves_ptr, live, i * BLOCK, width, BITS, BLOCK, CODES, SCALE, SLOT
+            ),
+        )
+    return out

@@ -24,7 +24,7 @@ LSE_BOUND = 8e-3
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 
-SUPPORTED = ("squat2", "squat4", "kivi2", "kivi4")
+SUPPORTED = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3")
 
 # every format with every head size, everything else in turn
 GRID = [

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.fields import ALIGN, round_up
+from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
+from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
 from vllm_kvq.formats.squat import ChannelKeys
 from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.kernels import attend
@@ -32,34 +35,66 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+# as in triton_kernels/keys.py and values.py
+_CHANNEL, _HYBRID, _POLAR = range(3)
+_TOKEN, _HYBRID_VALUES = range(2)
+
+
 def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
     k, at = fmt.keys, fmt.slab_region.offset
+    page = (fmt.slabs_at - fmt.page_region.nbytes) // 2  # the first page field, in float16
+    none = {"ROTARY": 0, "INTERLEAVED": False, "RADIUS_BITS": 0, "PAPER": False, "K_PAGE": page}
     if isinstance(k, ChannelKeys):
-        # a plane in whole steps of the matrix product
-        places = max(16, _power_of_two(k.d * k.bits // 8))
-        return {
-            "K_BITS": k.bits,
-            "KP": places,
-            "K_CODES": at("k_codes") // 4,
-            "K_SCALE": at("k_scale") // 2,
-            "K_ZERO": at("k_zero") // 2,
+        chunk = k.d * k.bits // 8
+        own = {"KEYS": _CHANNEL, "K_BITS": k.bits, "K_SCALE": at("k_scale") // 2, "K_ZERO": at("k_zero") // 2}
+        operands = 8 // k.bits
+    elif isinstance(k, HybridKeys):
+        # in one plane and in one group
+        chunk = math.gcd(k.d * k.bits // 8, GROUP)
+        own = {"KEYS": _HYBRID, "K_BITS": k.bits, "K_SCALE": at("k_scale") // 2, "K_ZERO": at("k_slot") // 4}
+        operands = k.d // chunk
+    elif isinstance(k, PolarKeys):
+        chunk = math.gcd(k.pairs, 16) if k.nibbles else k.pairs * min(k.m, k.n) // 8
+        own = {
+            "KEYS": _POLAR,
+            "K_BITS": k.m,
+            "RADIUS_BITS": k.n,
+            "PAPER": isinstance(k, PaperPolarKeys),
+            "ROTARY": fmt.geometry.rotary,
+            "INTERLEAVED": fmt.geometry.pairing == "interleaved",
+            "K_SCALE": 0 if k.nibbles else at("k_radius") // 4,
+            # from one page field to the next
+            "K_ZERO": round_up(2 * k.pairs, ALIGN) // 2,
         }
-    return None
+        operands = 2 * k.pairs // chunk
+    else:
+        return None
+    codes = "k_codes" if not isinstance(k, PolarKeys) else "k_polar" if k.nibbles else "k_angle"
+    # a chunk in whole steps of the matrix product
+    places = max(16, _power_of_two(chunk))
+    return none | own | {"K_CHUNK": chunk, "KP": places, "OPERANDS": operands, "K_CODES": at(codes) // 4}
 
 
 def _value_constants(fmt: PageFormat) -> dict[str, Any] | None:
     v, at = fmt.values, fmt.slab_region.offset
     if isinstance(v, TokenValues):
-        return {
-            "V_BITS": v.bits,
-            "V_GROUP": v.group,
-            "V_BLOCK": math.gcd(v.d * v.bits // 8, v.group),
-            "V_GROUPS": max(8, _power_of_two(v.groups)),
-            "V_CODES": at("v_codes") // 4,
-            "V_SCALE": at("v_scale") // 2,
-            "V_ZERO": at("v_zero") // 2,
-        }
-    return None
+        kind, group, groups, zero = _TOKEN, v.group, v.groups, at("v_zero") // 2
+    elif isinstance(v, HybridValues):
+        kind, group, groups, zero = _HYBRID_VALUES, GROUP, 1, at("v_slot") // 4
+    else:
+        return None
+    # in one plane and in one group, and a power of two
+    block = math.gcd(v.d * v.bits // 8, group)
+    return {
+        "VALUES": kind,
+        "V_BITS": v.bits,
+        "V_GROUP": group,
+        "V_BLOCK": block & -block,
+        "V_GROUPS": max(8, _power_of_two(groups)),
+        "V_CODES": at("v_codes") // 4,
+        "V_SCALE": at("v_scale") // 2,
+        "V_ZERO": zero,
+    }
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,9 +117,15 @@ def supports(fmt: PageFormat) -> bool:
     return constants(fmt) is not None
 
 
-def warps_for(head_size: int, rows: int) -> int:
-    """One warp per 16 rows keeps every product within a warp; wide heads need the registers of more."""
-    return max(1, rows // 16) * (2 if head_size > 128 else 1)
+def warps_for(fmt: PageFormat, rows: int) -> int:
+    """Warps per program: as few as hold the operands without spilling (python -m vllm_kvq.eval.compile_table).
+
+    One warp per 16 rows keeps every product within a warp; wide heads, and keys that are rebuilt before the product,
+    need the registers of more.
+    """
+    wide = 1 if fmt.geometry.d <= 128 else 4
+    rebuilt = 1 if isinstance(fmt.keys, ChannelKeys) else 2
+    return min(8, max(1, rows // 16) * max(wide, rebuilt))
 
 
 def rows_for(rows: int) -> int:
@@ -160,7 +201,7 @@ def attend_table(
         M=m,
         LISTED=low.dim() == 2,
         **k,
-        num_warps=warps_for(fmt.geometry.d, m),
+        num_warps=warps_for(fmt, m),
     )
     return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
 

@@ -1,0 +1,182 @@
+"""Compiles the Triton kernels for every target without a GPU, and reads what the binaries need.
+
+    python -m vllm_kvq.eval.compile_table                      the table, as it stands in docs/kernels.md
+    python -m vllm_kvq.eval.compile_table --targets 90 --check  exit status 1 on a spill or without matrix instructions
+
+Registers, shared memory and stack (where spilled registers go) come from `cuobjdump -res-usage`, instructions from
+`nvdisasm`, both shipped with Triton. The inner loop is the longest backward branch; its instructions are counted per
+lane and per cached element: instructions * 32 lanes * warps / (32 tokens * head size * 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TARGETS = (80, 86, 89, 90, 100, 120)
+MATRIX = re.compile(r"\b(HMMA|UTCHMMA|UTCQMMA|QGMMA|HGMMA|OMMA)")
+ROW = "| {:<34} | {:>5} | {:>5} | {:>9} | {:>6} | {:>5} | {:>6} | {:>8} |"
+HEADER = ("kernel", "sm", "warps", "registers", "shared", "stack", "matrix", "per elt.")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as it is launched: its constants, and whether it multiplies matrices."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    warps: int
+    elements: int = 0
+    """Cached elements per turn of the inner loop; 0: not a decode kernel."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    registers: int
+    shared: int
+    stack: int
+    matrix: int
+    loop: int
+
+
+POINTERS = {
+    "query_ptr": "*bf16",
+    "words_ptr": "*i32",
+    "halves_ptr": "*fp16",
+    "table_ptr": "*i32",
+    "low_ptr": "*i32",
+    "high_ptr": "*i32",
+    "scale": "fp32",
+}
+"""What an argument is if it is neither a constant nor (by the suffix _ptr) float32 nor i32."""
+
+ALIGNED = ("query_request", "query_token", "query_head", "page_words", "head_words")
+"""Strides that are multiples of 16 in every cache, beside all pointers."""
+
+
+def decode_variants() -> Iterator[Variant]:
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.kernels import triton as wrapper
+    from vllm_kvq.triton_kernels.decode import attend_kernel
+
+    for name in ("squat2", "squat4", "innerq2", "polar4", "polar3"):
+        for d in (64, 128, 256):
+            fmt = get_format(name).bind(Geometry(d, 64))
+            k = wrapper.constants(fmt)
+            assert k is not None
+            for rows in (16, 64) if d == 128 else (16,):
+                use = "decode" if rows == 16 else "prefix"
+                constants = k | {"SHARE": 4, "M": rows, "LISTED": False}
+                warps = wrapper.warps_for(fmt, rows)
+                yield Variant(f"{use} {name} d={d} rows={rows}", attend_kernel, constants, warps, 64 * d)
+
+
+def merge_variants() -> Iterator[Variant]:
+    from vllm_kvq.triton_kernels.merge import merge_kernel
+
+    for parts in (8, 128):
+        sizes = {"HEAD": 128, "COLUMNS": 128, "PARTS": parts}
+        yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, 1 if parts <= 8 else 4)
+
+
+def variants() -> list[Variant]:
+    return [*decode_variants(), *merge_variants()]
+
+
+def build(variant: Variant, target: int) -> Any:
+    """The compiled kernel (`asm`, `metadata`), as a launch on such a device would make it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = variant.kernel
+    if not hasattr(kernel, "arg_names") or os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("compiling needs TRITON_INTERPRET unset")
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in variant.constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = POINTERS.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+        if name.endswith("_ptr") or name in ALIGNED:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, variant.constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": variant.warps})
+
+
+def tool(name: str) -> str:
+    import triton.backends.nvidia
+
+    return str(Path(triton.backends.nvidia.__file__).parent / "bin" / name)
+
+
+def inner_loop(sass: str) -> list[str]:
+    """The instructions of the longest loop."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[found[1]] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(found[1])
+    best: list[str] = []
+    for i, instruction in enumerate(code):
+        found = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction)
+        first = labels.get(found[1], i + 1) if found else i + 1
+        if first <= i and i + 1 - first > len(best):
+            best = code[first : i + 1]
+    return best
+
+
+def usage(compiled: Any) -> Usage:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        read = {"capture_output": True, "text": True, "check": True}
+        resources = subprocess.run([tool("cuobjdump"), "-res-usage", file.name], **read).stdout
+        sass = subprocess.run([tool("nvdisasm"), "-c", file.name], **read).stdout
+    registers, stack = (int(re.search(rf"{n}:(\d+)", resources)[1]) for n in ("REG", "STACK"))  # type: ignore[index]
+    loop = inner_loop(sass)
+    return Usage(registers, compiled.metadata.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
+
+
+def report(chosen: list[Variant], targets: list[int]) -> bool:
+    """Prints the table; whether every kernel is without spills and every decode loop has matrix instructions."""
+    print(ROW.format(*HEADER))
+    print(ROW.format("---", *["--:"] * 7))
+    good = True
+    for variant in chosen:
+        for target in targets:
+            u = usage(build(variant, target))
+            per = f"{u.loop * 32 * variant.warps / variant.elements:.2f}" if variant.elements else ""
+            print(
+                ROW.format(variant.name, target, variant.warps, u.registers, u.shared, u.stack, u.matrix, per),
+                flush=True,
+            )
+            good &= u.stack == 0 and (u.matrix > 0 or not variant.elements)
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities, as in 90")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument(
+        "--check", action="store_true", help="fail on a spill, or on a decode loop without matrix products"
+    )
+    args = parser.parse_args()
+    good = report([v for v in variants() if args.only in v.name], args.targets)
+    return 1 if args.check and not good else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
