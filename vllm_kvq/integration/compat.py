@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,10 +109,8 @@ def _widen_literal(cache: Any) -> None:
     rebuild_dataclass(VllmConfig, force=True)
 
 
-def wrap_platform(
-    backend: str, check_config: Callable[[Any], None], check_other_backend: Callable[[Any], None]
-) -> None:
-    """Our dtypes choose our backend and have their configuration checked; all others are left alone."""
+def wrap_platform(backend: str, validate: Any) -> None:
+    """Our dtypes choose our backend and have their configuration checked by `validate`; all others are left alone."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.platforms import current_platform
 
@@ -125,17 +122,18 @@ def wrap_platform(
     @functools.wraps(choose.__func__)
     def get_attn_backend_cls(c: Any, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
         if attn_selector_config.kv_cache_dtype in FORMATS:
+            validate.check_selection(attn_selector_config)
             return backend
         current = get_current_vllm_config_or_none()
         if current is not None and current.cache_config.cache_dtype in FORMATS:
-            check_other_backend(current)
+            validate.check_other_backend(current)
         return choose.__func__(c, selected_backend, attn_selector_config, **kwargs)
 
     @functools.wraps(check.__func__)
     def check_and_update_config(c: Any, vllm_config: Any) -> None:
         check.__func__(c, vllm_config)
         if vllm_config.cache_config is not None and vllm_config.cache_config.cache_dtype in FORMATS:
-            check_config(vllm_config)
+            validate.check_config(vllm_config)
 
     get_attn_backend_cls._kvq = True  # type: ignore[attr-defined]
     cls.get_attn_backend_cls = classmethod(get_attn_backend_cls)

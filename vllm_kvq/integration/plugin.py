@@ -19,9 +19,9 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    from vllm_kvq.integration.validate import check_config, check_other_backend
+    from vllm_kvq.integration import validate
 
-    compat.wrap_platform(BACKEND, check_config, check_other_backend)
+    compat.wrap_platform(BACKEND, validate)
     compat.ensure_builtin_specs()
     from vllm_kvq.integration import spec
 

@@ -11,6 +11,7 @@ import torch
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.setup import kvq_options, pairing_problem
+from vllm_kvq.integration.windows import WINDOWS, keep_windows, window_problem
 
 
 class Refused(ValueError):
@@ -28,7 +29,7 @@ def check_config(vllm_config: Any) -> None:
 
 
 def _check(vllm_config: Any) -> None:
-    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
+    cache, model = vllm_config.cache_config, vllm_config.model_config
     name = cache.cache_dtype
     settings = get_format(name).settings(kvq_options(vllm_config))
     if settings.N is not None:
@@ -42,14 +43,13 @@ def _check(vllm_config: Any) -> None:
     if problems := _refusals(vllm_config):
         all_of_them = ", ".join(what for what, _ in problems)
         raise Refused(f"--kv-cache-dtype {name} does not support {all_of_them}; {problems[0][1]}")
-    if settings.skip_layers:
-        cache.kv_cache_dtype_skip_layers = sorted({*cache.kv_cache_dtype_skip_layers, *map(str, settings.skip_layers)})
     if settings.keys == "polar" and settings.pairing is None and (problem := pairing_problem(model)):
         raise Refused(f"--kv-cache-dtype {name}: {problem}")
     _check_geometry(name, vllm_config, model.get_head_size(), cache.block_size or DEFAULT_N, model.dtype)
-    if parallel.world_size > 1 and model.get_total_num_kv_heads() % parallel.tensor_parallel_size:
-        # vLLM replicates heads then; every rank quantizes its copy alike
-        return
+    try:
+        keep_windows(vllm_config)
+    except ValueError as error:
+        raise Refused(f"--kv-cache-dtype {name}: {error}") from None
 
 
 def _check_geometry(name: str, vllm_config: Any, head_size: int, block_size: int, dtype: torch.dtype) -> None:
@@ -73,7 +73,8 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (model.runner_type != "generate", "pooling and embedding models", plain),
         (model.is_encoder_decoder, "encoder-decoder models", plain),
         (model.is_hybrid or model.has_inner_state, "models with Mamba or linear attention layers", plain),
-        (_has_sliding_window(model), "sliding-window attention", f"{plain} or fp8"),
+        (window := window_problem(model), window or "", f"{plain} or fp8"),
+        (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
         (getattr(text, "attention_chunk_size", None), "chunked local attention", plain),
         (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
         (text.model_type == "gpt_oss", "learned attention sinks", plain),
@@ -84,6 +85,13 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
             plain,
         ),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
+        (
+            # vLLM would pad every packed page to the size of a 16-bit page
+            {*vllm_config.cache_config.kv_cache_dtype_skip_layers} - {WINDOWS}
+            or kvq_options(vllm_config).get("skip_layers"),
+            "full-attention layers in 16 bits (skip_layers)",
+            "leave it out",
+        ),
         (
             vllm_config.kv_transfer_config is not None,
             "KV connectors",
@@ -119,9 +127,28 @@ def check_other_backend(vllm_config: Any) -> None:
         )
 
 
-def _has_sliding_window(model: Any) -> bool:
-    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    return model.get_sliding_window() is not None or any("sliding" in kind for kind in kinds)
+# what vLLM asks of a backend before it makes a layer, and what it is called in a sentence
+_ASKED = {
+    "use_mla": "latent attention (MLA)",
+    "has_sink": "learned attention sinks",
+    "use_sparse": "sparse attention",
+    "use_mm_prefix": "attention in both directions among image tokens",
+    "use_per_head_quant_scales": "quantization scales per head",
+    "has_sliding_window": "sliding-window attention",
+    "use_non_causal": "attention in both directions",
+    "use_kv_connector": "KV connectors",
+    "use_pcp": "prefill context parallelism",
+    "use_dcp": "decode context parallelism",
+    "use_rswa": "relative sliding windows",
+    "use_batch_invariant": "batch invariance",
+}
+
+
+def check_selection(asked: Any) -> None:
+    """vLLM's AttentionSelectorConfig of a layer with our dtype."""
+    for name, what in _ASKED.items():
+        if getattr(asked, name, False):
+            raise Refused(f"--kv-cache-dtype {asked.kv_cache_dtype} does not support {what}; use --kv-cache-dtype auto")
 
 
 def check_layer(

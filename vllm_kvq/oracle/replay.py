@@ -58,8 +58,9 @@ class ReplayModel:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION)
         config = self.model.config
         self.heads, self.num_spec = config.num_key_value_heads, num_spec
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.formats = [
-            get_format(format_name).bind(Geometry(config.head_dim, block_size, torch.float32, layer), options)
+            get_format(format_name).bind(Geometry(head_size, block_size, torch.float32, layer), options)
             for layer in range(config.num_hidden_layers)
         ]
 
