@@ -144,20 +144,20 @@ def attend_kernel(
         k_words = base + SLABS_AT + slab * SLAB_WORDS
         k_halves = base16 + (SLABS_AT + slab * SLAB_WORDS) * 2
         if KEYS == CHANNEL:
-            scores = channel_scores(q, unit, k_words, k_halves, D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO)
+            scores = channel_scores(q, k_words, k_halves, D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO)
         elif KEYS == HYBRID:
             scores = hybrid_scores(
-                q, unit, k_words, k_halves, base16, D, K_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, K_ZERO, K_PAGE
+                q, k_words, k_halves, base16, D, K_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, K_ZERO, K_PAGE
             )
         else:
             scores = polar_scores(
-                q, unit, k_words, base16, D, K_BITS, RADIUS_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, PAPER,
+                q, k_words, base16, D, K_BITS, RADIUS_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, PAPER,
                 K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
             )  # fmt: skip
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        new = tl.maximum(best, row_max(scores))
+        new = tl.maximum(best, row_max(scores) * unit)
         decay = tl.exp2(best - new)
-        weights = tl.exp2(scores - new[:, None])
+        weights = tl.exp2(scores * unit[:, None] - new[:, None])
         total = total * decay + row_sum(weights)
         best = new
         faded = ()

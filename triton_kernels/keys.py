@@ -2,8 +2,7 @@
 
 Queries come as one float16 operand per plane, q_p = q / top * 4^-(b p / 2) = q / top * 2^-(b p), where top is the
 row's largest |q|: codes of plane p are 2^(b p) too large where they lie, and |q_p| <= 1 keeps every product with a
-float16 scale finite. `unit` is what a row's products with codes still have to be multiplied by, top * 2^24 and the
-scale of the softmax (to base 2).
+float16 scale finite. Scores are returned divided by top * 2^24, which the softmax multiplies back per row.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def key_places(KP: tl.constexpr):
 
 @triton.jit
 def query_channel(
-    I: tl.constexpr,
+    INDEX: tl.constexpr,
     at,
     KEYS: tl.constexpr,
     D: tl.constexpr,
@@ -35,25 +34,24 @@ def query_channel(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Which channels the I-th query operand holds: a chunk of channels, or the x or the y of a chunk of pairs."""
+    """Which channels the query operand number INDEX holds: a chunk of channels, or the x or the y of a chunk of pairs."""
     if KEYS == POLAR:
         chunks: tl.constexpr = D // 2 // CHUNK
-        pair = I % chunks * CHUNK + at
+        pair = INDEX % chunks * CHUNK + at
         if INTERLEAVED:
-            inside = 2 * pair + I // chunks
+            inside = 2 * pair + INDEX // chunks
         else:
-            inside = pair + I // chunks * (ROTARY // 2)
+            inside = pair + INDEX // chunks * (ROTARY // 2)
         # pairs outside RoPE, as in formats/polar.py
-        outside = ROTARY // 2 + pair + I // chunks * ((D - ROTARY) // 2)
+        outside = ROTARY // 2 + pair + INDEX // chunks * ((D - ROTARY) // 2)
         return tl.where(pair < ROTARY // 2, inside, outside)
     else:
-        return I * CHUNK + at
+        return INDEX * CHUNK + at
 
 
 @triton.jit
 def channel_scores(
     q,
-    unit,
     words_ptr,
     halves_ptr,
     D: tl.constexpr,
@@ -79,25 +77,21 @@ def channel_scores(
         words = tl.load(words_ptr + place)
     else:
         words = tl.load(words_ptr + place, mask=(quad < width // 4)[:, None], other=0)
-    scores = tl.full((M, 32), 0.0, tl.float32)
     # the zeros' sum as a product too; its 8 columns are equal
     bias = tl.full((M, 8), 0.0, tl.float32)
     for p in tl.static_range(8 // BITS - 1, -1, -1):
-        if width == KP:
-            scale = tl.load(halves_ptr + SCALE + p * width + at)
-            zero = tl.load(halves_ptr + ZERO + p * width + at)
-        else:
-            scale = tl.load(halves_ptr + SCALE + p * width + at, mask=at < width, other=0.0)
-            zero = tl.load(halves_ptr + ZERO + p * width + at, mask=at < width, other=0.0)
-        scores = tl.dot(q[p] * scale[None, :], plane(words, p, BITS), scores)
+        zero = tl.load(halves_ptr + ZERO + p * width + at, mask=at < width, other=0.0)
         bias = tl.dot(q[p], tl.broadcast_to(zero[:, None], (KP, 8)), bias * (1 << BITS))
-    return scores * unit[:, None] + (row_max(bias) * unit * (1.0 / SUBNORMAL))[:, None]
+    scores = tl.broadcast_to((row_max(bias) * (1.0 / SUBNORMAL))[:, None], (M, 32))
+    for p in tl.static_range(8 // BITS):
+        scale = tl.load(halves_ptr + SCALE + p * width + at, mask=at < width, other=0.0)
+        scores = tl.dot(q[p] * scale[None, :], plane(words, p, BITS), scores)
+    return scores
 
 
 @triton.jit
 def hybrid_scores(
     q,
-    unit,
     words_ptr,
     halves_ptr,
     page_ptr,
@@ -137,7 +131,7 @@ def hybrid_scores(
         part = tl.dot(folded, signed_plane(words, signs, i * CHUNK // width, BITS))
         whole = row_max(tl.dot(folded, ones)) * ((1 << (i * CHUNK // width * BITS)) / SUBNORMAL)
         scores += part * scale[None, :] + whole[:, None] * offset[None, :]
-    return scores * unit[:, None]
+    return scores
 
 
 @triton.jit
@@ -167,7 +161,6 @@ def _circle(turns):
 @triton.jit
 def polar_scores(
     q,
-    unit,
     words_ptr,
     page_ptr,
     D: tl.constexpr,
@@ -225,4 +218,4 @@ def polar_scores(
         cos, sin = _circle(turns)
         scores = tl.dot(q[i], (length * cos).to(tl.float16), scores)
         scores = tl.dot(q[chunks + i], (length * sin).to(tl.float16), scores)
-    return scores * (unit * (1.0 / SUBNORMAL))[:, None]
+    return scores * (1.0 / SUBNORMAL)

@@ -35,6 +35,7 @@ class Variant:
     kernel: Any
     constants: dict[str, Any]
     warps: int
+    stages: int = 2
     elements: int = 0
     """Cached elements per turn of the inner loop; 0: not a decode kernel."""
 
@@ -77,7 +78,7 @@ def decode_variants() -> Iterator[Variant]:
                 use = "decode" if rows == 16 else "prefix"
                 constants = k | {"SHARE": 4, "M": rows, "LISTED": False}
                 warps = wrapper.warps_for(fmt, rows)
-                yield Variant(f"{use} {name} d={d} rows={rows}", attend_kernel, constants, warps, 64 * d)
+                yield Variant(f"{use} {name} d={d} rows={rows}", attend_kernel, constants, warps, elements=64 * d)
 
 
 def merge_variants() -> Iterator[Variant]:
@@ -109,8 +110,9 @@ def build(variant: Variant, target: int) -> Any:
         signature[name] = POINTERS.get(name, "*fp32" if name.endswith("_ptr") else "i32")
         if name.endswith("_ptr") or name in ALIGNED:
             attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
     source = ASTSource(kernel, signature, variant.constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": variant.warps})
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
 def tool(name: str) -> str:

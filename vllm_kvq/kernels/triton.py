@@ -27,6 +27,9 @@ from vllm_kvq.kernels.attend import Partial
 MIN_ROWS, MAX_ROWS = 16, 64
 """Rows (queries times query heads of one KV head) that one program attends."""
 
+STAGES = 2
+"""Slabs in flight: one is fetched while the one before it is attended."""
+
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
 
@@ -123,7 +126,7 @@ def warps_for(fmt: PageFormat, rows: int) -> int:
     One warp per 16 rows keeps every product within a warp; wide heads, and keys that are rebuilt before the product,
     need the registers of more.
     """
-    wide = 1 if fmt.geometry.d <= 128 else 4
+    wide = 1 if fmt.geometry.d <= 128 else 2
     rebuilt = 1 if isinstance(fmt.keys, ChannelKeys) else 2
     return min(8, max(1, rows // 16) * max(wide, rebuilt))
 
@@ -202,6 +205,7 @@ def attend_table(
         LISTED=low.dim() == 2,
         **k,
         num_warps=warps_for(fmt, m),
+        num_stages=STAGES,
     )
     return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
 
