@@ -45,3 +45,20 @@ def test_the_command_prints_just_the_sentence(lab: Any) -> None:
         "vllm-kvq: --kv-cache-dtype squat2 does not support models in which all layers have sliding-window "
         "attention; use --kv-cache-dtype auto" in done.stderr.splitlines()[-1]
     )
+
+
+def test_a_layer_that_does_not_get_the_dtype_is_refused() -> None:
+    """The net under the configuration's check: models that do not hand the dtype on, as Falcon."""
+    from types import SimpleNamespace
+
+    from vllm_kvq.integration.validate import Refused, check_other_backend
+
+    def config(*skip: str) -> SimpleNamespace:
+        cache = SimpleNamespace(cache_dtype="squat2", kv_cache_dtype_skip_layers=list(skip))
+        return SimpleNamespace(cache_config=cache)
+
+    windowed, full = (SimpleNamespace(has_sliding_window=w) for w in (True, False))
+    check_other_backend(config("sliding_window"), windowed)
+    for skip, asked in (((), windowed), ((), full), (("sliding_window",), full)):
+        with pytest.raises(Refused, match="does not reach an attention layer of this model"):
+            check_other_backend(config(*skip), asked)

@@ -15,7 +15,12 @@ from vllm_kvq.oracle.trace import Request, Result, Trace
 
 pytestmark = pytest.mark.engine
 N = 32
-ENGINE: dict[str, Any] = {"block_size": N, "max_num_batched_tokens": 96, "max_model_len": 512}
+ENGINE: dict[str, Any] = {
+    "block_size": N,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 600,
+}
 LOSSLESS = {"kv_cache_dtype": "lossless", "additional_config": {"kvq": {"W": 32, "S": 4}}}
 
 

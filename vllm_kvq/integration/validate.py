@@ -117,10 +117,10 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
     return [(what, instead) for bad, what, instead in checks if bad]
 
 
-def check_other_backend(vllm_config: Any) -> None:
-    """A layer under one of our dtypes takes another backend: only a layer that the user exempted may do that."""
+def check_other_backend(vllm_config: Any, asked: Any) -> None:
+    """A layer under one of our dtypes takes another backend: only a window layer may do that."""
     cache = vllm_config.cache_config
-    if not cache.kv_cache_dtype_skip_layers:
+    if WINDOWS not in cache.kv_cache_dtype_skip_layers or not asked.has_sliding_window:
         raise Refused(
             f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
             "would stay in 16 bits; use --kv-cache-dtype auto"
