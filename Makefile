@@ -16,18 +16,21 @@ VENV := .venv/bin
 export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: run test lint types format bootstrap clean
+.PHONY: run test lint types format bootstrap kernels clean
 .DEFAULT_GOAL := run
 
 bootstrap:
 	@$(PYTHON) scripts/bootstrap.py
 
-run:
-	@$(PYTHON) scripts/bootstrap.py
+kernels: bootstrap
+	@echo "kernels: compiling csrc/cpu where it has changed (a quarter of a minute)"
+	@$(VENV)/python -m vllm_kvq.kernels.build
+
+run: kernels
 	@$(VENV)/python -m vllm_kvq.demo.serve --format "$(FORMAT)" --port "$(PORT)" \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(ONCE)),--once)
 
-test: bootstrap
+test: kernels
 	@echo "test: the whole suite, see pyproject.toml for its settings"
 	@$(VENV)/python -m pytest $(PYTEST_ARGS)
 

@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import traces
 
 from vllm_kvq.demo.model import random_model
 from vllm_kvq.oracle.trace import Result, Trace
 
 Run = Callable[..., list[Result]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """For the replay's tiny matrices; more threads only wait for each other."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

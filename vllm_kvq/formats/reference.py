@@ -102,9 +102,10 @@ class ReferenceCache:
         fmt, p = self.fmt, self.fmt.unit
         boundary = max((context - fmt.W) // p * p, self.start, 0)
         key, value = self.key.float().clone(), self.value.float().clone()
-        for position in range(fmt.S, boundary):
-            unit, inner = divmod(position, p)
-            key[position], value[position] = (x[inner] for x in self.packed[unit])
+        for unit in range(fmt.S // p, boundary // p):
+            first = max(unit * p, fmt.S)
+            at = slice(first, (unit + 1) * p)
+            key[at], value[at] = (x[first - unit * p :] for x in self.packed[unit])
         return key, value
 
     def _attend(self, query: torch.Tensor, context: int, scale: float) -> torch.Tensor:

@@ -33,4 +33,7 @@ def kernels_for(device: torch.device) -> Kernels:
     wanted = os.environ.get("VLLM_KVQ_KERNELS", "auto")
     if wanted not in ("auto", "torch"):
         raise ValueError(f"VLLM_KVQ_KERNELS is {wanted!r}; it is 'auto' or 'torch'")
-    return CPU if wanted == "auto" and device.type == "cpu" else TORCH
+    if wanted == "auto" and device.type == "cpu":
+        cpu.library()  # built and loaded now, not when the first request waits
+        return CPU
+    return TORCH

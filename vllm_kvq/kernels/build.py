@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -135,5 +136,15 @@ def load() -> Any:
         raise BuildError(f"{path} can't be loaded: {error}") from error
 
 
+def main() -> int:
+    """Build ahead of time: `python -m vllm_kvq.kernels.build`."""
+    try:
+        print(f"CPU kernels: {build().name}")
+    except BuildError as error:
+        print(f"CPU kernels can't be built: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    print(build())
+    raise SystemExit(main())
