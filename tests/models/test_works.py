@@ -102,6 +102,22 @@ def test_16_bit_models_answer(name: str, arch: Architecture, lab: Any) -> None:
     assert len({t for samples in got.outputs.values() for t in samples[0]}) > 4
 
 
+def test_window_layers_survive_preemption_and_speculation(lab: Any) -> None:
+    """The mixed cache under a pool that runs out, with drafts that are rejected."""
+    rng, arch = random.Random(2), named("Gemma-3")
+    phrase = [rng.choice(PROMPT_TOKENS) for _ in range(9)]
+    prompts = [tuple([rng.choice(PROMPT_TOKENS) for _ in range(i)] + phrase * (3 + i)) for i in range(6)]
+    trace = Trace(tuple(Request(f"r{i}", p, 70, arrival=i) for i, p in enumerate(prompts)))
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    few = {"num_gpu_blocks_override": 100, "speculative_config": ngram}
+    expected = lab.run(arch, [trace], kv_cache_dtype="auto", **ENGINE)[0]
+    got = lab.run(arch, [trace], **{**LOSSLESS, **ENGINE, **few})[0]
+    verdict = compare(trace, expected, got)
+    assert not verdict.mismatches
+    assert verdict.preemptions > 0
+    assert any(chunk.drafts for step in got.steps for chunk in step)
+
+
 def test_a_block_too_small_for_window_layers_is_refused(lab: Any) -> None:
     engine = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": N, **kvq("squat2")}
     sentence = lab.do("configure", model=str(lab.model(named("Gemma-3"))), engine=engine)

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.sidecar import SlotGeometry
+from vllm_kvq.integration.windows import WINDOWS
 
 logger = init_logger("vllm.kvq")
 
@@ -24,7 +25,7 @@ def start_line(fmt: PageFormat, slots: SlotGeometry, blocks: int, max_len: int, 
         f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(exempt) or 'none'} "
         f"capacity_tokens={int(capacity)} bf16_tokens={int(plain)} ratio={capacity / plain:.2f} "
-        f"(requests of {max_len} tokens)"
+        f"(requests of {max_len} tokens{', what window layers take aside' if WINDOWS in exempt else ''})"
     )
 
 
