@@ -35,7 +35,7 @@ class Variant:
     kernel: Any
     constants: dict[str, Any]
     warps: int
-    stages: int = 2
+    stages: int
     elements: int = 0
     """Cached elements per turn of the inner loop; 0: not a decode kernel."""
 
@@ -77,8 +77,8 @@ def decode_variants() -> Iterator[Variant]:
             for rows in (16, 64) if d == 128 else (16,):
                 use = "decode" if rows == 16 else "prefix"
                 constants = k | {"SHARE": 4, "M": rows, "LISTED": False}
-                warps = wrapper.warps_for(fmt, rows)
-                yield Variant(f"{use} {name} d={d} rows={rows}", attend_kernel, constants, warps, elements=64 * d)
+                warps, stages = wrapper.launch_for(fmt, rows)
+                yield Variant(f"{use} {name} d={d} rows={rows}", attend_kernel, constants, warps, stages, 64 * d)
 
 
 def merge_variants() -> Iterator[Variant]:
@@ -86,7 +86,7 @@ def merge_variants() -> Iterator[Variant]:
 
     for parts in (8, 128):
         sizes = {"HEAD": 128, "COLUMNS": 128, "PARTS": parts}
-        yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, 1 if parts <= 8 else 4)
+        yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, 1 if parts <= 8 else 4, 1)
 
 
 def variants() -> list[Variant]:

@@ -27,9 +27,6 @@ from vllm_kvq.kernels.attend import Partial
 MIN_ROWS, MAX_ROWS = 16, 64
 """Rows (queries times query heads of one KV head) that one program attends."""
 
-STAGES = 2
-"""Slabs in flight: one is fetched while the one before it is attended."""
-
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
 
@@ -120,15 +117,19 @@ def supports(fmt: PageFormat) -> bool:
     return constants(fmt) is not None
 
 
-def warps_for(fmt: PageFormat, rows: int) -> int:
-    """Warps per program: as few as hold the operands without spilling (python -m vllm_kvq.eval.compile_table).
+def launch_for(fmt: PageFormat, rows: int) -> tuple[int, int]:
+    """(warps, stages) of a program, found with `python -m vllm_kvq.eval.compile_table`: no spills on any target.
 
     One warp per 16 rows keeps every product within a warp; wide heads, and keys that are rebuilt before the product,
-    need the registers of more.
+    need the registers of more. With two stages the next slab is fetched while one is attended.
     """
-    wide = 1 if fmt.geometry.d <= 128 else 2
-    rebuilt = 1 if isinstance(fmt.keys, ChannelKeys) else 2
-    return min(8, max(1, rows // 16) * max(wide, rebuilt))
+    k, d = fmt.keys, fmt.geometry.d
+    tiles = max(1, rows // 16)
+    if isinstance(k, ChannelKeys):
+        return min(8, tiles * (1 if d <= 128 else 2)), 3 if k.bits == 4 and d <= 128 else 2
+    if isinstance(k, HybridKeys):
+        return min(8, tiles * (2 if d <= 128 else 4)), 1 if d < 128 else 2
+    return min(8, 2 * tiles), 2 if isinstance(k, PolarKeys) and k.nibbles else 1
 
 
 def rows_for(rows: int) -> int:
@@ -197,6 +198,7 @@ def attend_table(
     if not total or not pages.shape[0] or not width:
         return out[0].zero_(), lse[0].fill_(-torch.inf)
     words, halves = typed(pages)
+    warps, stages = launch_for(fmt, m)
     attend_kernel[(programs, splits)](
         *(query, words, halves, table, low, high, out, lse, scale, q, heads, pages.shape[0]),
         *(*query.stride()[:3], *words.stride()[:2], table.stride(0), width, total),
@@ -204,8 +206,8 @@ def attend_table(
         M=m,
         LISTED=low.dim() == 2,
         **k,
-        num_warps=warps_for(fmt, m),
-        num_stages=STAGES,
+        num_warps=warps,
+        num_stages=stages,
     )
     return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
 
