@@ -24,7 +24,7 @@ bootstrap:
 
 kernels: bootstrap
 	@echo "kernels: compiling csrc/cpu where it has changed (a quarter of a minute)"
-	@$(VENV)/python -m vllm_kvq.kernels.build
+	@$(VENV)/python -m vllm_kvq.kernels
 
 run: kernels
 	@$(VENV)/python -m vllm_kvq.demo.serve --format "$(FORMAT)" --port "$(PORT)" \

@@ -137,7 +137,7 @@ def load() -> Any:
 
 
 def main() -> int:
-    """Build ahead of time: `python -m vllm_kvq.kernels.build`."""
+    """Build ahead of time."""
     try:
         print(f"CPU kernels: {build().name}")
     except BuildError as error:
@@ -145,6 +145,3 @@ def main() -> int:
         return 1
     return 0
 
-
-if __name__ == "__main__":
-    raise SystemExit(main())
