@@ -34,7 +34,7 @@ def query_channel(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Which channels the query operand number INDEX holds: a chunk of channels, or the x or the y of a chunk of pairs."""
+    """Channels of query operand INDEX: a chunk of channels, or the x or the y of a chunk of pairs."""
     if KEYS == POLAR:
         chunks: tl.constexpr = D // 2 // CHUNK
         pair = INDEX % chunks * CHUNK + at

@@ -27,7 +27,7 @@ def test_instructions_per_element_of_squat2() -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     code = (
         "from vllm_kvq.eval import compile_table as t\n"
-        "v = next(v for v in t.variants() if v.name == 'decode squat2 d=128 rows=16')\n"
+        "v = next(v for v in t.variants(90) if v.name == 'decode squat2 d=128 rows=16')\n"
         "print(t.usage(t.build(v, 90)).loop * 32 * v.warps / v.elements)\n"
     )
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """Decode times of the Triton kernels on a GPU, against torch's SDPA on bf16 and against the copy bandwidth.
 
     python3 -m vllm_kvq.bench.gpu                      32 query heads on 8 KV heads of 128 channels
-    python3 -m vllm_kvq.bench.gpu --dry-run            tiny shapes under Triton's interpreter, no GPU: times mean nothing
+    python3 -m vllm_kvq.bench.gpu --dry-run            tiny shapes under Triton's interpreter, no GPU: no meaning
 
 Every measurement replays a CUDA graph of several launches on rotated page tables (and rotated K and V), so that
 together they read more than the cache holds; the median replay counts. "ideal" is the time in which bf16 K and V
@@ -94,11 +94,11 @@ def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[list[Ca
 def sdpa_calls(shape: Shape, device: torch.device) -> tuple[list[Callable[[], object]], int]:
     read = shape.batch * shape.context * HEADS * HEAD * 4
     query = torch.randn(shape.batch, HEADS * SHARE, 1, HEAD, device=device, dtype=torch.bfloat16)
+    attention = torch.nn.functional.scaled_dot_product_attention
     calls: list[Callable[[], object]] = []
     for _ in range(rotations(read, device)):
         size = (shape.batch, HEADS, shape.context, HEAD)
         k, v = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
-        attention = torch.nn.functional.scaled_dot_product_attention
         calls.append(lambda k=k, v=v: attention(query, k, v, enable_gqa=True))  # type: ignore[misc]
     return calls, read
 

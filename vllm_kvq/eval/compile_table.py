@@ -51,6 +51,12 @@ class Usage:
 
 POINTERS = {
     "query_ptr": "*bf16",
+    "key_ptr": "*bf16",
+    "value_ptr": "*bf16",
+    "rows_ptr": "*i64",
+    "page_ptr": "*i64",
+    "slab_ptr": "*i64",
+    "bytes_ptr": "*u8",
     "words_ptr": "*i32",
     "halves_ptr": "*fp16",
     "table_ptr": "*i32",
@@ -61,10 +67,11 @@ POINTERS = {
 """What an argument is if it is neither a constant nor (by the suffix _ptr) float32 nor i32."""
 
 ALIGNED = ("query_request", "query_token", "query_head", "page_words", "head_words")
+ALIGNED += ("key_token", "key_head", "value_token", "value_head")
 """Strides that are multiples of 16 in every cache, beside all pointers."""
 
 
-def decode_variants() -> Iterator[Variant]:
+def decode_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels import triton as wrapper
     from vllm_kvq.triton_kernels.decode import attend_kernel
@@ -76,8 +83,9 @@ def decode_variants() -> Iterator[Variant]:
             assert k is not None
             for rows in (16, 64) if d == 128 else (16,):
                 use = "decode" if rows == 16 else "prefix"
+                rows = wrapper.rows_for(fmt, rows)
                 constants = k | {"SHARE": 4, "M": rows, "LISTED": False}
-                warps, stages = wrapper.launch_for(fmt, rows)
+                warps, stages = wrapper.launch_for(fmt, rows, target)
                 yield Variant(f"{use} {name} d={d} rows={rows}", attend_kernel, constants, warps, stages, 64 * d)
 
 
@@ -89,8 +97,19 @@ def merge_variants() -> Iterator[Variant]:
         yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, 1 if parts <= 8 else 4, 1)
 
 
-def variants() -> list[Variant]:
-    return [*decode_variants(), *merge_variants()]
+def pack_variants() -> Iterator[Variant]:
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.kernels import triton as wrapper
+    from vllm_kvq.triton_kernels.pack import pack_kernel
+
+    for name in ("squat2", "squat4", "kivi2"):
+        for d in (64, 128, 256):
+            fmt = get_format(name).bind(Geometry(d, 64))
+            yield Variant(f"pack {name} d={d}", pack_kernel, wrapper.pack_constants(fmt, True), 4, 3)
+
+
+def variants(target: int) -> list[Variant]:
+    return [*decode_variants(target), *pack_variants(), *merge_variants()]
 
 
 def build(variant: Variant, target: int) -> Any:
@@ -151,13 +170,15 @@ def usage(compiled: Any) -> Usage:
     return Usage(registers, compiled.metadata.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
 
 
-def report(chosen: list[Variant], targets: list[int]) -> bool:
+def report(targets: list[int], only: str) -> bool:
     """Prints the table; whether every kernel is without spills and every decode loop has matrix instructions."""
     print(ROW.format(*HEADER))
     print(ROW.format("---", *["--:"] * 7))
     good = True
-    for variant in chosen:
-        for target in targets:
+    for target in targets:
+        for variant in variants(target):
+            if only not in variant.name:
+                continue
             u = usage(build(variant, target))
             per = f"{u.loop * 32 * variant.warps / variant.elements:.2f}" if variant.elements else ""
             print(
@@ -176,7 +197,7 @@ def main() -> int:
         "--check", action="store_true", help="fail on a spill, or on a decode loop without matrix products"
     )
     args = parser.parse_args()
-    good = report([v for v in variants() if args.only in v.name], args.targets)
+    good = report(args.targets, args.only)
     return 1 if args.check and not good else 0
 
 

@@ -19,7 +19,7 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.fields import ALIGN, round_up
 from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
-from vllm_kvq.formats.squat import ChannelKeys
+from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
 from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.kernels import attend
 from vllm_kvq.kernels.attend import Partial
@@ -117,7 +117,7 @@ def supports(fmt: PageFormat) -> bool:
     return constants(fmt) is not None
 
 
-def launch_for(fmt: PageFormat, rows: int) -> tuple[int, int]:
+def launch_for(fmt: PageFormat, rows: int, capability: int = 90) -> tuple[int, int]:
     """(warps, stages) of a program, found with `python -m vllm_kvq.eval.compile_table`: no spills on any target.
 
     One warp per 16 rows keeps every product within a warp; wide heads, and keys that are rebuilt before the product,
@@ -126,20 +126,32 @@ def launch_for(fmt: PageFormat, rows: int) -> tuple[int, int]:
     k, d = fmt.keys, fmt.geometry.d
     tiles = max(1, rows // 16)
     if isinstance(k, ChannelKeys):
-        return min(8, tiles * (1 if d <= 128 else 2)), 3 if k.bits == 4 and d <= 128 else 2
+        stages = 3 if k.bits == 4 and d == 128 else 1 if capability >= 120 else 2
+        return min(8, tiles * (1 if d <= 128 else 2)), stages
     if isinstance(k, HybridKeys):
-        return min(8, tiles * (2 if d <= 128 else 4)), 1 if d < 128 else 2
+        return min(8, tiles * (2 if d <= 128 else 4)), 1 if d < 128 or tiles > 1 else 2
     return min(8, 2 * tiles), 2 if isinstance(k, PolarKeys) and k.nibbles else 1
 
 
-def rows_for(rows: int) -> int:
+def rows_for(fmt: PageFormat, rows: int) -> int:
     """Rows per program: all of a decode step, a tile of a longer chunk."""
-    return min(MAX_ROWS, max(MIN_ROWS, _power_of_two(rows)))
+    most = MIN_ROWS if isinstance(fmt.keys, HybridKeys) else MAX_ROWS  # InnerQ spills beyond
+    return min(most, max(MIN_ROWS, _power_of_two(rows)))
 
 
 @functools.cache
 def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ValueError(f"compute capability {major}.{minor} is not supported; the Triton kernels need 8.0")
+    return 10 * major + minor
 
 
 def splits_for(programs: int, slabs: int, device: torch.device) -> int:
@@ -189,7 +201,7 @@ def attend_table(
         query = query.contiguous()
     heads, width = pages.shape[1], table.shape[1]
     share = query_heads // heads
-    m = rows_for(q * share)
+    m = rows_for(fmt, q * share)
     programs = n * heads * -(-q * share // m)
     splits = splits or splits_for(programs, width * fmt.slabs, pages.device)
     total = n * q * query_heads
@@ -198,7 +210,7 @@ def attend_table(
     if not total or not pages.shape[0] or not width:
         return out[0].zero_(), lse[0].fill_(-torch.inf)
     words, halves = typed(pages)
-    warps, stages = launch_for(fmt, m)
+    warps, stages = launch_for(fmt, m, _capability(pages.device))
     attend_kernel[(programs, splits)](
         *(query, words, halves, table, low, high, out, lse, scale, q, heads, pages.shape[0]),
         *(*query.stride()[:3], *words.stride()[:2], table.stride(0), width, total),
@@ -254,3 +266,72 @@ def attend_packed(
     for target, source in ((table, page_ids), (lows, low), (highs, high)):
         target[owner, place] = source.to(torch.int32)
     return attend_table(fmt, query, pages, table, lows, highs, scale)
+
+
+def supports_pack(fmt: PageFormat) -> bool:
+    return type(fmt.keys) in (ChannelKeys, SQuatKeys) and isinstance(fmt.values, TokenValues)
+
+
+def pack_constants(fmt: PageFormat, subspace: bool) -> dict[str, Any]:
+    """The pack kernel's compile-time constants; `subspace`: with SQuat's correction, where the keys are SQuat's."""
+    k, known = fmt.keys, constants(fmt)
+    if known is None or not isinstance(k, ChannelKeys):
+        raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys")
+    rank, update = (k.state_rows, k.block) if subspace and isinstance(k, SQuatKeys) else (0, k.d)
+    # in one plane and one block of the update, and a power of two
+    block = math.gcd(k.d * k.bits // 8, update)
+    names = ("HEAD", "D", "SLABS_AT", "SLAB_WORDS", "K_BITS", "K_CODES", "K_SCALE", "K_ZERO")
+    names += ("V_BITS", "V_GROUP", "V_BLOCK", "V_CODES", "V_SCALE", "V_ZERO")
+    return {name: known[name] for name in names} | {"RANK": rank, "UPDATE": update, "K_BLOCK": block & -block}
+
+
+def pull_matrices(keys: SQuatKeys, state: torch.Tensor) -> torch.Tensor:
+    """P_t of every channel block, side by side: (..., r, d), zero for the first block; see formats/squat.py."""
+    pull = torch.zeros_like(state)
+    for start in range(keys.block, keys.d, keys.block):
+        at = slice(start, start + keys.block)
+        pull[..., at] = keys._pull(state[..., start:], state[..., at])
+    return pull
+
+
+def pack(
+    fmt: PageFormat,
+    pages: torch.Tensor,
+    page: torch.Tensor,
+    slab: torch.Tensor,
+    rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor | None = None,
+    pull: torch.Tensor | None = None,
+) -> None:
+    """Packs n slabs: tokens rows[i] (n, 32) of key and value (tokens, H, head_size) into slab[i] of page[i].
+
+    `state` (n, H, r, d) float32 is SQuat's U of each slab's request and `pull` its `pull_matrices` (computed here if
+    not given; they change only when U does). Without a state SQuat packs as KIVI does. A page out of range is skipped.
+    """
+    if not supports_pack(fmt):
+        raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
+    from vllm_kvq.triton_kernels.pack import pack_kernel
+
+    n, heads, k = len(page), pages.shape[1], fmt.keys
+    if not n:
+        return
+    assert isinstance(k, ChannelKeys)
+    subspace = state is not None and isinstance(k, SQuatKeys)
+    if isinstance(k, SQuatKeys) and state is not None and pull is None:
+        pull = pull_matrices(k, state)
+    words, halves = typed(pages)
+    none = words.new_empty(0, dtype=torch.float32)
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    pack_kernel[(n, heads)](
+        *(key, value, rows.contiguous(), page, slab),
+        *(
+            (state.contiguous(), pull.contiguous())
+            if subspace and pull is not None and state is not None
+            else (none, none)
+        ),
+        *(words, halves, pages, heads, pages.shape[0], *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
+        **pack_constants(fmt, subspace),
+        num_warps=4,
+    )
