@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -118,7 +119,8 @@ def run(device: torch.device, formats: list[str], shapes: list[Shape], deadline:
     print(ROW.format("format", "batch", "context", "us", "SDPA us", "ideal us", "x SDPA", "MB read", "of copy"))
     times: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
     for shape in shapes:
-        calls, full = [], shape.batch * shape.context * HEADS * HEAD * 4
+        calls: list[Any] = []
+        full = shape.batch * shape.context * HEADS * HEAD * 4
         if not fits(full, device) or time.monotonic() > deadline:
             print(f"batch {shape.batch} context {shape.context}: left out, no memory or no time")
             continue

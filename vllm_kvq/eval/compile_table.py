@@ -66,7 +66,7 @@ POINTERS = {
 }
 """What an argument is if it is neither a constant nor (by the suffix _ptr) float32 nor i32."""
 
-ALIGNED = ("query_request", "query_token", "query_head", "page_words", "head_words")
+ALIGNED: tuple[str, ...] = ("query_request", "query_token", "query_head", "page_words", "head_words")
 ALIGNED += ("key_token", "key_head", "value_token", "value_head")
 """Strides that are multiples of 16 in every cache, beside all pointers."""
 
@@ -162,7 +162,7 @@ def usage(compiled: Any) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        read = {"capture_output": True, "text": True, "check": True}
+        read: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
         resources = subprocess.run([tool("cuobjdump"), "-res-usage", file.name], **read).stdout
         sass = subprocess.run([tool("nvdisasm"), "-c", file.name], **read).stdout
     registers, stack = (int(re.search(rf"{n}:(\d+)", resources)[1]) for n in ("REG", "STACK"))  # type: ignore[index]

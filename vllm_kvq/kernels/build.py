@@ -144,4 +144,3 @@ def main() -> int:
         print(f"CPU kernels can't be built: {error}", file=sys.stderr)
         return 1
     return 0
-

@@ -280,7 +280,7 @@ def pack_constants(fmt: PageFormat, subspace: bool) -> dict[str, Any]:
     rank, update = (k.state_rows, k.block) if subspace and isinstance(k, SQuatKeys) else (0, k.d)
     # in one plane and one block of the update, and a power of two
     block = math.gcd(k.d * k.bits // 8, update)
-    names = ("HEAD", "D", "SLABS_AT", "SLAB_WORDS", "K_BITS", "K_CODES", "K_SCALE", "K_ZERO")
+    names: tuple[str, ...] = ("HEAD", "D", "SLABS_AT", "SLAB_WORDS", "K_BITS", "K_CODES", "K_SCALE", "K_ZERO")
     names += ("V_BITS", "V_GROUP", "V_BLOCK", "V_CODES", "V_SCALE", "V_ZERO")
     return {name: known[name] for name in names} | {"RANK": rank, "UPDATE": update, "K_BLOCK": block & -block}
 
