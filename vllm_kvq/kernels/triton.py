@@ -130,7 +130,8 @@ def launch_for(fmt: PageFormat, rows: int, capability: int = 90) -> tuple[int, i
         return min(8, tiles * (1 if d <= 128 else 2)), stages
     if isinstance(k, HybridKeys):
         return min(8, tiles * (2 if d <= 128 else 4)), 1 if d < 128 or tiles > 1 else 2
-    return min(8, 2 * tiles), 2 if isinstance(k, PolarKeys) and k.nibbles and tiles == 1 else 1
+    nibbles = isinstance(k, PolarKeys) and k.nibbles
+    return min(8, 2 * tiles), 2 if (tiles == 1 if nibbles else capability >= 120) else 1
 
 
 def rows_for(fmt: PageFormat, rows: int) -> int:
