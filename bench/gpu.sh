@@ -29,7 +29,7 @@ fi
 
 status=0
 echo "== tests"
-timeout 200 "$PYTHON" tests/gpu/test_decode.py || { status=1; echo "TESTS FAILED"; }
+timeout 200 "$PYTHON" tests/gpu/test_gpu_decode.py || { status=1; echo "TESTS FAILED"; }
 echo "== decode times"
 timeout 320 "$PYTHON" -m vllm_kvq.bench.gpu --seconds 270 || { status=1; echo "BENCH FAILED"; }
 exit "$status"

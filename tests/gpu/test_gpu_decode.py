@@ -1,4 +1,4 @@
-"""The kernels on a real device: as a pytest module, or `python3 tests/gpu/test_decode.py` where there is no pytest.
+"""The kernels on a real device: as a pytest module, or `python3 tests/gpu/test_gpu_decode.py` where there is no pytest.
 
 No GPU has run this yet.
 """
