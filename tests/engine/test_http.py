@@ -1,4 +1,4 @@
-"""Every format over HTTP: the server answers with the very tokens that `LLM.generate` gives."""
+"""Every format over HTTP: the server's tokens are those of the reference."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import socket
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 import traces
 
 from vllm_kvq.demo.server import Server, parse_capacity
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.oracle.trace import Trace
+from vllm_kvq.oracle.check import judge
+from vllm_kvq.oracle.replay import ReplayModel
+from vllm_kvq.oracle.trace import Chunk, Request, Result, Trace
 
 pytestmark = pytest.mark.engine
 N = 64
@@ -35,10 +36,17 @@ def complete(url: str, prompt: tuple[int, ...], tokens: int) -> list[int]:
         return json.load(answer)["choices"][0]["token_ids"]
 
 
+def as_result(request: Request, tokens: list[int]) -> Result:
+    """What the scheduler does with one request on an idle server: the prompt at once, then token by token."""
+    pages = list(range(1, 100))
+    steps = [[Chunk(f"{request.name}-0", 0, len(request.prompt), pages=pages)]]
+    steps += [[Chunk(f"{request.name}-0", len(request.prompt) + i, 1, pages=pages)] for i in range(len(tokens) - 1)]
+    return Result({request.name: [tokens]}, {}, steps, 0, (0, 0))
+
+
 @pytest.mark.parametrize("name", [f.name for f in FORMATS.values() if f.public])
-def test_server_answers_like_generate(name: str, run: Any, model: Path, tmp_path: Path) -> None:
+def test_server_answers_like_the_reference(name: str, model: Path, tmp_path: Path) -> None:
     request = traces.prefixes(N)[0].requests[0]
-    expected = run([Trace((request,))], kv_cache_dtype=name, block_size=N)[0].outputs[request.name][0]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     # one format compiled, as vLLM does by default; a configuration file for the others
@@ -57,10 +65,14 @@ def test_server_answers_like_generate(name: str, run: Any, model: Path, tmp_path
     ]
     with Server(str(model), arguments, "127.0.0.1", port, tmp_path / "log") as server:
         server.wait_until_healthy(240)
-        assert complete(server.url, request.prompt, request.max_tokens) == expected
+        tokens = complete(server.url, request.prompt, request.max_tokens)
         # again, now from the prefix cache
         assert len(complete(server.url, request.prompt, request.max_tokens)) == request.max_tokens
         capacity = parse_capacity(server.read_log())
         assert capacity is not None
         assert capacity.format == name
         assert server.stop() == 0
+    reference = ReplayModel(str(model), name, N, kernel_error=1e-2 if name == "qjl3" else 1e-3)
+    verdict = judge(reference, [Trace((request,))], [as_result(request, tokens)])
+    assert not verdict.mismatches
+    assert verdict.tokens == request.max_tokens
