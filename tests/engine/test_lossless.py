@@ -27,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
     },
     "compiled": {**kvq(W=32), "enforce_eager": False},
+    "a layer in 16 bits": {**kvq(W=32, skip_layers=[1]), "block_size": 128},
     "no prefix cache": {**kvq(W=32, S=4), "enable_prefix_caching": False},
 }
 
@@ -34,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def verdict(request: pytest.FixtureRequest, run: Any, plain: Any) -> tuple[str, Verdict]:
     todo = traces.all_traces(N)
-    got = run(todo, kv_cache_dtype="lossless", block_size=N, **CONFIGS[request.param])
+    got = run(todo, **{"kv_cache_dtype": "lossless", "block_size": N, **CONFIGS[request.param]})
     total = Verdict()
     for trace, expected, result in zip(todo, plain[N], got, strict=True):
         total.add(compare(trace, expected, result))
@@ -46,7 +47,7 @@ def test_tokens_equal_plain_vllm(verdict: tuple[str, Verdict]) -> None:
     assert not total.mismatches
     assert total.tokens > 1700
     # the scenario was really there
-    assert total.hits > 0 or name == "no prefix cache"
+    assert total.hits > 0 or name in ("no prefix cache", "a layer in 16 bits")
     assert total.preemptions > 0 or name != "preemption"
 
 

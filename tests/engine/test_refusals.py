@@ -34,6 +34,11 @@ def kvq(**options: Any) -> dict[str, Any]:
         (kvq(g=64), "option 'g' is 64, the whole head of 64 channels"),
         (kvq(N=64) | {"block_size": 128}, "kvq option 'N' is 64 but --block-size is 128"),
         ({"additional_config": {"kvq": 3}}, "additional config 'kvq' is 3; it must be an object"),
+        (kvq(skip_layers=[2]), "option 'skip_layers' names layer 2; the model has layers 0 to 1"),
+        (
+            kvq(skip_layers=[1]) | {"block_size": 64},
+            "block size 64 is too small beside layers in 16 bits; set --block-size",
+        ),
         ({"block_size": 48}, "block size 48 is not a multiple of 32; use --block-size 64 or 128"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},

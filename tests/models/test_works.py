@@ -121,16 +121,17 @@ def test_window_layers_survive_preemption_and_speculation(lab: Any) -> None:
 def test_a_block_too_small_for_window_layers_is_refused(lab: Any) -> None:
     engine = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": N, **kvq("squat2")}
     sentence = lab.do("configure", model=str(lab.model(named("Gemma-3"))), engine=engine)
-    assert "block size 32 is too small beside this model's sliding-window layers; set --block-size 512" in sentence
+    assert "block size 32 is too small beside layers in 16 bits; set --block-size 512" in sentence
 
 
-@pytest.mark.parametrize("option", [{"skip_layers": [0]}, {}], ids=["option", "flag"])
-def test_skip_layers_are_refused(option: dict[str, Any], lab: Any) -> None:
-    engine = {"skip_tokenizer_init": True, **kvq("squat2", **option)}
-    if not option:
-        engine["kv_cache_dtype_skip_layers"] = ["0"]
-    sentence = lab.do("configure", model=str(lab.model(named("Llama"))), engine=engine)
-    assert "does not support full-attention layers in 16 bits (skip_layers); leave it out" in sentence
+def test_the_flag_skips_layers_like_the_option(lab: Any) -> None:
+    """Layer 0 in 16 bits and layer 1 packed, by either way; and the control that packing both answers otherwise."""
+    arch, engine = named("Llama"), {**ENGINE, "block_size": 512}
+    flag = lab.run(arch, [TRACE], **kvq("squat2"), **engine, kv_cache_dtype_skip_layers=["0"])[0]
+    option = lab.run(arch, [TRACE], **kvq("squat2", skip_layers=[0]), **engine)[0]
+    packed = lab.run(arch, [TRACE], **kvq("squat2"), **engine)[0]
+    assert flag.outputs == option.outputs
+    assert flag.outputs != packed.outputs
 
 
 def test_the_adapter_is_used(lab: Any, plain: Any) -> None:

@@ -46,9 +46,10 @@ Plain vLLM takes each of these; use `--kv-cache-dtype auto`.
 """
 
 REST = """\
-The option `skip_layers` and the flag `--kv-cache-dtype-skip-layers` are refused as well: vLLM would pad every packed
-page to the size of a 16-bit page, and nothing would be saved. A model of which some attention layer does not get the KV
-cache dtype from vLLM is refused when that layer is made, so that no cache stays in 16 bits unnoticed.
+The option `skip_layers` and the flag `--kv-cache-dtype-skip-layers` keep whole layers in vLLM's own 16-bit cache, on
+the CPU: in blocks that fit into our pages, which grow for it (`squat2` at d=128: N=256), and with prefix caching off. A
+model of which some attention layer does not get the KV cache dtype from vLLM is refused when that layer is made, so
+that no cache stays in 16 bits unnoticed.
 """
 
 

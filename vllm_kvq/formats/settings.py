@@ -60,7 +60,7 @@ OPTIONS: dict[str, Option] = {
     "radius_bits": Option("PolarQuant's radius bits", ("polar",), choices=(2, 4)),
     "pairing": Option("RoPE's channel pairs, from the model unless set", ("polar",), choices=("half", "interleaved")),
     "seed": Option("seed of QJL's sketches", ("qjl",), low=0, high=2**31 - 1),
-    "skip_layers": Option("layers to keep in 16 bits: not served yet, refused at start-up", ("*",)),
+    "skip_layers": Option("indices of layers to keep in 16 bits (CPU; prefix caching is off then)", ("*",)),
 }  # fmt: skip
 
 

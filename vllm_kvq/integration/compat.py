@@ -125,8 +125,9 @@ def wrap_platform(backend: str, validate: Any) -> None:
             validate.check_selection(attn_selector_config)
             return backend
         current = get_current_vllm_config_or_none()
-        if current is not None and current.cache_config.cache_dtype in FORMATS:
-            validate.check_other_backend(current, attn_selector_config)
+        ours = current is not None and current.cache_config.cache_dtype in FORMATS
+        if ours and (other := validate.other_backend(current, attn_selector_config)):
+            return other
         return choose.__func__(c, selected_backend, attn_selector_config, **kwargs)
 
     @functools.wraps(check.__func__)

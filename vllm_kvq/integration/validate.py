@@ -11,7 +11,7 @@ import torch
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.setup import kvq_options, pairing_problem
-from vllm_kvq.integration.windows import WINDOWS, keep_windows, window_problem
+from vllm_kvq.integration.windows import WINDOWS, keep_sixteen_bits, window_problem
 
 
 class Refused(ValueError):
@@ -47,7 +47,7 @@ def _check(vllm_config: Any) -> None:
         raise Refused(f"--kv-cache-dtype {name}: {problem}")
     _check_geometry(name, vllm_config, model.get_head_size(), cache.block_size or DEFAULT_N, model.dtype)
     try:
-        keep_windows(vllm_config)
+        keep_sixteen_bits(vllm_config)
     except ValueError as error:
         raise Refused(f"--kv-cache-dtype {name}: {error}") from None
 
@@ -66,6 +66,8 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         vllm_config.parallel_config,
         vllm_config.speculative_config,
     )
+    from vllm.platforms import current_platform
+
     text = model.hf_text_config
     plain = "use --kv-cache-dtype auto"
     checks = [
@@ -86,10 +88,8 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         ),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
         (
-            # vLLM would pad every packed page to the size of a 16-bit page
-            {*vllm_config.cache_config.kv_cache_dtype_skip_layers} - {WINDOWS}
-            or kvq_options(vllm_config).get("skip_layers"),
-            "full-attention layers in 16 bits (skip_layers)",
+            _skips(vllm_config) and not current_platform.is_cpu(),
+            "layers in 16 bits (skip_layers) on this platform",
             "leave it out",
         ),
         (
@@ -117,14 +117,27 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
     return [(what, instead) for bad, what, instead in checks if bad]
 
 
-def check_other_backend(vllm_config: Any, asked: Any) -> None:
-    """A layer under one of our dtypes takes another backend: only a window layer may do that."""
+def _skips(vllm_config: Any) -> bool:
+    return bool(vllm_config.cache_config.kv_cache_dtype_skip_layers or kvq_options(vllm_config).get("skip_layers"))
+
+
+def other_backend(vllm_config: Any, asked: Any) -> str | None:
+    """A layer under one of our dtypes has another dtype: its backend, None for the platform's own choice.
+
+    Only window layers and those that the user skips may do that.
+    """
     cache = vllm_config.cache_config
-    if WINDOWS not in cache.kv_cache_dtype_skip_layers or not asked.has_sliding_window:
+    if WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window:
+        return None
+    if not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
         raise Refused(
             f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
             "would stay in 16 bits; use --kv-cache-dtype auto"
         )
+    from vllm_kvq.integration.sixteen import SixteenBitBackend
+
+    SixteenBitBackend.page = cache.skip_page_size_padded
+    return f"{SixteenBitBackend.__module__}.{SixteenBitBackend.__qualname__}"
 
 
 # what vLLM asks of a backend before it makes a layer, and what it is called in a sentence

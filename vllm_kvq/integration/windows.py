@@ -1,10 +1,10 @@
-"""Models that mix full attention with sliding windows: the window layers stay in vLLM's own 16-bit cache.
+"""Layers that stay in vLLM's own 16-bit cache beside packed ones: sliding windows, and the user's `skip_layers`.
 
-vLLM's pool has pages of one size. Window layers take the largest block that fits into one of our pages and are padded
+vLLM's pool has pages of one size. 16-bit layers take the largest block that fits into one of our pages and are padded
 to it (vLLM's own mechanism for `kv_cache_dtype_skip_layers`); where our page is too small for their smallest block, our
-block grows. Their memory does not grow with the context, ours is what a long context costs.
+block grows. The memory of window layers does not grow with the context; that of skipped layers does.
 
-Prefix caching is off for these models: a hit computes our window again, and for its first tokens the window layers
+Prefix caching is off then: a hit computes our window again, and for its first tokens the window layers
 would need keys from before the hit's own window, which vLLM does not keep.
 """
 
@@ -47,12 +47,23 @@ def window_problem(model: Any) -> str | None:
     return None
 
 
-def keep_windows(vllm_config: Any) -> None:
-    """Let window layers keep 16 bits, in pages of our size. Raises ValueError if the user's block size is too small."""
+def kept_layers(vllm_config: Any) -> set[str]:
+    """What stays in 16 bits, in vLLM's words: layer indices and WINDOWS."""
+    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
+    windows = {WINDOWS} if any("sliding" in kind for kind in kinds) else set()
+    chosen = {str(i) for i in kvq_options(vllm_config).get("skip_layers", ())}
+    return windows | chosen | {*vllm_config.cache_config.kv_cache_dtype_skip_layers}
+
+
+def keep_sixteen_bits(vllm_config: Any) -> None:
+    """Let those layers keep 16 bits, in pages of our size. Raises ValueError if the user's block size is too small."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    if not any("sliding" in kind for kind in kinds):
+    kept = kept_layers(vllm_config)
+    if not kept:
         return
+    layers = model.get_total_num_hidden_layers()
+    if beyond := sorted(i for i in kept if i.isdigit() and int(i) >= layers):
+        raise ValueError(f"option 'skip_layers' names layer {beyond[0]}; the model has layers 0 to {layers - 1}")
     heads, head_size = model.get_num_kv_heads(vllm_config.parallel_config), model.get_head_size()
     plain = SMALLEST_BLOCK * 2 * heads * head_size * model.dtype.itemsize
     block = cache.block_size or DEFAULT_N
@@ -62,15 +73,13 @@ def keep_windows(vllm_config: Any) -> None:
         if fitting > OPTIONS["N"].high:
             raise ValueError(f"no block of up to {OPTIONS['N'].high:g} tokens holds {SMALLEST_BLOCK} tokens in 16 bits")
     if fitting != block and cache.user_specified_block_size:
-        raise ValueError(
-            f"block size {block} is too small beside this model's sliding-window layers; set --block-size {fitting}"
-        )
+        raise ValueError(f"block size {block} is too small beside layers in 16 bits; set --block-size {fitting}")
     if cache.enable_prefix_caching:
-        logger.warning_once("kvq: prefix caching is switched off: this model has sliding-window layers")
+        logger.warning_once("kvq: prefix caching is switched off: some layers stay in 16 bits")
         cache.enable_prefix_caching = False
     cache.block_size = fitting
     cache.skip_page_size_padded = page
-    cache.kv_cache_dtype_skip_layers = sorted({*cache.kv_cache_dtype_skip_layers, WINDOWS})
+    cache.kv_cache_dtype_skip_layers = sorted(kept)
 
 
 def _page(vllm_config: Any, heads: int, head_size: int, block: int, dtype: torch.dtype) -> int:
