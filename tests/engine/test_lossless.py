@@ -56,6 +56,7 @@ def test_samples_and_aborts(run: Any, plain_samples: Any) -> None:
     got = run([trace], kv_cache_dtype="lossless", block_size=N, **kvq(W=32, S=4))[0]
     total = compare(trace, plain_samples, got)
     assert not total.mismatches
+    assert len(got.outputs["aborted"][0]) < 200 > len(got.outputs["aborted at once"][0])
     assert len({tuple(s) for s in got.outputs["three samples"]}) == 3
 
 

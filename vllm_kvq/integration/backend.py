@@ -166,8 +166,8 @@ class KVQImpl(AttentionImpl):
             step.batch = _batch(step, tables, packed)
         if len(step.batch.new):
             plan = packed.plan(step.batch, step.plans)
-            packed.update(plan, query, key, value, kv_cache)
-            packed.attend(plan, query, key, value, kv_cache, output.view(-1, self.num_heads, self.head_size))
+            ring = packed.update(plan, query, key, value, kv_cache)
+            packed.attend(plan, ring, query, key, value, kv_cache, output.view(-1, self.num_heads, self.head_size))
         return output
 
 

@@ -11,6 +11,8 @@
 | builtin specs registered first         | KVCacheSpecRegistry skips its builtin ones when it is   | the registry     |
 |                                        | not empty                                               | merges           |
 | rotary_embedding._ROPE_DICT read       | the attention layer isn't told how RoPE pairs channels  | it is told       |
+| skip_page_size_padded and the list of  | pages of one size for layers that stay in 16 bits; on   | vLLM aligns them |
+| skipped layers set (windows.py)        | the CPU vLLM does not align them itself                 | on the CPU       |
 | CircularBufferManager's hooks          | one more block than one per request, zeroed             | a public base    |
 | PRIVATE below, checked at start-up     | an upgrade that renames one fails with one sentence     |                  |
 """

@@ -83,10 +83,10 @@ class PackedLayer:
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:
+        """Returns the history's full-precision tokens, (tokens, 2, H, head_size): new ones now lie in their slots."""
         slots = self.sidecar.slots
         ring = slots[plan.ring_read]  # (tokens, 2, H, head_size), before the new tokens overwrite it
-        self._ring = ring
         for fit in plan.fits:
             self._fit(fit, query, key)
         if plan.units is not None:
@@ -98,6 +98,7 @@ class PackedLayer:
         if self.sinks is not None and len(plan.sink_rows):
             self.sinks.slots[plan.sink_write] = torch.stack([key[plan.sink_rows], value[plan.sink_rows]], dim=1)
         self.sidecar.headers()[plan.header_block] = plan.header
+        return ring
 
     def _fit(self, fit: Fit, query: torch.Tensor, key: torch.Tensor) -> None:
         """The request's state after this chunk of its prompt."""
@@ -129,6 +130,7 @@ class PackedLayer:
     def attend(
         self,
         plan: StepPlan,
+        ring: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -136,7 +138,6 @@ class PackedLayer:
         output: torch.Tensor,
     ) -> None:
         pages = self.pages(kv_cache)
-        ring = self._ring
         early = self.sinks.slots[plan.sink_read] if self.sinks is not None else ring[:0]
         raw = torch.cat([early[:, 0], ring[:, 0], key]), torch.cat([early[:, 1], ring[:, 1], value])
         for group in plan.groups:
