@@ -3,7 +3,7 @@
 # make lint     ruff;  make types: mypy;  make format: ruff rewrites the files
 #
 # Variables: FORMAT=squat2|qjl3|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
-#            PYTHON=python3 (creates the environment)  PYTEST_ARGS="-k name"
+#            PYTHON=python3 (creates the environment)  PYTEST_ARGS="-k name"  WORKERS=2 (test processes)
 
 PYTHON ?= python3
 FORMAT ?= squat2
@@ -11,6 +11,7 @@ PORT ?= 8000
 MODEL ?=
 ONCE ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 VENV := .venv/bin
 export VLLM_NO_USAGE_STATS = 1
@@ -23,7 +24,7 @@ bootstrap:
 	@$(PYTHON) scripts/bootstrap.py
 
 kernels: bootstrap
-	@echo "kernels: compiling csrc/cpu where it has changed (a quarter of a minute)"
+	@echo "kernels: compiling csrc/cpu where it has changed (about a minute)"
 	@$(VENV)/python -m vllm_kvq.kernels
 
 run: kernels
@@ -32,7 +33,7 @@ run: kernels
 
 test: kernels
 	@echo "test: the whole suite, see pyproject.toml for its settings"
-	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+	@$(VENV)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: bootstrap
 	@$(VENV)/python -m ruff check .

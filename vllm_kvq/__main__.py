@@ -1,3 +1,5 @@
 from vllm_kvq.cli import main
 
-raise SystemExit(main())
+# guarded: multiprocessing imports the main module again in its children
+if __name__ == "__main__":
+    raise SystemExit(main())

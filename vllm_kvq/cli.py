@@ -13,7 +13,10 @@ from vllm_kvq.formats.table import FORMATS
 MODULES = {
     "bench attention": "vllm_kvq.bench.attention",
     "bench decode": "vllm_kvq.bench.decode",
+    "bench serve": "vllm_kvq.bench.serve",
+    "bench prefill": "vllm_kvq.bench.prefill",
     "eval error": "vllm_kvq.eval.error_table",
+    "fuzz": "vllm_kvq.fuzz.main",
 }
 """Subcommand -> module with a `main()` that reads `sys.argv`; imported only when asked for."""
 

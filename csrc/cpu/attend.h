@@ -33,26 +33,39 @@ struct Attend {
 // Throws std::out_of_range before anything is read or written if the list leaves the tensors.
 void attend_packed(const Attend& a);
 
+// Keys and values of tokens: (blocks, slots, heads, head_size), innermost stride 1, the others in elements.
+struct Tokens {
+  const void *key, *value;
+  int64_t blocks, slots;
+  int64_t key_strides[3], value_strides[3];
+
+  int64_t rows() const { return blocks * slots; }
+};
+
 struct AttendRaw {
   // queries (requests, queries, query_heads, head_size), innermost stride 1, the others in elements
   int64_t requests, queries, query_heads, head_size;
   const void* query;
   Dtype query_dtype;
   int64_t query_strides[3];
-  // tokens (blocks, slots, heads, head_size), innermost stride 1, the others in elements
-  int64_t blocks, slots, heads;
-  const void *key, *value;
+  Tokens pool, more;
+  int64_t heads;
   Dtype dtype;
-  int64_t key_strides[3], value_strides[3];
-  int64_t tokens;          // per request
-  const int64_t* rows;     // (requests, tokens): block * slots + slot, negative where absent; null: block i is request i
-  const uint8_t* seen;     // (requests, queries, tokens)
+  int64_t tokens;       // per request
+  const int64_t* rows;  // (requests, tokens): row of `pool` (block * slots + slot), then of `more`; negative: absent
+  const uint8_t* seen;  // (requests, queries, tokens)
   float scale;
-  float *out, *lse;        // as in Attend
+  // Other parts of the same attention, as Attend leaves them, null where there are none: merged into the output.
+  const float *prior_out[2], *prior_lse[2];
+  void* out;  // row (request, query) is out_rows[..] of (out_count, query_heads, head_size), strides in elements
+  Dtype out_dtype;
+  int64_t out_count, out_strides[2];
+  const int64_t* out_rows;
+  float* lse;  // (requests, queries, query_heads) of this part alone, or null
   int threads, isa;
 };
 
-// Throws std::out_of_range before anything is read or written if a row leaves the blocks.
+// Throws std::out_of_range before anything is read or written if a row leaves its tensor.
 void attend_raw(const AttendRaw& a);
 
 }  // namespace kvq

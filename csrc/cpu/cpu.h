@@ -1,12 +1,24 @@
 // Which kernels this processor may run.
 #pragma once
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "kernel.h"
 
 namespace kvq {
 
-// 0 portable, 1 AVX2, 2 AVX-512 with VNNI and VBMI. The compiler's builtin also asks whether the operating system
-// saves the registers.
+#if defined(__x86_64__)
+// clang 14's builtin does not know the name
+inline bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+// 0 portable, 1 AVX2 with FMA and F16C, 2 AVX-512 with VNNI and VBMI. The compiler's builtin also asks whether the
+// operating system saves the registers.
 inline int best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -14,7 +26,8 @@ inline int best_isa() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
       __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
     return 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && has_f16c())
+    return 1;
 #endif
   return 0;
 }

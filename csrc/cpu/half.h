@@ -28,6 +28,21 @@ inline float half_to_float(uint16_t h) {
 
 inline float half_or_nan(uint16_t h) { return (h & 0x7fff) > 0x7c00 ? bits_to_float(0x7fc00000) : half_to_float(h); }
 
+// Round to nearest even, as formats/quant.py's `half`: clamped to the largest finite number. x is no NaN.
+inline uint16_t float_to_half(float x) {
+  const float magnitude = __builtin_fabsf(x), top = 65504.0f;
+  const uint32_t bits = float_to_bits(magnitude < top ? magnitude : top);
+  // below 2^-14 the sum with 0.5 has the spacing of half's subnormal numbers, 2^-24
+  const uint32_t small = float_to_bits(bits_to_float(bits) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (bits + 0xfff + (bits >> 13 & 1) - 0x38000000u) >> 13;
+  return uint16_t((bits < 0x38800000u ? small : normal) | (float_to_bits(x) >> 16 & 0x8000));
+}
+
+inline uint16_t float_to_bfloat(float x) {
+  const uint32_t bits = float_to_bits(x);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 inline float bfloat_to_float(uint16_t b) { return bits_to_float(uint32_t(b) << 16); }
 
 }  // namespace

@@ -8,9 +8,29 @@
 #include <atomic>
 #include <cstdint>
 
+#ifdef KVQ_STD_THREADS
+// For the thread sanitizer, which doesn't know what OpenMP's barriers order.
+#include <thread>
+#include <vector>
+
+namespace kvq {
+inline void GOMP_parallel(void (*fn)(void*), void* data, unsigned threads, unsigned) {
+  std::vector<std::thread> team;
+  for (unsigned i = 1; i < threads; ++i) team.emplace_back(fn, data);
+  fn(data);
+  for (std::thread& t : team) t.join();
+}
+inline constexpr bool HAVE_THREADS = true;
+}  // namespace kvq
+#else
 extern "C" {
 void GOMP_parallel(void (*fn)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 }
+
+namespace kvq {
+inline const bool HAVE_THREADS = GOMP_parallel != nullptr;
+}
+#endif
 
 namespace kvq {
 
@@ -29,7 +49,7 @@ void parallel(int threads, int64_t count, Body&& body) {
     for (int64_t i = l.next.fetch_add(1); i < l.count; i = l.next.fetch_add(1)) (*l.body)(i);
   };
   const int64_t team = count < threads ? count : threads;
-  if (team <= 1 || !GOMP_parallel) {
+  if (team <= 1 || !HAVE_THREADS) {
     run(&loop);
   } else {
     GOMP_parallel(run, &loop, unsigned(team), 0);

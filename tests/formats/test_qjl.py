@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvq.formats import FORMATS, Geometry
+from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.qjl import SketchKeys, sketch, sphere_constant
 
@@ -187,3 +188,47 @@ def test_compact_outlier_sketch_is_no_worse(d: int, n: int, least: float, most: 
     at d = 128 (in both, the columns are orthogonal), 7 % less at d = 64, for 1/16 of the sketch."""
     compact, restricted = compact_and_restricted(d, n, d, trials=60)
     assert least < compact / restricted < most
+
+
+# -- which channels are outliers
+def test_the_prompt_chooses() -> None:
+    """By the norm over all its keys, however it is cut into chunks; pages name the choice in every slab."""
+    c, g = codec(64), torch.Generator().manual_seed(5)
+    prompt = torch.randn(2, 100, 64, generator=g)
+    prompt[0, :, [3, 9, 33, 60]] *= 5
+    prompt[1, :, [0, 1, 2, 63]] *= 5
+    state = c.fit(prompt, prompt, None)
+    chunks = None
+    for part in prompt.split([1, 20, 79], dim=1):
+        chunks = c.fit(part, part, chunks)
+    assert chunks is not None
+    torch.testing.assert_close(chunks, state)
+    later = torch.randn(2, 64, 64, generator=g)
+    later[..., 20:24] *= 30  # outliers that the prompt had not
+    assert c.pack(later, state)["ko_index"].tolist() == [[[3, 9, 33, 60]] * 2, [[0, 1, 2, 63]] * 2]
+    assert c.pack(later, None)["ko_index"].tolist() == [[[20, 21, 22, 23]] * 2] * 2
+
+
+def test_a_short_prompt_leaves_the_choice_to_the_slabs() -> None:
+    c, g = codec(64), torch.Generator().manual_seed(6)
+    x = torch.randn(1, 64, 64, generator=g)
+    x[:, :32, 5] *= 30
+    x[:, 32:, 7] *= 30
+    for tokens in (1, 31):
+        index = c.pack(x, c.fit(x[:, :tokens], x[:, :tokens], None))["ko_index"][0]
+        assert [5 in i for i in index.tolist()] == [True, False]
+        assert [7 in i for i in index.tolist()] == [False, True]
+    index = c.pack(x, c.fit(x[:, :32], x[:, :32], None))["ko_index"][0]
+    assert torch.equal(index[0], index[1])
+
+
+def test_slabs_choose_better_under_rope() -> None:
+    """What the fixed choice costs: nothing without RoPE, up to a tenth with it."""
+    for d in (64, 128):
+        for rope, least, most in ((False, 0.999, 1.001), (True, 1.01, 1.1)):
+            query, key, value = attention_data(d, tokens=2048, group=1, rope=rope, seed=1)
+            fixed, free = (
+                score_error(query[-128:], key, roundtrip("qjl3", key, value, outlier_choice=choice)[0])
+                for choice in ("prompt", "slab")
+            )
+            assert least < fixed / free < most

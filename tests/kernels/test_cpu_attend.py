@@ -179,6 +179,7 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
         ("innerq2", {"key_bits": 4, "value_bits": 4}),
         ("innerq2", {"values": "token", "group": 128}),
         ("qjl3", {"m": 512, "m_out": 32, "outliers": 5}),
+        ("qjl3", {"outlier_choice": "slab"}),  # other outliers in each slab
         ("polar4", {"mode": "paper"}),
         ("polar4", {"values": "raw"}),
         ("polar3", {"mode": "paper"}),

@@ -47,28 +47,52 @@ def test_the_same_as_pytorch(n: int, q: int, t: int, heads: int, gqa: int, d: in
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_gathered_from_a_strided_pool() -> None:
-    n, t, heads, d = 3, 40, 2, 80
-    query, key, value, seen = inputs(n, 2, t, heads, 4, d, torch.bfloat16)
-    # both halves of a token side by side, in blocks of 16 tokens that are further apart than they are long
-    pool = torch.full((20, 16 * heads * 2 * d + 64), math.nan, dtype=torch.bfloat16)
-    strides = (pool.stride(0), heads * 2 * d, 2 * d, 1)
-    store = pool.as_strided((20, 16, heads, 2 * d), strides)
-    rows = torch.randperm(320)[: n * t].view(n, t)
-    store[rows // 16, rows % 16] = torch.cat([key, value], dim=-1)
+@pytest.mark.parametrize("gqa", [1, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gathered_from_two_pools_and_merged(dtype: torch.dtype, gqa: int) -> None:
+    n, q, t, heads, d = 3, 2, 40, 2, 80
+    query, key, value, seen = inputs(n, q, t, heads, gqa, d, dtype)
+    # both halves of a token side by side, in blocks of 16 and of 3 tokens that are further apart than they are long
+    pools = []
+    for slots in (16, 3):
+        pool = torch.full((20, slots * heads * 2 * d + 64), math.nan).to(dtype)
+        pools.append(pool.as_strided((20, slots, heads, 2 * d), (pool.stride(0), heads * 2 * d, 2 * d, 1)))
+    rows = torch.randperm(380)[: n * t].view(n, t)
+    for at, k, v in zip(rows.flatten(), key.flatten(0, 1), value.flatten(0, 1), strict=True):
+        slots, i = (16, int(at)) if at < 320 else (3, int(at) - 320)
+        pools[slots == 3][i // slots, i % slots] = torch.cat([k, v], dim=-1)
     rows[0, :5] = -1
     rows[1, 7] = min(set(range(320)) - set(rows.flatten().tolist()))
     seen[0, :, :5] = False  # absent
     seen[1, :, 7] = False  # present, but NaN and seen by nobody
-    got = cpu.attend_rows(query, store[..., :d], store[..., d:], rows, seen, d**-0.5)
-    torch.testing.assert_close(got, attend.attend_raw(query, key, value, seen, d**-0.5), rtol=1e-4, atol=1e-5)
+    rng = torch.Generator().manual_seed(7)
+    parts = [
+        (torch.randn(n, q, heads * gqa, d, generator=rng), 4 * torch.randn(n, q, heads * gqa, generator=rng))
+        for _ in range(2)
+    ]
+    parts[0][1][0] = -math.inf
+    order = torch.randperm(9)[: n * q].view(n, q)
+    pairs = [(p[..., :d], p[..., d:]) for p in pools]
+    for count in range(3):
+        output = torch.zeros(9, heads * gqa, 2 * d, dtype=dtype)[..., :d]
+        want = attend.merge([attend.attend_raw(query, key, value, seen, d**-0.5), *parts[:count]])
+        cpu.attend_into(output, order, query, *pairs, rows, seen, d**-0.5, parts[:count])
+        tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+        torch.testing.assert_close(output[order].float(), want, rtol=tolerance, atol=tolerance / 10)
+        same = torch.zeros_like(output)
+        attend.attend_into(same, order, query, *pairs, rows, seen, d**-0.5, parts[:count])
+        torch.testing.assert_close(output.float(), same.float(), rtol=tolerance, atol=tolerance / 10)
 
 
 def test_rows_beyond_the_pool() -> None:
     query, key, value, seen = inputs(1, 1, 4, 1, 1, 64, torch.float32)
+    pool, none, output = (key, value), (key[:0], value[:0]), torch.zeros(1, 1, 64)
+    here = torch.zeros(1, 1, dtype=torch.int64)
     for rows in ([0, 1, 2, 4], [1 << 50, 0, 0, 0]):
         with pytest.raises(IndexError):
-            cpu.attend_rows(query, key, value, torch.tensor([rows]), seen, 1.0)
+            cpu.attend_into(output, here, query, pool, none, torch.tensor([rows]), seen, 1.0, [])
+    with pytest.raises(IndexError):
+        cpu.attend_into(output, here + 1, query, pool, none, torch.tensor([[0, 1, 2, 3]]), seen, 1.0, [])
 
 
 def test_nothing_to_attend() -> None:

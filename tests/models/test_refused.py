@@ -57,7 +57,7 @@ def test_a_layer_that_does_not_get_the_dtype_is_refused() -> None:
         cache = SimpleNamespace(
             cache_dtype="squat2", kv_cache_dtype_skip_layers=list(skip), skip_page_size_padded=1 << 20
         )
-        return SimpleNamespace(cache_config=cache)
+        return SimpleNamespace(cache_config=cache, speculative_config=None)
 
     windowed, full = (SimpleNamespace(has_sliding_window=w) for w in (True, False))
     assert other_backend(config("sliding_window"), windowed) is None

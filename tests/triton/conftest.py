@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 _before = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"
 try:
-    from vllm_kvq.triton_kernels import decode, keys, lang, merge, pack, values  # noqa: F401
+    from vllm_kvq.triton_kernels import decode, keys, lang, merge, pack, raw, step, values  # noqa: F401
 finally:
     if _before is None:
         del os.environ["TRITON_INTERPRET"]

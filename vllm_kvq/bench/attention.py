@@ -1,164 +1,52 @@
 """Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.
 
-    python -m vllm_kvq.bench.attention --format squat2 --context 32768 --threads 2
+    python -m vllm_kvq bench attention --format squat2 --context 32768 --threads 2
 
 Rules, so that the ratios mean something:
 
-  * One step is one layer's attention of `--batch` requests over `--context` tokens each, all of them packed:
-    vLLM reads its bf16 or fp8 cache through its kernel and block table, we ours through
-    `kernels.cpu.attend_packed`.
+  * One step is one layer's attention of `--batch` requests with `--context` tokens each: vLLM reads its bf16 or fp8
+    cache, we read packed pages, window and sinks, and merge (bench/steps.py).
   * Rounds are interleaved (bf16, fp8, ours, bf16, ...), and a ratio is the median over rounds of that round's
     ratio, so that a slow moment of the machine hits all sides alike.
   * Every timing follows an untimed step of the same kernel. `--rotate n` cycles through n caches instead, as
     the layers of a model do: with one, small contexts stay in the processor's cache.
   * Where `best` is far below `ms`, other processes had the processor: such a run says nothing.
   * Pages hold packed random data with outlier channels and tokens, in shuffled order.
+  * $VLLM_KVQ_ISA=avx2 holds both sides to AVX2: ours, and vLLM's own build for it, which has no fp8 cache.
+  * `x copy`: times as long as a plain copy of the cache's bytes, measured in the same run with the same threads.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import statistics
+import importlib.util
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
+from vllm_kvq.bench.figures import Measured, plot, write_csv
+from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
+from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
+from vllm_kvq.bench.vllm_build import BASELINES, baselines, on_avx2
+from vllm_kvq.formats import FORMATS
 from vllm_kvq.kernels import cpu
 
-Step = Callable[[], object]
-BASELINES = {"bf16": "auto", "fp8": "fp8"}
-PACKED_TOKENS = 1024
-"""Different tokens per head that are packed; the pool repeats them, for packing takes long."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    context: int
-    batch: int
-    query_heads: int
-    heads: int
-    head_size: int
-    block_size: int
-    rotate: int
-
-    @property
-    def pages(self) -> int:
-        return -(-self.context // self.block_size)
-
-
-def vllm_steps(shape: Shape, cache_dtype: str) -> tuple[list[Step], int]:
-    """vLLM's CPU_ATTN decoding a cache of `cache_dtype`: a step per rotated cache, and the bytes it reads."""
-    import vllm._C  # noqa: F401  registers the operators
-    from vllm import _custom_ops as ops
-
-    block, d, heads = 128, shape.head_size, shape.heads
-    blocks = shape.batch * -(-shape.context // block)
-    query = torch.randn(shape.batch, shape.query_heads, d, dtype=torch.bfloat16)
-    out = torch.empty_like(query)
-    starts = torch.arange(shape.batch + 1, dtype=torch.int32)
-    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32)
-    sizes = (shape.batch, shape.query_heads, heads, d)
-    plan = ops.cpu_attn_get_scheduler_metadata(
-        *sizes, lengths, torch.bfloat16, starts, True, -1, "vec", True, None, cache_dtype
-    )
-    steps: list[Step] = []
-    for _ in range(shape.rotate):
-        if cache_dtype == "auto":
-            cache = torch.randn(blocks, heads, block * 2, d).bfloat16()
-        else:
-            cache = torch.randint(0, 100, (blocks, heads, block * 2, d), dtype=torch.uint8)
-        key, value = cache.chunk(2, dim=2)
-        table = torch.randperm(blocks, dtype=torch.int32).view(shape.batch, -1)
-
-        def step(key: torch.Tensor = key, value: torch.Tensor = value, table: torch.Tensor = table) -> object:
-            return ops.cpu_attention_with_kv_cache(
-                *(query, key, value, out, starts, lengths, d**-0.5, True, None, -1, table, 0.0, plan),
-                *(None, None, 1.0, 1.0, cache_dtype),
-            )
-
-        steps.append(step)
-    return steps, cache.nbytes
-
-
-def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
-    """`pages` records per head of random data: keys with outlier channels, values with outlier tokens."""
-    d = fmt.geometry.head_size
-    some = max(1, PACKED_TOKENS // fmt.N)
-    key, value = torch.randn(heads, some * fmt.N, d), torch.randn(heads, some * fmt.N, d)
-    channels = torch.randperm(d)[: max(2, d // 24)]
-    key[..., channels] = key[..., channels] * 6 + 8 * torch.randn(heads, 1, len(channels))
-    value[:, torch.rand(some * fmt.N) < 0.03] *= 30
-    state = None
-    if fmt.state_rows:
-        state = fmt.keys.fit(fmt.widen(torch.randn(heads, 256, d))[0], fmt.widen(key)[0], None)
-    units = fmt.N // fmt.unit
-    k, v = (fmt.widen(x)[0].unflatten(1, (some * units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
-    index = torch.arange(some * units)
-    packed = torch.zeros(some, heads, fmt.record_bytes, dtype=torch.uint8)
-    repeated = None if state is None else state.repeat(some * units, 1, 1)
-    fmt.write(packed, index // units, index % units, fmt.encode(k, v, repeated))
-    return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
-
-
-def kvq_steps(shape: Shape, name: str) -> tuple[list[Step], int]:
-    fmt = get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16))
-    total = shape.batch * shape.pages
-    query = torch.randn(shape.batch, 1, shape.query_heads, shape.head_size, dtype=torch.bfloat16)
-    owner = torch.arange(shape.batch).repeat_interleave(shape.pages)
-    low = torch.zeros(total, dtype=torch.int64)
-    start = torch.arange(shape.pages).repeat(shape.batch) * shape.block_size
-    high = (shape.context - start).clamp_max(shape.block_size)
-    steps: list[Step] = []
-    for _ in range(shape.rotate):
-        pool, ids = packed_pool(fmt, total, shape.heads), torch.randperm(total)
-
-        def step(pool: torch.Tensor = pool, ids: torch.Tensor = ids) -> object:
-            return cpu.attend_packed(fmt, query, pool, ids, owner, low, high, shape.head_size**-0.5)
-
-        steps.append(step)
-    return steps, pool.nbytes
-
-
-def seconds_per_step(steps: list[Step], repeats: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        for step in steps:
-            step()
-    return (time.perf_counter() - begin) / repeats / len(steps)
-
-
-def compare(candidates: dict[str, tuple[list[Step], int]], rounds: int) -> list[dict[str, float | str]]:
-    """One row per candidate: milliseconds per step (median, best), GB/s, ratios against the baselines."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    repeats = {}
-    for name, (steps, _) in candidates.items():
-        seconds_per_step(steps, 1)
-        repeats[name] = max(1, int(2e-3 / seconds_per_step(steps, 1) / len(steps)))
-    for _ in range(rounds):
-        for name, (steps, _) in candidates.items():
-            if len(steps) == 1:
-                steps[0]()
-            times[name].append(seconds_per_step(steps, repeats[name]))
-    rows: list[dict[str, float | str]] = []
-    for name, (_, nbytes) in candidates.items():
-        row: dict[str, float | str] = {"kernel": name, "ms": statistics.median(times[name]) * 1e3}
-        row["best"] = min(times[name]) * 1e3
-        row["GB/s"] = nbytes / statistics.median(times[name]) / 1e9
-        for base in BASELINES:
-            if base in times:
-                row[f"x {base}"] = statistics.median(b / t for b, t in zip(times[base], times[name], strict=True))
-        rows.append(row)
-    return rows
+TARGETS = {
+    "squat2": (8.0, 5.0),
+    "kivi2": (8.0, 5.0),
+    "innerq2": (8.0, 5.0),
+    "qjl3": (8.5, 5.5),
+    "polar4": (6.5, 4.3),
+    "polar3": (6.0, 4.0),
+}
+"""Times faster than vLLM's bf16 and fp8 that a kernel owes from 32k tokens on (or 8 requests of 4k), two threads."""
+AVX2_TARGET = 2.5
+"""The same on AVX2, against vLLM's own build for it."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="vllm_kvq.bench.attention", description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser(prog="vllm-kvq bench attention", description=__doc__.partition("\n")[0])
     public = [f.name for f in FORMATS.values() if f.public]
     p.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
     p.add_argument("--context", nargs="+", type=int, default=[32768])
@@ -171,10 +59,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--rotate", type=int, default=1, help="caches cycled through, as a model's layers are")
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--no-baseline", action="store_true", help="ours alone, without vllm")
-    p.add_argument("--csv", type=Path, help="append the rows to this file")
+    p.add_argument("--csv", type=Path, help="write the rows to this file")
+    p.add_argument("--plot", type=Path, help="write a PNG of time against context to this file")
     args = p.parse_args(arguments)
     args.format = public if "all" in args.format else args.format
+    args.context = sorted(set(args.context))
+    try:
+        shape_of(args, args.context[0])
+    except ValueError as error:
+        p.error(str(error))
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        p.error("--plot needs matplotlib: pip install 'vllm-kvq[bench]'")
     return args
+
+
+def shape_of(args: argparse.Namespace, context: int) -> Shape:
+    return Shape(context, args.batch, args.query_heads, args.kv_heads, args.head_size, args.block_size, args.rotate)
+
+
+def line(row: Row, targets: bool) -> str:
+    text = f"  {row.name:8} {row.ms:9.3f} ms  best {row.best:9.3f}  {row.gb_per_s:6.1f} GB/s  {row.floor:5.1f} x copy"
+    text += "".join(f"  {ratio:6.2f} x {base}" for base, ratio in row.ratio.items())
+    if targets and row.name in TARGETS and row.ratio:
+        owed = {"bf16": AVX2_TARGET} if on_avx2() else dict(zip(BASELINES, TARGETS[row.name], strict=True))
+        missed = [f"{1 - row.ratio[b] / t:.0%} below {t:g} x {b}" for b, t in owed.items() if row.ratio[b] < t]
+        text += "  " + (", ".join(missed) or "target met")
+    return text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -183,32 +93,40 @@ def main(arguments: list[str] | None = None) -> int:
     if cpu.library() is None:
         print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
         return 1
+    isa = cpu.ISAS[cpu.isa()]
+    bandwidth = copy_bandwidth()
+    print(f"{isa}, {args.threads} threads, copying memory {bandwidth / 1e9:.0f} GB/s (read and written)")
+    measured: Measured = []
     for context in args.context:
-        shape = Shape(
-            context, args.batch, args.query_heads, args.kv_heads, args.head_size, args.block_size, args.rotate
-        )
-        candidates = {} if args.no_baseline else {n: vllm_steps(shape, dtype) for n, dtype in BASELINES.items()}
-        candidates |= {name: kvq_steps(shape, name) for name in args.format}
-        rows = compare(candidates, args.rounds)
+        shape = shape_of(args, context)
+        candidates: dict[str, Candidate] = {}
+        if not args.no_baseline:
+            candidates = {name: vllm_candidate(shape, dtype) for name, dtype in baselines().items()}
+        candidates |= {name: kvq_candidate(shape, name) for name in args.format}
+        rows = compare(candidates, args.rounds, bandwidth)
+        measured.append((shape, rows))
         print(
-            f"context {context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  "
-            f"d {args.head_size}  threads {args.threads}  caches {args.rotate}  {cpu.ISAS[cpu.isa()]}"
+            f"context {context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  "
+            f"caches {args.rotate}"
         )
         for row in rows:
-            print("  " + "  ".join(f"{k} {v:8.3f}" if isinstance(v, float) else f"{v:8}" for k, v in row.items()))
-        if args.csv:
-            write_csv(args.csv, shape, args.threads, rows)
+            print(line(row, args.batch * context >= 32768), flush=True)
+    print_slopes(measured)
+    if args.csv:
+        write_csv(args.csv, measured, args.threads, isa)
+    if args.plot:
+        heads = f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}, batch {args.batch}"
+        plot(args.plot, measured, f"{heads}, {args.threads} thread(s), {isa}")
     return 0
 
 
-def write_csv(path: Path, shape: Shape, threads: int, rows: list[dict[str, float | str]]) -> None:
-    fixed = {**vars(shape), "threads": threads, "isa": cpu.ISAS[cpu.isa()]}
-    new = not path.exists()
-    with path.open("a", newline="") as f:
-        writer = csv.DictWriter(f, [*fixed, *rows[0]])
-        if new:
-            writer.writeheader()
-        writer.writerows({**fixed, **row} for row in rows)
+def print_slopes(measured: Measured) -> None:
+    for name in [row.name for row in measured[0][1]]:
+        times = {shape.context: row.ms for shape, rows in measured for row in rows if row.name == name}
+        shares = slopes(times)
+        if shares:
+            text = ", ".join(f"{share:.2f}" for share in shares)
+            print(f"  {name:8} cost of a further token between the contexts from 4k on, 1.00 is linear: {text}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for every target without a GPU, and reads what the binaries need.
+"""Compiles the Triton and CUDA kernels for every target without a GPU, and reads what the binaries need.
 
     python -m vllm_kvq.eval.compile_table                      the table, as it stands in docs/kernels.md
     python -m vllm_kvq.eval.compile_table --targets 90 --check  exit status 1 on a spill or without matrix instructions
@@ -20,6 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_kvq.eval import compile_cuda
+from vllm_kvq.eval.compile_cuda import CudaVariant
+from vllm_kvq.kernels import build_cuda
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 MATRIX = re.compile(r"\b(HMMA|UTCHMMA|UTCQMMA|QGMMA|HGMMA|OMMA)")
@@ -53,9 +57,17 @@ POINTERS = {
     "query_ptr": "*bf16",
     "key_ptr": "*bf16",
     "value_ptr": "*bf16",
-    "rows_ptr": "*i64",
-    "page_ptr": "*i64",
-    "slab_ptr": "*i64",
+    "side_ptr": "*bf16",
+    "sink_ptr": "*bf16",
+    "query_start_ptr": "*i32",
+    "start_ptr": "*i32",
+    "limit_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "side_table_ptr": "*i32",
+    "sink_table_ptr": "*i32",
+    "side_words_ptr": "*i32",
+    "plan_ptr": "*i32",
+    "faults_ptr": "*i32",
     "bytes_ptr": "*u8",
     "words_ptr": "*i32",
     "halves_ptr": "*fp16",
@@ -68,6 +80,7 @@ POINTERS = {
 
 ALIGNED: tuple[str, ...] = ("query_request", "query_token", "query_head", "page_words", "head_words")
 ALIGNED += ("key_token", "key_head", "value_token", "value_head")
+ALIGNED += ("side_words", "side_elements", "sink_elements")
 """Strides that are multiples of 16 in every cache, beside all pointers."""
 
 
@@ -84,7 +97,7 @@ def decode_variants(target: int) -> Iterator[Variant]:
             for rows in (16, 64) if d == 128 else (16,):
                 use = "decode" if rows == 16 else "prefix"
                 rows = wrapper.rows_for(fmt, rows)
-                constants = k | {"SHARE": 4, "M": rows, "LISTED": False}
+                constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True}
                 warps, stages = wrapper.launch_for(fmt, rows, target)
                 yield Variant(f"{use} {name} d={d} rows={rows}", attend_kernel, constants, warps, stages, 64 * d)
 
@@ -93,23 +106,40 @@ def merge_variants() -> Iterator[Variant]:
     from vllm_kvq.triton_kernels.merge import merge_kernel
 
     for parts in (8, 128):
-        sizes = {"HEAD": 128, "COLUMNS": 128, "PARTS": parts}
+        sizes = {"HEAD": 128, "COLUMNS": 128, "PARTS": parts, "LIMITED": 32}
         yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, 1 if parts <= 8 else 4, 1)
 
 
-def pack_variants() -> Iterator[Variant]:
-    from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels import triton as wrapper
-    from vllm_kvq.triton_kernels.pack import pack_kernel
+def step_variants() -> Iterator[Variant]:
+    """All other kernels of a layer's step, at 8 KV heads of 4 query heads each, with 2 drafts."""
+    import torch
 
-    for name in ("squat2", "squat4", "kivi2"):
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.kernels import device as wrapper
+    from vllm_kvq.kernels.slots import SlotGeometry
+    from vllm_kvq.triton_kernels.pack import pack_kernel
+    from vllm_kvq.triton_kernels.raw import raw_kernel
+    from vllm_kvq.triton_kernels.step import begin_kernel, commit_kernel
+
+    for name in ("squat2", "squat4", "kivi2", "innerq2", "polar4", "polar3"):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
-            yield Variant(f"pack {name} d={d}", pack_kernel, wrapper.pack_constants(fmt, True), 4, 3)
+            step = wrapper.DeviceStep(fmt, SlotGeometry.of(fmt, 8, 2), 2, torch.device("cpu"))
+            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), wrapper.pack_warps(fmt), 3)
+            if d != 128 and name != "innerq2":
+                continue
+            if name in ("squat2", "innerq2", "polar4"):
+                yield Variant(f"begin {name} d={d}", begin_kernel, step.begin_constants(4), 4, 3)
+            if name == "innerq2":  # with sinks: the most that there is
+                yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), 4, 3)
+                for rows, use in ((4, "decode"), (256, "prompt")):
+                    raw = step.raw_constants(4, rows)
+                    warps, stages = raw.pop("num_warps"), raw.pop("num_stages")
+                    yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, warps, stages)
 
 
 def variants(target: int) -> list[Variant]:
-    return [*decode_variants(target), *pack_variants(), *merge_variants()]
+    return [*decode_variants(target), *step_variants(), *merge_variants()]
 
 
 def build(variant: Variant, target: int) -> Any:
@@ -158,26 +188,39 @@ def inner_loop(sass: str) -> list[str]:
     return best
 
 
+def read_cubin(path: str) -> tuple[int, int, str]:
+    """(registers, stack, SASS) of a binary with one kernel."""
+    read: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+    resources = subprocess.run([tool("cuobjdump"), "-res-usage", path], **read).stdout
+    sass = subprocess.run([tool("nvdisasm"), "-c", path], **read).stdout
+    registers, stack = (int(re.search(rf"{n}:(\d+)", resources)[1]) for n in ("REG", "STACK"))  # type: ignore[index]
+    return registers, stack, sass
+
+
 def usage(compiled: Any) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        read: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-        resources = subprocess.run([tool("cuobjdump"), "-res-usage", file.name], **read).stdout
-        sass = subprocess.run([tool("nvdisasm"), "-c", file.name], **read).stdout
-    registers, stack = (int(re.search(rf"{n}:(\d+)", resources)[1]) for n in ("REG", "STACK"))  # type: ignore[index]
+        registers, stack, sass = read_cubin(file.name)
     loop = inner_loop(sass)
     return Usage(registers, compiled.metadata.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
 
 
-def report(targets: list[int], only: str) -> bool:
+def cuda_usage(variant: CudaVariant, target: int) -> Usage:
+    with tempfile.TemporaryDirectory() as directory:
+        registers, stack, sass = read_cubin(str(compile_cuda.build(variant, target, Path(directory))))
+    loop = compile_cuda.hot_loop(sass) if variant.decode else []
+    return Usage(registers, variant.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
+
+
+def report(targets: list[int], only: list[str]) -> bool:
     """Prints the table; whether every kernel is without spills and every decode loop has matrix instructions."""
     print(ROW.format(*HEADER))
     print(ROW.format("---", *["--:"] * 7))
     good = True
     for target in targets:
         for variant in variants(target):
-            if only not in variant.name:
+            if not any(part in variant.name for part in only):
                 continue
             u = usage(build(variant, target))
             per = f"{u.loop * 32 * variant.warps / variant.elements:.2f}" if variant.elements else ""
@@ -186,13 +229,32 @@ def report(targets: list[int], only: str) -> bool:
                 flush=True,
             )
             good &= u.stack == 0 and (u.matrix > 0 or not variant.elements)
+    return good & report_cuda(targets, only)
+
+
+def report_cuda(targets: list[int], only: list[str]) -> bool:
+    """The rows of csrc/cuda; none, with a word on stderr, where there is no nvcc."""
+    if build_cuda.nvcc() is None:
+        print("no nvcc: without the rows of the CUDA kernels", file=sys.stderr)
+        return True
+    good = True
+    for target in targets:
+        for variant in compile_cuda.variants():
+            if not any(part in variant.name for part in only):
+                continue
+            u = cuda_usage(variant, target)
+            # a warp takes a slab of 32 tokens per turn
+            per = f"{u.loop / (2 * variant.head_size):.2f}" if variant.decode else ""
+            cells = (variant.warps, u.registers, u.shared, u.stack, u.matrix, per)
+            print(ROW.format(variant.name, target, *cells), flush=True)
+            good &= u.stack == 0 and (u.matrix > 0 or not variant.decode)
     return good
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities, as in 90")
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
     parser.add_argument(
         "--check", action="store_true", help="fail on a spill, or on a decode loop without matrix products"
     )

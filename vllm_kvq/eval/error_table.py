@@ -21,6 +21,7 @@ ROWS: list[Row] = [
     ("polar3", "polar3", {}),
     ("polar3, paper", "polar3", {"mode": "paper"}),
     ("qjl3", "qjl3", {}),
+    ("qjl3, by slab", "qjl3", {"outlier_choice": "slab"}),
     ("innerq2", "innerq2", {}),
     ("polar4", "polar4", {}),
     ("polar4, paper", "polar4", {"mode": "paper"}),

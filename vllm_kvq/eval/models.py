@@ -282,6 +282,19 @@ REFUSED: list[Architecture] = [
         needs="torchvision",
     ),
     Architecture(
+        "Gemma-4",
+        "Gemma4TextConfig",
+        _llama_like(
+            num_hidden_layers=6,
+            global_head_dim=128,
+            sliding_window=48,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=VOCAB,
+        ),
+        "larger heads in full layers than in those with a sliding window",
+        refused="head sizes that differ per layer",
+    ),
+    Architecture(
         "gpt-oss",
         "GptOssConfig",
         _llama_like(num_local_experts=4),

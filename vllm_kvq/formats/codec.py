@@ -88,6 +88,9 @@ class Codec(ABC):
 
 
 class KeyCodec(Codec):
+    fits_queries = False
+    """Whether `fit` looks at the queries: widening a long prompt's for nothing costs more than the fit."""
+
     def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The request's state after one more chunk of its prompt.
 

@@ -98,7 +98,11 @@ class HybridKeys(_Hybrid, KeyCodec):
         return (Field("k_inner_norm", torch.float16, (self.d,)),)
 
     def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        norm = keys.abs().amax(1, keepdim=True).sqrt()
+        return self.fit_top(keys.abs().amax(1, keepdim=True), state)
+
+    def fit_top(self, top: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The same from the keys' largest magnitudes (H, 1, d)."""
+        norm = top.sqrt()
         return norm if state is None else torch.maximum(state, norm)
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:

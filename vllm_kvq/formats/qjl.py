@@ -3,9 +3,19 @@
     bits = sign(S k_in),  bits' = sign(S' k_out)
     q . k  ~  c(d)/m |k_in| <S q_in, bits>  +  c(n)/m' |k_out| <S' q_out, bits'>
 
-k_out are the n channels with the largest L2 norm over the slab's 32 tokens (n = d / 16), k_in is the rest. The rows
-of S (m x d) are Gaussian directions, orthogonalised in blocks of d, of length sqrt(d); S' (m' x n) lives in the n
-outlier coordinates alone, in blocks of n. For such rows the unbiased constant is
+k_out are n = d / 16 outlier channels, k_in is the rest. Which channels is decided by the prompt: the n with the
+largest L2 norm over all its keys (`outlier_choice`: "prompt"). So the slabs of a request share their set, and a
+kernel prepares its query once and not once per slab. Every slab names its set all the same: a page is read without
+the request's state, and a kernel that meets another set must prepare its query anew. Where no prompt can decide,
+a slab takes the n largest of its own 32 tokens:
+
+    a prompt of less than 32 tokens     all slabs; chunks of a prompt count together
+    a prefix hit                        decides by the tokens it computes itself, at least the last W of the hit;
+                                        the pages it found keep what they name
+    `outlier_choice`: "slab"            always
+
+The rows of S (m x d) are Gaussian directions, orthogonalised in blocks of d, of length sqrt(d); S' (m' x n) lives in
+the n outlier coordinates alone, in blocks of n. For such rows the unbiased constant is
 
     c(d) = sqrt(pi) Gamma((d + 1) / 2) / (sqrt(d) Gamma(d / 2))
 
@@ -18,6 +28,8 @@ Slab (32 tokens; d = 128, m = 2d, m' = d, n = 8): 1728 bytes, 3.27 bits per elem
     ko_bits   u8   [m' / 32 quads][32][4]    512
     ko_norm   f16  [32]                       64
     ko_index  u8   [n]                         8   the slab's outlier channels, ascending (padded to 64 bytes)
+
+State: 2 rows, sums of squares per channel and the number of tokens that they are of.
 """
 
 from __future__ import annotations
@@ -67,8 +79,11 @@ def orthonormal(a: np.ndarray) -> np.ndarray:
 
 
 class SketchKeys(KeyCodec):
-    def __init__(self, geometry: Geometry, m: int, m_out: int, outliers: int, seed: int) -> None:
+    def __init__(
+        self, geometry: Geometry, m: int, m_out: int, outliers: int, seed: int, choice: str = "prompt"
+    ) -> None:
         self.d, self.m, self.m_out, self.n = geometry.d, m, m_out, outliers
+        self.state_rows = 2 if choice == "prompt" else 0
         self.seed = (seed * 1_000_003 + 2 * geometry.layer) % 2**31
         self.scale, self.scale_out = sphere_constant(self.d) / m, sphere_constant(self.n) / m_out
 
@@ -88,9 +103,21 @@ class SketchKeys(KeyCodec):
             Field("ko_index", torch.uint8, (self.n,)),
         )
 
+    def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        new = torch.stack([keys.square().sum(1), torch.full_like(keys[:, 0], keys.shape[1])], dim=1)
+        return new if state is None else state + new
+
+    def _choose(self, x: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """Outlier channels (U, s, n) of slabs (U, s, 32, d)."""
+        energy = x.square().sum(-2)
+        if state is not None and self.state_rows:
+            enough = state[:, 1, :1] >= SLAB
+            energy = torch.where(enough.unsqueeze(1), state[:, :1], energy)
+        return energy.topk(self.n, dim=-1).indices.sort(dim=-1).values
+
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
         x = x.unflatten(1, (-1, SLAB))
-        index = x.norm(dim=-2).topk(self.n, dim=-1).indices.sort(dim=-1).values
+        index = self._choose(x, state)
         at = index.unsqueeze(-2).expand(*x.shape[:-1], self.n)
         outer = x.gather(-1, at)
         inner = x.scatter(-1, at, 0.0)

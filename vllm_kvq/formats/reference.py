@@ -61,7 +61,8 @@ class ReferenceCache:
         # nothing but sinks may be read from here in full precision
         new.key = torch.full((new.start, heads, fmt.geometry.head_size), float("nan"))
         new.value = new.key.clone()
-        new.key[: fmt.S], new.value[: fmt.S] = pages[0].sink_key, pages[0].sink_value
+        sinks = min(fmt.S, new.start)
+        new.key[:sinks], new.value[:sinks] = pages[0].sink_key[:sinks], pages[0].sink_value[:sinks]
         for i, unit in enumerate(u for page in pages for u in page.units):
             new.packed[i] = unit
         return new

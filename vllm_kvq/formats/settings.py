@@ -54,7 +54,8 @@ OPTIONS: dict[str, Option] = {
     "g": Option("channels per block of SQuat's update", ("squat",), low=16, high=128, multiple=16),
     "m": Option("sign bits of QJL's inlier sketch", ("qjl",), low=32, high=2048, multiple=32),
     "m_out": Option("sign bits of QJL's outlier sketch", ("qjl",), low=32, high=2048, multiple=32),
-    "outliers": Option("outlier channels per 32 tokens in QJL", ("qjl",), low=1, high=32),
+    "outliers": Option("outlier channels of QJL", ("qjl",), low=1, high=32),
+    "outlier_choice": Option("what decides on them: the prompt, or each slab", ("qjl",), choices=("prompt", "slab")),
     "mode": Option("PolarQuant's grid", ("polar",), choices=("grouped", "paper")),
     "angle_bits": Option("PolarQuant's angle bits", ("polar",), choices=(2, 4)),
     "radius_bits": Option("PolarQuant's radius bits", ("polar",), choices=(2, 4)),
@@ -82,6 +83,7 @@ class Settings:
     m: int | None = None
     m_out: int | None = None
     outliers: int | None = None
+    outlier_choice: str = "prompt"
     mode: str = "grouped"
     angle_bits: int = 4
     radius_bits: int = 4

@@ -64,6 +64,8 @@ class ChannelKeys(KeyCodec):
 class SQuatKeys(ChannelKeys):
     """The query-subspace correction on top of `ChannelKeys`."""
 
+    fits_queries = True
+
     def __init__(self, geometry: Geometry, bits: int, rank: int, lam: float, block: int) -> None:
         super().__init__(geometry, bits)
         self.state_rows, self.lam, self.block = rank, lam, min(block, geometry.d)
@@ -73,9 +75,15 @@ class SQuatKeys(ChannelKeys):
 
         Chunks are merged through U itself: the rows of U stand for all queries seen before.
         """
-        rows = queries if state is None else torch.cat([state, queries], dim=1)
-        rows = rows.double()  # sums over long prompts, and the same subspace on every device
-        eigenvalues, vectors = torch.linalg.eigh(rows.transpose(1, 2) @ rows)
+        rows = queries.double()  # sums over long prompts, and the same subspace on every device
+        return self.fit_gram(rows.transpose(1, 2) @ rows, state)
+
+    def fit_gram(self, gram: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The same from the queries' Gram matrix (H, d, d) in float64."""
+        if state is not None:
+            before = state.double()
+            gram = gram + before.transpose(1, 2) @ before
+        eigenvalues, vectors = torch.linalg.eigh(gram)
         top = eigenvalues[:, -self.state_rows :].flip(-1).clamp_min(0).sqrt()
         return (top.unsqueeze(-1) * vectors[..., -self.state_rows :].flip(-1).transpose(1, 2)).float()
 

@@ -31,7 +31,8 @@ def _squat(geo: Geometry, s: Settings) -> KeyCodec:
 
 
 def _qjl(geo: Geometry, s: Settings) -> KeyCodec:
-    return SketchKeys(geo, s.m or 2 * geo.d, s.m_out or round_up(geo.d, 32), s.outliers or geo.d // 16, s.seed)
+    sizes = s.m or 2 * geo.d, s.m_out or round_up(geo.d, 32), s.outliers or geo.d // 16
+    return SketchKeys(geo, *sizes, s.seed, s.outlier_choice)
 
 
 def _polar(geo: Geometry, s: Settings) -> KeyCodec:

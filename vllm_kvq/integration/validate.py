@@ -10,8 +10,12 @@ import torch
 
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.table import DEFAULT_N
+from vllm_kvq.integration.drafts import draft_problem, is_draft
 from vllm_kvq.integration.setup import kvq_options, pairing_problem
 from vllm_kvq.integration.windows import WINDOWS, keep_sixteen_bits, window_problem
+
+LEAST_CAPABILITY = (8, 0)
+CPU_BLOCK = 128
 
 
 class Refused(ValueError):
@@ -38,6 +42,8 @@ def _check(vllm_config: Any) -> None:
                 f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them"
             )
         cache.block_size, cache.user_specified_block_size = settings.N, True
+    elif not cache.user_specified_block_size:
+        cache.block_size = _default_block()
     if model is None:
         return
     if problems := _refusals(vllm_config):
@@ -50,6 +56,15 @@ def _check(vllm_config: Any) -> None:
         keep_sixteen_bits(vllm_config)
     except ValueError as error:
         raise Refused(f"--kv-cache-dtype {name}: {error}") from None
+    # else vLLM asks the backend for a size once the model is loaded, when the formats are bound to this one
+    cache.user_specified_block_size = True
+
+
+def _default_block() -> int:
+    """vLLM's own default on the CPU (0.32 sets it, 0.33 leaves it open), ours elsewhere."""
+    from vllm.platforms import current_platform
+
+    return CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N
 
 
 def _check_geometry(name: str, vllm_config: Any, head_size: int, block_size: int, dtype: torch.dtype) -> None:
@@ -61,11 +76,7 @@ def _check_geometry(name: str, vllm_config: Any, head_size: int, block_size: int
 
 def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
     """(what, what to do instead) for everything in this configuration that isn't supported."""
-    model, parallel, spec = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        vllm_config.speculative_config,
-    )
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     from vllm.platforms import current_platform
 
     text = model.hf_text_config
@@ -75,6 +86,7 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (model.runner_type != "generate", "pooling and embedding models", plain),
         (model.is_encoder_decoder, "encoder-decoder models", plain),
         (model.is_hybrid or model.has_inner_state, "models with Mamba or linear attention layers", plain),
+        (_layers_differ(text), "head sizes that differ per layer", f"{plain} or fp8"),
         (window := window_problem(model), window or "", f"{plain} or fp8"),
         (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
         (getattr(text, "attention_chunk_size", None), "chunked local attention", plain),
@@ -88,14 +100,19 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         ),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
         (
+            gpu := _gpu_problem(current_platform),
+            gpu or "",
+            plain,
+        ),
+        (
             _skips(vllm_config) and not current_platform.is_cpu(),
             "layers in 16 bits (skip_layers) on this platform",
             "leave it out",
         ),
         (
-            vllm_config.kv_transfer_config is not None,
+            vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size,
             "KV connectors",
-            "drop --kv-transfer-config, or " + plain,
+            "drop --kv-transfer-config and --kv-offloading-size, or " + plain,
         ),
         (
             parallel.decode_context_parallel_size > 1,
@@ -107,14 +124,35 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
             "prefill context parallelism",
             "use --tensor-parallel-size",
         ),
-        (
-            spec is not None and spec.method not in ("ngram", "ngram_gpu"),
-            f"speculative decoding with method {getattr(spec, 'method', None)!r}",
-            "use method 'ngram'",
-        ),
+        (draft := draft_problem(vllm_config), *(draft or ("", ""))),
         (vllm_config.cache_config.prefix_match_unit is not None, "--prefix-match-unit", "leave it out"),
     ]
     return [(what, instead) for bad, what, instead in checks if bad]
+
+
+def capability_problem(capability: tuple[int, int]) -> str | None:
+    """Why a CUDA device of this compute capability is refused."""
+    if tuple(capability) >= LEAST_CAPABILITY:
+        return None
+    return f"GPUs of compute capability {capability[0]}.{capability[1]} (8.0, Ampere, is the least)"
+
+
+def _gpu_problem(platform: Any) -> str | None:
+    if not platform.is_cuda():
+        return None
+    found = platform.get_device_capability()
+    return None if found is None else capability_problem((found.major, found.minor))
+
+
+def _layers_differ(text: Any) -> bool:
+    """Whether layers have different KV shapes: their pages would have different sizes."""
+    config = text.to_dict()
+    own = (config.get("per_layer_config") or {}).values()
+    return any(
+        isinstance(config.get(name), list)
+        or any(layer.get(name, config.get(name)) != config.get(name) for layer in own)
+        for name in ("head_dim", "num_key_value_heads")
+    )
 
 
 def _skips(vllm_config: Any) -> bool:
@@ -124,9 +162,11 @@ def _skips(vllm_config: Any) -> bool:
 def other_backend(vllm_config: Any, asked: Any) -> str | None:
     """A layer under one of our dtypes has another dtype: its backend, None for the platform's own choice.
 
-    Only window layers and those that the user skips may do that.
+    Only window layers, those that the user skips and a draft's may do that.
     """
     cache = vllm_config.cache_config
+    if is_draft(vllm_config):
+        return _sixteen_bits("DraftBackend", cache.skip_page_size_padded)
     if WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window:
         return None
     if not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
@@ -134,10 +174,14 @@ def other_backend(vllm_config: Any, asked: Any) -> str | None:
             f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
             "would stay in 16 bits; use --kv-cache-dtype auto"
         )
-    from vllm_kvq.integration.sixteen import SixteenBitBackend
+    return _sixteen_bits("SixteenBitBackend", cache.skip_page_size_padded)
 
-    SixteenBitBackend.page = cache.skip_page_size_padded
-    return f"{SixteenBitBackend.__module__}.{SixteenBitBackend.__qualname__}"
+
+def _sixteen_bits(name: str, page: int) -> str:
+    from vllm_kvq.integration import sixteen
+
+    sixteen.SixteenBitBackend.page = page
+    return f"{sixteen.__name__}.{name}"
 
 
 # what vLLM asks of a backend before it makes a layer, and what it is called in a sentence

@@ -1,11 +1,13 @@
-"""Layers that stay in vLLM's own 16-bit cache beside packed ones: sliding windows, and the user's `skip_layers`.
+"""Layers that stay in vLLM's own cache beside packed ones: sliding windows, the user's `skip_layers`, drafts.
 
 vLLM's pool has pages of one size. 16-bit layers take the largest block that fits into one of our pages and are padded
 to it (vLLM's own mechanism for `kv_cache_dtype_skip_layers`); where our page is too small for their smallest block, our
 block grows. The memory of window layers does not grow with the context; that of skipped layers does.
 
-Prefix caching is off then: a hit computes our window again, and for its first tokens the window layers
-would need keys from before the hit's own window, which vLLM does not keep.
+Beside window layers and skipped ones prefix caching is off: a hit computes our window again, and for its first tokens
+the window layers would need keys from before the hit's own window, which vLLM does not keep; skipped layers would write
+what they computed from packed history into pages that others read. A draft's pages may be shared: they decide what is
+guessed and not what is answered.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from vllm.logger import init_logger
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.settings import OPTIONS
 from vllm_kvq.formats.table import DEFAULT_N
+from vllm_kvq.integration.drafts import draft_token_bytes
 from vllm_kvq.integration.setup import kvq_options
 
 logger = init_logger("vllm.kvq")
@@ -25,6 +28,14 @@ WINDOWS = "sliding_window"
 """What vLLM's list of layers to skip calls them."""
 SMALLEST_BLOCK = 32
 """The smallest block of vLLM's CPU attention."""
+
+
+def fitting_block(page: int, token_bytes: int, divides: int | None = None) -> int:
+    """The most tokens of a 16-bit layer that fit into one of our pages, if wanted a divisor of our block size."""
+    largest = page // token_bytes // SMALLEST_BLOCK * SMALLEST_BLOCK
+    if divides is None:
+        return largest
+    return max(b for b in range(SMALLEST_BLOCK, largest + 1, SMALLEST_BLOCK) if divides % b == 0)
 
 
 def window_problem(model: Any) -> str | None:
@@ -35,11 +46,6 @@ def window_problem(model: Any) -> str | None:
         return None
     if not sliding or len(sliding) == len(kinds):
         return "models in which all layers have sliding-window attention"
-    if (
-        len({size for name in ("head_dim", "global_head_dim") if (size := getattr(model.hf_text_config, name, None))})
-        > 1
-    ):
-        return "head sizes that differ per layer"
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -47,10 +53,14 @@ def window_problem(model: Any) -> str | None:
     return None
 
 
+def window_layers(model: Any) -> int:
+    """How many layers have a sliding window."""
+    return sum("sliding" in kind for kind in getattr(model.hf_text_config, "layer_types", None) or ())
+
+
 def kept_layers(vllm_config: Any) -> set[str]:
     """What stays in 16 bits, in vLLM's words: layer indices and WINDOWS."""
-    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
-    windows = {WINDOWS} if any("sliding" in kind for kind in kinds) else set()
+    windows = {WINDOWS} if window_layers(vllm_config.model_config) else set()
     chosen = {str(i) for i in kvq_options(vllm_config).get("skip_layers", ())}
     return windows | chosen | {*vllm_config.cache_config.kv_cache_dtype_skip_layers}
 
@@ -58,14 +68,14 @@ def kept_layers(vllm_config: Any) -> set[str]:
 def keep_sixteen_bits(vllm_config: Any) -> None:
     """Let those layers keep 16 bits, in pages of our size. Raises ValueError if the user's block size is too small."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    kept = kept_layers(vllm_config)
-    if not kept:
+    kept, draft = kept_layers(vllm_config), draft_token_bytes(vllm_config)
+    if not kept and not draft:
         return
     layers = model.get_total_num_hidden_layers()
     if beyond := sorted(i for i in kept if i.isdigit() and int(i) >= layers):
         raise ValueError(f"option 'skip_layers' names layer {beyond[0]}; the model has layers 0 to {layers - 1}")
     heads, head_size = model.get_num_kv_heads(vllm_config.parallel_config), model.get_head_size()
-    plain = SMALLEST_BLOCK * 2 * heads * head_size * model.dtype.itemsize
+    plain = SMALLEST_BLOCK * max(draft, 2 * heads * head_size * model.dtype.itemsize if kept else 0)
     block = cache.block_size or DEFAULT_N
     fitting = block
     while (page := _page(vllm_config, heads, head_size, fitting, model.dtype)) < plain:
@@ -73,8 +83,9 @@ def keep_sixteen_bits(vllm_config: Any) -> None:
         if fitting > OPTIONS["N"].high:
             raise ValueError(f"no block of up to {OPTIONS['N'].high:g} tokens holds {SMALLEST_BLOCK} tokens in 16 bits")
     if fitting != block and cache.user_specified_block_size:
-        raise ValueError(f"block size {block} is too small beside layers in 16 bits; set --block-size {fitting}")
-    if cache.enable_prefix_caching:
+        beside = "layers in 16 bits" if kept else "the draft's layers in 16 bits"
+        raise ValueError(f"block size {block} is too small beside {beside}; set --block-size {fitting}")
+    if kept and cache.enable_prefix_caching:
         logger.warning_once("kvq: prefix caching is switched off: some layers stay in 16 bits")
         cache.enable_prefix_caching = False
     cache.block_size = fitting

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq.kernels import attend, cpu
+from vllm_kvq.kernels import attend, cpu, cpu_pack, pack
 from vllm_kvq.kernels.attend import Partial, merge
 
 __all__ = ["Kernels", "Partial", "kernels_for", "merge"]
@@ -23,10 +23,33 @@ class Kernels:
     name: str
     attend_packed: Callable[..., Partial]
     attend_raw: Callable[..., Partial]
+    attend_into: Callable[..., None]
+    all_packed: Callable[..., bool]
+    pack: Callable[..., torch.Tensor | int]
+    store: Callable[..., None]
+    fit: Callable[..., torch.Tensor]
 
 
-TORCH = Kernels("torch", attend.attend_packed, attend.attend_raw)
-CPU = Kernels("cpu", cpu.attend_packed, cpu.attend_raw)
+TORCH = Kernels(
+    "torch",
+    attend.attend_packed,
+    attend.attend_raw,
+    attend.attend_into,
+    attend.all_packed,
+    pack.pack,
+    pack.store,
+    pack.fit,
+)
+CPU = Kernels(
+    "cpu",
+    cpu.attend_packed,
+    cpu.attend_raw,
+    cpu.attend_into,
+    cpu.all_packed,
+    cpu_pack.pack,
+    cpu_pack.store,
+    cpu_pack.fit,
+)
 
 
 def kernels_for(device: torch.device) -> Kernels:

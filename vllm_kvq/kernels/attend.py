@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.kernels.pack import Pair, gather
 
 WORK_BYTES = 64 << 20
 """Unpacked float32 that a part may hold at once: pages beyond it are attended in several rounds."""
@@ -65,6 +67,34 @@ def attend_raw(
     return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(lses, 1))
 
 
+def attend_into(
+    output: torch.Tensor,
+    output_rows: torch.Tensor,
+    query: torch.Tensor,
+    pool: Pair,
+    more: Pair,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    parts: list[Partial],
+) -> None:
+    """Attention over raw tokens where they lie, merged with other parts of the same attention into the output.
+
+    query (n, q, Hq, d); rows (n, t): token j of request i is row rows[i, j] of `pool` (keys and values (blocks, slots,
+    H, d); block * slots + slot), or of `more` counted from the end of `pool`; negative where there is none. seen
+    (n, q, t) booleans. Query j of request i goes to row output_rows[i, j] of output (tokens, Hq, d).
+    """
+    if not rows.shape[1]:
+        output[output_rows] = merge(parts).to(output.dtype)
+        return
+    there = seen & (rows >= 0)[:, None]
+    # a row that nobody sees may hold anything, even NaN, which times 0 would still be NaN
+    wanted = there.any(1)[..., None, None]
+    key, value = (torch.where(wanted, gather(*x, rows.clamp_min(0)), 0) for x in zip(pool, more, strict=True))
+    out = merge([attend_raw(query, key, value, there, scale), *parts])
+    output[output_rows] = out.to(output.dtype)
+
+
 def attend_packed(
     fmt: PageFormat,
     query: torch.Tensor,
@@ -91,6 +121,15 @@ def attend_packed(
         ]
         out, lse = torch.stack([o for o, _ in alone]), torch.stack([s for _, s in alone])
     return _by_token(out, q)[..., : fmt.geometry.head_size], _by_token(lse.unsqueeze(-1), q).squeeze(-1)
+
+
+def all_packed(
+    fmt: PageFormat, pages: torch.Tensor, page_ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> bool:
+    """Whether every slab with an attended token holds data."""
+    slab = SLAB * torch.arange(fmt.slabs, device=pages.device)
+    needed = (slab < high[:, None]) & (slab + SLAB > low[:, None])
+    return not (needed & ~fmt.packed_slabs(pages, page_ids)).any()
 
 
 def _split_by_page(

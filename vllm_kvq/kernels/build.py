@@ -8,6 +8,7 @@ cache; to a temporary name first and then renamed, so that processes that build 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import os
@@ -16,8 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from vllm_kvq.kernels import sanitize
 
 FLAGS = [
     "-std=c++17",
@@ -29,12 +33,13 @@ FLAGS = [
     "-Wall",
 ]
 ISA_FLAGS = {
-    "isa_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
-    "isa_avx512": [
+    "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
+    "avx512": [
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512vbmi"),
         *("-mfma", "-mf16c", "-mbmi2", "-mprefer-vector-width=512"),
     ],
 }
+"""By the end of a source's name: isa_avx2.cpp, pack_avx2.cpp, ..."""
 
 
 class BuildError(RuntimeError):
@@ -61,13 +66,19 @@ def compiler() -> list[str]:
 
 def flags_of(source: Path) -> list[str]:
     x86 = platform.machine() in ("x86_64", "AMD64")
-    return FLAGS + (ISA_FLAGS.get(source.stem, []) if x86 else [])
+    return [
+        *FLAGS,
+        *(ISA_FLAGS.get(source.stem.rpartition("_")[2], []) if x86 else []),
+        *sanitize.flags(sanitize.wanted()),
+    ]
 
 
 def _key(command: list[str], directory: Path) -> str:
     digest = hashlib.sha256()
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
-    digest.update(repr((command, version, FLAGS, ISA_FLAGS, platform.machine(), _ffi()[1:])).encode())
+    digest.update(
+        repr((command, version, FLAGS, ISA_FLAGS, sanitize.wanted(), platform.machine(), _ffi()[1:])).encode()
+    )
     for path in sorted(directory.rglob("*.[hc]*")):
         digest.update(str(path.relative_to(directory)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -112,12 +123,16 @@ def build() -> Path:
             return target
         includes, library, _ = _ffi()
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
-            objects = []
-            for source in sorted(directory.glob("*.cpp")):
-                objects.append(f"{tmp}/{source.stem}.o")
-                include = [f"-isystem{i}" for i in includes]
-                _run([*command, *flags_of(source), *include, "-c", str(source), "-o", objects[-1]])
-            _run([*command, "-shared", "-o", f"{tmp}/out.so", *objects, library])
+            include = [f"-isystem{i}" for i in includes]
+            sources = sorted(directory.glob("*.cpp"))
+            objects = [f"{tmp}/{source.stem}.o" for source in sources]
+            lines = [
+                [*command, *flags_of(source), *include, "-c", str(source), "-o", target]
+                for source, target in zip(sources, objects, strict=True)
+            ]
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                list(pool.map(_run, lines))
+            _run([*command, *sanitize.flags(sanitize.wanted()), "-shared", "-o", f"{tmp}/out.so", *objects, library])
             os.replace(f"{tmp}/out.so", target)
         return target
     except (OSError, ImportError, subprocess.SubprocessError) as error:
@@ -136,11 +151,19 @@ def load() -> Any:
         raise BuildError(f"{path} can't be loaded: {error}") from error
 
 
-def main() -> int:
-    """Build ahead of time."""
+def main(arguments: list[str] | None = None) -> int:
+    """Build ahead of time; with `--sanitize`, also run a command with the sanitized build."""
+    p = argparse.ArgumentParser(prog="vllm_kvq.kernels", description="Builds the CPU kernels ahead of time.")
+    p.add_argument("--sanitize", metavar="LIST", type=sanitize.parse, default=(), help="address,undefined or thread")
+    p.add_argument("command", nargs="*", help="with --sanitize: what to run with that build, after `--`")
+    args = p.parse_args(arguments)
+    if args.command and not args.sanitize:
+        p.error("a command needs --sanitize")
+    if args.sanitize:
+        os.environ[sanitize.VARIABLE] = ",".join(args.sanitize)
     try:
-        print(f"CPU kernels: {build().name}")
-    except BuildError as error:
+        print(f"CPU kernels: {build().name}", flush=True)
+        return sanitize.run(args.sanitize, compiler(), args.command) if args.command else 0
+    except (BuildError, OSError) as error:
         print(f"CPU kernels can't be built: {error}", file=sys.stderr)
         return 1
-    return 0

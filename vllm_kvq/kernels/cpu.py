@@ -27,6 +27,7 @@ from vllm_kvq.formats.values import RawValues, TokenValues
 from vllm_kvq.kernels import attend
 from vllm_kvq.kernels.attend import Partial
 from vllm_kvq.kernels.build import BuildError, load
+from vllm_kvq.kernels.pack import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # kinds and field names in the order of csrc/cpu/layout.h
 _CHANNEL, _HYBRID, _SKETCH, _POLAR, _RAW = range(5)
 _TOKEN, _HYBRID_VALUES, _RAW_VALUES = range(3)
-_SKETCH_UNIT = 128  # of the integer sketch, as in csrc/cpu/avx512/sketch_keys.h
+_SKETCH_UNIT = 128  # of the integer sketch, as in csrc/cpu/avx2/sketch_keys.h
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,17 @@ def attend_packed(
     return out, lse
 
 
-_NO_ROWS = torch.zeros(0, 0, dtype=torch.int64)
+def all_packed(
+    fmt: PageFormat, pages: torch.Tensor, page_ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> bool:
+    bound, lib = bind(fmt), library()
+    if bound is None or lib is None:
+        return attend.all_packed(fmt, pages, page_ids, low, high)
+    return lib.unpacked_page(bound.layout, pages, page_ids, low, high) < 0
+
+
+_NONE = torch.zeros(0)
+_NO_PART = (_NONE, _NONE)
 
 
 def attend_raw(
@@ -203,49 +214,47 @@ def attend_raw(
     lib = library()
     if lib is None:
         return attend.attend_raw(query, key, value, seen, scale)
-    return _attend_raw(lib, query, key, value, _NO_ROWS, seen, scale)
-
-
-def attend_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
-    scale: float,
-) -> Partial:
-    """`attend_raw` over tokens gathered by index, without a copy of them.
-
-    key and value (B, S, H, d) are views of the pool that holds the tokens, with any outer strides; rows
-    (n, t) says that token j of request i is `key[rows[i, j] // S, rows[i, j] % S]`; negative where there is
-    none.
-    IndexError for a row beyond the pool.
-    """
-    lib = library()
-    if lib is not None:
-        return _attend_raw(lib, query, key, value, rows.to(torch.int64).contiguous(), seen, scale)
-    if rows.numel() and int(rows.max()) >= key.shape[0] * key.shape[1]:
-        raise IndexError(f"row {int(rows.max())} is not one of {key.shape[0] * key.shape[1]} rows")
-    at, slots = rows.clamp_min(0), key.shape[1]
-    there = seen & (rows >= 0)[:, None]
-    # a row that nobody sees may hold anything, even NaN, which times 0 would still be NaN
-    wanted = there.any(1)[..., None, None]
-    k, v = (torch.where(wanted, x[at // slots, at % slots], 0) for x in (key, value))
-    return attend.attend_raw(query, k, v, there, scale)
-
-
-def _attend_raw(
-    lib: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
-    scale: float,
-) -> Partial:
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     n, q, heads, d = query.shape
-    out, lse = torch.empty(n, q, heads, d), torch.empty(n, q, heads)
+    out, lse = torch.empty(n * q, heads, d), torch.empty(n, q, heads)
+    rows = torch.arange(n * key.shape[1]).view(n, -1)
+    _raw(lib, out, torch.arange(n * q), lse, query, (key, value), (key[:0], value[:0]), rows, seen, scale, [])
+    return out.view(n, q, heads, d), lse
+
+
+def attend_into(
+    output: torch.Tensor,
+    output_rows: torch.Tensor,
+    query: torch.Tensor,
+    pool: Pair,
+    more: Pair,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    parts: list[Partial],
+) -> None:
+    """`attend.attend_into` without copies, for at most two other parts. IndexError for a row beyond its tensor."""
+    lib = library()
+    if lib is None:
+        attend.attend_into(output, output_rows, query, pool, more, rows, seen, scale, parts)
+    else:
+        _raw(lib, output, output_rows, _NONE, query, pool, more, rows, seen, scale, parts)
+
+
+def _raw(
+    lib: Any,
+    output: torch.Tensor,
+    output_rows: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    pool: Pair,
+    more: Pair,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    parts: list[Partial],
+) -> None:
+    query, *tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
+    first, second = (*parts, _NO_PART, _NO_PART)[:2]
     mask = seen.contiguous().view(torch.uint8)
-    lib.attend_raw(query, key, value, rows, mask, scale, out, lse, torch.get_num_threads(), isa())
-    return out, lse
+    at = (output, output_rows, lse, torch.get_num_threads(), isa())
+    lib.attend_raw(query, *tokens, rows, mask, scale, *first, *second, *at)

@@ -3,6 +3,8 @@
     attend_packed(fmt, query, pages, page_ids, owner, low, high, scale) -> (out, lse)   a list of pages, as on the CPU
     attend_table(fmt, query, pages, table, low, high, scale) -> (out, lse)              block table, nothing on the host
 
+What the integration runs on a GPU, one layer's whole step, is kernels/device.py.
+
 No GPU has run them yet. They are tested under Triton's interpreter and compiled for sm_80 to sm_120
 (docs/kernels.md). What a kernel does not know (`supports`) the PyTorch kernels serve.
 """
@@ -19,7 +21,7 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.fields import ALIGN, round_up
 from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
-from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
+from vllm_kvq.formats.squat import ChannelKeys
 from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.kernels import attend
 from vllm_kvq.kernels.attend import Partial
@@ -31,7 +33,7 @@ PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
@@ -71,7 +73,7 @@ def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
         return None
     codes = "k_codes" if not isinstance(k, PolarKeys) else "k_polar" if k.nibbles else "k_angle"
     # a chunk in whole steps of the matrix product
-    places = max(16, _power_of_two(chunk))
+    places = max(16, power_of_two(chunk))
     return none | own | {"K_CHUNK": chunk, "KP": places, "OPERANDS": operands, "K_CODES": at(codes) // 4}
 
 
@@ -90,7 +92,7 @@ def _value_constants(fmt: PageFormat) -> dict[str, Any] | None:
         "V_BITS": v.bits,
         "V_GROUP": group,
         "V_BLOCK": block & -block,
-        "V_GROUPS": max(8, _power_of_two(groups)),
+        "V_GROUPS": max(8, power_of_two(groups)),
         "V_CODES": at("v_codes") // 4,
         "V_SCALE": at("v_scale") // 2,
         "V_ZERO": zero,
@@ -118,7 +120,7 @@ def supports(fmt: PageFormat) -> bool:
 
 
 def launch_for(fmt: PageFormat, rows: int, capability: int = 90) -> tuple[int, int]:
-    """(warps, stages) of a program, found with `python -m vllm_kvq.eval.compile_table`: no spills on any target.
+    """(warps, stages) of a program, found with `python -m vllm_kvq.eval.compile_table`. Its --check fails on a spill.
 
     One warp per 16 rows keeps every product within a warp; wide heads, and keys that are rebuilt before the product,
     need the registers of more. With two stages the next slab is fetched while one is attended.
@@ -131,13 +133,15 @@ def launch_for(fmt: PageFormat, rows: int, capability: int = 90) -> tuple[int, i
     if isinstance(k, HybridKeys):
         return min(8, tiles * (2 if d <= 128 else 4)), 1 if d < 128 or tiles > 1 else 2
     nibbles = isinstance(k, PolarKeys) and k.nibbles
+    if not nibbles and d >= 128:
+        return min(8, 4 * tiles), 2 if capability >= 120 else 1
     return min(8, 2 * tiles), 2 if (tiles == 1 if nibbles else capability >= 120) else 1
 
 
 def rows_for(fmt: PageFormat, rows: int) -> int:
     """Rows per program: all of a decode step, a tile of a longer chunk."""
     most = MIN_ROWS if isinstance(fmt.keys, HybridKeys) else MAX_ROWS  # InnerQ spills beyond
-    return min(most, max(MIN_ROWS, _power_of_two(rows)))
+    return min(most, max(MIN_ROWS, power_of_two(rows)))
 
 
 @functools.cache
@@ -146,7 +150,7 @@ def _processors(index: int) -> int:
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
+def capability(device: torch.device) -> int:
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -191,38 +195,67 @@ def attend_table(
     int32 or int64 rows of `pages`, low and high (n,). A padded row has high = 0. Pages out of range and slabs that
     were never packed are not seen. With `low` and `high` of the table's shape every page has limits of its own.
     """
-    k = constants(fmt)
-    if k is None:
+    if not supports(fmt):
         raise ValueError(f"{fmt.name} has no Triton kernel for its keys or values")
     _check(fmt, query, pages)
-    from vllm_kvq.triton_kernels.decode import attend_kernel
-
     n, q, query_heads, head_size = query.shape
     if query.stride(-1) != 1:
         query = query.contiguous()
-    heads, width = pages.shape[1], table.shape[1]
-    share = query_heads // heads
-    m = rows_for(fmt, q * share)
-    programs = n * heads * -(-q * share // m)
-    splits = splits or splits_for(programs, width * fmt.slabs, pages.device)
-    total = n * q * query_heads
+    splits = splits or splits_of(fmt, n, q, query_heads, table, pages)
     out = query.new_empty(splits, n, q, query_heads, head_size, dtype=torch.float32)
     lse = query.new_empty(splits, n, q, query_heads, dtype=torch.float32)
-    if not total or not pages.shape[0] or not width:
+    if not out.numel() or not pages.shape[0] or not table.shape[1]:
         return out[0].zero_(), lse[0].fill_(-torch.inf)
+    launch_attend(fmt, query, query.stride()[:3], (n, q), None, pages, table, low, high, out, lse, scale)
+    return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
+
+
+def splits_of(
+    fmt: PageFormat, requests: int, q: int, query_heads: int, table: torch.Tensor, pages: torch.Tensor
+) -> int:
+    heads = pages.shape[1]
+    rows = q * query_heads // heads
+    programs = requests * heads * -(-rows // rows_for(fmt, rows))
+    return splits_for(programs, table.shape[1] * fmt.slabs, pages.device)
+
+
+def launch_attend(
+    fmt: PageFormat,
+    query: torch.Tensor,
+    strides: tuple[int, ...],
+    shape: tuple[int, int],
+    start: torch.Tensor | None,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> None:
+    """Fills out (splits, ..., query heads, HEAD) and lse; `strides` of query by request, token and head.
+
+    `shape`: requests, and queries of each. With `start`, requests + 1 rows, query is (tokens, query heads, HEAD) and
+    request i has those in [start[i], start[i + 1]), at most as many as `shape` says.
+    """
+    from vllm_kvq.triton_kernels.decode import attend_kernel
+
+    (n, q), heads = shape, pages.shape[1]
+    share = out.shape[-2] // heads
+    m = rows_for(fmt, q * share)
     words, halves = typed(pages)
-    warps, stages = launch_for(fmt, m, _capability(pages.device))
-    attend_kernel[(programs, splits)](
-        *(query, words, halves, table, low, high, out, lse, scale, q, heads, pages.shape[0]),
-        *(*query.stride()[:3], *words.stride()[:2], table.stride(0), width, total),
+    warps, stages = launch_for(fmt, m, capability(pages.device))
+    attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
+        *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
+        *(pages.shape[0], *strides, *words.stride()[:2], table.stride(0), table.shape[1], lse[0].numel()),
         SHARE=share,
         M=m,
         LISTED=low.dim() == 2,
-        **k,
+        RAGGED=start is not None,
+        **(constants(fmt) or {}),
         num_warps=warps,
         num_stages=stages,
     )
-    return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
 
 
 def typed(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,16 +264,24 @@ def typed(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return aligned.view(torch.int32), aligned.view(torch.float16)
 
 
-def merge_parts(out: torch.Tensor, lse: torch.Tensor) -> Partial:
-    """Parts stacked along dimension 0, dense float32 -> their merge, with its log-sum-exp."""
+def merge_parts(
+    out: torch.Tensor, lse: torch.Tensor, into: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+) -> Partial:
+    """Parts stacked along dimension 0, dense float32 -> their merge, with its log-sum-exp.
+
+    `into`: a dense tensor of any float type for the result. `tokens`: how many of (parts, tokens, heads, HEAD) are
+    real, on the device; the rest of the result is 0.
+    """
     from vllm_kvq.triton_kernels.merge import merge_kernel
 
     parts, head = out.shape[0], out.shape[-1]
-    merged, total = torch.empty_like(out[0]), torch.empty_like(lse[0])
+    merged, total = torch.empty_like(out[0]) if into is None else into, torch.empty_like(lse[0])
     rows = total.numel()
-    sizes = {"HEAD": head, "COLUMNS": _power_of_two(head), "PARTS": _power_of_two(parts)}
+    sizes = {"HEAD": head, "COLUMNS": power_of_two(head), "PARTS": power_of_two(parts)}
+    sizes["LIMITED"] = 0 if tokens is None else out.shape[-2]
+    limit = total if tokens is None else tokens
     if rows:
-        merge_kernel[(rows,)](out, lse, merged, total, rows, parts, **sizes, num_warps=1 if parts <= 8 else 4)
+        merge_kernel[(rows,)](out, lse, merged, total, rows, parts, limit, **sizes, num_warps=1 if parts <= 8 else 4)
     return merged, total
 
 
@@ -267,72 +308,3 @@ def attend_packed(
     for target, source in ((table, page_ids), (lows, low), (highs, high)):
         target[owner, place] = source.to(torch.int32)
     return attend_table(fmt, query, pages, table, lows, highs, scale)
-
-
-def supports_pack(fmt: PageFormat) -> bool:
-    return type(fmt.keys) in (ChannelKeys, SQuatKeys) and isinstance(fmt.values, TokenValues)
-
-
-def pack_constants(fmt: PageFormat, subspace: bool) -> dict[str, Any]:
-    """The pack kernel's compile-time constants; `subspace`: with SQuat's correction, where the keys are SQuat's."""
-    k, known = fmt.keys, constants(fmt)
-    if known is None or not isinstance(k, ChannelKeys):
-        raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys")
-    rank, update = (k.state_rows, k.block) if subspace and isinstance(k, SQuatKeys) else (0, k.d)
-    # in one plane and one block of the update, and a power of two
-    block = math.gcd(k.d * k.bits // 8, update)
-    names: tuple[str, ...] = ("HEAD", "D", "SLABS_AT", "SLAB_WORDS", "K_BITS", "K_CODES", "K_SCALE", "K_ZERO")
-    names += ("V_BITS", "V_GROUP", "V_BLOCK", "V_CODES", "V_SCALE", "V_ZERO")
-    return {name: known[name] for name in names} | {"RANK": rank, "UPDATE": update, "K_BLOCK": block & -block}
-
-
-def pull_matrices(keys: SQuatKeys, state: torch.Tensor) -> torch.Tensor:
-    """P_t of every channel block, side by side: (..., r, d), zero for the first block; see formats/squat.py."""
-    pull = torch.zeros_like(state)
-    for start in range(keys.block, keys.d, keys.block):
-        at = slice(start, start + keys.block)
-        pull[..., at] = keys._pull(state[..., start:], state[..., at])
-    return pull
-
-
-def pack(
-    fmt: PageFormat,
-    pages: torch.Tensor,
-    page: torch.Tensor,
-    slab: torch.Tensor,
-    rows: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    state: torch.Tensor | None = None,
-    pull: torch.Tensor | None = None,
-) -> None:
-    """Packs n slabs: tokens rows[i] (n, 32) of key and value (tokens, H, head_size) into slab[i] of page[i].
-
-    `state` (n, H, r, d) float32 is SQuat's U of each slab's request and `pull` its `pull_matrices` (computed here if
-    not given; they change only when U does). Without a state SQuat packs as KIVI does. A page out of range is skipped.
-    """
-    if not supports_pack(fmt):
-        raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
-    from vllm_kvq.triton_kernels.pack import pack_kernel
-
-    n, heads, k = len(page), pages.shape[1], fmt.keys
-    if not n:
-        return
-    assert isinstance(k, ChannelKeys)
-    subspace = state is not None and isinstance(k, SQuatKeys)
-    if isinstance(k, SQuatKeys) and state is not None and pull is None:
-        pull = pull_matrices(k, state)
-    words, halves = typed(pages)
-    none = words.new_empty(0, dtype=torch.float32)
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    pack_kernel[(n, heads)](
-        *(key, value, rows.contiguous(), page, slab),
-        *(
-            (state.contiguous(), pull.contiguous())
-            if subspace and pull is not None and state is not None
-            else (none, none)
-        ),
-        *(words, halves, pages, heads, pages.shape[0], *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
-        **pack_constants(fmt, subspace),
-        num_warps=4,
-    )

@@ -2,20 +2,28 @@
 
 `compare` holds two engines' answers to the same traces against each other, token by token (plain vLLM against
 `lossless`). `judge` goes through the scheduler's chunks with the reference, which is told positions and what was
-cached, but no blocks, and wants every greedy token to be the reference's own choice (lossy formats).
+cached, but no blocks, and wants every greedy token to be the reference's own choice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from vllm_kvq.formats.reference import CachedPage
-from vllm_kvq.oracle.replay import Replay, ReplayModel
-from vllm_kvq.oracle.trace import Chunk, Request, Result, Trace
+import torch
 
-PERTURBED = 4
+from vllm_kvq.oracle.lives import Historian, Life
+from vllm_kvq.oracle.replay import ReplayModel
+from vllm_kvq.oracle.trace import Result, Trace
+from vllm_kvq.oracle.whole import Whole
+
+PERTURBED = 24
 """Replays with float32 noise that a mismatch has to survive (see `judge`)."""
+GREEDY = 0.01
+"""Up to this temperature (vLLM's smallest) a sample is judged like a greedy one: n > 1 samples can't be greedy."""
+NEVER = 25.0
+"""exp(-25): two logits whose difference over the temperature is larger are never mistaken for each other."""
 
 
 @dataclass
@@ -24,41 +32,72 @@ class Verdict:
     tokens: int = 0
     ties: int = 0
     hits: int = 0
+    hit_tokens: int = 0
     preemptions: int = 0
+    accepted: int = 0
     rejected: int = 0
+    aborts: int = 0
+    stops: int = 0
     mismatches: list[str] = field(default_factory=list)
 
     def add(self, other: Verdict) -> None:
-        for name in ("requests", "tokens", "ties", "hits", "preemptions", "rejected"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.mismatches += other.mismatches
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two answers part: at the `at`-th token of a sample."""
+
+    request: str
+    sample: int
+    at: int
+    length: int
+    tokens: tuple[int | None, int | None]
+
+    def __str__(self) -> str:
+        return f"{self.request}[{self.sample}]: token {self.at} of {self.length}"
+
+
+def differences(trace: Trace, expected: Result, got: Result) -> list[Difference]:
+    found = []
+    for r in trace.requests:
+        for i, (a, b) in enumerate(zip(expected.outputs[r.name], got.outputs[r.name], strict=True)):
+            # an aborted request may stop some tokens earlier or later under speculation
+            length = min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
+            if a[:length] != b[:length]:
+                at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                pair = a[at] if at < len(a) else None, b[at] if at < len(b) else None
+                found.append(Difference(r.name, i, at, length, pair))
+    return found
 
 
 def compare(trace: Trace, expected: Result, got: Result) -> Verdict:
     verdict = Verdict(len(trace.requests), preemptions=got.preemptions, hits=sum(c > 0 for c in got.cached.values()))
     for r in trace.requests:
-        for i, (a, b) in enumerate(zip(expected.outputs[r.name], got.outputs[r.name], strict=True)):
-            # an aborted request may stop some tokens earlier or later under speculation
-            length = min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
-            verdict.tokens += length
-            if a[:length] != b[:length]:
-                at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-                verdict.mismatches.append(f"{r.name}[{i}]: token {at} of {length}")
-    if got.free_blocks[0] != got.free_blocks[1]:
-        verdict.mismatches.append(f"{got.free_blocks[0] - got.free_blocks[1]} blocks were not freed")
+        for a, b in zip(expected.outputs[r.name], got.outputs[r.name], strict=True):
+            verdict.tokens += min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
+    verdict.mismatches += map(str, differences(trace, expected, got))
+    verdict.mismatches += leaks(got)
     return verdict
 
 
-class _Sequence:
-    """One sample of one request as the replay goes along."""
+def leaks(result: Result) -> list[str]:
+    before, after = result.free_blocks
+    return [] if before == after else [f"{before - after} blocks were not freed"]
 
-    def __init__(self, request: Request, output: list[int]) -> None:
-        self.request, self.tokens = request, [*request.prompt, *output]
-        self.replay: Replay | None = None
 
-    @property
-    def judged(self) -> bool:
-        return self.request.temperature == 0
+@dataclass(frozen=True)
+class Choice:
+    """A token of the answer and where the reference chooses it."""
+
+    life: Life
+    part: int
+    position: int
+    token: int
+
+    def __str__(self) -> str:
+        return f"{self.life.name}: position {self.position}"
 
 
 def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]) -> Verdict:
@@ -69,111 +108,90 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
     outputs by the kernels' declared error, and a token that one of these replays does choose is a tie. Ties are
     counted, not hidden.
     """
-    total = _all(model, traces, results)
-    left = set(total.mismatches)
+    historian, total = Historian(model.formats[0]), Verdict()
+    for trace, result in zip(traces, results, strict=True):
+        historian.add(trace, result)
+        total.requests += len(trace.requests)
+        total.preemptions += result.preemptions
+        total.aborts += len(result.aborted)
+        total.stops += result.stopped
+    history = historian.history
+    total.hits, total.hit_tokens = history.hits, history.hit_tokens
+    total.accepted, total.rejected = history.accepted, history.rejected
+    if history.problems:
+        # the lives are not to be trusted
+        total.mismatches = sorted(history.problems)
+        return total
+    choices = [c for life in history.lives for c in choices_of(life)]
+    total.tokens = len(choices)
+    model.noise = None
+    wrong = _wrong(model, history.lives, choices)
+    left = wrong
     for seed in range(1, PERTURBED + 1):
         if not left:
             break
         model.perturb(seed)
-        left &= set(_all(model, traces, results).mismatches)
-    total.ties = len(total.mismatches) - len(left)
-    total.mismatches = sorted(left)
+        left = _wrong(model, _needed(history.lives, left), left)
+    model.noise = None
+    total.ties = len(wrong) - len(left)
+    total.mismatches = sorted(map(str, left))
     return total
 
 
-def _all(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]) -> Verdict:
-    replayer, total = Replayer(model), Verdict()
-    for trace, result in zip(traces, results, strict=True):
-        total.add(replayer.run(trace, result))
-    return total
-
-
-class Replayer:
-    """Keeps the prefix cache between the traces of one engine: what each block holds, by the tokens up to its end."""
-
-    def __init__(self, model: ReplayModel) -> None:
-        self.model = model
-        self.fmt = model.formats[0]
-        self.pages: dict[tuple[int, tuple[int, ...]], list[CachedPage]] = {}
-
-    def run(self, trace: Trace, result: Result) -> Verdict:
-        verdict = Verdict(len(trace.requests), preemptions=result.preemptions)
-        sequences: dict[str, _Sequence] = {}
-        for step in result.steps:
-            waiting = list(step)
-            while waiting:
-                # a request may hit a page that another one completes in this very step
-                ready = [c for c in waiting if self._found(_of(sequences, trace, result, c), c)]
-                if not ready:
-                    verdict.mismatches.append(f"{waiting[0].request}: hit a page that nobody has written")
-                    return verdict
-                for chunk in ready:
-                    self._chunk(sequences[chunk.request], chunk, verdict)
-                    waiting.remove(chunk)
-        return verdict
-
-    def _admitted(self, s: _Sequence, c: Chunk) -> bool:
-        """Whether this chunk begins the request, for the first time or after a preemption."""
-        return s.replay is None or c.context < s.replay.length - self.model.num_spec
-
-    def _hit(self, s: _Sequence, c: Chunk) -> list[tuple[int, tuple[int, ...]]]:
-        n = self.fmt.N
-        count = (c.context + self.fmt.W) // n if c.context else 0
-        return [(c.pages[i], tuple(s.tokens[: (i + 1) * n])) for i in range(count)]
-
-    def _found(self, s: _Sequence, c: Chunk) -> bool:
-        return not self._admitted(s, c) or all(key in self.pages for key in self._hit(s, c))
-
-    def _chunk(self, s: _Sequence, c: Chunk, verdict: Verdict) -> None:
-        if self._admitted(s, c):
-            hit = [self.pages[key] for key in self._hit(s, c)]
-            s.replay = self.model.after_hit(hit) if hit else self.model.request()
-            verdict.hits += bool(hit)
-        assert s.replay is not None
-        if c.context < s.replay.length:
-            verdict.rejected += s.replay.length - c.context
-            s.replay.rewind(c.context)
-        known = c.tokens - len(c.drafts)
-        tokens = s.tokens[c.context : c.context + known]
-        if len(tokens) < known:
-            return  # scheduled ahead of an abort: nothing of it is in the answer
-        logits = s.replay.step(tokens + c.drafts, 1 + len(c.drafts))
-        self._judge(s, c.context + known, logits, c.drafts, verdict)
-        self._publish(s, c, c.context + known)
-
-    def _judge(self, s: _Sequence, position: int, logits: object, drafts: list[int], verdict: Verdict) -> None:
-        """The token at `position` and, as long as drafts were accepted, those behind it."""
-        for row, draft in zip(logits, [*drafts, None], strict=True):  # type: ignore[call-overload]
-            if not s.judged or not len(s.request.prompt) <= position < len(s.tokens):
-                return
-            token = s.tokens[position]
-            verdict.tokens += 1
-            if int(row.argmax()) != token:
-                verdict.mismatches.append(f"{s.request.name}: position {position}")
+def choices_of(life: Life) -> list[Choice]:
+    """The token behind each chunk and, as long as drafts were accepted, those behind them."""
+    found = []
+    if life.request.temperature > GREEDY:
+        return []
+    for i, part in enumerate(life.parts):
+        drafts = part.tokens[len(part.tokens) - part.drafts :]
+        for draft, position in zip([*drafts, None], range(part.known, part.end + 1), strict=True):
+            if not life.known <= position < len(life.tokens):
+                break
+            token = life.tokens[position]
+            found.append(Choice(life, i, position, token))
             if draft != token:
-                return
-            position += 1
-
-    def _publish(self, s: _Sequence, c: Chunk, length: int) -> None:
-        """Pages that this chunk completed, drafts aside."""
-        n = self.fmt.N
-        assert s.replay is not None
-        for i in range(c.context // n, length // n):
-            if i * n >= s.replay.caches[0].own:
-                self.pages[c.pages[i], tuple(s.tokens[: (i + 1) * n])] = s.replay.page(i)
+                break
+    return found
 
 
-def _of(sequences: dict[str, _Sequence], trace: Trace, result: Result, c: Chunk) -> _Sequence:
-    if c.request not in sequences:
-        sequences[c.request] = _sequence(trace, result, c.request)
-    return sequences[c.request]
+def _wrong(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]) -> list[Choice]:
+    """The choices that the reference does not make."""
+    if not choices:
+        return []
+    whole = Whole(model, lives)
+    rows = torch.tensor([whole.row(c.life, c.part, c.position - 1) for c in choices])
+    logits = whole.logits(rows)
+    token = torch.tensor([c.token for c in choices])[:, None]
+    behind = logits.amax(1) - logits.gather(1, token)[:, 0]
+    allowed = torch.tensor([NEVER * c.life.request.temperature for c in choices])
+    return [c for c, bad in zip(choices, (behind > allowed).tolist(), strict=True) if bad]
 
 
-def _sequence(trace: Trace, result: Result, internal: str) -> _Sequence:
-    """vLLM calls sample i of request R `i_R-suffix`, a single sample `R-suffix`."""
-    by_name = {r.name: r for r in trace.requests}
-    name = internal.rsplit("-", 1)[0]
-    if name in by_name:
-        return _Sequence(by_name[name], result.outputs[name][0])
-    index, name = name.split("_", 1)
-    return _Sequence(by_name[name], result.outputs[name][int(index)])
+def distance(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result], found: Difference) -> float:
+    """How far apart the reference's logits of the two tokens are, on the way of the second engine (`results`).
+
+    Request names must be unique over the traces.
+    """
+    historian = Historian(model.formats[0])
+    for trace, result in zip(traces, results, strict=True):
+        historian.add(trace, result)
+    a, b = found.tokens
+    name = f"{found.request}[{found.sample}]"
+    choices = [c for life in historian.history.lives if life.name == name for c in choices_of(life)]
+    choices = [c for c in choices if c.position == len(c.life.request.prompt) + found.at]
+    if a is None or b is None or not choices:
+        return math.inf
+    whole = Whole(model, _needed(historian.history.lives, choices))
+    row = whole.row(choices[0].life, choices[0].part, choices[0].position - 1)
+    logits = whole.logits(torch.tensor([row]))[0]
+    return abs(float(logits[a] - logits[b]))
+
+
+def _needed(lives: Sequence[Life], choices: Sequence[Choice]) -> list[Life]:
+    """The lives of these choices and all that they hit, writers first."""
+    wanted = {c.life for c in choices}
+    for life in reversed(lives):
+        if life in wanted:
+            wanted |= {writer for writer, _ in life.hit}
+    return [life for life in lives if life in wanted]

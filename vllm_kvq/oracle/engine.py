@@ -18,7 +18,6 @@ from vllm_kvq.oracle.trace import Chunk, Request, Result, Trace
 ENVIRONMENT = {
     # the scheduler has to be in reach
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     # the models are tiny: threads would only wait for each other
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -28,7 +27,8 @@ ENVIRONMENT = {
 
 
 class TracedEngine:
-    def __init__(self, model: str, **engine: Any) -> None:
+    def __init__(self, model: str, pool: float | None = None, **engine: Any) -> None:
+        """`pool`: as many blocks as that many requests of the maximum length need."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
@@ -38,8 +38,13 @@ class TracedEngine:
             "max_model_len": 1024,
             "enforce_eager": True,
             "async_scheduling": False,
+            # vLLM writes all of it at start-up
+            "kv_cache_memory_bytes": 1 << 28,
         }
-        self.engine = LLM(model, **{**defaults, **engine}).llm_engine
+        arguments = {**defaults, **engine}
+        if pool is not None:
+            arguments["num_gpu_blocks_override"] = _blocks(model, pool, arguments)
+        self.engine = LLM(model, **arguments).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.steps: list[list[Chunk]] = []
         self.packed_group = self._find_packed_group()
@@ -49,7 +54,10 @@ class TracedEngine:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        return next(i for i, g in enumerate(groups) if isinstance(g.kv_cache_spec, FullAttentionSpec))
+        specs = [g.kv_cache_spec for g in groups]
+        # plain layers may stand before packed ones; without packed layers it does not matter
+        full = [i for i, s in enumerate(specs) if isinstance(s, FullAttentionSpec)]
+        return next((i for i in full if specs[i].tokens_per_state == specs[i].block_size), full[0])
 
     def _observe(self) -> None:
         schedule = self.scheduler.schedule
@@ -60,8 +68,9 @@ class TracedEngine:
             cached = out.scheduled_cached_reqs
             context |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             drafts, blocks = out.scheduled_spec_decode_tokens, self.scheduler.kv_cache_manager.get_block_ids
+            admitted = {r.req_id for r in out.scheduled_new_reqs} | cached.resumed_req_ids
             step = [
-                Chunk(i, context[i], n, list(drafts.get(i, [])), list(blocks(i)[self.packed_group]))
+                Chunk(i, context[i], n, list(drafts.get(i, [])), list(blocks(i)[self.packed_group]), i in admitted)
                 for i, n in out.num_scheduled_tokens.items()
             ]
             if step:
@@ -76,26 +85,32 @@ class TracedEngine:
     def run(self, trace: Trace) -> Result:
         from vllm import SamplingParams
 
+        if trace.reset and not self.engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache can't be reset: blocks are still in use")
         before, self.steps = self.free_blocks(), []
         outputs: dict[str, list[list[int]]] = {r.name: [[] for _ in range(r.n)] for r in trace.requests}
         cached: dict[str, int] = {}
         waiting = sorted(trace.requests, key=lambda r: r.arrival)
         aborts = {r.name: r.abort_after for r in trace.requests if r.abort_after is not None}
-        step = 0
+        aborted: list[str] = []
+        step = stopped = 0
         while waiting or self.engine.has_unfinished_requests():
             while waiting and waiting[0].arrival <= step:
                 self._add(waiting.pop(0), SamplingParams)
             for out in self.engine.step():
                 for sample in out.outputs:
+                    stopped += sample.finish_reason == "stop"
                     outputs[out.request_id][sample.index] = list(sample.token_ids)
                 if out.num_cached_tokens is not None:
                     cached.setdefault(out.request_id, out.num_cached_tokens)
                 limit = aborts.get(out.request_id)
-                if limit is not None and len(outputs[out.request_id][0]) >= limit:
+                if limit is not None and len(outputs[out.request_id][0]) >= limit and not out.finished:
                     self.engine.abort_request([out.request_id])
+                    aborted.append(out.request_id)
                     del aborts[out.request_id]
             step += 1
-        return Result(outputs, cached, self.steps, self._preemptions(), (before, self.free_blocks()))
+        free = before, self.free_blocks()
+        return Result(outputs, cached, self.steps, self._preemptions(), free, aborted, stopped)
 
     def _add(self, r: Request, sampling: Any) -> None:
         params = sampling(
@@ -105,18 +120,31 @@ class TracedEngine:
             seed=r.seed,
             ignore_eos=True,
             stop_token_ids=list(r.stop_token_ids),
+            stop=list(r.stop),
         )
         self.engine.add_request(r.name, {"prompt_token_ids": list(r.prompt)}, params, priority=r.priority)
 
     def _preemptions(self) -> int:
-        """How often a request went back to fewer computed tokens than it had, drafts aside."""
-        reached: dict[str, int] = {}
-        count = 0
-        for step in self.steps:
-            for c in step:
-                count += c.context + len(c.drafts) + 1 < reached.get(c.request, 0)
-                reached[c.request] = c.context + c.tokens - len(c.drafts)
-        return count
+        """How often a request was admitted again."""
+        admitted = [c.request for step in self.steps for c in step if c.admitted]
+        return len(admitted) - len(set(admitted))
+
+
+def _blocks(model: str, pool: float, arguments: dict[str, Any]) -> int:
+    """Pages, sidecar and sinks of `pool` requests, and block 0, which vLLM never hands out."""
+    import torch
+
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.integration.sidecar import SlotGeometry
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    geometry = Geometry(config["head_dim"], arguments["block_size"], getattr(torch, arguments["dtype"]))
+    options = arguments.get("additional_config", {}).get("kvq", {})
+    fmt = get_format(arguments["kv_cache_dtype"]).bind(geometry, options)
+    drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    slots = SlotGeometry.of(fmt, config["num_key_value_heads"], drafts)
+    pages = -(-arguments["max_model_len"] // fmt.N)
+    return 1 + int(pool * (pages + slots.sidecar_blocks + slots.sink_blocks))
 
 
 def main() -> int:

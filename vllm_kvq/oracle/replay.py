@@ -6,6 +6,7 @@ itself: `Replay.step` returns the logits that the reference gives after a chunk.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -16,8 +17,15 @@ from vllm_kvq.formats.reference import CachedPage, ReferenceCache
 ATTENTION = "kvq_reference"
 NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
-_running: list[Replay] = []
-"""The request whose chunk is being computed: Transformers calls `_attention` without telling."""
+
+
+class _Running(threading.local):
+    """The request whose chunk this thread computes: Transformers calls `_attention` without telling."""
+
+    now: Replay | None = None
+
+
+_running = _Running()
 
 
 def _attention(
@@ -30,7 +38,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface: (1, heads, q, d) each, post-RoPE, only the chunk's own tokens."""
-    request = _running[-1]
+    request = _running.now
+    assert request is not None
     model = request.model
     q, k, v = (model.disturbed(x[0].transpose(0, 1), NOISE) for x in (query, key, value))
     out = request.caches[module.layer_idx].step(q, k, v, scaling)
@@ -106,7 +115,7 @@ class Replay:
     @torch.no_grad()
     def step(self, tokens: list[int], logits: int = 1) -> torch.Tensor:
         """(logits, vocabulary) of the last positions of one chunk."""
-        _running[:] = [self]
+        _running.now = self
         position = torch.arange(self.length, self.length + len(tokens))[None]
         out = self.model.model(
             input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=logits

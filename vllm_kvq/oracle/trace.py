@@ -20,6 +20,7 @@ class Request:
     abort_after: int | None = None
     priority: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt or self.max_tokens < 1 or self.n < 1 or self.arrival < 0:
@@ -31,6 +32,8 @@ class Trace:
     """Requests that share an engine; the next trace begins when all of them are done."""
 
     requests: tuple[Request, ...]
+    reset: bool = False
+    """Forget the prefix cache before it."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
@@ -38,7 +41,7 @@ class Trace:
             lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
             return Request(**{**fields, **lists})
 
-        return cls(tuple(request(r) for r in data["requests"]))
+        return cls(tuple(request(r) for r in data["requests"]), data.get("reset", False))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,6 +57,8 @@ class Chunk:
     drafts: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     """The request's packed blocks: names of pages, by which a prefix hit finds what another request packed."""
+    admitted: bool = False
+    """The request begins here, for the first time or after a preemption."""
 
 
 @dataclass
@@ -68,11 +73,14 @@ class Result:
     preemptions: int
     free_blocks: tuple[int, int]
     """Free blocks of the pool before and after."""
+    aborted: list[str] = field(default_factory=list)
+    stopped: int = 0
+    """Samples that met a stop string or token."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:
         steps = [[Chunk(**c) for c in step] for step in data["steps"]]
-        return cls(data["outputs"], data["cached"], steps, data["preemptions"], tuple(data["free_blocks"]))
+        return cls(**{**data, "steps": steps, "free_blocks": tuple(data["free_blocks"])})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -36,6 +36,7 @@ def attend_kernel(
     table_ptr,
     low_ptr,
     high_ptr,
+    start_ptr,
     out_ptr,
     lse_ptr,
     scale,
@@ -58,6 +59,7 @@ def attend_kernel(
     SLABS_AT: tl.constexpr,
     SLAB_WORDS: tl.constexpr,
     LISTED: tl.constexpr,
+    RAGGED: tl.constexpr,
     KEYS: tl.constexpr,
     K_BITS: tl.constexpr,
     K_CHUNK: tl.constexpr,
@@ -88,8 +90,15 @@ def attend_kernel(
 
     # queries, one operand per plane
     row = tl.program_id(0) % tiles * M + tl.arange(0, M)
-    real = row < queries * SHARE
-    q_row = query_ptr + request.to(tl.int64) * query_request + row // SHARE * query_token
+    # the queries of all requests stand in one list, as many for each as start_ptr says; or `queries` for each
+    first_row, count_rows = request * queries, queries
+    q_first = query_ptr + request.to(tl.int64) * query_request
+    if RAGGED:
+        first_row = tl.load(start_ptr + request).to(tl.int32)
+        count_rows = tl.load(start_ptr + request + 1).to(tl.int32) - first_row
+        q_first = query_ptr + first_row.to(tl.int64) * query_token
+    real = row < count_rows * SHARE
+    q_row = q_first + row // SHARE * query_token
     q_row += (head * SHARE + row % SHARE) * query_head
     at = key_places(KP)
     top = tl.full((M,), 1.0e-30, tl.float32)
@@ -111,6 +120,8 @@ def attend_kernel(
     if not LISTED:
         low = tl.maximum(tl.load(low_ptr + request).to(tl.int32), 0)
         high = tl.minimum(tl.load(high_ptr + request).to(tl.int32), high)
+    if RAGGED:  # a tile beyond this request's rows
+        high = tl.where(tl.program_id(0) % tiles * M < count_rows * SHARE, high, 0)
     first = low // 32
     count = tl.maximum((high + 31) // 32 - first, 0)
     share = (count + splits - 1) // splits
@@ -172,10 +183,13 @@ def attend_kernel(
             live = tl.where(packed, 1, 0)
             acc = hybrid_values(weights, faded, k_words, k_halves, live, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_ZERO)
 
-    # out (splits, requests, queries, query heads, HEAD), dense
-    whole = (request * queries + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE
+    # out (splits, requests * queries or all tokens, query heads, HEAD), dense
+    whole = (first_row + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE
     target = split.to(tl.int64) * out_split + whole
     norm = 1.0 / tl.maximum(total, 1.0e-30)
+    written = real
+    if RAGGED:  # `merge` does not read what a split without tokens would write
+        written = row < tl.where(begin < end, count_rows * SHARE, 0)
     column = tl.arange(0, V_BLOCK)
     group = tl.arange(0, V_GROUPS)
     for b in tl.static_range(D // V_BLOCK):
@@ -184,6 +198,8 @@ def attend_kernel(
         shift = row_sum(tl.where(group[None, :] == b * V_BLOCK // V_GROUP, extra, 0.0))
         o = (acc[b] * lift + shift[:, None]) * norm[:, None]
         channel = b * V_BLOCK + column
-        tl.store(out_ptr + target[:, None] * HEAD + channel[None, :], o, mask=real[:, None] & (channel < HEAD)[None, :])
+        tl.store(
+            out_ptr + target[:, None] * HEAD + channel[None, :], o, mask=written[:, None] & (channel < HEAD)[None, :]
+        )
     lse = tl.where(total > 0, (best + tl.log2(tl.maximum(total, 1.0e-30))) * LN2, float("-inf"))
     tl.store(lse_ptr + target, lse, mask=real)

@@ -22,6 +22,9 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 SUBNORMAL: tl.constexpr = tl.constexpr(16777216.0)  # 2^24
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
+LIMIT: tl.constexpr = tl.constexpr(32768.0)  # formats/quant.py
+TINY: tl.constexpr = tl.constexpr(2.0**-24)
+ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to even
 
 
 @triton.jit
@@ -32,6 +35,20 @@ def row_max(x):
 @triton.jit
 def row_sum(x):
     return tl.reduce(x, 1, tl.standard._sum_combine)
+
+
+@triton.jit
+def clean(x):
+    """Finite float32 within +-LIMIT, as formats/quant.py's `sanitize`."""
+    x = tl.where(x == x, x, 0.0)
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+
+
+@triton.jit
+def lost(x):
+    """How many elements of (T, C) `clean` replaces."""
+    bad = ((x == x) & (tl.abs(x) <= LIMIT)) == 0
+    return tl.reduce(tl.reduce(bad.to(tl.int32), 1, tl.standard._sum_combine), 0, tl.standard._sum_combine)
 
 
 @triton.jit

@@ -21,21 +21,30 @@ def merge_kernel(
     lse_ptr,
     rows,
     parts,
+    limit_ptr,
     HEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):
-    """Parts (parts, rows, HEAD), dense -> (rows, HEAD). Grid: (rows,). PARTS and COLUMNS are powers of two."""
+    """Parts (parts, rows, HEAD), dense -> (rows, HEAD) of any float type. Grid: (rows,).
+
+    PARTS and COLUMNS are powers of two. With LIMITED, rows from LIMITED times the number at limit_ptr on are padding
+    that no part has written: they become 0.
+    """
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, COLUMNS)
     # split * rows + row can pass 2^31 / HEAD
     place = part.to(tl.int64) * rows + row
-    lse = tl.load(part_lse_ptr + place, mask=part < parts, other=float("-inf"))
+    there = part < parts
+    if LIMITED:
+        there = part < tl.where(row < tl.load(limit_ptr) * LIMITED, parts, 0)
+    lse = tl.load(part_lse_ptr + place, mask=there, other=float("-inf"))
     top = tl.maximum(tl.reduce(lse, 0, tl.standard._elementwise_max), LOWEST)
     weight = tl.exp(lse - top)
     total = tl.reduce(weight, 0, tl.standard._sum_combine)
-    inside = (part < parts)[:, None] & (column < HEAD)[None, :]
+    inside = (there & (lse > LOWEST))[:, None] & (column < HEAD)[None, :]
     x = tl.load(part_ptr + place[:, None] * HEAD + column[None, :], mask=inside, other=0.0)
     o = tl.reduce(x * weight[:, None], 0, tl.standard._sum_combine) / tl.maximum(total, 1.0e-30)
     tl.store(out_ptr + row.to(tl.int64) * HEAD + column, o, mask=column < HEAD)

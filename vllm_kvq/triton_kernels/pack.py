@@ -1,15 +1,9 @@
-# ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Packs complete slabs of 32 tokens: SQuat or KIVI keys, and per-token values.
+"""Packs the units that a step completes: ring and chunk -> slabs, decided on the device.
 
-    zero = min, scale = (max - min) / (2^b - 1), code = round((x - zero) / scale)    with scale and zero as stored
-
-Keys per channel over the 32 tokens, values per token over a group of channels. SQuat quantizes block by block and each
-block first takes back what the blocks before it did (formats/squat.py):
-
-    x_t = k_t - P_t^T z,   z += U_t (y_t - k_t),   P_t = (I / lambda + U_R U_R^T)^-1 U_t   from PyTorch, in float64
-
-One program packs one slab of one KV head. Whether there is anything to pack is decided on the device: a page out of
-range is skipped.
+One program packs one unit of P tokens of one KV head: the j-th that ends in (c, c + q]. It packs nothing where the
+request has none (`plan` of triton_kernels/step.py), where the unit ends at or before start + W after a hit (those lie
+in pages shared with other requests), and where the page is block 0 or out of range. Tokens before c come from the
+ring, the others from the chunk.
 """
 
 from __future__ import annotations
@@ -17,68 +11,72 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import MAGIC, row_sum
-
-LIMIT: tl.constexpr = tl.constexpr(32768.0)  # formats/quant.py
-TINY: tl.constexpr = tl.constexpr(2.0**-24)
-ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to even
-
-
-@triton.jit
-def _load(row, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr):
-    """(32, WIDTH) finite float32 channels from FIRST on; padding channels are zero."""
-    channel = FIRST + tl.arange(0, WIDTH)
-    x = tl.load(row[:, None] + channel[None, :], mask=(channel < HEAD)[None, :], other=0.0).to(tl.float32)
-    x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
-
-
-@triton.jit
-def _parameters(low, high, BITS: tl.constexpr):
-    """(scale, zero) as float16 stores them, in float32."""
-    scale = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, (1 << BITS) - 1, tl.float32)), 65504.0)
-    return tl.maximum(scale.to(tl.float16).to(tl.float32), TINY), low.to(tl.float16).to(tl.float32)
-
-
-@triton.jit
-def _codes(x, scale, zero, BITS: tl.constexpr):
-    """Whole float32 codes."""
-    x, scale = tl.broadcast(x - zero, scale)
-    code = tl.minimum(tl.maximum(tl.div_rn(x, scale), 0.0), (1 << BITS) - 1)
-    return (code + ROUND) - ROUND
+from vllm_kvq.triton_kernels.keys import CHANNEL, HYBRID
+from vllm_kvq.triton_kernels.lang import MAGIC
+from vllm_kvq.triton_kernels.pack_keys import channel_keys, hybrid_keys
+from vllm_kvq.triton_kernels.pack_polar import polar_keys
+from vllm_kvq.triton_kernels.pack_values import hybrid_values, token_values
+from vllm_kvq.triton_kernels.step import CONTEXT, COUNT, START, load_token
+from vllm_kvq.triton_kernels.values import TOKEN
 
 
 @triton.jit
 def pack_kernel(
+    plan_ptr,
+    table_ptr,
+    side_table_ptr,
+    side_ptr,
+    side_floats_ptr,
     key_ptr,
     value_ptr,
-    rows_ptr,
-    page_ptr,
-    slab_ptr,
-    subspace_ptr,
-    pull_ptr,
     words_ptr,
     halves_ptr,
     bytes_ptr,
-    heads,
+    faults_ptr,
+    requests,
+    units,
+    table_row,
+    table_width,
+    side_row,
     pages,
+    side_blocks,
+    side_words,
+    side_elements,
     key_token,
     key_head,
     value_token,
     value_head,
     page_words,
     head_words,
+    HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     D: tl.constexpr,
+    SLABS: tl.constexpr,
     SLABS_AT: tl.constexpr,
     SLAB_WORDS: tl.constexpr,
-    RANK: tl.constexpr,
-    UPDATE: tl.constexpr,
+    UNIT: tl.constexpr,
+    W: tl.constexpr,
+    SPB: tl.constexpr,
+    SLOT: tl.constexpr,
+    WORDS: tl.constexpr,
+    RING: tl.constexpr,
+    RING_AT: tl.constexpr,
+    KEYS: tl.constexpr,
     K_BITS: tl.constexpr,
     K_BLOCK: tl.constexpr,
     K_CODES: tl.constexpr,
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
+    K_PAGE: tl.constexpr,
+    RANK: tl.constexpr,
+    UPDATE: tl.constexpr,
+    LAMBDA: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    PAPER: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VALUES: tl.constexpr,
     V_BITS: tl.constexpr,
     V_GROUP: tl.constexpr,
     V_BLOCK: tl.constexpr,
@@ -86,83 +84,69 @@ def pack_kernel(
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
 ):
-    """See the module. Grid: (slabs, heads). K_BLOCK channels lie in one plane and one block of UPDATE channels."""
-    unit, head = tl.program_id(0), tl.program_id(1)
-    page = tl.load(page_ptr + unit).to(tl.int64)
-    if (page >= 0) & (page < pages):
-        slab = tl.load(slab_ptr + unit).to(tl.int32)
+    """See the module. Grid: (requests * units, HEADS); `units` is the most that the longest chunk can complete."""
+    request, head = tl.program_id(0) // units, tl.program_id(1)
+    count = tl.load(plan_ptr + COUNT * requests + request)
+    context = tl.load(plan_ptr + CONTEXT * requests + request)
+    start = tl.load(plan_ptr + START * requests + request)
+    shared = tl.where(start > 0, (start + W) // UNIT, 0)
+    begun = tl.maximum(context // UNIT, shared)
+    unit = context // UNIT + tl.program_id(0) % units
+    place = unit * UNIT // (SLABS * 32)
+    due = (count > 0) & (unit >= shared) & ((unit + 1) * UNIT <= context + count) & (place < table_width)
+    page = tl.load(table_ptr + request * table_row + place, mask=due, other=0).to(tl.int64)
+    if (page > 0) & (page < pages):
         record = page * page_words + head * head_words
-        base = words_ptr + record + SLABS_AT + slab * SLAB_WORDS
-        base16 = halves_ptr + (record + SLABS_AT + slab * SLAB_WORDS) * 2
-        token = tl.arange(0, 32)
-        row = tl.load(rows_ptr + unit * 32 + token).to(tl.int64)
-
-        # keys
-        k_row = key_ptr + row * key_token + head * key_head
-        k_width: tl.constexpr = D * K_BITS // 8
-        state = (unit * heads + head).to(tl.int64) * (RANK * D)
-        z = ()
-        for _ in tl.static_range(RANK):
-            z = z + (tl.full((32,), 0.0, tl.float32),)
-        fresh = z
-        codes = ()
-        for i in tl.static_range(D // K_BLOCK):
-            channel = i * K_BLOCK + tl.arange(0, K_BLOCK)
-            if i * K_BLOCK % UPDATE == 0:
-                z = fresh  # the blocks before this one
-            original = _load(k_row, i * K_BLOCK, K_BLOCK, HEAD)
-            x = original
-            if i * K_BLOCK >= UPDATE:
-                for j in tl.static_range(RANK):
-                    x -= z[j][:, None] * tl.load(pull_ptr + state + j * D + channel)[None, :]
-            low = tl.reduce(x, 0, tl.standard._elementwise_min)
-            high = tl.reduce(x, 0, tl.standard._elementwise_max)
-            scale, zero = _parameters(low, high, K_BITS)
-            code = _codes(x, scale[None, :], zero[None, :], K_BITS)
-            codes = codes + (code.to(tl.int32),)
-            tl.store(base16 + K_SCALE + channel, scale.to(tl.float16))
-            tl.store(base16 + K_ZERO + channel, zero.to(tl.float16))
-            error = zero[None, :] + code * scale[None, :] - original
-            newer = ()
-            for j in tl.static_range(RANK):
-                newer = newer + (fresh[j] + row_sum(error * tl.load(subspace_ptr + state + j * D + channel)[None, :]),)
-            fresh = newer
-        four = tl.arange(0, 4)
-        quad = tl.arange(0, K_BLOCK // 4)
-        for o in tl.static_range(k_width // K_BLOCK):
-            data = codes[o]
-            for p in tl.static_range(1, 8 // K_BITS):
-                data |= codes[o + p * (k_width // K_BLOCK)] << (p * K_BITS)
-            data = tl.reshape(data, (32, K_BLOCK // 4, 4)) << (8 * four)[None, None, :]
-            word = tl.reduce(data, 2, tl.standard._sum_combine)
-            place = (o * (K_BLOCK // 4) + quad)[None, :] * 32 + token[:, None]
-            tl.store(base + K_CODES + place, word)
-
-        # values
-        v_row = value_ptr + row * value_token + head * value_head
-        v_width: tl.constexpr = D * V_BITS // 8
-        scales, zeros = (), ()
-        for g in tl.static_range((D + V_GROUP - 1) // V_GROUP):
-            low = tl.full((32,), 65504.0, tl.float32)
-            high = -low
-            for c in tl.static_range(g * V_GROUP, min((g + 1) * V_GROUP, D), V_BLOCK):
-                x = _load(v_row, c, V_BLOCK, HEAD)
-                low = tl.minimum(low, tl.reduce(x, 1, tl.standard._elementwise_min))
-                high = tl.maximum(high, tl.reduce(x, 1, tl.standard._elementwise_max))
-            scale, zero = _parameters(low, high, V_BITS)
-            scales, zeros = scales + (scale,), zeros + (zero,)
-            tl.store(base16 + V_SCALE + g * 32 + token, scale.to(tl.float16))
-            tl.store(base16 + V_ZERO + g * 32 + token, zero.to(tl.float16))
-        eight, column = tl.arange(0, 8), tl.arange(0, V_BLOCK)
-        for o in tl.static_range(0, v_width, V_BLOCK):
-            data = tl.full((32, V_BLOCK), 0, tl.int32)
-            for p in tl.static_range(8 // V_BITS):
-                x = _load(v_row, p * v_width + o, V_BLOCK, HEAD)
-                scale, zero = scales[(p * v_width + o) // V_GROUP], zeros[(p * v_width + o) // V_GROUP]
-                data |= _codes(x, scale[:, None], zero[:, None], V_BITS).to(tl.int32) << (p * V_BITS)
-            data = tl.reshape(data, (8, 4, V_BLOCK)) << (8 * four)[None, :, None]
-            word = tl.reduce(data, 1, tl.standard._sum_combine)
-            tl.store(base + V_CODES + eight[:, None] * v_width + o + column[None, :], word)
-
+        follows = place * (SLABS * 32) < begun * UNIT  # the page was begun in an earlier step
+        damage = tl.full((), 0, tl.int32)
+        if KEYS != CHANNEL and KEYS != HYBRID:
+            all_tokens = unit * UNIT + tl.arange(0, TOKENS)
+            all_ringed, all_ring, all_row = load_token(
+                request, all_tokens, plan_ptr, requests, side_table_ptr, side_row, side_blocks, side_elements,
+                SPB, SLOT, RING, RING_AT,
+            )  # fmt: skip
+            real = tl.arange(0, TOKENS) < UNIT
+            damage += polar_keys(
+                side_ptr + all_ring + head * HEAD, all_ringed & real, key_ptr + all_row * key_token + head * key_head,
+                (all_ringed == 0) & real, words_ptr + record, halves_ptr + record * 2,
+                HEAD, D, SLABS, SLABS_AT, SLAB_WORDS, K_BITS, RADIUS_BITS, PAPER, ROTARY, INTERLEAVED, K_BLOCK,
+                K_CODES, K_SCALE, K_PAGE, K_ZERO, TOKENS,
+            )  # fmt: skip
+        for i in range(UNIT // 32):
+            slab = (unit * (UNIT // 32) + i) % SLABS
+            base = words_ptr + record + SLABS_AT + slab * SLAB_WORDS
+            base16 = halves_ptr + (record + SLABS_AT + slab * SLAB_WORDS) * 2
+            position = unit * UNIT + i * 32 + tl.arange(0, 32)
+            ringed, ring, row = load_token(
+                request, position, plan_ptr, requests, side_table_ptr, side_row, side_blocks, side_elements,
+                SPB, SLOT, RING, RING_AT,
+            )  # fmt: skip
+            fresh = position >= context
+            k_ring, k_new = side_ptr + ring + head * HEAD, key_ptr + row * key_token + head * key_head
+            v_ring, v_new = k_ring + HEADS * HEAD, value_ptr + row * value_token + head * value_head
+            side_table = side_table_ptr + request * side_row
+            if KEYS == CHANNEL:
+                damage += channel_keys(
+                    k_ring, ringed, k_new, fresh, base, base16,
+                    side_table, side_floats_ptr, side_blocks, side_words, head,
+                    HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_ZERO, RANK, UPDATE, LAMBDA, SPB, WORDS,
+                )  # fmt: skip
+            elif KEYS == HYBRID:
+                damage += hybrid_keys(
+                    k_ring, ringed, k_new, fresh, base, base16, halves_ptr + record * 2 + K_PAGE, follows,
+                    side_table, side_floats_ptr, side_blocks, side_words, head,
+                    HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_ZERO, SPB, WORDS,
+                )  # fmt: skip
+            if VALUES == TOKEN:
+                damage += token_values(
+                    v_ring, ringed, v_new, fresh, base, base16,
+                    HEAD, D, V_BITS, V_GROUP, V_BLOCK, V_CODES, V_SCALE, V_ZERO,
+                )  # fmt: skip
+            else:
+                damage += hybrid_values(
+                    v_ring, ringed, v_new, fresh, base, base16, HEAD, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_ZERO
+                )
+            tl.store(bytes_ptr + record * 4 + 16 + slab, tl.full((), 1, tl.uint8))
         tl.store(words_ptr + record, MAGIC)
-        tl.store(bytes_ptr + record * 4 + 16 + slab, tl.full((), 1, tl.uint8))
+        if damage > 0:
+            tl.atomic_add(faults_ptr + 1, damage)

@@ -15,8 +15,11 @@ using namespace kvq;
 template <int N, int BITS, int PARTS, int R, int LINES>
 KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefetch, __m512 (&scores)[R][2]) {
   constexpr int PLANES = 8 / BITS, STRIDE = N / PLANES, QUADS = STRIDE / 4;
-  __m512i acc[R * PARTS][2];
-  unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
+  __m512i sums[CHAINS<R>][R * PARTS][2];
+  auto& acc = sums[0];
+  unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
+    unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
+  });
   const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
   for (int quad_index = 0; quad_index < QUADS; ++quad_index) {
     const __m512i w0 = load_bytes(codes + quad_index * 128), w1 = load_bytes(codes + quad_index * 128 + 64);
@@ -27,11 +30,12 @@ KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefe
       const __m512i c1 = _mm512_and_si512(_mm512_srli_epi32(w1, BITS * plane), mask);
       unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
         const __m512i b = quad(q + x * N + plane * STRIDE);
-        dot(acc[x][0], c0, b);
-        dot(acc[x][1], c1, b);
+        dot(sums[plane % CHAINS<R>][x][0], c0, b);
+        dot(sums[plane % CHAINS<R>][x][1], c1, b);
       });
     });
   }
+  add_chains(sums);
   unroll<R>([&](auto r) KVQ_LAMBDA {
     for (int half = 0; half < 2; ++half) {
       if constexpr (PARTS == 2)

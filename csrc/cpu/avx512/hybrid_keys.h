@@ -94,8 +94,11 @@ struct HybridKeys2 {
     for (int g = 0; g < GROUPS; ++g) {
       const HybridParameters low(slab.data + l.key_at[1] + g * 64, slab.data + l.key_at[2] + g * 128);
       const HybridParameters high(slab.data + l.key_at[1] + g * 64 + 32, slab.data + l.key_at[2] + g * 128 + 64);
-      __m512i acc[R * PARTS][2];
-      unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
+      __m512i sums[CHAINS<R>][R * PARTS][2];
+      auto& acc = sums[0];
+      unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
+        unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
+      });
       unroll<8>([&](auto e) KVQ_LAMBDA {
         const int c = 32 * g + 4 * e;
         const __m512i shift = _mm512_set1_epi32(c / STRIDE * 2);
@@ -106,10 +109,11 @@ struct HybridKeys2 {
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
           constexpr int part = x / R, r = x % R;
           const __m512i b = quad(q8 + (part * 4 + r) * D + c);
-          dot(acc[x][0], c0, b);
-          dot(acc[x][1], c1, b);
+          dot(sums[e % CHAINS<R>][x][0], c0, b);
+          dot(sums[e % CHAINS<R>][x][1], c1, b);
         });
       });
+      add_chains(sums);
       unroll<R>([&](auto r) KVQ_LAMBDA {
         const __m512 step = _mm512_set1_ps(work.step[row + r][g]), sum = _mm512_set1_ps(work.sum[row + r][g]);
         const auto add = [&](int half, const HybridParameters& p) __attribute__((always_inline)) {

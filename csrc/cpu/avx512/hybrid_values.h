@@ -71,8 +71,11 @@ struct HybridValues2 {
     const HybridParameters low(slab.data + l.value_at[1] + 2 * c, slab.data + l.value_at[2] + 4 * c);
     const HybridParameters high(slab.data + l.value_at[1] + 2 * c + 32, slab.data + l.value_at[2] + 4 * c + 64);
     const int8_t* weights = work.weights[0][0] + s * SLAB;
-    __m512i acc[R * PARTS][2];
-    unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
+    __m512i sums[CHAINS<R>][R * PARTS][2];
+    auto& acc = sums[0];
+    unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
+      unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
+    });
     unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
       const __m512i c0 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(w0 + e * stride * 4), by0), low.signs);
       const __m512i c1 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(w1 + e * stride * 4), by1), high.signs);
@@ -80,10 +83,11 @@ struct HybridValues2 {
       unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
         constexpr int part = x / R, r = x % R;
         const __m512i b = quad(weights + (part * 4 + r) * BLOCK + e * 4);
-        dot(acc[x][0], c0, b);
-        dot(acc[x][1], c1, b);
+        dot(sums[e % CHAINS<R>][x][0], c0, b);
+        dot(sums[e % CHAINS<R>][x][1], c1, b);
       });
     });
+    add_chains(sums);
     unroll<R>([&](auto r) KVQ_LAMBDA {
       const __m512 step = _mm512_set1_ps(work.step[r]), sum = _mm512_set1_ps(work.sum[s][r]);
       const auto add = [&](int half, const HybridParameters& p) __attribute__((always_inline)) {

@@ -28,6 +28,13 @@ KVQ_INLINE __m512 load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loa
 
 KVQ_INLINE __m512i load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 
+// For a vector with several uses: g++ would rather load it again for each.
+KVQ_INLINE __m512i load_once(const void* p) {
+  __m512i v = load_bytes(p);
+  asm("" : "+v"(v));
+  return v;
+}
+
 // The same 4 bytes in all lanes: 4 steps of a reduction for one row.
 KVQ_INLINE __m512i quad(const int8_t* p) {
   int32_t word;
@@ -39,6 +46,21 @@ KVQ_INLINE __m512i quad(const int8_t* p) {
 // intrinsic lets g++ 12 move and spill the accumulators.
 KVQ_INLINE void dot(__m512i& acc, __m512i codes, __m512i weights) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(weights));
+}
+
+// Sums of one row are kept in several accumulators, for a dot product must wait for the one before it in the same.
+template <int R>
+constexpr int CHAINS = R == 1 ? 2 : 1;
+
+// Two accumulators, and as many more as there are chains.
+template <int CHAINS, int N>
+KVQ_INLINE void add_chains(__m512i (&acc)[CHAINS][N][2]) {
+  unroll<CHAINS - 1>([&](auto chain) KVQ_LAMBDA {
+    unroll<N>([&](auto x) KVQ_LAMBDA {
+      acc[0][x][0] = _mm512_add_epi32(acc[0][x][0], acc[chain + 1][x][0]);
+      acc[0][x][1] = _mm512_add_epi32(acc[0][x][1], acc[chain + 1][x][1]);
+    });
+  });
 }
 
 KVQ_INLINE __m512 max_abs(__m512 a, __m512 b) { return _mm512_range_ps(a, b, 0b1011); }

@@ -2,7 +2,7 @@
 //
 //     q . k_t = sum_p r_pt (x_p cos phi_pt + y_p sin phi_pt),    (x_p, y_p) the query's pair p
 //
-// Per page and row the 16 values x_p cos + y_p sin of every pair become fixed point (hi and lo bytes); so do the 16
+// Per page and row the 16 values x_p cos + y_p sin of every pair are computed in fixed point (hi and lo bytes); so do the 16
 // radii, unsigned 16 bits in the pair's own unit, which goes into the former:
 //
 //     r T = (r_hi + r_lo / 256) (256 T_hi + T_lo) ~ r_hi (256 T_hi + T_lo) + r_lo T_hi
@@ -20,6 +20,39 @@ namespace avx512 {
 
 using namespace kvq;
 
+// Bytes of 16-bit numbers, the low (part 0) or the high ones (1), of two vectors [8 codes][4 pairs]: the first one's
+// codes are 7 .. 0 if `mirrored`, else 0 .. 7; the second's are 8 .. 15.
+struct ByteOfCode {
+  alignas(64) uint8_t of[64];
+  constexpr ByteOfCode(int part, bool mirrored) : of() {
+    for (int i = 0; i < 64; ++i) {
+      const int code = i / 4, row = code < 8 ? (mirrored ? 7 - code : code) : code;
+      of[i] = uint8_t(8 * row + 2 * (i % 4) + part);
+    }
+  }
+};
+constexpr ByteOfCode LOW(0, false), HIGH(1, false), MIRRORED_LOW(0, true), MIRRORED_HIGH(1, true);
+
+// The low halves of 2 x 16 numbers of 32 bits, 4 of the one and 4 of the other in turn.
+struct HalvesInTurn {
+  alignas(64) uint16_t of[32];
+  constexpr HalvesInTurn() : of() {
+    for (int i = 0; i < 32; ++i) of[i] = uint16_t(32 * (i / 4 % 2) + 2 * (i / 8 * 4 + i % 4));
+  }
+};
+constexpr HalvesInTurn HALVES;
+
+// code / last code, in units of 2^-16, of 4 pairs each
+struct Fractions {
+  alignas(64) uint16_t of[16][4];
+  constexpr explicit Fractions(int steps) : of() {
+    for (int code = 0; code < steps; ++code)
+      for (int j = 0; j < 4; ++j) of[code][j] = uint16_t(code * 65535 / (steps - 1));
+  }
+};
+template <int STEPS>
+constexpr Fractions FRACTIONS(STEPS);
+
 template <int D, int RADIUS_BITS>
 struct PolarKeys {
   static constexpr int PARTS = 2, PAIRS = D / 2, QUADS = PAIRS / 4, CODES = 16, STEPS = 1 << RADIUS_BITS;
@@ -29,8 +62,9 @@ struct PolarKeys {
     alignas(64) int8_t table[ROWS / 4][PARTS][4][QUADS][64];
     alignas(64) uint8_t radius[2][QUADS][64];  // high bytes, low bytes
     alignas(64) float x[ROWS][PAIRS], y[ROWS][PAIRS];
-    alignas(64) float cosine[CODES][PAIRS], sine[CODES][PAIRS];  // of this page, in units of the radius
-    alignas(64) float longest[PAIRS];
+    // of this page: the middle angle in the radii's units, and what an angle k + 1/2 steps from it is turned by
+    alignas(64) float middle_cosine[PAIRS], middle_sine[PAIRS];
+    alignas(64) int16_t cosine[QUADS][CODES / 2][4], sine[QUADS][CODES / 2][4];  // times 32767
     float step[ROWS];
   };
 
@@ -56,87 +90,111 @@ struct PolarKeys {
     row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row, work); });
   }
 
-  // Bytes of radii and, with their unit folded in, cosines and sines of all angles of the page.
   static __attribute__((noinline)) void read_grid(const Layout& l, const uint8_t* page, Work& work) {
-    constexpr int VECTORS = PAIRS / 16;
-    __m512 s[VECTORS], c[VECTORS], turn_s[VECTORS], turn_c[VECTORS];
-    unroll<VECTORS>([&](auto v) KVQ_LAMBDA {
-      const auto grid = [&](int i) { return load_halves(page + l.page_at[i] + 32 * v); };
+    alignas(64) uint16_t least[PAIRS], span[PAIRS];  // of the radii, in units of 1 / 256
+    for (int p = 0; p < PAIRS; p += 16) {
+      const auto grid = [&](int i) __attribute__((always_inline)) { return load_halves(page + l.page_at[i] + 2 * p); };
       const __m512 half = _mm512_set1_ps(0.5f), angle_step = grid(1), radius_step = grid(3);
-      const __m512 unit = round_radii(_mm512_fmadd_ps(half, radius_step, grid(2)), radius_step, 16 * v, work);
-      sine_cosine(_mm512_fmadd_ps(half, angle_step, grid(0)), s[v], c[v]);
-      sine_cosine(angle_step, turn_s[v], turn_c[v]);
-      s[v] = _mm512_mul_ps(s[v], unit);
-      c[v] = _mm512_mul_ps(c[v], unit);
-      _mm512_store_ps(work.longest + 16 * v, unit);
-    });
-    for (int a = 0; a < CODES; ++a)
-      unroll<VECTORS>([&](auto v) KVQ_LAMBDA {
-        _mm512_store_ps(work.cosine[a] + 16 * v, c[v]);
-        _mm512_store_ps(work.sine[a] + 16 * v, s[v]);
-        const __m512 turned = _mm512_fmsub_ps(c[v], turn_c[v], _mm512_mul_ps(s[v], turn_s[v]));
-        s[v] = _mm512_fmadd_ps(c[v], turn_s[v], _mm512_mul_ps(s[v], turn_c[v]));
-        c[v] = turned;
+      const __m512 first = _mm512_fmadd_ps(half, radius_step, grid(2));
+      const __m512 last = _mm512_fmadd_ps(radius_step, _mm512_set1_ps(float(STEPS - 1)), first);
+      const __m512 widest = _mm512_set1_ps(65280.0f);
+      const __m512i low = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_mul_ps(first, widest), last));
+      _mm256_store_si256((__m256i*)(least + p), _mm512_cvtusepi32_epi16(low));
+      _mm256_store_si256((__m256i*)(span + p), _mm512_cvtusepi32_epi16(_mm512_sub_epi32(_mm512_set1_epi32(65280), low)));
+
+      const __m512 unit = _mm512_mul_ps(last, _mm512_set1_ps(1 / 255.0f));
+      __m512 s[CODES / 2], c[CODES / 2], middle_s, middle_c;
+      sine_cosine(_mm512_fmadd_ps(angle_step, _mm512_set1_ps(CODES / 2), grid(0)), middle_s, middle_c);
+      _mm512_store_ps(work.middle_sine + p, _mm512_mul_ps(middle_s, unit));
+      _mm512_store_ps(work.middle_cosine + p, _mm512_mul_ps(middle_c, unit));
+      sine_cosine(_mm512_mul_ps(half, angle_step), s[0], c[0]);
+      // turned by one step, by two, by four
+      __m512 turn_s = s[0], turn_c = c[0];
+      unroll<3>([&](auto k) KVQ_LAMBDA {
+        constexpr int n = 1 << k;
+        const __m512 doubled = _mm512_fmsub_ps(turn_c, turn_c, _mm512_mul_ps(turn_s, turn_s));
+        turn_s = _mm512_mul_ps(_mm512_add_ps(turn_s, turn_s), turn_c);
+        turn_c = doubled;
+        unroll<n>([&](auto i) KVQ_LAMBDA {
+          c[n + i] = _mm512_fmsub_ps(c[i], turn_c, _mm512_mul_ps(s[i], turn_s));
+          s[n + i] = _mm512_fmadd_ps(c[i], turn_s, _mm512_mul_ps(s[i], turn_c));
+        });
       });
+      by_quads(c, &work.cosine[p / 4]);
+      by_quads(s, &work.sine[p / 4]);
+    }
+    for (int q = 0; q < QUADS; ++q) {
+      const __m512i wide = four(span + 4 * q), from = four(least + 4 * q);
+      const auto radii = [&](int code) __attribute__((always_inline)) {
+        return _mm512_add_epi16(_mm512_mulhi_epu16(wide, load_bytes(FRACTIONS<STEPS>.of[code])), from);
+      };
+      const __m512i a = radii(0), b = STEPS > 8 ? radii(8) : a;
+      _mm512_store_si512(work.radius[0][q], _mm512_permutex2var_epi8(a, load_bytes(HIGH.of), b));
+      _mm512_store_si512(work.radius[1][q], _mm512_permutex2var_epi8(a, load_bytes(LOW.of), b));
+    }
   }
 
-  // The radii r0 + i step as 16-bit integers in units of 1 / 256; returns the units of 16 pairs.
-  KVQ_INLINE static __m512 round_radii(__m512 r0, __m512 step, int p, Work& work) {
-    const __m512 last = _mm512_fmadd_ps(step, _mm512_set1_ps(float(STEPS - 1)), r0);
-    const __m512 factor = _mm512_div_ps(_mm512_set1_ps(65280.0f), last);
-    by_quads([&](int i) __attribute__((always_inline)) {
-      const __m512 radius = _mm512_fmadd_ps(step, _mm512_set1_ps(float(i)), r0);
-      return _mm512_fmadd_ps(radius, factor, _mm512_set1_ps(MAGIC<1>));
-    }, work.radius[0][p / 4], work.radius[1][p / 4], 0);
-    return _mm512_mul_ps(last, _mm512_set1_ps(1 / 255.0f));
+  // The same 4 numbers in all lanes.
+  template <class T>
+  KVQ_INLINE static __m512i four(const T* p) {
+    int64_t numbers;
+    std::memcpy(&numbers, p, 8);
+    return _mm512_set1_epi64(numbers);
   }
 
-  // table[quad][4 a + j] = fixed point of x cos + y sin of pair 4 quad + j at angle a
+  // 8 codes' values of 16 pairs, times 32767, to[4 quads][code][pair % 4]
+  KVQ_INLINE static void by_quads(const __m512 (&value)[8], int16_t (*to)[8][4]) {
+    const __m512i index = load_bytes(HALVES.of);
+    const __m512 one = _mm512_set1_ps(32767.0f);
+    __m512i two[4];  // of 2 codes each: [4 quads][code][4 pairs]
+    unroll<4>([&](auto i) KVQ_LAMBDA {
+      const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(value[2 * i], one));
+      const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(value[2 * i + 1], one));
+      two[i] = _mm512_permutex2var_epi16(a, index, b);
+    });
+    const __m512i ab = _mm512_shuffle_i64x2(two[0], two[1], 0x44), cd = _mm512_shuffle_i64x2(two[2], two[3], 0x44);
+    const __m512i ef = _mm512_shuffle_i64x2(two[0], two[1], 0xEE), gh = _mm512_shuffle_i64x2(two[2], two[3], 0xEE);
+    _mm512_store_si512(to[0], _mm512_shuffle_i64x2(ab, cd, 0x88));
+    _mm512_store_si512(to[1], _mm512_shuffle_i64x2(ab, cd, 0xDD));
+    _mm512_store_si512(to[2], _mm512_shuffle_i64x2(ef, gh, 0x88));
+    _mm512_store_si512(to[3], _mm512_shuffle_i64x2(ef, gh, 0xDD));
+  }
+
+  // table[quad][4 a + j] = fixed point of x cos + y sin of pair 4 quad + j at angle a. With (u, v) the query's pair
+  // seen from the middle angle, angles of equal distance t to it share two products: u cos t +- v sin t.
   static __attribute__((noinline)) void fill_table(int row, Work& work) {
-    __m512 largest = _mm512_setzero_ps();
+    alignas(64) float u[PAIRS], v[PAIRS];
+    __m512 largest = _mm512_set1_ps(1e-30f);
     for (int p = 0; p < PAIRS; p += 16) {
       const __m512 x = _mm512_load_ps(work.x[row] + p), y = _mm512_load_ps(work.y[row] + p);
-      const __m512 length = _mm512_sqrt_ps(_mm512_fmadd_ps(x, x, _mm512_mul_ps(y, y)));
-      largest = _mm512_max_ps(largest, _mm512_mul_ps(length, _mm512_load_ps(work.longest + p)));
+      const __m512 c = _mm512_load_ps(work.middle_cosine + p), s = _mm512_load_ps(work.middle_sine + p);
+      const __m512 along = _mm512_fmadd_ps(x, c, _mm512_mul_ps(y, s));
+      const __m512 across = _mm512_fmsub_ps(y, c, _mm512_mul_ps(x, s));
+      _mm512_store_ps(u + p, along);
+      _mm512_store_ps(v + p, across);
+      largest = _mm512_max_ps(largest, _mm512_fmadd_ps(along, along, _mm512_mul_ps(across, across)));
     }
-    const float top = _mm512_reduce_max_ps(largest) * 1.0001f + 1e-30f;
+    const float top = __builtin_sqrtf(_mm512_reduce_max_ps(largest));
     work.step[row] = top / RANGE<PARTS>;
-    const __m512 factor = _mm512_set1_ps(RANGE<PARTS> / top), magic = _mm512_set1_ps(MAGIC<PARTS>);
+    const __m512 factor = _mm512_set1_ps(RANGE<PARTS> / top);
+    alignas(32) int16_t u16[PAIRS], v16[PAIRS];
     for (int p = 0; p < PAIRS; p += 16) {
-      const __m512 x = _mm512_mul_ps(_mm512_load_ps(work.x[row] + p), factor);
-      const __m512 y = _mm512_mul_ps(_mm512_load_ps(work.y[row] + p), factor);
-      by_quads([&](int a) __attribute__((always_inline)) {
-        const __m512 xc = _mm512_mul_ps(x, _mm512_load_ps(work.cosine[a] + p));
-        return _mm512_add_ps(_mm512_fmadd_ps(y, _mm512_load_ps(work.sine[a] + p), xc), magic);
-      }, work.table[row / 4][0][row % 4][p / 4], work.table[row / 4][1][row % 4][p / 4], 0x80);
+      const auto fixed = [&](const float* f) __attribute__((always_inline)) {
+        return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(f + p), factor)));
+      };
+      _mm256_store_si256((__m256i*)(u16 + p), fixed(u));
+      _mm256_store_si256((__m256i*)(v16 + p), fixed(v));
     }
-  }
-
-  // Two bytes of 16 codes' values of 16 pairs, value(code) with MAGIC added: to[4 quads][4 code + pair % 4]. The low
-  // bytes are flipped by `flip`.
-  template <class Value, class Byte>
-  KVQ_INLINE static void by_quads(Value value, Byte* hi, Byte* lo, int flip) {
-    const __m512i index = load_bytes(PACK2.of), flips = _mm512_set1_epi8(char(flip));
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m512i part[2][4];  // of 4 codes each: [4 quads][code][4 pairs]
-    unroll<4>([&](auto i) KVQ_LAMBDA {
-      __m512i v[4];
-      unroll<4>([&](auto j) KVQ_LAMBDA { v[j] = _mm512_castps_si512(value(4 * i + j)); });
-      const __m512i ab = _mm512_permutex2var_epi8(v[0], index, v[1]), cd = _mm512_permutex2var_epi8(v[2], index, v[3]);
-      part[0][i] = _mm512_permutexvar_epi32(order, _mm512_shuffle_i64x2(ab, cd, 0xEE));
-      part[1][i] = _mm512_permutexvar_epi32(order, _mm512_xor_si512(_mm512_shuffle_i64x2(ab, cd, 0x44), flips));
-    });
-    unroll<2>([&](auto h) KVQ_LAMBDA {
-      Byte* to = h == 0 ? hi : lo;
-      const __m512i ab = _mm512_shuffle_i64x2(part[h][0], part[h][1], 0x44);  // quads 0 1 of codes 0-3, 4-7
-      const __m512i cd = _mm512_shuffle_i64x2(part[h][2], part[h][3], 0x44);
-      const __m512i ef = _mm512_shuffle_i64x2(part[h][0], part[h][1], 0xEE);  // quads 2 3
-      const __m512i gh = _mm512_shuffle_i64x2(part[h][2], part[h][3], 0xEE);
-      _mm512_store_si512(to, _mm512_shuffle_i64x2(ab, cd, 0x88));
-      _mm512_store_si512(to + 64, _mm512_shuffle_i64x2(ab, cd, 0xDD));
-      _mm512_store_si512(to + 128, _mm512_shuffle_i64x2(ef, gh, 0x88));
-      _mm512_store_si512(to + 192, _mm512_shuffle_i64x2(ef, gh, 0xDD));
-    });
+    const __m512i low = load_bytes(MIRRORED_LOW.of), high = load_bytes(MIRRORED_HIGH.of);
+    for (int q = 0; q < QUADS; ++q) {
+      const __m512i uc = _mm512_mulhrs_epi16(four(u16 + 4 * q), load_bytes(work.cosine[q]));
+      const __m512i vs = _mm512_mulhrs_epi16(four(v16 + 4 * q), load_bytes(work.sine[q]));
+      const __m512i even = _mm512_add_epi16(uc, _mm512_set1_epi16(128));  // 256 hi + (lo + 128)
+      const __m512i before = _mm512_sub_epi16(even, vs), after = _mm512_add_epi16(even, vs);
+      const __m512i lo = _mm512_permutex2var_epi8(before, low, after);
+      _mm512_store_si512(work.table[row / 4][0][row % 4][q], _mm512_permutex2var_epi8(before, high, after));
+      _mm512_store_si512(work.table[row / 4][1][row % 4][q], _mm512_xor_si512(lo, _mm512_set1_epi8(char(0x80))));
+    }
   }
 
   // Bytes 4 code + pair % 4 of pair quad Q, 16 tokens.
@@ -165,8 +223,9 @@ struct PolarKeys {
     for (int half = 0; half < 2; ++half) {
       const uint8_t* angle_codes = slab.data + l.key_at[0] + half * 64;
       const uint8_t* radius_codes = RADIUS_BITS == 4 ? angle_codes : slab.data + l.key_at[1] + half * 64;
-      __m512i acc[R * 3];  // r_hi T_hi, r_hi T_lo, r_lo T_hi
-      unroll<R * 3>([&](auto x) KVQ_LAMBDA { acc[x] = _mm512_setzero_si512(); });
+      __m512i acc[R * 3][2];  // r_hi T_hi, r_hi T_lo, r_lo T_hi, of even and odd quads if the rows are few
+      constexpr int CHAINS = R <= 2 ? 2 : 1;
+      unroll<R * 3>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
       unroll<QUADS>([&](auto q) KVQ_LAMBDA {
         const __m512i angle = angles<q>(angle_codes), radius = radii<q>(radius_codes);
         const __m512i radius_hi = _mm512_permutexvar_epi8(radius, load_bytes(work.radius[0][q]));
@@ -174,14 +233,18 @@ struct PolarKeys {
         if (q % 2 == 0) task.prefetch.template lines<LINES>();
         unroll<R>([&](auto r) KVQ_LAMBDA {
           const __m512i hi = _mm512_permutexvar_epi8(angle, load_bytes(table[0][r][q]));
-          dot(acc[r], radius_hi, hi);
-          dot(acc[R + r], radius_hi, _mm512_permutexvar_epi8(angle, load_bytes(table[1][r][q])));
-          dot(acc[2 * R + r], radius_lo, hi);
+          constexpr int chain = q % CHAINS;
+          dot(acc[r][chain], radius_hi, hi);
+          dot(acc[R + r][chain], radius_hi, _mm512_permutexvar_epi8(angle, load_bytes(table[1][r][q])));
+          dot(acc[2 * R + r][chain], radius_lo, hi);
         });
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
+        const auto total = [&](int x) __attribute__((always_inline)) {
+          return CHAINS == 2 ? _mm512_add_epi32(acc[x][0], acc[x][1]) : acc[x][0];
+        };
         // in units of T_lo r_hi; r_lo T_hi is 256 / 256 of one
-        const __m512 s = _mm512_mul_ps(join(acc[r], _mm512_add_epi32(acc[R + r], acc[2 * R + r])), _mm512_set1_ps(work.step[row + r]));
+        const __m512 s = _mm512_mul_ps(join(total(r), _mm512_add_epi32(total(R + r), total(2 * R + r))), _mm512_set1_ps(work.step[row + r]));
         _mm512_storeu_ps(task.scores + (row + r) * BLOCK + column + 16 * half, s);
       });
     }

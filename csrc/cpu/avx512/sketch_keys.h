@@ -1,71 +1,144 @@
 // QJL keys: sign bits of a sketch, with 8-bit features of the query (see formats/qjl.py).
 //
 //     q . k_t = c/m |k_in| <f, bits> + c'/m' |k_out| <f', bits'>,   f = S q - S_out q_out,  f' = S' q_out
-//     <f, +-1 bits> = 2 <f, bits> - sum f
 //
-// Each slab names its own outlier channels, so f is made per slab, but kept while the channels stay the same: those
-// of real keys seldom change.
+// Four signs are one nibble, and their part of <f, bits> is one of 16 sums +-f_1 +-f_2 +-f_3 +-f_4: a byte shuffle
+// looks up 64 of them, a dot product with their units adds those of a token. So 128 products cost one instruction, and
+// only the finished sums are rounded to 8 bits.
+//
+// f depends on a slab's outlier channels. Its tables are made anew whenever these differ from the slab's before.
 #pragma once
 
-#include "dot_keys.h"
+#include "../kernel.h"
+#include "lanes.h"
 
 namespace {
 namespace avx512 {
 
-// unpacklo and unpackhi leave 32 rows in this order: the bytes of two such vectors, put back in line.
-struct UnpackedIndex {
-  alignas(64) uint8_t of[64];
-  constexpr UnpackedIndex() : of() {
-    for (int i = 0; i < 64; ++i) {
-      const int row = i % 32;
-      of[i] = uint8_t(64 * (row / 4 % 2) + 4 * (row / 8 * 4 + row % 4));
-    }
+using namespace kvq;
+
+// The signs of 4-bit codes, as pairs of 16-bit numbers for bits 0 1 and bits 2 3.
+struct NibbleSigns {
+  alignas(64) int16_t of[2][32];
+  constexpr NibbleSigns() : of() {
+    for (int code = 0; code < 16; ++code)
+      for (int bit = 0; bit < 4; ++bit) of[bit / 2][2 * code + bit % 2] = code >> bit & 1 ? 1 : -1;
   }
 };
-constexpr UnpackedIndex UNPACKED;
+constexpr NibbleSigns NIBBLE_SIGNS;
 
-// f is made of 16-bit integers: S in units of 1 / 128, the query's channels in units of its largest. Its worst case,
-// |S_j| |q| <= sqrt(d) sqrt(d) in those units, stays below 2^31.
+// Bytes number 1 of 2 x 16 numbers.
+struct SecondBytes {
+  alignas(64) uint8_t of[64];
+  constexpr SecondBytes() : of() {
+    for (int i = 0; i < 64; ++i) of[i] = uint8_t(64 * (i / 16 % 2) + 4 * (i % 16) + 1);
+  }
+};
+constexpr SecondBytes SECOND_BYTES;
+
+// <f, +-1> over N sign bits of a token. Bit p of byte b is row b + p STRIDE of the sketch, so the low nibble of byte b
+// stands for the rows b, b + STRIDE, b + 2 STRIDE, b + 3 STRIDE. Each of these sums has its own unit, `scale` steps.
+template <int N>
+struct SignSums {
+  static constexpr int STRIDE = N / 8, QUADS = N / 32, LINES = 2;
+  static constexpr int WIDTH = STRIDE < 16 ? STRIDE : 16;
+  static constexpr __mmask16 LANES16 = __mmask16((1u << WIDTH) - 1);
+
+  alignas(64) int8_t table[ROWS / 4][QUADS][2][4][64];  // [quad][nibble][row][16 byte % 4 + code]
+  alignas(64) uint8_t scale[ROWS / 4][QUADS][2][4][4];  // [quad][nibble][row][byte % 4]
+  float step[ROWS];
+
+  // Tables of row `row` from its N features.
+  void fill(int row, const float* f) {
+    const auto load = [&](const float* p) { return _mm512_maskz_loadu_ps(LANES16, p); };
+    alignas(64) float total[2][STRIDE];  // of magnitudes: the largest sum
+    __m512 largest = _mm512_setzero_ps();
+    for (int nibble = 0; nibble < 2; ++nibble)
+      for (int b = 0; b < STRIDE; b += WIDTH) {
+        __m512 t = _mm512_setzero_ps();
+        for (int p = 4 * nibble; p < 4 * nibble + 4; ++p) t = _mm512_add_ps(t, _mm512_abs_ps(load(f + p * STRIDE + b)));
+        largest = _mm512_max_ps(largest, t);
+        _mm512_mask_storeu_ps(total[nibble] + b, LANES16, t);
+      }
+    const float top = _mm512_reduce_max_ps(largest) + 1e-30f;
+    constexpr float LARGEST = 32510.0f;  // of a sum in 16 bits, of which the high byte is kept
+    step[row] = top / 255.0f * (256.0f / LARGEST);
+    alignas(64) int32_t pairs[4][STRIDE];  // two rows' features side by side
+    for (int b = 0; b < STRIDE; b += WIDTH)
+      for (int nibble = 0; nibble < 2; ++nibble) {
+        const __m512 steps = _mm512_mul_ps(load(total[nibble] + b), _mm512_set1_ps(255.0f / top));
+        const __m512 up = _mm512_max_ps(_mm512_roundscale_ps(steps, _MM_FROUND_TO_POS_INF), _mm512_set1_ps(1.0f));
+        const __m512 units = _mm512_min_ps(up, _mm512_set1_ps(255.0f));
+        alignas(16) uint8_t bytes[16];
+        _mm512_mask_cvtepi32_storeu_epi8(bytes, LANES16, _mm512_cvtps_epi32(units));
+        for (int i = 0; i < WIDTH; i += 4) std::memcpy(scale[row / 4][(b + i) / 4][nibble][row % 4], bytes + i, 4);
+        const __m512 factor = _mm512_div_ps(_mm512_set1_ps(LARGEST * 255.0f / top), units);
+        for (int i = 2 * nibble; i < 2 * nibble + 2; ++i) {
+          const auto fixed = [&](int p) { return _mm512_cvtps_epi32(_mm512_mul_ps(load(f + p * STRIDE + b), factor)); };
+          const __m512i high = _mm512_slli_epi32(fixed(2 * i + 1), 16);
+          _mm512_mask_storeu_epi32(pairs[i] + b, LANES16, _mm512_mask_blend_epi16(0xAAAAAAAAu, fixed(2 * i), high));
+        }
+      }
+    const __m512i signs0 = load_bytes(NIBBLE_SIGNS.of[0]), signs1 = load_bytes(NIBBLE_SIGNS.of[1]);
+    const __m512i second = load_bytes(SECOND_BYTES.of), half = _mm512_set1_epi32(128);
+    for (int quad = 0; quad < QUADS; ++quad)
+      for (int nibble = 0; nibble < 2; ++nibble) {
+        __m512i sums[4];
+        unroll<4>([&](auto j) KVQ_LAMBDA {
+          const int b = 4 * quad + j;
+          const __m512i first = _mm512_dpwssd_epi32(half, signs0, _mm512_set1_epi32(pairs[2 * nibble][b]));
+          sums[j] = _mm512_dpwssd_epi32(first, signs1, _mm512_set1_epi32(pairs[2 * nibble + 1][b]));
+        });
+        const __m512i ab = _mm512_permutex2var_epi8(sums[0], second, sums[1]);
+        const __m512i cd = _mm512_permutex2var_epi8(sums[2], second, sums[3]);
+        _mm512_store_si512(table[row / 4][quad][nibble][row % 4], _mm512_shuffle_i64x2(ab, cd, 0x44));
+      }
+  }
+
+  // sums[r][half] of rows row .. row + R - 1, 2 x 16 tokens
+  template <int R>
+  KVQ_INLINE void add(const uint8_t* bits, int row, Prefetch& prefetch, __m512 (&sums)[R][2]) const {
+    __m512i acc[2][R][2];  // [nibble]: a dot product must wait for the one before it in the same accumulator
+    unroll<2 * R>([&](auto x) KVQ_LAMBDA { acc[x / R][x % R][0] = acc[x / R][x % R][1] = _mm512_setzero_si512(); });
+    for (int quad = 0; quad < QUADS; ++quad) {
+      const __m512i w0 = load_bytes(bits + quad * 128), w1 = load_bytes(bits + quad * 128 + 64);
+      prefetch.lines<LINES>();
+      unroll<2>([&](auto nibble) KVQ_LAMBDA {
+        const __m512i i0 = index(nibble ? _mm512_srli_epi32(w0, 4) : w0);
+        const __m512i i1 = index(nibble ? _mm512_srli_epi32(w1, 4) : w1);
+        unroll<R>([&](auto r) KVQ_LAMBDA {
+          const __m512i t = load_once(table[row / 4][quad][nibble][r]);
+          const __m512i units = avx512::quad((const int8_t*)scale[row / 4][quad][nibble][r]);
+          dot(acc[nibble][r][0], units, _mm512_permutexvar_epi8(i0, t));
+          dot(acc[nibble][r][1], units, _mm512_permutexvar_epi8(i1, t));
+        });
+      });
+    }
+    add_chains(acc);
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      sums[r][0] = _mm512_cvtepi32_ps(acc[0][r][0]);
+      sums[r][1] = _mm512_cvtepi32_ps(acc[0][r][1]);
+    });
+  }
+
+  KVQ_INLINE static __m512i index(__m512i nibbles) {  // (nibble & 15) | 16 (byte % 4)
+    return _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(15), _mm512_set1_epi32(0x30201000), 0xEA);
+  }
+};
+
 template <int D>
 struct SketchKeys {
-  static constexpr int M = 2 * D, OUTER = D, LINES = 2;
-  static constexpr float SKETCH_UNIT = 128.0f;  // as `sketch16` in kernels/cpu.py
+  static constexpr int M = 2 * D, OUTER = D;
 
   struct Work {
-    alignas(64) int8_t inner[ROWS / 4][4][M], outer[ROWS / 4][4][OUTER];
-    alignas(64) int32_t whole[ROWS][M];  // S q, in the order of UNPACKED
-    alignas(64) int32_t made[4][M];      // features of a tile, likewise
-    alignas(64) int32_t largest[4][16];  // of their magnitudes
-    alignas(64) int16_t negative[ROWS / 4][D][4];  // -q of a tile's rows in its units
-    float unit[ROWS];                    // of q: its largest channel / 32767
-    alignas(16) float inner_step[ROWS], inner_sum[ROWS], outer_step[ROWS], outer_sum[ROWS];
-    alignas(16) int32_t pairs[16][4];    // two channels of `negative` side by side
+    SignSums<M> inner;
+    SignSums<OUTER> outer;
     uint8_t index[32];
     bool prepared;
   };
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
-
-  static void begin(Task& task) {
-    Work& work = *reinterpret_cast<Work*>(task.key_work);
-    work.prepared = false;
-    const __m512i low_half = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-    for (int row = 0; row < task.rows; ++row) {
-      __m512 largest = _mm512_setzero_ps();
-      for (int c = 0; c < D; c += 16) largest = max_abs(largest, _mm512_loadu_ps(task.query + row * D + c));
-      work.unit[row] = (_mm512_reduce_max_ps(largest) + 1e-30f) / 32767.0f;
-      for (int c = 0; c < D; ++c)
-        work.negative[row / 4][c][row % 4] = int16_t(-__builtin_lrintf(task.query[row * D + c] / work.unit[row]));
-      const __m512 factor = _mm512_set1_ps(SKETCH_UNIT / work.unit[row]);
-      for (int j = 0; j < M; j += 32) {
-        const float* f = task.features + row * M + j;
-        const auto fixed = [&](int at) { return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(f + at), factor)); };
-        const __m512i a = fixed(0), b = fixed(16), high_half = _mm512_add_epi32(low_half, _mm512_set1_epi32(4));
-        _mm512_store_si512(work.whole[row] + j, _mm512_permutex2var_epi32(a, low_half, b));
-        _mm512_store_si512(work.whole[row] + j + 16, _mm512_permutex2var_epi32(a, high_half, b));
-      }
-    }
-  }
+  static void begin(Task& task) { reinterpret_cast<Work*>(task.key_work)->prepared = false; }
 
   static void score(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
@@ -79,107 +152,60 @@ struct SketchKeys {
     row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row, work); });
   }
 
-  // f and f' of R rows for a slab's outlier channels, as 8-bit integers
+  // Tables of f and f' of R rows for a slab's outlier channels.
   template <int R>
   static __attribute__((noinline)) void prepare(const Task& task, const uint8_t* index, int row, Work& work) {
-    const int outliers = int(task.layout->outliers), pairs = (outliers + 1) / 2;
-    const int16_t* column[32];
-    const int16_t* outer[32];
-    for (int i = 0; i < pairs; ++i) {
-      const int a = index[2 * i] % D, b = 2 * i + 1 < outliers ? index[2 * i + 1] % D : a;
-      column[2 * i] = task.constants->sketch16 + a * M;
-      column[2 * i + 1] = task.constants->sketch16 + b * M;
-      outer[2 * i] = task.constants->sketch16 + D * M + 2 * i * OUTER;
-      outer[2 * i + 1] = b == a ? outer[2 * i] : outer[2 * i] + OUTER;
-      const auto rows = [&](int c) { return _mm_loadl_epi64((const __m128i*)work.negative[row / 4][c]); };
-      const __m128i second = 2 * i + 1 < outliers ? rows(b) : _mm_setzero_si128();
-      _mm_store_si128((__m128i*)work.pairs[i], _mm_unpacklo_epi16(rows(a), second));
+    const Constants& constants = *task.constants;
+    const int outliers = int(task.layout->outliers);
+    alignas(64) float inner[R][M], outer[R][OUTER];
+    float query[32][R];  // of the outliers
+    const float* column[32];
+    for (int i = 0; i < outliers; ++i) {
+      const int c = index[i] % D;
+      column[i] = constants.sketch + c * M;
+      for (int r = 0; r < R; ++r) query[i][r] = task.query[(row + r) * D + c];
     }
-    const __m128 unit = _mm_mul_ps(_mm_loadu_ps(work.unit + row), _mm_set1_ps(1 / SKETCH_UNIT));
-    subtract<M, R>(column, pairs, [&](int r, int j) { return load_bytes(work.whole[row + r] + j); }, work);
-    round<M, R>(work, work.inner[row / 4], unit, work.inner_step + row, work.inner_sum + row);
-    subtract<OUTER, R>(outer, pairs, [](int, int) { return _mm512_setzero_si512(); }, work);
-    // in negative units, for the pairs are negative
-    round<OUTER, R>(work, work.outer[row / 4], _mm_sub_ps(_mm_setzero_ps(), unit), work.outer_step + row, work.outer_sum + row);
-  }
-
-  // made = start - sum_i column_i q_i
-  template <int N, int R, class Start>
-  KVQ_INLINE static void subtract(const int16_t* const* column, int pairs, Start start, Work& work) {
-    __m512i largest[R];
-    unroll<R>([&](auto r) KVQ_LAMBDA { largest[r] = _mm512_setzero_si512(); });
-    for (int j = 0; j < N; j += 32) {
-      __m512i acc[R][2];
-      unroll<R>([&](auto r) KVQ_LAMBDA { acc[r][0] = start(r, j), acc[r][1] = start(r, j + 16); });
-      for (int i = 0; i < pairs; ++i) {
-        const __m512i a = load_bytes(column[2 * i] + j), b = load_bytes(column[2 * i + 1] + j);
-        const __m512i lo = _mm512_unpacklo_epi16(a, b), hi = _mm512_unpackhi_epi16(a, b);
-        unroll<R>([&](auto r) KVQ_LAMBDA {
-          const __m512i q = _mm512_set1_epi32(work.pairs[i][r]);
-          acc[r][0] = _mm512_dpwssd_epi32(acc[r][0], lo, q);
-          acc[r][1] = _mm512_dpwssd_epi32(acc[r][1], hi, q);
-        });
+    for (int j = 0; j < M; j += 16) {
+      __m512 f[R];
+      unroll<R>([&](auto r) KVQ_LAMBDA { f[r] = _mm512_loadu_ps(task.features + (row + r) * M + j); });
+      for (int i = 0; i < outliers; ++i) {
+        const __m512 s = _mm512_loadu_ps(column[i] + j);
+        unroll<R>([&](auto r) KVQ_LAMBDA { f[r] = _mm512_fnmadd_ps(_mm512_set1_ps(query[i][r]), s, f[r]); });
       }
-      unroll<R>([&](auto r) KVQ_LAMBDA {
-        _mm512_store_si512(work.made[r] + j, acc[r][0]);
-        _mm512_store_si512(work.made[r] + j + 16, acc[r][1]);
-        const __m512i both = _mm512_max_epi32(_mm512_abs_epi32(acc[r][0]), _mm512_abs_epi32(acc[r][1]));
-        largest[r] = _mm512_max_epi32(largest[r], both);
-      });
+      unroll<R>([&](auto r) KVQ_LAMBDA { _mm512_store_ps(inner[r] + j, f[r]); });
     }
-    unroll<R>([&](auto r) KVQ_LAMBDA { _mm512_store_si512(work.largest[r], largest[r]); });
-  }
-
-  // R rows of `made` to 8 bits; the unit of a row's integers, and their sum
-  template <int N, int R>
-  KVQ_INLINE static void round(Work& work, int8_t (&to)[4][N], __m128 unit, float* step, float* sum) {
-    __m512 tops[4], sums[4];
-    unroll<4>([&](auto r) KVQ_LAMBDA {
-      tops[r] = sums[r] = _mm512_setzero_ps();
-      if constexpr (r < R) tops[r] = _mm512_cvtepi32_ps(load_bytes(work.largest[r]));
-    });
-    const __m128 top = _mm_max_ps(reduce4<Max>(tops), _mm_set1_ps(1e-30f));
-    alignas(16) float factors[4];
-    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<1>), top));
-    const __m512 magic = _mm512_set1_ps(MAGIC<1>);
-    const __m512i line = load_bytes(UNPACKED.of);
-    unroll<R>([&](auto r) KVQ_LAMBDA {
-      const int32_t* f = work.made[r];
-      __m512i total = _mm512_setzero_si512();
-      for (int j = 0; j < N; j += 64) {
-        __m512i x[4];
-        unroll<4>([&](auto v) KVQ_LAMBDA {
-          const __m512 value = _mm512_cvtepi32_ps(load_bytes(f + j + 16 * v));
-          x[v] = _mm512_castps_si512(_mm512_fmadd_ps(value, _mm512_set1_ps(factors[r]), magic));
-        });
-        const __m512i ab = _mm512_permutex2var_epi8(x[0], line, x[1]), cd = _mm512_permutex2var_epi8(x[2], line, x[3]);
-        const __m512i bytes = _mm512_shuffle_i64x2(ab, cd, 0x44);
-        _mm512_storeu_si512(to[r] + j, bytes);
-        dot(total, _mm512_set1_epi8(1), bytes);
+    for (int j = 0; j < OUTER; j += 16) {
+      __m512 f[R];
+      unroll<R>([&](auto r) KVQ_LAMBDA { f[r] = _mm512_setzero_ps(); });
+      for (int i = 0; i < outliers; ++i) {
+        const __m512 s = _mm512_loadu_ps(constants.outer + i * OUTER + j);
+        unroll<R>([&](auto r) KVQ_LAMBDA { f[r] = _mm512_fmadd_ps(_mm512_set1_ps(query[i][r]), s, f[r]); });
       }
-      sums[r] = _mm512_cvtepi32_ps(total);
-    });
-    _mm_storeu_ps(step, _mm_mul_ps(_mm_mul_ps(top, _mm_set1_ps(1 / RANGE<1>)), unit));
-    _mm_storeu_ps(sum, reduce4<Add>(sums));
+      unroll<R>([&](auto r) KVQ_LAMBDA { _mm512_store_ps(outer[r] + j, f[r]); });
+    }
+    for (int r = 0; r < R; ++r) {
+      work.inner.fill(row + r, inner[r]);
+      work.outer.fill(row + r, outer[r]);
+    }
   }
 
   template <int R>
   static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row, const Work& work) {
     const Layout& l = *task.layout;
+    const Constants& constants = *task.constants;
     __m512 inner[R][2], outer[R][2];
-    dot_keys<M, 1, 1, R, LINES>(slab.data + l.key_at[0], work.inner[row / 4][0], task.prefetch, inner);
-    dot_keys<OUTER, 1, 1, R, LINES>(slab.data + l.key_at[2], work.outer[row / 4][0], task.prefetch, outer);
-    const __m512 two = _mm512_set1_ps(2.0f);
+    work.inner.template add<R>(slab.data + l.key_at[0], row, task.prefetch, inner);
+    work.outer.template add<R>(slab.data + l.key_at[2], row, task.prefetch, outer);
     for (int half = 0; half < 2; ++half) {
       const __m512 inner_norm = load_halves(slab.data + l.key_at[1] + 32 * half);
       const __m512 outer_norm = load_halves(slab.data + l.key_at[3] + 32 * half);
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        const __m512 a = _mm512_fmsub_ps(inner[r][half], two, _mm512_set1_ps(work.inner_sum[row + r]));
-        const __m512 b = _mm512_fmsub_ps(outer[r][half], two, _mm512_set1_ps(work.outer_sum[row + r]));
-        const __m512 x = _mm512_set1_ps(work.inner_step[row + r] * task.constants->sketch_scale);
-        const __m512 y = _mm512_set1_ps(work.outer_step[row + r] * task.constants->outer_scale);
-        const __m512 s = _mm512_fmadd_ps(_mm512_mul_ps(a, x), inner_norm, _mm512_mul_ps(_mm512_mul_ps(b, y), outer_norm));
-        _mm512_storeu_ps(task.scores + (row + r) * BLOCK + column + 16 * half, s);
+        const __m512 x = _mm512_set1_ps(work.inner.step[row + r] * constants.sketch_scale);
+        const __m512 y = _mm512_set1_ps(work.outer.step[row + r] * constants.outer_scale);
+        const __m512 a = _mm512_mul_ps(inner[r][half], _mm512_mul_ps(x, inner_norm));
+        const __m512 b = _mm512_mul_ps(y, outer_norm);
+        _mm512_storeu_ps(task.scores + (row + r) * BLOCK + column + 16 * half,
+                         _mm512_fmadd_ps(outer[r][half], b, a));
       });
     }
   }

@@ -22,9 +22,13 @@ constexpr KeyKernel key_kernel() {
 template <template <int> class Kernel>
 inline KeyKernel by_head_size(const Layout& l, int rows) {
   switch (l.d) {
+#ifndef KVQ_SANITIZED
     case 64: return key_kernel<Kernel<64>>();
+#endif
     case 128: return key_kernel<Kernel<128>>();
+#ifndef KVQ_SANITIZED
     case 256: return key_kernel<Kernel<256>>();
+#endif
     default: return generic::keys(l, rows);
   }
 }

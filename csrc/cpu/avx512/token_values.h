@@ -21,7 +21,7 @@ struct TokenValues {
   struct Work {
     alignas(64) float widest[BLOCK];                         // the largest scale of a token
     alignas(64) float scaled[4][BLOCK];                      // p in fixed-point units, of a tile's rows
-    alignas(64) int8_t weights[PARTS][4][GROUPS][BLOCK];
+    alignas(64) int8_t weights[GROUPS][PARTS][4][BLOCK];
     alignas(64) float offset[GROUPS][4];
     float step[4];
     __mmask16 attended[BLOCK / 16];
@@ -101,7 +101,7 @@ struct TokenValues {
           zeros[r] = _mm512_fmadd_ps(p, zero[v], zeros[r]);
           x[v] = _mm512_fmadd_ps(p, scale[v], magic);
         });
-        pack4<PARTS>(x, work.weights[0][r][g] + t, work.weights[1][r][g] + t);
+        pack4<PARTS>(x, work.weights[g][0][r] + t, work.weights[g][1][r] + t);
       });
     }
     _mm_store_ps(work.offset[g], _mm_mul_ps(reduce4<Add>(zeros), _mm_loadu_ps(work.step)));
@@ -116,24 +116,28 @@ struct TokenValues {
     const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
     const __m512i by0 = _mm512_set1_epi32(int(c / stride) * BITS);
     const __m512i by1 = _mm512_set1_epi32(int((c + 16) / stride) * BITS);
-    __m512i acc[R * PARTS][2];
-    unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
+    __m512i sums[CHAINS<R>][R * PARTS][2];
+    auto& acc = sums[0];
+    unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
+      unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
+    });
     for (int s = 0; s < count; ++s) {
       const uint8_t* codes = slabs[s].data + l.value_at[0];
       const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
-      const int8_t* weights = work.weights[0][0][group] + s * SLAB;
+      const int8_t* weights = work.weights[group][0][0] + s * SLAB;
       unroll<SLAB / 4>([&](auto token_quad) KVQ_LAMBDA {
         const __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(load_bytes(w0 + token_quad * stride * 4), by0), mask);
         const __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(load_bytes(w1 + token_quad * stride * 4), by1), mask);
         prefetch.lines<1>();
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
           constexpr int part = x / R, r = x % R;
-          const __m512i b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + token_quad * 4);
-          dot(acc[x][0], c0, b);
-          dot(acc[x][1], c1, b);
+          const __m512i b = quad(weights + (part * 4 + r) * BLOCK + token_quad * 4);
+          dot(sums[token_quad % CHAINS<R>][x][0], c0, b);
+          dot(sums[token_quad % CHAINS<R>][x][1], c1, b);
         });
       });
     }
+    add_chains(sums);
     unroll<R>([&](auto r) KVQ_LAMBDA {
       const __m512 step = _mm512_set1_ps(work.step[r]), offset = _mm512_set1_ps(work.offset[group][r]);
       for (int half = 0; half < 2; ++half) {

@@ -22,12 +22,139 @@ inline void gather(const RawTask& task, float* k, float* v) {
   }
 }
 
+using Shorts = uint16_t __attribute__((vector_size(2 * LANES)));
+
+// LANES elements of a token from element c on
+template <class T>
+inline Floats token_lanes(const void* token, int c, T to_floats) {
+  Shorts bits;
+  std::memcpy(&bits, static_cast<const uint16_t*>(token) + c, sizeof bits);
+  return to_floats(__builtin_convertvector(bits, Ints));
+}
+
+inline Floats as_floats(Ints bits) {
+  Floats x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline Floats token_lanes(const void* token, int c, Dtype dtype) {
+  if (dtype == Dtype::f32) return load(static_cast<const float*>(token) + c);
+  if (dtype == Dtype::bf16) return token_lanes(token, c, [](Ints b) { return as_floats(b << 16); });
+  return token_lanes(token, c, [](Ints b) {  // half_or_nan of half.h
+    const Ints magnitude = b & 0x7fff;
+    Floats x = as_floats(magnitude << 13) * 0x1p112f;
+    Ints bits;
+    std::memcpy(&bits, &x, sizeof x);
+    const Ints nan = magnitude > 0x7c00;
+    return as_floats((nan & 0x7fc00000) | (~nan & (bits | (b & 0x8000) << 16)));
+  });
+}
+
+inline float pairwise_sum(Floats v) {
+  using Quad = float __attribute__((vector_size(16)));
+  Quad sum{}, part;
+  for (int i = 0; i < LANES / 4; ++i) {
+    std::memcpy(&part, reinterpret_cast<const char*>(&v) + 16 * i, 16);
+    sum += part;
+  }
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// A head's tokens lie a whole token apart, which no hardware prefetcher follows.
+inline void prefetch(const void* token, int bytes) {
+  for (int at = 0; token && at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(token) + at);
+}
+
+// A few rows (decode): a token's key and value meet all of them in registers, without turning keys around.
+template <int R, Dtype DTYPE>
+inline void few_scores(const RawTask& task, int first, float* scores) {
+  constexpr int AHEAD = 6;
+  const int bytes = task.head_size * (DTYPE == Dtype::f32 ? 4 : 2);
+  for (int t = 0; t < task.tokens; ++t) {
+    if (t + AHEAD < task.tokens) prefetch(task.key[t + AHEAD], bytes);
+    prefetch(task.value[t], bytes);
+    if (!task.key[t]) continue;
+    Floats acc[R] = {};
+    for (int c = 0; c < task.head_size; c += LANES) {
+      const Floats k = token_lanes(task.key[t], c, DTYPE);
+      for (int r = 0; r < R; ++r) acc[r] += load(task.query + (first + r) * task.d + c) * k;
+    }
+    for (int r = 0; r < R; ++r) scores[(first + r) * SLAB + t] = pairwise_sum(acc[r]);
+  }
+}
+
+// V vectors of channels from c on, held in registers over all tokens
+template <int R, int V, Dtype DTYPE>
+inline void few_outputs(const RawTask& task, int first, int c, const float* p) {
+  float* out = task.out + first * task.d + c;
+  Floats acc[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * task.d + v * LANES);
+  for (int t = 0; t < task.tokens; ++t) {
+    if (!task.value[t]) continue;
+    for (int v = 0; v < V; ++v) {
+      const Floats x = token_lanes(task.value[t], c + v * LANES, DTYPE);
+      for (int r = 0; r < R; ++r) acc[r][v] += splat(p[(first + r) * SLAB + t]) * x;
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) store(out + r * task.d + v * LANES, acc[r][v]);
+}
+
+template <int R, Dtype DTYPE>
+inline void few_outputs(const RawTask& task, int first, const float* p) {
+  constexpr int V = LANES / 4;  // 16 vectors of 4 rows fit the registers of AVX-512, 8 those of AVX2
+  int c = 0;
+  for (; c + V * LANES <= task.head_size; c += V * LANES) few_outputs<R, V, DTYPE>(task, first, c, p);
+  for (; c < task.head_size; c += LANES) few_outputs<R, 1, DTYPE>(task, first, c, p);
+}
+
+template <class Four, class One>
+inline void by_fours(int rows, Four four, One one) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) four(r);
+  for (; r < rows; ++r) one(r);
+}
+
+template <Dtype DTYPE>
+inline void few_scores(const RawTask& task, float* scores) {
+  by_fours(task.rows, [&](int r) { few_scores<4, DTYPE>(task, r, scores); },
+                  [&](int r) { few_scores<1, DTYPE>(task, r, scores); });
+}
+
+template <Dtype DTYPE>
+inline void few_outputs(const RawTask& task, const float* p) {
+  by_fours(task.rows, [&](int r) { few_outputs<4, DTYPE>(task, r, p); },
+                  [&](int r) { few_outputs<1, DTYPE>(task, r, p); });
+}
+
+constexpr int FEW_ROWS = 8;
+
+inline void few_scores(const RawTask& task, float* scores) {
+  if (task.dtype == Dtype::f32) return few_scores<Dtype::f32>(task, scores);
+  if (task.dtype == Dtype::f16) return few_scores<Dtype::f16>(task, scores);
+  few_scores<Dtype::bf16>(task, scores);
+}
+
+inline void few_outputs(const RawTask& task, const float* p) {
+  if (task.dtype == Dtype::f32) return few_outputs<Dtype::f32>(task, p);
+  if (task.dtype == Dtype::f16) return few_outputs<Dtype::f16>(task, p);
+  few_outputs<Dtype::bf16>(task, p);
+}
+
 inline void add_raw(RawTask& task) {
+  const bool few = task.rows <= FEW_ROWS;
   float* k = task.work;
   float* v = k + task.d * SLAB;
   float* scores = v + task.d * SLAB;
-  gather(task, k, v);
-  multiply(task.query, task.d, task.rows, task.head_size, k, SLAB, scores, SLAB);
+  if (few) {
+    std::memset(scores, 0, 4 * size_t(task.rows) * SLAB);
+    few_scores(task, scores);
+  } else {
+    gather(task, k, v);
+    multiply(task.query, task.d, task.rows, task.head_size, k, SLAB, scores, SLAB);
+  }
   for (int r = 0; r < task.rows; ++r) {
     float* s = scores + r * SLAB;
     const uint8_t* seen = task.seen + (task.first_row + r) / task.group * task.seen_stride;
@@ -49,6 +176,7 @@ inline void add_raw(RawTask& task) {
     for (int c = 0; shrink != 1.0f && c < task.d; c += LANES)
       store(task.out + r * task.d + c, load(task.out + r * task.d + c) * shrink);
   }
+  if (few) return few_outputs(task, scores);
   for (int c = 0; c < task.d; c += SLAB)
     multiply<true>(scores, SLAB, task.rows, task.tokens, v + c, task.d, task.out + c, task.d);
 }

@@ -47,7 +47,7 @@ inline Floats exp2(Floats x) {
   p = p * f + 2.40226507e-1f;
   p = p * f + 6.93147182e-1f;
   p = p * f + 1.0f;
-  Ints bits, n;
+  uint32_t __attribute__((vector_size(4 * LANES))) bits, n;  // unsigned: of NaN the sum wraps
   std::memcpy(&bits, &p, sizeof p);
   std::memcpy(&n, &shifted, sizeof n);
   bits += n << 23;  // the low bits of the magic sum are the integer; those of magic itself shift out

@@ -1,0 +1,101 @@
+// InnerQ values, 2 bits: per channel and slab a scale and either a zero or 32 sign bits (see hybrid_keys.h).
+//
+//     sum_t p_t v_tc = |scale_c| sum_t p_t u_tc + zero_c sum_t p_t         per slab
+#pragma once
+
+#include "hybrid_keys.h"
+
+namespace {
+namespace avx2 {
+
+struct HybridValues2 {
+  static constexpr int PARTS = 2;
+
+  struct Work {
+    alignas(32) int8_t weights[PARTS][4][BLOCK];
+    float step[4], sum[BLOCK_SLABS][4];  // of a tile's rows: fixed-point unit, sum of a slab's weights
+  };
+
+  static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
+
+  static void add(Task& task, const Slab* slabs, int count) {
+    Work& work = *reinterpret_cast<Work*>(task.value_work);
+    const Layout& l = *task.layout;
+    row_tiles(task.rows, [&](auto r, int row) {
+      constexpr int R = decltype(r)::value;
+      weigh<R>(task.scores + row * BLOCK, count, work);
+      for (int s = 0; s < count; ++s)
+        for (int c = 0; c < l.d; c += 8 * VECTORS<R * PARTS>)
+          multiply<R>(l, slabs[s], s, c, work, task.prefetch, task.out + row * l.d + c);
+    });
+  }
+
+  template <int R>
+  KVQ_INLINE static void weigh(const float* p, int count, Work& work) {
+    __m256 largest[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = _mm256_setzero_ps(); });
+    for (int t = 0; t < count * SLAB; t += 8)
+      unroll<R>([&](auto r) KVQ_LAMBDA { largest[r] = _mm256_max_ps(largest[r], _mm256_loadu_ps(p + r * BLOCK + t)); });
+    const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
+    const __m128 step = _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>));
+    alignas(16) float factors[4];
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
+    _mm_storeu_ps(work.step, step);
+    for (int t = 0; t < count * SLAB; t += SLAB) {
+      __m256 sums[4];  // of the rounded weights (see HybridKeys2::prepare)
+      unroll<4>([&](auto r) KVQ_LAMBDA { sums[r] = _mm256_setzero_ps(); });
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        __m256 x[4];
+        unroll<4>([&](auto v) KVQ_LAMBDA {
+          x[v] = _mm256_mul_ps(_mm256_loadu_ps(p + r * BLOCK + t + 8 * v), _mm256_set1_ps(factors[r]));
+          sums[r] = _mm256_add_ps(sums[r], _mm256_round_ps(x[v], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        });
+        pack32(x, work.weights[0][r] + t, work.weights[1][r] + t);
+      });
+      _mm_storeu_ps(work.sum[t / SLAB], _mm_mul_ps(step, reduce4<Add>(sums)));
+    }
+  }
+
+  // 8 T channels from c on, R rows, one slab
+  template <int R>
+  static __attribute__((noinline)) void multiply(const Layout& l, const Slab& slab, int s, int c, Work& work,
+                                                 Prefetch& prefetch, float* out) {
+    constexpr int X = R * PARTS, T = VECTORS<X>;
+    const int64_t stride = l.d / 4;  // channels of a plane
+    const uint8_t* codes[T];
+    __m256i shift[T], acc[X][T];
+    HybridParameters p[T];
+    unroll<T>([&](auto t) KVQ_LAMBDA {
+      const int at = c + 8 * t;
+      codes[t] = slab.data + l.value_at[0] + at % stride * 4;
+      shift[t] = _mm256_set1_epi32(int(at / stride) * 2);
+      p[t].read(slab.data + l.value_at[1] + 2 * at, slab.data + l.value_at[2] + 4 * at);
+      unroll<X>([&](auto x) KVQ_LAMBDA { acc[x][t] = _mm256_setzero_si256(); });
+    });
+    const int8_t* weights = work.weights[0][0] + s * SLAB;
+    unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
+      __m256i code[T];
+      unroll<T>([&](auto t) KVQ_LAMBDA {
+        code[t] = hybrid_codes<e>(_mm256_srlv_epi32(load_bytes(codes[t] + e * stride * 4), shift[t]), p[t].signs);
+      });
+      if (e % 4 == 0) prefetch.lines<1>();
+      unroll<X>([&](auto x) KVQ_LAMBDA {
+        constexpr int part = x / R, r = x % R;
+        const __m256i b = quad(weights + (part * 4 + r) * BLOCK + e * 4);
+        unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
+      });
+    });
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const __m256 step = _mm256_set1_ps(work.step[r]), sum = _mm256_set1_ps(work.sum[s][r]);
+      unroll<T>([&](auto t) KVQ_LAMBDA {
+        float* to = out + r * l.d + 8 * t;
+        const __m256 zeros = _mm256_fmadd_ps(p[t].zero, sum, _mm256_loadu_ps(to));
+        const __m256 x = _mm256_cvtepi32_ps(join(acc[r][t], acc[R + r][t]));
+        _mm256_storeu_ps(to, _mm256_fmadd_ps(x, _mm256_mul_ps(p[t].scale, step), zeros));
+      });
+    });
+  }
+};
+
+}  // namespace avx2
+}  // namespace

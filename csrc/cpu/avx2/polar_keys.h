@@ -1,0 +1,234 @@
+// PolarQuant keys, 4-bit angles with 4- or 2-bit radii, unpacked to 16-bit integers once per slab for all rows.
+//
+//     q . k_t = sum_p q_p . k_pt,    k_pt = r_pt (cos phi_pt, sin phi_pt)
+//
+// Every page has 16 cosines, sines and radii per pair of channels. They are looked up 32 tokens at a time (two byte
+// shuffles make 16 bits) and multiplied with vpmulhrsw. vpmaddwd then takes a pair of 8 tokens: as many channels per
+// instruction as the hi and lo bytes of the other formats, without a table per query row.
+//
+// A pair's radii are in its own unit, its largest radius / LONGEST, which goes into the query. Eight pairs fit into 32
+// bits: |sum of 8 q_p . k_p| <= 8 * LONGEST * LARGEST < 2^31 (from other bytes than the packer's, sums may wrap).
+#pragma once
+
+#include "../kernel.h"
+#include "lanes.h"
+#include "trigonometry.h"
+
+namespace {
+namespace avx2 {
+
+using namespace kvq;
+
+template <int D, int RADIUS_BITS>
+struct PolarKeys {
+  static constexpr int PAIRS = D / 2, CODES = 16, RUN = 8;
+  static constexpr float LONGEST = 8191.0f, LARGEST = 32000.0f;
+  static_assert(8.0 * (LONGEST + 2) * (LARGEST + 2) < 2147483647.0);
+
+  struct Work {
+    alignas(32) uint8_t cosine[PAIRS][32], sine[PAIRS][32], radius[PAIRS][32];  // 16 low bytes, 16 high bytes
+    alignas(32) uint8_t angle_codes[PAIRS][32], radius_codes[PAIRS][32];        // of a slab, in the order of `spread`
+    alignas(32) int16_t key[PAIRS][SLAB][2];
+    alignas(32) int16_t q[ROWS][PAIRS][2];
+    alignas(32) float x[ROWS][PAIRS], y[ROWS][PAIRS], unit[PAIRS];
+    float step[ROWS];
+  };
+
+  static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
+
+  static void begin(Task& task) {
+    Work& work = *reinterpret_cast<Work*>(task.key_work);
+    const int32_t* pairs = task.constants->pairs;
+    for (int r = 0; r < task.rows; ++r)
+      for (int p = 0; p < PAIRS; ++p) {
+        work.x[r][p] = task.query[r * D + pairs[p]];
+        work.y[r][p] = task.query[r * D + pairs[PAIRS + p]];
+      }
+  }
+
+  static void score(Task& task, const Slab& slab, int column) {
+    Work& work = *reinterpret_cast<Work*>(task.key_work);
+    const Layout& l = *task.layout;
+    if (task.prepared != slab.page) {
+      read_grid(l, slab.page, work);
+      for (int row = 0; row < task.rows; ++row) round_query(row, work);
+    }
+    task.prepared = slab.page;
+    if constexpr (RADIUS_BITS == 4) {
+      spread<8>(slab.data + l.key_at[0], [&](int p, __m256i codes) KVQ_LAMBDA {
+        const __m256i nibble = _mm256_set1_epi8(15);
+        store_bytes(work.angle_codes[p], _mm256_and_si256(codes, nibble));
+        store_bytes(work.radius_codes[p], _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble));
+      });
+    } else {
+      const auto into = [](uint8_t (*to)[32]) { return [to](int p, __m256i codes) { store_bytes(to[p], codes); }; };
+      spread<4>(slab.data + l.key_at[0], into(work.angle_codes));
+      spread<2>(slab.data + l.key_at[1], into(work.radius_codes));
+    }
+    look_up(work, task.prefetch);
+    row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, column, row, work); });
+  }
+
+  // The page's 16 angles and its radii; 8 pairs side by side, turned from one angle to the next.
+  static __attribute__((noinline)) void read_grid(const Layout& l, const uint8_t* page, Work& work) {
+    const __m256 half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(32767.0f);
+    for (int p = 0; p < PAIRS; p += 8) {
+      const auto grid = [&](int i) { return load_halves(page + l.page_at[i] + 2 * p); };
+      const __m256 angle_step = grid(1), radius_step = grid(3);
+      const __m256 radius0 = _mm256_fmadd_ps(half, radius_step, grid(2));
+      const __m256 steps = _mm256_set1_ps(float((1 << RADIUS_BITS) - 1));
+      const __m256 longest = _mm256_max_ps(_mm256_fmadd_ps(steps, radius_step, radius0), _mm256_set1_ps(1e-30f));
+      const __m256 factor = _mm256_div_ps(_mm256_set1_ps(LONGEST), longest);
+      _mm256_storeu_ps(work.unit + p, _mm256_mul_ps(longest, _mm256_set1_ps(1 / LONGEST)));
+      __m256 s, c, turn_s, turn_c, sines[CODES];
+      sine_cosine(_mm256_fmadd_ps(half, angle_step, grid(0)), s, c);
+      sine_cosine(angle_step, turn_s, turn_c);
+      by_pair(work.cosine + p, [&](int a) {
+        const __m256 cosine = c;
+        sines[a] = s;
+        c = _mm256_fmsub_ps(cosine, turn_c, _mm256_mul_ps(s, turn_s));
+        s = _mm256_fmadd_ps(cosine, turn_s, _mm256_mul_ps(s, turn_c));
+        return _mm256_mul_ps(cosine, one);
+      });
+      by_pair(work.sine + p, [&](int a) { return _mm256_mul_ps(sines[a], one); });
+      by_pair(work.radius + p, [&](int i) {
+        return _mm256_mul_ps(_mm256_fmadd_ps(radius_step, _mm256_set1_ps(float(i)), radius0), factor);
+      });
+    }
+  }
+
+  // value(code) of 8 pairs, for 16 codes in order, as 16-bit integers: to[pair] = 16 low bytes, 16 high bytes.
+  template <class Value>
+  KVQ_INLINE static void by_pair(uint8_t (*to)[32], Value value) {
+    __m256i two[8];  // codes 2 i and 2 i + 1 of 8 pairs
+    unroll<8>([&](auto i) KVQ_LAMBDA {
+      const __m256i even = _mm256_cvtps_epi32(value(2 * i)), odd = _mm256_cvtps_epi32(value(2 * i + 1));
+      two[i] = _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xAA);
+    });
+    __m256i a[8], b[8];
+    unroll<4>([&](auto i) KVQ_LAMBDA {
+      a[2 * i] = _mm256_unpacklo_epi32(two[2 * i], two[2 * i + 1]);      // pairs 0 1 | 4 5
+      a[2 * i + 1] = _mm256_unpackhi_epi32(two[2 * i], two[2 * i + 1]);  // pairs 2 3 | 6 7
+    });
+    unroll<2>([&](auto i) KVQ_LAMBDA {
+      unroll<2>([&](auto j) KVQ_LAMBDA {
+        b[4 * i + 2 * j] = _mm256_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+        b[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+      });
+    });
+    unroll<4>([&](auto i) KVQ_LAMBDA {
+      split(to[i], _mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
+      split(to[4 + i], _mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
+    });
+  }
+
+  KVQ_INLINE static void split(uint8_t* to, __m256i v) {
+    const __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(v, _mm256_set1_epi16(255)), _mm256_srli_epi16(v, 8));
+    store_bytes(to, _mm256_permute4x64_epi64(bytes, 0xD8));
+  }
+
+  static __attribute__((noinline)) void round_query(int row, Work& work) {
+    __m256 largest = _mm256_setzero_ps();
+    for (int p = 0; p < PAIRS; p += 8) {
+      const __m256 x = _mm256_loadu_ps(work.x[row] + p), y = _mm256_loadu_ps(work.y[row] + p);
+      const __m256 length = _mm256_sqrt_ps(_mm256_fmadd_ps(x, x, _mm256_mul_ps(y, y)));
+      largest = _mm256_max_ps(largest, _mm256_mul_ps(length, _mm256_loadu_ps(work.unit + p)));
+    }
+    const float top = reduce<Max>(largest) + 1e-30f;
+    work.step[row] = top / LARGEST;
+    for (int p = 0; p < PAIRS; p += 8) {
+      const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(work.unit + p), _mm256_set1_ps(LARGEST / top));
+      const __m256i x = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(work.x[row] + p), factor));
+      const __m256i y = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(work.y[row] + p), factor));
+      store_bytes(work.q[row][p], _mm256_blend_epi16(x, _mm256_slli_epi32(y, 16), 0xAA));
+    }
+  }
+
+  // put(pair, its codes of 32 tokens): within both halves of the register 4 tokens of each word, 0-3 8-11 16-19 24-27
+  // and 4-7 12-15 20-23 28-31, which is what `look_up` puts back in line.
+  template <int BITS, class Put>
+  KVQ_INLINE static void spread(const uint8_t* codes, Put put) {
+    constexpr int PLANES = 8 / BITS, STRIDE = PAIRS / PLANES;
+    const __m256i by_pair = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
+                                             0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (int word = 0; word < STRIDE / 4; ++word) {
+      __m256i w[4], pair[4];
+      unroll<4>([&](auto i) KVQ_LAMBDA {
+        w[i] = _mm256_shuffle_epi8(load_bytes(codes + word * 128 + 32 * i), by_pair);
+      });
+      const __m256i a = _mm256_unpacklo_epi32(w[0], w[1]), b = _mm256_unpackhi_epi32(w[0], w[1]);
+      const __m256i c = _mm256_unpacklo_epi32(w[2], w[3]), d = _mm256_unpackhi_epi32(w[2], w[3]);
+      pair[0] = _mm256_unpacklo_epi64(a, c);
+      pair[1] = _mm256_unpackhi_epi64(a, c);
+      pair[2] = _mm256_unpacklo_epi64(b, d);
+      pair[3] = _mm256_unpackhi_epi64(b, d);
+      unroll<4>([&](auto j) KVQ_LAMBDA {
+        if constexpr (BITS == 8) {
+          put(4 * word + j, pair[j]);
+        } else {
+          const __m256i mask = _mm256_set1_epi8((1 << BITS) - 1);
+          unroll<PLANES>([&](auto plane) KVQ_LAMBDA {
+            put(plane * STRIDE + 4 * word + j, _mm256_and_si256(_mm256_srli_epi16(pair[j], BITS * plane), mask));
+          });
+        }
+      });
+    }
+  }
+
+  // key[pair][token] = radius (cos, sin)
+  static __attribute__((noinline)) void look_up(Work& work, Prefetch& prefetch) {
+    for (int p = 0; p < PAIRS; ++p) {
+      if (p % 2 == 0) prefetch.lines<1>();
+      const __m256i angle = load_bytes(work.angle_codes[p]), radius = load_bytes(work.radius_codes[p]);
+      const auto find = [](const uint8_t* table, __m256i codes, __m256i (&v)[2]) __attribute__((always_inline)) {
+        const __m256i lo = _mm256_shuffle_epi8(twice(table), codes), hi = _mm256_shuffle_epi8(twice(table + 16), codes);
+        v[0] = _mm256_unpacklo_epi8(lo, hi);
+        v[1] = _mm256_unpackhi_epi8(lo, hi);
+      };
+      __m256i c[2], s[2], r[2];
+      find(work.cosine[p], angle, c);
+      find(work.sine[p], angle, s);
+      find(work.radius[p], radius, r);
+      unroll<2>([&](auto i) KVQ_LAMBDA {
+        const __m256i x = _mm256_mulhrs_epi16(r[i], c[i]), y = _mm256_mulhrs_epi16(r[i], s[i]);
+        store_bytes(work.key[p][16 * i], _mm256_unpacklo_epi16(x, y));
+        store_bytes(work.key[p][16 * i + 8], _mm256_unpackhi_epi16(x, y));
+      });
+    }
+  }
+
+  template <int R>
+  static __attribute__((noinline)) void tile(Task& task, int column, int row, const Work& work) {
+    constexpr int T = R > 2 ? 2 : 4;
+    for (int token = 0; token < SLAB; token += 8 * T) {
+      __m256 scores[R][T];
+      clear(scores);
+      for (int first = 0; first < PAIRS; first += RUN) {
+        __m256i acc[R][T];
+        clear(acc);
+        unroll<RUN>([&](auto i) KVQ_LAMBDA {
+          __m256i k[T];
+          unroll<T>([&](auto t) KVQ_LAMBDA { k[t] = load_bytes(work.key[first + i][token + 8 * t]); });
+          unroll<R>([&](auto r) KVQ_LAMBDA {
+            const __m256i q = quad(work.q[row + r][first + i]);
+            unroll<T>([&](auto t) KVQ_LAMBDA { acc[r][t] = _mm256_add_epi32(acc[r][t], _mm256_madd_epi16(k[t], q)); });
+          });
+        });
+        unroll<R>([&](auto r) KVQ_LAMBDA {
+          unroll<T>([&](auto t) KVQ_LAMBDA {
+            scores[r][t] = _mm256_add_ps(scores[r][t], _mm256_cvtepi32_ps(acc[r][t]));
+          });
+        });
+      }
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        const __m256 step = _mm256_set1_ps(work.step[row + r]);
+        unroll<T>([&](auto t) KVQ_LAMBDA {
+          _mm256_storeu_ps(task.scores + (row + r) * BLOCK + column + token + 8 * t, _mm256_mul_ps(scores[r][t], step));
+        });
+      });
+    }
+  }
+};
+
+}  // namespace avx2
+}  // namespace

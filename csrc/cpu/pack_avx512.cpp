@@ -1,0 +1,9 @@
+// Packing compiled for AVX-512.
+#if defined(__x86_64__)
+#define KVQ_LANES 16
+#include "generic/pack.h"
+
+namespace kvq {
+const PackIsa avx512_pack = {generic::read_tokens, generic::pack_work_bytes, generic::pack_unit, generic::add_gram};
+}
+#endif

@@ -1,0 +1,7 @@
+// Packing for any processor.
+#define KVQ_LANES 4
+#include "generic/pack.h"
+
+namespace kvq {
+const PackIsa portable_pack = {generic::read_tokens, generic::pack_work_bytes, generic::pack_unit, generic::add_gram};
+}

@@ -1,0 +1,13 @@
+// One kernel alone, for one architecture: what vllm_kvq.eval.compile_table reads. KVQ_PART chooses it, KVQ_D its head size.
+#if KVQ_PART <= 2
+#include "decode.h"
+template __global__ void kvq::decode_kernel<KVQ_D, KVQ_PART>(kvq::DecodeParams);
+#elif KVQ_PART <= 4
+#include "query.h"
+template __global__ void kvq::query_kernel<KVQ_D, KVQ_PART - 2>(kvq::QueryParams);
+#elif KVQ_PART == 5
+#include "pack.h"
+template __global__ void kvq::pack_kernel<KVQ_D>(kvq::PackParams);
+#else
+#include "merge.h"
+#endif

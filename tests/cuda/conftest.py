@@ -1,0 +1,14 @@
+"""The CUDA source on CPU tensors: lanes are fibers, matrix products are software (csrc/cuda/emulate.h)."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

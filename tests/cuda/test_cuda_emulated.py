@@ -1,0 +1,218 @@
+"""The very source of the CUDA kernels, compiled for the CPU, against float64 attention over the same codes.
+
+Covered: fragment layouts, unpacking, softmax, merges, index checks, addresses in range and aligned, collectives that
+all lanes reach, data read before its asynchronous copy was waited for. Not covered: the hardware's memory model and
+timing, races that the emulation's order of lanes does not show, and nvcc's own work.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from vllm_kvq.eval.packed_attention import exact_attention, outlier_data, random_pages, relative_error
+from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.page import FLAGS_AT
+from vllm_kvq.kernels import attend, cuda
+
+BOUND = 2e-3
+LSE_BOUND = 4e-3
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@functools.cache
+def pool(d: int, n: int, pages: int = 4, heads: int = 2) -> tuple[PageFormat, torch.Tensor]:
+    """Every slab has outlier channels of its own."""
+    fmt = get_format("qjl3").bind(Geometry(d, n), {"outlier_choice": "slab"} if choice_exists() else {})
+    pages_ = random_pages(fmt, pages, heads)
+    sets = fmt.read(pages_, torch.arange(1, pages + 1))["ko_index"].flatten(0, 1).unique(dim=0)
+    assert len(sets) > heads
+    return fmt, pages_
+
+
+def choice_exists() -> bool:
+    from vllm_kvq.formats.settings import OPTIONS
+
+    return "outlier_choice" in OPTIONS
+
+
+def queries(n: int, q: int, heads: int, d: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(n, q, heads, d, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def check(fmt: PageFormat, pages: torch.Tensor, query: torch.Tensor, table, low, high, splits: int | None) -> None:
+    scale = fmt.geometry.head_size**-0.5
+    out, lse = cuda.attend_table(fmt, query, pages, table, low, high, scale, splits)
+    want, want_lse = exact_attention(fmt, query, pages, table, low, high, scale)
+    assert out.dtype == lse.dtype == F32
+    assert relative_error(out, want) < BOUND
+    empty = want_lse == -torch.inf
+    assert (lse[empty] == -torch.inf).all()
+    assert (out[empty] == 0).all()
+    assert (lse.double() - want_lse)[~empty].abs().max() < LSE_BOUND
+
+
+@pytest.mark.parametrize(
+    ("d", "share", "n", "dtype", "q"),
+    [
+        (64, 1, 32, F32, 1),
+        (64, 4, 64, BF16, 3),
+        (64, 7, 96, F16, 1),
+        (128, 1, 64, F16, 1),
+        (128, 4, 128, BF16, 1),
+        (128, 8, 64, F32, 2),
+        (128, 5, 32, BF16, 1),
+        (256, 2, 64, F32, 1),
+        (256, 16, 128, BF16, 1),
+        (256, 4, 96, F16, 5),
+    ],
+)
+def test_against_float64(d: int, share: int, n: int, dtype: torch.dtype, q: int) -> None:
+    fmt, pages = pool(d, n)
+    table = torch.tensor([[3, 1, 2], [4, 0, 0]], dtype=torch.int32)
+    low, high = torch.tensor([5, 0]), torch.tensor([2 * n + 17, 19])
+    check(fmt, pages, queries(2, q, 2 * share, d, dtype), table, low, high, splits=2)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 16])
+def test_ragged_lengths_and_empty_splits(splits: int) -> None:
+    fmt, pages = pool(64, 64)
+    table = torch.tensor([[1, 2, 3, 4], [2, -1, 99, 0], [4, 3, 0, 0], [0, 0, 0, 0], [1, 3, 4, 0]], dtype=torch.int64)
+    low = torch.tensor([0, 0, 64, 0, 31], dtype=torch.int32)
+    high = torch.tensor([256, 1, 65, 0, 160], dtype=torch.int32)
+    check(fmt, pages, queries(5, 1, 4, 64), table, low, high, splits)
+
+
+def test_pages_out_of_range_and_unpacked_slabs_are_not_seen() -> None:
+    """Page 0 is NaN throughout, ids point nowhere (the emulation fails on any read there), a slab's flag is missing."""
+    fmt, good = pool(64, 64)
+    pages = good.clone()
+    slab = fmt.slabs_at + fmt.slab_region.nbytes
+    pages[2, :, slab : slab + fmt.slab_region.nbytes] = 0xFF
+    pages[2, :, FLAGS_AT + 1] = 0
+    query = queries(2, 1, 4, 64)
+    table = torch.tensor([[1, 2, 0, -7, 1 << 30], [0, -1, 5, 5, 5]], dtype=torch.int32)
+    low, high = torch.zeros(2, dtype=torch.int32), torch.tensor([320, 10_000], dtype=torch.int32)
+    out, lse = cuda.attend_table(fmt, query, pages, table, low, high, 0.125, splits=3)
+    seen = exact_attention(fmt, query[:1], good, table[:1], low[:1], torch.tensor([96]), 0.125)
+    assert relative_error(out[0], seen[0][0]) < BOUND
+    assert torch.isneginf(lse[1]).all()
+    assert (out[1] == 0).all()
+
+
+def test_one_set_of_outlier_channels_and_a_change_of_it() -> None:
+    """The usual case, slabs that share their set, and a page in between that has another."""
+    fmt, pages = pool(128, 64)
+    key, value = outlier_data(3 * 64, 2, 128, 5)
+    mine = torch.cat([torch.zeros(1, 2, fmt.record_bytes, dtype=torch.uint8), pages[1:2], pages[1:2], pages[1:2]])
+    state = key.square().sum(1, keepdim=True).expand(2, 2, 128).clone()
+    state[:, 1] = 192
+    rows = torch.arange(64).view(2, 32)
+    for page, first in ((1, 0), (3, 128)):
+        args = (torch.tensor([page] * 2), torch.arange(2), rows + first)
+        cuda.pack(fmt, mine, *args, *(x.transpose(0, 1) for x in (key, value)), state.expand(2, 2, 2, 128))
+    at = fmt.slabs_at + fmt.slab_region.offset("ko_index")
+    sets = [mine[p, 0, at : at + 8].tolist() for p in (1, 2, 3)]
+    assert sets[0] == sets[2] != sets[1]
+    table = torch.tensor([[1, 3, 2, 1]], dtype=torch.int32)
+    check(fmt, mine, queries(1, 1, 8, 128), table, torch.tensor([0]), torch.tensor([250]), splits=1)
+
+
+def test_list_of_pages_as_the_reference_takes_it() -> None:
+    fmt, pages = pool(64, 64)
+    query = queries(3, 2, 4, 64)
+    ids, owner = torch.tensor([1, 4, 2, 3]), torch.tensor([0, 0, 0, 2])
+    low, high = torch.tensor([0, 3, 0, 60]), torch.tensor([64, 40, 0, 64])
+    got = cuda.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
+    want = attend.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
+    assert relative_error(got[0], want[0].double()) < BOUND
+    assert torch.equal(torch.isneginf(got[1]), torch.isneginf(want[1]))
+
+
+def test_requests_of_different_numbers_of_queries() -> None:
+    """As a step of vLLM has them: tokens one after the other, their starts on the device, one padded request."""
+    fmt, pages = pool(64, 64)
+    query = queries(1, 9, 4, 64)
+    start = torch.tensor([0, 1, 1, 6], dtype=torch.int32)
+    table = torch.tensor([[1, 2, 0], [0, 0, 0], [3, 4, 1]], dtype=torch.int32)
+    low, high = torch.zeros(3, dtype=torch.int32), torch.tensor([100, 0, 190], dtype=torch.int32)
+    out, lse = torch.full((2, 9, 4, 64), torch.nan), torch.full((2, 9, 4), torch.nan)
+    cuda.launch_attend(fmt, query, pages, table, low, high, out, lse, 0.125, start, 5)
+    assert torch.isnan(out[:, 6:]).all()
+    got, got_lse = cuda.merge_parts(out[:, :6].contiguous(), lse[:, :6].contiguous())
+    for i in (0, 2):
+        at = slice(int(start[i]), int(start[i + 1]))
+        want, want_lse = exact_attention(fmt, query[:, at], pages, table[i : i + 1], low[:1], high[i : i + 1], 0.125)
+        assert relative_error(got[at], want[0]) < BOUND
+        assert (got_lse[at].double() - want_lse[0]).abs().max() < LSE_BOUND
+
+
+def test_extreme_queries_stay_finite() -> None:
+    fmt, pages = pool(64, 64)
+    table, low, high = torch.tensor([[1, 2]]), torch.tensor([0]), torch.tensor([128])
+    for magnitude in (1e-4, 30.0):
+        query = magnitude * queries(1, 1, 2, 64)
+        out, lse = cuda.attend_table(fmt, query, pages, table, low, high, 0.125)
+        want, want_lse = exact_attention(fmt, query, pages, table, low, high, 0.125)
+        assert relative_error(out, want) < BOUND * max(1.0, magnitude)
+        assert (lse - want_lse).abs().max() <= 1e-3 * max(1.0, float(want_lse.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("d", "n", "dtype", "state"), [(64, 64, F32, False), (128, 32, BF16, True), (256, 64, F16, False)]
+)
+def test_packed_bytes_agree_but_for_rounding(d: int, n: int, dtype: torch.dtype, state: bool) -> None:
+    """A float32 sum in another order turns the sign of a product near zero, or a norm's last bit, now and then."""
+    fmt = get_format("qjl3").bind(Geometry(d, n))
+    key, value = (x.transpose(0, 1).to(dtype) for x in outlier_data(96, 2, d, 0))
+    key[3, 0, 5], value[4, 1, 6] = torch.nan, torch.inf
+    prompt = None
+    if state and fmt.state_rows:
+        wide = fmt.widen(key)[0].transpose(0, 1)
+        prompt = fmt.keys.fit(wide, wide, None)
+    rows = torch.stack([torch.arange(32), torch.randperm(96, generator=torch.Generator().manual_seed(0))[:32]])
+    page, slab = torch.tensor([2, 1]), torch.tensor([0, n // 32 - 1])
+    want = torch.zeros(3, 2, fmt.record_bytes, dtype=torch.uint8)
+    got = want.clone()
+    by_head = (fmt.widen(x[rows])[0].transpose(1, 2).flatten(0, 1) for x in (key, value))
+    fmt.write(want, page, slab, fmt.encode(*by_head, None if prompt is None else prompt.repeat(2, 1, 1)))
+    # the second slab from a ring instead of the chunk
+    ring = torch.cat([key.flatten(1), value.flatten(1)], 1).flatten()
+    mixed = torch.cat([rows[:1], -1 - rows[1:] * 4 * d, rows])
+    padded = torch.tensor([2, 1, -1, 3]), torch.tensor([*slab.tolist(), 0, 0])
+    each = None if prompt is None else prompt.expand(4, *prompt.shape)
+    cuda.pack(fmt, got, *padded, mixed, key, value, each, ring, 2 * d)
+    at = fmt.slabs_at
+    assert torch.equal(want[..., :at], got[..., :at])
+    a, b = (fmt.read(x, torch.tensor([2, 1])) for x in (want, got))
+    for name in ("ko_index", "v_codes", "v_scale", "v_zero"):
+        assert torch.equal(a[name], b[name]), name
+    for name in ("k_norm", "ko_norm"):
+        torch.testing.assert_close(a[name].float(), b[name].float(), rtol=1e-3, atol=0)
+    for name in ("k_bits", "ko_bits"):
+        wrong = sum(((a[name] ^ b[name]) >> i & 1).sum() for i in range(8))
+        assert wrong <= 1e-4 * 8 * a[name].numel(), name
+
+
+def test_refusals_are_one_sentence() -> None:
+    query, pages = queries(1, 1, 2, 64), torch.zeros(2, 1, 4096, dtype=torch.uint8)
+    one = torch.tensor([[1]]), torch.tensor([0]), torch.tensor([32])
+    for name, d, options, says in (
+        ("qjl3", 96, {}, "64, 128 and 256"),
+        ("qjl3", 64, {"m": 64}, "leave these options out"),
+        ("qjl3", 64, {"value_bits": 4}, "value options"),
+        ("squat2", 64, {}, "no CUDA kernels"),
+    ):
+        fmt = get_format(name).bind(Geometry(d, 32), options)
+        with pytest.raises(ValueError, match=says):
+            cuda.attend_table(fmt, queries(1, 1, 2, d), pages, *one, 0.1)
+    fmt, pages = pool(64, 64)
+    odd = torch.zeros(2 * pages.numel(), dtype=torch.uint8)[3 : 3 + pages.numel()].view(pages.shape)
+    with pytest.raises(ValueError, match="aligned"):
+        cuda.attend_table(fmt, query, odd, *one, 0.1)
+    with pytest.raises(ValueError, match="share"):
+        cuda.attend_table(fmt, queries(1, 1, 3, 64), pages, *one, 0.1)
+    with pytest.raises(ValueError, match="positive"):
+        cuda.attend_table(fmt, query, pages, *one, 0.0)

@@ -1,0 +1,47 @@
+"""What of the scripts for a GPU machine can be tried without one: arguments, refusals, and the lines of the table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.bench import gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bash(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("SITE", "WHEELS", "MODEL", "PORT")} | variables
+    return subprocess.run(["bash", *command], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", ["bench/gpu.sh", "bench/gpu_serve.sh"])
+def test_scripts_parse_and_refuse_what_they_do_not_know(script: str) -> None:
+    assert bash("-n", script).returncode == 0
+    assert bash(script, "--help").stdout.startswith(("All that needs a GPU", "`vllm serve`"))
+    done = bash(script, "--fast")
+    assert done.returncode == 2
+    assert "unknown option --fast" in done.stderr
+
+
+def test_serve_script_says_what_it_would_do() -> None:
+    done = bash("bench/gpu_serve.sh", "--dry-run", "qjl3", WHEELS="wheels", MODEL="model")
+    assert done.returncode == 0, done.stderr
+    assert "--no-index --find-links wheels" in done.stdout
+    assert done.stdout.rstrip().endswith("--once --format qjl3 --port 8000 --model model")
+    offline = bash("bench/gpu_serve.sh", "--dry-run", SITE="site")
+    assert "venv" not in offline.stdout
+    assert next(x.split()[-1] for x in offline.stdout.splitlines() if x.startswith("==")) == "auto"
+
+
+def test_lines_of_the_table() -> None:
+    shape = gpu.Shape(8, 4096)
+    # 4 MB in 100 us at 100 GB/s of read and write: 40 % of it
+    cells = gpu.line("qjl3", shape, 1e-4, 2.5e-4, 2e-4, 4_000_000, 1e11).split()
+    assert cells == ["qjl3", "8", "4096", "100.0", "250.0", "200.0", "2.50", "4.0", "40%"]
+    rows = [(1024, 3e-4, 1e-4), (4096, 4e-4, 4e-4), (16384, 5.2288e-4, 9e-4)]
+    assert gpu.summary("qjl3", 8, rows).split() == ["qjl3", "batch", "8", "slope", "1.250", "break-even", "4096"]
+    assert "break-even none" in gpu.summary("qjl3", 1, rows[:1])

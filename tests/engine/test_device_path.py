@@ -1,0 +1,77 @@
+"""The GPU's path through a real engine, on the CPU under Triton's interpreter: the reference's tokens.
+
+Few tokens, because it is slow: a cold prompt in chunks, a prefix hit beside a decode, a prompt of one token, drafts of
+which some are rejected.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import traces
+
+from vllm_kvq.integration import prefill, validate
+from vllm_kvq.oracle.check import judge
+from vllm_kvq.oracle.replay import ReplayModel
+from vllm_kvq.oracle.trace import Request, Trace
+
+pytestmark = pytest.mark.engine
+N, SPEC = 32, 2
+NGRAM = {"method": "ngram", "num_speculative_tokens": SPEC, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+FORMATS = {"squat2": {"W": 32}, "innerq2": {"W": 32, "S": 8}, "polar4": {"W": 32}}
+HERE = FORMATS if os.environ.get("VLLM_KVQ_GRID") else ["innerq2"]
+"""VLLM_KVQ_GRID=1: every kind of format, a minute each."""
+
+
+def traffic() -> list[Trace]:
+    words = traces._Words(11)
+    shared, phrase = words(4 * N), words(5)
+    first = (Request("cold", shared + words(9), 4), Request("one token", words(1), 5, arrival=1))
+    again = (
+        Request("hit", shared + words(3), 5),
+        Request("echo", words(2) + phrase * 8, 12),
+        Request("late", words(N - 3), 6, arrival=2),
+    )
+    return [Trace(first), Trace(again)]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_tokens_are_the_references(name: str, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = FORMATS[name]
+    monkeypatch.setenv("VLLM_KVQ_DEVICE_PATH", "1")
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    todo = traffic()
+    engine = {"max_num_batched_tokens": 80, "max_num_seqs": 4, "speculative_config": NGRAM, "max_model_len": 256}
+    got = run(todo, kv_cache_dtype=name, block_size=N, additional_config={"kvq": options}, **engine)
+    total = judge(ReplayModel(str(model), name, N, SPEC, kernel_error=1e-3, **options), todo, got)
+    assert not total.mismatches
+    assert total.tokens == 32
+    assert total.hits >= 1
+    assert total.rejected > 0
+    assert total.ties <= 2
+
+
+def test_capabilities() -> None:
+    assert all(validate.capability_problem(c) is None for c in [(8, 0), (8, 6), (9, 0), (12, 0)])
+    assert "7.5" in str(validate.capability_problem((7, 5)))
+
+
+def test_prefill_by_sdpa() -> None:
+    """The last entry of the table serves any device; its log-sum-exp is what the merge needs."""
+    assert [c.problem(torch.device("cpu"), torch.float32, 64) is None for c in prefill.CHOICES] == [False, False, True]
+    rng = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(9, h, 64, generator=rng) for h in (4, 2, 2))
+    lengths = (5, 0, 3)
+    start = torch.tensor([0, 5, 5, 8])
+    out, lse = prefill.prefill_for(torch.device("cpu"), torch.float32, 64)(query, key, value, start, lengths, 0.3)
+    assert out.shape == (8, 4, 64)
+    for first, last in ((0, 5), (5, 8)):
+        for t in range(first, last):
+            k, v = (x[first : t + 1].repeat_interleave(2, 1).double() for x in (key, value))
+            scores = 0.3 * torch.einsum("hd,thd->ht", query[t].double(), k)
+            assert (lse[t] - scores.logsumexp(-1)).abs().max() < 1e-5
+            assert (out[t] - torch.einsum("ht,thd->hd", scores.softmax(-1), v)).abs().max() < 1e-5

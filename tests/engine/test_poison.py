@@ -1,0 +1,84 @@
+"""What nobody may read is poisoned in the real pool, and not one token changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import poison
+import pytest
+
+from vllm_kvq.fuzz.attempt import Runner
+from vllm_kvq.fuzz.case import Setup
+from vllm_kvq.fuzz.draw import Drawer
+from vllm_kvq.oracle.check import judge
+from vllm_kvq.oracle.forked import EngineFailed, EngineProcess
+from vllm_kvq.oracle.trace import Request, Trace
+
+pytestmark = pytest.mark.engine
+SETUPS = {
+    "lossless": Setup("lossless", 64, {"W": 32, "S": 32}, kernels="auto"),
+    "innerq2": Setup("innerq2", 64, {}, kernels="auto"),
+}
+SCHEDULE: dict[str, Any] = {"pool": 1.6, "budget": 100, "drafts": 3}
+
+
+def outputs(engine: EngineProcess, traces: list[Trace]) -> list[dict[str, list[list[int]]]]:
+    return [engine.run(trace).outputs for trace in traces]
+
+
+def told(engine: EngineProcess, traces: list[Trace]) -> Any:
+    """The outputs, or the loud failure that a poisoned page header is."""
+    try:
+        return outputs(engine, traces)
+    except EngineFailed as error:
+        return "failed" if "never packed" in str(error) else None
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_nothing_unread_matters(name: str, model: Path) -> None:
+    setup = replace(SETUPS[name], **SCHEDULE)
+    drawer = Drawer(Random("poison"), setup)
+    traces = [drawer.trace(f"t{i}", reset=i == 0) for i in range(2)]
+    words = [drawer.documents[0][: 300 + i] for i in range(2)] + [drawer.documents[1][: 66 + 11 * i] for i in range(9)]
+    traces.append(Trace(tuple(Request(f"grows{i}", w, 100, arrival=i) for i, w in enumerate(words))))
+    runner = Runner(str(model), setup)
+    try:
+        results, verdict = runner.run(traces)
+        assert not verdict.mismatches
+        # under preemption, hits, chunks and speculation
+        assert min(verdict.preemptions, verdict.hits, verdict.rejected) > 0
+        expected = [r.outputs for r in results]
+        engine = runner.engine(name)
+        # freed blocks are never read by whom they are given to: NaN patterns at every change of hands
+        assert engine.call(poison.poison_freed) == 2
+        assert outputs(engine, traces) == expected
+        # the packed copies of sinks and window, other requests' blocks, free blocks
+        engine.call(poison.poison_unread)
+        assert outputs(engine, traces) == expected
+        # the control: one slab more and it is seen, or an engine check fails loudly
+        engine.call(poison.stop_poison)
+        engine.call(poison.poison_too_much)
+        assert told(engine, traces) not in (expected, None)
+    finally:
+        runner.close()
+
+
+def test_sinks_evicted_before_their_pages_are_survived(model: Path) -> None:
+    """The pages are there, their sinks are gone: no hit, and the reference's tokens."""
+    rng = Random("sinks")
+    prompt = tuple(rng.randint(10, 500) for _ in range(400))
+    ask = [Trace((Request(f"r{i}", (*prompt, 10 + i), 20),), reset=i == 0) for i in range(3)]
+    runner = Runner(str(model), Setup("innerq2", 64, kernels="auto"))
+    try:
+        first, verdict = runner.run(ask[:2])
+        assert not verdict.mismatches
+        assert first[1].cached == {"r1": 384}
+        assert runner.engine("innerq2").call(poison.evict_sinks) > 0
+        again = runner.engine("innerq2").run(ask[2])
+        assert again.cached == {"r2": 0}
+        assert not judge(runner.reference, ask, [*first, again]).mismatches
+    finally:
+        runner.close()

@@ -1,0 +1,93 @@
+"""Drafts with a cache of their own: whatever they propose, the tokens are plain vLLM's, or the reference's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+from drafts import mtp_model
+
+from vllm_kvq.demo.draft import METHODS, random_draft
+from vllm_kvq.oracle.check import Verdict, compare, judge
+from vllm_kvq.oracle.replay import ReplayModel
+
+pytestmark = pytest.mark.engine
+N, DRAFTS = 32, 3
+LOSSLESS: dict[str, Any] = {
+    "kv_cache_dtype": "lossless",
+    "block_size": N,
+    "additional_config": {"kvq": {"W": 32, "S": 4}},
+    # several chunks per prompt, and a pool that runs out
+    "max_num_batched_tokens": 96,
+    "max_num_seqs": 8,
+    "max_model_len": 512,
+}
+# blocks that admit several requests and then run out; how many depends on vLLM's groups of layers
+BLOCKS = {"draft_model": 60, "eagle": 60, "eagle3": 110, "mtp": 110}
+
+
+@pytest.fixture(scope="module")
+def drafts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("drafts")
+    return {method: random_draft(folder / method, model, method=method) for method in METHODS}
+
+
+def speculative(method: str, draft: Path) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "model": str(draft), "num_speculative_tokens": DRAFTS}}
+
+
+def accepted_and_rejected(results: list[Any], tokens: int) -> tuple[int, int]:
+    drafted = sum(len(c.drafts) for r in results for step in r.steps for c in step)
+    chunks = sum(1 for r in results for step in r.steps for c in step if c.drafts)
+    # a chunk with drafts gives one token and those drafts that were right
+    accepted = tokens - chunks
+    return accepted, drafted - accepted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lossless_equals_plain_vllm(method: str, run: Any, plain: Any, drafts: dict[str, Path]) -> None:
+    todo = traces.all_traces(N)
+    few = {"num_gpu_blocks_override": BLOCKS[method]}
+    got = run(todo, **LOSSLESS, **few, **speculative(method, drafts[method]))
+    total = Verdict()
+    for trace, expected, result in zip(todo, plain[N], got, strict=True):
+        total.add(compare(trace, expected, result))
+    assert not total.mismatches
+    assert total.hits > 0
+    assert total.preemptions > 0
+    accepted, rejected = accepted_and_rejected(got, total.tokens)
+    assert rejected > 300
+    assert accepted > (0 if method == "eagle3" else 600)
+
+
+def test_mtp_equals_plain_vllm(run: Any, tmp_path: Path) -> None:
+    todo, model = traces.all_traces(N), mtp_model(tmp_path / "ernie")
+    expected = run(todo, model_path=model, kv_cache_dtype="auto", block_size=N, skip_tokenizer_init=True)
+    mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    few = {"num_gpu_blocks_override": BLOCKS["mtp"], "skip_tokenizer_init": True}
+    got = run(todo, model_path=model, **LOSSLESS, **few, **mtp)
+    total = Verdict()
+    for trace, a, b in zip(todo, expected, got, strict=True):
+        total.add(compare(trace, a, b))
+    assert not total.mismatches
+    assert total.hits > 0
+    assert total.preemptions > 0
+    assert accepted_and_rejected(got, total.tokens)[1] > 300
+
+
+@pytest.mark.parametrize(("name", "method"), [("squat2", "draft_model"), ("innerq2", "eagle")])
+def test_lossy_formats_equal_the_reference(
+    name: str, method: str, run: Any, model: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 512 tokens, because 32 of the draft's in float32 have to fit into one."""
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    todo = [traces.repeats(64), traces.crowd(64)]
+    got = run(
+        todo, kv_cache_dtype=name, block_size=512, num_gpu_blocks_override=50, **speculative(method, drafts[method])
+    )
+    total = judge(ReplayModel(str(model), name, 512, DRAFTS), todo, got)
+    assert not total.mismatches
+    assert total.rejected > 100
+    assert total.preemptions > 0

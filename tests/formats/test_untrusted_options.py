@@ -1,0 +1,62 @@
+"""Options are data: whatever JSON says, the answer is a bound format or one sentence, and nothing is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvq.formats import FORMATS, Geometry, PageFormat
+from vllm_kvq.formats.settings import OPTIONS
+
+HOSTILE = [
+    "__class__",
+    "__import__('os').system('true')",
+    "${HOME}",
+    "../../etc",
+    "a\nb",
+    "\0",
+    "lam",
+    "0x20",
+    "🦜",
+    "",
+]
+TEXT = st.text(max_size=20) | st.sampled_from(HOSTILE)
+SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | TEXT
+JSON = st.recursive(
+    SCALARS, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=9), x, max_size=4), max_leaves=12
+)
+NAMES = st.sampled_from([*OPTIONS, *HOSTILE]) | st.text(max_size=12)
+
+
+def answer(make: Callable[[], Any]) -> Any:
+    """What is made, or the refusal as text."""
+    try:
+        return make()
+    except ValueError as error:
+        return str(error)
+
+
+def one_sentence(text: Any) -> bool:
+    return isinstance(text, str) and text != "" and "\n" not in text
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(sorted(FORMATS)), st.dictionaries(NAMES, JSON, max_size=4))
+def test_any_object_of_options(name: str, options: dict[str, Any]) -> None:
+    options = json.loads(json.dumps(options))
+    got = answer(lambda: FORMATS[name].bind(Geometry(64, 64), options))
+    assert isinstance(got, PageFormat) or one_sentence(got)
+
+
+@settings(max_examples=100)
+@given(JSON)
+def test_anything_in_the_place_of_the_object(value: Any) -> None:
+    from vllm_kvq.integration.setup import kvq_options
+
+    got = answer(lambda: kvq_options(SimpleNamespace(additional_config={"kvq": value})))
+    assert isinstance(got, dict) or one_sentence(got)

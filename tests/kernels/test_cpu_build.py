@@ -1,0 +1,58 @@
+"""Building the C++ kernels: other processors, other compilers, none at all."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.kernels import attend, build, cpu, sanitize
+
+CROSS = "aarch64-linux-gnu-g++"
+
+
+@pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"no {CROSS}")
+def test_compiles_for_aarch64(tmp_path: Path) -> None:
+    includes, _, _ = build._ffi()
+    for source in sorted(build.source_dir().glob("*.cpp")):
+        command = [CROSS, *build.FLAGS, "-O1", "-Werror", *(f"-isystem{i}" for i in includes)]
+        done = subprocess.run(
+            [*command, "-c", str(source), "-o", str(tmp_path / f"{source.stem}.o")], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_without_a_compiler_pytorch_answers_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
+    # the real functions, uncached: the library that this process may already have is not theirs
+    monkeypatch.setattr(cpu, "load", build.load.__wrapped__)
+    monkeypatch.setattr(cpu, "library", functools.cache(cpu.library.__wrapped__))
+    fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32))
+    pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    key, value = torch.randn(2, 1, 32, 64)
+    fmt.write(pages, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), fmt.encode(key, value, None))
+    zero = torch.zeros(1, dtype=torch.int64)
+    arguments = fmt, torch.randn(1, 1, 2, 64), pages, zero, zero, zero, zero + 32, 0.125
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            got = cpu.attend_packed(*arguments)
+    torch.testing.assert_close(got, attend.attend_packed(*arguments), rtol=0, atol=0)
+    warnings = [r.getMessage() for r in caplog.records if "no C++ kernels" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "no-such-compiler" in warnings[0]
+    assert "\n" not in warnings[0]
+
+
+@pytest.mark.parametrize("text", ["adress", "thread,address"])
+def test_sanitizers_that_can_not_be(text: str) -> None:
+    with pytest.raises(ValueError, match="sanitizer"):
+        sanitize.parse(text)

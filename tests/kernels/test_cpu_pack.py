@@ -1,0 +1,196 @@
+"""Packing and fitting in C++ against the PyTorch codecs, field by field, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm_kvq.eval.packed_attention import outlier_data, state_for
+from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.kernels import cpu, cpu_pack
+from vllm_kvq.kernels import pack as reference
+from vllm_kvq.kernels.pack import Pair, Units
+
+H = 2
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+MOVED = {"squat": 2e-4, "qjl": 1e-3, "polar": 2e-4}
+"""Share of a field's elements that a sum in another order, or another arctangent, may move across a border; else 0.
+
+A parameter that moves by one float16 takes a group of codes with it, hence more than the 1e-5 of single codes.
+"""
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(params=cpu.ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    level = cpu.ISAS.index(request.param)
+    if level > int(cpu.library().best_isa()):
+        pytest.skip(f"this processor has no {request.param}")
+    monkeypatch.setattr(cpu_pack, "isa", lambda: level)
+    return request.param
+
+
+def tokens(fmt: PageFormat, dtype: torch.dtype, seed: int) -> tuple[Pair, Pair, Units]:
+    """Four complete pages and one more unit of a begun page, from a strided pool and from new tokens, shuffled."""
+    d = fmt.geometry.head_size
+    per_page = fmt.N // fmt.unit
+    count = 4 * per_page + 1
+    total = count * fmt.unit
+    key, value = (x.transpose(0, 1).to(dtype) for x in outlier_data(total, H, d, seed))
+    key[3, 0, 5], value[4, 1, 6], key[40, 1, 7], value[7, 0, 1] = math.nan, math.inf, -math.inf, 1e30
+    key[:64, :, 9] = 0  # a dead channel, constant groups
+    value[8, 0], value[9, 0, :32] = 0.25, -3.0
+    key[10:20, :, :16] = 1e-6 * key[10:20, :, :16]  # parameters below float16's normal numbers
+    rng = torch.Generator().manual_seed(seed)
+    stored = total // 2
+    pool = torch.full((stored // 8 + 1, 8 * 2 * H * d + 64), math.nan).to(dtype)
+    slots = pool[:, : 8 * 2 * H * d].view(-1, 8, 2, H, d)
+    at = torch.randperm(slots.shape[0] * 8, generator=rng)[:stored]
+    slots[at // 8, at % 8] = torch.stack([key[:stored], value[:stored]], dim=1)
+    order = torch.randperm(total - stored, generator=rng)
+    wide = torch.full((total - stored, 3, H, d), math.nan).to(dtype)  # as views of one projection's output
+    wide[order, 0], wide[order, 2] = key[stored:], value[stored:]
+    rows = torch.cat([at, slots.shape[0] * 8 + order]).view(count, fmt.unit)
+    index = torch.arange(count)
+    units = Units(
+        1 + index // per_page, index % per_page, rows, index // per_page % 2, torch.zeros(count, dtype=torch.bool)
+    )
+    return (slots[:, :, 0], slots[:, :, 1]), (wide[:, 0], wide[:, 2]), units
+
+
+def both(name: str, d: int, dtype: torch.dtype, n: int, **options: object) -> tuple[PageFormat, list[torch.Tensor]]:
+    """The reference's pages and the kernel's; damage counted alike."""
+    pairing = options.pop("pairing", "half")
+    fmt = get_format(name).bind(Geometry(d, n, dtype, pairing=str(pairing)), options)
+    old, new, units = tokens(fmt, dtype, seed=d + n)
+    state = None
+    if fmt.state_rows:
+        seeds = (outlier_data(96, H, d, i)[0] for i in range(2))
+        state = torch.stack([s for i, k in enumerate(seeds) if (s := state_for(fmt, k, i)) is not None])
+        state = torch.stack([state, state], dim=1)[:, 0]  # strided, as the sidecar's slots are
+    follows = units.follows.clone()
+    follows[-1] = fmt.unit < fmt.N
+    pages, lost = [], []
+    for kernel in (reference, cpu_pack):
+        pool = torch.zeros(7, H, fmt.record_bytes, dtype=torch.uint8)
+        begun = replace(units, page=units.page[:-1], unit=units.unit[:-1], rows=units.rows[:-1])
+        begun = replace(begun, owner=units.owner[:-1], follows=follows[:-1])
+        count = int(kernel.pack(fmt, pool, begun, old, new, state))
+        if fmt.unit < fmt.N:
+            # the last unit continues a page that another state began
+            last = Units(*(x[-1:] for x in (units.page - 1, units.unit + 1, units.rows, 1 - units.owner, follows)))
+            count += int(kernel.pack(fmt, pool, last, old, new, state))
+        pages.append(pool)
+        lost.append(count)
+    assert lost[0] == lost[1] > 0
+    return fmt, pages
+
+
+def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
+    assert torch.equal(want[..., :64], got[..., :64])  # magic and flags
+    ids = torch.arange(1, 5)
+    a, b = fmt.read(want, ids), fmt.read(got, ids)
+    allowed = MOVED.get(fmt.settings.keys, 0.0)
+    for name, field in a.items():
+        x, y = field.contiguous(), b[name].contiguous()
+        whole = {torch.float16: torch.int16, torch.float32: torch.int32}.get(x.dtype, x.dtype)
+        moved = float((x.view(whole) != y.view(whole)).float().mean())
+        assert moved <= (allowed if name.startswith("k") else 0.0), f"{name}: {moved:.2e} of the elements differ"
+    for x, y in zip(fmt.decode(a), fmt.decode(b), strict=True):
+        assert y.isfinite().all()
+        if fmt.settings.keys != "qjl":
+            assert (x - y).norm() <= 3e-2 * x.norm()
+    # nothing outside the listed units was written
+    assert not got[0].any()
+    assert not got[5 if fmt.unit < fmt.N else 6 :].any()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(
+    ("name", "d", "dtype", "n", "options"),
+    [
+        ("kivi2", 128, torch.float32, 64, {}),
+        ("kivi4", 80, torch.float16, 128, {}),
+        ("kivi2", 256, torch.bfloat16, 64, {"group": 48}),
+        ("squat2", 128, torch.float32, 64, {}),
+        ("squat2", 128, torch.float32, 64, {"g": 48, "r": 16}),
+        ("squat4", 64, torch.bfloat16, 128, {"g": 16}),
+        ("innerq2", 128, torch.float32, 64, {}),
+        ("innerq2", 64, torch.bfloat16, 128, {"key_bits": 4, "value_bits": 4}),
+        ("innerq2", 112, torch.float16, 128, {}),
+        ("polar4", 128, torch.float32, 64, {}),
+        ("polar3", 64, torch.bfloat16, 96, {"pairing": "interleaved"}),
+        ("polar3", 192, torch.float32, 32, {"mode": "paper"}),
+        ("polar4", 128, torch.bfloat16, 64, {"mode": "paper", "values": "raw"}),
+        ("qjl3", 128, torch.float32, 64, {}),
+        ("qjl3", 64, torch.bfloat16, 128, {"m": 96, "m_out": 32, "outliers": 5}),
+        ("lossless", 64, torch.float16, 64, {}),
+        ("lossless", 80, torch.float32, 64, {}),
+        ("lossless", 128, torch.bfloat16, 128, {}),
+    ],
+)
+def test_bytes_of_the_reference(name: str, d: int, dtype: torch.dtype, n: int, options: dict[str, object]) -> None:
+    fmt, (want, got) = both(name, d, dtype, n, **options)
+    compare(fmt, want, got)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_squat_subspace_is_that_of_a_float64_svd(dtype: torch.dtype) -> None:
+    """U U^T weighted by the singular values, which is what the recursion uses; in one chunk and in three."""
+    fmt = get_format("squat2").bind(Geometry(80, 64, dtype), {"r": 5})
+    rng = torch.Generator().manual_seed(0)
+    spectrum = 0.8 ** torch.arange(80)
+    query = (torch.randn(700, H * 3, 80, generator=rng) * spectrum).to(dtype)
+    query[5, 1, 3] = math.nan
+    key = torch.zeros(700, H, 80, dtype=dtype)
+    state = None
+    for part, k in zip(query.split([1, 299, 400]), key.split([1, 299, 400]), strict=True):
+        state = cpu_pack.fit(fmt, part, k, state)
+    one = cpu_pack.fit(fmt, query, key, None)
+    rows = fmt.widen(query)[0].double().unflatten(1, (H, 3)).transpose(0, 1).flatten(1, 2)
+    _, s, vh = torch.linalg.svd(rows)
+    want = vh[:, :5].transpose(1, 2) @ (s[:, :5, None].square() * vh[:, :5])
+    for got, tolerance in ((one, 1e-5), (state, 2e-2)):  # chunks keep r directions of each
+        product = got.double().transpose(1, 2) @ got.double()
+        assert (product - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_innerq_norm(dtype: torch.dtype) -> None:
+    fmt = get_format("innerq2").bind(Geometry(80, 64, dtype))
+    key = outlier_data(100, H, 80, 0)[0].transpose(0, 1).to(dtype)
+    key[3, 1, 2], key[4, 0, 3] = math.nan, math.inf
+    before = reference.fit(fmt, key, key.roll(1, -1), None)
+    for state in (None, before):
+        assert torch.equal(cpu_pack.fit(fmt, key, key, state), reference.fit(fmt, key, key, state))
+
+
+def test_indices_out_of_range_are_errors() -> None:
+    fmt = get_format("kivi2").bind(Geometry(64, 64, torch.float32))
+    old, new, units = tokens(fmt, torch.float32, 0)
+    pool = torch.zeros(7, H, fmt.record_bytes, dtype=torch.uint8)
+    for name, bad in (("page", 7), ("page", -1), ("unit", 2), ("rows", 10**6), ("rows", -1)):
+        broken = replace(units, **{name: getattr(units, name).clone().fill_(bad)})
+        with pytest.raises(IndexError):
+            cpu_pack.pack(fmt, pool, broken, old, new, None)
+    assert not pool.any()
+
+
+def test_threads_do_not_change_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = get_format("innerq2").bind(Geometry(64, 128, torch.bfloat16))
+    old, new, units = tokens(fmt, torch.bfloat16, 1)
+    state = state_for(fmt, outlier_data(96, H, 64, 3)[0], 3)
+    assert state is not None
+    pages = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        pool = torch.zeros(7, H, fmt.record_bytes, dtype=torch.uint8)
+        cpu_pack.pack(fmt, pool, units, old, new, state.expand(2, *state.shape).contiguous())
+        pages.append(pool)
+    assert torch.equal(*pages)

@@ -1,0 +1,52 @@
+"""The C++ kernels built with the address and undefined-behaviour sanitizers, under the fuzz tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.kernels import cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sanitized(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    build = [sys.executable, "-m", "vllm_kvq.kernels", "--sanitize", "address,undefined", "--"]
+    return subprocess.run(
+        [*build, sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+
+
+BEYOND = """
+import numpy, torch
+from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.kernels import cpu
+fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float16))
+page = numpy.zeros((1, 1, fmt.record_bytes), numpy.uint8)
+two = numpy.lib.stride_tricks.as_strided(page, (2, 1, fmt.record_bytes), page.strides)  # the second one is not there
+one = torch.ones(1, dtype=torch.int64)
+cpu.attend_packed(fmt, torch.ones(1, 1, 1, 64), torch.from_numpy(two), one, 0 * one, 0 * one, 32 * one, 1.0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None or cpu.library() is None, reason="sanitizers need g++")
+def test_no_decoder_reads_outside_its_tensors() -> None:
+    caught = sanitized("-c", BEYOND)
+    assert caught.returncode == 97, caught.stderr[-3000:]
+    # an overflow, or a use after free where the allocator had given the neighbouring bytes back
+    assert "AddressSanitizer: heap-" in caught.stderr, caught.stderr[-3000:]
+    assert "attend_packed" in caught.stderr
+    tests = sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/kernels/test_cpu_fuzz.py")
+    assert tests.returncode == 0, (tests.stdout + tests.stderr)[-6000:]
+    assert " passed" in tests.stdout

@@ -1,0 +1,105 @@
+"""Runs traces on engines that spread over processes. Each engine is driven by a process forked from this one, which has
+imported vLLM; its workers are started by vLLM as always.
+
+Reads lines of JSON [job, ...] and answers each line, once all of its jobs are done, with their exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def caches(worker: Any) -> dict[str, dict[str, Any]]:
+    """Of one worker's packed layers: what they think of themselves, and a hash of all that they keep."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name, layer in layers.items():
+        packed = getattr(getattr(layer, "impl", None), "packed", None)
+        if packed is None:
+            continue
+        kept = [layer.kv_cache, packed.sidecar.kv_cache, *([packed.sinks.kv_cache] if packed.sinks else [])]
+        digest = hashlib.sha256(b"".join(x.contiguous().view(-1).numpy().tobytes() for x in kept))
+        found[name] = {
+            "index": packed.fmt.geometry.layer,
+            "heads": packed.heads,
+            "seed": getattr(packed.fmt.keys, "seed", None),
+            "written": int(layer.kv_cache.count_nonzero()) > 0,
+            "digest": digest.hexdigest(),
+        }
+    return found
+
+
+def serve(job: dict[str, Any]) -> Any:
+    from vllm_kvq.oracle import engine as oracle
+
+    for name in job["unset"]:
+        os.environ.pop(name, None)
+        oracle.ENVIRONMENT.pop(name, None)
+    if job["ray"]:
+        import ray_on_cpus
+
+        ray_on_cpus.start(job["ray"])
+    from vllm_kvq.oracle.trace import Trace
+
+    engine = oracle.TracedEngine(job["model"], **job["engine"])
+    results = [engine.run(Trace.from_json(t)).to_json() for t in job["traces"]]
+    executor = engine.engine.engine_core.engine_core.model_executor
+    ranks = executor.collective_rpc(caches) if job["engine"]["kv_cache_dtype"] != "auto" else []
+    executor.shutdown()
+    if job["ray"]:
+        ray_on_cpus.stop()
+    return {"results": results, "ranks": ranks}
+
+
+def _child(job: dict[str, Any]) -> None:
+    # a session of its own: whatever the engine leaves behind is found and ended with it
+    os.setsid()
+    log = os.open(job["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = 1
+    try:
+        Path(job["out"]).write_text(json.dumps(serve(job)))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm import LLM  # noqa: F401
+    from vllm.model_executor.models import registry
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    # vLLM looks at each model class in a process of its own, for the sake of CUDA
+    registry._run_in_subprocess = lambda function: function()
+    for line in sys.stdin:
+        children = []
+        for job in json.loads(line):
+            pid = os.fork()
+            if pid == 0:
+                _child(job)
+            children.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        print(json.dumps(codes), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""`Farm` starts engines of one or several processes and keeps what they answered."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_kvq.demo.model import random_model
+from vllm_kvq.oracle.check import Verdict, compare, judge
+from vllm_kvq.oracle.engine import ENVIRONMENT
+from vllm_kvq.oracle.replay import ReplayModel
+from vllm_kvq.oracle.trace import Request, Result, Trace
+
+HERE = Path(__file__).parent
+N = 32
+ENGINE = {
+    "block_size": N,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 400,
+    "skip_tokenizer_init": True,
+}
+VARIABLES = {
+    **ENVIRONMENT,
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # float32 throughout: only sums in another order separate several processes from one
+    "VLLM_KVQ_KERNELS": "torch",
+}
+TP, PP = ({f"{kind}_parallel_size": 2, "distributed_executor_backend": "mp"} for kind in ("tensor", "pipeline"))
+RAY = {"distributed_executor_backend": "ray"}
+# Without a warm-up run, vLLM's CPU runner has no buffers for what one stage hands to the next, with or without us. In
+# eager mode it leaves the warm-up out when the size of the cache is given, so that is found out here.
+WARM = {"gpu_memory_utilization": 0.15}
+KINDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": TP,
+    "pp2": PP | WARM,
+    "pp2 compiled": PP | {"enforce_eager": False},
+    "ray tp2": TP | RAY,
+    "ray pp2": PP | WARM | RAY,
+}
+"""Engine arguments."""
+
+
+def make_traces() -> list[Trace]:
+    """Prompts in chunks, decodes over pages, and then prefix hits."""
+    rng = random.Random(1)
+
+    def words(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(10, 500) for _ in range(count))
+
+    shared = words(7 * N)
+    cold = [Request(f"cold{n}", words(n), 20, arrival=i // 2) for i, n in enumerate((1, 33, 64, 100, 290))]
+    hits = [Request("tail", shared + words(37), 24), Request("deep", shared + words(9), N + 8, arrival=2)]
+    return [Trace((*cold, Request("long", shared + words(5), N + 8, arrival=3))), Trace(tuple(hits))]
+
+
+TRACES = make_traces()
+
+
+@dataclass(frozen=True)
+class Answer:
+    results: list[Result]
+    ranks: list[dict[str, Any]]
+    """For each worker: its packed layers by name."""
+
+
+class Farm:
+    def __init__(self, folder: Path, variables: dict[str, str] = VARIABLES) -> None:
+        self.folder, self.count = folder, itertools.count()
+        self.known: dict[tuple[str, str, str], Answer] = {}
+        self.models: dict[str, Path] = {}
+        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.log = (folder / "driver.log").open("w")
+        self.driver = subprocess.Popen(
+            [sys.executable, str(HERE / "engines.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, **variables, "PYTHONPATH": path},
+        )
+
+    def close(self) -> None:
+        assert self.driver.stdin is not None
+        self.driver.stdin.close()
+        self.driver.wait(timeout=60)
+        self.log.close()
+
+    def model(self, name: str) -> Path:
+        """Four layers with two KV heads; or with one KV head that two ranks hold copies of."""
+        if name not in self.models:
+            heads = {"two heads": 2, "one head": 1}[name]
+            folder = self.folder / name.replace(" ", "-")
+            self.models[name] = random_model(folder, hidden=128, layers=4, heads=4, kv_heads=heads)
+        return self.models[name]
+
+    def run(self, kind: str, *formats: str, model: str = "two heads") -> list[Answer]:
+        """The answers of one engine per format; those of one process are asked two at a time."""
+        missing = [f for f in dict.fromkeys(formats) if (kind, f, model) not in self.known]
+        step = 2 if kind == "one" else 1
+        for at in range(0, len(missing), step):
+            self._start(kind, missing[at : at + step], model)
+        return [self.known[kind, f, model] for f in formats]
+
+    def _start(self, kind: str, formats: list[str], model: str) -> None:
+        jobs = [self._job(kind, f, model) for f in formats]
+        assert self.driver.stdin is not None
+        assert self.driver.stdout is not None
+        self.driver.stdin.write(json.dumps(jobs) + "\n")
+        self.driver.stdin.flush()
+        line = self.driver.stdout.readline()
+        assert line, f"the driver ended:\n{(self.folder / 'driver.log').read_text()[-4000:]}"
+        codes = json.loads(line)
+        for name, job, code in zip(formats, jobs, codes, strict=True):
+            assert code == 0, f"{kind}, {name} ended with {code}:\n{Path(job['log']).read_text()[-6000:]}"
+            out = json.loads(Path(job["out"]).read_text())
+            self.known[kind, name, model] = Answer([Result.from_json(r) for r in out["results"]], out["ranks"])
+
+    def _job(self, kind: str, name: str, model: str) -> dict[str, Any]:
+        at = self.folder / f"{next(self.count)}-{kind.replace(' ', '-')}-{name}"
+        return {
+            "model": str(self.model(model)),
+            "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
+            "ray": 2 if "ray" in kind else 0,
+            "unset": ["VLLM_CPU_KVCACHE_SPACE"] if WARM.items() <= KINDS[kind].items() else [],
+            "traces": [t.to_json() for t in TRACES],
+            "out": f"{at}.out",
+            "log": f"{at}.log",
+        }
+
+
+def difference(expected: Answer, got: Answer) -> Verdict:
+    total = Verdict()
+    for trace, a, b in zip(TRACES, expected.results, got.results, strict=True):
+        total.add(compare(trace, a, b))
+    return total
+
+
+def same_tokens(farm: Farm, kind: str, name: str, model: str = "two heads", error: float = 0.0) -> Answer:
+    """The answer, after it was held against one process: `lossless` against plain vLLM, the others against themselves.
+
+    Ranks add up in another order than one process, and a code on the border of two cells is then rounded the other way
+    (`lossless` has no codes). Where a token differs, the reference has to find that a tie; `error` is what the kernels
+    in use declare.
+    """
+    got = farm.run(kind, name, model=model)[0]
+    verdict = difference(farm.run("one", "auto" if name == "lossless" else name, model=model)[0], got)
+    assert verdict.hits == 2
+    assert verdict.tokens == sum(r.max_tokens for t in TRACES for r in t.requests)
+    if verdict.mismatches and name != "lossless":
+        reference = ReplayModel(str(farm.model(model)), name, N, kernel_error=error)
+        judged = judge(reference, TRACES, got.results)
+        assert judged.tokens == verdict.tokens
+        assert judged.ties <= 0.02 * judged.tokens
+        verdict = judged
+    assert not verdict.mismatches
+    return got

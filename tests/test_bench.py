@@ -1,0 +1,65 @@
+"""The benchmark commands run, against vLLM itself, and print and write what they promise. Tiny shapes."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.bench import attention, serve
+from vllm_kvq.bench.steps import Shape
+from vllm_kvq.bench.timing import copy_bandwidth, slopes
+from vllm_kvq.demo.model import random_model
+
+SMALL = ["--query-heads", "4", "--kv-heads", "1", "--head-size", "64", "--threads", "1", "--rounds", "3"]
+
+
+def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "t.png")]
+    contexts = ["--context", "1024", "4096", "5120", "6144"]
+    assert attention.main([*SMALL, *contexts, "--format", "squat2", "innerq2", *files]) == 0
+    printed = capsys.readouterr().out
+    for name in ("bf16", "fp8", "squat2", "innerq2"):
+        assert f"\n  {name}" in printed
+    assert "x bf16" in printed
+    assert "1.00 is linear" in printed
+    rows = list(csv.DictReader((tmp_path / "t.csv").open()))
+    assert len(rows) == 4 * 4
+    assert all(float(row["ms"]) > 0 and float(row["x_bf16"]) > 0 for row in rows)
+    # the packed cache is what it says: fewer bytes than a third of bf16's
+    size = {row["kernel"]: int(row["bytes"]) for row in rows if row["context"] == "6144"}
+    assert size["squat2"] < size["bf16"] / 3
+    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_impossible_shapes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        attention.main(["--query-heads", "6", "--kv-heads", "4"])
+    assert stop.value.code == 2
+    assert "6 query heads can't share 4 KV heads" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="at least 1"):
+        Shape(0, 1, 4, 1, 64, 128, 1)
+
+
+def test_a_straight_line_has_slope_one() -> None:
+    assert slopes({1024: 9.0, 4096: 1.0, 8192: 2.0, 16384: 4.0}) == [1.0, 1.0]
+    assert slopes({4096: 1.0, 8192: 2.0}) == []
+
+
+def test_copy_bandwidth_is_a_memory_speed() -> None:
+    assert 1e8 < copy_bandwidth(8 << 20, rounds=3) < 1e13
+
+
+@pytest.mark.engine
+def test_serve_compares_two_real_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = random_model(tmp_path / "model", hidden=128, layers=1, vocab=512, dtype="bfloat16")
+    sizes = ["--context", "64", "256", "--batch", "2", "--tokens", "4", "--rounds", "1", "--eager"]
+    assert serve.main(["--model", str(model), "--folder", str(tmp_path), *sizes]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "squat2 against bf16"
+    cells = [line.split() for line in printed[3:]]
+    assert [cell[:2] for cell in cells] == [["64", "2"], ["256", "2"]]
+    assert all(float(x) > 0 for cell in cells for x in cell[2:10])
+    assert "kvq: format=squat2" in (tmp_path / "bench-squat2.log").read_text()
+    assert "kvq: format" not in (tmp_path / "bench-bf16.log").read_text()

@@ -1,0 +1,57 @@
+"""The rows of a measurement as CSV, and as a plot of time against context."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from vllm_kvq.bench.steps import Shape
+from vllm_kvq.bench.timing import Row
+
+Measured = list[tuple[Shape, list[Row]]]
+STYLES = {"bf16": "k--o", "fp8": "k:o"}
+
+
+def write_csv(path: Path, measured: Measured, threads: int, isa: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as f:
+        writer: csv.DictWriter[str] | None = None
+        for shape, rows in measured:
+            for row in rows:
+                record = {
+                    **{"kernel": row.name, **vars(shape), "threads": threads, "isa": isa},
+                    **{"ms": f"{row.ms:.4f}", "best_ms": f"{row.best:.4f}", "bytes": row.nbytes},
+                    **{"gb_per_s": f"{row.gb_per_s:.2f}", "times_the_copy": f"{row.floor:.2f}"},
+                    **{f"x_{base}": f"{ratio:.3f}" for base, ratio in row.ratio.items()},
+                }
+                if writer is None:
+                    writer = csv.DictWriter(f, list(record))
+                    writer.writeheader()
+                writer.writerow(record)
+
+
+def plot(path: Path, measured: Measured, title: str) -> None:
+    """Milliseconds per decode step and layer against context, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
+    for name in dict.fromkeys(row.name for _, rows in measured for row in rows):
+        points = [(shape.context, row.ms) for shape, rows in measured for row in rows if row.name == name]
+        label = f"vLLM {name}" if name in STYLES else name
+        axes.plot(*zip(*sorted(points), strict=True), STYLES.get(name, "-o"), label=label, markersize=4)
+    contexts = sorted({shape.context for shape, _ in measured})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(contexts, [f"{c // 1024}k" if c % 1024 == 0 else str(c) for c in contexts])
+    axes.set_xlabel("tokens in the cache, per request")
+    axes.set_ylabel("ms per decode step and layer")
+    axes.set_title(title, fontsize=10)
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

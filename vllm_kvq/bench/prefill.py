@@ -1,0 +1,180 @@
+"""What a prompt costs beside its own attention: fit, pack, and the attention of a later chunk over packed history.
+
+    python -m vllm_kvq bench prefill --format all --context 4096
+
+One layer, one request, bf16, through the very code that serves (`integration.layer.PackedLayer`):
+
+  * prompt: all `--context` tokens at once. fit: the request's state (SQuat's subspace, ...). pack: everything else
+    that updates the caches. Their share is of the time that vLLM's own CPU attention takes for the same prompt
+    (causal, bf16 cache, its own scheduler); ours is the attention that we run instead.
+  * chunk (with `--chunk`): attention of that many new tokens after `--context` tokens, ours against vLLM's.
+
+Rounds are interleaved, shares and ratios are medians over rounds of that round's quotient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_kvq.formats import FORMATS, Geometry, get_format
+
+BLOCK = 128
+
+
+def seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+class Plain:
+    """vLLM's CPU_ATTN over its bf16 cache: `chunk` queries after `context` tokens."""
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: int) -> None:
+        import vllm._C  # noqa: F401  registers the operators
+        from vllm import _custom_ops as ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        chunk, query_heads, d = query.shape
+        heads, total = key.shape[1], context + chunk
+        isa = _get_attn_isa(torch.bfloat16, BLOCK, d)
+        blocks = -(-total // BLOCK)
+        cache = torch.zeros(blocks, heads, 2 * BLOCK, d, dtype=torch.bfloat16)
+        k, v = cache.chunk(2, dim=2)
+        rest = torch.randn(2, context, heads, d).bfloat16()
+        for at, (new_k, new_v) in ((0, rest), (context, (key, value))):
+            slots = torch.arange(at, at + len(new_k))
+            ops.cpu_attn_reshape_and_cache(new_k.contiguous(), new_v.contiguous(), k, v, slots, isa)
+        starts, lengths = torch.tensor([0, chunk], dtype=torch.int32), torch.tensor([total], dtype=torch.int32)
+        sizes = (1, query_heads, heads, d)
+        plan = ops.cpu_attn_get_scheduler_metadata(*sizes, lengths, torch.bfloat16, starts, True, -1, isa, True)
+        table = torch.arange(blocks, dtype=torch.int32)[None]
+        self.out = torch.empty_like(query)
+        tail = (starts, lengths, d**-0.5, True, None, -1, table, 0.0, plan, None)
+        self.attend = lambda: ops.cpu_attention_with_kv_cache(query, k, v, self.out, *tail)
+
+
+class Packed:
+    """One packed layer with the caches of one request."""
+
+    def __init__(self, name: str, heads: int, d: int, tokens: int) -> None:
+        from vllm_kvq.integration.layer import PackedLayer
+        from vllm_kvq.integration.sidecar import Sidecar, Sinks, SlotGeometry
+
+        fmt = get_format(name).bind(Geometry(d, BLOCK, torch.bfloat16))
+        slots = SlotGeometry.of(fmt, heads, 0)
+        pages = -(-tokens // BLOCK)
+        pool = torch.zeros(1 + pages + slots.sidecar_blocks + slots.sink_blocks, slots.page_bytes // 2).bfloat16()
+        self.cache = pool.view(len(pool), heads, 1, -1)
+        sidecar, sinks = Sidecar(fmt, slots), Sinks(fmt, slots) if fmt.S else None
+        for companion in (sidecar, sinks):
+            if companion is not None:
+                companion.bind_kv_cache(pool[:, None])
+        self.layer = PackedLayer(fmt, name, heads, d**-0.5, 0, sidecar, sinks, torch.device("cpu"))
+        ids = 1 + np.arange(len(pool) - 1)[None]
+        first = pages + slots.sidecar_blocks
+        self.pages, self.sidecar, self.sinks = ids[:, :pages], ids[:, pages:first], ids[:, first:]
+
+    def plan(self, context: int, new: int) -> Any:
+        from vllm_kvq.integration.plan import Batch
+
+        start, end = np.array([0, new]), np.array([context + new])
+        return self.layer.plan(Batch.of(start, end, self.pages, self.sidecar, self.sinks), [])
+
+    def forget(self) -> None:
+        self.layer.sidecar.headers.zero_()
+
+
+def fit_all(layer: Any, plan: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+    for fit in plan.fits:
+        layer._fit(fit, query, key)
+
+
+def prompt_row(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plain: Plain, rounds: int) -> str:
+    packed = Packed(name, k.shape[1], k.shape[2], len(k))
+    layer, out = packed.layer, torch.empty_like(q)
+    times: dict[str, list[float]] = {"vLLM": [], "fit": [], "pack": [], "ours": []}
+    for turn in range(rounds + 1):
+        packed.forget()
+        plan = packed.plan(0, len(q))
+        got = {"vLLM": seconds(plain.attend)}
+        got["fit"] = seconds(lambda: fit_all(layer, plan, q, k))  # noqa: B023
+        whole = seconds(lambda: layer.update(plan, q, k, v, packed.cache))  # noqa: B023
+        got["pack"] = whole - got["fit"]
+        ring = layer.sidecar.slots[plan.ring_read]
+        got["ours"] = seconds(lambda: layer.attend(plan, ring, q, k, v, packed.cache, out))  # noqa: B023
+        for label, took in got.items():
+            if turn:
+                times[label].append(took)
+    ms = {label: 1e3 * statistics.median(t) for label, t in times.items()}
+    share = {
+        label: statistics.median(t / base for t, base in zip(times[label], times["vLLM"], strict=True))
+        for label in ("fit", "pack")
+    }
+    return (
+        f"{name:9} fit {ms['fit']:7.1f} ms  pack {ms['pack']:7.1f} ms  attention: vLLM {ms['vLLM']:7.1f} ms, "
+        f"ours {ms['ours']:7.1f} ms   fit {share['fit']:6.1%} + pack {share['pack']:6.1%} of vLLM's"
+    )
+
+
+def chunk_row(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, plain: Plain, rounds: int
+) -> str:
+    heads, d = k.shape[1:]
+    packed = Packed(name, heads, d, context + len(q))
+    layer, out = packed.layer, torch.empty_like(q)
+    for at in range(0, context, 4096):
+        n = min(4096, context - at)
+        query, (key, value) = torch.randn(n, q.shape[1], d).bfloat16(), torch.randn(2, n, heads, d).bfloat16()
+        layer.update(packed.plan(at, n), query, key, value, packed.cache)
+    plan = packed.plan(context, len(q))
+    ring = layer.update(plan, q, k, v, packed.cache)
+    ours, theirs = [], []
+    for turn in range(rounds + 1):
+        a, b = seconds(plain.attend), seconds(lambda: layer.attend(plan, ring, q, k, v, packed.cache, out))
+        if turn:
+            theirs.append(a)
+            ours.append(b)
+    ratio = statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+    return (
+        f"{name:9} chunk of {len(q)} after {context}: vLLM {1e3 * statistics.median(theirs):7.1f} ms, "
+        f"ours {1e3 * statistics.median(ours):7.1f} ms   {ratio:5.2f} times vLLM's speed"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    public = [f.name for f in FORMATS.values() if f.public]
+    parser.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
+    parser.add_argument("--context", nargs="+", type=int, default=[4096])
+    parser.add_argument("--chunk", type=int, default=0, help="measure chunks of this many tokens instead of prompts")
+    parser.add_argument("--query-heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  threads {args.threads}")
+    for context in args.context:
+        new = args.chunk or context
+        q = torch.randn(new, args.query_heads, args.head_size).bfloat16()
+        k, v = torch.randn(2, new, args.kv_heads, args.head_size).bfloat16()
+        plain = Plain(q, k, v, context if args.chunk else 0)
+        for name in public if "all" in args.format else args.format:
+            if args.chunk:
+                print(chunk_row(name, q, k, v, context, plain, args.rounds), flush=True)
+            else:
+                print(prompt_row(name, q, k, v, plain, args.rounds), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

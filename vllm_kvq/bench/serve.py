@@ -1,0 +1,220 @@
+"""`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, tokens per second, first token.
+
+    python -m vllm_kvq bench serve --format squat2 --context 1024 4096 16384 --batch 1 4
+
+Rules:
+
+  * The model has random weights and Llama-3.2-1B's shape (hidden 2048, 32 query and 8 KV heads of 64, MLP 8192), cut
+    to `--layers` layers and a vocabulary of 4096 so that it fits a small machine; or `--model PATH`.
+  * Both servers are up at once and take turns on the same prompts, over HTTP, streaming; a ratio is the median over
+    turns of that turn's ratio.
+  * The first turn is cold: its time to the first token is the prefill. The later turns hit the prefix cache, and what
+    is timed is decoding: from the first token to the last one, per token. Requests of a batch run at the same time.
+  * `attention`: the share of bf16's step at that context that the context causes: 1 - step(shortest) / step. A cache
+    that reads x times faster can gain at most that share: `at most` is 1 / (1 - share).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from vllm_kvq.demo.model import random_model
+from vllm_kvq.demo.server import Server, ServerError
+from vllm_kvq.formats import FORMATS
+
+HOST = "127.0.0.1"
+START_SECONDS = 600
+VOCAB = 4096
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One batch on one server: seconds to the first token and seconds per further token, medians over requests."""
+
+    first: float
+    step: float
+
+
+def stream(url: str, prompt: list[int], tokens: int) -> tuple[float, float]:
+    """(seconds to the first token, seconds from it to the last one)."""
+    body = {"model": "bench", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=1800)
+    begin, first, last = time.perf_counter(), 0.0, 0.0
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise ServerError(f"the server answered {answer.status}: {answer.read()[:300].decode(errors='replace')}")
+        for line in answer:
+            if line.startswith(b"data: {"):
+                last = time.perf_counter()
+                first = first or last
+    finally:
+        connection.close()
+    if not first:
+        raise ServerError("the server streamed no token")
+    return first - begin, last - first
+
+
+def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
+    """All prompts at once, each in a thread of its own."""
+    results: list[tuple[float, float] | Exception] = []
+
+    def one(prompt: list[int]) -> None:
+        try:
+            results.append(stream(url, prompt, tokens))
+        except Exception as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=one, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done: list[tuple[float, float]] = []
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+        done.append(result)
+    return Turn(statistics.median(f for f, _ in done), statistics.median(s for _, s in done) / (tokens - 1))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One context and batch, bf16 beside one format."""
+
+    context: int
+    batch: int
+    plain: Turn
+    packed: Turn
+    ratio: float
+    first_ratio: float
+
+    def text(self, share: float | None) -> str:
+        line = (
+            f"  {self.context:7} {self.batch:5}   {self.plain.step * 1e3:8.2f} {self.packed.step * 1e3:8.2f} "
+            f"{self.ratio:6.2f}   {self.batch / self.plain.step:8.1f} {self.batch / self.packed.step:8.1f}   "
+            f"{self.plain.first:8.2f} {self.packed.first:8.2f} {self.first_ratio:6.2f}"
+        )
+        return line if share is None else f"{line}   {share:8.0%} {1 / (1 - share):7.2f}"
+
+
+HEADER = (
+    "  context batch   ms/token          ratio   tokens/s            first token, cold (s)  attention at most\n"
+    "                      bf16   packed            bf16   packed       bf16   packed  ratio"
+)
+
+
+def measure(plain: str, packed: str, prompts: Prompts, tokens: int, rounds: int) -> Cell:
+    cold = [take_turn(url, prompts, 2) for url in (plain, packed)]
+    turns = []
+    for turn in range(rounds + 1):  # the first warms up
+        pair = take_turn(plain, prompts, tokens), take_turn(packed, prompts, tokens)
+        if turn:
+            turns.append(pair)
+    middle = [Turn(cold[i].first, statistics.median(pair[i].step for pair in turns)) for i in range(2)]
+    ratio = statistics.median(a.step / b.step for a, b in turns)
+    return Cell(len(prompts[0]), len(prompts), middle[0], middle[1], ratio, cold[0].first / cold[1].first)
+
+
+def bench_model(folder: Path, layers: int, max_position: int) -> Path:
+    path = folder / f"bench-model-{layers}-{max_position}"
+    if not (path / "config.json").exists():
+        print(f"writing a random model into {path}", flush=True)
+        random_model(
+            path,
+            hidden=2048,
+            layers=layers,
+            heads=32,
+            kv_heads=8,
+            head_dim=64,
+            intermediate=8192,
+            vocab=VOCAB,
+            dtype="bfloat16",
+            max_position=max_position,
+        )
+    return path
+
+
+def server(model: Path, dtype: str, args: argparse.Namespace, max_len: int, log: Path) -> Server:
+    with socket.create_server((HOST, 0)) as probe:
+        port = probe.getsockname()[1]
+    options = ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--served-model-name", "bench"]
+    options += ["--max-model-len", str(max_len), "--max-num-seqs", str(max(args.batch))]
+    return Server(str(model), options + ["--enforce-eager"] * args.eager, HOST, port, log)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="vllm-kvq bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    public = [f.name for f in FORMATS.values() if f.public]
+    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
+    p.add_argument("--context", nargs="+", type=int, default=[512, 4096, 16384], help="prompt tokens of each request")
+    p.add_argument("--batch", nargs="+", type=int, default=[1])
+    p.add_argument("--tokens", type=int, default=32, help="decoded tokens of each request")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--layers", type=int, default=2)
+    p.add_argument("--model", type=Path, help="a checkpoint folder instead of the random model")
+    p.add_argument("--eager", action="store_true", help="without torch.compile")
+    p.add_argument("--folder", type=Path, default=Path(".demo"), help="for the random model and the servers' logs")
+    args = p.parse_args(arguments)
+    args.format = public if "all" in args.format else args.format
+    if min(*args.context, *args.batch, args.rounds, args.layers, args.tokens - 1) < 1:
+        p.error("contexts, batches, rounds and layers are at least 1, tokens at least 2")
+    return args
+
+
+def prompts_for(context: int, batch: int) -> Prompts:
+    rng = random.Random(f"{context} {batch}")
+    return [[rng.randrange(10, min(VOCAB, 500)) for _ in range(context)] for _ in range(batch)]
+
+
+def compare(name: str, model: Path, plain: Server, args: argparse.Namespace, max_len: int) -> None:
+    packed = server(model, name, args, max_len, args.folder / f"bench-{name}.log")
+    with packed:
+        packed.wait_until_healthy(START_SECONDS)
+        print(f"{name} against bf16\n{HEADER}", flush=True)
+        for batch in sorted(set(args.batch)):
+            shortest: float | None = None
+            for context in sorted(set(args.context)):
+                cell = measure(plain.url, packed.url, prompts_for(context, batch), args.tokens, args.rounds)
+                share = None if shortest is None else max(0.0, 1 - shortest / cell.plain.step)
+                shortest = shortest or cell.plain.step
+                print(cell.text(share), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    max_len = max(args.context) + args.tokens + 128
+    try:
+        model = args.model or bench_model(args.folder, args.layers, max_len)
+        with server(model, "auto", args, max_len, args.folder / "bench-bf16.log") as plain:
+            plain.wait_until_healthy(START_SECONDS)
+            for name in args.format:
+                compare(name, model, plain, args, max_len)
+    except ServerError as error:
+        print(*error.log_tail, f"bench serve: {error}", sep="\n", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""What is timed: one decode step's attention in one layer, by vLLM's kernel and by ours, over equal histories.
+
+Ours is the whole of it, as the integration runs it: the check that all pages are packed, the pages, the full-precision
+tokens where they lie (the newest `window` and the sinks), merged into the output. vLLM's is its CPU_ATTN over its own
+paged cache. The new token's own key and value are written by neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvq.bench import vllm_build
+from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.kernels import kernels_for
+
+Step = Callable[[], object]
+VLLM_BLOCK = 128
+PACKED_TOKENS = 1024
+"""Different tokens per head that are packed; the pool repeats them, for packing takes long."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    context: int
+    batch: int
+    query_heads: int
+    heads: int
+    head_size: int
+    block_size: int
+    rotate: int
+
+    def __post_init__(self) -> None:
+        if min(self.context, self.batch, self.heads, self.rotate) < 1:
+            raise ValueError("context, batch, heads and rotated caches are at least 1")
+        if self.query_heads % self.heads:
+            raise ValueError(f"{self.query_heads} query heads can't share {self.heads} KV heads evenly")
+
+    @property
+    def scale(self) -> float:
+        return self.head_size**-0.5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One step per rotated cache, and the bytes of cache that one step reads."""
+
+    steps: list[Step]
+    nbytes: int
+
+
+def vllm_candidate(shape: Shape, cache_dtype: str) -> Candidate:
+    vllm_build.load()
+    from vllm import _custom_ops as ops
+
+    d, heads = shape.head_size, shape.heads
+    blocks = shape.batch * -(-shape.context // VLLM_BLOCK)
+    query = torch.randn(shape.batch, shape.query_heads, d, dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32)
+    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32)
+    sizes = (shape.batch, shape.query_heads, heads, d)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        *sizes, lengths, torch.bfloat16, starts, True, -1, "vec", True, None, cache_dtype
+    )
+    steps: list[Step] = []
+    for _ in range(shape.rotate):
+        if cache_dtype == "auto":
+            cache = torch.randn(blocks, heads, VLLM_BLOCK * 2, d).bfloat16()
+        else:
+            cache = torch.randint(0, 100, (blocks, heads, VLLM_BLOCK * 2, d), dtype=torch.uint8)
+        key, value = cache.chunk(2, dim=2)
+        table = torch.randperm(blocks, dtype=torch.int32).view(shape.batch, -1)
+
+        def step(key: torch.Tensor = key, value: torch.Tensor = value, table: torch.Tensor = table) -> object:
+            return ops.cpu_attention_with_kv_cache(
+                *(query, key, value, out, starts, lengths, shape.scale, True, None, -1, table, 0.0, plan),
+                *(None, None, 1.0, 1.0, cache_dtype),
+            )
+
+        steps.append(step)
+    return Candidate(steps, cache.nbytes)
+
+
+def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
+    """`pages` records per head of random data: keys with outlier channels, values with outlier tokens."""
+    d = fmt.geometry.head_size
+    some = max(1, PACKED_TOKENS // fmt.N)
+    key, value = torch.randn(heads, some * fmt.N, d), torch.randn(heads, some * fmt.N, d)
+    channels = torch.randperm(d)[: max(2, d // 24)]
+    key[..., channels] = key[..., channels] * 6 + 8 * torch.randn(heads, 1, len(channels))
+    value[:, torch.rand(some * fmt.N) < 0.03] *= 30
+    state = None
+    if fmt.state_rows:
+        state = fmt.keys.fit(fmt.widen(torch.randn(heads, 256, d))[0], fmt.widen(key)[0], None)
+    units = fmt.N // fmt.unit
+    k, v = (fmt.widen(x)[0].unflatten(1, (some * units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
+    index = torch.arange(some * units)
+    packed = torch.zeros(some, heads, fmt.record_bytes, dtype=torch.uint8)
+    repeated = None if state is None else state.repeat(some * units, 1, 1)
+    fmt.write(packed, index // units, index % units, fmt.encode(k, v, repeated))
+    return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
+
+
+def kvq_candidate(shape: Shape, name: str) -> Candidate:
+    fmt = get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16))
+    kernels = kernels_for(torch.device("cpu"))
+    # what a request of this length has packed, and what it keeps in full precision
+    boundary = max(0, (shape.context - fmt.W) // fmt.unit * fmt.unit)
+    sinks = min(fmt.S, boundary)
+    pages = -(-boundary // fmt.N)
+    raw = sinks + shape.context - boundary
+    query = torch.randn(shape.batch, 1, shape.query_heads, shape.head_size, dtype=torch.bfloat16)
+    output = torch.empty(shape.batch, shape.query_heads, shape.head_size, dtype=torch.bfloat16)
+    output_rows = torch.arange(shape.batch)[:, None]
+    rows = torch.arange(shape.batch * raw).view(shape.batch, raw)
+    seen = torch.ones(shape.batch, 1, raw, dtype=torch.bool)
+    owner = torch.arange(shape.batch).repeat_interleave(pages)
+    start = torch.arange(pages).repeat(shape.batch) * fmt.N
+    low, high = (sinks - start).clamp_min(0), (boundary - start).clamp_max(fmt.N)
+    steps: list[Step] = []
+    for _ in range(shape.rotate):
+        pool, ids = packed_pool(fmt, max(1, shape.batch * pages), shape.heads), torch.randperm(shape.batch * pages)
+        recent = torch.randn(2, shape.batch, raw, shape.heads, shape.head_size).bfloat16()
+
+        def step(pool: torch.Tensor = pool, ids: torch.Tensor = ids, recent: torch.Tensor = recent) -> object:
+            parts = []
+            if pages:
+                if not kernels.all_packed(fmt, pool, ids, low, high):
+                    raise RuntimeError("a page is not packed")
+                parts.append(kernels.attend_packed(fmt, query, pool, ids, owner, low, high, shape.scale))
+            held, none = (recent[0], recent[1]), (recent[0][:0], recent[1][:0])
+            kernels.attend_into(output, output_rows, query, held, none, rows, seen, shape.scale, parts)
+            return output
+
+        steps.append(step)
+    return Candidate(steps, shape.batch * pages * shape.heads * fmt.record_bytes + recent.nbytes)

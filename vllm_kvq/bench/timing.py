@@ -1,0 +1,86 @@
+"""Timing side by side: rounds are interleaved, and a ratio is the median over rounds of that round's ratio."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_kvq.bench.steps import Candidate, Step
+from vllm_kvq.bench.vllm_build import BASELINES
+
+ROUND_SECONDS = 2e-3
+"""A short step is repeated within a round until it takes this long."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate at one shape. `best` far below `ms`: other processes had the processor."""
+
+    name: str
+    ms: float
+    best: float
+    nbytes: int
+    floor: float
+    """Times as long as copying the bytes would take."""
+    ratio: dict[str, float] = field(default_factory=dict)
+    """Baseline -> how many times faster."""
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / self.ms / 1e6
+
+
+def seconds_per_step(steps: list[Step], repeats: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        for step in steps:
+            step()
+    return (time.perf_counter() - begin) / repeats / len(steps)
+
+
+def copy_bandwidth(nbytes: int = 256 << 20, rounds: int = 7) -> float:
+    """Bytes per second, read and written ones together, of copying memory with the threads that torch has."""
+    source = torch.ones(nbytes // 2, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return (
+        2 * len(source) / statistics.median(seconds_per_step([lambda: target.copy_(source)], 1) for _ in range(rounds))
+    )
+
+
+def compare(candidates: dict[str, Candidate], rounds: int, bandwidth: float) -> list[Row]:
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    repeats = {}
+    for name, candidate in candidates.items():
+        seconds_per_step(candidate.steps, 1)
+        repeats[name] = max(1, int(ROUND_SECONDS / seconds_per_step(candidate.steps, 1) / len(candidate.steps)))
+    for _ in range(rounds):
+        for name, candidate in candidates.items():
+            if len(candidate.steps) == 1:
+                candidate.steps[0]()
+            times[name].append(seconds_per_step(candidate.steps, repeats[name]))
+    rows = []
+    for name, candidate in candidates.items():
+        middle = statistics.median(times[name])
+        ratio = {
+            base: statistics.median(b / t for b, t in zip(times[base], times[name], strict=True))
+            for base in BASELINES
+            if base in times
+        }
+        floor = middle * bandwidth / candidate.nbytes
+        rows.append(Row(name, middle * 1e3, min(times[name]) * 1e3, candidate.nbytes, floor, ratio))
+    return rows
+
+
+def slopes(milliseconds: dict[int, float], start: int = 4096) -> list[float]:
+    """Cost of a further token between neighbouring contexts from `start` on, as shares of the cost over the whole
+    range: 1.0 everywhere is a straight line."""
+    contexts = sorted(c for c in milliseconds if c >= start)
+    if len(contexts) < 3:
+        return []
+    whole = (milliseconds[contexts[-1]] - milliseconds[contexts[0]]) / (contexts[-1] - contexts[0])
+    return [(milliseconds[b] - milliseconds[a]) / (b - a) / whole for a, b in itertools.pairwise(contexts)]

@@ -1,0 +1,31 @@
+"""Tensor parallelism with more ranks than KV heads: vLLM gives several ranks a copy of the same KV head.
+
+Each of them has other query heads, and SQuat's subspace is that of all queries that share a KV head. So the copies show
+each other their queries before a state is fitted; then their states, and their pages, are equal, and they are those of
+one process. (What depends on keys or on a seed alone is equal anyway.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def copies_of_a_head(vllm_config: Any) -> int:
+    """How many ranks hold each KV head."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return max(1, ranks // vllm_config.model_config.get_total_num_kv_heads())
+
+
+def queries_of_all_copies(query: torch.Tensor, copies: int) -> torch.Tensor:
+    """(tokens, heads, d) of this rank -> (tokens, copies * heads, d), in the order of one process."""
+    if copies == 1:
+        return query
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    every = group.all_gather(query.contiguous(), dim=1).unflatten(1, (group.world_size, -1))
+    # neighbouring ranks share a head
+    first = group.rank_in_group // copies * copies
+    return every[:, first : first + copies].flatten(1, 2)

@@ -1,0 +1,81 @@
+"""Builds of the CPU kernels with g++'s sanitizers, and the environment in which Python can load them.
+
+    python -m vllm_kvq.kernels --sanitize address,undefined -- python -m pytest tests/kernels/test_cpu_fuzz.py
+    python -m vllm_kvq.kernels --sanitize thread -- python -m pytest tests/kernels/test_cpu_fuzz.py
+
+A process that loads such a library must have had the sanitizer's run-time library from its start, so the command
+runs with it preloaded and finds the build through $VLLM_KVQ_SANITIZE. The first error ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+
+KINDS = ("address", "undefined", "thread")
+VARIABLE = "VLLM_KVQ_SANITIZE"
+_RUNTIME = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """A comma-separated list of sanitizers, sorted."""
+    kinds = tuple(sorted({k.strip() for k in text.split(",") if k.strip()}))
+    unknown = [k for k in kinds if k not in KINDS]
+    if unknown:
+        raise ValueError(f"no such sanitizer: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    if "thread" in kinds and len(kinds) > 1:
+        raise ValueError("the thread sanitizer can't be combined with another")
+    return kinds
+
+
+def wanted() -> tuple[str, ...]:
+    return parse(os.environ.get(VARIABLE, ""))
+
+
+# Pointer checks that the address sanitizer makes anyway. With them, and with accesses checked in line, unrolled
+# kernels compile for many minutes; KVQ_SANITIZED leaves out all head sizes of the integer kernels but one.
+_CHEAP = [
+    *("-O1", "-g1", "-fno-omit-frame-pointer", "-DKVQ_SANITIZED", "-fno-sanitize-recover=all"),
+    *("-fno-sanitize=null,alignment,object-size,pointer-overflow", "-fno-sanitize-address-use-after-scope"),
+    *("--param", "asan-instrumentation-with-call-threshold=0"),
+]
+
+
+def flags(kinds: tuple[str, ...]) -> list[str]:
+    if not kinds:
+        return []
+    found = [f"-fsanitize={','.join(kinds)}", *_CHEAP]
+    # the thread sanitizer can't see that OpenMP's barriers order what the threads do
+    return [*found, "-DKVQ_STD_THREADS", "-pthread"] if "thread" in kinds else found
+
+
+def environment(kinds: tuple[str, ...], command: list[str]) -> dict[str, str]:
+    """What the process needs that loads a library built by `command`, a g++."""
+    libraries = [_RUNTIME[k] for k in kinds]
+    # libstdc++ too: the address sanitizer looks __cxa_throw up when it starts
+    paths = [_library(command, name) for name in [*libraries, "libstdc++.so.6"]]
+    return {
+        **os.environ,
+        VARIABLE: ",".join(kinds),
+        "LD_PRELOAD": " ".join(paths),
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=97",  # Python itself leaks at exit
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=97",
+        "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:report_bugs=1",
+        "PYTHONMALLOC": "malloc",
+    }
+
+
+def _library(command: list[str], name: str) -> str:
+    done = subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = done.stdout.strip()
+    if not os.path.isabs(path):
+        raise OSError(f"{' '.join(command)} has no {name}; sanitizers need g++ and its run-time libraries")
+    return os.path.realpath(path)
+
+
+def run(kinds: tuple[str, ...], compiler: list[str], command: list[str]) -> int:
+    if "thread" in kinds:
+        # the thread sanitizer's address map does not fit the most random layouts of newer kernels
+        command = ["setarch", platform.machine(), "-R", *command]
+    return subprocess.run(command, env=environment(kinds, compiler)).returncode

@@ -1,0 +1,79 @@
+"""How a layer's companions, sidecar and sink pages, are cut.
+
+Their blocks are cut into *slots* of one token's raw K and V (2 * H * head_size elements of the model's dtype); slot s
+of a request lies in its block s // slots_per_block.
+
+    sidecar   slot 0            header: i32 magic, first own position, next position
+              1 .. n_state      state rows, float32
+              then R slots      ring: position p in slot p % R, R = W + P + speculative tokens
+    sinks     S slots           position p in slot p
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_kvq.formats import PageFormat
+
+MAGIC = 0x4B565153
+
+
+@dataclass(frozen=True)
+class SlotGeometry:
+    """How one layer's companions are cut."""
+
+    heads: int
+    head_size: int
+    itemsize: int
+    page_bytes: int
+    ring: int
+    sinks: int
+    state_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.slots_per_block < 1:
+            raise ValueError(
+                f"a page of {self.page_bytes} bytes has no room for one raw token; use a larger --block-size"
+            )
+
+    @classmethod
+    def of(cls, fmt: PageFormat, heads: int, num_spec: int) -> SlotGeometry:
+        return cls(
+            heads,
+            fmt.geometry.head_size,
+            fmt.geometry.dtype.itemsize,
+            heads * fmt.record_bytes,
+            fmt.W + fmt.unit + num_spec,
+            fmt.S,
+            4 * fmt.state_rows * heads * fmt.geometry.d,
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        return 2 * self.heads * self.head_size * self.itemsize
+
+    @property
+    def slots_per_block(self) -> int:
+        return self.page_bytes // self.slot_bytes
+
+    @property
+    def state_slots(self) -> int:
+        return -(-self.state_bytes // self.slot_bytes)
+
+    @property
+    def ring_at(self) -> int:
+        return 1 + self.state_slots
+
+    @property
+    def sidecar_blocks(self) -> int:
+        return -(-(self.ring_at + self.ring) // self.slots_per_block)
+
+    @property
+    def sink_blocks(self) -> int:
+        return -(-self.sinks // self.slots_per_block)
+
+    def locate(self, table: np.ndarray, request: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(block, slot in the block) of each request's slot; `table` is (requests, blocks)."""
+        return table[request, slot // self.slots_per_block], slot % self.slots_per_block

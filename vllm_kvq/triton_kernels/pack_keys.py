@@ -1,0 +1,242 @@
+# ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
+"""Packs the keys of one slab: SQuat or KIVI per channel, and InnerQ per token.
+
+SQuat quantizes block by block, and each block first takes back what the blocks before it did (formats/squat.py):
+
+    x_t = k_t - U_t^T M_{t-1} z,   z += U_t (y_t - k_t),   M = (I / lambda + U_R U_R^T)^-1 in float64, here
+
+M is rebuilt for every slab from the request's U: packing is rare, and nothing but U has to be kept.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.lang import clean, lost
+from vllm_kvq.triton_kernels.pack_values import affine, hybrid_choice, hybrid_codes, load_channels, parameters
+from vllm_kvq.triton_kernels.step import state_offset
+
+RANKS: tl.constexpr = tl.constexpr(16)  # rows of U as a matrix operand; those beyond the rank are zero
+
+
+@triton.jit
+def store_keys(base, data, FIRST, CODES: tl.constexpr):
+    """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 channels, from channel FIRST of the plane on."""
+    width: tl.constexpr = data.shape[1]
+    token, four, quad = tl.arange(0, 32), tl.arange(0, 4), tl.arange(0, width // 4)
+    data = tl.reshape(data, (32, width // 4, 4)) << (8 * four)[None, None, :]
+    word = tl.reduce(data, 2, tl.standard._sum_combine)
+    tl.store(base + CODES + (FIRST // 4 + quad)[None, :] * 32 + token[:, None], word)
+
+
+@triton.jit
+def _rows(
+    side_table,
+    side_floats_ptr,
+    side_blocks,
+    side_words,
+    head,
+    FIRST,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    RANK: tl.constexpr,
+    SPB: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """(RANKS, WIDTH) of U, channels from FIRST on."""
+    row, column = tl.arange(0, RANKS), FIRST + tl.arange(0, WIDTH)
+    index = (head * RANK + row)[:, None] * D + column[None, :]
+    inside = (row < RANK)[:, None] & (column < D)[None, :]
+    place, there = state_offset(side_table, index, inside, side_blocks, side_words, SPB, WORDS)
+    return tl.load(side_floats_ptr + place, mask=there, other=0.0)
+
+
+@triton.jit
+def _pull(
+    side_table,
+    side_floats_ptr,
+    side_blocks,
+    side_words,
+    head,
+    FIRST,
+    D: tl.constexpr,
+    RANK: tl.constexpr,
+    LAMBDA: tl.constexpr,
+    SPB: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """M over the channels from FIRST on, by Gauss-Jordan without pivots (it is positive definite): (RANKS, RANKS)."""
+    i = tl.arange(0, RANKS)
+    diagonal = i[:, None] == i[None, :]
+    a = tl.where(diagonal, 1.0 / LAMBDA, 0.0).to(tl.float64)
+    for c in range(FIRST, D, 16):
+        u = _rows(side_table, side_floats_ptr, side_blocks, side_words, head, c, 16, D, RANK, SPB, WORDS)
+        u = u.to(tl.float64)
+        a += tl.reduce(u[:, None, :] * u[None, :, :], 2, tl.standard._sum_combine)
+    for k in range(RANK):
+        column = tl.reduce(tl.where(i[None, :] == k, a, 0.0), 1, tl.standard._sum_combine)
+        row = tl.reduce(tl.where(i[:, None] == k, a, 0.0), 0, tl.standard._sum_combine)
+        pivot = tl.reduce(tl.where(i == k, column, 0.0), 0, tl.standard._sum_combine)
+        rest = a - column[:, None] * row[None, :] / pivot
+        on_row, on_column = i[:, None] == k, i[None, :] == k
+        rest = tl.where(on_row, row[None, :] / pivot, rest)
+        rest = tl.where(on_column, -column[:, None] / pivot, rest)
+        a = tl.where(on_row & on_column, 1.0 / pivot, rest)
+    inside = (i < RANK)[:, None] & (i < RANK)[None, :]
+    return tl.where(inside, a, 0.0).to(tl.float32)
+
+
+@triton.jit
+def channel_keys(
+    ring,
+    ringed,
+    new,
+    fresh,
+    base,
+    base16,
+    side_table,
+    side_floats_ptr,
+    side_blocks,
+    side_words,
+    head,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+    RANK: tl.constexpr,
+    UPDATE: tl.constexpr,
+    LAMBDA: tl.constexpr,
+    SPB: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Per channel over the slab's tokens. BLOCK channels lie in one plane and one block of UPDATE channels."""
+    width: tl.constexpr = D * BITS // 8
+    damage = tl.full((), 0, tl.int32)
+    z = tl.full((32, RANKS), 0.0, tl.float32)
+    newest = z
+    codes = ()
+    for i in tl.static_range(D // BLOCK):
+        raw = load_channels(ring, ringed, new, fresh, i * BLOCK, BLOCK, HEAD)
+        damage += lost(raw)
+        original = clean(raw)
+        x = original
+        if RANK > 0:
+            u = _rows(side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, BLOCK, D, RANK, SPB, WORDS)
+            if i * BLOCK % UPDATE == 0 and i > 0:
+                m = _pull(
+                    side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, D, RANK, LAMBDA, SPB, WORDS
+                )
+                # the blocks before this one
+                z = tl.dot(newest, m, input_precision="ieee")
+            if i * BLOCK >= UPDATE:
+                x = x - tl.dot(z, u, input_precision="ieee")
+        low = tl.reduce(x, 0, tl.standard._elementwise_min)
+        high = tl.reduce(x, 0, tl.standard._elementwise_max)
+        scale, zero = parameters(low, high, BITS)
+        code = affine(x, scale[None, :], zero[None, :], BITS)
+        codes = codes + (code.to(tl.int32),)
+        channel = i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(base16 + SCALE + channel, scale.to(tl.float16))
+        tl.store(base16 + ZERO + channel, zero.to(tl.float16))
+        if RANK > 0:
+            error = zero[None, :] + code * scale[None, :] - original
+            newest = tl.dot(error, tl.trans(u), newest, input_precision="ieee")
+    for o in tl.static_range(width // BLOCK):
+        data = codes[o]
+        for p in tl.static_range(1, 8 // BITS):
+            data |= codes[o + p * (width // BLOCK)] << (p * BITS)
+        store_keys(base, data, o * BLOCK, CODES)
+    return damage
+
+
+@triton.jit
+def hybrid_keys(
+    ring,
+    ringed,
+    new,
+    fresh,
+    base,
+    base16,
+    norm_ptr,
+    follows,
+    side_table,
+    side_floats_ptr,
+    side_blocks,
+    side_words,
+    head,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    SLOT: tl.constexpr,
+    SPB: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """InnerQ: k / norm, per token over 32 channels. A page keeps the norm that it was begun with."""
+    width: tl.constexpr = D * BITS // 8
+    token = tl.arange(0, 32)
+    damage = tl.full((), 0, tl.int32)
+    scales, zeros, modes = (), (), ()
+    for g in tl.static_range(D // 32):
+        raw = load_channels(ring, ringed, new, fresh, g * 32, 32, HEAD)
+        damage += lost(raw)
+        norm = _norm(
+            norm_ptr, follows, side_table, side_floats_ptr, side_blocks, side_words, head, g * 32, 32, D, SPB, WORDS
+        )
+        x, divisor = tl.broadcast(clean(raw), norm[None, :])
+        x = tl.div_rn(x, divisor)
+        scale, zero, symmetric = hybrid_choice(x, 1, BITS)
+        channel = tl.arange(0, 32)
+        _, sign = hybrid_codes(x, scale[:, None], zero[:, None], symmetric[:, None], BITS)
+        signs = tl.reduce(sign << (8 * (channel % 4) + channel // 4)[None, :], 1, tl.standard._sum_combine)
+        tl.store(norm_ptr + g * 32 + channel, norm.to(tl.float16))
+        tl.store(base16 + SCALE + g * 32 + token, tl.where(symmetric, -scale, scale).to(tl.float16))
+        tl.store(base + SLOT + g * 32 + token, tl.where(symmetric, signs, zero.to(tl.int32, bitcast=True)))
+        scales, zeros, modes = scales + (scale,), zeros + (zero,), modes + (symmetric,)
+    for o in tl.static_range(0, width, BLOCK):
+        data = tl.full((32, BLOCK), 0, tl.int32)
+        for p in tl.static_range(8 // BITS):
+            norm = _norm(
+                norm_ptr, follows, side_table, side_floats_ptr, side_blocks, side_words, head,
+                p * width + o, BLOCK, D, SPB, WORDS,
+            )  # fmt: skip
+            x = clean(load_channels(ring, ringed, new, fresh, p * width + o, BLOCK, HEAD))
+            x, divisor = tl.broadcast(x, norm[None, :])
+            x = tl.div_rn(x, divisor)
+            scale, zero = scales[(p * width + o) // 32], zeros[(p * width + o) // 32]
+            symmetric = modes[(p * width + o) // 32]
+            code, _ = hybrid_codes(x, scale[:, None], zero[:, None], symmetric[:, None], BITS)
+            data |= code << (p * BITS)
+        store_keys(base, data, o, CODES)
+    return damage
+
+
+@triton.jit
+def _norm(
+    norm_ptr,
+    follows,
+    side_table,
+    side_floats_ptr,
+    side_blocks,
+    side_words,
+    head,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    SPB: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The divisor of each channel, as the page stores it."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    place, there = state_offset(side_table, head * D + channel, channel < D, side_blocks, side_words, SPB, WORDS)
+    norm = tl.load(side_floats_ptr + place, mask=there, other=0.0)
+    stored = tl.minimum(norm, 65504.0).to(tl.float16).to(tl.float32)
+    norm = tl.where(norm > 0, tl.maximum(stored, 0.015625), 1.0)  # formats/innerq.py, usable_norm
+    begun = tl.load(norm_ptr + channel).to(tl.float32)
+    return tl.where(follows, begun, norm)

@@ -1,0 +1,211 @@
+# ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
+"""Packs the keys of one page as PolarQuant: radius and angle of channel pairs, see formats/polar.py.
+
+    grouped   phi = phi0 + (a + 1/2) dphi,  r = r0 + (c + 1/2) dr;  phi0 is the first angle after the widest gap
+    paper     phi = 2 pi a / 2^m,           r = c s
+
+The widest gap needs the page's angles in order: a bitonic sort of the tokens, all pairs of a chunk side by side.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.keys import POLAR, query_channel
+from vllm_kvq.triton_kernels.lang import ROUND, clean, lost
+from vllm_kvq.triton_kernels.pack_values import levels, positive_half
+
+PI: tl.constexpr = tl.constexpr(3.141592653589793)
+FULL: tl.constexpr = tl.constexpr(6.283185307179586)
+
+
+@triton.jit
+def arctangent(y, x):
+    """atan2, a few 1e-7 off: Cephes' polynomial after one reduction to |t| <= tan(pi / 8)."""
+    ax, ay = tl.abs(x), tl.abs(y)
+    large, small = tl.maximum(ax, ay), tl.minimum(ax, ay)
+    steep = small > 0.41421356 * large
+    top = tl.where(steep, small - large, small)
+    bottom = tl.where(steep, small + large, large)
+    t = tl.div_rn(top, tl.where(bottom > 0, bottom, 1.0))
+    u = t * t
+    p = ((8.05374449538e-2 * u - 1.38776856032e-1) * u + 1.99777106478e-1) * u - 3.33329491539e-1
+    angle = tl.where(steep, PI / 4, 0.0) + (p * u * t + t)
+    angle = tl.where(ay > ax, PI / 2 - angle, angle)
+    angle = tl.where(x < 0, PI - angle, angle)
+    return tl.where(y < 0, -angle, angle)
+
+
+@triton.jit
+def ascending(x):
+    """(T, C) sorted along dimension 0; T is a power of two."""
+    size: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    i = tl.broadcast_to(tl.arange(0, size)[:, None], (size, columns))
+    for a in tl.static_range(1, 11):
+        if (1 << a) <= size:
+            for b in tl.static_range(a):
+                other = tl.gather(x, i ^ (1 << (a - 1 - b)), 0)
+                lower = (i & (1 << (a - 1 - b))) == 0
+                up = (i & (1 << a)) == 0
+                x = tl.where(lower == up, tl.minimum(x, other), tl.maximum(x, other))
+    return x
+
+
+@triton.jit
+def widest_gap(phi, real, UNIT: tl.constexpr):
+    """(first angle after the widest gap between neighbours on the circle, that gap), each (C,)."""
+    size: tl.constexpr = phi.shape[0]
+    columns: tl.constexpr = phi.shape[1]
+    i = tl.broadcast_to(tl.arange(0, size)[:, None], (size, columns))
+    s = ascending(tl.where(real[:, None], phi, 1.0e30))
+    before = tl.gather(s, tl.where(i == 0, UNIT - 1, i - 1), 0)
+    gap = tl.where(i == 0, s + FULL, s) - before
+    gap = tl.where(i < UNIT, gap, -1.0)
+    widest = tl.reduce(gap, 0, tl.standard._elementwise_max)
+    first = tl.reduce(tl.where(gap == widest[None, :], s, 1.0e30), 0, tl.standard._elementwise_min)
+    return first, widest
+
+
+@triton.jit
+def _chunk(
+    ring,
+    ringed,
+    new,
+    fresh,
+    page16,
+    INDEX: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    PAPER: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAGE: tl.constexpr,
+    FIELD: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """(angle codes, radius codes, replaced elements) of chunk INDEX of pairs; its parameters go to the page."""
+    chunks: tl.constexpr = D // 2 // CHUNK
+    at = tl.arange(0, CHUNK)
+    real = ringed | fresh
+    cx = query_channel(INDEX, at, POLAR, D, CHUNK, ROTARY, INTERLEAVED)
+    cy = query_channel(INDEX + chunks, at, POLAR, D, CHUNK, ROTARY, INTERLEAVED)
+    x, y = _channels(ring, ringed, new, fresh, cx, HEAD), _channels(ring, ringed, new, fresh, cy, HEAD)
+    damage = lost(x) + lost(y)
+    x, y = clean(x), clean(y)
+    phi, r = arctangent(y, x), tl.sqrt_rn(x * x + y * y)
+    longest = tl.reduce(tl.where(real[:, None], r, 0.0), 0, tl.standard._elementwise_max)
+    pair = INDEX * CHUNK + at
+    if PAPER:
+        step = positive_half(levels(longest, RADIUS_BITS))
+        tl.store(page16 + PAGE + pair, step.to(tl.float16))
+        cell = tl.full(phi.shape, FULL / (1 << BITS), tl.float32)
+        a = ((tl.div_rn(phi, cell) + ROUND) - ROUND).to(tl.int32) & ((1 << BITS) - 1)
+        r, step = tl.broadcast(r, step[None, :])
+        c = (tl.minimum(tl.div_rn(r, step), (1 << RADIUS_BITS) - 1) + ROUND) - ROUND
+    else:
+        shortest = tl.reduce(tl.where(real[:, None], r, 65504.0), 0, tl.standard._elementwise_min)
+        low, gap = widest_gap(phi, real, UNIT)
+        phi0, r0 = low.to(tl.float16).to(tl.float32), tl.minimum(shortest, 65504.0).to(tl.float16).to(tl.float32)
+        arc = positive_half((FULL - gap) / (1 << BITS))
+        step = positive_half((longest - shortest) / (1 << RADIUS_BITS))
+        tl.store(page16 + PAGE + pair, phi0.to(tl.float16))
+        tl.store(page16 + PAGE + FIELD + pair, arc.to(tl.float16))
+        tl.store(page16 + PAGE + 2 * FIELD + pair, r0.to(tl.float16))
+        tl.store(page16 + PAGE + 3 * FIELD + pair, step.to(tl.float16))
+        # measured from the middle of the gap, so that the rounding of phi0 can't wrap an angle around the circle
+        rise = phi - phi0[None, :] + gap[None, :] * 0.5
+        rise = tl.where(rise < 0, rise + FULL, tl.where(rise >= FULL, rise - FULL, rise)) - gap[None, :] * 0.5
+        rise, arc = tl.broadcast(rise, arc[None, :])
+        r, step = tl.broadcast(r - r0[None, :], step[None, :])
+        a = tl.minimum(tl.maximum(tl.floor(tl.div_rn(rise, arc)), 0.0), (1 << BITS) - 1).to(tl.int32)
+        c = tl.minimum(tl.maximum(tl.floor(tl.div_rn(r, step)), 0.0), (1 << RADIUS_BITS) - 1)
+    return a, c.to(tl.int32), damage
+
+
+@triton.jit
+def _channels(ring, ringed, new, fresh, channel, HEAD: tl.constexpr):
+    real = (channel < HEAD)[None, :]
+    old = tl.load(ring[:, None] + channel[None, :], mask=ringed[:, None] & real, other=0.0)
+    x = tl.load(new[:, None] + channel[None, :], mask=fresh[:, None] & real, other=0.0)
+    return tl.where(ringed[:, None], old, x).to(tl.float32)
+
+
+@triton.jit
+def _store(
+    words_ptr, data, FIRST, SLABS_AT: tl.constexpr, SLAB_WORDS: tl.constexpr, CODES: tl.constexpr, UNIT: tl.constexpr
+):
+    """Bytes (tokens, CHUNK) as int32 -> words of 4 pairs, from byte FIRST on, into every slab of the page."""
+    size: tl.constexpr = data.shape[0]
+    width: tl.constexpr = data.shape[1]
+    token, four, quad = tl.arange(0, size), tl.arange(0, 4), tl.arange(0, width // 4)
+    data = tl.reshape(data, (size, width // 4, 4)) << (8 * four)[None, None, :]
+    word = tl.reduce(data, 2, tl.standard._sum_combine)
+    slab = SLABS_AT + token // 32 * SLAB_WORDS + CODES + token % 32
+    tl.store(words_ptr + slab[:, None] + (FIRST // 4 + quad)[None, :] * 32, word, mask=(token < UNIT)[:, None])
+
+
+@triton.jit
+def polar_keys(
+    ring,
+    ringed,
+    new,
+    fresh,
+    words_ptr,
+    page16,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLABS_AT: tl.constexpr,
+    SLAB_WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    PAPER: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CODES: tl.constexpr,
+    RADIUS: tl.constexpr,
+    PAGE: tl.constexpr,
+    FIELD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One page; `ring`, `new` and their masks are of TOKENS tokens. CHUNK pairs lie in one plane."""
+    unit: tl.constexpr = SLABS * 32
+    chunks: tl.constexpr = D // 2 // CHUNK
+    damage = tl.full((), 0, tl.int32)
+    if BITS + RADIUS_BITS == 8:
+        for i in tl.static_range(chunks):
+            a, c, bad = _chunk(
+                ring, ringed, new, fresh, page16, i, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY, INTERLEAVED,
+                CHUNK, PAGE, FIELD, unit,
+            )  # fmt: skip
+            damage += bad
+            _store(words_ptr, a | (c << 4), i * CHUNK, SLABS_AT, SLAB_WORDS, CODES, unit)
+    else:
+        planes: tl.constexpr = 8 // (BITS if BITS < RADIUS_BITS else RADIUS_BITS)
+        width: tl.constexpr = chunks // planes  # chunks in a plane of the smaller code
+        for o in tl.static_range(width):
+            angles, radii = (), ()
+            for k in tl.static_range(planes):
+                a, c, bad = _chunk(
+                    ring, ringed, new, fresh, page16, o + k * width, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY,
+                    INTERLEAVED, CHUNK, PAGE, FIELD, unit,
+                )  # fmt: skip
+                damage += bad
+                angles, radii = angles + (a,), radii + (c,)
+            for g in tl.static_range(planes * BITS // 8):
+                data = angles[g]
+                for t in tl.static_range(1, 8 // BITS):
+                    data |= angles[g + t * (planes * BITS // 8)] << (t * BITS)
+                _store(words_ptr, data, (o + g * width) * CHUNK, SLABS_AT, SLAB_WORDS, CODES, unit)
+            for g in tl.static_range(planes * RADIUS_BITS // 8):
+                data = radii[g]
+                for t in tl.static_range(1, 8 // RADIUS_BITS):
+                    data |= radii[g + t * (planes * RADIUS_BITS // 8)] << (t * RADIUS_BITS)
+                _store(words_ptr, data, (o + g * width) * CHUNK, SLABS_AT, SLAB_WORDS, RADIUS, unit)
+    return damage

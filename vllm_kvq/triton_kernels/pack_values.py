@@ -1,0 +1,173 @@
+# ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
+"""Packs the values of one slab, and what all packing shares: the tokens' load, affine parameters and codes.
+
+zero = min, scale = (max - min) / (2^b - 1), code = round((x - zero) / scale)    with scale and zero as stored
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.lang import ROUND, TINY, clean, lost
+
+
+@triton.jit
+def load_channels(ring, ringed, new, fresh, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr):
+    """Raw float32 (tokens, WIDTH) channels from FIRST on; padding channels are zero."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    real = (channel < HEAD)[None, :]
+    old = tl.load(ring[:, None] + channel[None, :], mask=ringed[:, None] & real, other=0.0)
+    x = tl.load(new[:, None] + channel[None, :], mask=fresh[:, None] & real, other=0.0)
+    return tl.where(ringed[:, None], old, x).to(tl.float32)
+
+
+@triton.jit
+def positive_half(x):
+    return tl.maximum(tl.minimum(x, 65504.0).to(tl.float16).to(tl.float32), TINY)
+
+
+@triton.jit
+def levels(x, BITS: tl.constexpr):
+    """x / (2^b - 1), rounded once."""
+    return tl.div_rn(x, tl.full(x.shape, (1 << BITS) - 1, tl.float32))
+
+
+@triton.jit
+def parameters(low, high, BITS: tl.constexpr):
+    """(scale, zero) as float16 stores them, in float32."""
+    return positive_half(levels(high - low, BITS)), low.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def rounded(x, scale):
+    """x / scale to the nearest whole number, ties to even."""
+    x, scale = tl.broadcast(x, scale)
+    return (tl.div_rn(x, scale) + ROUND) - ROUND
+
+
+@triton.jit
+def affine(x, scale, zero, BITS: tl.constexpr):
+    """Whole float32 codes."""
+    x, scale = tl.broadcast(x - zero, scale)
+    code = tl.minimum(tl.maximum(tl.div_rn(x, scale), 0.0), (1 << BITS) - 1)
+    return (code + ROUND) - ROUND
+
+
+@triton.jit
+def store_values(base, data, FIRST, PLANE: tl.constexpr, CODES: tl.constexpr):
+    """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 tokens, from channel FIRST of the plane on."""
+    width: tl.constexpr = data.shape[1]
+    eight, four, column = tl.arange(0, 8), tl.arange(0, 4), tl.arange(0, width)
+    data = tl.reshape(data, (8, 4, width)) << (8 * four)[None, :, None]
+    word = tl.reduce(data, 1, tl.standard._sum_combine)
+    tl.store(base + CODES + eight[:, None] * PLANE + FIRST + column[None, :], word)
+
+
+@triton.jit
+def token_values(
+    ring,
+    ringed,
+    new,
+    fresh,
+    base,
+    base16,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Per token over GROUP channels. Returns how many values had to be replaced."""
+    width: tl.constexpr = D * BITS // 8
+    token = tl.arange(0, 32)
+    damage = tl.full((), 0, tl.int32)
+    scales, zeros = (), ()
+    for g in tl.static_range((D + GROUP - 1) // GROUP):
+        low = tl.full((32,), 65504.0, tl.float32)
+        high = -low
+        for c in tl.static_range(g * GROUP, min((g + 1) * GROUP, D), BLOCK):
+            raw = load_channels(ring, ringed, new, fresh, c, BLOCK, HEAD)
+            damage += lost(raw)
+            x = clean(raw)
+            low = tl.minimum(low, tl.reduce(x, 1, tl.standard._elementwise_min))
+            high = tl.maximum(high, tl.reduce(x, 1, tl.standard._elementwise_max))
+        scale, zero = parameters(low, high, BITS)
+        scales, zeros = scales + (scale,), zeros + (zero,)
+        tl.store(base16 + SCALE + g * 32 + token, scale.to(tl.float16))
+        tl.store(base16 + ZERO + g * 32 + token, zero.to(tl.float16))
+    for o in tl.static_range(0, width, BLOCK):
+        data = tl.full((32, BLOCK), 0, tl.int32)
+        for p in tl.static_range(8 // BITS):
+            x = clean(load_channels(ring, ringed, new, fresh, p * width + o, BLOCK, HEAD))
+            scale, zero = scales[(p * width + o) // GROUP], zeros[(p * width + o) // GROUP]
+            data |= affine(x, scale[:, None], zero[:, None], BITS).to(tl.int32) << (p * BITS)
+        store_values(base, data, o, width, CODES)
+    return damage
+
+
+@triton.jit
+def hybrid_choice(x, AXIS: tl.constexpr, BITS: tl.constexpr):
+    """InnerQ's better mode of each group along AXIS: (scale, float32 zero, symmetric), see formats/innerq.py."""
+    top: tl.constexpr = (1 << BITS) - 1
+    low = tl.reduce(x, AXIS, tl.standard._elementwise_min)
+    high = tl.reduce(x, AXIS, tl.standard._elementwise_max)
+    scale, _ = parameters(low, high, BITS)
+    wide = positive_half(levels(tl.maximum(tl.abs(low), tl.abs(high)), BITS))
+    zero, narrow, broad = tl.expand_dims(low, AXIS), tl.expand_dims(scale, AXIS), tl.expand_dims(wide, AXIS)
+    error = zero + affine(x, narrow, zero, BITS) * narrow - x
+    signed = tl.minimum(tl.maximum(rounded(x, broad), -top), top)
+    other = signed * broad - x
+    error = tl.reduce(error * error, AXIS, tl.standard._sum_combine)
+    symmetric = tl.reduce(other * other, AXIS, tl.standard._sum_combine) < error
+    return tl.where(symmetric, wide, scale), low, symmetric
+
+
+@triton.jit
+def hybrid_codes(x, scale, zero, symmetric, BITS: tl.constexpr):
+    """(codes, sign bits) int32 of x; the parameters are broadcast to it."""
+    top: tl.constexpr = (1 << BITS) - 1
+    signed = tl.minimum(tl.maximum(rounded(x, scale), -top), top).to(tl.int32)
+    plain = affine(x, scale, zero, BITS).to(tl.int32)
+    return tl.where(symmetric, signed & top, plain), (signed >= 0).to(tl.int32)
+
+
+@triton.jit
+def hybrid_values(
+    ring,
+    ringed,
+    new,
+    fresh,
+    base,
+    base16,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    SLOT: tl.constexpr,
+):
+    """InnerQ: per channel over the slab's tokens."""
+    width: tl.constexpr = D * BITS // 8
+    token, column = tl.arange(0, 32), tl.arange(0, BLOCK)
+    damage = tl.full((), 0, tl.int32)
+    for o in tl.static_range(0, width, BLOCK):
+        data = tl.full((32, BLOCK), 0, tl.int32)
+        for p in tl.static_range(8 // BITS):
+            raw = load_channels(ring, ringed, new, fresh, p * width + o, BLOCK, HEAD)
+            damage += lost(raw)
+            x = clean(raw)
+            scale, zero, symmetric = hybrid_choice(x, 0, BITS)
+            code, sign = hybrid_codes(x, scale[None, :], zero[None, :], symmetric[None, :], BITS)
+            data |= code << (p * BITS)
+            # element e at bit 8 (e % 4) + e / 4
+            signs = tl.reduce(sign << (8 * (token % 4) + token // 4)[:, None], 0, tl.standard._sum_combine)
+            channel = p * width + o + column
+            tl.store(base16 + SCALE + channel, tl.where(symmetric, -scale, scale).to(tl.float16))
+            tl.store(base + SLOT + channel, tl.where(symmetric, signs, zero.to(tl.int32, bitcast=True)))
+        store_values(base, data, o, width, CODES)
+    return damage

@@ -1,0 +1,313 @@
+# ruff: noqa: SIM102  (an `if` over constants must stand alone: only then is its branch left out)
+"""The ends of one layer's step: `begin` decides for every request what happens, `commit` keeps its new tokens.
+
+    begin    per request from query_start, seq_lens and the sidecar's header (the rules of integration/plan.py):
+             context c = length - q, start = c for a fresh (zero) header, boundary B = max(floor((c - W) / P) P, start);
+             then the state of a new request (InnerQ's norm, SQuat's subspace of a short prompt) and its sinks
+    commit   the newest min(q, R) tokens into the ring, and the header
+
+`begin` runs before packing and attention, `commit` after them: what it overwrites in the ring is still read by a long
+chunk. Nothing is decided on the host. A request is left alone when it has no new tokens, when one of its sidecar
+blocks is block 0 or out of range, and when its header belongs to other tokens, which is counted as a fault.
+
+A slot of a companion is one token's raw keys and values [2][HEADS][HEAD]; slot s of a request lies in its block
+s // SPB. Slot 0 holds the header, then the state in float32, from RING_AT on the ring, position p at p % RING.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.lang import clean, row_sum
+
+HEADER: tl.constexpr = tl.constexpr(0x4B565153)  # integration/sidecar.py
+
+# rows of the plan, (8, requests) int32
+FIRST: tl.constexpr = tl.constexpr(0)
+COUNT: tl.constexpr = tl.constexpr(1)  # new tokens; 0: leave the request alone
+CONTEXT: tl.constexpr = tl.constexpr(2)
+START: tl.constexpr = tl.constexpr(3)
+LOW: tl.constexpr = tl.constexpr(4)  # packed tokens [low, high) are attended
+HIGH: tl.constexpr = tl.constexpr(5)
+BOUNDARY: tl.constexpr = tl.constexpr(6)
+FRESH: tl.constexpr = tl.constexpr(7)
+
+
+@triton.jit
+def slot_offset(table_ptr, slot, inside, blocks, block_stride, SPB: tl.constexpr, SLOT: tl.constexpr):
+    """(int64 offset of a slot, whether it may be touched)."""
+    block = tl.load(table_ptr + slot // SPB, mask=inside, other=0).to(tl.int64)
+    there = inside & (block > 0) & (block < blocks)
+    return tl.where(there, block, 0) * block_stride + slot % SPB * SLOT, there
+
+
+@triton.jit
+def state_offset(table_ptr, index, inside, blocks, block_stride, SPB: tl.constexpr, SLOT: tl.constexpr):
+    """Float32 number `index` of a request's state, in float32 elements of the pool; SLOT in these elements, too."""
+    offset, there = slot_offset(table_ptr, 1 + index // SLOT, inside, blocks, block_stride, SPB, SLOT)
+    return offset + index % SLOT, there
+
+
+@triton.jit
+def begin_kernel(
+    query_start_ptr,
+    seq_lens_ptr,
+    side_table_ptr,
+    sink_table_ptr,
+    side_words_ptr,
+    side_floats_ptr,
+    sink_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    plan_ptr,
+    faults_ptr,
+    requests,
+    side_row,
+    sink_row,
+    side_blocks,
+    sink_blocks,
+    side_words,
+    sink_elements,
+    query_token,
+    query_head,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
+    SPEC: tl.constexpr,
+    SPB: tl.constexpr,
+    SLOT: tl.constexpr,
+    WORDS: tl.constexpr,
+    SIDE_BLOCKS: tl.constexpr,
+    NORM: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid: (requests, HEADS). WORDS is a slot in 32-bit words, ROWS holds (1 + SPEC) SHARE queries."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(query_start_ptr + request).to(tl.int32)
+    count = tl.load(query_start_ptr + request + 1).to(tl.int32) - first
+    end = tl.load(seq_lens_ptr + request).to(tl.int32)
+    context = end - count
+    side_table = side_table_ptr + request * side_row
+    ok = (count > 0) & (context >= 0)
+    for i in range(SIDE_BLOCKS):
+        block = tl.load(side_table + i)
+        ok = ok & (block > 0) & (block < side_blocks)
+    header = side_words_ptr + tl.where(ok, tl.load(side_table), 0).to(tl.int64) * side_words
+    magic, start, upcoming = tl.load(header), tl.load(header + 1), tl.load(header + 2)
+    fresh = magic == 0
+    start = tl.where(fresh, context, start)
+    rewound = upcoming - context
+    stale = ((magic != HEADER) | (rewound < 0) | (rewound > SPEC)) & (magic != 0)
+    stale = ok & (stale | (start % UNIT != 0))
+    ok = ok & (stale == 0)
+    boundary = tl.maximum(tl.maximum(context - W, 0) // UNIT * UNIT, start)
+    low = tl.minimum(boundary, S)
+    count = tl.where(ok, count, 0)
+    if head == 0:
+        plan = plan_ptr + request
+        tl.store(plan + FIRST * requests, first)
+        tl.store(plan + COUNT * requests, count)
+        tl.store(plan + CONTEXT * requests, context)
+        tl.store(plan + START * requests, start)
+        tl.store(plan + LOW * requests, low)
+        tl.store(plan + HIGH * requests, tl.where(ok, boundary, low))
+        tl.store(plan + BOUNDARY * requests, boundary)
+        tl.store(plan + FRESH * requests, fresh.to(tl.int32))
+        if stale:
+            tl.atomic_add(faults_ptr, 1)
+
+    column = tl.arange(0, COLUMNS)
+    if NORM:
+        if (count > 0) & (fresh | (count > 1 + SPEC)):
+            _norm(
+                key_ptr + first.to(tl.int64) * key_token + head * key_head,
+                side_table, side_floats_ptr, count, fresh, head, key_token, side_blocks, side_words,
+                HEAD, D, COLUMNS, SPB, WORDS,
+            )  # fmt: skip
+    if RANK > 0:
+        if (count > 0) & (count <= 1 + SPEC) & fresh:
+            row = tl.arange(0, ROWS)
+            inside = (row < count * SHARE)[:, None] & (column < HEAD)[None, :]
+            place = (first + row // SHARE).to(tl.int64) * query_token + (head * SHARE + row % SHARE) * query_head
+            x = clean(tl.load(query_ptr + place[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32))
+            _subspace(
+                x, side_table, side_floats_ptr, head, side_blocks, side_words,
+                D, COLUMNS, SPB, WORDS, RANK, ROWS,
+            )  # fmt: skip
+    if S > 0:
+        if (start == 0) & (context < S):
+            sink_table = sink_table_ptr + request * sink_row
+            for at in range(0, tl.minimum(count, S - context), 16):
+                token = at + tl.arange(0, 16)
+                slot = context + token
+                mine = (token < count) & (slot < S)
+                target, there = slot_offset(sink_table, slot, mine, sink_blocks, sink_elements, SPB, SLOT)
+                inside = there[:, None] & (column < HEAD)[None, :]
+                row = (first + token).to(tl.int64)[:, None]
+                target = sink_ptr + target[:, None] + head * HEAD + column[None, :]
+                k = tl.load(key_ptr + row * key_token + head * key_head + column[None, :], mask=inside, other=0.0)
+                v = tl.load(value_ptr + row * value_token + head * value_head + column[None, :], mask=inside, other=0.0)
+                tl.store(target, k, mask=inside)
+                tl.store(target + HEADS * HEAD, v, mask=inside)
+
+
+@triton.jit
+def _norm(
+    key,
+    side_table,
+    side_floats_ptr,
+    count,
+    fresh,
+    head,
+    key_token,
+    side_blocks,
+    side_words,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPB: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """InnerQ: norm_c = sqrt(max_t |K_tc|) of the prompt so far."""
+    column = tl.arange(0, COLUMNS)
+    top = tl.full((COLUMNS,), 0.0, tl.float32)
+    for at in range(0, count, 16):
+        token = at + tl.arange(0, 16)
+        inside = (token < count)[:, None] & (column < HEAD)[None, :]
+        x = clean(
+            tl.load(key + token.to(tl.int64)[:, None] * key_token + column[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
+        )
+        top = tl.maximum(top, tl.reduce(tl.abs(x), 0, tl.standard._elementwise_max))
+    norm = tl.sqrt_rn(top)
+    place, there = state_offset(side_table, head * D + column, column < D, side_blocks, side_words, SPB, WORDS)
+    before = tl.load(side_floats_ptr + place, mask=there, other=0.0)
+    tl.store(side_floats_ptr + place, tl.where(fresh, norm, tl.maximum(before, norm)), mask=there)
+
+
+@triton.jit
+def _subspace(
+    x,
+    side_table,
+    side_floats_ptr,
+    head,
+    side_blocks,
+    side_words,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPB: tl.constexpr,
+    WORDS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """SQuat's U = diag(S) V^T of a prompt that is as short as a decode step: few rows x (ROWS, COLUMNS).
+
+    The leading left singular vector v comes from repeated squaring of x x^T; then u = v^T x, and x loses v u^T.
+    """
+    column = tl.arange(0, COLUMNS)
+    i = tl.arange(0, ROWS)
+    diagonal = i[:, None] == i[None, :]
+    for rank in range(RANK):
+        power = tl.dot(x, tl.trans(x), input_precision="ieee")
+        for _ in range(10):
+            trace = tl.reduce(row_sum(tl.where(diagonal, power, 0.0)), 0, tl.standard._sum_combine)
+            power = power / tl.maximum(trace, 1.0e-30)
+            power = tl.dot(power, power, input_precision="ieee")
+        weight = row_sum(tl.where(diagonal, power, 0.0))
+        best = tl.reduce(weight, 0, tl.standard._elementwise_max)
+        chosen = tl.reduce(tl.where(weight == best, i, ROWS), 0, tl.standard._elementwise_min)
+        v = row_sum(tl.where(i[None, :] == chosen, power, 0.0))
+        v = v / tl.maximum(tl.sqrt_rn(tl.reduce(v * v, 0, tl.standard._sum_combine)), 1.0e-30)
+        u = tl.reduce(v[:, None] * x, 0, tl.standard._sum_combine)
+        x = x - v[:, None] * u[None, :]
+        index = (head * RANK + rank) * D + column
+        place, there = state_offset(side_table, index, column < D, side_blocks, side_words, SPB, WORDS)
+        tl.store(side_floats_ptr + place, u, mask=there)
+
+
+@triton.jit
+def commit_kernel(
+    plan_ptr,
+    side_table_ptr,
+    side_words_ptr,
+    side_ptr,
+    key_ptr,
+    value_ptr,
+    requests,
+    side_row,
+    side_blocks,
+    side_words,
+    side_elements,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPB: tl.constexpr,
+    SLOT: tl.constexpr,
+    RING: tl.constexpr,
+    RING_AT: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Grid: (requests, tiles of TOKENS tokens, HEADS)."""
+    request, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    plan = plan_ptr + request
+    count = tl.load(plan + COUNT * requests)
+    if count > 0:
+        first, context = tl.load(plan + FIRST * requests), tl.load(plan + CONTEXT * requests)
+        side_table = side_table_ptr + request * side_row
+        token = tl.maximum(count - RING, 0) + tile * TOKENS + tl.arange(0, TOKENS)
+        slot = RING_AT + (context + token) % RING
+        target, there = slot_offset(side_table, slot, token < count, side_blocks, side_elements, SPB, SLOT)
+        column = tl.arange(0, COLUMNS)
+        inside = there[:, None] & (column < HEAD)[None, :]
+        row = (first + token).to(tl.int64)[:, None]
+        k = tl.load(key_ptr + row * key_token + head * key_head + column[None, :], mask=inside, other=0.0)
+        v = tl.load(value_ptr + row * value_token + head * value_head + column[None, :], mask=inside, other=0.0)
+        target = side_ptr + target[:, None] + head * HEAD + column[None, :]
+        tl.store(target, k, mask=inside)
+        tl.store(target + HEADS * HEAD, v, mask=inside)
+        if (tile == 0) & (head == 0):
+            header = side_words_ptr + tl.load(side_table).to(tl.int64) * side_words
+            tl.store(header, HEADER)
+            tl.store(header + 1, tl.load(plan + START * requests))
+            tl.store(header + 2, context + count)
+
+
+@triton.jit
+def load_token(
+    request,
+    position,
+    plan_ptr,
+    requests,
+    side_table_ptr,
+    side_row,
+    side_blocks,
+    side_elements,
+    SPB: tl.constexpr,
+    SLOT: tl.constexpr,
+    RING: tl.constexpr,
+    RING_AT: tl.constexpr,
+):
+    """Where tokens of a request lie: (whether in the ring, offset there, row among the new tokens)."""
+    context = tl.load(plan_ptr + CONTEXT * requests + request)
+    first = tl.load(plan_ptr + FIRST * requests + request)
+    old = position < context
+    slot = RING_AT + position % RING
+    ring, there = slot_offset(side_table_ptr + request * side_row, slot, old, side_blocks, side_elements, SPB, SLOT)
+    return there, ring, tl.where(old, 0, first + position - context).to(tl.int64)
