@@ -28,7 +28,7 @@ import torch
 from vllm_kvq.bench.figures import Measured, plot, write_csv
 from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
-from vllm_kvq.bench.vllm_build import BASELINES, baselines, on_avx2
+from vllm_kvq.bench.vllm_build import BASELINES, baselines
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.kernels import cpu
 
@@ -81,7 +81,9 @@ def line(row: Row, targets: bool) -> str:
     text = f"  {row.name:8} {row.ms:9.3f} ms  best {row.best:9.3f}  {row.gb_per_s:6.1f} GB/s  {row.floor:5.1f} x copy"
     text += "".join(f"  {ratio:6.2f} x {base}" for base, ratio in row.ratio.items())
     if targets and row.name in TARGETS and row.ratio:
-        owed = {"bf16": AVX2_TARGET} if on_avx2() else dict(zip(BASELINES, TARGETS[row.name], strict=True))
+        owed = dict(zip(BASELINES, TARGETS[row.name], strict=True))
+        if cpu.ISAS[cpu.isa()] == "avx2":
+            owed = {"bf16": AVX2_TARGET}
         missed = [f"{1 - row.ratio[b] / t:.0%} below {t:g} x {b}" for b, t in owed.items() if row.ratio[b] < t]
         text += "  " + (", ".join(missed) or "target met")
     return text

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_kvq.bench import vllm_build
 from vllm_kvq.formats import FORMATS, Geometry, get_format
 
 BLOCK = 128
@@ -38,7 +39,7 @@ class Plain:
     """vLLM's CPU_ATTN over its bf16 cache: `chunk` queries after `context` tokens."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: int) -> None:
-        import vllm._C  # noqa: F401  registers the operators
+        vllm_build.load()
         from vllm import _custom_ops as ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

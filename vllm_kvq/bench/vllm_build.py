@@ -6,18 +6,20 @@ processor; where our kernels are held to AVX2 ($VLLM_KVQ_ISA=avx2), it is told t
 
 from __future__ import annotations
 
-import torch
+import functools
+import os
 
-from vllm_kvq.kernels import cpu
+import torch
 
 BASELINES = {"bf16": "auto", "fp8": "fp8"}
 """Name -> vLLM's cache dtype."""
 
 
 def on_avx2() -> bool:
-    return cpu.ISAS[cpu.isa()] == "avx2"
+    return os.environ.get("VLLM_KVQ_ISA") == "avx2" or not torch.cpu._is_avx512_supported()
 
 
+@functools.cache
 def load() -> None:
     """Registers vLLM's operators."""
     if on_avx2():

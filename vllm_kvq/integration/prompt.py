@@ -6,9 +6,20 @@ prompt then costs what it costs without us. It returns no log-sum-exp, so a chun
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 BLOCK = 128
+
+
+@functools.cache
+def _register_operators() -> None:
+    """vLLM's engine has done so; its wheel holds one library per processor, and a second one can't be loaded."""
+    if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -17,7 +28,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
         by_head = (x.transpose(1, 2) for x in (query, key, value))
         attention = torch.nn.functional.scaled_dot_product_attention
         return attention(*by_head, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
-    import vllm._C  # noqa: F401  registers the operators
+    _register_operators()
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
