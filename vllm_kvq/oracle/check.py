@@ -8,6 +8,7 @@ cached, but no blocks, and wants every greedy token to be the reference's own ch
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -19,7 +20,7 @@ from vllm_kvq.oracle.trace import Result, Trace
 from vllm_kvq.oracle.whole import Whole
 
 PERTURBED = 24
-"""Replays with float32 noise that a mismatch has to survive (see `judge`)."""
+"""Disturbed replays that a mismatch has to survive (see `judge`)."""
 GREEDY = 0.01
 """Up to this temperature (vLLM's smallest) a sample is judged like a greedy one: n > 1 samples can't be greedy."""
 NEVER = 25.0
@@ -105,8 +106,9 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
 
     A code that lies on the border of two cells is rounded differently by two correct float32 programs, and all later
     logits move. So mismatches are tried again with the reference's queries, keys and values disturbed by 1e-6 and its
-    outputs by the kernels' declared error, and a token that one of these replays does choose is a tie. Ties are
-    counted, not hidden.
+    outputs by the kernels' declared error. A token is a tie if one of these replays chooses it, or if its logit once
+    comes nearer to the chosen one's than the standard deviation with which their distance varies over these replays:
+    a wrong read moves logits by far more than that. Ties are counted, not hidden.
     """
     historian, total = Historian(model.formats[0]), Verdict()
     for trace, result in zip(traces, results, strict=True):
@@ -125,14 +127,19 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
     choices = [c for life in history.lives for c in choices_of(life)]
     total.tokens = len(choices)
     model.noise = None
-    wrong = _wrong(model, history.lives, choices)
-    left = wrong
+    gap = _behind(model, history.lives, choices)
+    wrong = {c: [g] for c, g in zip(choices, gap, strict=True) if g > 0}
+    left = list(wrong)
     for seed in range(1, PERTURBED + 1):
         if not left:
             break
         model.perturb(seed)
-        left = _wrong(model, _needed(history.lives, left), left)
+        gap = _behind(model, _needed(history.lives, left), left)
+        for choice, g in zip(left, gap, strict=True):
+            wrong[choice].append(g)
+        left = [c for c in left if wrong[c][-1] > 0]
     model.noise = None
+    left = [c for c in left if min(wrong[c]) > statistics.stdev(wrong[c])]
     total.ties = len(wrong) - len(left)
     total.mismatches = sorted(map(str, left))
     return total
@@ -155,8 +162,8 @@ def choices_of(life: Life) -> list[Choice]:
     return found
 
 
-def _wrong(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]) -> list[Choice]:
-    """The choices that the reference does not make."""
+def _behind(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]) -> list[float]:
+    """By how much the reference prefers another token, beyond what the temperature allows; 0 or less: it agrees."""
     if not choices:
         return []
     whole = Whole(model, lives)
@@ -165,7 +172,7 @@ def _wrong(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice])
     token = torch.tensor([c.token for c in choices])[:, None]
     behind = logits.amax(1) - logits.gather(1, token)[:, 0]
     allowed = torch.tensor([NEVER * c.life.request.temperature for c in choices])
-    return [c for c, bad in zip(choices, (behind > allowed).tolist(), strict=True) if bad]
+    return (behind - allowed).tolist()
 
 
 def distance(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result], found: Difference) -> float:
