@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 import traces
 
 from vllm_kvq.demo.model import random_model
+from vllm_kvq.oracle.forked import EngineProcess
 from vllm_kvq.oracle.trace import Result, Trace
 
 Run = Callable[..., list[Result]]
@@ -32,23 +31,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(model: Path) -> Run:
     """run(traces, **engine arguments) -> results."""
 
     def go(todo: list[Trace], model_path: Path = model, **engine: Any) -> list[Result]:
-        folder = tmp_path_factory.mktemp("job")
-        job = {"model": str(model_path), "engine": engine, "traces": [t.to_json() for t in todo]}
-        (folder / "job.json").write_text(json.dumps(job))
-        command = [
-            sys.executable,
-            "-m",
-            "vllm_kvq.oracle.engine",
-            str(folder / "job.json"),
-            str(folder / "out.json"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-        assert done.returncode == 0, f"engine {engine} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        return [Result.from_json(r) for r in json.loads((folder / "out.json").read_text())]
+        # the engine is forked from a process that has an environment of its own
+        kernels = {"VLLM_KVQ_KERNELS": os.environ.get("VLLM_KVQ_KERNELS", "auto")}
+        with EngineProcess(str(model_path), engine, kernels) as process:
+            return [process.run(trace) for trace in todo]
 
     return go
 

@@ -1,8 +1,6 @@
 """Runs traces on the real engine, in this process, and writes down what the scheduler did.
 
-    python -m vllm_kvq.oracle.engine JOB.json RESULT.json
-
-JOB is {"model": path, "engine": {arguments of vllm.LLM}, "traces": [...]}; the engine is observed, not changed.
+The engine is observed, not changed.
 """
 
 from __future__ import annotations
@@ -145,15 +143,3 @@ def _blocks(model: str, pool: float, arguments: dict[str, Any]) -> int:
     slots = SlotGeometry.of(fmt, config["num_key_value_heads"], drafts)
     pages = -(-arguments["max_model_len"] // fmt.N)
     return 1 + int(pool * (pages + slots.sidecar_blocks + slots.sink_blocks))
-
-
-def main() -> int:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    engine = TracedEngine(job["model"], **job["engine"])
-    results = [engine.run(Trace.from_json(t)).to_json() for t in job["traces"]]
-    Path(sys.argv[2]).write_text(json.dumps(results))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

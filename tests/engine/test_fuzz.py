@@ -1,0 +1,56 @@
+"""The fuzzer: a minute of it finds nothing, a planted fault is found and made small, known cases stay well."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults import stale_page
+
+from vllm_kvq.fuzz.attempt import Runners
+from vllm_kvq.fuzz.case import Case
+from vllm_kvq.fuzz.main import DEFAULT
+from vllm_kvq.fuzz.session import Session, minimal
+
+pytestmark = pytest.mark.engine
+CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_a_minute_finds_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "vllm_kvq", "fuzz", "--seed", "1", "--minutes", "1", "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    counts = json.loads(report.read_text())["counts"]
+    assert counts["total"]["mismatches"] == 0
+    assert {name for name, row in counts.items() if row["requests"] > 0} == {*DEFAULT, "total"}
+    assert min(counts["total"][what] for what in ("hits", "rejected", "aborts")) > 0
+
+
+@pytest.mark.slow
+def test_a_stale_page_is_found_and_made_small(model: Path) -> None:
+    session = Session(str(model), seed=5, seconds=60, formats=["squat2"], jobs=1, prepare=stale_page)
+    session.run()
+    assert session.finding is not None
+    small, messages = minimal(str(model), session.finding, 40, stale_page)
+    assert messages
+    assert small.size < session.finding.case.size
+    # as it is printed, it fails with the fault and only with it
+    again = Case.from_json(json.loads(json.dumps(small.to_json())))
+    for prepare, wrong in ((stale_page, True), (None, False)):
+        runners = Runners(str(model), prepare)
+        assert bool(runners.judge(again).mismatches) == wrong
+        runners.close()
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
+def test_known_cases(path: Path, model: Path) -> None:
+    runners = Runners(str(model))
+    verdict = runners.judge(Case.from_json(json.loads(path.read_text())))
+    runners.close()
+    assert not verdict.mismatches
