@@ -10,20 +10,23 @@ from poison import packed_layers
 
 
 def stale_page(engine: Any) -> None:
-    """Every third block keeps the slabs that its last owner packed: silent, for they are well formed."""
-    for layer in packed_layers(engine):
+    """Every third block keeps the slabs that its first owner packed: silent, for they are well formed."""
+    layers = packed_layers(engine)
+    assert layers
+    for layer in layers:
         layer.kernels = replace(layer.kernels, pack=_keeping_old(layer.kernels.pack))
 
 
 def _keeping_old(pack: Any) -> Any:
+    first: dict[tuple[int, int], torch.Tensor] = {}
+
     def packed(fmt: Any, pages: torch.Tensor, units: Any, *rest: Any) -> Any:
-        blocks = units.page[units.page % 3 == 0].unique()
-        before, there = pages[blocks], fmt.packed_slabs(pages, blocks)
         replaced = pack(fmt, pages, units, *rest)
         size = fmt.slab_region.nbytes
-        for i, slab in there.nonzero().tolist():
-            at = slice(fmt.slabs_at + slab * size, fmt.slabs_at + (slab + 1) * size)
-            pages[blocks[i], :, at] = before[i, :, at]
+        for page in units.page[units.page % 3 == 0].unique().tolist():
+            for slab in fmt.packed_slabs(pages, torch.tensor([page]))[0].nonzero().flatten().tolist():
+                at = slice(fmt.slabs_at + slab * size, fmt.slabs_at + (slab + 1) * size)
+                pages[page, :, at] = first.setdefault((page, slab), pages[page, :, at].clone())
         return replaced
 
     return packed

@@ -15,7 +15,7 @@ from vllm_kvq.demo.random_model import random_model
 from vllm_kvq.fuzz.case import MODEL
 from vllm_kvq.oracle.check import compare
 from vllm_kvq.oracle.forked import EngineProcess
-from vllm_kvq.oracle.trace import Result, Trace
+from vllm_kvq.oracle.trace import Result
 
 pytestmark = pytest.mark.engine
 ENGINES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from random import Random
 from vllm_kvq.fuzz.attempt import Runner, Runners
 from vllm_kvq.fuzz.case import Case
 from vllm_kvq.fuzz.draw import Drawer, draw_setup
-from vllm_kvq.fuzz.shrink import Shrinker
+from vllm_kvq.fuzz.shrink import Shrinker, last_good
 from vllm_kvq.oracle.check import Verdict
 from vllm_kvq.oracle.forked import Prepare
 from vllm_kvq.oracle.trace import Result, Trace
@@ -140,11 +140,20 @@ def minimal(model: str, finding: Finding, seconds: float, prepare: Prepare | Non
         case = next((c for c in (finding.case, finding.longer) if runners.judge(c, fresh=True).mismatches), None)
         if case is None:
             return finding.longer, finding.messages
-        shrinker = Shrinker(case, lambda c: bool(runners.judge(c).mismatches), lambda: time.monotonic() > end)
-        small = shrinker.run()
-        for candidate in (small, case):
-            if messages := runners.judge(candidate, fresh=True).mismatches:
-                return candidate, messages
-        return finding.case, finding.messages
+
+        def over() -> bool:
+            return time.monotonic() > end
+
+        def wrong_on_a_fresh_engine(c: Case) -> bool:
+            return bool(runners.judge(c, fresh=True).mismatches)
+
+        shrinker = Shrinker(case, lambda c: bool(runners.judge(c).mismatches), over)
+        shrinker.run()
+        # what other cases left in the engine may have made a small one fail
+        small = last_good(shrinker.path, wrong_on_a_fresh_engine)
+        if small != shrinker.path[-1]:
+            small = Shrinker(small, wrong_on_a_fresh_engine, over).run()
+        messages = runners.judge(small, fresh=True).mismatches
+        return (small, messages) if messages else (finding.case, finding.messages)
     finally:
         runners.close()

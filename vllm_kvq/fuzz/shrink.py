@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,8 @@ class Shrinker:
 
     def __init__(self, case: Case, fails: Fails, done: Callable[[], bool]) -> None:
         self.case, self.fails, self.done = case, fails, done
+        self.path = [case]
+        """Every case that was kept, the smallest last."""
         self.tried = 0
 
     def run(self) -> Case:
@@ -58,6 +60,7 @@ class Shrinker:
         if not self.fails(candidate):
             return False
         self.case = candidate
+        self.path.append(candidate)
         return True
 
     def _places(self) -> list[At]:
@@ -111,6 +114,20 @@ class Shrinker:
 
     def _change(self, at: At, request: Request) -> bool:
         return self._try(_with(self.case, at, request))
+
+
+def last_good(path: Sequence[Case], fails: Fails) -> Case:
+    """About the last case on the path that fails by `fails` too; the first is known to."""
+    if fails(path[-1]):
+        return path[-1]
+    low, high = 0, len(path) - 2
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fails(path[middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return path[low]
 
 
 def _get(case: Case, at: At) -> Request:

@@ -21,6 +21,8 @@ from vllm_kvq.oracle.whole import Whole
 
 PERTURBED = 24
 """Disturbed replays that a mismatch has to survive (see `judge`)."""
+SURE, FAR = 6, 8.0
+"""After so many replays, a token that never came within so many standard deviations is not tried any longer."""
 GREEDY = 0.01
 """Up to this temperature (vLLM's smallest) a sample is judged like a greedy one: n > 1 samples can't be greedy."""
 NEVER = 25.0
@@ -127,22 +129,28 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
     choices = [c for life in history.lives for c in choices_of(life)]
     total.tokens = len(choices)
     model.noise = None
-    gap = _behind(model, history.lives, choices)
-    wrong = {c: [g] for c, g in zip(choices, gap, strict=True) if g > 0}
+    gaps = _behind(model, history.lives, choices)
+    wrong = {c: [gap] for c, gap in zip(choices, gaps, strict=True) if gap > 0}
+    left = _unexplained(model, history.lives, wrong)
+    total.ties = len(wrong) - len(left)
+    total.mismatches = sorted(map(str, left))
+    return total
+
+
+def _unexplained(model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, list[float]]) -> list[Choice]:
+    """Those choices (each with its first gap) that rounding does not explain; see `judge`."""
     left = list(wrong)
     for seed in range(1, PERTURBED + 1):
         if not left:
             break
         model.perturb(seed)
-        gap = _behind(model, _needed(history.lives, left), left)
-        for choice, g in zip(left, gap, strict=True):
-            wrong[choice].append(g)
+        for choice, gap in zip(left, _behind(model, _needed(lives, left), left), strict=True):
+            wrong[choice].append(gap)
         left = [c for c in left if wrong[c][-1] > 0]
+        if seed == SURE:
+            left = [c for c in left if min(wrong[c]) < FAR * statistics.stdev(wrong[c])]
     model.noise = None
-    left = [c for c in left if min(wrong[c]) > statistics.stdev(wrong[c])]
-    total.ties = len(wrong) - len(left)
-    total.mismatches = sorted(map(str, left))
-    return total
+    return [c for c, gaps in wrong.items() if min(gaps) > max(0.0, statistics.stdev(gaps))]
 
 
 def choices_of(life: Life) -> list[Choice]:
