@@ -5,7 +5,6 @@
 #include <tvm/ffi/function.h>
 
 #include "decode.h"
-#include "merge.h"
 #include "pack.h"
 #include "query.h"
 
@@ -166,29 +165,27 @@ int64_t workspace_bytes(int64_t d, int64_t programs, int64_t tile_rows) {
 }
 
 void attend_table(TensorView layout, TensorView inner, TensorView outer, double scale_inner, double scale_outer,
-                  TensorView query, TensorView start, int64_t longest, TensorView pages, TensorView table, TensorView low,
-                  TensorView high, double scale, int64_t tile_rows, TensorView workspace, TensorView out, TensorView lse, int64_t stream) {
+                  TensorView query, TensorView start, int64_t first, int64_t longest, TensorView pages,
+                  TensorView table, TensorView low, TensorView high, double scale, int64_t tile_rows,
+                  TensorView workspace, TensorView out, TensorView lse, int64_t stream) {
   begin();
   const Layout l = read_layout(layout);
   kvq::QueryParams q{};
   kvq::DecodeParams d{};
   q.pages = d.pages = read_pages(pages, l);
-  require(query.ndim() == 4 && query.size(3) == l.d && query.stride(3) == 1,
-          "query must be (requests, queries, heads, head size) with dense rows");
-  const bool ragged = start.numel() > 0;
-  require(!ragged || (query.size(0) == 1 && dense(start)), "with `start` query must be (1, tokens, heads, head size)");
+  require(query.ndim() == 3 && query.size(2) == l.d && query.stride(2) == 1,
+          "query must be (tokens, heads, head size) with dense rows");
+  require(start.ndim() == 1 && start.numel() > 1 && dense(start), "start must be dense, one number more than requests");
+  require(first >= 0 && longest > 0, "no queries");
   q.type = type_of(query);
   q.query = data<const void>(query);
-  q.request_stride = query.stride(0);
-  q.token_stride = query.stride(1);
-  q.head_stride = query.stride(2);
+  q.token_stride = query.stride(0);
+  q.head_stride = query.stride(1);
   const int64_t heads = pages.size(1);
-  require(heads > 0 && query.size(2) % heads == 0, "query heads must be a multiple of the KV heads");
+  require(heads > 0 && query.size(1) % heads == 0, "query heads must be a multiple of the KV heads");
   require(tile_rows == 8 || tile_rows == 16, "a program takes 8 or 16 rows");
-  const int64_t requests = ragged ? start.numel() - 1 : query.size(0);
-  kvq::Rows rows{int32_t(requests), int32_t(ragged ? longest : query.size(1)), int32_t(heads),
-                 int32_t(query.size(2) / heads), 0, int32_t(tile_rows),
-                 ragged ? data<const void>(start) : nullptr, ragged ? wide(start) : 0, query.size(0) * query.size(1)};
+  kvq::Rows rows{int32_t(start.numel() - 1), int32_t(longest), int32_t(heads), int32_t(query.size(1) / heads), 0,
+                 int32_t(tile_rows), int32_t(first), data<const void>(start), wide(start), query.size(0)};
   rows.tiles = int32_t((int64_t(rows.queries) * rows.share + tile_rows - 1) / tile_rows);
   q.rows = d.rows = rows;
   require(table.ndim() == 2 && table.size(0) == rows.requests && (table.size(1) <= 1 || table.stride(1) == 1),
@@ -232,7 +229,7 @@ void attend_table(TensorView layout, TensorView inner, TensorView outer, double 
   d.inverse = q.inverse;
   d.index = q.index;
 
-  const int64_t lines = rows.tokens * query.size(2);
+  const int64_t lines = rows.tokens * query.size(1);
   require(lse.numel() % lines == 0 && lse.numel() > 0, "lse must be (splits, tokens, heads)");
   d.splits = int32_t(lse.numel() / lines);
   require(d.splits <= 65535, "too many splits");
@@ -246,21 +243,10 @@ void attend_table(TensorView layout, TensorView inner, TensorView outer, double 
   }
 }
 
-void merge(TensorView parts, TensorView part_lse, TensorView out, TensorView lse, int64_t stream) {
-  begin();
-  const int64_t rows = lse.numel(), d = out.size(out.ndim() - 1), splits = rows ? part_lse.numel() / rows : 0;
-  if (!rows) return;
-  kvq::MergeParams p{floats<const float>(parts, splits * rows * d, "parts must be dense float32"),
-                     floats<const float>(part_lse, splits * rows, "their log-sum-exps must be dense float32"),
-                     floats<float>(out, rows * d, "out must be dense float32"),
-                     floats<float>(lse, rows, "lse must be dense float32"), rows, int32_t(splits), int32_t(d)};
-  launch(kvq::merge_kernel, int(rows < 65536 ? rows : 65536), int((rows + 65535) / 65536), 128, 0, stream, p);
-}
-
-// `state` is (units, heads, 2, d), or empty: then each slab chooses its outlier channels
-void pack(TensorView layout, TensorView inner, TensorView outer, TensorView pages, TensorView page, TensorView slab,
-          TensorView rows, TensorView key, TensorView value, TensorView state, TensorView ring, int64_t ring_value,
-          int64_t stream) {
+// Packs what a step completes; `side` is the sidecar's pool, (blocks, elements) of the keys' type.
+void pack(TensorView layout, TensorView inner, TensorView outer, TensorView pages, TensorView plan, TensorView table,
+          TensorView side_table, TensorView side, int64_t slots_per_block, int64_t ring, int64_t ring_at, int64_t window,
+          int64_t has_state, TensorView key, TensorView value, TensorView faults, int64_t units, int64_t stream) {
   begin();
   const Layout l = read_layout(layout);
   check_pages(pages, l);
@@ -272,17 +258,26 @@ void pack(TensorView layout, TensorView inner, TensorView outer, TensorView page
   p.heads = int32_t(pages.size(1));
   p.slabs = l.slabs;
   p.slabs_at = l.slabs_at;
-  p.units = int32_t(page.numel());
-  if (!p.units || !p.heads) return;
+  p.units = int32_t(units);
+  require(is(plan, kDLInt, 32) && dense(plan) && plan.ndim() == 2 && plan.size(0) > kvq::START,
+          "the plan must be dense int32, one column per request");
+  p.plan = data<const int32_t>(plan);
+  p.requests = int32_t(plan.size(1));
+  if (!p.requests || !p.units || !p.heads) return;
+  require(table.ndim() == 2 && table.size(0) == p.requests && (table.size(1) <= 1 || table.stride(1) == 1) &&
+              side_table.ndim() == 2 && side_table.size(0) == p.requests &&
+              (side_table.size(1) <= 1 || side_table.stride(1) == 1),
+          "tables must be (requests, blocks) with dense rows");
+  p.table = data<const void>(table);
+  p.wide_table = wide(table);
+  p.table_row = table.stride(0);
+  p.table_width = int32_t(table.size(1));
   require(key.ndim() == 3 && value.ndim() == 3 && key.size(1) == p.heads && value.size(1) == p.heads &&
               key.size(2) == l.d && value.size(2) == l.d && key.stride(2) == 1 && value.stride(2) == 1 &&
               key.size(0) == value.size(0),
           "keys and values must be (tokens, heads, head size) with dense rows");
-  require(is(page, kDLInt, 64) && is(slab, kDLInt, 64) && is(rows, kDLInt, 64) && dense(page) && dense(slab) &&
-              dense(rows) && slab.numel() == p.units && rows.numel() == int64_t(p.units) * kvq::SLAB,
-          "page, slab and rows must be dense int64: (units), (units) and (units, 32)");
-  p.key_type = type_of(key);
-  p.value_type = type_of(value);
+  p.type = type_of(key);
+  require(type_of(value) == p.type && type_of(side) == p.type, "keys, values and the sidecar must be of one type");
   p.key = data<const void>(key);
   p.value = data<const void>(value);
   p.key_token = key.stride(0);
@@ -290,29 +285,30 @@ void pack(TensorView layout, TensorView inner, TensorView outer, TensorView page
   p.value_token = value.stride(0);
   p.value_head = value.stride(1);
   p.tokens = key.size(0);
-  p.page = data<const int64_t>(page);
-  p.slab = data<const int64_t>(slab);
-  p.rows = data<const int64_t>(rows);
-  if (ring.numel()) {
-    require(dense(ring) && type_of(ring) == p.key_type, "the ring must be dense and of the keys' type");
-    p.ring = data<const void>(ring);
-    p.ring_elements = ring.numel();
-    p.ring_value = ring_value;
-  }
-  if (state.numel())
-    p.state = floats<const float>(state, int64_t(p.units) * p.heads * 2 * l.d,
-                                  "the state must be (units, heads, 2, head size) dense float32");
+  const int64_t bytes = side.dtype().bits / 8, slot = 2 * p.heads * l.d * bytes;
+  require(side.ndim() == 2 && side.stride(1) == 1 && side.stride(0) * bytes % 16 == 0 &&
+              reinterpret_cast<uintptr_t>(side.data_ptr()) % 16 == 0,
+          "the sidecar must be (blocks, elements), each block dense and aligned to 16 bytes");
+  require(slots_per_block > 0 && ring > 0 && slots_per_block * slot <= side.size(1) * bytes &&
+              side_table.size(1) * slots_per_block >= ring_at + ring,
+          "the sidecar's slots do not fit its blocks");
+  p.side = {data<const uint8_t>(side), side.size(0), side.stride(0) * bytes, data<const void>(side_table),
+            side_table.stride(0), wide(side_table), int32_t(slots_per_block), int32_t(ring), int32_t(ring_at)};
+  p.window = int32_t(window);
+  p.has_state = int32_t(has_state);
+  require(is(faults, kDLInt, 32) && dense(faults) && faults.numel() >= 2, "faults must be two int32");
+  p.faults = data<int32_t>(faults);
   p.sketches = read_sketches(inner, outer, 1.0, 1.0, l.d);
+  const int blocks = p.requests * p.units;
   switch (l.d) {
-    case 64: launch(kvq::pack_kernel<64>, p.units, p.heads, 256, kvq::Pack<64>::SHARED, stream, p); break;
-    case 128: launch(kvq::pack_kernel<128>, p.units, p.heads, 256, kvq::Pack<128>::SHARED, stream, p); break;
-    case 256: launch(kvq::pack_kernel<256>, p.units, p.heads, 256, kvq::Pack<256>::SHARED, stream, p); break;
+    case 64: launch(kvq::pack_kernel<64>, blocks, p.heads, 256, kvq::Pack<64>::SHARED, stream, p); break;
+    case 128: launch(kvq::pack_kernel<128>, blocks, p.heads, 256, kvq::Pack<128>::SHARED, stream, p); break;
+    case 256: launch(kvq::pack_kernel<256>, blocks, p.heads, 256, kvq::Pack<256>::SHARED, stream, p); break;
   }
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_table, attend_table);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, merge);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pack, pack);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_bytes, workspace_bytes);

@@ -5,9 +5,7 @@ template __global__ void kvq::decode_kernel<KVQ_D, KVQ_PART>(kvq::DecodeParams);
 #elif KVQ_PART <= 4
 #include "query.h"
 template __global__ void kvq::query_kernel<KVQ_D, KVQ_PART - 2>(kvq::QueryParams);
-#elif KVQ_PART == 5
+#else
 #include "pack.h"
 template __global__ void kvq::pack_kernel<KVQ_D>(kvq::PackParams);
-#else
-#include "merge.h"
 #endif

@@ -269,6 +269,8 @@ void to_shared(void* p, T x) {
   std::memcpy(p, &x, sizeof x);
 }
 
+inline void add_atomically(int32_t* p, int32_t x) { store(p, load(p) + x); }
+
 inline void copy_async(void* to, const void* from) {
   emulated::check_shared(to, 16);
   emulated::check_global(from, 16);

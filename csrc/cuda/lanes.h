@@ -46,6 +46,7 @@ template <class T>
 KVQ_DEV void to_shared(void* p, T x) {
   *static_cast<T*>(p) = x;
 }
+KVQ_DEV void add_atomically(int32_t* p, int32_t x) { atomicAdd(p, x); }
 
 // 16 bytes, past L1: a slab is read once
 KVQ_DEV void copy_async(void* to, const void* from) {

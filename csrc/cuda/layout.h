@@ -54,10 +54,11 @@ struct Table {
   int32_t width, wide_ids, wide_limits, listed;
 };
 
-// Rows are (request, query, query head); a program is (request, tile of rows, KV head). With `start` (requests + 1) the
-// queries of all requests lie one after the other: request i has tokens [start[i], start[i + 1]), at most `queries`.
+// Rows are (request, query, query head); a program is (request, tile of rows, KV head). The queries of all requests lie
+// one after the other: request i has tokens [start[i], start[i + 1]), of which at most `queries`, from its `first` on,
+// are attended.
 struct Rows {
-  int32_t requests, queries, heads, share, tiles, tile_rows;
+  int32_t requests, queries, heads, share, tiles, tile_rows, first;
   const void* start;
   int32_t wide_start;
   int64_t tokens;  // of query and out
@@ -70,7 +71,7 @@ struct Sketches {
 
 struct QueryParams {
   const void* query;
-  int64_t request_stride, token_stride, head_stride;
+  int64_t token_stride, head_stride;
   Type type;
   Rows rows;
   Pages pages;
@@ -97,25 +98,33 @@ struct DecodeParams {
   float *out, *lse;  // (splits, rows, D) and (splits, rows)
 };
 
-struct MergeParams {
-  const float *parts, *part_lse;
-  float *out, *lse;
-  int64_t rows;
-  int32_t splits, d;
+// A request's tokens in full precision: blocks of slots, one token's keys and values each (vllm_kvq/kernels/slots.py).
+struct Sidecar {
+  const uint8_t* data;
+  int64_t blocks, block_bytes;
+  const void* table;
+  int64_t row;  // from one request's blocks to the next
+  int32_t wide_table, slots_per_block, ring, ring_at;
 };
 
+// Rows of a step's plan (vllm_kvq/triton_kernels/step.py).
+constexpr int FIRST = 0, COUNT = 1, CONTEXT = 2, START = 3;
+
 struct PackParams {
+  const int32_t* plan;  // (rows, requests)
+  const void* table;
+  int64_t table_row;
+  int32_t wide_table, table_width, requests, units;  // units: the most that a request completes
   const void *key, *value;
   int64_t key_token, key_head, value_token, value_head;
-  Type key_type, value_type;
-  const int64_t *rows, *page, *slab;  // (units, 32), (units), (units)
-  const void* ring;                   // where negative rows point to: -1 - row is the element of a token's key, whose
-  int64_t ring_elements, ring_value;  // value lies ring_value elements later; of key_type, heads one after the other
-  const float* state;                 // (units, heads, 2, D) or null: the prompt's energies and number of tokens
-  int64_t tokens;                     // of key and value
+  Type type;       // of keys, values and the ring
+  int64_t tokens;  // of key and value
+  Sidecar side;
+  int32_t window, has_state;  // has_state: the sidecar holds the prompt's energies and number of tokens
+  int32_t* faults;            // [1] counts elements that were replaced
   uint8_t* pages;
   int64_t count, page_stride, head_stride;
-  int32_t units, heads, slabs, slabs_at;
+  int32_t heads, slabs, slabs_at;
   Sketches sketches;
 };
 

@@ -1,9 +1,11 @@
-// Packs complete slabs of 32 tokens (vllm_kvq/formats/qjl.py, values.py): one block per slab and KV head.
+// Packs the slabs of 32 tokens that a step completes (vllm_kvq/formats/qjl.py, values.py): one block per slab and KV head.
 //
 //   k_bits = sign(S k_in), k_norm = |k_in|, ko_bits = sign(S' k_out), ko_norm = |k_out|
 //   v: zero = min, scale = (max - min) / 3, code = round((x - zero) / scale)     per token and group of 32 channels
 //
-// A page out of range is skipped and a row out of range read as zeros: both are decided here.
+// What triton_kernels/pack.py decides for other formats is decided here: which slabs end in (context, context + count],
+// that those of a prefix hit's pages are left alone, that block 0 and blocks out of range are nobody's, and whether a
+// token lies in the ring or among the step's own.
 #pragma once
 
 #include "read.h"
@@ -18,18 +20,55 @@ struct Pack {
   static constexpr int OUTER_AT = TILE, MASKS_AT = OUTER_AT + S::N * STRIDE * 4, SUMS_AT = MASKS_AT + (S::M + S::MO) * 4;
   static constexpr int PARTS_AT = SUMS_AT + D * 4, INDEX_AT = PARTS_AT + 9 * 32 * 4, TAKEN_AT = INDEX_AT + S::N * 4;
   static constexpr int SCALES_AT = TAKEN_AT + D * 4;
-  static constexpr int SHARED = SCALES_AT + 2 * S::GROUPS * 32 * 4;
+  static constexpr int SOURCES_AT = SCALES_AT + 2 * S::GROUPS * 32 * 4;
+  static constexpr int SHARED = SOURCES_AT + 32 * 8;
+  static constexpr int64_t NOWHERE = INT64_MIN;
 
-  KVQ_DEV static void load_tile(char* memory, const void* x, Type type, const PackParams& p, int unit, int head,
-                                int64_t head_stride, int64_t token_stride, int64_t in_ring) {
+  // Where a request's slot begins in the sidecar's pool, in bytes; -1 if its block is nobody's.
+  KVQ_DEV static int64_t slot_at(const PackParams& p, int request, int slot) {
+    const Sidecar& s = p.side;
+    const int64_t block = load_index(s.table, s.wide_table, request * s.row + slot / s.slots_per_block);
+    if (block <= 0 || block >= s.blocks) return -1;
+    return block * s.block_bytes + int64_t(slot % s.slots_per_block) * (2 * p.heads * D * bytes_of(p.type));
+  }
+
+  // Number `index` of a request's state, which follows the header's slot; 0 if it is nowhere.
+  KVQ_DEV static float state_at(const PackParams& p, int request, int index) {
+    const int words = 2 * p.heads * D * bytes_of(p.type) / 4;
+    const int64_t at = slot_at(p, request, 1 + index / words);
+    return at < 0 ? 0.0f : load(reinterpret_cast<const float*>(p.side.data + at) + index % words);
+  }
+
+  // For each of the slab's 32 tokens: its row among the step's own, or -1 - its slot's bytes in the sidecar.
+  KVQ_DEV static void find(char* memory, const PackParams& p, int request, int first_position, int context, int first) {
+    const int t = thread_index();
+    if (t >= 32) return;
+    const int position = first_position + t;
+    int64_t source = int64_t(first) + position - context;
+    if (position < context) {
+      const int64_t slot = slot_at(p, request, p.side.ring_at + position % p.side.ring);
+      source = slot < 0 ? NOWHERE : -1 - slot;
+    }
+    to_shared(memory + SOURCES_AT + 8 * t, source);
+  }
+
+  // Keys (`second` 0) or values (1) of the slab; what is not finite is replaced and counted.
+  KVQ_DEV static void load_tile(char* memory, const void* x, const PackParams& p, int head, int64_t head_stride,
+                                int64_t token_stride, int second) {
+    int bad = 0;
     for (int i = thread_index(); i < 32 * D; i += THREADS) {
       const int t = i / D, c = i % D;
-      const int64_t row = load(p.rows + int64_t(unit) * 32 + t), element = -1 - row + in_ring + head * D + c;
+      const int64_t source = from_shared<int64_t>(memory + SOURCES_AT + 8 * t);
       float value = 0.0f;
-      if (row >= 0 && row < p.tokens) value = load_clean(x, type, row * token_stride + head * head_stride + c);
-      if (row < 0 && element < p.ring_elements) value = load_clean(p.ring, p.key_type, element);
-      to_shared(memory + (c * STRIDE + t) * 4, value);
+      if (source >= 0 && source < p.tokens)
+        value = load_float(x, p.type, source * token_stride + head * head_stride + c);
+      if (source < 0 && source != NOWHERE)
+        value = load_float(p.side.data + (-1 - source), p.type, (int64_t(second) * p.heads + head) * D + c);
+      const float kept = clean(value);
+      bad += kept != value;  // also if it is NaN
+      to_shared(memory + (c * STRIDE + t) * 4, kept);
     }
+    if (bad) add_atomically(p.faults + 1, bad);
   }
 
   // Signs of 32 tokens against one row of a sketch, as bits; `x` is [columns][STRIDE].
@@ -69,14 +108,13 @@ struct Pack {
   }
 
   // The outlier channels: the N of the largest energy, of the prompt where it decides, else of the slab.
-  KVQ_DEV static void choose(char* memory, const PackParams& p, int64_t entry) {
+  KVQ_DEV static void choose(char* memory, const PackParams& p, int request, int head) {
     const int thread = thread_index();
-    const float* state = p.state ? p.state + entry * 2 * D : nullptr;
-    const bool decided = state && load(state + D) >= float(SLAB);
+    const bool decided = p.has_state && state_at(p, request, (2 * head + 1) * D) >= float(SLAB);
     float mine = 0.0f;
     if (thread < D) {
       if (decided) {
-        mine = load(state + thread);
+        mine = state_at(p, request, 2 * head * D + thread);
       } else {
         for (int t = 0; t < 32; ++t) {
           const float x = from_shared<float>(memory + (thread * STRIDE + t) * 4);
@@ -125,17 +163,24 @@ struct Pack {
   }
 
   KVQ_DEV static void run(const PackParams& p) {
-    const int unit = block_x(), head = block_y(), thread = thread_index();
-    const int64_t page = load(p.page + unit), slab = load(p.slab + unit);
-    if (page < 0 || page >= p.count || slab < 0 || slab >= p.slabs) return;
+    const int request = block_x() / p.units, head = block_y(), thread = thread_index();
+    const int32_t* plan = p.plan + request;
+    const int first = load(plan + FIRST * p.requests), count = load(plan + COUNT * p.requests);
+    const int context = load(plan + CONTEXT * p.requests), start = load(plan + START * p.requests);
+    const int unit = context / SLAB + block_x() % p.units, place = unit / p.slabs, slab = unit % p.slabs;
+    const bool shared = start > 0 && unit < (start + p.window) / SLAB;  // with other requests
+    if (count <= 0 || shared || (unit + 1) * SLAB > context + count || place >= p.table_width) return;
+    const int64_t page = load_index(p.table, p.wide_table, request * p.table_row + place);
+    if (page <= 0 || page >= p.count) return;
     uint8_t* record = p.pages + page * p.page_stride + head * p.head_stride;
     uint8_t* out = record + p.slabs_at + slab * S::BYTES;
     char* memory = shared_memory();
-    const int64_t entry = int64_t(unit) * p.heads + head;
 
-    load_tile(memory, p.key, p.key_type, p, unit, head, p.key_head, p.key_token, 0);
+    find(memory, p, request, unit * SLAB, context, first);
     sync_block();
-    choose(memory, p, entry);
+    load_tile(memory, p.key, p, head, p.key_head, p.key_token, 0);
+    sync_block();
+    choose(memory, p, request, head);
     for (int i = thread; i < S::N * 32; i += THREADS) {  // the outliers move out of the tile
       char* from = memory + (from_shared<int>(memory + INDEX_AT + 4 * (i / 32)) * STRIDE + i % 32) * 4;
       to_shared(memory + OUTER_AT + ((i / 32) * STRIDE + i % 32) * 4, from_shared<float>(from));
@@ -161,7 +206,7 @@ struct Pack {
     }
     sync_block();
 
-    load_tile(memory, p.value, p.value_type, p, unit, head, p.value_head, p.value_token, p.ring_value);
+    load_tile(memory, p.value, p, head, p.value_head, p.value_token, 1);
     sync_block();
     for (int i = thread; i < S::GROUPS * 32; i += THREADS) {
       const int t = i % 32;

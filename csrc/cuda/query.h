@@ -22,9 +22,8 @@ KVQ_GLOBAL(128, 4) query_kernel(const QueryParams p) {
     const int64_t token = token_of(p.rows, request, r);
     float x = 0.0f;
     if (token >= 0) {
-      const int64_t first = p.rows.start ? token * p.token_stride
-                                         : request * p.request_stride + r / p.rows.share * p.token_stride;
-      x = load_clean(p.query, p.type, first + (int64_t(head) * p.rows.share + r % p.rows.share) * p.head_stride + c);
+      const int64_t row = token * p.token_stride + (int64_t(head) * p.rows.share + r % p.rows.share) * p.head_stride;
+      x = clean(load_float(p.query, p.type, row + c));
     }
     to_shared(q + c * ROWS + i / D, x);
     if (chunk == 0) store(p.clean + (int64_t(program) * ROWS + i / D) * D + c, x);

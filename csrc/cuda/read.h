@@ -8,18 +8,19 @@ namespace kvq {
 
 constexpr float LIMIT = 32768.0f;  // formats/quant.py
 
+KVQ_DEV float load_float(const void* p, Type type, int64_t at) {
+  if (type == Type::f32) return load(static_cast<const float*>(p) + at);
+  const uint16_t bits = load(static_cast<const uint16_t*>(p) + at);
+  return type == Type::f16 ? half_to_float(bits) : bits_to_float(uint32_t(bits) << 16);
+}
+
 // finite: NaN becomes 0
-KVQ_DEV float load_clean(const void* p, Type type, int64_t at) {
-  float x;
-  if (type == Type::f32) {
-    x = load(static_cast<const float*>(p) + at);
-  } else {
-    const uint16_t bits = load(static_cast<const uint16_t*>(p) + at);
-    x = type == Type::f16 ? half_to_float(bits) : bits_to_float(uint32_t(bits) << 16);
-  }
+KVQ_DEV float clean(float x) {
   if (!(x == x)) return 0.0f;
   return x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x;
 }
+
+KVQ_DEV int bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 KVQ_DEV int64_t load_index(const void* p, int wide, int64_t at) {
   return wide ? load(static_cast<const int64_t*>(p) + at) : load(static_cast<const int32_t*>(p) + at);
@@ -59,8 +60,7 @@ KVQ_DEV const uint8_t* record_of(const Table& t, const Pages& pages, int request
 KVQ_DEV int64_t token_of(const Rows& rows, int request, int row) {
   const int query = row / rows.share;
   if (query >= rows.queries) return -1;
-  if (!rows.start) return int64_t(request) * rows.queries + query;
-  const int64_t at = load_index(rows.start, rows.wide_start, request) + query;
+  const int64_t at = load_index(rows.start, rows.wide_start, request) + rows.first + query;
   const int64_t end = load_index(rows.start, rows.wide_start, request + 1);
   return at >= 0 && at < end && at < rows.tokens ? at : -1;
 }

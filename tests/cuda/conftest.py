@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from vllm_kvq.kernels import device
+
+device.load()  # parts are merged by Triton's kernel, under its interpreter
+
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:

@@ -44,7 +44,10 @@ def test_without_nvcc_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build_cuda, "nvcc", lambda: None)
     with pytest.raises(build.BuildError, match="no nvcc on the path"):
         build_cuda.build(90)
+    assert "no nvcc on the path" in (build_cuda.problem((9, 0)) or "")
     # a library that lies there serves without it
     path = tmp_path / f"cuda-sm90-{build_cuda._digest(build_cuda.FLAGS)}.so"
     path.touch()
     assert build_cuda.build(90) == path
+    assert build_cuda.problem((9, 0)) is None
+    assert "compute capability 7.5" in (build_cuda.problem((7, 5)) or "")

@@ -12,10 +12,19 @@ import functools
 import pytest
 import torch
 
-from vllm_kvq.eval.packed_attention import exact_attention, outlier_data, random_pages, relative_error
+from vllm_kvq.eval.packed_attention import (
+    exact_attention,
+    outlier_data,
+    pack_like_a_step,
+    random_pages,
+    relative_error,
+)
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.kernels import attend, cuda
+from vllm_kvq.kernels.cuda import CUDA
+from vllm_kvq.kernels.paged import merge_parts
+from vllm_kvq.kernels.slots import SlotGeometry
 
 BOUND = 2e-3
 LSE_BOUND = 4e-3
@@ -25,17 +34,11 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 @functools.cache
 def pool(d: int, n: int, pages: int = 4, heads: int = 2) -> tuple[PageFormat, torch.Tensor]:
     """Every slab has outlier channels of its own."""
-    fmt = get_format("qjl3").bind(Geometry(d, n), {"outlier_choice": "slab"} if choice_exists() else {})
+    fmt = get_format("qjl3").bind(Geometry(d, n), {"outlier_choice": "slab"})
     pages_ = random_pages(fmt, pages, heads)
     sets = fmt.read(pages_, torch.arange(1, pages + 1))["ko_index"].flatten(0, 1).unique(dim=0)
     assert len(sets) > heads
     return fmt, pages_
-
-
-def choice_exists() -> bool:
-    from vllm_kvq.formats.settings import OPTIONS
-
-    return "outlier_choice" in OPTIONS
 
 
 def queries(n: int, q: int, heads: int, d: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -44,7 +47,7 @@ def queries(n: int, q: int, heads: int, d: int, dtype: torch.dtype = F32) -> tor
 
 def check(fmt: PageFormat, pages: torch.Tensor, query: torch.Tensor, table, low, high, splits: int | None) -> None:
     scale = fmt.geometry.head_size**-0.5
-    out, lse = cuda.attend_table(fmt, query, pages, table, low, high, scale, splits)
+    out, lse = CUDA.attend_table(fmt, query, pages, table, low, high, scale, splits)
     want, want_lse = exact_attention(fmt, query, pages, table, low, high, scale)
     assert out.dtype == lse.dtype == F32
     assert relative_error(out, want) < BOUND
@@ -95,7 +98,7 @@ def test_pages_out_of_range_and_unpacked_slabs_are_not_seen() -> None:
     query = queries(2, 1, 4, 64)
     table = torch.tensor([[1, 2, 0, -7, 1 << 30], [0, -1, 5, 5, 5]], dtype=torch.int32)
     low, high = torch.zeros(2, dtype=torch.int32), torch.tensor([320, 10_000], dtype=torch.int32)
-    out, lse = cuda.attend_table(fmt, query, pages, table, low, high, 0.125, splits=3)
+    out, lse = CUDA.attend_table(fmt, query, pages, table, low, high, 0.125, splits=3)
     seen = exact_attention(fmt, query[:1], good, table[:1], low[:1], torch.tensor([96]), 0.125)
     assert relative_error(out[0], seen[0][0]) < BOUND
     assert torch.isneginf(lse[1]).all()
@@ -107,12 +110,12 @@ def test_one_set_of_outlier_channels_and_a_change_of_it() -> None:
     fmt, pages = pool(128, 64)
     key, value = outlier_data(3 * 64, 2, 128, 5)
     mine = torch.cat([torch.zeros(1, 2, fmt.record_bytes, dtype=torch.uint8), pages[1:2], pages[1:2], pages[1:2]])
-    state = key.square().sum(1, keepdim=True).expand(2, 2, 128).clone()
-    state[:, 1] = 192
-    rows = torch.arange(64).view(2, 32)
+    energies = key.square().sum(1).clone()
+    state = torch.stack([energies, torch.full_like(energies, 192)], 1).repeat(2, 1, 1)
+    prompt = get_format("qjl3").bind(fmt.geometry)
     for page, first in ((1, 0), (3, 128)):
-        args = (torch.tensor([page] * 2), torch.arange(2), rows + first)
-        cuda.pack(fmt, mine, *args, *(x.transpose(0, 1) for x in (key, value)), state.expand(2, 2, 2, 128))
+        units = (x[:, first : first + 64].unflatten(1, (2, 32)).transpose(0, 1).flatten(0, 1) for x in (key, value))
+        prompt.write(mine, torch.tensor([page] * 2), torch.arange(2), prompt.encode(*units, state))
     at = fmt.slabs_at + fmt.slab_region.offset("ko_index")
     sets = [mine[p, 0, at : at + 8].tolist() for p in (1, 2, 3)]
     assert sets[0] == sets[2] != sets[1]
@@ -125,7 +128,7 @@ def test_list_of_pages_as_the_reference_takes_it() -> None:
     query = queries(3, 2, 4, 64)
     ids, owner = torch.tensor([1, 4, 2, 3]), torch.tensor([0, 0, 0, 2])
     low, high = torch.tensor([0, 3, 0, 60]), torch.tensor([64, 40, 0, 64])
-    got = cuda.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
+    got = CUDA.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
     want = attend.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
     assert relative_error(got[0], want[0].double()) < BOUND
     assert torch.equal(torch.isneginf(got[1]), torch.isneginf(want[1]))
@@ -139,9 +142,9 @@ def test_requests_of_different_numbers_of_queries() -> None:
     table = torch.tensor([[1, 2, 0], [0, 0, 0], [3, 4, 1]], dtype=torch.int32)
     low, high = torch.zeros(3, dtype=torch.int32), torch.tensor([100, 0, 190], dtype=torch.int32)
     out, lse = torch.full((2, 9, 4, 64), torch.nan), torch.full((2, 9, 4), torch.nan)
-    cuda.launch_attend(fmt, query, pages, table, low, high, out, lse, 0.125, start, 5)
+    CUDA.launch_attend(fmt, query, pages, table, low, high, out, lse, 0.125, start, 5)
     assert torch.isnan(out[:, 6:]).all()
-    got, got_lse = cuda.merge_parts(out[:, :6].contiguous(), lse[:, :6].contiguous())
+    got, got_lse = merge_parts(out[:, :6].contiguous(), lse[:, :6].contiguous())
     for i in (0, 2):
         at = slice(int(start[i]), int(start[i + 1]))
         want, want_lse = exact_attention(fmt, query[:, at], pages, table[i : i + 1], low[:1], high[i : i + 1], 0.125)
@@ -154,7 +157,7 @@ def test_extreme_queries_stay_finite() -> None:
     table, low, high = torch.tensor([[1, 2]]), torch.tensor([0]), torch.tensor([128])
     for magnitude in (1e-4, 30.0):
         query = magnitude * queries(1, 1, 2, 64)
-        out, lse = cuda.attend_table(fmt, query, pages, table, low, high, 0.125)
+        out, lse = CUDA.attend_table(fmt, query, pages, table, low, high, 0.125)
         want, want_lse = exact_attention(fmt, query, pages, table, low, high, 0.125)
         assert relative_error(out, want) < BOUND * max(1.0, magnitude)
         assert (lse - want_lse).abs().max() <= 1e-3 * max(1.0, float(want_lse.abs().max()))
@@ -165,28 +168,23 @@ def test_extreme_queries_stay_finite() -> None:
 )
 def test_packed_bytes_agree_but_for_rounding(d: int, n: int, dtype: torch.dtype, state: bool) -> None:
     """A float32 sum in another order turns the sign of a product near zero, or a norm's last bit, now and then."""
-    fmt = get_format("qjl3").bind(Geometry(d, n))
-    key, value = (x.transpose(0, 1).to(dtype) for x in outlier_data(96, 2, d, 0))
-    key[3, 0, 5], value[4, 1, 6] = torch.nan, torch.inf
+    fmt = get_format("qjl3").bind(Geometry(d, n, dtype))
+    key, value = (x.transpose(0, 1).to(dtype).contiguous() for x in outlier_data(128, 2, d, 0))
+    key[43, 0, 5], value[74, 1, 6] = torch.nan, torch.inf
     prompt = None
-    if state and fmt.state_rows:
+    if state:
         wide = fmt.widen(key)[0].transpose(0, 1)
         prompt = fmt.keys.fit(wide, wide, None)
-    rows = torch.stack([torch.arange(32), torch.randperm(96, generator=torch.Generator().manual_seed(0))[:32]])
-    page, slab = torch.tensor([2, 1]), torch.tensor([0, n // 32 - 1])
-    want = torch.zeros(3, 2, fmt.record_bytes, dtype=torch.uint8)
-    got = want.clone()
+    # 40 tokens in the ring, 83 new ones: slab 1 from both, slab 2 from the step, slab 3 is not complete
+    got, replaced = pack_like_a_step(fmt, key[:123], value[:123], 40, prompt, "cpu")
+    assert replaced == 2
+    rows = torch.arange(32, 96).view(2, 32)
+    page, slab = 1 + rows[:, 0] // n, rows[:, 0] % n // 32
+    want = torch.zeros_like(got)
     by_head = (fmt.widen(x[rows])[0].transpose(1, 2).flatten(0, 1) for x in (key, value))
     fmt.write(want, page, slab, fmt.encode(*by_head, None if prompt is None else prompt.repeat(2, 1, 1)))
-    # the second slab from a ring instead of the chunk
-    ring = torch.cat([key.flatten(1), value.flatten(1)], 1).flatten()
-    mixed = torch.cat([rows[:1], -1 - rows[1:] * 4 * d, rows])
-    padded = torch.tensor([2, 1, -1, 3]), torch.tensor([*slab.tolist(), 0, 0])
-    each = None if prompt is None else prompt.expand(4, *prompt.shape)
-    cuda.pack(fmt, got, *padded, mixed, key, value, each, ring, 2 * d)
-    at = fmt.slabs_at
-    assert torch.equal(want[..., :at], got[..., :at])
-    a, b = (fmt.read(x, torch.tensor([2, 1])) for x in (want, got))
+    assert torch.equal(want[..., : fmt.slabs_at], got[..., : fmt.slabs_at])
+    a, b = (fmt.read(x, page) for x in (want, got))
     for name in ("ko_index", "v_codes", "v_scale", "v_zero"):
         assert torch.equal(a[name], b[name]), name
     for name in ("k_norm", "ko_norm"):
@@ -194,6 +192,33 @@ def test_packed_bytes_agree_but_for_rounding(d: int, n: int, dtype: torch.dtype,
     for name in ("k_bits", "ko_bits"):
         wrong = sum(((a[name] ^ b[name]) >> i & 1).sum() for i in range(8))
         assert wrong <= 1e-4 * 8 * a[name].numel(), name
+
+
+def test_blocks_that_are_nobodys_are_neither_read_nor_written() -> None:
+    """Block 0 and ids out of range, as pages and as sidecars (the emulation fails on an address outside a tensor)."""
+    fmt = get_format("qjl3").bind(Geometry(64, 32, F32))
+    slots = SlotGeometry.of(fmt, 1, 0)
+    key, value = (x.transpose(0, 1).contiguous() for x in outlier_data(64, 1, 64, 0))
+    pages = torch.zeros(3, 1, fmt.record_bytes, dtype=torch.uint8)
+    side = torch.full((2, slots.page_bytes // 4), torch.nan)
+    plan = torch.zeros(8, 3, dtype=torch.int32)
+    plan[1], plan[2] = 32, 16  # 16 tokens in a ring that none of them has
+    table = torch.tensor([[0, 0], [9, -1], [2, 2]], dtype=torch.int32)
+    side_table = torch.tensor([[0], [7], [-3]], dtype=torch.int32).expand(3, slots.sidecar_blocks).contiguous()
+    faults = torch.zeros(2, dtype=torch.int32)
+    cuda.pack(fmt, slots, plan, table, side_table, side, key, value, pages, faults, 1)
+    assert not pages[:2].any()
+    fields = fmt.read(pages, torch.tensor([2]))
+    assert (fields["k_norm"][..., :16] == 0).all()
+    assert (fields["k_norm"][..., 16:] > 0).all()
+    assert not faults.any()
+
+
+def test_a_long_chunk_is_attended_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt, pages = pool(64, 64)
+    table, low, high = torch.tensor([[1, 2]]), torch.tensor([0]), torch.tensor([128])
+    monkeypatch.setattr(cuda, "WORKSPACE_BYTES", cuda.workspace_bytes(fmt, 1, 4, 2, 2))
+    check(fmt, pages, queries(1, 9, 2, 64), table, low, high, splits=1)
 
 
 def test_refusals_are_one_sentence() -> None:
@@ -207,12 +232,12 @@ def test_refusals_are_one_sentence() -> None:
     ):
         fmt = get_format(name).bind(Geometry(d, 32), options)
         with pytest.raises(ValueError, match=says):
-            cuda.attend_table(fmt, queries(1, 1, 2, d), pages, *one, 0.1)
+            CUDA.attend_table(fmt, queries(1, 1, 2, d), pages, *one, 0.1)
     fmt, pages = pool(64, 64)
     odd = torch.zeros(2 * pages.numel(), dtype=torch.uint8)[3 : 3 + pages.numel()].view(pages.shape)
     with pytest.raises(ValueError, match="aligned"):
-        cuda.attend_table(fmt, query, odd, *one, 0.1)
+        CUDA.attend_table(fmt, query, odd, *one, 0.1)
     with pytest.raises(ValueError, match="share"):
-        cuda.attend_table(fmt, queries(1, 1, 3, 64), pages, *one, 0.1)
+        CUDA.attend_table(fmt, queries(1, 1, 3, 64), pages, *one, 0.1)
     with pytest.raises(ValueError, match="positive"):
-        cuda.attend_table(fmt, query, pages, *one, 0.0)
+        CUDA.attend_table(fmt, query, pages, *one, 0.0)

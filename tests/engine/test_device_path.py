@@ -1,4 +1,5 @@
-"""The GPU's path through a real engine, on the CPU under Triton's interpreter: the reference's tokens.
+"""The GPU's path through a real engine, on the CPU: the reference's tokens. Triton's kernels run under its interpreter,
+QJL's CUDA kernels lane by lane in C++ (csrc/cuda/emulate.h).
 
 Few tokens, because it is slow: a cold prompt in chunks, a prefix hit beside a decode, a prompt of one token, drafts of
 which some are rejected.
@@ -14,7 +15,9 @@ import pytest
 import torch
 import traces
 
+from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.integration import prefill, validate
+from vllm_kvq.kernels import build_cuda
 from vllm_kvq.oracle.check import judge
 from vllm_kvq.oracle.replay import ReplayModel
 from vllm_kvq.oracle.trace import Request, Trace
@@ -22,8 +25,8 @@ from vllm_kvq.oracle.trace import Request, Trace
 pytestmark = pytest.mark.engine
 N, SPEC = 32, 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": SPEC, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-FORMATS = {"squat2": {"W": 32}, "innerq2": {"W": 32, "S": 8}, "polar4": {"W": 32}}
-HERE = FORMATS if os.environ.get("VLLM_KVQ_GRID") else ["innerq2"]
+FORMATS = {"squat2": {"W": 32}, "innerq2": {"W": 32, "S": 8}, "polar4": {"W": 32}, "qjl3": {"W": 32}}
+HERE = FORMATS if os.environ.get("VLLM_KVQ_GRID") else ["innerq2", "qjl3"]
 """VLLM_KVQ_GRID=1: every kind of format, a minute each."""
 
 
@@ -58,6 +61,14 @@ def test_tokens_are_the_references(name: str, run: Any, model: Path, monkeypatch
 def test_capabilities() -> None:
     assert all(validate.capability_problem(c) is None for c in [(8, 0), (8, 6), (9, 0), (12, 0)])
     assert "7.5" in str(validate.capability_problem((7, 5)))
+
+
+def test_qjl_without_nvcc_is_refused_before_weights_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
+    monkeypatch.setattr(build_cuda, "nvcc", lambda: None)
+    qjl, squat = (get_format(name).bind(Geometry(64, 32)) for name in ("qjl3", "squat2"))
+    assert "no nvcc on the path" in (validate.kernels_problem(qjl, (9, 0)) or "")
+    assert validate.kernels_problem(squat, (9, 0)) is None
 
 
 def test_prefill_by_sdpa() -> None:

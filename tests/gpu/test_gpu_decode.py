@@ -14,7 +14,7 @@ import torch
 
 from vllm_kvq.eval.packed_attention import exact_attention, random_pages, relative_error
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels import triton as kernels
+from vllm_kvq.kernels.triton import TRITON as kernels
 
 try:
     import pytest

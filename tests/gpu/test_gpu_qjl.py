@@ -12,9 +12,15 @@ import traceback
 
 import torch
 
-from vllm_kvq.eval.packed_attention import exact_attention, outlier_data, random_pages, relative_error
+from vllm_kvq.eval.packed_attention import (
+    exact_attention,
+    outlier_data,
+    pack_like_a_step,
+    random_pages,
+    relative_error,
+)
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels import cuda
+from vllm_kvq.kernels.cuda import CUDA
 
 try:
     import pytest
@@ -36,7 +42,7 @@ def _case(d: int, share: int, n: int, dtype: torch.dtype, q: int = 1, splits: in
     want, want_lse = exact_attention(fmt, query, pages, table, low, high, d**-0.5)
     on = [x.cuda() for x in (query, pages, table, low, high)]
     for _ in range(1 if QUICK else 3):  # a race rarely shows at once
-        out, lse = cuda.attend_table(fmt, *on, d**-0.5, splits)
+        out, lse = CUDA.attend_table(fmt, *on, d**-0.5, splits)
         error = relative_error(out.cpu(), want)
         where = f"d={d} share={share} N={n} {dtype} q={q} splits={splits}"
         assert error < BOUND, f"{where}: relative error {error:.2e}"
@@ -64,11 +70,11 @@ def test_graph_replay_follows_the_device() -> None:
     table, low, high = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), torch.tensor([0]), torch.tensor([40])
     query = torch.randn(1, 1, 8, 128)
     on = [x.cuda() for x in (query, pages, table, low, high)]
-    cuda.attend_table(fmt, *on, 0.1)
+    CUDA.attend_table(fmt, *on, 0.1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = cuda.attend_table(fmt, *on, 0.1)
+        out, _ = CUDA.attend_table(fmt, *on, 0.1)
     table, high = torch.tensor([[4, 2, 1, 3]], dtype=torch.int32), torch.tensor([201])
     on[2].copy_(table)
     on[4].copy_(high)
@@ -79,16 +85,16 @@ def test_graph_replay_follows_the_device() -> None:
 
 def test_pack() -> None:
     for d, dtype in itertools.product((128,) if QUICK else (64, 128, 256), (torch.bfloat16, torch.float32)):
-        fmt = get_format("qjl3").bind(Geometry(d, 64))
-        key, value = (x.transpose(0, 1).to(dtype) for x in outlier_data(96, 2, d, 0))
-        rows = torch.stack([torch.arange(32), torch.randperm(96)[:32]])
-        page, slab = torch.tensor([2, 1]), torch.tensor([0, 1])
-        want = torch.zeros(3, 2, fmt.record_bytes, dtype=torch.uint8)
+        fmt = get_format("qjl3").bind(Geometry(d, 64, dtype))
+        key, value = (x.transpose(0, 1).to(dtype).contiguous() for x in outlier_data(128, 2, d, 0))
+        got, replaced = pack_like_a_step(fmt, key, value, 40, None, "cuda")
+        assert not replaced
+        rows = torch.arange(32, 128).view(3, 32)
+        page, slab = 1 + rows[:, 0] // 64, rows[:, 0] % 64 // 32
+        want = torch.zeros_like(got)
         by_head = (fmt.widen(x[rows])[0].transpose(1, 2).flatten(0, 1) for x in (key, value))
         fmt.write(want, page, slab, fmt.encode(*by_head, None))
-        got = torch.zeros_like(want).cuda()
-        cuda.pack(fmt, got, *(x.cuda() for x in (page, slab, rows, key, value)))
-        a, b = (fmt.read(x, page) for x in (want, got.cpu()))
+        a, b = (fmt.read(x, page) for x in (want, got))
         for name in ("ko_index", "v_codes", "v_scale", "v_zero"):
             assert torch.equal(a[name], b[name]), f"{name} d={d} {dtype}"
         wrong = sum(((a["k_bits"] ^ b["k_bits"]) >> i & 1).sum() for i in range(8))

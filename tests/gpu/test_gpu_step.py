@@ -20,7 +20,7 @@ try:
 except ImportError:
     pass
 
-FORMATS = ("squat2", "kivi4", "innerq2", "polar4", "polar3")
+FORMATS = ("squat2", "kivi4", "innerq2", "polar4", "polar3", "qjl3")
 
 
 def _traffic(name: str, d: int, dtype: torch.dtype) -> StepTraffic:
@@ -32,7 +32,9 @@ def _traffic(name: str, d: int, dtype: torch.dtype) -> StepTraffic:
 
 def test_decode_without_host_synchronisation() -> None:
     for name in FORMATS:
-        for d, dtype, bound in ((64, torch.float32, 2e-3), (128, torch.bfloat16, 1e-2)):
+        # a sign that rounds the other way costs QJL more
+        exact = 1e-2 if name == "qjl3" else 2e-3
+        for d, dtype, bound in ((64, torch.float32, exact), (128, torch.bfloat16, 1e-2)):
             traffic = _traffic(name, d, dtype)
             traffic.decode(70)
             assert traffic.worst < bound, f"{name} d={d} {dtype}: {traffic.worst:.1e}"

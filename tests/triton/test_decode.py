@@ -16,7 +16,8 @@ from vllm_kvq.eval.packed_attention import exact_attention, random_pages, relati
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.kernels import attend
-from vllm_kvq.kernels import triton as kernels
+from vllm_kvq.kernels.paged import merge_parts
+from vllm_kvq.kernels.triton import TRITON as kernels
 
 BOUND = 2e-3
 LSE_BOUND = 8e-3
@@ -149,7 +150,7 @@ def test_merge_of_parts() -> None:
     lse[2] = -torch.inf
     lse[:, 1] = -torch.inf
     out[:, 1] = 0
-    got, total = kernels.merge_parts(out, lse)
+    got, total = merge_parts(out, lse)
     weight = lse.double().softmax(0).nan_to_num(0)
     assert relative_error(got, (out.double() * weight[..., None]).sum(0)) < 1e-6
     torch.testing.assert_close(total, lse.logsumexp(0), rtol=1e-6, atol=1e-5)

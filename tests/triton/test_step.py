@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,7 +177,7 @@ class World:
 
     # -- judgement -------------------------------------------------------------------------------------------------
     def states(self, pool: torch.Tensor) -> torch.Tensor:
-        """Of every running request: InnerQ's norm, or SQuat's U^T U, because U itself is free to turn."""
+        """Of every running request: InnerQ's norm, QJL's energies, SQuat's U^T U (U itself is free to turn)."""
         geo, fmt = self.slots, self.fmt
         grams = []
         for r in self.requests:
@@ -186,7 +187,7 @@ class World:
             at = [(r.side[s // geo.slots_per_block], s % geo.slots_per_block) for s in range(1, 1 + geo.state_slots)]
             raw = torch.cat([slots[b, s] for b, s in at]).view(torch.float32)[: geo.state_bytes // 4]
             u = raw.view(H, fmt.state_rows, -1).double()
-            grams.append(u.transpose(1, 2) @ u if fmt.state_rows > 1 else u)
+            grams.append(u.transpose(1, 2) @ u if type(fmt.keys).__name__ == "SQuatKeys" else u)
         return torch.stack(grams)
 
     def check(self, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -243,10 +244,54 @@ def simulate(name: str, d: int, n: int, dtype: torch.dtype = torch.float32, seed
         ("innerq2", 64, 64, torch.float32, {"W": 32, "S": 40}),
         ("polar4", 64, 32, torch.float32, {"W": 32}),
         ("polar3", 64, 64, torch.bfloat16, {"W": 64, "mode": "paper"}),
+        ("qjl3", 64, 32, torch.float32, {"W": 32}),
+        ("qjl3", 64, 64, torch.bfloat16, {"W": 64, "outlier_choice": "slab", "S": 5}),
     ],
 )
 def test_random_traffic(name: str, d: int, n: int, dtype: torch.dtype, options: dict[str, object]) -> None:
     simulate(name, d, n, dtype, **options)
+
+
+def test_copies_of_a_kv_head_stay_equal() -> None:
+    """Two ranks with copies of one KV head, each beside two of its four query heads, and one process with all four."""
+    fmt = get_format("squat2").bind(Geometry(64, 32, torch.float32), {"W": 32})
+    slots, scale, lengths = SlotGeometry.of(fmt, 1, 0), 0.125, (90, 1)
+    each = 5 + slots.sidecar_blocks
+    ids = torch.arange(1, 1 + 2 * each, dtype=torch.int32).view(2, each)
+    everyone = [StepWorld(fmt, slots, ids) for _ in range(3)]
+    rng = torch.Generator().manual_seed(0)
+    seq = torch.zeros(2, dtype=torch.int32)
+    for step in range(40):
+        counts = lengths[::-1] if step == 0 else (1, 1)  # a prompt of one token comes first, as a decode step does
+        query = torch.randn(sum(counts), 4, 64, generator=rng)
+        key, value = (torch.randn(sum(counts), 1, 64, generator=rng) for _ in range(2))
+        start = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        seq = seq + torch.tensor(counts, dtype=torch.int32)
+        batch = Batch(start, seq, ids[:, :5].contiguous(), ids[:, 5:].contiguous(), None, counts)
+        whole = everyone[0].run(batch, query, key, value, scale, None)
+        halves = [
+            w.run(batch, query[:, 2 * i : 2 * i + 2], key, value, scale, query) for i, w in enumerate(everyone[1:])
+        ]
+        assert relative_error(torch.cat(halves, 1), whole.double()) < 1e-3
+    caches = [w.caches for w in everyone]
+    assert caches[0].pages.any()
+    for other in caches[1:]:
+        assert torch.equal(other.pages, caches[0].pages)
+        assert torch.equal(other.sidecar, caches[0].sidecar)
+
+
+class StepWorld:
+    def __init__(self, fmt: PageFormat, slots: SlotGeometry, ids: torch.Tensor) -> None:
+        blocks = 1 + ids.numel()
+        pages = torch.zeros(blocks, 1, fmt.record_bytes, dtype=torch.uint8)
+        self.caches = Caches(pages, torch.zeros(blocks, slots.page_bytes // 4), None)
+        self.step = DeviceStep(fmt, slots, 0, torch.device("cpu"))
+
+    def run(self, batch: Batch, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        key, value, scale, all_queries = rest
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self.step.run(batch, self.caches, query, key, value, out, scale, None, all_queries)
+        return out
 
 
 def test_against_the_reference_cache() -> None:

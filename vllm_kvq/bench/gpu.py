@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -76,10 +75,11 @@ def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, 
     """Launches over rotated tables, and the bytes that one reads."""
     from vllm_kvq.eval.packed_attention import random_pages
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels import cuda, triton
+    from vllm_kvq.kernels.device import kernels_of
 
     fmt = get_format(name).bind(Geometry(HEAD, N))
-    kernels: Any = cuda if cuda.supports(fmt) else triton
+    kernels = kernels_of(fmt)
+    assert kernels is not None
     each = shape.batch * -(-shape.context // N)
     read = each * HEADS * fmt.record_bytes
     rounds = rotations(read, device)

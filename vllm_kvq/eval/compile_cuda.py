@@ -37,7 +37,6 @@ def variants() -> Iterator[CudaVariant]:
         for tiles in (1, 2):
             yield CudaVariant(f"query qjl3 d={d} rows={8 * tiles}", 2 + tiles, d, 4, 32 * tiles * (d + 1) + d // 4)
         yield CudaVariant(f"pack qjl3 d={d}", 5, d, 8, pack_bytes(d))
-    yield CudaVariant("merge (CUDA)", 6, 128, 4, 0)
 
 
 def slab_bytes(d: int) -> int:
@@ -48,7 +47,7 @@ def slab_bytes(d: int) -> int:
 
 def pack_bytes(d: int) -> int:
     """`Pack<D>::SHARED` of csrc/cuda/pack.h."""
-    return 144 * (d + d // 16) + 4 * 3 * d + 4 * d + 9 * 128 + 4 * (d // 16) + 4 * d + 8 * d
+    return 144 * (d + d // 16) + 4 * 3 * d + 4 * d + 9 * 128 + 4 * (d // 16) + 4 * d + 8 * d + 256
 
 
 def parse(sass: str) -> tuple[list[str], list[list[int]]]:

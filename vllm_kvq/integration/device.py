@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.integration.prefill import prefill_for
+from vllm_kvq.integration.replicas import queries_of_all_copies
 from vllm_kvq.integration.setup import kvq_options
 from vllm_kvq.integration.sidecar import Sidecar, Sinks, SlotGeometry
 from vllm_kvq.kernels import device as kernels
@@ -49,10 +50,19 @@ class DeviceLayer:
     sidecar: Sidecar
     sinks: Sinks | None
     scale: float
+    copies: int
+    """How many ranks hold the same KV heads."""
 
     @classmethod
     def create(
-        cls, fmt: PageFormat, sidecar: Sidecar, sinks: Sinks | None, scale: float, num_spec: int, device: torch.device
+        cls,
+        fmt: PageFormat,
+        sidecar: Sidecar,
+        sinks: Sinks | None,
+        scale: float,
+        num_spec: int,
+        device: torch.device,
+        copies: int = 1,
     ) -> DeviceLayer | None:
         """None: this device or format is served by integration/layer.py."""
         if not wanted(device.type):
@@ -60,11 +70,11 @@ class DeviceLayer:
         if not kernels.supports(fmt):
             logger.warning_once(
                 "kvq: %s has no kernels for this GPU's whole step: every step is planned on the host, without CUDA "
-                "graphs, and slow; squat2, innerq2 and polar4 have them",
+                "graphs, and slow; with their default options squat2, qjl3, innerq2 and polar4 have them",
                 fmt.name,
             )
             return None
-        return cls(_step(fmt, sidecar.slots_geometry, num_spec, device), sidecar, sinks, scale)
+        return cls(_step(fmt, sidecar.slots_geometry, num_spec, device), sidecar, sinks, scale, copies)
 
     def forward(
         self,
@@ -82,7 +92,8 @@ class DeviceLayer:
             None if self.sinks is None else self.sinks.kv_cache.flatten(1),
         )
         prefill = prefill_for(query.device, geometry.dtype, geometry.head_size)
-        self.step.run(batch, caches, query, key, value, output, self.scale, prefill)
+        everyone = queries_of_all_copies(query, self.copies) if self.step.fits_queries else None
+        self.step.run(batch, caches, query, key, value, output, self.scale, prefill, everyone)
 
 
 @dataclass

@@ -40,7 +40,7 @@ class PackedLayer:
         self.sidecar_name = name + SIDECAR_SUFFIX
         self.sink_name = name + SINK_SUFFIX if sinks is not None else None
         self.planner = Planner(fmt, sidecar.slots_geometry, num_spec, device)
-        self.device = DeviceLayer.create(fmt, sidecar, sinks, scale, num_spec, device)
+        self.device = DeviceLayer.create(fmt, sidecar, sinks, scale, num_spec, device, copies)
         """Not None: serves this layer instead of everything below."""
         self.damage = Damage(name)
         self.kernels = kernels_for(device)

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
-from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import draft_problem, is_draft
 from vllm_kvq.integration.setup import kvq_options, pairing_problem
 from vllm_kvq.integration.windows import WINDOWS, keep_sixteen_bits, window_problem
+from vllm_kvq.kernels import build_cuda
+from vllm_kvq.kernels.cuda import CUDA
+from vllm_kvq.kernels.device import kernels_of
 
 LEAST_CAPABILITY = (8, 0)
 CPU_BLOCK = 128
@@ -68,10 +71,20 @@ def _default_block() -> int:
 
 
 def _check_geometry(name: str, vllm_config: Any, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    from vllm.platforms import current_platform
+
     try:
-        get_format(name).bind(Geometry(head_size, block_size, dtype), kvq_options(vllm_config))
+        fmt = get_format(name).bind(Geometry(head_size, block_size, dtype), kvq_options(vllm_config))
     except ValueError as error:
         raise Refused(f"--kv-cache-dtype {name}: {error}") from None
+    found = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if found is not None and (problem := kernels_problem(fmt, (found.major, found.minor))):
+        raise Refused(f"--kv-cache-dtype {name}: {problem}")
+
+
+def kernels_problem(fmt: PageFormat, capability: tuple[int, int]) -> str | None:
+    """Why kernels that nvcc compiles (QJL's) can't be had for such a GPU: better now than after loading weights."""
+    return build_cuda.problem(capability) if kernels_of(fmt) is CUDA else None
 
 
 def _refusals(vllm_config: Any) -> list[tuple[str, str]]:

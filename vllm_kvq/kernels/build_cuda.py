@@ -73,18 +73,33 @@ def _compile(command: list[str], target: Path) -> Path:
     return target
 
 
+def _target(architecture: int) -> Path:
+    """Where the library of one architecture is or belongs. BuildError if it isn't there and nothing can build it."""
+    target = shared._cache_dir() / f"cuda-sm{architecture}-{_digest(FLAGS)}.so"
+    if target.exists() or nvcc() is not None:
+        return target
+    raise BuildError(
+        f"no CUDA kernels for sm_{architecture}: no built library in {target.parent} and no nvcc on the path "
+        "(install the CUDA toolkit, set CUDA_HOME, or build elsewhere and set VLLM_KVQ_CACHE)"
+    )
+
+
+def problem(capability: tuple[int, int]) -> str | None:
+    """One sentence if a GPU of this compute capability can't have the kernels; nothing is compiled to find out."""
+    try:
+        _target(architecture_for(capability))
+    except (OSError, ImportError, BuildError) as error:
+        return str(error)
+    return None
+
+
 def build(architecture: int) -> Path:
     """The path of the library for one architecture, compiled if it isn't there yet."""
     try:
-        target = shared._cache_dir() / f"cuda-sm{architecture}-{_digest(FLAGS)}.so"
+        target = _target(architecture)
         if target.exists():
             return target
-        compiler = nvcc()
-        if compiler is None:
-            raise BuildError(
-                f"no CUDA kernels for sm_{architecture}: no built library in {target.parent} and no nvcc on the path "
-                "(install the CUDA toolkit, set CUDA_HOME, or build elsewhere and set VLLM_KVQ_CACHE)"
-            )
+        compiler = nvcc() or ""
         includes, library, _ = shared._ffi()
         command = [compiler, *FLAGS, "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
         command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]

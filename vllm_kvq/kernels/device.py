@@ -24,10 +24,13 @@ import torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys
 from vllm_kvq.formats.polar import PolarKeys
+from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
-from vllm_kvq.kernels import triton as kernels
+from vllm_kvq.kernels import cuda
+from vllm_kvq.kernels.cuda import CUDA
+from vllm_kvq.kernels.paged import PagedKernels, merge_parts, power_of_two
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.triton import power_of_two
+from vllm_kvq.kernels.triton import TRITON, constants, typed
 
 Prefill = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(query, key, value, query_start on the device, its host copy, longest, scale) -> out (T, Hq, d), lse (T, Hq)."""
@@ -85,13 +88,18 @@ def load() -> None:
             os.environ["TRITON_INTERPRET"] = before
 
 
+def kernels_of(fmt: PageFormat) -> PagedKernels | None:
+    """What packs and attends this format's pages; everything else of a step is Triton's for all formats."""
+    return next((k for k in (TRITON, CUDA) if k.supports(fmt)), None)
+
+
 def supports(fmt: PageFormat) -> bool:
-    return kernels.supports(fmt)
+    return kernels_of(fmt) is not None
 
 
 def pack_constants(fmt: PageFormat) -> dict[str, Any]:
-    """The pack kernel's compile-time constants of a format's layout."""
-    k, known = fmt.keys, kernels.constants(fmt)
+    """The Triton pack kernel's compile-time constants of a format's layout."""
+    k, known = fmt.keys, constants(fmt)
     if known is None:
         raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
     names: tuple[str, ...] = ("HEAD", "D", "SLABS", "SLABS_AT", "SLAB_WORDS", "KEYS", "K_BITS", "K_CODES", "K_SCALE")
@@ -121,9 +129,14 @@ class DeviceStep:
     """The step of all layers that share a format and a cut of their companions."""
 
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, device: torch.device) -> None:
-        if not supports(fmt):
-            raise ValueError(f"{fmt.name} has no Triton kernels for its keys or values")
+        kernels = kernels_of(fmt)
+        if kernels is None:
+            raise ValueError(f"{TRITON.why_not(fmt)}; {CUDA.why_not(fmt)}")
         load()
+        self.kernels = kernels
+        if kernels is CUDA:  # now, not in the first request or in a graph's capture; says so if it can't be built
+            cuda.library(device)
+            cuda.bind(fmt, device)
         self.fmt, self.slots, self.num_spec = fmt, slots, num_spec
         size = fmt.geometry.dtype.itemsize
         words = slots.slot_bytes // 4
@@ -132,9 +145,15 @@ class DeviceStep:
         self._words = {"WORDS": words}
         self.interpreted = not torch.cuda.is_available()
         self._columns = {"HEAD": fmt.geometry.head_size, "COLUMNS": power_of_two(fmt.geometry.d)}
-        self._layout = pack_constants(fmt)
+        self._layout = pack_constants(fmt) if kernels is TRITON else {}
+        self._rank = fmt.state_rows if isinstance(fmt.keys, SQuatKeys) else 0
         self.faults = torch.zeros(2, dtype=torch.int32, device=device)
         """Steps of requests whose sidecar was stale, and elements that had to be replaced before packing."""
+
+    @property
+    def fits_queries(self) -> bool:
+        """Whether a request's state depends on its prompt's queries, and not on its keys alone."""
+        return self._rank > 0
 
     @property
     def decode_queries(self) -> int:
@@ -150,19 +169,22 @@ class DeviceStep:
         output: torch.Tensor,
         scale: float,
         prefill: Prefill | None = None,
+        all_queries: torch.Tensor | None = None,
     ) -> None:
         """query (T, Hq, head_size), key and value (T, H, head_size) -> output (T, Hq, head_size), dense.
 
+        `all_queries`: those of other ranks that hold a copy of the same KV heads, too (`fits_queries`).
         Requests of up to 1 + num_spec queries come first, as vLLM orders them; if they do not, everything is served
         as prefill. `prefill` attends the new tokens of longer chunks causally; None: the Triton kernel does.
         """
         if not batch.requests or not len(query):
             return
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        plan = self._begin(batch, caches, query, key, value)
+        fit_query = query if all_queries is None else all_queries
+        plan = self._begin(batch, caches, fit_query, key, value)
         decodes = next((i for i, q in enumerate(batch.lengths) if q > self.decode_queries), batch.requests)
-        if decodes < batch.requests and self._layout["RANK"]:
-            self._fit(batch, caches, plan, query, decodes)
+        if decodes < batch.requests and self._rank:
+            self._fit(batch, caches, plan, fit_query, decodes)
         self._pack_units(batch, caches, plan, key, value)
         self._attend(batch, caches, plan, decodes, query, key, value, output, scale, prefill)
         self._commit(batch, caches, plan, key, value)
@@ -203,7 +225,8 @@ class DeviceStep:
                 "SPEC": self.num_spec,
                 "SIDE_BLOCKS": self.slots.sidecar_blocks,
                 "NORM": isinstance(fmt.keys, HybridKeys),
-                "RANK": self._layout["RANK"],
+                "ENERGY": isinstance(fmt.keys, SketchKeys) and fmt.state_rows > 0,
+                "RANK": self._rank,
                 "ROWS": max(16, power_of_two(self.decode_queries * share)),
             }
         )
@@ -243,7 +266,11 @@ class DeviceStep:
 
         fmt, side, pages, n = self.fmt, caches.sidecar, caches.pages, batch.requests
         units = (max(batch.lengths) + fmt.unit - 1) // fmt.unit
-        words, halves = kernels.typed(pages)
+        if self.kernels is CUDA:
+            tables = batch.table, batch.side_table
+            cuda.pack(fmt, self.slots, plan, *tables, side, key, value, pages, self.faults, units)
+            return
+        words, halves = typed(pages)
         floats = side.view(torch.float32)
         pack_kernel[(n * units, self.slots.heads)](
             *(
@@ -287,7 +314,7 @@ class DeviceStep:
         parts = [(0, decodes), (decodes, n)]
         longest = [max(batch.lengths[a:b], default=0) for a, b in parts]
         splits = [
-            kernels.splits_of(self.fmt, b - a, most, heads, batch.table, caches.pages) if b > a else 0
+            self.kernels.splits_of(self.fmt, b - a, most, heads, batch.table, caches.pages) if b > a else 0
             for (a, b), most in zip(parts, longest, strict=True)
         ]
         packed = max(splits)
@@ -300,9 +327,9 @@ class DeviceStep:
             if b == a:
                 continue
             some, alone = batch.part(a, b), own and a == decodes
-            kernels.launch_attend(
-                self.fmt, query, (0, *query.stride()[:2]), (b - a, most), some.query_start, caches.pages, some.table,
-                plan[4, a:b], plan[5, a:b], out[:count], lse[:count], scale,
+            self.kernels.launch_attend(
+                self.fmt, query[None], caches.pages, some.table, plan[4, a:b], plan[5, a:b], out[:count], lse[:count],
+                scale, some.query_start, most,
             )  # fmt: skip
             self._raw(some, caches, plan, a, most, query, key, value, out[packed], lse[packed], scale, alone)
         if own and prefill is not None:
@@ -311,7 +338,7 @@ class DeviceStep:
             start = batch.query_start[decodes:] - first
             new, new_lse = prefill(query[first:], key[first:], value[first:], start, lengths, scale)
             out[-1, first : first + len(new)], lse[-1, first : first + len(new)] = new, new_lse
-        kernels.merge_parts(out, lse, output, batch.query_start[n:])
+        merge_parts(out, lse, output, batch.query_start[n:])
 
     def _raw(
         self,

@@ -1,7 +1,4 @@
-"""Triton kernels (vllm_kvq.triton_kernels), with the PyTorch kernels' contract.
-
-    attend_packed(fmt, query, pages, page_ids, owner, low, high, scale) -> (out, lse)   a list of pages, as on the CPU
-    attend_table(fmt, query, pages, table, low, high, scale) -> (out, lse)              block table, nothing on the host
+"""Triton kernels (vllm_kvq.triton_kernels) for SQuat, KIVI, InnerQ and PolarQuant: `TRITON`, of kernels/paged.py.
 
 What the integration runs on a GPU, one layer's whole step, is kernels/device.py.
 
@@ -23,18 +20,13 @@ from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
 from vllm_kvq.formats.squat import ChannelKeys
 from vllm_kvq.formats.values import TokenValues
-from vllm_kvq.kernels import attend
-from vllm_kvq.kernels.attend import Partial
+from vllm_kvq.kernels.paged import PagedKernels, power_of_two
 
 MIN_ROWS, MAX_ROWS = 16, 64
 """Rows (queries times query heads of one KV head) that one program attends."""
 
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
-
-
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 # as in triton_kernels/keys.py and values.py
@@ -115,10 +107,6 @@ def constants(fmt: PageFormat) -> dict[str, Any] | None:
     return shape | keys | values
 
 
-def supports(fmt: PageFormat) -> bool:
-    return constants(fmt) is not None
-
-
 def launch_for(fmt: PageFormat, rows: int, capability: int = 90) -> tuple[int, int]:
     """(warps, stages) of a program, found with `python -m vllm_kvq.eval.compile_table`. Its --check fails on a spill.
 
@@ -168,143 +156,58 @@ def splits_for(programs: int, slabs: int, device: torch.device) -> int:
     return min(MAX_SPLITS, max(1, min(wanted, slabs // 4)))
 
 
-def _check(fmt: PageFormat, query: torch.Tensor, pages: torch.Tensor) -> None:
-    if query.shape[-1] != fmt.geometry.head_size:
-        raise ValueError(f"queries of {query.shape[-1]} channels; the format is bound to {fmt.geometry.head_size}")
-    if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[2] < fmt.record_bytes or pages.stride(2) != 1:
-        raise ValueError(f"pages must be uint8 (blocks, heads, {fmt.record_bytes}) with a dense last dimension")
-    if any(s % 64 for s in pages.stride()[:2]) or pages.data_ptr() % 64:
-        raise ValueError(f"pages at {pages.data_ptr():#x} with strides {pages.stride()} are not aligned to 64 bytes")
-    if query.shape[2] % pages.shape[1]:
-        raise ValueError(f"{query.shape[2]} query heads do not share {pages.shape[1]} KV heads evenly")
+class TritonKernels(PagedKernels):
+    def why_not(self, fmt: PageFormat) -> str | None:
+        return None if constants(fmt) else f"{fmt.name} has no Triton kernel for its keys or values"
+
+    def splits_of(
+        self, fmt: PageFormat, requests: int, q: int, query_heads: int, table: torch.Tensor, pages: torch.Tensor
+    ) -> int:
+        heads = pages.shape[1]
+        rows = q * query_heads // heads
+        programs = requests * heads * -(-rows // rows_for(fmt, rows))
+        return splits_for(programs, table.shape[1] * fmt.slabs, pages.device)
+
+    def launch_attend(
+        self,
+        fmt: PageFormat,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        table: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        start: torch.Tensor | None = None,
+        longest: int = 0,
+    ) -> None:
+        from vllm_kvq.triton_kernels.decode import attend_kernel
+
+        n, q = query.shape[:2] if start is None else (len(start) - 1, longest)
+        heads = pages.shape[1]
+        share = query.shape[2] // heads
+        m = rows_for(fmt, q * share)
+        words, halves = typed(pages)
+        warps, stages = launch_for(fmt, m, capability(pages.device))
+        attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
+            *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
+            *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], table.stride(0), table.shape[1]),
+            lse[0].numel(),
+            SHARE=share,
+            M=m,
+            LISTED=low.dim() == 2,
+            RAGGED=start is not None,
+            **(constants(fmt) or {}),
+            num_warps=warps,
+            num_stages=stages,
+        )
 
 
-def attend_table(
-    fmt: PageFormat,
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    table: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    scale: float,
-    splits: int | None = None,
-) -> Partial:
-    """n requests with q queries each over their packed tokens [low, high); nothing is read on the host.
-
-    query (n, q, Hq, head_size) of any float type, pages (B, H, record_bytes) uint8, table (n, pages of the longest)
-    int32 or int64 rows of `pages`, low and high (n,). A padded row has high = 0. Pages out of range and slabs that
-    were never packed are not seen. With `low` and `high` of the table's shape every page has limits of its own.
-    """
-    if not supports(fmt):
-        raise ValueError(f"{fmt.name} has no Triton kernel for its keys or values")
-    _check(fmt, query, pages)
-    n, q, query_heads, head_size = query.shape
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    splits = splits or splits_of(fmt, n, q, query_heads, table, pages)
-    out = query.new_empty(splits, n, q, query_heads, head_size, dtype=torch.float32)
-    lse = query.new_empty(splits, n, q, query_heads, dtype=torch.float32)
-    if not out.numel() or not pages.shape[0] or not table.shape[1]:
-        return out[0].zero_(), lse[0].fill_(-torch.inf)
-    launch_attend(fmt, query, query.stride()[:3], (n, q), None, pages, table, low, high, out, lse, scale)
-    return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
-
-
-def splits_of(
-    fmt: PageFormat, requests: int, q: int, query_heads: int, table: torch.Tensor, pages: torch.Tensor
-) -> int:
-    heads = pages.shape[1]
-    rows = q * query_heads // heads
-    programs = requests * heads * -(-rows // rows_for(fmt, rows))
-    return splits_for(programs, table.shape[1] * fmt.slabs, pages.device)
-
-
-def launch_attend(
-    fmt: PageFormat,
-    query: torch.Tensor,
-    strides: tuple[int, ...],
-    shape: tuple[int, int],
-    start: torch.Tensor | None,
-    pages: torch.Tensor,
-    table: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> None:
-    """Fills out (splits, ..., query heads, HEAD) and lse; `strides` of query by request, token and head.
-
-    `shape`: requests, and queries of each. With `start`, requests + 1 rows, query is (tokens, query heads, HEAD) and
-    request i has those in [start[i], start[i + 1]), at most as many as `shape` says.
-    """
-    from vllm_kvq.triton_kernels.decode import attend_kernel
-
-    (n, q), heads = shape, pages.shape[1]
-    share = out.shape[-2] // heads
-    m = rows_for(fmt, q * share)
-    words, halves = typed(pages)
-    warps, stages = launch_for(fmt, m, capability(pages.device))
-    attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
-        *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
-        *(pages.shape[0], *strides, *words.stride()[:2], table.stride(0), table.shape[1], lse[0].numel()),
-        SHARE=share,
-        M=m,
-        LISTED=low.dim() == 2,
-        RAGGED=start is not None,
-        **(constants(fmt) or {}),
-        num_warps=warps,
-        num_stages=stages,
-    )
+TRITON = TritonKernels()
 
 
 def typed(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same bytes as int32 and as float16; a kernel never reads single bytes."""
     aligned = pages[..., : pages.shape[2] // 4 * 4]
     return aligned.view(torch.int32), aligned.view(torch.float16)
-
-
-def merge_parts(
-    out: torch.Tensor, lse: torch.Tensor, into: torch.Tensor | None = None, tokens: torch.Tensor | None = None
-) -> Partial:
-    """Parts stacked along dimension 0, dense float32 -> their merge, with its log-sum-exp.
-
-    `into`: a dense tensor of any float type for the result. `tokens`: how many of (parts, tokens, heads, HEAD) are
-    real, on the device; the rest of the result is 0.
-    """
-    from vllm_kvq.triton_kernels.merge import merge_kernel
-
-    parts, head = out.shape[0], out.shape[-1]
-    merged, total = torch.empty_like(out[0]) if into is None else into, torch.empty_like(lse[0])
-    rows = total.numel()
-    sizes = {"HEAD": head, "COLUMNS": power_of_two(head), "PARTS": power_of_two(parts)}
-    sizes["LIMITED"] = 0 if tokens is None else out.shape[-2]
-    limit = total if tokens is None else tokens
-    if rows:
-        merge_kernel[(rows,)](out, lse, merged, total, rows, parts, limit, **sizes, num_warps=1 if parts <= 8 else 4)
-    return merged, total
-
-
-def attend_packed(
-    fmt: PageFormat,
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    page_ids: torch.Tensor,
-    owner: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    scale: float,
-) -> Partial:
-    """`attend.attend_packed`: the pages of all requests in one list, which becomes a table (one host read)."""
-    if not supports(fmt):
-        return attend.attend_packed(fmt, query, pages, page_ids, owner, low, high, scale)
-    n = len(query)
-    count = torch.bincount(owner, minlength=n)
-    width = max(1, int(count.max())) if n else 1
-    place = torch.arange(len(owner), device=owner.device) - (count.cumsum(0) - count)[owner]
-    shape = (n, width)
-    table = torch.full(shape, -1, dtype=torch.int32, device=pages.device)
-    lows, highs = torch.zeros_like(table), torch.zeros_like(table)
-    for target, source in ((table, page_ids), (lows, low), (highs, high)):
-        target[owner, place] = source.to(torch.int32)
-    return attend_table(fmt, query, pages, table, lows, highs, scale)

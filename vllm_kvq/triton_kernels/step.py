@@ -3,7 +3,8 @@
 
     begin    per request from query_start, seq_lens and the sidecar's header (the rules of integration/plan.py):
              context c = length - q, start = c for a fresh (zero) header, boundary B = max(floor((c - W) / P) P, start);
-             then the state of a new request (InnerQ's norm, SQuat's subspace of a short prompt) and its sinks
+             then the state of a new request (InnerQ's norm, QJL's energies, SQuat's subspace of a short prompt)
+             and its sinks
     commit   the newest min(q, R) tokens into the ring, and the header
 
 `begin` runs before packing and attention, `commit` after them: what it overwrites in the ring is still read by a long
@@ -90,6 +91,7 @@ def begin_kernel(
     WORDS: tl.constexpr,
     SIDE_BLOCKS: tl.constexpr,
     NORM: tl.constexpr,
+    ENERGY: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -129,12 +131,12 @@ def begin_kernel(
             tl.atomic_add(faults_ptr, 1)
 
     column = tl.arange(0, COLUMNS)
-    if NORM:
+    if NORM or ENERGY:
         if (count > 0) & (fresh | (count > 1 + SPEC)):
-            _norm(
+            _of_keys(
                 key_ptr + first.to(tl.int64) * key_token + head * key_head,
                 side_table, side_floats_ptr, count, fresh, head, key_token, side_blocks, side_words,
-                HEAD, D, COLUMNS, SPB, WORDS,
+                HEAD, D, COLUMNS, SPB, WORDS, ENERGY,
             )  # fmt: skip
     if RANK > 0:
         if (count > 0) & (count <= 1 + SPEC) & fresh:
@@ -164,7 +166,7 @@ def begin_kernel(
 
 
 @triton.jit
-def _norm(
+def _of_keys(
     key,
     side_table,
     side_floats_ptr,
@@ -179,10 +181,11 @@ def _norm(
     COLUMNS: tl.constexpr,
     SPB: tl.constexpr,
     WORDS: tl.constexpr,
+    ENERGY: tl.constexpr,
 ):
-    """InnerQ: norm_c = sqrt(max_t |K_tc|) of the prompt so far."""
+    """Of the prompt so far: InnerQ's norm_c = sqrt(max_t |K_tc|), or QJL's sum_t K_tc^2 and the number of tokens."""
     column = tl.arange(0, COLUMNS)
-    top = tl.full((COLUMNS,), 0.0, tl.float32)
+    found = tl.full((COLUMNS,), 0.0, tl.float32)
     for at in range(0, count, 16):
         token = at + tl.arange(0, 16)
         inside = (token < count)[:, None] & (column < HEAD)[None, :]
@@ -191,11 +194,23 @@ def _norm(
                 tl.float32
             )
         )
-        top = tl.maximum(top, tl.reduce(tl.abs(x), 0, tl.standard._elementwise_max))
-    norm = tl.sqrt_rn(top)
-    place, there = state_offset(side_table, head * D + column, column < D, side_blocks, side_words, SPB, WORDS)
-    before = tl.load(side_floats_ptr + place, mask=there, other=0.0)
-    tl.store(side_floats_ptr + place, tl.where(fresh, norm, tl.maximum(before, norm)), mask=there)
+        if ENERGY:
+            found += tl.reduce(x * x, 0, tl.standard._sum_combine)
+        else:
+            found = tl.maximum(found, tl.reduce(tl.abs(x), 0, tl.standard._elementwise_max))
+    if ENERGY:
+        first = head * 2 * D + column
+        place, there = state_offset(side_table, first, column < D, side_blocks, side_words, SPB, WORDS)
+        before = tl.load(side_floats_ptr + place, mask=there, other=0.0)
+        tl.store(side_floats_ptr + place, tl.where(fresh, found, before + found), mask=there)
+        place, there = state_offset(side_table, first + D, column < D, side_blocks, side_words, SPB, WORDS)
+        before = tl.load(side_floats_ptr + place, mask=there, other=0.0)
+        tl.store(side_floats_ptr + place, tl.where(fresh, 0.0, before) + count, mask=there)
+    else:
+        norm = tl.sqrt_rn(found)
+        place, there = state_offset(side_table, head * D + column, column < D, side_blocks, side_words, SPB, WORDS)
+        before = tl.load(side_floats_ptr + place, mask=there, other=0.0)
+        tl.store(side_floats_ptr + place, tl.where(fresh, norm, tl.maximum(before, norm)), mask=there)
 
 
 @triton.jit
