@@ -1,5 +1,5 @@
 """Runs traces on engines that spread over processes. Each engine is driven by a process forked from this one, which has
-imported vLLM; its workers are started by vLLM as always.
+imported vLLM; its workers are started by vLLM as always, or for a job with "fork" forked too: half a minute less.
 
 Reads lines of JSON [job, ...] and answers each line, once all of its jobs are done, with their exit codes.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -40,13 +41,14 @@ def caches(worker: Any) -> dict[str, dict[str, Any]]:
 def serve(job: dict[str, Any]) -> Any:
     from vllm_kvq.oracle import engine as oracle
 
-    for name in job["unset"]:
-        os.environ.pop(name, None)
-        oracle.ENVIRONMENT.pop(name, None)
     if job["ray"]:
         import ray_on_cpus
 
         ray_on_cpus.start(job["ray"])
+    if job["fork"]:
+        from vllm.v1.executor import multiproc_executor
+
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     from vllm_kvq.oracle.trace import Trace
 
     engine = oracle.TracedEngine(job["model"], **job["engine"])

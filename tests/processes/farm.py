@@ -37,16 +37,15 @@ VARIABLES = {
 }
 TP, PP = ({f"{kind}_parallel_size": 2, "distributed_executor_backend": "mp"} for kind in ("tensor", "pipeline"))
 RAY = {"distributed_executor_backend": "ray"}
-# Without a warm-up run, vLLM's CPU runner has no buffers for what one stage hands to the next, with or without us. In
-# eager mode it leaves the warm-up out when the size of the cache is given, so that is found out here.
-WARM = {"gpu_memory_utilization": 0.15}
+# vLLM's CPU runner makes the buffers for what one stage hands to the next in its warm-up, which it leaves out in eager
+# mode, with or without us. So the stages are traced; without inductor, which would take longer than the traces.
+TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 KINDS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": TP,
-    "pp2": PP | WARM,
-    "pp2 compiled": PP | {"enforce_eager": False},
+    "pp2": PP | TRACED,
     "ray tp2": TP | RAY,
-    "ray pp2": PP | WARM | RAY,
+    "ray pp2": PP | TRACED | RAY,
 }
 """Engine arguments."""
 
@@ -132,7 +131,8 @@ class Farm:
             "model": str(self.model(model)),
             "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
             "ray": 2 if "ray" in kind else 0,
-            "unset": ["VLLM_CPU_KVCACHE_SPACE"] if WARM.items() <= KINDS[kind].items() else [],
+            # that a worker which knows nothing finds the plugin is seen with `lossless`
+            "fork": name != "lossless",
             "traces": [t.to_json() for t in TRACES],
             "out": f"{at}.out",
             "log": f"{at}.log",

@@ -1,9 +1,9 @@
-"""Several processes give the tokens of one, in float32: tensor parallelism, over two executors."""
+"""Several processes give the tokens of one, in float32: tensor and pipeline parallelism, over two executors."""
 
 from __future__ import annotations
 
 import pytest
-from farm import Farm, difference, same_tokens
+from farm import Answer, Farm, difference, same_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -33,5 +33,20 @@ def test_copies_of_a_kv_head_stay_equal(farm: Farm) -> None:
     assert first == second
 
 
-def test_ray(farm: Farm) -> None:
+@pytest.mark.parametrize("name", ["lossless", "qjl3", "squat2"])
+def test_pipeline_parallel(name: str, farm: Farm) -> None:
+    check_stages(same_tokens(farm, "pp2", name))
+
+
+def check_stages(got: Answer) -> None:
+    """Two layers each, numbered as in one process: QJL's sketch is seeded with the number."""
+    assert [[layer["index"] for layer in rank.values()] for rank in got.ranks] == [[0, 1], [2, 3]]
+    assert all(layer["written"] for rank in got.ranks for layer in rank.values())
+
+
+def test_ray_tensor_parallel(farm: Farm) -> None:
     assert len(same_tokens(farm, "ray tp2", "squat2").ranks) == 2
+
+
+def test_ray_pipeline_parallel(farm: Farm) -> None:
+    check_stages(same_tokens(farm, "ray pp2", "lossless"))
