@@ -61,5 +61,10 @@ def test_serve_compares_two_real_servers(tmp_path: Path, capsys: pytest.CaptureF
     cells = [line.split() for line in printed[3:]]
     assert [cell[:2] for cell in cells] == [["64", "2"], ["256", "2"]]
     assert all(float(x) > 0 for cell in cells for x in cell[2:10])
+    share, kernel, expected, most = (float(x.rstrip("%")) for x in cells[1][10:])
+    assert 0 <= share < 100
+    assert kernel > 0
+    assert expected == pytest.approx(serve.gain(share / 100, kernel), abs=0.05)
+    assert min(1.0, kernel) - 0.01 <= expected <= most + 0.01
     assert "kvq: format=squat2" in (tmp_path / "bench-squat2.log").read_text()
     assert "kvq: format" not in (tmp_path / "bench-bf16.log").read_text()

@@ -48,18 +48,14 @@ kvq::Dtype float_type(const TensorView& t) {
   return kvq::Dtype::bf16;
 }
 
-// `constants` holds, for QJL, the two scales and the transposed sketches, `sketch16` the sketches again in integers;
-// `pairs` PolarQuant's channel pairs.
-kvq::Constants read_constants(const kvq::Layout& l, const TensorView& constants, const TensorView& sketch16,
-                              const TensorView& pairs) {
+// `constants` holds, for QJL, the two scales and the transposed sketches; `pairs` PolarQuant's channel pairs.
+kvq::Constants read_constants(const kvq::Layout& l, const TensorView& constants, const TensorView& pairs) {
   require(is(constants, kDLFloat, 32) && dense(constants), "constants must be a dense float32 tensor");
   require(is(pairs, kDLInt, 32) && dense(pairs), "pairs must be a dense int32 tensor");
   kvq::Constants c{};
   if (l.keys == kvq::Keys::sketch) {
     const int64_t inner = l.d * l.sketch_rows, outer = l.outliers * l.outer_rows;
     require(constants.numel() == 2 + inner + outer, "the sketches do not fit the layout");
-    require(is(sketch16, kDLInt, 16) && dense(sketch16) && sketch16.numel() == inner + outer, "sketch16 must be int16");
-    c.sketch16 = data<const int16_t>(sketch16);
     const float* p = data<const float>(constants);
     c.sketch_scale = p[0];
     c.outer_scale = p[1];
@@ -84,47 +80,81 @@ kvq::Layout read_layout(const TensorView& t) {
   return l;
 }
 
-void attend_packed(TensorView layout, TensorView constants, TensorView sketch16, TensorView pairs, TensorView query,
-                   TensorView pages, TensorView page_ids, TensorView owner, TensorView low, TensorView high,
-                   double scale, TensorView out, TensorView lse, int64_t threads, int64_t isa) {
-  kvq::Attend a{};
-  a.layout = read_layout(layout);
-  a.constants = read_constants(a.layout, constants, sketch16, pairs);
-  require(query.ndim() == 4 && query.size(3) == a.layout.head_size && (query.stride(3) == 1 || query.size(3) == 1),
+// records (pages, heads, record_bytes)
+void read_records(const TensorView& pages, const kvq::Layout& l) {
+  require(is(pages, kDLUInt, 8) && pages.ndim() == 3 && pages.size(2) == l.record_bytes && pages.stride(2) == 1,
+          "pages must be uint8 (pages, heads, record_bytes)");
+}
+
+void read_threads(kvq::Attend& a, int64_t threads, int64_t isa) {
+  require(threads >= 1 && isa >= 0 && isa <= kvq::best_isa(), "no such instruction set on this processor");
+  a.threads = int(threads);
+  a.isa = int(isa);
+}
+
+void read_query(kvq::Attend& a, const TensorView& query, int64_t heads, double scale) {
+  require(query.ndim() == 4 && (query.stride(3) == 1 || query.size(3) == 1),
           "query must be (requests, queries, heads, head_size) with dense rows");
   a.requests = query.size(0);
   a.queries = query.size(1);
   a.query_heads = query.size(2);
+  a.head_size = query.size(3);
+  a.heads = heads;
+  require(a.head_size > 0 && a.head_size <= 256 && a.head_size % 16 == 0, "unsupported head size");
+  require(heads > 0 && a.query_heads % heads == 0, "query heads must be a multiple of the KV heads");
   a.query = query.data_ptr();
   a.query_dtype = float_type(query);
   for (int i = 0; i < 3; ++i) a.query_strides[i] = query.stride(i);
-  require(is(pages, kDLUInt, 8) && pages.ndim() == 3 && pages.size(2) == a.layout.record_bytes && pages.stride(2) == 1,
-          "pages must be uint8 (pages, heads, record_bytes)");
-  a.pages = pages.size(0);
-  a.heads = pages.size(1);
-  a.records = data<const uint8_t>(pages);
-  a.page_stride = pages.stride(0);
-  a.head_stride = pages.stride(1);
-  require(a.heads > 0 && a.query_heads % a.heads == 0, "query heads must be a multiple of the KV heads");
-  a.listed = page_ids.numel();
-  a.page_ids = index_list(page_ids, a.listed, "page_ids must be a dense int64 list");
-  a.owner = index_list(owner, a.listed, "owner must be a dense int64 list as long as page_ids");
-  a.low = index_list(low, a.listed, "low must be a dense int64 list as long as page_ids");
-  a.high = index_list(high, a.listed, "high must be a dense int64 list as long as page_ids");
   a.scale = float(scale);
-  const int64_t rows = a.requests * a.queries * a.query_heads;
-  require(is(out, kDLFloat, 32) && dense(out) && out.numel() == rows * a.layout.head_size, "out has the wrong shape");
-  require(is(lse, kDLFloat, 32) && dense(lse) && lse.numel() == rows, "lse has the wrong shape");
-  a.out = data<float>(out);
+}
+
+void read_packed(kvq::Attend& a, const TensorView& layout, const TensorView& constants, const TensorView& pairs,
+                 const TensorView& pages, const TensorView& page_ids, const TensorView& owner, const TensorView& low,
+                 const TensorView& high) {
+  kvq::Packed& p = a.packed;
+  p.layout = read_layout(layout);
+  p.constants = read_constants(p.layout, constants, pairs);
+  read_records(pages, p.layout);
+  require(pages.size(1) == a.heads && p.layout.head_size == a.head_size, "pages and queries have different heads");
+  p.pages = pages.size(0);
+  p.records = data<const uint8_t>(pages);
+  p.page_stride = pages.stride(0);
+  p.head_stride = pages.stride(1);
+  p.listed = page_ids.numel();
+  p.page_ids = index_list(page_ids, p.listed, "page_ids must be a dense int64 list");
+  p.owner = index_list(owner, p.listed, "owner must be a dense int64 list as long as page_ids");
+  p.low = index_list(low, p.listed, "low must be a dense int64 list as long as page_ids");
+  p.high = index_list(high, p.listed, "high must be a dense int64 list as long as page_ids");
+}
+
+void read_dense_output(kvq::Attend& a, const TensorView& out, const TensorView& lse) {
+  const int64_t lines = a.requests * a.queries * a.query_heads;
+  require(is(out, kDLFloat, 32) && dense(out) && out.numel() == lines * a.head_size, "out has the wrong shape");
+  require(is(lse, kDLFloat, 32) && dense(lse) && lse.numel() == lines, "lse has the wrong shape");
+  a.out = out.data_ptr();
+  a.out_dtype = kvq::Dtype::f32;
+  a.out_strides[0] = a.query_heads * a.head_size;
+  a.out_strides[1] = a.head_size;
   a.lse = data<float>(lse);
-  require(threads >= 1 && isa >= 0 && isa <= kvq::best_isa(), "no such instruction set on this processor");
-  a.threads = int(threads);
-  a.isa = int(isa);
+}
+
+void run(const kvq::Attend& a) {
   try {
-    kvq::attend_packed(a);
+    kvq::attend(a);
   } catch (const std::out_of_range& e) {
     TVM_FFI_THROW(IndexError) << e.what();
   }
+}
+
+void attend_packed(TensorView layout, TensorView constants, TensorView pairs, TensorView query, TensorView pages,
+                   TensorView page_ids, TensorView owner, TensorView low, TensorView high, double scale,
+                   TensorView out, TensorView lse, int64_t threads, int64_t isa) {
+  kvq::Attend a{};
+  read_threads(a, threads, isa);
+  read_query(a, query, pages.ndim() == 3 ? pages.size(1) : 0, scale);
+  read_packed(a, layout, constants, pairs, pages, page_ids, owner, low, high);
+  read_dense_output(a, out, lse);
+  run(a);
 }
 
 // tokens (blocks, slots, heads, head_size)
@@ -140,31 +170,46 @@ kvq::Tokens read_tokens(const TensorView& key, const TensorView& value, int64_t 
   return t;
 }
 
-// See kvq::AttendRaw. prior (1 or 2): out (requests, queries, heads, head_size) and lse, empty where there are none.
+void read_raw(kvq::Attend& a, const TensorView& key, const TensorView& value, const TensorView& more_key,
+              const TensorView& more_value, const TensorView& rows, const TensorView& seen) {
+  require(key.ndim() == 4 && seen.ndim() == 3, "wrong number of dimensions");
+  kvq::Raw& r = a.raw;
+  r.dtype = float_type(key);
+  r.pool = read_tokens(key, value, a.heads, a.head_size, r.dtype);
+  r.more = read_tokens(more_key, more_value, a.heads, a.head_size, r.dtype);
+  r.tokens = seen.size(2);
+  require(is(seen, kDLUInt, 8) && dense(seen) && seen.size(0) == a.requests && seen.size(1) == a.queries,
+          "seen must be dense bytes (requests, queries, tokens)");
+  require(is(rows, kDLInt, 64) && dense(rows) && rows.numel() == a.requests * r.tokens,
+          "rows must be dense int64 (requests, tokens)");
+  r.rows = data<const int64_t>(rows);
+  r.seen = data<const uint8_t>(seen);
+}
+
+// out (rows, query heads, head_size) of any float type; out_rows (requests, queries)
+void read_output(kvq::Attend& a, const TensorView& out, const TensorView& out_rows) {
+  require(out.ndim() == 3 && out.size(1) == a.query_heads && out.size(2) == a.head_size && out.stride(2) == 1,
+          "out has the wrong shape");
+  a.out = out.data_ptr();
+  a.out_dtype = float_type(out);
+  a.out_count = out.size(0);
+  a.out_strides[0] = out.stride(0);
+  a.out_strides[1] = out.stride(1);
+  require(is(out_rows, kDLInt, 64) && dense(out_rows) && out_rows.numel() == a.requests * a.queries,
+          "out_rows must be dense int64 (requests, queries)");
+  a.out_rows = data<const int64_t>(out_rows);
+}
+
+// Full-precision tokens, merged with up to two prior parts: out (requests, queries, heads, head_size) and lse, empty
+// where there are none.
 void attend_raw(TensorView query, TensorView key, TensorView value, TensorView more_key, TensorView more_value,
                 TensorView rows, TensorView seen, double scale, TensorView out0, TensorView lse0, TensorView out1,
                 TensorView lse1, TensorView out, TensorView out_rows, TensorView lse, int64_t threads, int64_t isa) {
-  kvq::AttendRaw a{};
-  require(query.ndim() == 4 && key.ndim() == 4 && seen.ndim() == 3 && out.ndim() == 3, "wrong number of dimensions");
-  a.requests = query.size(0);
-  a.queries = query.size(1);
-  a.query_heads = query.size(2);
-  a.head_size = query.size(3);
-  a.heads = key.size(2);
-  a.tokens = seen.size(2);
-  a.query_dtype = float_type(query);
-  a.dtype = float_type(key);
-  require(a.head_size > 0 && a.head_size <= 256 && a.head_size % 16 == 0, "unsupported head size");
-  require(query.stride(3) == 1, "rows must be dense");
-  require(a.heads > 0 && a.query_heads % a.heads == 0, "query heads must be a multiple of the KV heads");
-  for (int i = 0; i < 3; ++i) a.query_strides[i] = query.stride(i);
-  a.pool = read_tokens(key, value, a.heads, a.head_size, a.dtype);
-  a.more = read_tokens(more_key, more_value, a.heads, a.head_size, a.dtype);
-  require(is(seen, kDLUInt, 8) && dense(seen) && seen.size(0) == a.requests && seen.size(1) == a.queries,
-          "seen must be dense bytes (requests, queries, tokens)");
-  require(is(rows, kDLInt, 64) && dense(rows) && rows.numel() == a.requests * a.tokens,
-          "rows must be dense int64 (requests, tokens)");
-  a.rows = data<const int64_t>(rows);
+  kvq::Attend a{};
+  read_threads(a, threads, isa);
+  read_query(a, query, key.ndim() == 4 ? key.size(2) : 0, scale);
+  read_raw(a, key, value, more_key, more_value, rows, seen);
+  read_output(a, out, out_rows);
   const int64_t lines = a.requests * a.queries * a.query_heads;
   const TensorView *outs[2] = {&out0, &out1}, *lses[2] = {&lse0, &lse1};
   for (int i = 0; i < 2; ++i) {
@@ -175,30 +220,35 @@ void attend_raw(TensorView query, TensorView key, TensorView value, TensorView m
     a.prior_out[i] = data<const float>(*outs[i]);
     a.prior_lse[i] = data<const float>(*lses[i]);
   }
-  require(out.size(1) == a.query_heads && out.size(2) == a.head_size && out.stride(2) == 1, "out has the wrong shape");
-  a.out = out.data_ptr();
-  a.out_dtype = float_type(out);
-  a.out_count = out.size(0);
-  a.out_strides[0] = out.stride(0);
-  a.out_strides[1] = out.stride(1);
-  require(is(out_rows, kDLInt, 64) && dense(out_rows) && out_rows.numel() == a.requests * a.queries,
-          "out_rows must be dense int64 (requests, queries)");
-  a.out_rows = data<const int64_t>(out_rows);
   if (lse.numel()) {
     require(is(lse, kDLFloat, 32) && dense(lse) && lse.numel() == lines, "lse has the wrong shape");
     a.lse = data<float>(lse);
   }
-  require(threads >= 1 && isa >= 0 && isa <= kvq::best_isa(), "no such instruction set on this processor");
-  a.query = query.data_ptr();
-  a.seen = data<const uint8_t>(seen);
-  a.scale = float(scale);
-  a.threads = int(threads);
-  a.isa = int(isa);
-  try {
-    kvq::attend_raw(a);
-  } catch (const std::out_of_range& e) {
-    TVM_FFI_THROW(IndexError) << e.what();
-  }
+  run(a);
+}
+
+int64_t first_unpacked(const kvq::Packed& p) {
+  for (int64_t i = 0; i < p.listed; ++i)
+    if (p.page_ids[i] < 0 || p.page_ids[i] >= p.pages)
+      TVM_FFI_THROW(IndexError) << "page id " << p.page_ids[i] << " is not one of " << p.pages << " pages";
+  return kvq::unpacked_page(p.layout, p.records, p.page_stride, p.listed, p.page_ids, p.low, p.high);
+}
+
+// A decode step: packed pages and full-precision tokens at once. Returns the index in the list of a page that has an
+// unpacked slab among its attended ones, and then does nothing; or -1.
+int64_t attend_step(TensorView layout, TensorView constants, TensorView pairs, TensorView query, TensorView pages,
+                    TensorView page_ids, TensorView owner, TensorView low, TensorView high, TensorView key,
+                    TensorView value, TensorView more_key, TensorView more_value, TensorView rows, TensorView seen,
+                    double scale, TensorView out, TensorView out_rows, int64_t threads, int64_t isa) {
+  kvq::Attend a{};
+  read_threads(a, threads, isa);
+  read_query(a, query, key.ndim() == 4 ? key.size(2) : 0, scale);
+  read_packed(a, layout, constants, pairs, pages, page_ids, owner, low, high);
+  read_raw(a, key, value, more_key, more_value, rows, seen);
+  read_output(a, out, out_rows);
+  const int64_t unpacked = first_unpacked(a.packed);
+  if (unpacked < 0) run(a);
+  return unpacked;
 }
 
 // Rows of the pool (to_key, to_value) get new tokens' rows.
@@ -223,28 +273,28 @@ void store_tokens(TensorView to_key, TensorView to_value, TensorView rows, Tenso
 
 // Index in the list of the first page with an unpacked slab among its attended ones, or -1.
 int64_t unpacked_page(TensorView layout, TensorView pages, TensorView page_ids, TensorView low, TensorView high) {
-  const kvq::Layout l = read_layout(layout);
-  require(is(pages, kDLUInt, 8) && pages.ndim() == 3 && pages.size(2) == l.record_bytes && pages.stride(2) == 1,
-          "pages must be uint8 (pages, heads, record_bytes)");
-  const int64_t n = page_ids.numel();
-  const int64_t* ids = index_list(page_ids, n, "page_ids must be a dense int64 list");
-  for (int64_t i = 0; i < n; ++i)
-    if (ids[i] < 0 || ids[i] >= pages.size(0)) TVM_FFI_THROW(IndexError) << "page id " << ids[i] << " is out of range";
-  return kvq::unpacked_page(l, data<const uint8_t>(pages), pages.stride(0), n, ids,
-                            index_list(low, n, "low must be a dense int64 list as long as page_ids"),
-                            index_list(high, n, "high must be a dense int64 list as long as page_ids"));
+  kvq::Packed p{};
+  p.layout = read_layout(layout);
+  read_records(pages, p.layout);
+  p.pages = pages.size(0);
+  p.records = data<const uint8_t>(pages);
+  p.page_stride = pages.stride(0);
+  p.listed = page_ids.numel();
+  p.page_ids = index_list(page_ids, p.listed, "page_ids must be a dense int64 list");
+  p.low = index_list(low, p.listed, "low must be a dense int64 list as long as page_ids");
+  p.high = index_list(high, p.listed, "high must be a dense int64 list as long as page_ids");
+  return first_unpacked(p);
 }
 
 // Units (see kvq::Pack); `state` (owners, heads, state_rows, d) float32, empty without one. Returns replaced elements.
-int64_t pack(TensorView layout, TensorView constants, TensorView sketch16, TensorView pairs, TensorView pages,
-             TensorView page, TensorView unit, TensorView rows, TensorView owner, TensorView follows,
-             TensorView old_key, TensorView old_value, TensorView key, TensorView value, TensorView state,
-             double lambda, int64_t block, int64_t threads, int64_t isa) {
+int64_t pack(TensorView layout, TensorView constants, TensorView pairs, TensorView pages, TensorView page,
+             TensorView unit, TensorView rows, TensorView owner, TensorView follows, TensorView old_key,
+             TensorView old_value, TensorView key, TensorView value, TensorView state, double lambda, int64_t block,
+             int64_t threads, int64_t isa) {
   kvq::Pack p{};
   p.layout = read_layout(layout);
-  p.constants = read_constants(p.layout, constants, sketch16, pairs);
-  require(is(pages, kDLUInt, 8) && pages.ndim() == 3 && pages.size(2) == p.layout.record_bytes && pages.stride(2) == 1,
-          "pages must be uint8 (pages, heads, record_bytes)");
+  p.constants = read_constants(p.layout, constants, pairs);
+  read_records(pages, p.layout);
   p.records = data<uint8_t>(pages);
   p.pages = pages.size(0);
   p.heads = pages.size(1);
@@ -283,8 +333,8 @@ int64_t pack(TensorView layout, TensorView constants, TensorView sketch16, Tenso
   }
 }
 
-// rows (tokens, query heads, head_size); out (KV heads, d, d) float64: Gram matrices, or (KV heads, d) float32: the
-// largest magnitudes
+// rows (tokens, query heads, head_size); out (KV heads, d, d) float64: Gram matrices, (KV heads, d) float64: sums of
+// squares, or (KV heads, d) float32: the largest magnitudes
 void reduce_rows(TensorView rows, TensorView out, int64_t threads, int64_t isa) {
   kvq::Reduce r{};
   require(rows.ndim() == 3 && rows.stride(2) == 1 && out.ndim() >= 2 && dense(out), "rows must be dense");
@@ -305,8 +355,11 @@ void reduce_rows(TensorView rows, TensorView out, int64_t threads, int64_t isa) 
   r.isa = int(isa);
   if (out.ndim() == 3) {
     require(is(out, kDLFloat, 64) && out.size(2) == r.d, "Gram matrices are float64 (heads, d, d)");
-    r.gram = data<double>(out);
+    r.sums = data<double>(out);
     kvq::gram(r);
+  } else if (is(out, kDLFloat, 64)) {
+    r.sums = data<double>(out);
+    kvq::squares(r);
   } else {
     require(is(out, kDLFloat, 32) && out.ndim() == 2, "magnitudes are float32 (heads, d)");
     r.top = data<float>(out);
@@ -320,6 +373,7 @@ int64_t best_isa() { return kvq::best_isa(); }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_packed, attend_packed);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_raw, attend_raw);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_step, attend_step);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_tokens, store_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(unpacked_page, unpacked_page);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pack, pack);

@@ -1,37 +1,15 @@
-// attend_packed without Python: plain pointers, so that tests and fuzzers can call it too.
+// Attention of queries over what they see of packed pages and of full-precision tokens, without Python: plain pointers,
+// so that tests and fuzzers can call it too.
 #pragma once
 
 #include <cstdint>
 #include <stdexcept>
 
-#include "layout.h"
+#include "kernel.h"
 
 namespace kvq {
 
-struct Attend {
-  Layout layout;
-  Constants constants;
-  // queries (requests, queries, query_heads, head_size), innermost stride 1, the others in elements
-  int64_t requests, queries, query_heads;
-  const void* query;
-  Dtype query_dtype;
-  int64_t query_strides[3];
-  // records (pages, heads), strides in bytes
-  int64_t pages, heads;
-  const uint8_t* records;
-  int64_t page_stride, head_stride;
-  // the list of attended pages
-  int64_t listed;
-  const int64_t *page_ids, *owner, *low, *high;
-  float scale;
-  float* out;  // (requests, queries, query_heads, head_size), dense
-  float* lse;  // (requests, queries, query_heads), dense; -inf where nothing was attended
-  int threads;
-  int isa;  // see cpu.h
-};
-
-// Throws std::out_of_range before anything is read or written if the list leaves the tensors.
-void attend_packed(const Attend& a);
+constexpr float LOG2_E = 1.44269504089f;
 
 // Keys and values of tokens: (blocks, slots, heads, head_size), innermost stride 1, the others in elements.
 struct Tokens {
@@ -42,30 +20,55 @@ struct Tokens {
   int64_t rows() const { return blocks * slots; }
 };
 
-struct AttendRaw {
+// Packed pages: records (pages, heads), strides in bytes, and the list of attended ones.
+struct Packed {
+  Layout layout;
+  Constants constants;
+  int64_t pages;
+  const uint8_t* records;
+  int64_t page_stride, head_stride;
+  int64_t listed = 0;
+  const int64_t *page_ids, *owner, *low, *high;
+};
+
+// Full-precision tokens, `tokens` per request.
+struct Raw {
+  Tokens pool, more;
+  Dtype dtype;
+  int64_t tokens = 0;
+  const int64_t* rows;  // (requests, tokens): row of `pool` (block * slots + slot), then of `more`; negative: absent
+  const uint8_t* seen;  // (requests, queries, tokens)
+};
+
+struct Attend {
   // queries (requests, queries, query_heads, head_size), innermost stride 1, the others in elements
-  int64_t requests, queries, query_heads, head_size;
+  int64_t requests, queries, query_heads, head_size, heads;
   const void* query;
   Dtype query_dtype;
   int64_t query_strides[3];
-  Tokens pool, more;
-  int64_t heads;
-  Dtype dtype;
-  int64_t tokens;       // per request
-  const int64_t* rows;  // (requests, tokens): row of `pool` (block * slots + slot), then of `more`; negative: absent
-  const uint8_t* seen;  // (requests, queries, tokens)
+  Packed packed;  // listed == 0: none
+  Raw raw;        // tokens == 0: none
   float scale;
-  // Other parts of the same attention, as Attend leaves them, null where there are none: merged into the output.
+  // Other parts of the same attention, outputs (requests, queries, query_heads, head_size) and their log-sum-exps,
+  // dense; null where there are none. They are merged into the output.
   const float *prior_out[2], *prior_lse[2];
-  void* out;  // row (request, query) is out_rows[..] of (out_count, query_heads, head_size), strides in elements
+  // Row (request, query) is out_rows[..], or row request * queries + query where that is null, of
+  // (out_count, query_heads, head_size), strides in elements.
+  void* out;
   Dtype out_dtype;
   int64_t out_count, out_strides[2];
   const int64_t* out_rows;
-  float* lse;  // (requests, queries, query_heads) of this part alone, or null
-  int threads, isa;
+  float* lse;  // (requests, queries, query_heads) without the prior parts, or null; -inf where nothing was attended
+  int threads, isa;  // see cpu.h
 };
 
-// Throws std::out_of_range before anything is read or written if a row leaves its tensor.
-void attend_raw(const AttendRaw& a);
+// Throws std::out_of_range before anything is read or written if an index leaves its tensor.
+void attend(const Attend& a);
+
+// One KV head of one request over its full-precision tokens, query rows [first, first + rows):
+// out [rows][d], top and total as in kernel.h. `work` holds raw_work_floats(d) numbers.
+void attend_raw_rows(const Attend& a, int64_t request, int64_t head, int64_t first, int64_t rows, float* out,
+                     float* top, float* total, float* work);
+inline int64_t raw_work_floats(int64_t d) { return ROWS * d + 2 * SLAB * d + ROWS * SLAB; }
 
 }  // namespace kvq

@@ -58,7 +58,6 @@ constexpr int LAYOUT_FIELDS = sizeof(Layout) / sizeof(int64_t);
 struct Constants {
   const float* sketch;     // QJL: S transposed, [d][m]
   const float* outer;      // QJL: S' transposed, [n][m_out]
-  const int16_t* sketch16;  // both in units of 1 / 128
   float sketch_scale;      // c(d) / m
   float outer_scale;       // c(n) / m_out
   const int32_t* pairs;    // polar: [2][d / 2], the x and the y channel of each pair

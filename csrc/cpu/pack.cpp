@@ -21,7 +21,7 @@ namespace {
 constexpr int32_t MAGIC = 0x3151564B;  // as formats/page.py
 constexpr int FLAGS_AT = 16;
 constexpr int MAX_RANK = 16;
-constexpr int GRAM_ROWS = 256;  // summed in float32 before they are added in float64
+constexpr int CHUNK_ROWS = 256;  // summed in float32 before they are added in float64
 
 void inside(int64_t i, int64_t limit, const char* what) {
   if (i < 0 || i >= limit)
@@ -186,45 +186,58 @@ int64_t unpacked_page(const Layout& l, const uint8_t* records, int64_t page_stri
   return -1;
 }
 
+namespace {
+
+// Calls body(head, rows, count, room) with all rows of a head, at most CHUNK_ROWS at a time, as float32 [count][d];
+// `room` holds d x d numbers more.
+template <class Body>
+void by_chunks(const Reduce& r, const PackIsa& isa, int64_t head, Body&& body) {
+  thread_local Scratch scratch;
+  float* rows = reinterpret_cast<float*>(scratch.reserve(4 * size_t((CHUNK_ROWS + r.d) * r.d)));
+  const int64_t total = r.tokens * r.group;
+  for (int64_t first = 0; first < total; first += CHUNK_ROWS) {
+    const int count = int(std::min<int64_t>(total - first, CHUNK_ROWS));
+    for (int i = 0; i < count; ++i) {
+      const int64_t row = first + i;
+      const int64_t at = row / r.group * r.strides[0] + (head * r.group + row % r.group) * r.strides[1];
+      isa.read(element(r.rows, r.dtype, at), r.dtype, r.head_size, r.d, rows + i * r.d);
+    }
+    body(rows, count, rows + CHUNK_ROWS * r.d);
+  }
+}
+
+}  // namespace
+
 void gram(const Reduce& r) {
   const PackIsa& isa = pack_isa(r.isa);
   parallel(r.threads, r.heads, [&](int64_t head) {
-    thread_local Scratch scratch;
-    float* rows = reinterpret_cast<float*>(scratch.reserve(4 * size_t((GRAM_ROWS + r.d) * r.d)));
-    float* sum = rows + GRAM_ROWS * r.d;
-    double* out = r.gram + head * r.d * r.d;
+    double* out = r.sums + head * r.d * r.d;
     std::fill_n(out, r.d * r.d, 0.0);
-    const int64_t total = r.tokens * r.group;
-    for (int64_t first = 0; first < total; first += GRAM_ROWS) {
-      const int count = int(total - first < GRAM_ROWS ? total - first : GRAM_ROWS);
-      for (int i = 0; i < count; ++i) {
-        const int64_t row = first + i;
-        const int64_t at = row / r.group * r.strides[0] + (head * r.group + row % r.group) * r.strides[1];
-        isa.read(element(r.rows, r.dtype, at), r.dtype, r.head_size, r.d, rows + i * r.d);
-      }
-      std::fill_n(sum, r.d * r.d, 0.0f);
+    by_chunks(r, isa, head, [&](const float* rows, int count, float* sum) {
       isa.gram(rows, count, r.d, sum);
       for (int64_t i = 0; i < r.d; ++i)
         for (int64_t j = i / SLAB * SLAB; j < r.d; ++j) out[i * r.d + j] += sum[i * r.d + j];
-    }
+    });
     for (int64_t i = 0; i < r.d; ++i)
       for (int64_t j = 0; j < i; ++j) out[i * r.d + j] = out[j * r.d + i];
+  });
+}
+
+void squares(const Reduce& r) {
+  const PackIsa& isa = pack_isa(r.isa);
+  parallel(r.threads, r.heads, [&](int64_t head) {
+    std::fill_n(r.sums + head * r.d, r.d, 0.0);
+    by_chunks(r, isa, head,
+              [&](const float* rows, int count, float*) { isa.squares(rows, count, r.d, r.sums + head * r.d); });
   });
 }
 
 void largest(const Reduce& r) {
   const PackIsa& isa = pack_isa(r.isa);
   parallel(r.threads, r.heads, [&](int64_t head) {
-    float row[256];
-    float* top = r.top + head * r.d;
-    std::fill_n(top, r.d, 0.0f);
-    for (int64_t t = 0; t < r.tokens; ++t) {
-      isa.read(element(r.rows, r.dtype, t * r.strides[0] + head * r.strides[1]), r.dtype, r.head_size, r.d, row);
-      for (int64_t c = 0; c < r.d; ++c) {
-        const float x = std::fabs(row[c]);
-        top[c] = x > top[c] ? x : top[c];
-      }
-    }
+    std::fill_n(r.top + head * r.d, r.d, 0.0f);
+    by_chunks(r, isa, head,
+              [&](const float* rows, int count, float*) { isa.largest(rows, count, r.d, r.top + head * r.d); });
   });
 }
 

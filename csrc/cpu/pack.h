@@ -48,19 +48,20 @@ int64_t unpacked_page(const Layout& l, const uint8_t* records, int64_t page_stri
 // before anything is written if an index leaves its tensor.
 int64_t pack(const Pack& p);
 
-// Of all rows x of a chunk, (tokens, rows of a head, d) per KV head: the Gram matrix sum x x^T or, for the keys of
-// InnerQ, the largest magnitude per channel. Elements are sanitized as everywhere.
+// Of all rows x of a chunk, (tokens, rows of a head, d) per KV head: the Gram matrix sum x x^T (SQuat), its diagonal
+// (QJL's keys), or the largest magnitude per channel (InnerQ's keys). Elements are sanitized as everywhere.
 struct Reduce {
   int64_t tokens, heads, group, head_size, d;  // query heads of KV head h: h * group ..
   const void* rows;
   Dtype dtype;
   int64_t strides[2];  // token, head
-  double* gram;        // (heads, d, d)
+  double* sums;        // gram: (heads, d, d), squares: (heads, d)
   float* top;          // (heads, d)
   int threads, isa;
 };
 
 void gram(const Reduce& r);
+void squares(const Reduce& r);
 void largest(const Reduce& r);
 
 // One pack unit of one KV head as its kernel sees it: sanitized tokens, [tokens][d].
@@ -83,8 +84,11 @@ struct PackIsa {
   int64_t (*read)(const void* from, Dtype dtype, int64_t head_size, int64_t d, float* to);
   size_t (*work_bytes)(const Layout&, int64_t tokens);
   void (*pack)(const PackUnit&);
-  // adds rows^T rows to the upper triangle (in blocks of 32) of sum, [d][d]
+  // rows^T rows, the upper triangle (in blocks of 32) of sum, [d][d]
   void (*gram)(const float* rows, int count, int64_t d, float* sum);
+  // of rows [count][d]: sum += x^2 per channel, and top = max(top, |x|)
+  void (*squares)(const float* rows, int count, int64_t d, double* sum);
+  void (*largest)(const float* rows, int count, int64_t d, float* top);
 };
 
 extern const PackIsa portable_pack;

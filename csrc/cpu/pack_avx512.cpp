@@ -4,6 +4,7 @@
 #include "generic/pack.h"
 
 namespace kvq {
-const PackIsa avx512_pack = {generic::read_tokens, generic::pack_work_bytes, generic::pack_unit, generic::add_gram};
+const PackIsa avx512_pack = {generic::read_tokens, generic::pack_work_bytes, generic::pack_unit,
+                          generic::gram,        generic::squares,         generic::largest_of};
 }
 #endif

@@ -3,5 +3,6 @@
 #include "generic/pack.h"
 
 namespace kvq {
-const PackIsa portable_pack = {generic::read_tokens, generic::pack_work_bytes, generic::pack_unit, generic::add_gram};
+const PackIsa portable_pack = {generic::read_tokens, generic::pack_work_bytes, generic::pack_unit,
+                          generic::gram,        generic::squares,         generic::largest_of};
 }

@@ -4,53 +4,25 @@ not attended matters. `test_cpu_sanitizers.py` runs this file under the address 
 More examples than the suite takes (each test runs so many):
 
     KVQ_FUZZ_EXAMPLES=1000 python -m vllm_kvq.kernels --sanitize address,undefined -- \
-        python -m pytest tests/kernels/test_cpu_fuzz.py
+        python -m pytest tests/kernels/test_cpu_fuzz.py tests/kernels/test_cpu_fuzz_pack.py
 """
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cpu_fuzzing import CASES, WILD, bound, fuzz, shapes
+from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
+from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.fields import Field
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.kernels import cpu
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
-
-fuzz = settings(
-    max_examples=int(os.environ.get("KVQ_FUZZ_EXAMPLES", "6")),
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-CASES = [(f.name, ()) for f in FORMATS.values()] + [
-    ("polar4", (("mode", "paper"),)),
-    ("qjl3", (("m", 256), ("m_out", 32), ("outliers", 5))),
-    ("squat4", (("group", 48), ("value_bits", 2))),
-    ("innerq2", (("key_bits", 4), ("value_bits", 4))),
-]
-WILD = st.sampled_from([-(1 << 63), -(1 << 40), -1, 1 << 31, 1 << 40, (1 << 63) - 1])
-
-
-@pytest.fixture(params=cpu.ISAS)
-def isa(request: pytest.FixtureRequest) -> int:
-    level = cpu.ISAS.index(request.param)
-    if level > int(cpu.library().best_isa()):
-        pytest.skip(f"this processor has no {request.param}")
-    return level
-
-
-@functools.cache
-def bound(name: str, options: tuple[tuple[str, Any], ...], d: int, N: int) -> PageFormat:
-    return get_format(name).bind(Geometry(d, N, torch.float16), dict(options))
 
 
 def attend(fmt: PageFormat, isa: int, threads: int, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,21 +37,6 @@ def attend(fmt: PageFormat, isa: int, threads: int, *arguments: Any) -> tuple[to
         *(query, pages, *lists, head_size**-0.5, out, lse, threads, isa),
     )
     return out, lse
-
-
-def shapes(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "d": draw(st.sampled_from([64, 80, 128, 256])),
-        "N": draw(st.sampled_from([32, 64, 96])),
-        "heads": draw(st.integers(1, 2)),
-        "group": draw(st.sampled_from([1, 2, 3, 4, 7])),
-        "requests": draw(st.integers(1, 3)),
-        "q": draw(st.sampled_from([1, 2, 20])),
-        "threads": draw(st.sampled_from([1, 2, 4])),
-        "seed": draw(st.integers(0, 1 << 30)),
-        "pages": draw(st.integers(1, 4)),
-        "listed": draw(st.integers(0, 9)),
-    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

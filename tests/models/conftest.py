@@ -14,7 +14,7 @@ from typing import Any
 import checkpoints
 import pytest
 
-from vllm_kvq.eval.models import Architecture
+from vllm_kvq.eval.architecture import Architecture
 from vllm_kvq.oracle.engine import ENVIRONMENT
 from vllm_kvq.oracle.trace import Result, Trace
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_kvq.eval.models import REFUSED, Architecture, named
+from vllm_kvq.eval.architecture import Architecture
+from vllm_kvq.eval.models import REFUSED, named
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from checkpoints import PROMPT_TOKENS
 
-from vllm_kvq.eval.models import WORKS, Architecture, named
+from vllm_kvq.eval.architecture import Architecture
+from vllm_kvq.eval.models import WORKS, named
 from vllm_kvq.oracle.check import compare, judge
 from vllm_kvq.oracle.replay import ReplayModel
 from vllm_kvq.oracle.trace import Request, Result, Trace

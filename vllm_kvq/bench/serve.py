@@ -10,8 +10,10 @@ Rules:
     turns of that turn's ratio.
   * The first turn is cold: its time to the first token is the prefill. The later turns hit the prefix cache, and what
     is timed is decoding: from the first token to the last one, per token. Requests of a batch run at the same time.
-  * `attention`: the share of bf16's step at that context that the context causes: 1 - step(shortest) / step. A cache
-    that reads x times faster can gain at most that share: `at most` is 1 / (1 - share).
+  * `share`: the part of bf16's step at that context that the context causes, s = 1 - step(shortest) / step. `kernel`:
+    how many times faster than vLLM's the attention kernel alone is at that context, r, timed as `bench attention` does
+    before the servers start. `expected` is what the step should then gain, 1 / (1 - s + s / r); the measured gain is
+    `ratio`. No cache could gain more than `at most`, 1 / (1 - s).
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
+from vllm_kvq.bench.timing import compare
 from vllm_kvq.demo.model import random_model
 from vllm_kvq.demo.server import Server, ServerError
 from vllm_kvq.formats import FORMATS
@@ -105,19 +109,38 @@ class Cell:
     ratio: float
     first_ratio: float
 
-    def text(self, share: float | None) -> str:
+    def text(self, share: float | None, kernel: float) -> str:
         line = (
             f"  {self.context:7} {self.batch:5}   {self.plain.step * 1e3:8.2f} {self.packed.step * 1e3:8.2f} "
             f"{self.ratio:6.2f}   {self.batch / self.plain.step:8.1f} {self.batch / self.packed.step:8.1f}   "
             f"{self.plain.first:8.2f} {self.packed.first:8.2f} {self.first_ratio:6.2f}"
         )
-        return line if share is None else f"{line}   {share:8.0%} {1 / (1 - share):7.2f}"
+        if share is None:
+            return f"{line}           {kernel:6.2f}"
+        return f"{line}   {share:7.0%} {kernel:6.2f} {gain(share, kernel):8.2f} {1 / (1 - share):7.2f}"
 
 
 HEADER = (
-    "  context batch   ms/token          ratio   tokens/s            first token, cold (s)  attention at most\n"
-    "                      bf16   packed            bf16   packed       bf16   packed  ratio"
+    "  context batch   ms/token          ratio   tokens/s            first token, cold (s)     attention\n"
+    "                      bf16   packed            bf16   packed       bf16   packed  ratio     share kernel expected"
+    " at most"
 )
+
+
+def gain(share: float, kernel: float) -> float:
+    """How many times faster a step gets when the `share` of it gets `kernel` times faster."""
+    return 1 / (1 - share + share / kernel)
+
+
+def kernel_ratio(name: str, model: Path, context: int, batch: int, rounds: int) -> float:
+    """vLLM's time for the model's attention in bf16 over ours, one layer, alone in this process."""
+    config = json.loads((model / "config.json").read_text())
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_size = config.get("head_dim") or hidden // heads
+    caches = min(config["num_hidden_layers"], 4)
+    shape = Shape(context, batch, heads, config["num_key_value_heads"], head_size, VLLM_BLOCK, caches)
+    candidates = {"bf16": vllm_candidate(shape, "auto"), name: kvq_candidate(shape, name)}
+    return compare(candidates, rounds, 1.0)[1].ratio["bf16"]
 
 
 def measure(plain: str, packed: str, prompts: Prompts, tokens: int, rounds: int) -> Cell:
@@ -185,7 +208,9 @@ def prompts_for(context: int, batch: int) -> Prompts:
     return [[rng.randrange(10, min(VOCAB, 500)) for _ in range(context)] for _ in range(batch)]
 
 
-def compare(name: str, model: Path, plain: Server, args: argparse.Namespace, max_len: int) -> None:
+def against(
+    name: str, model: Path, plain: Server, args: argparse.Namespace, max_len: int, kernels: dict[tuple[int, int], float]
+) -> None:
     packed = server(model, name, args, max_len, args.folder / f"bench-{name}.log")
     with packed:
         packed.wait_until_healthy(START_SECONDS)
@@ -196,7 +221,7 @@ def compare(name: str, model: Path, plain: Server, args: argparse.Namespace, max
                 cell = measure(plain.url, packed.url, prompts_for(context, batch), args.tokens, args.rounds)
                 share = None if shortest is None else max(0.0, 1 - shortest / cell.plain.step)
                 shortest = shortest or cell.plain.step
-                print(cell.text(share), flush=True)
+                print(cell.text(share, kernels[context, batch]), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -206,10 +231,15 @@ def main(arguments: list[str] | None = None) -> int:
     max_len = max(args.context) + args.tokens + 128
     try:
         model = args.model or bench_model(args.folder, args.layers, max_len)
+        cells = [(context, batch) for context in args.context for batch in args.batch]
+        kernels = {
+            name: {(c, b): kernel_ratio(name, model, c, b, 2 * args.rounds + 1) for c, b in cells}
+            for name in args.format
+        }
         with server(model, "auto", args, max_len, args.folder / "bench-bf16.log") as plain:
             plain.wait_until_healthy(START_SECONDS)
             for name in args.format:
-                compare(name, model, plain, args, max_len)
+                against(name, model, plain, args, max_len, kernels[name])
     except ServerError as error:
         print(*error.log_tail, f"bench serve: {error}", sep="\n", file=sys.stderr)
         return 1

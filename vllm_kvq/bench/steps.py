@@ -126,13 +126,10 @@ def kvq_candidate(shape: Shape, name: str) -> Candidate:
         recent = torch.randn(2, shape.batch, raw, shape.heads, shape.head_size).bfloat16()
 
         def step(pool: torch.Tensor = pool, ids: torch.Tensor = ids, recent: torch.Tensor = recent) -> object:
-            parts = []
-            if pages:
-                if not kernels.all_packed(fmt, pool, ids, low, high):
-                    raise RuntimeError("a page is not packed")
-                parts.append(kernels.attend_packed(fmt, query, pool, ids, owner, low, high, shape.scale))
-            held, none = (recent[0], recent[1]), (recent[0][:0], recent[1][:0])
-            kernels.attend_into(output, output_rows, query, held, none, rows, seen, shape.scale, parts)
+            raw = (recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen, shape.scale
+            lists = pool, ids, owner, low, high
+            if not kernels.attend_step(fmt, output, output_rows, query, *lists, *raw):
+                raise RuntimeError("a page is not packed")
             return output
 
         steps.append(step)

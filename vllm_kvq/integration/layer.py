@@ -13,12 +13,12 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.device import DeviceLayer
-from vllm_kvq.integration.plan import Batch, Fit, Group, Planner, StepPlan
+from vllm_kvq.integration.plan import Batch, Fit, Planner, StepPlan
 from vllm_kvq.integration.prompt import causal
 from vllm_kvq.integration.replicas import copies_of_a_head, queries_of_all_copies
 from vllm_kvq.integration.report import Damage, report_start
 from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
-from vllm_kvq.kernels import Partial, kernels_for
+from vllm_kvq.kernels import kernels_for
 
 
 class PackedLayer:
@@ -130,19 +130,19 @@ class PackedLayer:
             if group.held is None or group.seen is None:
                 output[group.rows] = causal(q, k, v, self.scale)
                 continue
-            parts = []
-            if len(group.page_ids):
-                parts.append(self._attend_pages(group, q, pages))
-            if group.chunk:
-                earlier = torch.ones(shape[1], shape[1], dtype=torch.bool, device=q.device).tril()
-                parts.append(self.kernels.attend_raw(q, k, v, earlier.expand(len(q), -1, -1), self.scale))
             pool = copied if group.chunk else self.sidecar.tokens
             sinks = (pool[0][:0], pool[1][:0]) if self.sinks is None else self.sinks.tokens
-            self.kernels.attend_into(output, group.rows, q, pool, sinks, group.held, group.seen, self.scale, parts)
-
-    def _attend_pages(self, group: Group, q: torch.Tensor, pages: torch.Tensor) -> Partial:
-        if not self.kernels.all_packed(self.fmt, pages, group.page_ids, group.low, group.high):
-            raise RuntimeError(f"{self.name}: a page that was never packed would have been read")
-        return self.kernels.attend_packed(
-            self.fmt, q, pages, group.page_ids, group.owner, group.low, group.high, self.scale
-        )
+            raw = pool, sinks, group.held, group.seen, self.scale
+            lists = group.page_ids, group.owner, group.low, group.high
+            if not group.chunk:
+                packed = self.kernels.attend_step(self.fmt, output, group.rows, q, pages, *lists, *raw)
+            else:
+                packed = self.kernels.all_packed(self.fmt, pages, group.page_ids, group.low, group.high)
+            if not packed:
+                raise RuntimeError(f"{self.name}: a page that was never packed would have been read")
+            if group.chunk:
+                earlier = torch.ones(shape[1], shape[1], dtype=torch.bool, device=q.device).tril()
+                parts = [self.kernels.attend_raw(q, k, v, earlier.expand(len(q), -1, -1), self.scale)]
+                if len(group.page_ids):
+                    parts.append(self.kernels.attend_packed(self.fmt, q, pages, *lists, self.scale))
+                self.kernels.attend_into(output, group.rows, q, *raw, parts)

@@ -24,6 +24,7 @@ class Kernels:
     attend_packed: Callable[..., Partial]
     attend_raw: Callable[..., Partial]
     attend_into: Callable[..., None]
+    attend_step: Callable[..., bool]
     all_packed: Callable[..., bool]
     pack: Callable[..., torch.Tensor | int]
     store: Callable[..., None]
@@ -35,6 +36,7 @@ TORCH = Kernels(
     attend.attend_packed,
     attend.attend_raw,
     attend.attend_into,
+    attend.attend_step,
     attend.all_packed,
     pack.pack,
     pack.store,
@@ -45,6 +47,7 @@ CPU = Kernels(
     cpu.attend_packed,
     cpu.attend_raw,
     cpu.attend_into,
+    cpu.attend_step,
     cpu.all_packed,
     cpu_pack.pack,
     cpu_pack.store,

@@ -123,6 +123,30 @@ def attend_packed(
     return _by_token(out, q)[..., : fmt.geometry.head_size], _by_token(lse.unsqueeze(-1), q).squeeze(-1)
 
 
+def attend_step(
+    fmt: PageFormat,
+    output: torch.Tensor,
+    output_rows: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    owner: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    pool: Pair,
+    more: Pair,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+) -> bool:
+    """`attend_packed` and `attend_into` in one; False, and nothing done, where a page is not packed."""
+    if not all_packed(fmt, pages, page_ids, low, high):
+        return False
+    parts = [attend_packed(fmt, query, pages, page_ids, owner, low, high, scale)] if len(page_ids) else []
+    attend_into(output, output_rows, query, pool, more, rows, seen, scale, parts)
+    return True
+
+
 def all_packed(
     fmt: PageFormat, pages: torch.Tensor, page_ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> bool:

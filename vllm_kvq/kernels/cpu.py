@@ -37,7 +37,6 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # kinds and field names in the order of csrc/cpu/layout.h
 _CHANNEL, _HYBRID, _SKETCH, _POLAR, _RAW = range(5)
 _TOKEN, _HYBRID_VALUES, _RAW_VALUES = range(3)
-_SKETCH_UNIT = 128  # of the integer sketch, as in csrc/cpu/avx2/sketch_keys.h
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Bound:
 
     layout: torch.Tensor
     constants: torch.Tensor
-    sketch16: torch.Tensor
     pairs: torch.Tensor
 
 
@@ -112,16 +110,14 @@ def _bind(fmt: PageFormat) -> Bound | None:
         *padded([slab.offset(n) for n in values[1]], 3),
     ]
     constants, pairs = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
-    sketch16 = torch.zeros(0, dtype=torch.int16)
     if isinstance(fmt.keys, SketchKeys):
         cpu = torch.device("cpu")
         scales = torch.tensor([fmt.keys.scale, fmt.keys.scale_out])
         sketches = torch.cat([s.T.flatten() for s in (fmt.keys.sketch(cpu), fmt.keys.sketch_out(cpu))])
         constants = torch.cat([scales, sketches])
-        sketch16 = (sketches * _SKETCH_UNIT).round().to(torch.int16)
     if isinstance(fmt.keys, PolarKeys):
         pairs = torch.stack([fmt.keys.x, fmt.keys.y]).to(torch.int32)
-    return Bound(torch.tensor(layout), constants, sketch16, pairs)
+    return Bound(torch.tensor(layout), constants, pairs)
 
 
 # by identity, with the format held so that its id stays its own: hashing all settings would cost more than a
@@ -186,7 +182,7 @@ def attend_packed(
     lists = (x.to(torch.int64).contiguous() for x in (page_ids, owner, low, high))
     n, q, heads, head_size = query.shape
     out, lse = torch.empty(n, q, heads, head_size), torch.empty(n, q, heads)
-    tables = (bound.layout, bound.constants, bound.sketch16, bound.pairs)
+    tables = (bound.layout, bound.constants, bound.pairs)
     lib.attend_packed(*tables, query, pages, *lists, scale, out, lse, torch.get_num_threads(), isa())
     return out, lse
 
@@ -238,6 +234,35 @@ def attend_into(
         attend.attend_into(output, output_rows, query, pool, more, rows, seen, scale, parts)
     else:
         _raw(lib, output, output_rows, _NONE, query, pool, more, rows, seen, scale, parts)
+
+
+def attend_step(
+    fmt: PageFormat,
+    output: torch.Tensor,
+    output_rows: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    owner: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    pool: Pair,
+    more: Pair,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+) -> bool:
+    """`attend.attend_step` in one call and one parallel loop. IndexError as in `attend_packed` and `attend_into`."""
+    bound, lib = bind(fmt), library()
+    if bound is None or lib is None:
+        lists = page_ids, owner, low, high
+        return attend.attend_step(fmt, output, output_rows, query, pages, *lists, pool, more, rows, seen, scale)
+    query, *tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
+    tables = (bound.layout, bound.constants, bound.pairs)
+    packed = (query, pages, page_ids, owner, low, high)
+    mask = seen.contiguous().view(torch.uint8)
+    at = (output, output_rows, torch.get_num_threads(), isa())
+    return lib.attend_step(*tables, *packed, *tokens, rows, mask, scale, *at) < 0
 
 
 def _raw(

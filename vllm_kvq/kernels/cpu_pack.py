@@ -11,6 +11,7 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys
+from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.squat import SQuatKeys
 from vllm_kvq.kernels import pack as reference
 from vllm_kvq.kernels.cpu import bind, isa, library
@@ -27,7 +28,7 @@ def pack(
         return reference.pack(fmt, pages, units, old, new, state)
     k = fmt.keys
     squat = (k.lam, k.block) if isinstance(k, SQuatKeys) else (1.0, 16)
-    tables = (bound.layout, bound.constants, bound.sketch16, bound.pairs)
+    tables = (bound.layout, bound.constants, bound.pairs)
     lists = (units.page, units.unit, units.rows, units.owner, units.follows.view(torch.uint8))
     late = tuple(x.unsqueeze(1) for x in new)
     mine = _NO_STATE if state is None else state.contiguous()
@@ -48,6 +49,10 @@ def fit(fmt: PageFormat, query: torch.Tensor, key: torch.Tensor, state: torch.Te
         gram = torch.empty(heads, d, d, dtype=torch.float64)
         lib.reduce_rows(_dense(query), gram, torch.get_num_threads(), isa())
         return codec.fit_gram(gram, state)
+    if lib is not None and isinstance(codec, SketchKeys):
+        sums = torch.empty(heads, d, dtype=torch.float64)
+        lib.reduce_rows(_dense(key), sums, torch.get_num_threads(), isa())
+        return codec.fit_sums(sums.float(), len(key), state)
     if lib is not None and isinstance(codec, HybridKeys):
         top = torch.empty(heads, d)
         lib.reduce_rows(_dense(key), top, torch.get_num_threads(), isa())

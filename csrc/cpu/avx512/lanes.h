@@ -5,24 +5,13 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
-#include <utility>
+
+#include "../tiles.h"
 
 namespace {
 namespace avx512 {
 
-#define KVQ_INLINE inline __attribute__((always_inline))
-#define KVQ_LAMBDA __attribute__((always_inline))
-
-// Calls f(std::integral_constant<int, i>) for i in [0, N): loops whose arrays must stay in registers.
-template <int N, class F, int... I>
-KVQ_INLINE void unroll_over(F&& f, std::integer_sequence<int, I...>) {
-  (f(std::integral_constant<int, I>{}), ...);
-}
-template <int N, class F>
-KVQ_INLINE void unroll(F&& f) {
-  unroll_over<N>(f, std::make_integer_sequence<int, N>{});
-}
+using namespace tiles;
 
 KVQ_INLINE __m512 load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 
@@ -135,19 +124,6 @@ KVQ_INLINE void pack4(const __m512 (&x)[4], int8_t* hi, int8_t* lo) {
 // The two parts of an accumulator put together.
 KVQ_INLINE __m512 join(__m512i hi, __m512i lo) {
   return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo));
-}
-
-// Calls f(std::integral_constant<int, R>, first row) for tiles of up to 4 rows.
-template <class F>
-KVQ_INLINE void row_tiles(int rows, F&& f) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, r);
-  switch (rows - r) {
-    case 3: f(std::integral_constant<int, 3>{}, r); break;
-    case 2: f(std::integral_constant<int, 2>{}, r); break;
-    case 1: f(std::integral_constant<int, 1>{}, r); break;
-    default: break;
-  }
 }
 
 }  // namespace avx512

@@ -41,6 +41,8 @@ template <bool ADD = false>
 inline void multiply(const float* a, int64_t lda, int rows, int64_t depth, const float* b, int64_t ldb, float* c,
                      int64_t ldc) {
   int r = 0;
+  if constexpr (LANES == 16)  // 4 rows load more than they multiply
+    for (; r + 8 <= rows; r += 8) row_tile<8, ADD>(a + r * lda, lda, depth, b, ldb, c + r * ldc, ldc);
   for (; r + 4 <= rows; r += 4) row_tile<4, ADD>(a + r * lda, lda, depth, b, ldb, c + r * ldc, ldc);
   switch (rows - r) {
     case 3: row_tile<3, ADD>(a + r * lda, lda, depth, b, ldb, c + r * ldc, ldc); break;

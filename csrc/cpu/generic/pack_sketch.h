@@ -8,15 +8,16 @@ namespace generic {
 
 constexpr int MAX_OUTLIERS = 32;
 
-// inner [32][d], outer [32][32], features [32][32], signs [32][m]
+// inner [32][d], outer [32][32], features [32][32], a panel of the sketch [d][32], signs [32][m]
 inline size_t sketch_work_bytes(const Layout& l) {
   const int64_t most = l.sketch_rows > l.outer_rows ? l.sketch_rows : l.outer_rows;
-  return align64(4 * size_t(SLAB) * (l.d + 2 * SLAB + most));
+  return align64(4 * size_t(SLAB) * (2 * l.d + 2 * SLAB + most));
 }
 
 // Of rows [32][stride] with n entries: float16 norms to `norm`, and sign(S x), S transposed [n][m], to `bits`.
+// 32 columns of S at a time are copied together: m floats apart, they would push each other out of the first cache.
 inline void put_signs(const float* rows, int64_t stride, int64_t n, const float* sketch, int64_t m, float* features,
-                      int32_t* signs, uint8_t* bits, uint8_t* norm) {
+                      float* panel, int32_t* signs, uint8_t* bits, uint8_t* norm) {
   float norms[SLAB];
   for (int t = 0; t < SLAB; ++t) {
     Floats square{};
@@ -28,7 +29,8 @@ inline void put_signs(const float* rows, int64_t stride, int64_t n, const float*
   }
   for (int t = 0; t < SLAB; t += LANES) store_halves(norm + 2 * t, load(norms + t));
   for (int64_t j = 0; j < m; j += SLAB) {
-    multiply(rows, stride, SLAB, n, sketch + j, m, features, SLAB);
+    for (int64_t c = 0; c < n; ++c) std::memcpy(panel + c * SLAB, sketch + c * m + j, 4 * SLAB);
+    multiply(rows, stride, SLAB, n, panel, SLAB, features, SLAB);
     for (int t = 0; t < SLAB; ++t)
       for (int c = 0; c < SLAB; ++c) signs[t * m + j + c] = features[t * SLAB + c] >= 0;
   }
@@ -59,7 +61,8 @@ inline void outlier_channels(const float* key, const float* state, int64_t d, in
 inline void pack_sketch(const PackUnit& u) {
   const Layout& l = *u.layout;
   float *inner = reinterpret_cast<float*>(u.work), *outer = inner + SLAB * l.d, *features = outer + SLAB * SLAB;
-  int32_t* signs = reinterpret_cast<int32_t*>(features + SLAB * SLAB);
+  float* panel = features + SLAB * SLAB;
+  int32_t* signs = reinterpret_cast<int32_t*>(panel + l.d * SLAB);
   uint8_t* index = u.slabs + l.key_at[4];
   outlier_channels(u.key, u.state, l.d, l.outliers, index);
   std::memcpy(inner, u.key, 4 * size_t(SLAB) * l.d);
@@ -69,10 +72,10 @@ inline void pack_sketch(const PackUnit& u) {
       outer[t * SLAB + i] = u.key[t * l.d + index[i]];
       inner[t * l.d + index[i]] = 0;
     }
-  put_signs(inner, l.d, l.d, u.constants->sketch, l.sketch_rows, features, signs, u.slabs + l.key_at[0],
-            u.slabs + l.key_at[1]);
-  put_signs(outer, SLAB, l.outliers, u.constants->outer, l.outer_rows, features, signs, u.slabs + l.key_at[2],
-            u.slabs + l.key_at[3]);
+  put_signs(inner, l.d, l.d, u.constants->sketch, l.sketch_rows, features, panel, signs,
+            u.slabs + l.key_at[0], u.slabs + l.key_at[1]);
+  put_signs(outer, SLAB, l.outliers, u.constants->outer, l.outer_rows, features, panel, signs,
+            u.slabs + l.key_at[2], u.slabs + l.key_at[3]);
 }
 
 }  // namespace generic

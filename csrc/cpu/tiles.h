@@ -1,0 +1,37 @@
+// Loops of the integer kernels whose arrays must stay in registers.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#define KVQ_INLINE inline __attribute__((always_inline))
+#define KVQ_LAMBDA __attribute__((always_inline))
+
+namespace {
+namespace tiles {
+
+// Calls f(std::integral_constant<int, i>) for i in [0, N): loops whose arrays must stay in registers.
+template <int N, class F, int... I>
+KVQ_INLINE void unroll_over(F&& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+KVQ_INLINE void unroll(F&& f) {
+  unroll_over<N>(f, std::make_integer_sequence<int, N>{});
+}
+
+// Calls f(std::integral_constant<int, R>, first row) for tiles of up to 4 rows.
+template <class F>
+KVQ_INLINE void row_tiles(int rows, F&& f) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, r);
+  switch (rows - r) {
+    case 3: f(std::integral_constant<int, 3>{}, r); break;
+    case 2: f(std::integral_constant<int, 2>{}, r); break;
+    case 1: f(std::integral_constant<int, 1>{}, r); break;
+    default: break;
+  }
+}
+
+}  // namespace tiles
+}  // namespace

@@ -1,0 +1,49 @@
+"""What the fuzz tests of the C++ kernels share: cases and shapes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
+
+fuzz = settings(
+    max_examples=int(os.environ.get("KVQ_FUZZ_EXAMPLES", "6")),
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+CASES = [(f.name, ()) for f in FORMATS.values()] + [
+    ("polar4", (("mode", "paper"),)),
+    ("qjl3", (("m", 256), ("m_out", 32), ("outliers", 5))),
+    ("squat4", (("group", 48), ("value_bits", 2))),
+    ("innerq2", (("key_bits", 4), ("value_bits", 4))),
+]
+WILD = st.sampled_from([-(1 << 63), -(1 << 40), -1, 1 << 31, 1 << 40, (1 << 63) - 1])
+
+
+@functools.cache
+def bound(
+    name: str, options: tuple[tuple[str, Any], ...], d: int, N: int, dtype: torch.dtype = torch.float16
+) -> PageFormat:
+    return get_format(name).bind(Geometry(d, N, dtype), dict(options))
+
+
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "d": draw(st.sampled_from([64, 80, 128, 256])),
+        "N": draw(st.sampled_from([32, 64, 96])),
+        "heads": draw(st.integers(1, 2)),
+        "group": draw(st.sampled_from([1, 2, 3, 4, 7])),
+        "requests": draw(st.integers(1, 3)),
+        "q": draw(st.sampled_from([1, 2, 20])),
+        "threads": draw(st.sampled_from([1, 2, 4])),
+        "seed": draw(st.integers(0, 1 << 30)),
+        "pages": draw(st.integers(1, 4)),
+        "listed": draw(st.integers(0, 9)),
+    }

@@ -1,0 +1,100 @@
+"""A decode step in one C++ call (packed pages and full-precision tokens) against the PyTorch kernels in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvq.eval.packed_attention import random_pages, relative_error
+from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.kernels import attend, cpu
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+HEADS, GQA, D, PAGES = 2, 4, 128, 5
+
+
+@pytest.fixture(autouse=True)
+def chosen(isa: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "isa", lambda: isa)
+
+
+@dataclass
+class Step:
+    """Four requests: pages and tokens, tokens alone, pages alone, nothing at all."""
+
+    fmt: PageFormat
+    query: torch.Tensor
+    pages: torch.Tensor
+    lists: list[torch.Tensor]
+    raw: tuple[Any, ...]
+
+    def run(self, kernels: Any) -> tuple[bool, torch.Tensor]:
+        output = torch.full((2 * len(self.query) * self.query.shape[1], HEADS * GQA, D), 7.0, dtype=self.query.dtype)
+        rows = 2 * torch.arange(len(output) // 2).view(self.query.shape[:2])
+        done = kernels.attend_step(self.fmt, output, rows, self.query, self.pages, *self.lists, *self.raw)
+        return done, output
+
+
+def step(name: str, q: int, dtype: torch.dtype = torch.float32) -> Step:
+    rng = torch.Generator().manual_seed(q)
+    fmt = get_format(name).bind(Geometry(D, 64, dtype))
+    tokens = torch.randn(2, 9, 8, HEADS, D, generator=rng).to(dtype)
+    rows = torch.randperm(72, generator=rng)[: 4 * 17].view(4, 17)
+    rows[0, :3], rows[2], rows[3] = -1, -1, -1
+    seen = torch.rand(4, q, 17, generator=rng) < 0.8
+    seen[:2, :, 5] = True
+    pool, more = (tokens[0, :6], tokens[1, :6]), (tokens[0, 6:], tokens[1, 6:])
+    lists = [[1, 4, 2, 5], [0, 0, 2, 2], [3, 0, 0, 10], [64, 61, 64, 64]]
+    return Step(
+        fmt,
+        torch.randn(4, q, HEADS * GQA, D, generator=rng).to(dtype),
+        random_pages(fmt, PAGES, HEADS),
+        [torch.tensor(x) for x in lists],
+        (pool, more, rows, seen, D**-0.5),
+    )
+
+
+@pytest.mark.parametrize("q", [1, 3, 20])
+@pytest.mark.parametrize("name", ["squat2", "innerq2", "qjl3", "polar4", "lossless"])
+def test_one_call_is_all_parts_merged(name: str, q: int) -> None:
+    s = step(name, q)
+    (got_done, got), (want_done, want) = s.run(cpu), s.run(attend)
+    assert got_done
+    assert want_done
+    some = slice(0, 2 * 3 * q, 2)
+    assert relative_error(got[some], want[some].double()) < (1e-2 if name == "qjl3" else 1e-3)
+    assert not got[2 * 3 * q :: 2].any()  # the request that sees nothing
+    assert got[1::2].eq(7).all()  # rows that no query names
+
+
+def test_of_another_type() -> None:
+    s = step("kivi2", 2, torch.bfloat16)
+    got, want = s.run(cpu)[1], s.run(attend)[1]
+    assert relative_error(got[:12], want[:12].double()) < 1e-2
+
+
+def test_an_unpacked_page_is_not_attended() -> None:
+    s = step("kivi2", 1)
+    s.lists[0][2] = 0
+    for kernels in (cpu, attend):
+        done, output = s.run(kernels)
+        assert not done
+        assert output.eq(7).all()
+
+
+@pytest.mark.parametrize(("column", "bad"), [(0, 6), (0, -1), (1, 4), (1, -1)])
+def test_a_page_or_owner_out_of_range(column: int, bad: int) -> None:
+    s = step("kivi2", 1)
+    s.lists[column][1] = bad
+    with pytest.raises(IndexError):
+        s.run(cpu)
+
+
+def test_a_row_out_of_range() -> None:
+    s = step("kivi2", 1)
+    s.raw[2][1, 4] = 72
+    with pytest.raises(IndexError):
+        s.run(cpu)

