@@ -17,6 +17,7 @@ MODULES = {
     "bench prefill": "vllm_kvq.bench.prefill",
     "eval error": "vllm_kvq.eval.error_table",
     "fuzz": "vllm_kvq.fuzz.main",
+    "soak": "vllm_kvq.soak.main",
 }
 """Subcommand -> module with a `main()` that reads `sys.argv`; imported only when asked for."""
 

@@ -46,9 +46,15 @@ def serve(job: dict[str, Any]) -> Any:
 
         ray_on_cpus.start(job["ray"])
     if job["fork"]:
+        from vllm.v1.engine import coordinator, utils
         from vllm.v1.executor import multiproc_executor
 
-        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+        for module in (coordinator, utils, multiproc_executor):
+            module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    if "data_parallel_size" in job["engine"]:
+        import data_parallel
+
+        return {"results": data_parallel.serve(job), "ranks": []}
     from vllm_kvq.oracle.trace import Trace
 
     engine = oracle.TracedEngine(job["model"], **job["engine"])

@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": TP,
     "pp2": PP | TRACED,
+    "dp2": {"data_parallel_size": 2},
     "ray tp2": TP | RAY,
     "ray pp2": PP | TRACED | RAY,
 }
@@ -132,7 +133,7 @@ class Farm:
             "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
             "ray": 2 if "ray" in kind else 0,
             # that a worker which knows nothing finds the plugin is seen with `lossless`
-            "fork": name != "lossless",
+            "fork": name != "lossless" or kind == "dp2",
             "traces": [t.to_json() for t in TRACES],
             "out": f"{at}.out",
             "log": f"{at}.log",

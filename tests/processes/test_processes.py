@@ -44,6 +44,23 @@ def check_stages(got: Answer) -> None:
     assert all(layer["written"] for rank in got.ranks for layer in rank.values())
 
 
+def test_data_parallel(farm: Farm) -> None:
+    """Whichever engine answers, the tokens are plain vLLM's. They share no cache: each hits what it has seen itself."""
+    plain = farm.run("one", "auto")[0].results
+    expected = {name: tokens for result in plain for name, tokens in result.outputs.items()}
+    engines = farm.run("dp2", "lossless")[0].results
+    assert len(engines) == 2
+    for engine in engines:
+        assert engine.outputs == expected
+        assert {name for name, tokens in engine.cached.items() if tokens} == {"tail", "deep"}
+
+
+def test_data_parallel_engines_draw_one_sketch(farm: Farm) -> None:
+    """vLLM seeds each engine differently."""
+    first, second = farm.run("dp2", "qjl3")[0].results
+    assert first.outputs == second.outputs
+
+
 def test_ray_tensor_parallel(farm: Farm) -> None:
     assert len(same_tokens(farm, "ray tp2", "squat2").ranks) == 2
 

@@ -114,6 +114,11 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 

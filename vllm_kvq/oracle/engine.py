@@ -40,7 +40,7 @@ class TracedEngine:
         }
         arguments = {**defaults, **engine}
         if pool is not None:
-            arguments["num_gpu_blocks_override"] = _blocks(model, pool, arguments)
+            arguments["num_gpu_blocks_override"] = blocks_of(model, pool, arguments)
         self.engine = LLM(model, **arguments).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.steps: list[list[Chunk]] = []
@@ -127,7 +127,7 @@ class TracedEngine:
         return len(admitted) - len(set(admitted))
 
 
-def _blocks(model: str, pool: float, arguments: dict[str, Any]) -> int:
+def blocks_of(model: str, pool: float, arguments: dict[str, Any]) -> int:
     """Pages, sidecar and sinks of `pool` requests, and block 0, which vLLM never hands out."""
     import torch
 
