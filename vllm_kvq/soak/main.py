@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,8 +30,8 @@ from vllm_kvq.demo.server import Server, ServerError
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.soak.client import place
 from vllm_kvq.soak.load import MAX_LEN, MODEL, VOCAB, Load, Order
-from vllm_kvq.soak.report import Report, Tally
-from vllm_kvq.soak.watch import metrics, tree_rss, trend
+from vllm_kvq.soak.report import TOTAL, Report, Tally
+from vllm_kvq.soak.watch import Trend, metrics, tree_rss, trend
 
 HOST = "127.0.0.1"
 START_SECONDS = 600
@@ -40,6 +41,8 @@ POOL = 3.0
 """Requests of the maximum length that the cache holds."""
 PLAIN = "auto"
 ERROR = re.compile(r"\bERROR\b|Traceback")
+Samples = list[tuple[float, Counter[str]]]
+"""Seconds, and bytes of each process."""
 SHAPE = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": VOCAB}
 
 
@@ -93,7 +96,7 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
         # before it is stopped: vLLM's API server may find its engine gone first, and calls that an error
         complaints = [line for line in server.read_log().splitlines() if ERROR.search(line)]
         status = server.stop()
-    return Report(tally, trend(samples, 20 * options.minutes), final, complaints, status)
+    return Report(tally, trends(samples, 20 * options.minutes), final, complaints, status)
 
 
 def _arguments(model: str, options: argparse.Namespace) -> list[str]:
@@ -112,8 +115,8 @@ def _arguments(model: str, options: argparse.Namespace) -> list[str]:
     return [*words, *(["--enforce-eager"] if options.eager else [])]
 
 
-def _drive(server: Server, tally: Tally, options: argparse.Namespace) -> list[tuple[float, int]]:
-    """Load from all clients until the time is over; (seconds, bytes) of the server's memory meanwhile."""
+def _drive(server: Server, tally: Tally, options: argparse.Namespace) -> Samples:
+    """Load from all clients until the time is over; the server's memory meanwhile."""
     begin = time.monotonic()
     end = begin + 60 * options.minutes
 
@@ -130,13 +133,20 @@ def _drive(server: Server, tally: Tally, options: argparse.Namespace) -> list[tu
     threads = [threading.Thread(target=client, args=(i,), daemon=True) for i in range(options.clients)]
     for thread in threads:
         thread.start()
-    samples = []
+    samples: Samples = []
     while (now := time.monotonic()) < end:
         samples.append((now - begin, tree_rss(server.pid)))
         time.sleep(min(2.0, options.minutes))
     for thread in threads:
         thread.join()
     return samples
+
+
+def trends(samples: Samples, warm_up: float) -> dict[str, Trend]:
+    """Of every process that there is all the time, and of all processes together."""
+    names = sorted(set.intersection(*({*memory} for _, memory in samples)))
+    lines = {name: trend([(t, memory[name]) for t, memory in samples], warm_up) for name in names}
+    return {TOTAL: trend([(t, memory.total()) for t, memory in samples], warm_up)} | lines
 
 
 def _drain(url: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from vllm_kvq.soak.watch import Metrics, Trend
 
 GROWTH_LIMIT = 0.02
 SHOWN = 5
+TOTAL = "total"
 
 
 class Tally:
@@ -61,7 +62,8 @@ class Tally:
 @dataclass(frozen=True)
 class Report:
     tally: Tally
-    memory: Trend
+    memory: Mapping[str, Trend]
+    """By the name of the process, and of all together under TOTAL."""
     final: Metrics
     complaints: Sequence[str]
     """Lines of the server's log that report an error."""
@@ -74,8 +76,8 @@ class Report:
             found.append("no request was answered")
         if self.tally.errors:
             found.append(f"{len(self.tally.errors)} errors: {'; '.join(self.tally.errors[:SHOWN])}")
-        if self.memory.growth >= GROWTH_LIMIT:
-            found.append(f"the memory grew by {self.memory.growth:.1%}; less than {GROWTH_LIMIT:.0%} is flat")
+        if self.memory[TOTAL].growth >= GROWTH_LIMIT:
+            found.append(f"the memory grew by {self.memory[TOTAL].growth:.1%}; less than {GROWTH_LIMIT:.0%} is flat")
         if self.final.used_blocks:
             found.append(f"{self.final.used_blocks} KV blocks are in use although no request is left")
         if self.final.running or self.final.waiting:
@@ -87,7 +89,7 @@ class Report:
         return found
 
     def text(self) -> str:
-        n, end, memory = self.tally.counts, self.final, self.memory
+        n, end, memory = self.tally.counts, self.final, self.memory[TOTAL]
         differ = "" if self.tally.repeats_are_equal else " (allowed: a hit reads packed history)"
         lines = [
             f"requests: {n['done']} done, {len(self.tally.errors)} errors, {n['disconnects']} disconnects",
@@ -98,6 +100,8 @@ class Report:
             f"{end.generated_tokens} generated, {end.preemptions} preemptions",
             f"memory: {memory.begin / 2**20:.1f} MiB after warm-up, {memory.end / 2**20:.1f} MiB at the end "
             f"({memory.growth:+.2%}, {memory.per_minute / 2**20:+.2f} MiB a minute; flat: below {GROWTH_LIMIT:.0%})",
+            "  a minute: "
+            + ", ".join(f"{k} {t.per_minute / 2**20:+.2f} MiB" for k, t in self.memory.items() if k != TOTAL),
             f"blocks: {end.blocks - end.used_blocks} of {end.blocks} free at the end, "
             f"{end.running} requests running, {end.waiting} waiting",
             f"server: {len(self.complaints)} errors in its log, exit status {self.exit_status}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import urllib.request
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,9 @@ from pathlib import Path
 _SERIES = re.compile(r"^vllm:(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
-def tree_rss(pid: int) -> int:
-    """Bytes of resident memory of a process and all that descend from it."""
-    parents, resident = {}, {}
+def tree_rss(pid: int) -> Counter[str]:
+    """Bytes of resident memory of a process and all that descend from it, by name."""
+    parents, names, resident = {}, {}, {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -22,12 +23,16 @@ def tree_rss(pid: int) -> int:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(folder.name)] = int(fields["PPid"])
+        names[int(folder.name)] = fields["Name"].strip()
         resident[int(folder.name)] = 1024 * int(fields.get("VmRSS", "0 kB").split()[0])
     tree, new = set[int](), {pid} & set(parents)
     while new:
         tree |= new
         new = {child for child, parent in parents.items() if parent in new}
-    return sum(resident[p] for p in tree)
+    found: Counter[str] = Counter()
+    for p in tree:
+        found[names[p]] += resident[p]
+    return found
 
 
 @dataclass(frozen=True)
