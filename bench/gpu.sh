@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one run of less than 9 minutes: build, kernel tests, compute-sanitizer on the CUDA kernels,
-# then the table of decode times.
+# All that needs a GPU, in one run of less than 9 minutes: build, kernel tests, the table of decode times, then, in the
+# time that is left, compute-sanitizer on the CUDA kernels.
 #
 #   bash bench/gpu.sh                 needs python3 with torch >= 2.11, Triton >= 3.6, apache-tvm-ffi and numpy, nvcc,
 #                                     and a GPU; no vLLM
@@ -30,40 +30,65 @@ if ! "$PYTHON" -c 'import torch, triton; print("torch", torch.__version__, "trit
   echo "bench/gpu.sh: $PYTHON has no torch or no Triton" >&2
   exit 1
 fi
+status=0
+# step NAME SECONDS COMMAND...
+step() {
+  echo "== $1 (at $SECONDS s)"
+  timeout "$2" "${@:3}" || { status=1; echo "FAILED: $1"; }
+}
+
 if [[ "${1:-}" == "--dry-run" ]]; then
-  exec "$PYTHON" -m vllm_kvq.bench.gpu --dry-run
+  step "Triton kernels" 300 "$PYTHON" tests/gpu/test_gpu_decode.py --dry-run
+  step "a layer's step" 300 "$PYTHON" tests/gpu/test_gpu_step.py --dry-run
+  step "CUDA kernels" 300 "$PYTHON" tests/gpu/test_gpu_qjl.py --dry-run
+  step "decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run
+  exit "$status"
 fi
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "bench/gpu.sh: no CUDA device; bash bench/gpu.sh --dry-run tries the script without one" >&2
   exit 1
 fi
 
-status=0
-# step NAME SECONDS COMMAND...
-step() {
-  echo "== $1"
-  timeout "$2" "${@:3}" || { status=1; echo "FAILED: $1"; }
-}
-
-cuda=1
-if ! timeout 90 "$PYTHON" -m vllm_kvq.kernels.build_cuda; then
+FORMATS=(squat2 qjl3 innerq2 polar4 polar4+table polar3 polar3+table squat4)
+# nvcc takes a minute, and so do Triton's kernels of the bench, one process per format
+timeout 120 "$PYTHON" -m vllm_kvq.kernels.build_cuda &
+build=$!
+compiling=()
+for format in "${FORMATS[@]}"; do
+  [[ "$format" == qjl3 ]] && continue
+  timeout 110 "$PYTHON" -m vllm_kvq.bench.gpu --compile --formats "$format" &
+  compiling+=("$!")
+done
+without=()
+if ! wait "$build"; then
   echo "LEFT OUT: everything of the CUDA kernels"
-  cuda=0
   status=1
+  without=(--without-cuda)
+  FORMATS=("${FORMATS[@]/qjl3/}")
 fi
+for process in "${compiling[@]}"; do
+  wait "$process" || { status=1; echo "FAILED: compiling a format's kernels"; }
+done
+echo "== compiled (at $SECONDS s)"
 step "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_decode.py
-step "a layer's step" 60 "$PYTHON" tests/gpu/test_gpu_step.py
-if ((cuda)); then
-  step "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
-  if command -v compute-sanitizer >/dev/null; then
-    for tool in memcheck racecheck; do
-      step "compute-sanitizer $tool" 45 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool "$tool" --kernel-name kns=kvq --error-exitcode 1 \
-        "$PYTHON" tests/gpu/test_gpu_qjl.py --quick
-    done
-  else
-    echo "LEFT OUT: compute-sanitizer (not on the path)"
-  fi
+step "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
+((${#without[@]})) || step "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
+# shellcheck disable=SC2068  (an emptied name disappears)
+step "decode times" 170 "$PYTHON" -m vllm_kvq.bench.gpu --seconds 130 --formats ${FORMATS[@]}
+if ((${#without[@]})); then
+  :
+elif ! command -v compute-sanitizer >/dev/null; then
+  echo "LEFT OUT: compute-sanitizer (not on the path)"
+else
+  for tool in memcheck racecheck; do
+    left=$((525 - SECONDS))
+    if ((left < 20)); then
+      echo "LEFT OUT: compute-sanitizer $tool (no time)"
+      continue
+    fi
+    step "compute-sanitizer $tool" "$left" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+      compute-sanitizer --tool "$tool" --kernel-name kns=kvq --error-exitcode 1 \
+      "$PYTHON" tests/gpu/test_gpu_qjl.py --quick
+  done
 fi
-step "decode times" 160 "$PYTHON" -m vllm_kvq.bench.gpu --seconds 130
 exit "$status"

@@ -7,7 +7,7 @@
 #   PYTHON=python3       makes the environment (.venv-gpu), which installs vLLM from the package index
 #   WHEELS=DIR           install from this folder of wheels instead, without network
 #   SITE=DIR             no environment at all: $PYTHON with this folder (an unpacked vLLM and what it needs) on its path
-#   MODEL=PATH, PORT=8000
+#   MODEL=PATH, PORT=8000, EACH=240 (seconds that a format may take; a large model needs more)
 #
 # --dry-run prints the commands. Whether a GPU machine allows an installation is its own matter: where it doesn't, use
 # WHEELS or SITE. No GPU has run this yet.
@@ -65,7 +65,7 @@ fi
 status=0
 for format in "${formats[@]}"; do
   echo "== vllm serve --kv-cache-dtype $format"
-  run timeout 900 "$PYTHON" -m vllm_kvq.demo.serve --once --format "$format" --port "$PORT" ${MODEL:+--model "$MODEL"} ||
+  run timeout "${EACH:-240}" "$PYTHON" -m vllm_kvq.demo.serve --once --format "$format" --port "$PORT" ${MODEL:+--model "$MODEL"} ||
     { status=1; echo "FAILED: $format"; }
 done
 exit "$status"

@@ -40,8 +40,9 @@ def test_serve_script_says_what_it_would_do() -> None:
 def test_lines_of_the_table() -> None:
     shape = gpu.Shape(8, 4096)
     # 4 MB in 100 us at 100 GB/s of read and write: 40 % of it
-    cells = gpu.line("qjl3", shape, 1e-4, 2.5e-4, 2e-4, 4_000_000, 1e11).split()
-    assert cells == ["qjl3", "8", "4096", "100.0", "250.0", "200.0", "2.50", "4.0", "40%"]
+    cells = gpu.line("qjl3", shape, 1e-4, 2.5e-4, 1.5e-4, 2e-4, 4_000_000, 1e11).split()
+    assert cells == ["qjl3", "8", "4096", "100.0", "250.0", "150.0", "200.0", "2.50", "1.50", "4.0", "40%"]
+    assert gpu.line("qjl3", shape, 1e-4, 2.5e-4, None, 2e-4, 4_000_000, 1e11).split().count("n.m.") == 2
     rows = [(1024, 3e-4, 1e-4), (4096, 4e-4, 4e-4), (16384, 5.2288e-4, 9e-4)]
     assert gpu.summary("qjl3", 8, rows).split() == ["qjl3", "batch", "8", "slope", "1.250", "break-even", "4096"]
     assert "break-even none" in gpu.summary("qjl3", 1, rows[:1])

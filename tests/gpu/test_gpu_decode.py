@@ -1,4 +1,4 @@
-"""The kernels on a real device: as a pytest module, or `python3 tests/gpu/test_gpu_decode.py` where there is no pytest.
+"""The Triton kernels on a real device: as a pytest module, or `python3 tests/gpu/test_gpu_decode.py [--dry-run]`.
 
 No GPU has run this yet.
 """
@@ -6,15 +6,13 @@ No GPU has run this yet.
 from __future__ import annotations
 
 import itertools
-import sys
-import time
-import traceback
 
 import torch
+from parallel import DEVICE, main
 
 from vllm_kvq.eval.packed_attention import exact_attention, random_pages, relative_error
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels.triton import TRITON as kernels
+from vllm_kvq.kernels.triton import TRITON, TritonKernels
 
 try:
     import pytest
@@ -25,71 +23,84 @@ except ImportError:
 
 BOUND = 2e-3
 FORMATS = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3")
+LOOKUP = TritonKernels(scores="table")
 
 
-def _case(name: str, d: int, share: int, n: int, dtype: torch.dtype, q: int = 1, splits: int | None = None) -> None:
+def decode(
+    name: str,
+    d: int,
+    share: int,
+    n: int,
+    dtype: torch.dtype,
+    q: int = 1,
+    splits: int | None = None,
+    kernels: TritonKernels = TRITON,
+) -> None:
     fmt = get_format(name).bind(Geometry(d, n))
     pages = random_pages(fmt, 9, 2)
     table = torch.tensor([[3, 1, 2, 7, 9], [4, 0, -1, 999, 0], [5, 6, 8, 9, 1], [0, 0, 0, 0, 0]], dtype=torch.int32)
     low, high = torch.tensor([5, 0, 0, 0]), torch.tensor([4 * n + 17, 19, 5 * n, 0])
     query = torch.randn(4, q, 2 * share, d, generator=torch.Generator().manual_seed(1)).to(dtype)
     want, want_lse = exact_attention(fmt, query, pages, table, low, high, d**-0.5)
-    on = [x.cuda() for x in (query, pages, table, low, high)]
+    on = [x.to(DEVICE) for x in (query, pages, table, low, high)]
     out, lse = kernels.attend_table(fmt, *on, d**-0.5, splits)
     error = relative_error(out.cpu(), want)
-    where = f"{name} d={d} share={share} N={n} {dtype} q={q} splits={splits}"
-    assert error < BOUND, f"{where}: relative error {error:.2e}"
+    assert error < BOUND, f"relative error {error:.2e}"
     empty = want_lse == -torch.inf
-    assert torch.isneginf(lse.cpu()[empty]).all(), where
-    assert (lse.cpu().double() - want_lse)[~empty].abs().max() < 8e-3, where
+    assert torch.isneginf(lse.cpu()[empty]).all()
+    assert (lse.cpu().double() - want_lse)[~empty].abs().max() < 8e-3
 
 
-def test_formats_and_head_sizes() -> None:
-    rest = itertools.cycle(itertools.product((1, 4, 8), (32, 64, 128), (torch.float16, torch.bfloat16, torch.float32)))
-    for name, d in itertools.product(FORMATS, (64, 96, 128, 256)):
-        _case(name, d, *next(rest))
-
-
-def test_chunks_and_splits() -> None:
-    for name, q, splits in itertools.product(("squat2", "innerq2", "polar4"), (1, 5, 33), (None, 1, 16)):
-        _case(name, 128, 4, 64, torch.bfloat16, q, splits)
-
-
-def test_graph_replay_follows_the_device() -> None:
+def graph() -> None:
     """Lengths and tables changed after the capture are what counts: nothing was read on the host."""
     fmt = get_format("squat2").bind(Geometry(128, 64))
     pages = random_pages(fmt, 4, 2)
     table, low, high = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), torch.tensor([0]), torch.tensor([40])
     query = torch.randn(1, 1, 8, 128)
     on = [x.cuda() for x in (query, pages, table, low, high)]
-    kernels.attend_table(fmt, *on, 0.1)
+    TRITON.attend_table(fmt, *on, 0.1)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, _ = kernels.attend_table(fmt, *on, 0.1)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out, _ = TRITON.attend_table(fmt, *on, 0.1)
     table, high = torch.tensor([[4, 2, 1, 3]], dtype=torch.int32), torch.tensor([201])
     on[2].copy_(table)
     on[4].copy_(high)
-    graph.replay()
+    captured.replay()
     want, _ = exact_attention(fmt, query, pages, table, low, high, 0.1)
     assert relative_error(out.cpu(), want) < BOUND
 
 
-def main() -> int:
-    failed = 0
-    for name, test in list(globals().items()):
-        if not name.startswith("test_"):
-            continue
-        start = time.monotonic()
-        try:
-            test()
-            print(f"passed {name} in {time.monotonic() - start:.1f} s", flush=True)
-        except Exception:
-            failed += 1
-            traceback.print_exc()
-            print(f"FAILED {name}", flush=True)
-    return 1 if failed else 0
+_REST = itertools.cycle(itertools.product((1, 4, 8), (32, 64, 128), (torch.float16, torch.bfloat16, torch.float32)))
+HEADS = [(decode, (name, d, *next(_REST))) for name, d in itertools.product(FORMATS, (64, 96, 128, 256))]
+CHUNKS = [
+    (decode, (name, 128, 4, 64, torch.bfloat16, q, splits))
+    for name, q, splits in itertools.product(("squat2", "innerq2", "polar4"), (1, 5, 33), (None, 1, 16))
+]
+LOOKUPS = [
+    (decode, (name, d, share, 64, torch.bfloat16, 1, None, LOOKUP))
+    for name, d, share in itertools.product(("polar4", "polar3"), (64, 128), (4, 8))
+]
+
+
+def test_formats_and_head_sizes() -> None:
+    for case, arguments in HEADS:
+        case(*arguments)
+
+
+def test_chunks_and_splits() -> None:
+    for case, arguments in CHUNKS:
+        case(*arguments)
+
+
+def test_scores_by_table_lookup() -> None:
+    for case, arguments in LOOKUPS:
+        case(*arguments)
+
+
+def test_graph_replay_follows_the_device() -> None:
+    graph()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main([*HEADS, *CHUNKS, *LOOKUPS, *([(graph, ())] if DEVICE == "cuda" else [])])

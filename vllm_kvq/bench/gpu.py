@@ -6,8 +6,11 @@
 Every measurement replays a CUDA graph of several launches on rotated page tables (and rotated K and V), so that
 together they read more than the cache holds; the median replay counts. bf16 is the fastest of torch's SDPA as it
 chooses, SDPA held to its FlashAttention backend, and the package flash_attn where it is installed; each has its row.
-"ideal" is the time in which bf16 K and V could be copied: no bf16 kernel is faster. torch attends no fp8 keys and
-values: fp8 is not measured, and half of "ideal" bounds it. No GPU has run this yet.
+"ideal" is the time in which bf16 K and V could be copied: no bf16 kernel is faster. The fp8 column is that of
+FlashAttention 3 (the package flash_attn_interface, on Hopper); torch attends no fp8 keys and values, so without it the
+column says "n.m.", not measured, and half of "ideal" bounds it. polar4 and polar3 rebuild keys and multiply them;
+polar4+table and polar3+table look scores up. Last comes what packing a prompt costs beside a layer's prefill. No GPU
+has run this yet.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from dataclasses import dataclass
 
 import torch
 
-FORMATS = ("squat2", "qjl3", "innerq2", "polar4", "polar3", "squat4")
+FORMATS = ("squat2", "qjl3", "innerq2", "polar4", "polar4+table", "polar3", "polar3+table", "squat4")
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 BATCHES = (1, 8, 64)
 HEADS, SHARE, HEAD, N = 8, 4, 128, 64
 ROTATED_BYTES = 512 << 20
-ROW = "{:<10} {:>5} {:>8} {:>10} {:>10} {:>10} {:>8} {:>10} {:>9}"
-HEADER = ("format", "batch", "context", "us", "bf16 us", "ideal us", "x bf16", "MB read", "of copy")
+ROW = "{:<12} {:>5} {:>8} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>10} {:>9}"
+HEADER = ("format", "batch", "context", "us", "bf16 us", "fp8 us", "ideal us", "x bf16", "x fp8", "MB read", "of copy")
+PROMPT, HIDDEN, MLP = 4096, 4096, 14336
+"""Tokens of a prompt, and the layer of an 8B Llama that packing them is compared with."""
 Calls = list[Callable[[], object]]
 
 
@@ -76,9 +81,11 @@ def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, 
     from vllm_kvq.eval.packed_attention import random_pages
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.device import kernels_of
+    from vllm_kvq.kernels.triton import TritonKernels
 
-    fmt = get_format(name).bind(Geometry(HEAD, N))
-    kernels = kernels_of(fmt)
+    bare, _, scores = name.partition("+")
+    fmt = get_format(bare).bind(Geometry(HEAD, N))
+    kernels = TritonKernels(scores or "dot") if bare.startswith("polar") else kernels_of(fmt)
     assert kernels is not None
     each = shape.batch * -(-shape.context // N)
     read = each * HEADS * fmt.record_bytes
@@ -132,6 +139,25 @@ def bf16_calls(shape: Shape, device: torch.device) -> dict[str, Calls]:
     return found | {"flash_attn": [package(k, v) for k, v in caches]}
 
 
+def fp8_calls(shape: Shape, device: torch.device) -> Calls:
+    """FlashAttention 3 over fp8 K and V of (batch, tokens, heads, channels); ImportError where it is not."""
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    eight = torch.float8_e4m3fn
+    query = torch.randn(shape.batch, 1, HEADS * SHARE, HEAD, device=device).to(eight)
+    size = (shape.batch, shape.context, HEADS, HEAD)
+    one = torch.ones(shape.batch, HEADS, device=device)
+    scales = {f"{x}_descale": one for x in "qkv"}
+    rounds = rotations(bf16_bytes(shape) // 2, device)
+    half = torch.bfloat16
+    caches = [tuple(torch.randn(size, device=device, dtype=half).to(eight) for _ in "kv") for _ in range(rounds)]
+
+    def call(k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
+        return lambda: flash_attn_with_kvcache(query, k, v, **scales)
+
+    return [call(k, v) for k, v in caches]
+
+
 def _by_token(x: torch.Tensor) -> tuple[int, ...]:
     """The same bytes as (batch, tokens, heads, channels): they are random, and the time is what counts."""
     return (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
@@ -171,8 +197,12 @@ def run(device: torch.device, formats: list[str], shapes: list[Shape], deadline:
                 print(f"{name}: {str(error).splitlines()[0]}")
         del calls
         base, ideal = min(rivals.values()), full / bandwidth
+        try:
+            fp8 = measure(fp8_calls(shape, device), device)
+        except (ImportError, RuntimeError, TypeError):  # no FlashAttention 3, or not for this GPU, or another version
+            fp8 = None
         for name, took in rivals.items():
-            print(line(name, shape, took, base, ideal, full, bandwidth), flush=True)
+            print(line(name, shape, took, base, fp8, ideal, full, bandwidth), flush=True)
         for f in formats:
             if time.monotonic() > deadline:
                 break
@@ -181,18 +211,95 @@ def run(device: torch.device, formats: list[str], shapes: list[Shape], deadline:
             del own
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            print(line(f, shape, took, base, ideal, read, bandwidth), flush=True)
+            print(line(f, shape, took, base, fp8, ideal, read, bandwidth), flush=True)
             times.setdefault((f, shape.batch), []).append((shape.context, took, base))
     print("\nslope: ns per token of context between the two longest; break-even: shortest context not slower than bf16")
     for (f, batch), rows in times.items():
-        print(summary(f, batch, rows))
+        print(summary(f, batch, sorted(rows)))
 
 
-def line(name: str, shape: Shape, took: float, base: float, ideal: float, read: int, bandwidth: float) -> str:
-    times = (f"{1e6 * x:.1f}" for x in (took, base, ideal))
+def line(
+    name: str, shape: Shape, took: float, base: float, fp8: float | None, ideal: float, read: int, bandwidth: float
+) -> str:
+    times = ("n.m." if x is None else f"{1e6 * x:.1f}" for x in (took, base, fp8, ideal))
+    ratios = ("n.m." if x is None else f"{x / took:.2f}" for x in (base, fp8))
     # a copy reads and writes: its bandwidth counts both
     share = f"{read / took / bandwidth:.0%}"
-    return ROW.format(name, shape.batch, shape.context, *times, f"{base / took:.2f}", f"{read / 1e6:.1f}", share)
+    return ROW.format(name, shape.batch, shape.context, *times, *ratios, f"{read / 1e6:.1f}", share)
+
+
+def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
+    """All that a prompt of one chunk costs beyond its attention: begin, pack, commit."""
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.kernels.device import Batch, Caches, DeviceStep
+    from vllm_kvq.kernels.slots import SlotGeometry
+
+    fmt = get_format(name).bind(Geometry(HEAD, N, torch.bfloat16))
+    slots = SlotGeometry.of(fmt, HEADS, 0)
+    step = DeviceStep(fmt, slots, 0, device)
+    counts = [-(-tokens // N), slots.sidecar_blocks, slots.sink_blocks]
+    blocks = 1 + sum(counts)
+    table, side, sinks = (
+        x[None].contiguous() for x in torch.arange(1, blocks, dtype=torch.int32, device=device).split(counts)
+    )
+    pages = torch.zeros(blocks, HEADS, fmt.record_bytes, dtype=torch.uint8, device=device)
+    pools = [torch.zeros(blocks, slots.page_bytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    caches = Caches(pages, pools[0], pools[1] if fmt.S else None)
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    batch = Batch(ends, ends[1:].clone(), table, side, sinks if fmt.S else None, (tokens,))
+    query = torch.randn(tokens, HEADS * SHARE, HEAD, dtype=torch.bfloat16, device=device)
+    key, value = (torch.randn(tokens, HEADS, HEAD, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def call() -> None:
+        plan = step._begin(batch, caches, query, key, value)
+        if step.fits_queries:
+            step._fit(batch, caches, plan, query, 0)
+        step._pack_units(batch, caches, plan, key, value)
+
+    # the header stays zero, so that every call is the first of its request
+    return [call]
+
+
+def prefill_seconds(tokens: int, device: torch.device) -> float:
+    """One layer's matrix products and causal attention over a prompt, in bf16."""
+    half = torch.bfloat16
+    x = torch.randn(tokens, HIDDEN, device=device, dtype=half)
+    heads = (HEADS * SHARE + 2 * HEADS) * HEAD
+    shapes = ((HIDDEN, heads), (HEADS * SHARE * HEAD, HIDDEN), (HIDDEN, 2 * MLP), (MLP, HIDDEN))
+    weights = [torch.randn(shape, device=device, dtype=half) for shape in shapes]
+    inputs = [x, x[:, : HEADS * SHARE * HEAD], x, torch.randn(tokens, MLP, device=device, dtype=half)]
+    query = torch.randn(1, HEADS * SHARE, tokens, HEAD, device=device, dtype=half)
+    key, value = (torch.randn(1, HEADS, tokens, HEAD, device=device, dtype=half) for _ in range(2))
+
+    def call() -> None:
+        for a, b in zip(inputs, weights, strict=True):
+            a @ b
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return measure([call], device)
+
+
+def run_prompts(device: torch.device, formats: list[str], tokens: int) -> None:
+    whole = prefill_seconds(tokens, device)
+    print(f"\npacking a prompt of {tokens} tokens; the products and attention of an 8B layer take {1e6 * whole:.0f} us")
+    for name in dict.fromkeys(f.partition("+")[0] for f in formats):
+        calls = prompt_calls(name, tokens, device)
+        # SQuat's eigenvectors are PyTorch's, which a graph does not hold
+        took = measure(calls, device) if not name.startswith("squat") else plain_seconds(calls, device)
+        print(f"{name:<12} {1e6 * took:>10.1f} us   {took / whole:.1%} of the layer", flush=True)
+
+
+def plain_seconds(calls: Calls, device: torch.device, rounds: int = 10) -> float:
+    """Median seconds of a call without a graph: waits for the device included."""
+    times = []
+    for _ in range(rounds if device.type == "cuda" else 1):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / len(calls))
+    return statistics.median(times)
 
 
 def summary(name: str, batch: int, rows: list[tuple[int, float, float]]) -> str:
@@ -202,7 +309,7 @@ def summary(name: str, batch: int, rows: list[tuple[int, float, float]]) -> str:
     if len(rows) > 1:
         (c0, t0, _), (c1, t1, _) = rows[-2:]
         slope = f"{1e9 * (t1 - t0) / (c1 - c0) / batch:.3f}"
-    return f"{name:<10} batch {batch:>3}   slope {slope:>9}   break-even {even}"
+    return f"{name:<12} batch {batch:>3}   slope {slope:>9}   break-even {even}"
 
 
 def main() -> int:
@@ -212,17 +319,28 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--seconds", type=float, default=300, help="start no measurement after this time")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes without a GPU")
+    parser.add_argument("--compile", action="store_true", help="only launch everything once, so that it is compiled")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
-        run(torch.device("cpu"), args.formats, [Shape(1, 64), Shape(1, 128)], deadline)
+        run(torch.device("cpu"), args.formats, [Shape(1, 64)], deadline)
+        run_prompts(torch.device("cpu"), args.formats, 64)
         return 0
     if not torch.cuda.is_available():
         print("no CUDA device; --dry-run tries the script without one", file=sys.stderr)
         return 1
-    shapes = [Shape(b, c) for b in args.batches for c in args.contexts]
-    run(torch.device("cuda", torch.cuda.current_device()), args.formats, shapes, deadline)
+    device = torch.device("cuda", torch.cuda.current_device())
+    if args.compile:
+        for name in args.formats:
+            bare = name.partition("+")[0]
+            for call in (packed_calls(name, Shape(1, 1024), device)[0][0], *prompt_calls(bare, PROMPT, device)):
+                call()
+        return 0
+    # the longest contexts matter most: what is left out for lack of time is short
+    shapes = [Shape(b, c) for c in sorted(args.contexts, reverse=True) for b in args.batches]
+    run(device, args.formats, shapes, deadline)
+    run_prompts(device, args.formats, PROMPT)
     return 0
 
 

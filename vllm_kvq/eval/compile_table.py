@@ -1,7 +1,8 @@
 """Compiles the Triton and CUDA kernels for every target without a GPU, and reads what the binaries need.
 
     python -m vllm_kvq.eval.compile_table                      the table, as it stands in docs/kernels.md
-    python -m vllm_kvq.eval.compile_table --targets 90 --check  exit status 1 on a spill or without matrix instructions
+    python -m vllm_kvq.eval.compile_table --targets 90 --check  exit status 1 on a spill, without matrix instructions,
+                                                               or with more instructions per element than LIMITS
 
 Registers, shared memory and stack (where spilled registers go) come from `cuobjdump -res-usage`, instructions from
 `nvdisasm`, both shipped with Triton. The inner loop is the longest backward branch; its instructions are counted per
@@ -31,6 +32,10 @@ ROW = "| {:<34} | {:>5} | {:>5} | {:>9} | {:>6} | {:>5} | {:>6} | {:>8} |"
 HEADER = ("kernel", "sm", "warps", "registers", "shared", "stack", "matrix", "per elt.")
 
 
+LIMITS = {"decode squat2 d=128 rows=8": 3.0, "decode qjl3 d=128 rows=8": 3.0, "decode innerq2 d=128 rows=8": 7.5}
+"""Instructions per element on sm_90. The goal for 2-bit formats is 3; innerq2 misses it, and must not get worse."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """One kernel as it is launched: its constants, and whether it multiplies matrices."""
@@ -42,6 +47,11 @@ class Variant:
     stages: int
     elements: int = 0
     """Cached elements per turn of the inner loop; 0: not a decode kernel."""
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the matrix units have to be used: not for scores that are looked up."""
+        return self.elements > 0 and not self.constants["TABLE"]
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,15 @@ def decode_variants(target: int) -> Iterator[Variant]:
             fmt = get_format(name).bind(Geometry(d, 64))
             k = wrapper.constants(fmt)
             assert k is not None
-            for rows in (16, 64) if d == 128 else (16,):
-                use = "decode" if rows == 16 else "prefix"
-                rows = wrapper.rows_for(fmt, rows)
-                constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True}
+            # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt
+            for rows in (wrapper.MIN_ROWS, wrapper.MAX_ROWS):
+                constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": 0}
                 warps, stages = wrapper.launch_for(fmt, rows, target)
-                yield Variant(f"{use} {name} d={d} rows={rows}", attend_kernel, constants, warps, stages, 64 * d)
+                yield Variant(f"decode {name} d={d} rows={rows}", attend_kernel, constants, warps, stages, 64 * d)
+                if rows == wrapper.MIN_ROWS and name in ("polar4", "polar3"):
+                    table = constants | {"TABLE": 4}
+                    warps, stages = wrapper.launch_for(fmt, rows, target, 4)
+                    yield Variant(f"lookup {name} d={d} rows=4", attend_kernel, table, warps, stages, 64 * d)
 
 
 def merge_variants() -> Iterator[Variant]:
@@ -223,13 +236,17 @@ def report(targets: list[int], only: list[str]) -> bool:
             if not any(part in variant.name for part in only):
                 continue
             u = usage(build(variant, target))
-            per = f"{u.loop * 32 * variant.warps / variant.elements:.2f}" if variant.elements else ""
-            print(
-                ROW.format(variant.name, target, variant.warps, u.registers, u.shared, u.stack, u.matrix, per),
-                flush=True,
-            )
-            good &= u.stack == 0 and (u.matrix > 0 or not variant.elements)
-    return good & report_cuda(targets, only)
+            per = u.loop * 32 * variant.warps / variant.elements if variant.elements else None
+            good &= row(variant.name, target, variant.warps, u, per, variant.multiplies)
+    return good
+
+
+def row(name: str, target: int, warps: int, u: Usage, per: float | None, multiplies: bool) -> bool:
+    """Prints a row; whether it is as it should be."""
+    cells = (warps, u.registers, u.shared, u.stack, u.matrix, "" if per is None else f"{per:.2f}")
+    print(ROW.format(name, target, *cells), flush=True)
+    few = target != 90 or per is None or per <= LIMITS.get(name, per)
+    return u.stack == 0 and (u.matrix > 0 or not multiplies) and few
 
 
 def report_cuda(targets: list[int], only: list[str]) -> bool:
@@ -244,10 +261,8 @@ def report_cuda(targets: list[int], only: list[str]) -> bool:
                 continue
             u = cuda_usage(variant, target)
             # a warp takes a slab of 32 tokens per turn
-            per = f"{u.loop / (2 * variant.head_size):.2f}" if variant.decode else ""
-            cells = (variant.warps, u.registers, u.shared, u.stack, u.matrix, per)
-            print(ROW.format(variant.name, target, *cells), flush=True)
-            good &= u.stack == 0 and (u.matrix > 0 or not variant.decode)
+            per = u.loop / (2 * variant.head_size) if variant.decode else None
+            good &= row(variant.name, target, variant.warps, u, per, variant.decode)
     return good
 
 
@@ -255,11 +270,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities, as in 90")
     parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
+    parser.add_argument("--without-cuda", action="store_true", help="leave out what nvcc compiles")
     parser.add_argument(
-        "--check", action="store_true", help="fail on a spill, or on a decode loop without matrix products"
+        "--check", action="store_true", help="fail on a spill, a decode loop without matrix products or above LIMITS"
     )
     args = parser.parse_args()
     good = report(args.targets, args.only)
+    if not args.without_cuda:
+        good &= report_cuda(args.targets, args.only)
     return 1 if args.check and not good else 0
 
 

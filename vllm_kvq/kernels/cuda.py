@@ -22,7 +22,6 @@ from vllm_kvq.kernels.paged import PagedKernels
 from vllm_kvq.kernels.slots import SlotGeometry
 
 HEAD_SIZES = (64, 128, 256)
-MAX_SLABS = 48
 PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 128
 WORKSPACE_BYTES = 256 << 20
@@ -118,8 +117,6 @@ class CudaKernels(PagedKernels):
             return (
                 "the CUDA kernels for QJL read per-token values of 2 bits in groups of 32; leave the value options out"
             )
-        if not 1 <= fmt.slabs <= MAX_SLABS:
-            return f"the CUDA kernels for QJL know blocks of up to {32 * MAX_SLABS} tokens, not {fmt.N}"
         return None
 
     def splits_of(

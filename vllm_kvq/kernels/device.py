@@ -30,7 +30,7 @@ from vllm_kvq.kernels import cuda
 from vllm_kvq.kernels.cuda import CUDA
 from vllm_kvq.kernels.paged import PagedKernels, merge_parts, power_of_two
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.triton import TRITON, constants, typed
+from vllm_kvq.kernels.triton import TRITON, constants, typed, value_block
 
 Prefill = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(query, key, value, query_start on the device, its host copy, longest, scale) -> out (T, Hq, d), lse (T, Hq)."""
@@ -104,8 +104,9 @@ def pack_constants(fmt: PageFormat) -> dict[str, Any]:
         raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
     names: tuple[str, ...] = ("HEAD", "D", "SLABS", "SLABS_AT", "SLAB_WORDS", "KEYS", "K_BITS", "K_CODES", "K_SCALE")
     names += ("K_ZERO", "K_PAGE", "ROTARY", "INTERLEAVED", "RADIUS_BITS", "PAPER")
-    names += ("VALUES", "V_BITS", "V_GROUP", "V_BLOCK", "V_CODES", "V_SCALE", "V_ZERO")
+    names += ("VALUES", "V_BITS", "V_GROUP", "V_CODES", "V_SCALE", "V_ZERO")
     own = {name: known[name] for name in names} | {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0}
+    own["V_BLOCK"] = value_block(fmt)
     if isinstance(k, SQuatKeys):
         own |= {"RANK": k.state_rows, "UPDATE": k.block, "LAMBDA": k.lam}
     if isinstance(k, ChannelKeys):
@@ -122,7 +123,9 @@ def pack_warps(fmt: PageFormat) -> int:
     """4 for a slab, 8 where SQuat's subspace needs registers, too; a page of PolarQuant is sorted as a whole."""
     if isinstance(fmt.keys, SQuatKeys):
         return 4 if fmt.keys.bits * fmt.geometry.d <= 256 else 8
-    return 4 if not fmt.keys.page_wide else min(16, max(4, power_of_two(fmt.unit) // 16))
+    if not fmt.keys.page_wide:
+        return 4
+    return min(16, max(4 if fmt.geometry.d < 128 else 8, power_of_two(fmt.unit) // 16))
 
 
 class DeviceStep:

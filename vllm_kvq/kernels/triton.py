@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +24,8 @@ from vllm_kvq.formats.squat import ChannelKeys
 from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.kernels.paged import PagedKernels, power_of_two
 
-MIN_ROWS, MAX_ROWS = 16, 64
-"""Rows (queries times query heads of one KV head) that one program attends."""
+MIN_ROWS, MAX_ROWS = 8, 16
+"""Rows (queries times query heads of one KV head) of a program. With more, each of its warps would unpack it all."""
 
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
@@ -69,6 +71,14 @@ def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
     return none | own | {"K_CHUNK": chunk, "KP": places, "OPERANDS": operands, "K_CODES": at(codes) // 4}
 
 
+def value_block(fmt: PageFormat) -> int:
+    """Channels of a block that lies in one plane and in one group: a power of two."""
+    v = fmt.values
+    assert isinstance(v, (TokenValues, HybridValues))
+    block = math.gcd(v.d * v.bits // 8, v.group if isinstance(v, TokenValues) else GROUP)
+    return block & -block
+
+
 def _value_constants(fmt: PageFormat) -> dict[str, Any] | None:
     v, at = fmt.values, fmt.slab_region.offset
     if isinstance(v, TokenValues):
@@ -77,14 +87,15 @@ def _value_constants(fmt: PageFormat) -> dict[str, Any] | None:
         kind, group, groups, zero = _HYBRID_VALUES, GROUP, 1, at("v_slot") // 4
     else:
         return None
-    # in one plane and in one group, and a power of two
-    block = math.gcd(v.d * v.bits // 8, group)
+    # of InnerQ's channels, which have scales of their own, 16 at a time: see keys.py on as many tokens
+    block = value_block(fmt) if kind == _TOKEN else min(16, value_block(fmt))
     return {
         "VALUES": kind,
         "V_BITS": v.bits,
         "V_GROUP": group,
-        "V_BLOCK": block & -block,
-        "V_GROUPS": max(8, power_of_two(groups)),
+        "V_BLOCK": block,
+        "V_PLACES": max(16, block),
+        "V_GROUPS": max(16, power_of_two(groups)),
         "V_CODES": at("v_codes") // 4,
         "V_SCALE": at("v_scale") // 2,
         "V_ZERO": zero,
@@ -107,29 +118,21 @@ def constants(fmt: PageFormat) -> dict[str, Any] | None:
     return shape | keys | values
 
 
-def launch_for(fmt: PageFormat, rows: int, capability: int = 90) -> tuple[int, int]:
+def launch_for(fmt: PageFormat, rows: int, capability: int = 90, table: int = 0) -> tuple[int, int]:
     """(warps, stages) of a program, found with `python -m vllm_kvq.eval.compile_table`. Its --check fails on a spill.
 
-    One warp per 16 rows keeps every product within a warp; wide heads, and keys that are rebuilt before the product,
-    need the registers of more. With two stages the next slab is fetched while one is attended.
+    One warp keeps every product within a warp; wide heads, keys that are not used as they lie, and tables need the
+    registers of more. With two stages the next slab is fetched while one is attended.
     """
-    k, d = fmt.keys, fmt.geometry.d
-    tiles = max(1, rows // 16)
-    if isinstance(k, ChannelKeys):
-        stages = 3 if k.bits == 4 and d == 128 else 1 if capability >= 120 else 2
-        return min(8, tiles * (1 if d <= 128 else 2)), stages
-    if isinstance(k, HybridKeys):
-        return min(8, tiles * (2 if d <= 128 else 4)), 1 if d < 128 or tiles > 1 else 2
-    nibbles = isinstance(k, PolarKeys) and k.nibbles
-    if not nibbles and d >= 128:
-        return min(8, 4 * tiles), 2 if capability >= 120 else 1
-    return min(8, 2 * tiles), 2 if (tiles == 1 if nibbles else capability >= 120) else 1
+    k, wide = fmt.keys, 1 if fmt.geometry.d <= 128 else 2
+    if isinstance(k, ChannelKeys) and wide == 1:
+        return 1, 3 if k.bits == 4 and k.d == 128 else 1 if capability >= 120 else 2
+    return wide * (2 if table or rows > MIN_ROWS else 1), 1
 
 
-def rows_for(fmt: PageFormat, rows: int) -> int:
+def rows_for(rows: int) -> int:
     """Rows per program: all of a decode step, a tile of a longer chunk."""
-    most = MIN_ROWS if isinstance(fmt.keys, HybridKeys) else MAX_ROWS  # InnerQ spills beyond
-    return min(most, max(MIN_ROWS, power_of_two(rows)))
+    return min(MAX_ROWS, max(MIN_ROWS, power_of_two(rows)))
 
 
 @functools.cache
@@ -156,7 +159,25 @@ def splits_for(programs: int, slabs: int, device: torch.device) -> int:
     return min(MAX_SPLITS, max(1, min(wanted, slabs // 4)))
 
 
+TABLE_CHIPS: frozenset[int] = frozenset()
+"""Compute capabilities on which PolarQuant's scores by table lookup were measured to be faster: none has been tried."""
+
+
+def table_rows(fmt: PageFormat, rows: int, chip: int, scores: str | None) -> int:
+    """How many rows of a decode step look their PolarQuant scores up in a table; 0: keys are rebuilt and multiplied."""
+    if not isinstance(fmt.keys, PolarKeys) or rows > MIN_ROWS or fmt.keys.m > 4:
+        return 0
+    wanted = scores or os.environ.get("VLLM_KVQ_POLAR_SCORES") or ("table" if chip in TABLE_CHIPS else "dot")
+    if wanted not in ("dot", "table"):
+        raise ValueError(f"PolarQuant's scores are 'dot' or 'table', not {wanted!r} (VLLM_KVQ_POLAR_SCORES)")
+    return power_of_two(rows) if wanted == "table" else 0
+
+
+@dataclass(frozen=True)
 class TritonKernels(PagedKernels):
+    scores: str | None = None
+    """PolarQuant's: "dot" or "table"; None: as $VLLM_KVQ_POLAR_SCORES says, else what is faster on the chip."""
+
     def why_not(self, fmt: PageFormat) -> str | None:
         return None if constants(fmt) else f"{fmt.name} has no Triton kernel for its keys or values"
 
@@ -165,7 +186,7 @@ class TritonKernels(PagedKernels):
     ) -> int:
         heads = pages.shape[1]
         rows = q * query_heads // heads
-        programs = requests * heads * -(-rows // rows_for(fmt, rows))
+        programs = requests * heads * -(-rows // rows_for(rows))
         return splits_for(programs, table.shape[1] * fmt.slabs, pages.device)
 
     def launch_attend(
@@ -187,9 +208,10 @@ class TritonKernels(PagedKernels):
         n, q = query.shape[:2] if start is None else (len(start) - 1, longest)
         heads = pages.shape[1]
         share = query.shape[2] // heads
-        m = rows_for(fmt, q * share)
+        m, chip = rows_for(q * share), capability(pages.device)
         words, halves = typed(pages)
-        warps, stages = launch_for(fmt, m, capability(pages.device))
+        table_of = table_rows(fmt, q * share, chip, self.scores)
+        warps, stages = launch_for(fmt, m, chip, table_of)
         attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
             *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
             *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], table.stride(0), table.shape[1]),
@@ -198,6 +220,7 @@ class TritonKernels(PagedKernels):
             M=m,
             LISTED=low.dim() == 2,
             RAGGED=start is not None,
+            TABLE=table_of,
             **(constants(fmt) or {}),
             num_warps=warps,
             num_stages=stages,

@@ -21,10 +21,20 @@ from vllm_kvq.triton_kernels.keys import (
     channel_scores,
     hybrid_scores,
     key_places,
+    key_shift,
     polar_scores,
     query_channel,
 )
-from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, mma_order, row_max, row_sum
+from vllm_kvq.triton_kernels.lang import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    MAGIC,
+    SUBNORMAL,
+    column_max,
+    column_sum,
+    mma_order,
+)
 from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, token_values
 
 
@@ -69,6 +79,7 @@ def attend_kernel(
     INTERLEAVED: tl.constexpr,
     RADIUS_BITS: tl.constexpr,
     PAPER: tl.constexpr,
+    TABLE: tl.constexpr,
     K_CODES: tl.constexpr,
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
@@ -77,6 +88,7 @@ def attend_kernel(
     V_BITS: tl.constexpr,
     V_GROUP: tl.constexpr,
     V_BLOCK: tl.constexpr,
+    V_PLACES: tl.constexpr,
     V_GROUPS: tl.constexpr,
     V_CODES: tl.constexpr,
     V_SCALE: tl.constexpr,
@@ -105,14 +117,14 @@ def attend_kernel(
     raw = ()
     for i in tl.static_range(OPERANDS):
         channel = query_channel(i, at, KEYS, D, K_CHUNK, ROTARY, INTERLEAVED)
-        inside = real[:, None] & ((at < K_CHUNK) & (channel < HEAD))[None, :]
-        x = tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        inside = real[None, :] & ((at < K_CHUNK) & (channel < HEAD))[:, None]
+        x = tl.load(q_row[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
         raw = raw + (x,)
-        top = tl.maximum(top, row_max(tl.abs(x)))
+        top = tl.maximum(top, column_max(tl.abs(x)))
     q = ()
     for i in tl.static_range(OPERANDS):
-        plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << (i * K_CHUNK // (D * K_BITS // 8) * K_BITS))
-        q = q + ((raw[i] * plane_factor / top[:, None]).to(tl.float16),)
+        plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << key_shift(i * K_CHUNK // (D * K_BITS // 8), KEYS, K_BITS))
+        q = q + ((raw[i] * plane_factor / top[None, :]).to(tl.float16),)
     unit = top * (scale * LOG2E * SUBNORMAL)
 
     # this split's share of the request's slabs
@@ -130,10 +142,10 @@ def attend_kernel(
 
     best = tl.full((M,), LOWEST, tl.float32)
     total = tl.full((M,), 0.0, tl.float32)
-    extra = tl.full((M, V_GROUPS), 0.0, tl.float32)
+    extra = tl.full((V_GROUPS, M), 0.0, tl.float32)
     acc = ()
     for _ in tl.static_range(D // V_BLOCK):
-        acc = acc + (tl.full((M, V_BLOCK), 0.0, tl.float32),)
+        acc = acc + (tl.full((V_PLACES, M), 0.0, tl.float32),)
     token = mma_order(tl.arange(0, 32))
     for i in range(begin, end):
         slab = i % SLABS
@@ -162,26 +174,28 @@ def attend_kernel(
             )
         else:
             scores = polar_scores(
-                q, k_words, base16, D, K_BITS, RADIUS_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, PAPER,
+                q, k_words, base16, D, K_BITS, RADIUS_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, PAPER, TABLE,
                 K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
             )  # fmt: skip
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new = tl.maximum(best, row_max(scores) * unit)
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+        new = tl.maximum(best, column_max(scores) * unit)
         decay = tl.exp2(best - new)
-        weights = tl.exp2(scores * unit[:, None] - new[:, None])
-        total = total * decay + row_sum(weights)
+        weights = tl.exp2(scores * unit[None, :] - new[None, :])
+        total = total * decay + column_sum(weights)
         best = new
         faded = ()
         for b in tl.static_range(D // V_BLOCK):
-            faded = faded + (acc[b] * decay[:, None],)
+            faded = faded + (acc[b] * decay[None, :],)
         if VALUES == TOKEN:
             acc, extra = token_values(
-                weights, faded, extra * decay[:, None], k_words, k_halves, seen,
-                D, V_BITS, V_GROUP, V_BLOCK, V_GROUPS, V_CODES, V_SCALE, V_ZERO,
+                weights, faded, extra * decay[None, :], k_words, k_halves, seen,
+                D, V_BITS, V_GROUP, V_BLOCK, V_PLACES, V_GROUPS, V_CODES, V_SCALE, V_ZERO,
             )  # fmt: skip
         else:
             live = tl.where(packed, 1, 0)
-            acc = hybrid_values(weights, faded, k_words, k_halves, live, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_ZERO)
+            acc = hybrid_values(
+                weights, faded, k_words, k_halves, live, D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO
+            )
 
     # out (splits, requests * queries or all tokens, query heads, HEAD), dense
     whole = (first_row + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE
@@ -190,16 +204,15 @@ def attend_kernel(
     written = real
     if RAGGED:  # `merge` does not read what a split without tokens would write
         written = row < tl.where(begin < end, count_rows * SHARE, 0)
-    column = tl.arange(0, V_BLOCK)
+    column = tl.arange(0, V_PLACES)
     group = tl.arange(0, V_GROUPS)
     for b in tl.static_range(D // V_BLOCK):
         # which plane the block lies in, and its share of the zeros
-        lift = SUBNORMAL / (1 << (b * V_BLOCK // (D * V_BITS // 8) * V_BITS))
-        shift = row_sum(tl.where(group[None, :] == b * V_BLOCK // V_GROUP, extra, 0.0))
-        o = (acc[b] * lift + shift[:, None]) * norm[:, None]
+        lift = SUBNORMAL / (1 << (b * V_BLOCK // (D * V_BITS // 8) * V_BITS)) if VALUES == TOKEN else 1.0
+        shift = column_sum(tl.where(group[:, None] == b * V_BLOCK // V_GROUP, extra, 0.0))
+        o = (acc[b] * lift + shift[None, :]) * norm[None, :]
         channel = b * V_BLOCK + column
-        tl.store(
-            out_ptr + target[:, None] * HEAD + channel[None, :], o, mask=written[:, None] & (channel < HEAD)[None, :]
-        )
+        inside = ((column < V_BLOCK) & (channel < HEAD))[:, None] & written[None, :]
+        tl.store(out_ptr + target[None, :] * HEAD + channel[:, None], o, mask=inside)
     lse = tl.where(total > 0, (best + tl.log2(tl.maximum(total, 1.0e-30))) * LN2, float("-inf"))
     tl.store(lse_ptr + target, lse, mask=real)

@@ -1,4 +1,4 @@
-"""Scores of one slab (32 tokens in `mma_order`) for the rows of one KV head.
+"""Scores (32 tokens in `mma_order`, M) of one slab for the M rows of one KV head.
 
 Queries come as one float16 operand per plane, q_p = q / top * 4^-(b p / 2) = q / top * 2^-(b p), where top is the
 row's largest |q|: codes of plane p are 2^(b p) too large where they lie, and |q_p| <= 1 keeps every product with a
@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import SUBNORMAL, mma_order, plane, row_max, signed_plane
+from vllm_kvq.triton_kernels.lang import (
+    ROUND,
+    SUBNORMAL,
+    column_max,
+    mma_order,
+    plane,
+    row_sum,
+    signed_place,
+    signed_plane,
+)
 
 CHANNEL: tl.constexpr = tl.constexpr(0)
 HYBRID: tl.constexpr = tl.constexpr(1)
@@ -22,6 +31,12 @@ TURN: tl.constexpr = tl.constexpr(0.15915494309189535)  # 1 / (2 pi)
 def key_places(KP: tl.constexpr):
     """The place in its chunk of each of the KP operand rows; chunks shorter than KP are filled with zeros."""
     return mma_order(tl.arange(0, KP))
+
+
+@triton.constexpr_function
+def key_shift(p, keys, bits):
+    """By how many bits the codes of plane p are too large where they lie."""
+    return signed_place(p, bits) if keys == HYBRID else p * bits
 
 
 @triton.jit
@@ -72,20 +87,20 @@ def channel_scores(
     at = key_places(KP)
     quad = tl.arange(0, KP // 4)
     token = mma_order(tl.arange(0, 32))
-    place = CODES + quad[:, None] * 32 + token[None, :]
+    place = CODES + quad[None, :] * 32 + token[:, None]
     if width == KP:
         words = tl.load(words_ptr + place)
     else:
-        words = tl.load(words_ptr + place, mask=(quad < width // 4)[:, None], other=0)
-    # the zeros' sum as a product too; its 8 columns are equal
-    bias = tl.full((M, 8), 0.0, tl.float32)
+        words = tl.load(words_ptr + place, mask=(quad < width // 4)[None, :], other=0)
+    # the zeros' sum as a product too; its 16 rows are equal
+    bias = tl.full((16, M), 0.0, tl.float32)
     for p in tl.static_range(8 // BITS - 1, -1, -1):
         zero = tl.load(halves_ptr + ZERO + p * width + at, mask=at < width, other=0.0)
-        bias = tl.dot(q[p], tl.broadcast_to(zero[:, None], (KP, 8)), bias * (1 << BITS))
-    scores = tl.broadcast_to((row_max(bias) * (1.0 / SUBNORMAL))[:, None], (M, 32))
+        bias = tl.dot(tl.broadcast_to(zero[None, :], (16, KP)), q[p], bias * (1 << BITS))
+    scores = tl.broadcast_to((column_max(bias) * (1.0 / SUBNORMAL))[None, :], (32, M))
     for p in tl.static_range(8 // BITS):
         scale = tl.load(halves_ptr + SCALE + p * width + at, mask=at < width, other=0.0)
-        scores = tl.dot(q[p] * scale[None, :], plane(words, p, BITS), scores)
+        scores = tl.dot(plane(words, p, BITS), q[p] * scale[:, None], scores)
     return scores
 
 
@@ -111,38 +126,96 @@ def hybrid_scores(
 
     code' is the code with the sign bit on top; offset is zero, or -2^b scale.
     """
+    first = _hybrid_half(
+        q, words_ptr, halves_ptr, page_ptr, 0, D, BITS, CHUNK, KP, M, CODES, SCALE, SLOT, NORM
+    )  # fmt: skip
+    second = _hybrid_half(
+        q, words_ptr, halves_ptr, page_ptr, 1, D, BITS, CHUNK, KP, M, CODES, SCALE, SLOT, NORM
+    )  # fmt: skip
+    return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (32, M))
+
+
+@triton.jit
+def _hybrid_half(
+    q,
+    words_ptr,
+    halves_ptr,
+    page_ptr,
+    HALF: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KP: tl.constexpr,
+    M: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    SLOT: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Of 16 tokens. Fewer numbers than a warp has lanes are loaded by every lane that needs them; more would first be
+    loaded once and then passed around, which costs as much as everything else."""
     width: tl.constexpr = D * BITS // 8
     at, quad = key_places(KP), tl.arange(0, KP // 4)
-    token = mma_order(tl.arange(0, 32))
-    ones = tl.full((KP, 8), 1.0, tl.float16)
-    scores = tl.full((M, 32), 0.0, tl.float32)
+    token = mma_order(16 * HALF + tl.arange(0, 16))
+    ones = tl.full((16, KP), 1.0, tl.float16)
+    scores = tl.full((16, M), 0.0, tl.float32)
     for i in tl.static_range(D // CHUNK):
-        place = (i * CHUNK % width // 4 + quad[:, None]) * 32 + token[None, :]
-        words = tl.load(words_ptr + CODES + place, mask=(quad < CHUNK // 4)[:, None], other=0)
+        place = (i * CHUNK % width // 4 + quad[None, :]) * 32 + token[:, None]
+        words = tl.load(words_ptr + CODES + place, mask=(quad < CHUNK // 4)[None, :], other=0)
         norm = tl.load(page_ptr + NORM + i * CHUNK + at, mask=at < CHUNK, other=0.0)
         group = i * CHUNK // 32
         mode = tl.load(halves_ptr + SCALE + group * 32 + token).to(tl.float32)
         slot = tl.load(words_ptr + SLOT + group * 32 + token)
         symmetric = mode < 0
-        scale = tl.abs(mode)
-        offset = tl.where(symmetric, -(1 << BITS) * scale, slot.to(tl.float32, bitcast=True))
-        signs = tl.where(symmetric, slot, 0)[None, :] >> (i * CHUNK % 32 // 4 + quad)[:, None]
-        folded = q[i] * norm[None, :]
-        part = tl.dot(folded, signed_plane(words, signs, i * CHUNK // width, BITS))
-        whole = row_max(tl.dot(folded, ones)) * ((1 << (i * CHUNK // width * BITS)) / SUBNORMAL)
-        scores += part * scale[None, :] + whole[:, None] * offset[None, :]
+        offset = tl.where(symmetric, mode * (1 << BITS), slot.to(tl.float32, bitcast=True))
+        signs = tl.where(symmetric, slot, 0)
+        folded = q[i] * norm[:, None]
+        low = signed_place(i * CHUNK // width, BITS)
+        placed = signed_plane(words, signs, i * CHUNK % 32 // 4 + quad, i * CHUNK // width, BITS)
+        part = tl.dot(placed, folded)
+        whole = tl.dot(ones, folded)  # equal rows
+        scores += part * tl.abs(mode)[:, None] + whole * (offset * ((1 << low) / SUBNORMAL))[:, None]
     return scores
 
 
 @triton.jit
-def _bytes(words):
-    """(Q, X) words -> (4 Q, X) bytes as int32 in `mma_order`."""
-    quads: tl.constexpr = words.shape[0]
-    columns: tl.constexpr = words.shape[1]
-    even = tl.join(words & 255, (words >> 16) & 255)
-    odd = tl.join((words >> 8) & 255, (words >> 24) & 255)
-    both = tl.reshape(tl.join(even, odd), (quads // 4, 4, columns, 2, 2))
-    return tl.reshape(tl.permute(both, (0, 4, 1, 3, 2)), (4 * quads, columns))
+def _four(b0, b1, b2, b3):
+    """What belongs to the four bytes of (X, Q) words -> (X, 4 Q) in `mma_order`."""
+    rows: tl.constexpr = b0.shape[0]
+    quads: tl.constexpr = b0.shape[1]
+    both = tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), (rows, quads // 4, 4, 2, 2))
+    return tl.reshape(tl.permute(both, (0, 1, 4, 2, 3)), (rows, 4 * quads))
+
+
+@triton.jit
+def _code(words, B: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    return (words >> (8 * B + SHIFT)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def codes(words, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    """The codes at bits [SHIFT, SHIFT + BITS) of every byte, as int32."""
+    return _four(
+        _code(words, 0, SHIFT, BITS), _code(words, 1, SHIFT, BITS),
+        _code(words, 2, SHIFT, BITS), _code(words, 3, SHIFT, BITS),
+    )  # fmt: skip
+
+
+@triton.jit
+def _mantissa(words, B: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    at: tl.constexpr = 8 * B + SHIFT
+    top: tl.constexpr = 23 - BITS
+    moved = words << (top - at) if top >= at else words >> (at - top)
+    return ((moved & (((1 << BITS) - 1) << top)) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mantissas(words, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    """1 + code / 2^BITS as float32: the code is moved to the top of a mantissa, which saves its conversion."""
+    return _four(
+        _mantissa(words, 0, SHIFT, BITS), _mantissa(words, 1, SHIFT, BITS),
+        _mantissa(words, 2, SHIFT, BITS), _mantissa(words, 3, SHIFT, BITS),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -151,7 +224,7 @@ def _circle(turns):
 
     Polynomials, least squares on Chebyshev nodes: the precise library functions take many times longer.
     """
-    t = turns - tl.floor(turns + 0.5)
+    t = turns - ((turns + ROUND) - ROUND)
     u = t * t
     cos = (((45.620406656567695 * u - 82.3905243665192) * u + 64.67140401563981) * u - 19.730940793506626) * u
     sin = ((32.768526137377265 * u - 74.47078940523645) * u + 81.3654676987811) * u - 41.33112111125566
@@ -172,50 +245,68 @@ def polar_scores(
     CODES: tl.constexpr,
     RADIUS: tl.constexpr,
     PAPER: tl.constexpr,
+    TABLE: tl.constexpr,
     ANGLE0: tl.constexpr,
     ANGLE_STEP: tl.constexpr,
     RADIUS0: tl.constexpr,
     RADIUS_STEP: tl.constexpr,
 ):
-    """PolarQuant, by dequantized dot product:
+    """PolarQuant:
 
         s = sum_pairs r (q_x cos phi + q_y sin phi),   phi = phi0 + (a + 1/2) dphi,   r = r0 + (c + 1/2) dr
 
-    or, in the paper's mode, phi = 2 pi a / 2^m and r = c dr.
+    or, in the paper's mode, phi = 2 pi a / 2^m and r = c dr. Either the keys are rebuilt and multiplied with all rows
+    at once, or (TABLE > 0, as in the paper) the first TABLE rows, of which no other is real, look up
+
+        s = sum_pairs r t[a],   t[a] = q_x cos phi_a + q_y sin phi_a
     """
     pairs: tl.constexpr = D // 2
     chunks: tl.constexpr = pairs // CHUNK
     nibbles: tl.constexpr = BITS + RADIUS_BITS == 8
     at, quad = key_places(KP), tl.arange(0, KP // 4)
     token = mma_order(tl.arange(0, 32))
-    scores = tl.full((M, 32), 0.0, tl.float32)
+    row = tl.arange(0, M)
+    scores = tl.full((32, M), 0.0, tl.float32)
     for i in tl.static_range(chunks):
-        place = quad[:, None] * 32 + token[None, :]
-        inside = (quad < CHUNK // 4)[:, None]
+        place = quad[None, :] * 32 + token[:, None]
+        inside = (quad < CHUNK // 4)[None, :]
         if nibbles:
-            both = _bytes(tl.load(words_ptr + CODES + i * CHUNK * 8 + place, mask=inside, other=0))
-            angle, radius = both & 15, both >> 4
+            a_words = tl.load(words_ptr + CODES + i * CHUNK * 8 + place, mask=inside, other=0)
+            r_words, a_shift, r_shift = a_words, 0, 4
         else:
             # chunks of angles and of radii, each in planes of its own
             a_first = i * CHUNK % (pairs * BITS // 8)
             r_first = i * CHUNK % (pairs * RADIUS_BITS // 8)
-            a = _bytes(tl.load(words_ptr + CODES + a_first * 8 + place, mask=inside, other=0))
-            r = _bytes(tl.load(words_ptr + RADIUS + r_first * 8 + place, mask=inside, other=0))
-            angle = (a >> (i * CHUNK // (pairs * BITS // 8) * BITS)) & ((1 << BITS) - 1)
-            radius = (r >> (i * CHUNK // (pairs * RADIUS_BITS // 8) * RADIUS_BITS)) & ((1 << RADIUS_BITS) - 1)
+            a_words = tl.load(words_ptr + CODES + a_first * 8 + place, mask=inside, other=0)
+            r_words = tl.load(words_ptr + RADIUS + r_first * 8 + place, mask=inside, other=0)
+            a_shift = i * CHUNK // (pairs * BITS // 8) * BITS
+            r_shift = i * CHUNK // (pairs * RADIUS_BITS // 8) * RADIUS_BITS
         there = at < CHUNK
         pair = i * CHUNK + at
-        step = tl.load(page_ptr + RADIUS_STEP + pair, mask=there, other=0.0).to(tl.float32)
-        if PAPER:
-            turns = angle.to(tl.float32) * (1.0 / (1 << BITS))
-            length = radius.to(tl.float32) * step[:, None]
+        # radius and angle from 1 + code / 2^bits: r = wide x + base
+        wide = tl.load(page_ptr + RADIUS_STEP + pair, mask=there, other=0.0).to(tl.float32) * (1 << RADIUS_BITS)
+        base = -wide
+        turn = tl.full((KP,), 1.0, tl.float32)
+        begin = -turn
+        if not PAPER:
+            turn = tl.load(page_ptr + ANGLE_STEP + pair, mask=there, other=0.0).to(tl.float32) * (TURN * (1 << BITS))
+            begin = tl.load(page_ptr + ANGLE0 + pair, mask=there, other=0.0).to(tl.float32) * TURN
+            begin += turn * (0.5 / (1 << BITS) - 1.0)
+            base = tl.load(page_ptr + RADIUS0 + pair, mask=there, other=0.0).to(tl.float32)
+            base += wide * (0.5 / (1 << RADIUS_BITS) - 1.0)
+        length = mantissas(r_words, r_shift, RADIUS_BITS) * wide[None, :] + base[None, :]
+        if TABLE == 0:
+            cos, sin = _circle(mantissas(a_words, a_shift, BITS) * turn[None, :] + begin[None, :])
+            scores = tl.dot((length * cos).to(tl.float16), q[i], scores)
+            scores = tl.dot((length * sin).to(tl.float16), q[chunks + i], scores)
         else:
-            arc = tl.load(page_ptr + ANGLE_STEP + pair, mask=there, other=0.0).to(tl.float32) * TURN
-            first = tl.load(page_ptr + ANGLE0 + pair, mask=there, other=0.0).to(tl.float32) * TURN + 0.5 * arc
-            shortest = tl.load(page_ptr + RADIUS0 + pair, mask=there, other=0.0).to(tl.float32) + 0.5 * step
-            turns = angle.to(tl.float32) * arc[:, None] + first[:, None]
-            length = radius.to(tl.float32) * step[:, None] + shortest[:, None]
-        cos, sin = _circle(turns)
-        scores = tl.dot(q[i], (length * cos).to(tl.float16), scores)
-        scores = tl.dot(q[chunks + i], (length * sin).to(tl.float16), scores)
+            angle = codes(a_words, a_shift, BITS)
+            grid = 1.0 + tl.arange(0, 1 << BITS).to(tl.float32) * (1.0 / (1 << BITS))
+            cos, sin = _circle(grid[:, None] * turn[None, :] + begin[None, :])
+            for m in tl.static_range(TABLE):
+                mine = (row == m)[None, :]
+                q_x = row_sum(tl.where(mine, q[i].to(tl.float32), 0.0))
+                q_y = row_sum(tl.where(mine, q[chunks + i].to(tl.float32), 0.0))
+                looked = tl.gather(cos * q_x[None, :] + sin * q_y[None, :], angle, 0)
+                scores += tl.where(mine, row_sum(looked * length)[:, None], 0.0)
     return scores * (1.0 / SUBNORMAL)

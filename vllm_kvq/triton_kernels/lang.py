@@ -38,6 +38,16 @@ def row_sum(x):
 
 
 @triton.jit
+def column_max(x):
+    return tl.reduce(x, 0, tl.standard._elementwise_max)
+
+
+@triton.jit
+def column_sum(x):
+    return tl.reduce(x, 0, tl.standard._sum_combine)
+
+
+@triton.jit
 def clean(x):
     """Finite float32 within +-LIMIT, as formats/quant.py's `sanitize`."""
     x = tl.where(x == x, x, 0.0)
@@ -64,7 +74,7 @@ def mma_order(k):
 
 @triton.jit
 def _halves(x):
-    """int32 (Q, X) -> float16 (Q, X, 2): the same bits, low half first."""
+    """int32 (X, Q) -> float16 (X, Q, 2): the same bits, low half first."""
     low = x.to(tl.int16).to(tl.float16, bitcast=True)
     high = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return tl.join(low, high)
@@ -72,26 +82,40 @@ def _halves(x):
 
 @triton.jit
 def spread(even, odd):
-    """Masked words of bytes 0 and 2, and of bytes 1 and 3, (Q, X) -> float16 operand (4 Q, X) in `mma_order`."""
-    quads: tl.constexpr = even.shape[0]
-    columns: tl.constexpr = even.shape[1]
-    both = tl.join(_halves(even), _halves(odd))  # (Q, X, half, odd)
-    both = tl.reshape(both, (quads // 4, 4, columns, 2, 2))
-    return tl.reshape(tl.permute(both, (0, 4, 1, 3, 2)), (4 * quads, columns))
+    """Masked words of bytes 0 and 2, and of bytes 1 and 3, (X, Q) -> float16 operand (X, 4 Q) in `mma_order`."""
+    rows: tl.constexpr = even.shape[0]
+    quads: tl.constexpr = even.shape[1]
+    both = tl.join(_halves(even), _halves(odd))  # (X, Q, half, odd)
+    both = tl.reshape(both, (rows, quads // 4, 4, 2, 2))
+    return tl.reshape(tl.permute(both, (0, 1, 4, 2, 3)), (rows, 4 * quads))
 
 
 @triton.jit
 def plane(words, P: tl.constexpr, BITS: tl.constexpr):
-    """Plane-quad words (Q, X) -> the codes of plane P as float16 (4 Q, X), times 2^(P BITS - 24)."""
+    """Plane-quad words (X, Q) -> the codes of plane P as float16 (X, 4 Q), times 2^(P BITS - 24)."""
     mask: tl.constexpr = (((1 << BITS) - 1) << (P * BITS)) * 0x00010001
     return spread(words & mask, (words >> 8) & mask)
 
 
+@triton.constexpr_function
+def signed_place(p, bits):
+    """Where `signed_plane` leaves plane p: in place, but the last one a plane lower, for its sign has no room above."""
+    return min(p * bits, 8 - 2 * bits)
+
+
 @triton.jit
-def signed_plane(words, signs, P: tl.constexpr, BITS: tl.constexpr):
-    """`plane`, with the 4 bits at the bottoms of the bytes of `signs` as the code's next higher bit."""
-    mask: tl.constexpr = (((1 << BITS) - 1) << (P * BITS)) * 0x00010001
-    top: tl.constexpr = P * BITS + BITS
-    even = (words & mask) | ((signs & 0x00010001) << top)
-    odd = ((words >> 8) & mask) | (((signs >> 8) & 0x00010001) << top)
-    return spread(even, odd)
+def signed_plane(words, signs, quad, P: tl.constexpr, BITS: tl.constexpr):
+    """`plane`, times 2^(signed_place - 24), with a sign as the code's next higher bit.
+
+    words (X, Q), signs (X,): bit 8 b + quad[q] is that of byte b of word q (formats/planes.py, pack_sign_words).
+    """
+    low: tl.constexpr = signed_place(P, BITS)
+    top: tl.constexpr = low + BITS
+    # the signs of a word's four codes, rotated to where they belong, replace the bits above the codes
+    turn = ((top - quad) & 31)[None, :].to(tl.uint32)
+    bits = signs[:, None].to(tl.uint32, bitcast=True)
+    bits = ((bits << turn) | (bits >> ((32 - turn) & 31))).to(tl.int32, bitcast=True)
+    place: tl.constexpr = 0x01010101 << top
+    both = ((words >> (P * BITS - low)) & (-1 - place)) | (bits & place)
+    mask: tl.constexpr = (((2 << BITS) - 1) << low) * 0x00010001
+    return spread(both & mask, (both >> 8) & mask)

@@ -186,8 +186,9 @@ def _of_keys(
     """Of the prompt so far: InnerQ's norm_c = sqrt(max_t |K_tc|), or QJL's sum_t K_tc^2 and the number of tokens."""
     column = tl.arange(0, COLUMNS)
     found = tl.full((COLUMNS,), 0.0, tl.float32)
-    for at in range(0, count, 16):
-        token = at + tl.arange(0, 16)
+    tile: tl.constexpr = 8192 // COLUMNS  # one program goes through a whole chunk: few, large steps
+    for at in range(0, count, tile):
+        token = at + tl.arange(0, tile)
         inside = (token < count)[:, None] & (column < HEAD)[None, :]
         x = clean(
             tl.load(key + token.to(tl.int64)[:, None] * key_token + column[None, :], mask=inside, other=0.0).to(

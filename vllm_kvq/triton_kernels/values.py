@@ -2,7 +2,8 @@
 """Weighted values of one slab: what `attend` adds to its accumulators.
 
 The d output channels are cut into blocks that lie in one plane and one group; every block has its own accumulator
-(M, w). Accumulators hold sums over codes where they lie, that is 2^(b p - 24) too small: undone once at the end.
+(w, M), where w is at least 16, the matrix units' least. Of per-token values accumulators hold sums over codes where
+they lie, that is 2^(b p - 24) too small: undone once at the end.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import SUBNORMAL, mma_order, plane, row_sum, signed_plane
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, column_sum, mma_order, plane, signed_place, signed_plane
 
 TOKEN: tl.constexpr = tl.constexpr(0)
 HYBRID: tl.constexpr = tl.constexpr(1)
 
 
 @triton.jit
-def value_words(words_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """(8 token quads, WIDTH) words of a plane of PLANE channels, from channel FIRST on."""
-    quad, column = tl.arange(0, 8), tl.arange(0, WIDTH)
-    return tl.load(words_ptr + CODES + quad[:, None] * PLANE + FIRST + column[None, :])
+def value_words(
+    words_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, PLANE: tl.constexpr, CODES: tl.constexpr
+):
+    """(PLACES, 8 token quads) words of a plane of PLANE channels, from channel FIRST on; zero from WIDTH on."""
+    quad, column = tl.arange(0, 8), tl.arange(0, PLACES)
+    place = words_ptr + CODES + quad[None, :] * PLANE + FIRST + column[:, None]
+    if WIDTH == PLACES:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=(column < WIDTH)[:, None], other=0)
 
 
 @triton.jit
@@ -35,15 +42,15 @@ def _token_block(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     """Channels [FIRST, FIRST + BLOCK): all in one plane and in one group."""
     token = mma_order(tl.arange(0, 32))
     scale = tl.load(halves_ptr + SCALE + FIRST // GROUP * 32 + token, mask=seen, other=0.0)
-    words = value_words(words_ptr, FIRST % PLANE, BLOCK, PLANE, CODES)
-    part = weights * scale[None, :]
-    return tl.dot(part, plane(words, FIRST // PLANE, BITS), acc)
+    words = value_words(words_ptr, FIRST % PLANE, BLOCK, PLACES, PLANE, CODES)
+    return tl.dot(plane(words, FIRST // PLANE, BITS), weights * scale[:, None], acc)
 
 
 @triton.jit
@@ -58,6 +65,7 @@ def token_values(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
     GROUPS: tl.constexpr,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -67,21 +75,33 @@ def token_values(
 
         o_c = sum_t (w_t scale_tg) code_tc + sum_t w_t zero_tg
 
-    `acc` are the sums over codes by block, `extra` (M, GROUPS) the sums over zeros by group.
+    `acc` are the sums over codes by block, `extra` (GROUPS, M) the sums over zeros by group.
     """
     width: tl.constexpr = D * BITS // 8
     token = mma_order(tl.arange(0, 32))
     group = tl.arange(0, GROUPS)
     # what is not seen may be unpacked, and its bytes NaN
-    inside = seen[:, None] & (group < (D + GROUP - 1) // GROUP)[None, :]
-    zero = tl.load(halves_ptr + ZERO + group[None, :] * 32 + token[:, None], mask=inside, other=0.0)
+    inside = seen[None, :] & (group < (D + GROUP - 1) // GROUP)[:, None]
+    zero = tl.load(halves_ptr + ZERO + group[:, None] * 32 + token[None, :], mask=inside, other=0.0)
     weights = weights.to(tl.float16)
-    extra = tl.dot(weights, zero, extra)
+    extra = tl.dot(zero, weights, extra)
     out = ()
     for i in tl.static_range(D // BLOCK):
         out = out + (
             _token_block(
-                weights, acc[i], words_ptr, halves_ptr, seen, i * BLOCK, width, BITS, GROUP, BLOCK, CODES, SCALE
+                weights,
+                acc[i],
+                words_ptr,
+                halves_ptr,
+                seen,
+                i * BLOCK,
+                width,
+                BITS,
+                GROUP,
+                BLOCK,
+                PLACES,
+                CODES,
+                SCALE,
             ),
         )
     return out, extra
@@ -99,24 +119,24 @@ def _hybrid_block(
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     SLOT: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, PLACES)
     # nothing of an unpacked slab may enter a sum, not even times zero
     there = column < BLOCK * live
     mode = tl.load(halves_ptr + SCALE + FIRST + column, mask=there, other=0.0).to(tl.float32)
     slot = tl.load(words_ptr + SLOT + FIRST + column, mask=there, other=0)
     symmetric = mode < 0
-    scale = tl.abs(mode)
-    offset = tl.where(symmetric, -(1 << BITS) * scale, slot.to(tl.float32, bitcast=True))
-    words = value_words(words_ptr, FIRST % PLANE, BLOCK, PLANE, CODES)
-    signs = tl.where(symmetric, slot, 0)[None, :] >> tl.arange(0, 8)[:, None]
-    part = tl.dot(weights, signed_plane(words, signs, FIRST // PLANE, BITS))
-    # the accumulators' unit, see the module
-    lift = (1 << (FIRST // PLANE * BITS)) / SUBNORMAL
-    return acc + part * scale[None, :] + total[:, None] * (offset * lift)[None, :]
+    offset = tl.where(symmetric, mode * (1 << BITS), slot.to(tl.float32, bitcast=True))
+    signs = tl.where(symmetric, slot, 0)
+    words = value_words(words_ptr, FIRST % PLANE, BLOCK, PLACES, PLANE, CODES)
+    part = tl.dot(signed_plane(words, signs, tl.arange(0, 8), FIRST // PLANE, BITS), weights)
+    low: tl.constexpr = signed_place(FIRST // PLANE, BITS)
+    lift: tl.constexpr = SUBNORMAL / (1 << low)
+    return acc + part * (tl.abs(mode) * lift)[:, None] + total[None, :] * offset[:, None]
 
 
 @triton.jit
@@ -129,6 +149,7 @@ def hybrid_values(
     D: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     SLOT: tl.constexpr,
@@ -141,12 +162,25 @@ def hybrid_values(
     """
     width: tl.constexpr = D * BITS // 8
     weights = weights.to(tl.float16)
-    total = row_sum(weights.to(tl.float32))
+    total = column_sum(weights.to(tl.float32))
     out = ()
     for i in tl.static_range(D // BLOCK):
         out = out + (
             _hybrid_block(
-                weights, total, acc[i], words_ptr, halves_ptr, live, i * BLOCK, width, BITS, BLOCK, CODES, SCALE, SLOT
+                weights,
+                total,
+                acc[i],
+                words_ptr,
+                halves_ptr,
+                live,
+                i * BLOCK,
+                width,
+                BITS,
+                BLOCK,
+                PLACES,
+                CODES,
+                SCALE,
+                SLOT,
             ),
         )
     return out
