@@ -41,6 +41,12 @@ POOL = 3.0
 """Requests of the maximum length that the cache holds."""
 PLAIN = "auto"
 ERROR = re.compile(r"\bERROR\b|Traceback")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # oneDNN keeps up to 1024 compiled matrix products of vLLM's linear layers, one for each number of tokens in a step:
+    # with or without us that fills for longer than a soak lasts, and a leak could hide behind it
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+}
 Samples = list[tuple[float, Counter[str]]]
 """Seconds, and bytes of each process."""
 SHAPE = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": VOCAB}
@@ -80,7 +86,8 @@ def _interrupt(*_: object) -> None:
 def soak(folder: Path, options: argparse.Namespace) -> Report:
     from vllm_kvq.demo.random_model import random_model
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     model = str(random_model(folder / "model", **SHAPE))
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
