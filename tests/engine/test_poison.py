@@ -20,6 +20,9 @@ from vllm_kvq.oracle.trace import Request, Trace
 pytestmark = pytest.mark.engine
 SETUPS = {
     "lossless": Setup("lossless", 64, {"W": 32, "S": 32}, kernels="auto"),
+    "squat2": Setup("squat2", 64, {}, kernels="auto"),
+    "qjl3": Setup("qjl3", 64, {"W": 64, "S": 20}, kernels="auto"),
+    "polar4": Setup("polar4", 64, {"W": 64}, kernels="auto"),
     "innerq2": Setup("innerq2", 64, {}, kernels="auto"),
 }
 SCHEDULE: dict[str, Any] = {"pool": 1.6, "budget": 100, "drafts": 3}
