@@ -9,8 +9,6 @@ import torch
 from vllm_kvq.formats.planes import SLAB
 
 NAN = 0xFF
-GARBAGE = 0x77
-"""For slabs of a page that is read in part: large and finite, as what a page holds always is."""
 
 
 def packed_layers(engine: Any) -> list[Any]:
@@ -55,7 +53,6 @@ class _Poisoned:
             wanted = range((fmt.S + self.reach) // SLAB, max(boundary, 0) // SLAB)
             slabs |= {(table[a // fmt.slabs], a % fmt.slabs) for a in wanted}
         for page in {page for page, _ in slabs}:
-            pool[page] = GARBAGE
             pool[page, :, :first_slab] = saved[page, :, :first_slab]
         for page, slab in slabs:
             at = slice(first_slab + slab * size, first_slab + (slab + 1) * size)

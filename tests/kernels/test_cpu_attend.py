@@ -12,7 +12,7 @@ import torch
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.kernels import cpu
+from vllm_kvq.kernels import attend, cpu
 from vllm_kvq.kernels.attend import Partial
 
 PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar3", "innerq2")
@@ -158,6 +158,14 @@ def test_pages_ranges_and_queries(isa: str, name: str, N: int) -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_prefix_chunk(isa: str, name: str) -> None:
     run(name, 128, 4, 64, [500, 90], q=37)
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+def test_the_pytorch_kernels_too(name: str) -> None:
+    """They serve where nothing is compiled, and read the same pages with NaN where nothing was packed."""
+    for q, N, lengths in ((1, 160, (450, 37, 0)), (37, 64, (500, 90))):
+        fmt, arguments, want = case(name, 64, 4, N, lengths, q, 2, 20, q, torch.bfloat16, ())
+        check(fmt, attend.attend_packed(fmt, *arguments), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
+from vllm_kvq.demo.draft import random_draft
 from vllm_kvq.fuzz.case import PLAIN, Case, Setup
 from vllm_kvq.oracle.check import GREEDY, NEVER, Verdict, differences, distance, judge, leaks
 from vllm_kvq.oracle.forked import EngineFailed, EngineProcess, Prepare
@@ -12,6 +15,18 @@ from vllm_kvq.oracle.trace import Result, Trace
 
 CLOSE = 1e-3
 """Logits, of standard deviation 30, that plain vLLM and `lossless` may order differently in float32."""
+
+
+_writing = threading.Lock()
+
+
+def draft_of(model: str) -> str:
+    """The model's draft, beside it; written when it is first asked for."""
+    path = Path(f"{model}-draft")
+    with _writing:
+        if not path.exists():
+            random_draft(path, model)
+    return str(path)
 
 
 class Runner:
@@ -28,7 +43,8 @@ class Runner:
         """Ours, or plain vLLM's; it is started when it is first asked for."""
         if name not in self.engines:
             setup, prepare = (self.setup, self.prepare) if name != PLAIN else (self.setup.plain(), None)
-            self.engines[name] = EngineProcess(self.model, setup.arguments(), setup.variables, prepare)
+            draft = draft_of(self.model) if setup.draft_model else ""
+            self.engines[name] = EngineProcess(self.model, setup.arguments(draft), setup.variables, prepare)
         return self.engines[name]
 
     def run(self, traces: Sequence[Trace]) -> tuple[list[Result], Verdict]:

@@ -28,6 +28,8 @@ class Setup:
     max_seqs: int = 16
     drafts: int = 0
     lookup_min: int = 1
+    draft_model: bool = False
+    """Drafts come from a model, not from the request's own ngrams."""
     policy: str = "fcfs"
     prefix_caching: bool = True
     kernels: str = "torch"
@@ -43,8 +45,8 @@ class Setup:
             return 0.0
         return 1e-2 if self.format == "qjl3" else 1e-3
 
-    def arguments(self) -> dict[str, Any]:
-        """For `TracedEngine`."""
+    def arguments(self, draft: str = "") -> dict[str, Any]:
+        """For `TracedEngine`; `draft`: path of the draft model."""
         found: dict[str, Any] = {
             "kv_cache_dtype": self.format,
             "block_size": self.block_size,
@@ -61,12 +63,13 @@ class Setup:
         if self.options:
             found["additional_config"] = {"kvq": dict(self.options)}
         if self.drafts:
-            found["speculative_config"] = {
+            ngram = {
                 "method": "ngram",
-                "num_speculative_tokens": self.drafts,
                 "prompt_lookup_min": self.lookup_min,
                 "prompt_lookup_max": max(3, self.lookup_min),
             }
+            how = {"method": "draft_model", "model": draft} if self.draft_model else ngram
+            found["speculative_config"] = {**how, "num_speculative_tokens": self.drafts}
         return found
 
     def plain(self) -> Setup:

@@ -11,6 +11,8 @@ from vllm_kvq.oracle.trace import Request, Trace
 
 WORDS = range(10, 500)
 BLOCK_SIZES = (32, 64, 64, 96, 128)
+ROOM_FOR_A_DRAFT = 512
+"""Tokens of a packed block that is as large as 32 float32 tokens of the draft's cache, vLLM's least block."""
 WINDOWS = (0, 32, 64, 96)
 SINKS = (0, 4, 20, 32, 33)
 LONGEST_ANSWER = 130
@@ -26,6 +28,9 @@ def draw_setup(rng: Random, format_name: str) -> Setup:
         options = {"W": rng.choice(WINDOWS), "S": min(block, rng.choice(SINKS))}
     elif block < get_format(format_name).settings().S:
         block = 64
+    drafts, draft_model = rng.choice((0, 0, 1, 2, 3, 4, 5)), rng.random() < 0.25
+    if drafts and draft_model and format_name != "lossless":
+        block = ROOM_FOR_A_DRAFT
     return Setup(
         format_name,
         block,
@@ -33,8 +38,9 @@ def draw_setup(rng: Random, format_name: str) -> Setup:
         pool=rng.choice((1.1, 1.3, 1.6, 2.0, 3.0, None)),
         budget=rng.choice((24, 40, 64, 100, 256, 2048)),
         max_seqs=rng.choice((3, 8, 16, 16)),
-        drafts=rng.choice((0, 0, 1, 2, 3, 4, 5)),
+        drafts=drafts,
         lookup_min=rng.choice((1, 1, 2)),
+        draft_model=bool(drafts) and draft_model,
         policy=rng.choice(("fcfs", "fcfs", "priority")),
         prefix_caching=rng.random() < 0.85,
         # the C++ kernels are what is served; PyTorch's are float32 throughout, which leaves fewer ties
@@ -47,6 +53,8 @@ class Drawer:
 
     def __init__(self, rng: Random, setup: Setup) -> None:
         self.rng, self.setup, self.growing = rng, setup, False
+        # prompts are shorter than a block that has room for a draft: then borders of slabs have to do
+        self.page = setup.block_size if setup.block_size < ROOM_FOR_A_DRAFT else 64
         # longer than window and page together, else nothing is hit
         self.documents = [self._words(rng.randint(280, LONGEST)) for _ in range(3)]
 
@@ -65,13 +73,13 @@ class Drawer:
 
     def _length(self) -> int:
         """Around page and slab boundaries, or anywhere up to three and a half pages."""
-        rng, n = self.rng, self.setup.block_size
+        rng, n = self.rng, self.page
         if rng.random() < 0.4:
             return max(1, rng.choice((1, 32, 64, n, 2 * n, 3 * n)) + rng.choice((-1, 0, 1)))
         return rng.randint(1, rng.choice((n, int(3.5 * n))))
 
     def _prompt(self) -> tuple[int, ...]:
-        rng, n = self.rng, self.setup.block_size
+        rng, n = self.rng, self.page
         kind = rng.random()
         if kind < 0.45:
             document = rng.choice(self.documents)
@@ -89,7 +97,7 @@ class Drawer:
         prompt = self._prompt()[:LONGEST]
         tokens = rng.choice((1, 2, 4, 8, 12, 16, 20, 24, 32, 40))
         if self.growing:
-            prompt, tokens = prompt[: self.setup.block_size + 40], rng.randint(60, LONGEST_ANSWER)
+            prompt, tokens = prompt[: self.page + 40], rng.randint(60, LONGEST_ANSWER)
         # vLLM's CPU sampler puts wrong tokens in the place of rejected drafts as soon as one request of a batch samples
         several = rng.random() < 0.06 and not self.setup.drafts
         stops = rng.random()

@@ -23,7 +23,8 @@ _PLAINER_REQUEST: tuple[dict[str, Any], ...] = (
 )
 _PLAINER_SETUP: tuple[dict[str, Any], ...] = (
     {"pool": None, "policy": "fcfs", "budget": 2048, "max_seqs": 16, "prefix_caching": True},
-    {"drafts": 0},
+    {"drafts": 0, "draft_model": False},
+    {"draft_model": False},
     {"pool": None},
     {"budget": 2048},
     {"prefix_caching": False},

@@ -172,9 +172,10 @@ def _split_by_page(
     outs, lses = [], []
     for at in range(0, len(page_ids), max(1, WORK_BYTES // page_bytes)):
         part = slice(at, at + max(1, WORK_BYTES // page_bytes))
-        key, value = _unpack(fmt, pages, page_ids[part])
+        unseen = ~_seen(fmt, low[part], high[part])
+        key, value = _unpack(fmt, pages, page_ids[part], unseen)
         scores = rows[owner[part]] @ key.transpose(-2, -1)  # (p, H, q * g, N)
-        scores = scores.masked_fill_(~_seen(fmt, low[part], high[part])[:, None, None], float("-inf"))
+        scores = scores.masked_fill_(unseen[:, None, None], float("-inf"))
         weights, lse = softmax_part(scores)
         outs.append(weights @ value)
         lses.append(lse)
@@ -204,9 +205,9 @@ def _one_request(
     parts: list[Partial] = []
     for at in range(0, len(page_ids), step):
         part = slice(at, at + step)
-        key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, page_ids[part]))
-        seen = _seen(fmt, low[part], high[part]).flatten()
-        scores = (rows @ key.transpose(1, 2)).masked_fill_(~seen, float("-inf"))
+        unseen = ~_seen(fmt, low[part], high[part])
+        key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, page_ids[part], unseen))
+        scores = (rows @ key.transpose(1, 2)).masked_fill_(unseen.flatten(), float("-inf"))
         weights, lse = softmax_part(scores)
         new = weights @ value, lse
         if parts:
@@ -219,11 +220,17 @@ def _one_request(
     return rows.new_zeros(heads, queries, fmt.geometry.d), rows.new_full((heads, queries), float("-inf"))
 
 
-def _unpack(fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(p, H, N, F) key features and (p, H, N, d) values."""
+def _unpack(
+    fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, unseen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(p, H, N, F) key features and (p, H, N, d) values; unseen (p, N) booleans.
+
+    An unseen token may lie where a block's last owner left anything: a NaN value times a weight of 0 would be NaN.
+    """
     fields = fmt.read(pages, ids)
     shape = (-1, pages.shape[1])
-    return fmt.keys.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
+    key, value = (x.unflatten(0, shape) for x in (fmt.keys.key_features(fields), fmt.values.unpack(fields)))
+    return key, value.masked_fill(unseen[:, None, :, None], 0)
 
 
 def _seen(fmt: PageFormat, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

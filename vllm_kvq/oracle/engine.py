@@ -138,7 +138,10 @@ def blocks_of(model: str, pool: float, arguments: dict[str, Any]) -> int:
     geometry = Geometry(config["head_dim"], arguments["block_size"], getattr(torch, arguments["dtype"]))
     options = arguments.get("additional_config", {}).get("kvq", {})
     fmt = get_format(arguments["kv_cache_dtype"]).bind(geometry, options)
-    drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
-    slots = SlotGeometry.of(fmt, config["num_key_value_heads"], drafts)
+    speculation = arguments.get("speculative_config", {})
+    slots = SlotGeometry.of(fmt, config["num_key_value_heads"], speculation.get("num_speculative_tokens", 0))
     pages = -(-arguments["max_model_len"] // fmt.N)
+    if "model" in speculation:
+        # the draft's own cache; vLLM's least block on a CPU has 32 tokens
+        pages += -(-arguments["max_model_len"] // 32)
     return 1 + int(pool * (pages + slots.sidecar_blocks + slots.sink_blocks))
