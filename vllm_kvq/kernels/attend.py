@@ -172,10 +172,10 @@ def _split_by_page(
     outs, lses = [], []
     for at in range(0, len(page_ids), max(1, WORK_BYTES // page_bytes)):
         part = slice(at, at + max(1, WORK_BYTES // page_bytes))
-        unseen = ~_seen(fmt, low[part], high[part])
-        key, value = _unpack(fmt, pages, page_ids[part], unseen)
+        seen = _seen(fmt, low[part], high[part])
+        key, value = _unpack(fmt, pages, page_ids[part], seen)
         scores = rows[owner[part]] @ key.transpose(-2, -1)  # (p, H, q * g, N)
-        scores = scores.masked_fill_(unseen[:, None, None], float("-inf"))
+        scores = scores.masked_fill_(~seen[:, None, None], float("-inf"))
         weights, lse = softmax_part(scores)
         outs.append(weights @ value)
         lses.append(lse)
@@ -205,9 +205,9 @@ def _one_request(
     parts: list[Partial] = []
     for at in range(0, len(page_ids), step):
         part = slice(at, at + step)
-        unseen = ~_seen(fmt, low[part], high[part])
-        key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, page_ids[part], unseen))
-        scores = (rows @ key.transpose(1, 2)).masked_fill_(unseen.flatten(), float("-inf"))
+        seen = _seen(fmt, low[part], high[part])
+        key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, page_ids[part], seen))
+        scores = (rows @ key.transpose(1, 2)).masked_fill_(~seen.flatten(), float("-inf"))
         weights, lse = softmax_part(scores)
         new = weights @ value, lse
         if parts:
@@ -221,16 +221,19 @@ def _one_request(
 
 
 def _unpack(
-    fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, unseen: torch.Tensor
+    fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(p, H, N, F) key features and (p, H, N, d) values; unseen (p, N) booleans.
+    """(p, H, N, F) key features and (p, H, N, d) values; seen (p, N) booleans.
 
-    An unseen token may lie where a block's last owner left anything: a NaN value times a weight of 0 would be NaN.
+    A slab that nobody sees may hold anything that the block's last owner left: NaN, which times 0 would still be NaN,
+    and indices that point nowhere. It is read as zeros.
     """
-    fields = fmt.read(pages, ids)
+    data = pages[ids]
+    slabs = data[..., fmt.slabs_at :][..., : fmt.slabs * fmt.slab_region.nbytes].unflatten(-1, (fmt.slabs, -1))
+    slabs.masked_fill_(~seen.unflatten(1, (fmt.slabs, -1)).any(-1)[:, None, :, None], 0)
+    fields = fmt.read(data, torch.arange(len(ids), device=ids.device))
     shape = (-1, pages.shape[1])
-    key, value = (x.unflatten(0, shape) for x in (fmt.keys.key_features(fields), fmt.values.unpack(fields)))
-    return key, value.masked_fill(unseen[:, None, :, None], 0)
+    return fmt.keys.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
 
 
 def _seen(fmt: PageFormat, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
