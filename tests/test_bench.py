@@ -17,7 +17,7 @@ SMALL = ["--query-heads", "4", "--kv-heads", "1", "--head-size", "64", "--thread
 
 def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "t.png")]
-    contexts = ["--context", "1024", "4096", "5120", "6144"]
+    contexts = ["--context", "1024", "4096", "5120", "6144", "--rotate", "2"]
     assert attention.main([*SMALL, *contexts, "--format", "squat2", "innerq2", *files]) == 0
     printed = capsys.readouterr().out
     for name in ("bf16", "fp8", "squat2", "innerq2"):

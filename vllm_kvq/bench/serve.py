@@ -23,6 +23,7 @@ import http.client
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import sys
@@ -226,6 +227,7 @@ def against(
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     max_len = max(args.context) + args.tokens + 128

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -125,10 +126,10 @@ def kvq_candidate(shape: Shape, name: str) -> Candidate:
         pool, ids = packed_pool(fmt, max(1, shape.batch * pages), shape.heads), torch.randperm(shape.batch * pages)
         recent = torch.randn(2, shape.batch, raw, shape.heads, shape.head_size).bfloat16()
 
-        def step(pool: torch.Tensor = pool, ids: torch.Tensor = ids, recent: torch.Tensor = recent) -> object:
-            raw = (recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen, shape.scale
-            lists = pool, ids, owner, low, high
-            if not kernels.attend_step(fmt, output, output_rows, query, *lists, *raw):
+        held = (recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen, shape.scale
+
+        def step(pool: torch.Tensor = pool, ids: torch.Tensor = ids, held: tuple[Any, ...] = held) -> object:
+            if not kernels.attend_step(fmt, output, output_rows, query, pool, ids, owner, low, high, *held):
                 raise RuntimeError("a page is not packed")
             return output
 

@@ -121,17 +121,13 @@ class PackedLayer:
         output: torch.Tensor,
     ) -> None:
         pages = self.pages(kv_cache)
-        copied = ring[:, None, 0], ring[:, None, 1]
         for group in plan.groups:
-            shape = group.rows.shape
-            q, k, v = (
-                x[group.rows] if group.run is None else x[group.run].unflatten(0, shape) for x in (query, key, value)
-            )
+            q = group.pick(query)
             if group.held is None or group.seen is None:
-                output[group.rows] = causal(q, k, v, self.scale)
+                output[group.rows] = causal(q, group.pick(key), group.pick(value), self.scale)
                 continue
-            pool = copied if group.chunk else self.sidecar.tokens
-            sinks = (pool[0][:0], pool[1][:0]) if self.sinks is None else self.sinks.tokens
+            pool = (ring[:, None, 0], ring[:, None, 1]) if group.chunk else self.sidecar.tokens
+            sinks = self.sidecar.no_tokens if self.sinks is None else self.sinks.tokens
             raw = pool, sinks, group.held, group.seen, self.scale
             lists = group.page_ids, group.owner, group.low, group.high
             if not group.chunk:
@@ -141,8 +137,9 @@ class PackedLayer:
             if not packed:
                 raise RuntimeError(f"{self.name}: a page that was never packed would have been read")
             if group.chunk:
-                earlier = torch.ones(shape[1], shape[1], dtype=torch.bool, device=q.device).tril()
-                parts = [self.kernels.attend_raw(q, k, v, earlier.expand(len(q), -1, -1), self.scale)]
+                length = q.shape[1]
+                earlier = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
+                parts = [self.kernels.attend_raw(q, group.pick(key), group.pick(value), earlier, self.scale)]
                 if len(group.page_ids):
                     parts.append(self.kernels.attend_packed(self.fmt, q, pages, *lists, self.scale))
                 self.kernels.attend_into(output, group.rows, q, *raw, parts)

@@ -95,6 +95,10 @@ class Group:
     low: torch.Tensor
     high: torch.Tensor
 
+    def pick(self, x: torch.Tensor) -> torch.Tensor:
+        """The group's (n, q, ...) of the step's tokens."""
+        return x[self.rows] if self.run is None else x[self.run].unflatten(0, self.rows.shape)
+
 
 @dataclass(frozen=True)
 class Fit:

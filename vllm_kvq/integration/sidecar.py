@@ -70,6 +70,7 @@ class Companion(torch.nn.Module, AttentionLayerBase):
         self.slots = torch.tensor([])
         self.tokens = self.slots, self.slots
         """Keys and values, (blocks, slots per block, heads, head_size) each."""
+        self.no_tokens = self.tokens
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CompanionBackend
@@ -97,6 +98,7 @@ class Companion(torch.nn.Module, AttentionLayerBase):
         flat = kv_cache.flatten(1)[:, : geo.slots_per_block * geo.slot_bytes // geo.itemsize]
         self.slots = flat.view(self.fmt.geometry.dtype).unflatten(1, (-1, 2, geo.heads, geo.head_size))
         self.tokens = self.slots[:, :, 0], self.slots[:, :, 1]
+        self.no_tokens = self.tokens[0][:0], self.tokens[1][:0]
 
 
 class Sidecar(Companion):

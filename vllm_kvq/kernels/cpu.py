@@ -257,12 +257,17 @@ def attend_step(
     if bound is None or lib is None:
         lists = page_ids, owner, low, high
         return attend.attend_step(fmt, output, output_rows, query, pages, *lists, pool, more, rows, seen, scale)
-    query, *tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
-    tables = (bound.layout, bound.constants, bound.pairs)
-    packed = (query, pages, page_ids, owner, low, high)
-    mask = seen.contiguous().view(torch.uint8)
-    at = (output, output_rows, torch.get_num_threads(), isa())
-    return lib.attend_step(*tables, *packed, *tokens, rows, mask, scale, *at) < 0
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    # no loops: at short contexts a step costs what its call costs
+    return (
+        lib.attend_step(
+            *(bound.layout, bound.constants, bound.pairs, query, pages, page_ids, owner, low, high),
+            *(*pool, *more, rows, seen.contiguous().view(torch.uint8), scale),
+            *(output, output_rows, torch.get_num_threads(), isa()),
+        )
+        < 0
+    )
 
 
 def _raw(
@@ -280,6 +285,5 @@ def _raw(
 ) -> None:
     query, *tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
     first, second = (*parts, _NO_PART, _NO_PART)[:2]
-    mask = seen.contiguous().view(torch.uint8)
     at = (output, output_rows, lse, torch.get_num_threads(), isa())
-    lib.attend_raw(query, *tokens, rows, mask, scale, *first, *second, *at)
+    lib.attend_raw(query, *tokens, rows, seen.contiguous().view(torch.uint8), scale, *first, *second, *at)
