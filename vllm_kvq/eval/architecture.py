@@ -56,7 +56,7 @@ def llama_like(heads: int = 4, kv_heads: int = 2, head_dim: int | None = 64, **m
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
         "intermediate_size": HIDDEN,
-        "numhidden_layers": 2,
+        "num_hidden_layers": 2,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": POSITIONS,
