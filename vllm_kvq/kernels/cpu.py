@@ -283,6 +283,8 @@ def _raw(
     scale: float,
     parts: list[Partial],
 ) -> None:
+    if len(parts) > 2:
+        raise ValueError(f"{len(parts)} other parts; the library merges at most 2")
     query, *tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
     first, second = (*parts, _NO_PART, _NO_PART)[:2]
     at = (output, output_rows, lse, torch.get_num_threads(), isa())
