@@ -15,6 +15,7 @@ def stale_page(engine: Any) -> None:
     assert layers
     for layer in layers:
         layer.kernels = replace(layer.kernels, pack=_keeping_old(layer.kernels.pack))
+        layer.decode_step = None  # it packs without them
 
 
 def _keeping_old(pack: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.integration.plan import Batch
+from vllm_kvq.kernels.cpu_decode import DecodeBatch
 
 NAN = 0xFF
 
@@ -23,8 +25,8 @@ class _Poisoned:
 
     def __init__(self, layer: Any, reach: int) -> None:
         self.layer, self.reach = layer, reach
-        self.plan, self.attend = layer.plan, layer.attend
-        layer.plan, layer.attend = self._plan, self._attend
+        self.plan, self.attend, self.decode = layer.plan, layer.attend, layer.decode
+        layer.plan, layer.attend, layer.decode = self._plan, self._attend, self._decode
 
     def _plan(self, batch: Any, plans: Any) -> Any:
         self.batch = batch
@@ -40,12 +42,51 @@ class _Poisoned:
         finally:
             pages.copy_(saved)
 
+    def _decode(self, step: DecodeBatch, q: Any, k: Any, v: Any, kv_cache: torch.Tensor, output: Any) -> bool:
+        """Such a step packs, too: what it may write is kept as it left it, and all else is as before."""
+        tables = (step.query_start, step.seq_lens, step.table, step.side_table, step.sink_table)
+        self.batch = Batch.of(*(x.numpy() for x in tables[:4]), tables[4].numpy() if tables[4].numel() else None)
+        headers = self.layer.sidecar.headers[torch.from_numpy(self.batch.sidecar[:, 0]).long()]
+        if (headers[:, 0] == 0).any():
+            return self.decode(step, q, k, v, kv_cache, output)
+        pages, fmt = self.layer.pages(kv_cache), self.layer.fmt
+        start = headers[:, 1].tolist()
+        saved, done = pages.clone(), self._completed(start)
+        poisoned = self._pool(saved, start)
+        for page, _ in done:
+            poisoned[page, :, : fmt.slabs_at] = saved[page, :, : fmt.slabs_at]
+        pages.copy_(poisoned)
+        try:
+            return self.decode(step, q, k, v, kv_cache, output)
+        finally:
+            own = self._own()
+            saved[own] = pages[own]
+            size = fmt.slab_region.nbytes * fmt.unit // SLAB
+            for page, unit in done:
+                for at in (slice(0, fmt.slabs_at), slice(fmt.slabs_at + unit * size, fmt.slabs_at + (unit + 1) * size)):
+                    saved[page, :, at] = pages[page, :, at]
+            pages.copy_(saved)
+
+    def _completed(self, start: list[int]) -> list[tuple[int, int]]:
+        """(page, unit in it) that this step's tokens complete and that no other request shares."""
+        fmt, batch = self.layer.fmt, self.batch
+        per_page = fmt.N // fmt.unit
+        return [
+            (int(table[unit // per_page]), unit % per_page)
+            for c, new, s, table in zip(batch.context.tolist(), batch.new.tolist(), start, batch.pages, strict=True)
+            for unit in range(c // fmt.unit, (c + new) // fmt.unit)
+            if not s or unit >= (s + fmt.W) // fmt.unit
+        ]
+
+    def _own(self) -> torch.Tensor:
+        return torch.cat([torch.from_numpy(x).flatten().long() for x in (self.batch.sidecar, self.batch.sinks)])
+
     def _pool(self, saved: torch.Tensor, start: list[int]) -> torch.Tensor:
         """The formula of the design, from the scheduler's numbers and not from the plan."""
         fmt, batch = self.layer.fmt, self.batch
         first_slab, size = fmt.slabs_at, fmt.slab_region.nbytes
         pool = torch.full_like(saved, NAN)
-        own = torch.cat([torch.from_numpy(x).flatten().long() for x in (batch.sidecar, batch.sinks)])
+        own = self._own()
         pool[own] = saved[own]
         slabs: set[tuple[int, int]] = set()
         for c, s, table in zip(batch.context.tolist(), start, batch.pages.tolist(), strict=True):
@@ -74,7 +115,7 @@ def poison_too_much(engine: Any) -> None:
 
 def stop_poison(engine: Any) -> None:
     for layer in packed_layers(engine):
-        for name in ("plan", "attend"):
+        for name in ("plan", "attend", "decode"):
             layer.__dict__.pop(name, None)
 
 

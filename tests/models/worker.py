@@ -12,6 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from vllm_kvq.oracle.warm import warm
+
 
 def serve(job: dict[str, Any]) -> Any:
     """The results of traces."""
@@ -74,15 +76,7 @@ def _child(message: dict[str, str]) -> int:
 
 
 def main() -> None:
-    import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-    from vllm import LLM, EngineArgs  # noqa: F401
-    from vllm.model_executor.models import registry
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    # vLLM looks at each model class in a process of its own, for the sake of CUDA
-    registry._run_in_subprocess = lambda function: function()
+    warm()
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from vllm_kvq.oracle.warm import warm
+
 
 def caches(worker: Any) -> dict[str, dict[str, Any]]:
     """Of one worker's packed layers: what they think of themselves, and a hash of all that they keep."""
@@ -86,15 +88,7 @@ def _child(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-    from vllm import LLM  # noqa: F401
-    from vllm.model_executor.models import registry
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    # vLLM looks at each model class in a process of its own, for the sake of CUDA
-    registry._run_in_subprocess = lambda function: function()
+    warm()
     for line in sys.stdin:
         children = []
         for job in json.loads(line):

@@ -132,8 +132,8 @@ class Farm:
             "model": str(self.model(model)),
             "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
             "ray": 2 if "ray" in kind else 0,
-            # that a worker which knows nothing finds the plugin is seen with `lossless`
-            "fork": name != "lossless" or kind == "dp2",
+            # that a worker which knows nothing finds the plugin is seen with two ranks of `lossless`
+            "fork": (kind, name) != ("tp2", "lossless"),
             "traces": [t.to_json() for t in TRACES],
             "out": f"{at}.out",
             "log": f"{at}.log",

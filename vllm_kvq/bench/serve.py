@@ -47,38 +47,44 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Turn:
-    """One batch on one server: seconds to the first token and seconds per further token, medians over requests."""
+    """Seconds to the first token and seconds per further token: of one request, or medians over those of a batch."""
 
     first: float
     step: float
 
 
-def stream(url: str, prompt: list[int], tokens: int) -> tuple[float, float]:
-    """(seconds to the first token, seconds from it to the last one)."""
+def stream(url: str, prompt: list[int], tokens: int) -> Turn:
+    """One request. A busy server sends several tokens at once, so what arrived is counted, not how often."""
     body = {"model": "bench", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     where = urlsplit(url)
     connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=1800)
-    begin, first, last = time.perf_counter(), 0.0, 0.0
+    begin = time.perf_counter()
+    arrived: list[tuple[int, float]] = []
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
             raise ServerError(f"the server answered {answer.status}: {answer.read()[:300].decode(errors='replace')}")
         for line in answer:
             if line.startswith(b"data: {"):
-                last = time.perf_counter()
-                first = first or last
+                count = json.loads(line[6:])["usage"]["completion_tokens"]
+                if count > (arrived[-1][0] if arrived else 0):
+                    arrived.append((count, time.perf_counter()))
     finally:
         connection.close()
-    if not first:
-        raise ServerError("the server streamed no token")
-    return first - begin, last - first
+    if len(arrived) < 2:
+        raise ServerError(
+            f"the server sent {tokens} tokens at once, so that a token's time can't be told: raise --tokens"
+        )
+    (first, start), (last, end) = arrived[0], arrived[-1]
+    return Turn(start - begin, (end - start) / (last - first))
 
 
 def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
     """All prompts at once, each in a thread of its own."""
-    results: list[tuple[float, float] | Exception] = []
+    results: list[Turn | Exception] = []
 
     def one(prompt: list[int]) -> None:
         try:
@@ -91,12 +97,12 @@ def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
         thread.start()
     for thread in threads:
         thread.join()
-    done: list[tuple[float, float]] = []
+    done: list[Turn] = []
     for result in results:
         if isinstance(result, Exception):
             raise result
         done.append(result)
-    return Turn(statistics.median(f for f, _ in done), statistics.median(s for _, s in done) / (tokens - 1))
+    return Turn(statistics.median(t.first for t in done), statistics.median(t.step for t in done))
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Cell:
         line = (
             f"  {self.context:7} {self.batch:5}   {self.plain.step * 1e3:8.2f} {self.packed.step * 1e3:8.2f} "
             f"{self.ratio:6.2f}   {self.batch / self.plain.step:8.1f} {self.batch / self.packed.step:8.1f}   "
-            f"{self.plain.first:8.2f} {self.packed.first:8.2f} {self.first_ratio:6.2f}"
+            f"{self.plain.first * 1e3:8.0f} {self.packed.first * 1e3:8.0f} {self.first_ratio:6.2f}"
         )
         if share is None:
             return f"{line}           {kernel:6.2f}"
@@ -122,7 +128,7 @@ class Cell:
 
 
 HEADER = (
-    "  context batch   ms/token          ratio   tokens/s            first token, cold (s)     attention\n"
+    "  context batch   ms/token          ratio   tokens/s            first token, cold (ms)    attention\n"
     "                      bf16   packed            bf16   packed       bf16   packed  ratio     share kernel expected"
     " at most"
 )
@@ -145,7 +151,7 @@ def kernel_ratio(name: str, model: Path, context: int, batch: int, rounds: int) 
 
 
 def measure(plain: str, packed: str, prompts: Prompts, tokens: int, rounds: int) -> Cell:
-    cold = [take_turn(url, prompts, 2) for url in (plain, packed)]
+    cold = [take_turn(url, prompts, tokens) for url in (plain, packed)]
     turns = []
     for turn in range(rounds + 1):  # the first warms up
         pair = take_turn(plain, prompts, tokens), take_turn(packed, prompts, tokens)

@@ -10,6 +10,7 @@ cache is packed: a run that silently used a bf16 cache would prove nothing.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import shutil
@@ -107,21 +108,34 @@ def ensure_demo_model(path: Path) -> Path:
     for source in sources:
         if source.name in _MODEL_SOURCES:
             made_by.update(source.read_bytes())
-    stamp = path / "made-by"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == made_by.hexdigest():
+
+    def up_to_date() -> bool:
+        stamp = path / STAMP
+        return stamp.exists() and stamp.read_text(encoding="utf-8") == made_by.hexdigest()
+
+    if up_to_date():
         return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would write to one folder
+        if not up_to_date():
+            _train_demo_model(path, made_by.hexdigest())
+    return path
+
+
+def _train_demo_model(path: Path, made_by: str) -> None:
     from .model import demo_model
 
     say(f"training the demo model into {path} (about a minute, once)")
     unfinished = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     demo_model(unfinished, report=say)
-    (unfinished / stamp.name).write_text(made_by.hexdigest(), encoding="utf-8")
+    (unfinished / STAMP).write_text(made_by, encoding="utf-8")
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
-    return path
 
 
+STAMP = "made-by"
 _MODEL_SOURCES = {"corpus.txt", "corpus.py", "checkpoint.py", "tokenizer.py", "train.py", "model.py"}
 
 

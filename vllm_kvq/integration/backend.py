@@ -30,6 +30,7 @@ from vllm_kvq.integration.plan import Batch, StepPlan
 from vllm_kvq.integration.setup import bind_layer
 from vllm_kvq.integration.sidecar import LAYOUTS
 from vllm_kvq.integration.validate import Refused, check_layer
+from vllm_kvq.kernels.cpu_decode import DecodeBatch
 from vllm_kvq.kernels.device import Batch as DeviceBatch
 
 
@@ -42,6 +43,11 @@ class KVQMetadata:
     device_start: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    longest: int
+    """New tokens of the request that has most."""
+    decode_batch: DecodeBatch | None = None
+    planned: bool = False
+    """This step takes a plan, as an earlier layer found."""
     batch: Batch | None = None
     device_batch: DeviceBatch | None = None
     plans: list[StepPlan] = field(default_factory=list)
@@ -79,7 +85,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
         m = common_attn_metadata
         self._watch()
-        return KVQMetadata(m.query_start_loc_cpu, m.query_start_loc, m.seq_lens, m.block_table_tensor)
+        return KVQMetadata(m.query_start_loc_cpu, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.max_query_len)
 
 
 class KVQBackend(AttentionBackend):
@@ -192,18 +198,24 @@ class KVQImpl(AttentionImpl):
                 "the sidecar companion of this layer is missing: process_weights_after_loading did not run"
             )
         step, tables = attn_metadata, get_forward_context().attn_metadata
+        out = output.view(-1, self.num_heads, self.head_size)
         if packed.device is not None:
             if step.device_batch is None:
                 step.device_batch = _device_batch(step, tables, packed)
-            out = output.view(-1, self.num_heads, self.head_size)
             packed.device.forward(step.device_batch, query, key, value, kv_cache, out)
             return output
+        if not step.planned and step.longest <= packed.planner.decode_queries:
+            if step.decode_batch is None:
+                step.decode_batch = _decode_batch(step, tables, packed)
+            if packed.decode(step.decode_batch, query, key, value, kv_cache, out):
+                return output
+        step.planned = True
         if step.batch is None:
             step.batch = _batch(step, tables, packed)
         if len(step.batch.new):
             plan = packed.plan(step.batch, step.plans)
             ring = packed.update(plan, query, key, value, kv_cache)
-            packed.attend(plan, ring, query, key, value, kv_cache, output.view(-1, self.num_heads, self.head_size))
+            packed.attend(plan, ring, query, key, value, kv_cache, out)
         return output
 
 
@@ -218,6 +230,12 @@ def _device_batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> Device
         None if packed.sink_name is None else tables[packed.sink_name].block_table,
         tuple(lengths),
     )
+
+
+def _decode_batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> DecodeBatch:
+    sinks = torch.empty(0, dtype=torch.int32) if packed.sink_name is None else tables[packed.sink_name].block_table
+    sidecar = tables[packed.sidecar_name].block_table
+    return DecodeBatch(step.query_start, step.seq_lens, step.block_table, sidecar, sinks)
 
 
 def _batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> Batch:

@@ -19,6 +19,7 @@ from vllm_kvq.integration.replicas import copies_of_a_head, queries_of_all_copie
 from vllm_kvq.integration.report import Damage, report_start
 from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
 from vllm_kvq.kernels import kernels_for
+from vllm_kvq.kernels.cpu_decode import DecodeBatch
 
 
 class PackedLayer:
@@ -44,6 +45,7 @@ class PackedLayer:
         """Not None: serves this layer instead of everything below."""
         self.damage = Damage(name)
         self.kernels = kernels_for(device)
+        self.decode_step = self.kernels.decode(fmt, sidecar.slots_geometry, num_spec, scale)
 
     @classmethod
     def create(
@@ -75,6 +77,28 @@ class PackedLayer:
         headers = self.sidecar.headers[self.planner._long(batch.sidecar[:, 0])]
         plans.append(self.planner.plan(batch, headers, len(self.sidecar.slots)))
         return plans[-1]
+
+    def decode(
+        self,
+        batch: DecodeBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+    ) -> bool:
+        """Serves the step without a plan; False, and nothing is done, where it takes one."""
+        if self.decode_step is None:
+            return False
+        sinks = self.sidecar.no_blocks if self.sinks is None else self.sinks.blocks
+        caches = self.pages(kv_cache), self.sidecar.blocks, sinks
+        try:
+            replaced = self.decode_step.run(batch, *caches, query, key, value, output)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.name}: {error}") from error
+        if replaced is not None:
+            self.damage.count(replaced)
+        return replaced is not None
 
     def pages(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """(blocks, H, record bytes) of vLLM's (blocks, H, 1, C)."""

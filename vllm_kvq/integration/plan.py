@@ -134,6 +134,8 @@ class Planner:
 
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, device: torch.device) -> None:
         self.fmt, self.slots, self.num_spec, self.device = fmt, slots, num_spec, device
+        self.decode_queries = 1 + num_spec
+        """More new tokens than these are a chunk of a prompt."""
 
     def plan(self, batch: Batch, headers: torch.Tensor, blocks: int) -> StepPlan:
         """`headers` are the layer's (n, 3) sidecar headers of the batch's requests, `blocks` those of its pool."""
@@ -148,7 +150,7 @@ class Planner:
         sinks = np.minimum(fmt.S, boundary)
         header = np.stack([np.full_like(c, MAGIC), start, end], axis=1).astype(np.int32)
 
-        chunk = q > 1 + self.num_spec
+        chunk = q > self.decode_queries
         ring_owner, ring_pos = ragged(boundary, np.where(chunk, c, boundary))
         keep_owner, keep_pos = ragged(np.maximum(c, end - slots.ring), end)
         put_owner, put_pos = ragged(c, np.where(start == 0, np.minimum(fmt.S, end), 0))
@@ -229,7 +231,7 @@ class Planner:
                 np.where(boundary[mine] > self.fmt.S, -(-boundary[mine] // self.fmt.N), 0),
             )
             origin = page * self.fmt.N
-            chunk = bool(q > 1 + self.num_spec)
+            chunk = bool(q > self.decode_queries)
             held = seen = None
             if c[mine].any():
                 held, seen = self._held(batch, mine, boundary, sinks, pool, 0 if chunk else int(q))
@@ -264,7 +266,7 @@ class Planner:
             held[ring] = self._ring_row(batch, who[ring], position[ring])
         else:
             # the copy holds the chunks' rings one after the other, by request
-            copied = np.where(batch.new > 1 + self.num_spec, c - boundary, 0)
+            copied = np.where(batch.new > self.decode_queries, c - boundary, 0)
             pool = int(copied.sum())
             held[ring] = (np.cumsum(copied) - copied)[who[ring]] + position[ring] - boundary[who[ring]]
         held[early] = pool + self._row(batch.sinks, who[early], j[early])

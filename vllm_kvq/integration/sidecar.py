@@ -71,6 +71,8 @@ class Companion(torch.nn.Module, AttentionLayerBase):
         self.tokens = self.slots, self.slots
         """Keys and values, (blocks, slots per block, heads, head_size) each."""
         self.no_tokens = self.tokens
+        self.blocks = self.no_blocks = self.slots
+        """(blocks, elements) of the model's dtype."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CompanionBackend
@@ -95,8 +97,10 @@ class Companion(torch.nn.Module, AttentionLayerBase):
         """Keep (blocks, slots per block, 2, heads, head_size) of the raw pool."""
         geo = self.slots_geometry
         self.kv_cache = kv_cache
-        flat = kv_cache.flatten(1)[:, : geo.slots_per_block * geo.slot_bytes // geo.itemsize]
-        self.slots = flat.view(self.fmt.geometry.dtype).unflatten(1, (-1, 2, geo.heads, geo.head_size))
+        self.blocks = kv_cache.flatten(1).view(self.fmt.geometry.dtype)
+        self.no_blocks = self.blocks[:0]
+        flat = self.blocks[:, : geo.slots_per_block * geo.slot_bytes // geo.itemsize]
+        self.slots = flat.unflatten(1, (-1, 2, geo.heads, geo.head_size))
         self.tokens = self.slots[:, :, 0], self.slots[:, :, 1]
         self.no_tokens = self.tokens[0][:0], self.tokens[1][:0]
 

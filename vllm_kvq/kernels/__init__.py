@@ -14,6 +14,7 @@ import torch
 
 from vllm_kvq.kernels import attend, cpu, cpu_pack, pack
 from vllm_kvq.kernels.attend import Partial, merge
+from vllm_kvq.kernels.cpu_decode import DecodeStep
 
 __all__ = ["Kernels", "Partial", "kernels_for", "merge"]
 
@@ -29,6 +30,8 @@ class Kernels:
     pack: Callable[..., torch.Tensor | int]
     store: Callable[..., None]
     fit: Callable[..., torch.Tensor]
+    decode: Callable[..., DecodeStep | None]
+    """A layer's decode step without a plan; None where every step must be planned."""
 
 
 TORCH = Kernels(
@@ -41,6 +44,7 @@ TORCH = Kernels(
     pack.pack,
     pack.store,
     pack.fit,
+    lambda *_: None,
 )
 CPU = Kernels(
     "cpu",
@@ -52,6 +56,7 @@ CPU = Kernels(
     cpu_pack.pack,
     cpu_pack.store,
     cpu_pack.fit,
+    DecodeStep.create,
 )
 
 

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, forked from one that has imported vLLM already (`warm`)."""
+"""Engines in processes of their own, forked from one that has imported vLLM already (`preload`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EngineFailed(Exception):
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm_kvq.oracle.warm"])
+    context.set_forkserver_preload(["vllm_kvq.oracle.preload"])
     return context
 
 

@@ -1,38 +1,30 @@
-"""Imported once, by the process that engines are forked from: an engine then starts in a few seconds."""
+"""What a process does once from which engines are forked: an engine then starts in a second or two."""
 
 from __future__ import annotations
 
-import os
-
-from vllm_kvq.oracle.engine import ENVIRONMENT
+import gc
 
 
-def _import_everything() -> None:
+def warm() -> None:
+    import vllm.entrypoints.launchers.cli_args
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
-    from vllm import LLM, SamplingParams  # noqa: F401
+    from vllm import LLM, EngineArgs, SamplingParams  # noqa: F401
     from vllm.model_executor.models import llama, registry  # noqa: F401
+    from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
     # vLLM looks at each model class in a process of its own, for the sake of CUDA
     registry._run_in_subprocess = lambda function: function()
+    # each worker would look through all modules for Triton kernels that have C++ stand-ins: two seconds
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    # Each engine would compile this anew: ten seconds. (Imported late: numba's modules hold what that look stumbles over.)
+    from vllm.v1.spec_decode import ngram_proposer
 
-
-def _silently() -> None:
-    os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    kept = os.dup(1), os.dup(2)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for fd in (1, 2):
-            os.dup2(nothing, fd)
-        _import_everything()
-    finally:
-        for fd, old in zip((1, 2), kept, strict=True):
-            os.dup2(old, fd)
-            os.close(old)
-        os.close(nothing)
-
-
-_silently()
+    ngram_proposer.batch_propose_numba.enable_caching()
+    # nor has a fork to walk, and so to copy, all objects of these modules for its first collection of garbage
+    gc.collect()
+    gc.freeze()

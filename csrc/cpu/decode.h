@@ -1,0 +1,67 @@
+// One decode step of one layer in one call: requests with history and a few new tokens each are planned, packed,
+// stored and attended here. Any other step is planned in Python (integration/plan.py, whose words are used here).
+#pragma once
+
+#include <cstdint>
+
+#include "attend.h"
+
+namespace kvq {
+
+// Block ids of requests, (requests, width), -1 stands for none.
+struct Table {
+  const int32_t* ids;
+  int64_t stride, width;
+
+  int64_t at(int64_t request, int64_t column) const { return column < width ? ids[request * stride + column] : -1; }
+};
+
+// How companions are cut and used, see kernels/slots.py: plain 64-bit fields in the order of kernels/cpu_decode.py.
+struct Companions {
+  int64_t unit;    // P
+  int64_t window;  // W
+  int64_t sinks;   // S
+  int64_t drafts;  // speculative tokens of a step at most
+  int64_t ring, ring_at, state_slots, slots_per_block, blocks;  // blocks: of a request's sidecar
+  int64_t state_rows;
+};
+
+constexpr int COMPANION_FIELDS = sizeof(Companions) / sizeof(int64_t);
+
+struct Decode {
+  Layout layout;
+  Constants constants;
+  Companions cut;
+  double lambda;  // SQuat
+  int64_t block;
+  // The batch: tokens [query_start[i], query_start[i + 1]) are request i's, the last of seq_lens[i].
+  int64_t requests;
+  const int32_t *query_start, *seq_lens;
+  Table pages_of, side_of, sinks_of;
+  // New tokens: (tokens, query_heads, head_size), strides in elements, and (tokens, 1, heads, head_size).
+  int64_t tokens, query_heads, heads;
+  const void* query;
+  int64_t query_strides[2];
+  Tokens fresh;
+  Dtype dtype;
+  // Caches: records (pages, heads), strides in bytes; the slots of companions; and the sidecar's blocks themselves.
+  uint8_t* records;
+  int64_t pages, page_stride, head_stride;
+  Tokens side, sink;
+  char* side_blocks;
+  int64_t side_stride;  // bytes
+  void* out;            // (tokens, query_heads, head_size), strides in elements
+  Dtype out_dtype;
+  int64_t out_strides[2];
+  float scale;
+  int threads, isa;
+};
+
+// A request that has no header yet, or more new tokens than drafts + 1: nothing was read or written.
+constexpr int64_t NOT_DECODING = -1;
+
+// Returns how many elements were replaced before packing, or NOT_DECODING. Throws std::runtime_error where the caches
+// hold other tokens than the batch says, std::out_of_range for an id that leaves its cache; before anything is written.
+int64_t decode(const Decode& d);
+
+}  // namespace kvq
