@@ -156,3 +156,16 @@ def test_geometry_must_fit() -> None:
         layer.decode(batch, query, key, value, pages, out[:0])
     with pytest.raises(ValueError, match="different tokens"):
         layer.decode(batch, query, key[:0], value[:0], pages, out)
+
+
+@pytest.mark.parametrize("name", ["squat2", "qjl3", "polar4"])
+def test_tables_do_not_follow_the_default_type(name: str) -> None:
+    """vLLM makes its layers, and with them our steps, while PyTorch's default type is the model's."""
+    fmt = get_format(name).bind(Geometry(64, 64, torch.bfloat16), {})
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        bound = cpu._bind(fmt)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert bound is not None
+    assert (bound.constants.dtype, bound.pairs.dtype) == (torch.float32, torch.int32)

@@ -109,10 +109,10 @@ def _bind(fmt: PageFormat) -> Bound | None:
         *padded([fmt.slabs_at - page.nbytes + o for o in page.offsets], 4),
         *padded([slab.offset(n) for n in values[1]], 3),
     ]
-    constants, pairs = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
+    constants, pairs = torch.zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.int32)
     if isinstance(fmt.keys, SketchKeys):
         cpu = torch.device("cpu")
-        scales = torch.tensor([fmt.keys.scale, fmt.keys.scale_out])
+        scales = torch.tensor([fmt.keys.scale, fmt.keys.scale_out], dtype=torch.float32)
         sketches = torch.cat([s.T.flatten() for s in (fmt.keys.sketch(cpu), fmt.keys.sketch_out(cpu))])
         constants = torch.cat([scales, sketches])
     if isinstance(fmt.keys, PolarKeys):
@@ -196,7 +196,7 @@ def all_packed(
     return lib.unpacked_page(bound.layout, pages, page_ids, low, high) < 0
 
 
-_NONE = torch.zeros(0)
+_NONE = torch.zeros(0, dtype=torch.float32)
 _NO_PART = (_NONE, _NONE)
 
 

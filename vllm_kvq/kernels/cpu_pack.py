@@ -17,7 +17,7 @@ from vllm_kvq.kernels import pack as reference
 from vllm_kvq.kernels.cpu import bind, isa, library
 from vllm_kvq.kernels.pack import Pair, Units
 
-_NO_STATE = torch.zeros(0)
+_NO_STATE = torch.zeros(0, dtype=torch.float32)
 
 
 def pack(

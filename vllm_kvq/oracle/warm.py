@@ -21,7 +21,7 @@ def warm() -> None:
     # each worker would look through all modules for Triton kernels that have C++ stand-ins: two seconds
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-    # Each engine would compile this anew: ten seconds. (Imported late: numba's modules hold what that look stumbles over.)
+    # Each engine would compile this anew: ten seconds. (Imported late: that look stumbles over numba's modules.)
     from vllm.v1.spec_decode import ngram_proposer
 
     ngram_proposer.batch_propose_numba.enable_caching()
