@@ -78,10 +78,11 @@ class Decoder {
       const Header h = *header(i);
       if (h.magic == 0) return false;
       const int64_t context = d_.seq_lens[i] - q, rewound = h.next - context;
-      if (h.magic != SIDE_MAGIC || rewound < 0 || rewound > c_.drafts) {
+      if (context < 0) throw std::out_of_range("a request has more new tokens than tokens");
+      if (h.magic != SIDE_MAGIC || rewound < 0 || rewound > c_.drafts || h.start < 0 || h.start > context) {
         std::ostringstream text;
-        text << "stale sidecar: magic 0x" << std::hex << h.magic << std::dec << ", next position " << h.next << ", but "
-             << context << " tokens are computed";
+        text << "stale sidecar: magic 0x" << std::hex << h.magic << std::dec << ", positions from " << h.start
+             << ", next position " << h.next << ", but " << context << " tokens are computed";
         throw std::runtime_error(text.str());
       }
       if (h.start % c_.unit)

@@ -47,7 +47,7 @@ def test_nothing_reads_or_writes_outside_its_tensors() -> None:
     # an overflow, or a use after free where the allocator had given the neighbouring bytes back
     assert "AddressSanitizer: heap-" in caught.stderr, caught.stderr[-3000:]
     assert "attend_packed" in caught.stderr
-    files = ["tests/kernels/test_cpu_fuzz.py", "tests/kernels/test_cpu_fuzz_pack.py"]
+    files = [f"tests/kernels/test_cpu_{name}.py" for name in ("fuzz", "fuzz_pack", "fuzz_decode")]
     tests = sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files)
     assert tests.returncode == 0, (tests.stdout + tests.stderr)[-6000:]
     assert " passed" in tests.stdout

@@ -36,10 +36,9 @@ class OnDevice:
     ("name", "d", "n", "dtype", "options"),
     [
         ("squat2", 64, 32, torch.float32, {"W": 32}),
-        ("kivi2", 64, 64, torch.float32, {"W": 32, "S": 5}),
         ("innerq2", 64, 64, torch.float32, {"W": 32, "S": 40}),
         ("polar4", 64, 32, torch.float32, {"W": 32}),
-        ("polar3", 64, 64, torch.bfloat16, {"W": 64, "mode": "paper"}),
+        ("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
         ("qjl3", 64, 32, torch.float32, {"W": 32}),
         ("qjl3", 64, 64, torch.bfloat16, {"W": 64, "outlier_choice": "slab", "S": 5}),
     ],

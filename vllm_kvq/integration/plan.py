@@ -173,11 +173,12 @@ class Planner:
         self, batch: Batch, fresh: np.ndarray, magic: np.ndarray, start: np.ndarray, upcoming: np.ndarray
     ) -> None:
         rewound = upcoming - batch.context
-        stale = ~fresh & ((magic != MAGIC) | (rewound < 0) | (rewound > self.num_spec))
+        stale = (magic != MAGIC) | (rewound < 0) | (rewound > self.num_spec) | (start < 0) | (start > batch.context)
+        stale &= ~fresh
         if stale.any():
             i = int(stale.argmax())
             raise RuntimeError(
-                f"stale sidecar: magic {magic[i]:#x}, next position {upcoming[i]}, "
+                f"stale sidecar: magic {magic[i]:#x}, positions from {start[i]}, next position {upcoming[i]}, "
                 f"but {batch.context[i]} tokens are computed"
             )
         if (start % self.fmt.unit).any():
