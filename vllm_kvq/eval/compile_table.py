@@ -32,7 +32,7 @@ ROW = "| {:<34} | {:>5} | {:>5} | {:>9} | {:>6} | {:>5} | {:>6} | {:>8} |"
 HEADER = ("kernel", "sm", "warps", "registers", "shared", "stack", "matrix", "per elt.")
 
 
-LIMITS = {"decode squat2 d=128 rows=8": 3.0, "decode qjl3 d=128 rows=8": 3.0, "decode innerq2 d=128 rows=8": 7.5}
+LIMITS = {"decode squat2 d=128 rows=8": 3.0, "decode qjl3 d=128 rows=8": 3.0, "decode innerq2 d=128 rows=8": 3.6}
 """Instructions per element on sm_90. The goal for 2-bit formats is 3; innerq2 misses it, and must not get worse."""
 
 

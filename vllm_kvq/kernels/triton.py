@@ -46,7 +46,7 @@ def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
         operands = 8 // k.bits
     elif isinstance(k, HybridKeys):
         # in one plane and in one group
-        chunk = math.gcd(k.d * k.bits // 8, GROUP)
+        chunk = math.gcd(k.d * k.bits // 8, 16)
         own = {"KEYS": _HYBRID, "K_BITS": k.bits, "K_SCALE": at("k_scale") // 2, "K_ZERO": at("k_slot") // 4}
         operands = k.d // chunk
     elif isinstance(k, PolarKeys):
@@ -87,8 +87,7 @@ def _value_constants(fmt: PageFormat) -> dict[str, Any] | None:
         kind, group, groups, zero = _HYBRID_VALUES, GROUP, 1, at("v_slot") // 4
     else:
         return None
-    # of InnerQ's channels, which have scales of their own, 16 at a time: see keys.py on as many tokens
-    block = value_block(fmt) if kind == _TOKEN else min(16, value_block(fmt))
+    block = value_block(fmt)
     return {
         "VALUES": kind,
         "V_BITS": v.bits,

@@ -33,9 +33,11 @@ from vllm_kvq.triton_kernels.lang import (
     SUBNORMAL,
     column_max,
     column_sum,
+    fragment_index,
+    lanes_of_columns,
     mma_order,
 )
-from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, token_values
+from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, token_values, value_shift
 
 
 @triton.jit
@@ -123,8 +125,11 @@ def attend_kernel(
         top = tl.maximum(top, column_max(tl.abs(x)))
     q = ()
     for i in tl.static_range(OPERANDS):
-        plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << key_shift(i * K_CHUNK // (D * K_BITS // 8), KEYS, K_BITS))
-        q = q + ((raw[i] * plane_factor / top[None, :]).to(tl.float16),)
+        plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << key_shift(i * K_CHUNK, D, KEYS, K_BITS))
+        x = (raw[i] * plane_factor / top[None, :]).to(tl.float16)
+        if KEYS == HYBRID:
+            x = lanes_of_columns(x)
+        q = q + (x,)
     unit = top * (scale * LOG2E * SUBNORMAL)
 
     # this split's share of the request's slabs
@@ -142,11 +147,12 @@ def attend_kernel(
 
     best = tl.full((M,), LOWEST, tl.float32)
     total = tl.full((M,), 0.0, tl.float32)
-    extra = tl.full((V_GROUPS, M), 0.0, tl.float32)
+    extra = tl.full((V_GROUPS if VALUES == TOKEN else 16, M), 0.0, tl.float32)
     acc = ()
     for _ in tl.static_range(D // V_BLOCK):
         acc = acc + (tl.full((V_PLACES, M), 0.0, tl.float32),)
     token = mma_order(tl.arange(0, 32))
+    full = tl.where(pages > 0, -1, 0)  # always -1, which the compiler does not know
     for i in range(begin, end):
         slab = i % SLABS
         page = tl.load(table_ptr + request * table_row + i // SLABS).to(tl.int64)
@@ -170,7 +176,7 @@ def attend_kernel(
             scores = channel_scores(q, k_words, k_halves, D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO)
         elif KEYS == HYBRID:
             scores = hybrid_scores(
-                q, k_words, k_halves, base16, D, K_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, K_ZERO, K_PAGE
+                q, k_words, k_halves, base16, full, D, K_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, K_ZERO, K_PAGE
             )
         else:
             scores = polar_scores(
@@ -181,7 +187,8 @@ def attend_kernel(
         new = tl.maximum(best, column_max(scores) * unit)
         decay = tl.exp2(best - new)
         weights = tl.exp2(scores * unit[None, :] - new[None, :])
-        total = total * decay + column_sum(weights)
+        if VALUES == TOKEN:
+            total = total * decay + column_sum(weights)
         best = new
         faded = ()
         for b in tl.static_range(D // V_BLOCK):
@@ -193,24 +200,31 @@ def attend_kernel(
             )  # fmt: skip
         else:
             live = tl.where(packed, 1, 0)
-            acc = hybrid_values(
-                weights, faded, k_words, k_halves, live, D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO
+            acc, sums = hybrid_values(
+                weights, faded, k_words, k_halves, live, full, D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO
             )
+            extra = extra * decay[None, :] + sums
 
     # out (splits, requests * queries or all tokens, query heads, HEAD), dense
     whole = (first_row + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE
     target = split.to(tl.int64) * out_split + whole
+    if VALUES != TOKEN:  # of equal rows
+        total = column_max(extra * -(SUBNORMAL / (1 << V_BITS << value_shift(0, VALUES, V_BITS))))
     norm = 1.0 / tl.maximum(total, 1.0e-30)
     written = real
     if RAGGED:  # `merge` does not read what a split without tokens would write
         written = row < tl.where(begin < end, count_rows * SHARE, 0)
     column = tl.arange(0, V_PLACES)
+    if VALUES != TOKEN:
+        column = fragment_index(column, V_PLACES // 8)
     group = tl.arange(0, V_GROUPS)
     for b in tl.static_range(D // V_BLOCK):
         # which plane the block lies in, and its share of the zeros
-        lift = SUBNORMAL / (1 << (b * V_BLOCK // (D * V_BITS // 8) * V_BITS)) if VALUES == TOKEN else 1.0
-        shift = column_sum(tl.where(group[:, None] == b * V_BLOCK // V_GROUP, extra, 0.0))
-        o = (acc[b] * lift + shift[None, :]) * norm[None, :]
+        lift = SUBNORMAL / (1 << value_shift(b * V_BLOCK // (D * V_BITS // 8), VALUES, V_BITS))
+        o = acc[b] * lift
+        if VALUES == TOKEN:
+            o += column_sum(tl.where(group[:, None] == b * V_BLOCK // V_GROUP, extra, 0.0))[None, :]
+        o *= norm[None, :]
         channel = b * V_BLOCK + column
         inside = ((column < V_BLOCK) & (channel < HEAD))[:, None] & written[None, :]
         tl.store(out_ptr + target[None, :] * HEAD + channel[:, None], o, mask=inside)

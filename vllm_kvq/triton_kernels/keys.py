@@ -1,3 +1,4 @@
+# ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
 """Scores (32 tokens in `mma_order`, M) of one slab for the M rows of one KV head.
 
 Queries come as one float16 operand per plane, q_p = q / top * 4^-(b p / 2) = q / top * 2^-(b p), where top is the
@@ -14,11 +15,16 @@ from vllm_kvq.triton_kernels.lang import (
     ROUND,
     SUBNORMAL,
     column_max,
+    columns_of_lanes,
+    fragment_channels,
+    fragment_places,
+    fragment_rows,
     mma_order,
     plane,
+    repeat_rows,
     row_sum,
-    signed_place,
-    signed_plane,
+    signed_low,
+    signed_pair,
 )
 
 CHANNEL: tl.constexpr = tl.constexpr(0)
@@ -34,9 +40,9 @@ def key_places(KP: tl.constexpr):
 
 
 @triton.constexpr_function
-def key_shift(p, keys, bits):
-    """By how many bits the codes of plane p are too large where they lie."""
-    return signed_place(p, bits) if keys == HYBRID else p * bits
+def key_shift(channel, d, keys, bits):
+    """By how many bits the codes of a channel (not of PolarQuant's) are too large where they lie."""
+    return signed_low(channel % 32 // 16, bits) if keys == HYBRID else channel // (d * bits // 8) * bits
 
 
 @triton.jit
@@ -110,6 +116,7 @@ def hybrid_scores(
     words_ptr,
     halves_ptr,
     page_ptr,
+    full,
     D: tl.constexpr,
     BITS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -120,62 +127,53 @@ def hybrid_scores(
     SLOT: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """InnerQ: k = norm_c (zero_tg + scale_tg code) or norm_c scale_tg (code' - 2^b), per token and group, so
+    """InnerQ: k = norm_c (zero_tg + scale_tg (code' - 2^b)), per token and group, so
 
-        s = sum_g (scale_tg sum_c (q_c norm_c) code_c + offset_tg sum_c (q_c norm_c))
+        s = sum_g (scale_tg (sum_c x_c code'_c - 2^b sum_c x_c) + zero_tg sum_c x_c),   x_c = q_c norm_c
 
-    code' is the code with the sign bit on top; offset is zero, or -2^b scale.
+    code' is the code with a sign bit on top: its own if the group is symmetric, whose zero is 0, else always 1. So both
+    modes are one product, which starts at -2^b sum_c x_c.
     """
-    first = _hybrid_half(
-        q, words_ptr, halves_ptr, page_ptr, 0, D, BITS, CHUNK, KP, M, CODES, SCALE, SLOT, NORM
-    )  # fmt: skip
-    second = _hybrid_half(
-        q, words_ptr, halves_ptr, page_ptr, 1, D, BITS, CHUNK, KP, M, CODES, SCALE, SLOT, NORM
-    )  # fmt: skip
-    return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (32, M))
-
-
-@triton.jit
-def _hybrid_half(
-    q,
-    words_ptr,
-    halves_ptr,
-    page_ptr,
-    HALF: tl.constexpr,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KP: tl.constexpr,
-    M: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLOT: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Of 16 tokens. Fewer numbers than a warp has lanes are loaded by every lane that needs them; more would first be
-    loaded once and then passed around, which costs as much as everything else."""
     width: tl.constexpr = D * BITS // 8
-    at, quad = key_places(KP), tl.arange(0, KP // 4)
-    token = mma_order(16 * HALF + tl.arange(0, 16))
-    ones = tl.full((16, KP), 1.0, tl.float16)
-    scores = tl.full((16, M), 0.0, tl.float32)
-    for i in tl.static_range(D // CHUNK):
-        place = (i * CHUNK % width // 4 + quad[None, :]) * 32 + token[:, None]
-        words = tl.load(words_ptr + CODES + place, mask=(quad < CHUNK // 4)[None, :], other=0)
-        norm = tl.load(page_ptr + NORM + i * CHUNK + at, mask=at < CHUNK, other=0.0)
-        group = i * CHUNK // 32
-        mode = tl.load(halves_ptr + SCALE + group * 32 + token).to(tl.float32)
-        slot = tl.load(words_ptr + SLOT + group * 32 + token)
+    half: tl.constexpr = 16 // CHUNK
+    own, quad = fragment_places(4), tl.arange(0, 4)[None, :, None]
+    channel = fragment_channels(M)
+    scores = tl.full((32, M), 0.0, tl.float32)
+    for group in tl.static_range(D // 32):
+        mode = tl.load(halves_ptr + SCALE + group * 32 + own).to(tl.float32)
+        slot = tl.load(words_ptr + SLOT + group * 32 + own)
         symmetric = mode < 0
-        offset = tl.where(symmetric, mode * (1 << BITS), slot.to(tl.float32, bitcast=True))
-        signs = tl.where(symmetric, slot, 0)
-        folded = q[i] * norm[:, None]
-        low = signed_place(i * CHUNK // width, BITS)
-        placed = signed_plane(words, signs, i * CHUNK % 32 // 4 + quad, i * CHUNK // width, BITS)
-        part = tl.dot(placed, folded)
-        whole = tl.dot(ones, folded)  # equal rows
-        scores += part * tl.abs(mode)[:, None] + whole * (offset * ((1 << low) / SUBNORMAL))[:, None]
-    return scores
+        zero = tl.where(symmetric, 0.0, slot.to(tl.float32, bitcast=True))
+        signs = tl.where(symmetric, slot, -1)
+        words, folded = (), ()
+        whole = tl.full((16, M), 0.0, tl.float32)
+        for i in tl.static_range(group * 2 * half, (group + 1) * 2 * half):
+            place = words_ptr + CODES + i * CHUNK % width * 8 + quad * 32 + own
+            norm_place = page_ptr + NORM + i * CHUNK + channel
+            if CHUNK == 16:
+                words = words + (tl.load(place),)
+                norm = tl.load(norm_place)
+            else:
+                words = words + (tl.load(place, mask=quad < CHUNK // 4, other=0),)
+                norm = tl.load(norm_place, mask=channel < CHUNK, other=0.0)
+            folded = folded + (columns_of_lanes(q[i] * norm),)
+            # -2^b, as much too large as the codes are
+            top = tl.full((16, KP), -(1 << BITS << key_shift(i * CHUNK, D, HYBRID, BITS)) / SUBNORMAL, tl.float16)
+            whole = tl.dot(top, folded[i % (2 * half)], whole)  # equal rows
+        zeros = repeat_rows(whole * (-1.0 / (1 << BITS)), 2)
+        part = repeat_rows(whole, 2)
+        for c in tl.static_range(half):
+            i = group * 2 * half + c
+            first, second = signed_pair(
+                words[c], words[c + half], signs, full,
+                i * CHUNK // width, (i + half) * CHUNK // width, c * CHUNK // 4, BITS
+            )  # fmt: skip
+            part = tl.dot(second, folded[c + half], tl.dot(first, folded[c], part))
+        scores += part * fragment_rows(tl.abs(mode), M)
+        scores += zeros * fragment_rows(zero, M)
+    # from the fragment's order to `mma_order`: token bits (g2 g1 g0 r1 r0) at place bits (g2 r0 g1 g0 r1)
+    scores = tl.reshape(scores, (2, 2, 2, 4, M))
+    return tl.reshape(tl.permute(scores, (2, 1, 3, 0, 4)), (32, M))
 
 
 @triton.jit

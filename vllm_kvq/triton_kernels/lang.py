@@ -97,25 +97,111 @@ def plane(words, P: tl.constexpr, BITS: tl.constexpr):
     return spread(words & mask, (words >> 8) & mask)
 
 
-@triton.constexpr_function
-def signed_place(p, bits):
-    """Where `signed_plane` leaves plane p: in place, but the last one a plane lower, for its sign has no room above."""
-    return min(p * bits, 8 - 2 * bits)
+@triton.jit
+def fragment_places(R: tl.constexpr):
+    """R indices of each lane, as an addend to pointers (8, 4, R): R g + r for lane 4 g + t.
+
+    Lanes and registers of the matrix units in a shape that loads, too, are given to the lanes by: eight rows times
+    four columns of lanes, and R neighbours in memory per lane. What is loaded so stays in its lane.
+    """
+    g, r = tl.arange(0, 8), tl.arange(0, R)
+    return g[:, None, None] * R + r[None, None, :] + (tl.arange(0, 4) * 0)[None, :, None]
 
 
 @triton.jit
-def signed_plane(words, signs, quad, P: tl.constexpr, BITS: tl.constexpr):
-    """`plane`, times 2^(signed_place - 24), with a sign as the code's next higher bit.
+def fragment_channels(M: tl.constexpr):
+    """(M, 4, 4): 4 t + e, for what belongs to the rows of a right operand: see `lanes_of_columns`."""
+    t, e = tl.arange(0, 4), tl.arange(0, 4)
+    return (tl.arange(0, M) * 0)[:, None, None] + t[None, :, None] * 4 + e[None, None, :]
 
-    words (X, Q), signs (X,): bit 8 b + quad[q] is that of byte b of word q (formats/planes.py, pack_sign_words).
+
+@triton.jit
+def fragment_index(place, R: tl.constexpr):
+    """Which index stands in a row of a finished product, or of its left operand, of R groups of 8 rows."""
+    return (place & 7) * R + (place >> 3)
+
+
+@triton.jit
+def fragment_rows(x, M: tl.constexpr):
+    """One number per row, (8, 4, R), equal in the four lanes of a row -> (8 R, M)."""
+    r: tl.constexpr = x.shape[2]
+    x = tl.broadcast_to(x[:, :, :, None, None], (8, 4, r, M // 8, 2))
+    return tl.reshape(tl.permute(x, (2, 0, 3, 1, 4)), (8 * r, M))
+
+
+@triton.jit
+def repeat_rows(x, N: tl.constexpr):
+    """(R, M) -> (N R, M)."""
+    r: tl.constexpr = x.shape[0]
+    m: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[None, :, :], (N, r, m)), (N * r, m))
+
+
+@triton.jit
+def lanes_of_columns(x):
+    """The right operand of a product (16, M), its rows in `mma_order`, -> (M, 4, 4): index 4 t + e at [t, e]."""
+    m: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, (2, 4, 2, m)), (3, 1, 2, 0)), (m, 4, 4))
+
+
+@triton.jit
+def columns_of_lanes(x):
+    """The inverse."""
+    m: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(x, (m, 4, 2, 2)), (3, 1, 2, 0)), (16, m))
+
+
+@triton.constexpr_function
+def signed_low(second, bits):
+    """By how many bits `signed_pair` leaves its first (0) and its second (1) operand too large."""
+    return 1 + 4 * second if bits == 2 else 0
+
+
+@triton.jit
+def _operand(even, odd):
+    """Masked words of bytes 0 and 2, and of bytes 1 and 3, (8, 4, R) -> left operand (8 R, 16) in `mma_order`."""
+    r: tl.constexpr = even.shape[2]
+    parts = tl.join(_halves(even), _halves(odd))  # (8, 4, R, half, odd)
+    return tl.reshape(tl.permute(parts, (2, 0, 4, 1, 3)), (8 * r, 16))
+
+
+@triton.jit
+def _merge(x, y, mask):
+    """The bits of x where the mask has ones, else of y: one instruction, if the mask is not known to the compiler."""
+    return ((x ^ y) & mask) ^ y
+
+
+@triton.jit
+def _moved(words, LEFT: tl.constexpr):
+    return words << LEFT if LEFT >= 0 else words >> -LEFT
+
+
+@triton.jit
+def signed_pair(
+    words, others, signs, full, P: tl.constexpr, OTHER: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr
+):
+    """Plane P of `words` and plane OTHER of `others`, each code with a sign as its next higher bit: two left operands
+    (8 R, 16) of products, times 2^(signed_low - 24).
+
+    words, others, signs (8, 4, R). Bit 8 b + FIRST + t of signs[:, t] is that of byte b of `words`, and the bit four
+    higher that of `others` (formats/planes.py, pack_sign_words): both fields of two bits lie in one byte, four apart,
+    and one shift and one merge give them their signs. `full` is -1: see `_merge`.
     """
-    low: tl.constexpr = signed_place(P, BITS)
-    top: tl.constexpr = low + BITS
-    # the signs of a word's four codes, rotated to where they belong, replace the bits above the codes
-    turn = ((top - quad) & 31)[None, :].to(tl.uint32)
-    bits = signs[:, None].to(tl.uint32, bitcast=True)
-    bits = ((bits << turn) | (bits >> ((32 - turn) & 31))).to(tl.int32, bitcast=True)
-    place: tl.constexpr = 0x01010101 << top
-    both = ((words >> (P * BITS - low)) & (-1 - place)) | (bits & place)
-    mask: tl.constexpr = (((2 << BITS) - 1) << low) * 0x00010001
-    return spread(both & mask, (both >> 8) & mask)
+    t = tl.arange(0, 4)[None, :, None]
+    if BITS == 2:
+        # an even plane and what is two bits higher in the same words are put into nibbles together
+        up: tl.constexpr = P % 2 if P % 2 == OTHER % 2 else 0
+        both = _merge(_moved(words, 2 * (up - P)), _moved(others, 4 + 2 * (up - OTHER)), full & 0x0F0F0F0F)
+        both = _merge(signs << ((3 - FIRST - t) & 31), _moved(both, 1 - 2 * up), full & -0x77777778)
+        shifted = both >> 8
+        return (
+            _operand(both & 0x000E000E, shifted & 0x000E000E),
+            _operand(both & 0x00E000E0, shifted & 0x00E000E0),
+        )
+    else:
+        low = _merge(signs << ((4 - FIRST - t) & 31), _moved(words, -4 * P), full & 0x10101010)
+        high = _merge(signs >> (FIRST + t), _moved(others, -4 * OTHER), full & 0x10101010)
+        return (
+            _operand(low & 0x001F001F, (low >> 8) & 0x001F001F),
+            _operand(high & 0x001F001F, (high >> 8) & 0x001F001F),
+        )

@@ -2,8 +2,8 @@
 """Weighted values of one slab: what `attend` adds to its accumulators.
 
 The d output channels are cut into blocks that lie in one plane and one group; every block has its own accumulator
-(w, M), where w is at least 16, the matrix units' least. Of per-token values accumulators hold sums over codes where
-they lie, that is 2^(b p - 24) too small: undone once at the end.
+(w, M), where w is at least 16, the matrix units' least. Accumulators hold sums over codes where they lie, 2^(s - 24)
+too small (`value_shift`): undone once at the end. InnerQ's blocks stand in the order of `fragment_index`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import SUBNORMAL, column_sum, mma_order, plane, signed_place, signed_plane
+from vllm_kvq.triton_kernels.lang import (
+    SUBNORMAL,
+    fragment_places,
+    fragment_rows,
+    mma_order,
+    plane,
+    repeat_rows,
+    signed_low,
+    signed_pair,
+)
 
 TOKEN: tl.constexpr = tl.constexpr(0)
 HYBRID: tl.constexpr = tl.constexpr(1)
+
+
+@triton.constexpr_function
+def value_shift(p, values, bits):
+    """By how many bits the codes of plane p are too large where they lie."""
+    return signed_low(1, bits) if values == HYBRID else p * bits
 
 
 @triton.jit
@@ -115,6 +130,7 @@ def _hybrid_block(
     words_ptr,
     halves_ptr,
     live,
+    full,
     FIRST: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
@@ -124,19 +140,26 @@ def _hybrid_block(
     SCALE: tl.constexpr,
     SLOT: tl.constexpr,
 ):
-    column = tl.arange(0, PLACES)
+    rows: tl.constexpr = PLACES // 8
+    m: tl.constexpr = weights[0].shape[1]
+    own = fragment_places(rows)
     # nothing of an unpacked slab may enter a sum, not even times zero
-    there = column < BLOCK * live
-    mode = tl.load(halves_ptr + SCALE + FIRST + column, mask=there, other=0.0).to(tl.float32)
-    slot = tl.load(words_ptr + SLOT + FIRST + column, mask=there, other=0)
+    there = own < BLOCK * live
+    mode = tl.load(halves_ptr + SCALE + FIRST + own, mask=there, other=0.0).to(tl.float32)
+    slot = tl.load(words_ptr + SLOT + FIRST + own, mask=there, other=0)
     symmetric = mode < 0
-    offset = tl.where(symmetric, mode * (1 << BITS), slot.to(tl.float32, bitcast=True))
-    signs = tl.where(symmetric, slot, 0)
-    words = value_words(words_ptr, FIRST % PLANE, BLOCK, PLACES, PLANE, CODES)
-    part = tl.dot(signed_plane(words, signs, tl.arange(0, 8), FIRST // PLANE, BITS), weights)
-    low: tl.constexpr = signed_place(FIRST // PLANE, BITS)
-    lift: tl.constexpr = SUBNORMAL / (1 << low)
-    return acc + part * (tl.abs(mode) * lift)[:, None] + total[None, :] * offset[:, None]
+    zero = tl.where(symmetric, 0.0, slot.to(tl.float32, bitcast=True))
+    signs = tl.where(symmetric, slot, -1)
+    place = words_ptr + CODES + FIRST % PLANE + tl.arange(0, 4)[None, :, None] * PLANE + own
+    if BLOCK == PLACES:
+        words, others = tl.load(place), tl.load(place + 4 * PLANE)
+    else:
+        words = tl.load(place, mask=own < BLOCK, other=0)
+        others = tl.load(place + 4 * PLANE, mask=own < BLOCK, other=0)
+    first, second = signed_pair(words, others, signs, full, FIRST // PLANE, FIRST // PLANE, 0, BITS)
+    part = tl.dot(second, weights[1], tl.dot(first, weights[0], repeat_rows(total, PLACES // 16)))
+    acc += part * fragment_rows(tl.abs(mode), m)
+    return acc + repeat_rows(total * (-1.0 / (1 << BITS)), PLACES // 16) * fragment_rows(zero, m)
 
 
 @triton.jit
@@ -146,6 +169,7 @@ def hybrid_values(
     words_ptr,
     halves_ptr,
     live,
+    full,
     D: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -154,15 +178,24 @@ def hybrid_values(
     SCALE: tl.constexpr,
     SLOT: tl.constexpr,
 ):
-    """InnerQ: v = zero_c + scale_c code, or scale_c (code' - 2^b), per channel over the slab's tokens, so
+    """InnerQ: v = zero_c + scale_c (code' - 2^b), per channel over the slab's tokens, so
 
-        o_c = scale_c sum_t w_t code_tc + offset_c sum_t w_t
+        o_c = scale_c (sum_t w_t code'_tc - 2^b sum_t w_t) + zero_c sum_t w_t
 
-    `live` is 0 for a slab that is not packed, else 1.
+    code' and zero as in keys.py. Returns the accumulators and -2^b sum_t w_t, whose sums over the slabs are the
+    softmax's denominators, too. `live` is 0 for a slab that is not packed, else 1.
     """
     width: tl.constexpr = D * BITS // 8
     weights = weights.to(tl.float16)
-    total = column_sum(weights.to(tl.float32))
+    m: tl.constexpr = weights.shape[1]
+    first: tl.constexpr = signed_low(0, BITS)
+    second: tl.constexpr = signed_low(1, BITS)
+    # the first operand's codes are less far up than the second's
+    lift = tl.where(tl.arange(0, 32) < 16, 1 << (second - first), 1)
+    weights = weights * lift.to(tl.float16)[:, None]
+    weights = tl.split(tl.permute(tl.reshape(weights, (2, 16, m)), (1, 2, 0)))
+    total = tl.dot(tl.full((16, 16), -(1 << BITS << first) / SUBNORMAL, tl.float16), weights[0])
+    total = tl.dot(tl.full((16, 16), -(1 << BITS << second) / SUBNORMAL, tl.float16), weights[1], total)
     out = ()
     for i in tl.static_range(D // BLOCK):
         out = out + (
@@ -173,6 +206,7 @@ def hybrid_values(
                 words_ptr,
                 halves_ptr,
                 live,
+                full,
                 i * BLOCK,
                 width,
                 BITS,
@@ -183,4 +217,4 @@ def hybrid_values(
                 SLOT,
             ),
         )
-    return out
+    return out, total
