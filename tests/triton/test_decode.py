@@ -88,6 +88,13 @@ def test_polar_scores_by_table_lookup(name: str, d: int, share: int, options: di
     assert (lse.double() - want_lse).abs().max() < LSE_BOUND
 
 
+@pytest.mark.parametrize("options", [{"key_bits": 4, "value_bits": 4}, {"key_bits": 4}, {"value_bits": 4}], ids=str)
+def test_innerq_of_other_bits(options: dict[str, object]) -> None:
+    fmt = get_format("innerq2").bind(Geometry(64, 32), options)
+    table, low, high = torch.tensor([[3, 1, 2], [2, 0, 0]]), torch.tensor([5, 0]), torch.tensor([81, 19])
+    check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, 64), table, low, high, splits=1)
+
+
 def test_polar_scores_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fmt = get_format("polar4").bind(Geometry(64, 32))
     monkeypatch.setenv("VLLM_KVQ_POLAR_SCORES", "table")
@@ -147,12 +154,14 @@ def test_a_chunk_over_its_history(rows: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("magnitude", [1e-4, 1e3])
-def test_extreme_scales_stay_finite(magnitude: float) -> None:
+@pytest.mark.parametrize("name", ["kivi2", "innerq2"])
+def test_extreme_scales_stay_finite(name: str, magnitude: float) -> None:
     """Queries and keys that float16 products of raw numbers would overflow or flush to zero."""
-    fmt = get_format("kivi2").bind(Geometry(64, 32))
+    fmt = get_format(name).bind(Geometry(64, 32))
     pages = torch.zeros(2, 1, fmt.record_bytes, dtype=torch.uint8)
     key = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(0)) * magnitude
-    fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.encode(key, key, None))
+    state = torch.ones(1, 1, 64) if fmt.state_rows else None
+    fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.encode(key, key, state))
     query = queries(1, 1, 1, 64) * magnitude
     one = torch.tensor([[1]]), torch.tensor([0]), torch.tensor([32])
     out, lse = kernels.attend_table(fmt, query, pages, *one, 0.125)
