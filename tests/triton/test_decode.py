@@ -144,11 +144,11 @@ def test_list_of_pages_as_the_reference_takes_it() -> None:
     assert torch.equal(torch.isneginf(got[1]), torch.isneginf(want[1]))
 
 
-@pytest.mark.parametrize("rows", [(5, 4), (33, 2), (20, 8)])
-def test_a_chunk_over_its_history(rows: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("squat2", (5, 4)), ("innerq2", (5, 4)), ("squat2", (20, 8))])
+def test_a_chunk_over_its_history(name: str, rows: tuple[int, int]) -> None:
     """More rows than one program takes: the prefix kernel is the same kernel."""
     q, share = rows
-    fmt, pages = pool("squat2", 64, 32)
+    fmt, pages = pool(name, 64, 32)
     table = torch.tensor([[1, 2, 3]], dtype=torch.int32)
     check(fmt, pages, queries(1, q, 2 * share, 64), table, torch.tensor([0]), torch.tensor([96]), splits=2)
 

@@ -105,7 +105,7 @@ def decode_variants(target: int) -> Iterator[Variant]:
             k = wrapper.constants(fmt)
             assert k is not None
             # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt
-            for rows in (wrapper.MIN_ROWS, wrapper.MAX_ROWS):
+            for rows in sorted({wrapper.MIN_ROWS, wrapper.most_rows(fmt)}):
                 constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": 0}
                 warps, stages = wrapper.launch_for(fmt, rows, target)
                 yield Variant(f"decode {name} d={d} rows={rows}", attend_kernel, constants, warps, stages, 64 * d)

@@ -129,9 +129,15 @@ def launch_for(fmt: PageFormat, rows: int, capability: int = 90, table: int = 0)
     return wide * (2 if table or rows > MIN_ROWS else 1), 1
 
 
-def rows_for(rows: int) -> int:
+def most_rows(fmt: PageFormat) -> int:
+    """16 only where a program of 16 rows takes fewer instructions than two of 8 (docs/kernels.md)."""
+    few = isinstance(fmt.keys, HybridKeys) or (isinstance(fmt.keys, ChannelKeys) and fmt.geometry.d > 128)
+    return MIN_ROWS if few else MAX_ROWS
+
+
+def rows_for(fmt: PageFormat, rows: int) -> int:
     """Rows per program: all of a decode step, a tile of a longer chunk."""
-    return min(MAX_ROWS, max(MIN_ROWS, power_of_two(rows)))
+    return min(most_rows(fmt), max(MIN_ROWS, power_of_two(rows)))
 
 
 @functools.cache
@@ -185,7 +191,7 @@ class TritonKernels(PagedKernels):
     ) -> int:
         heads = pages.shape[1]
         rows = q * query_heads // heads
-        programs = requests * heads * -(-rows // rows_for(rows))
+        programs = requests * heads * -(-rows // rows_for(fmt, rows))
         return splits_for(programs, table.shape[1] * fmt.slabs, pages.device)
 
     def launch_attend(
@@ -207,7 +213,7 @@ class TritonKernels(PagedKernels):
         n, q = query.shape[:2] if start is None else (len(start) - 1, longest)
         heads = pages.shape[1]
         share = query.shape[2] // heads
-        m, chip = rows_for(q * share), capability(pages.device)
+        m, chip = rows_for(fmt, q * share), capability(pages.device)
         words, halves = typed(pages)
         table_of = table_rows(fmt, q * share, chip, self.scores)
         warps, stages = launch_for(fmt, m, chip, table_of)
