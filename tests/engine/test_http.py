@@ -11,12 +11,14 @@ import pytest
 import traces
 
 from vllm_kvq.demo.server import Server, parse_capacity
+from vllm_kvq.formats import FORMATS
 from vllm_kvq.oracle.check import judge
 from vllm_kvq.oracle.replay import ReplayModel
 from vllm_kvq.oracle.trace import Chunk, Request, Result, Trace
 
 pytestmark = pytest.mark.engine
 N = 64
+FIRST = ["squat2", "qjl3"]
 
 
 def complete(url: str, prompt: tuple[int, ...], tokens: int) -> list[int]:
@@ -43,7 +45,10 @@ def as_result(request: Request, tokens: list[int]) -> Result:
     return Result({request.name: [tokens]}, {}, steps, 0, (0, 0))
 
 
-@pytest.mark.parametrize("name", ["squat2", "qjl3", "polar4", "innerq2"])
+WIDE = [pytest.param(f.name, marks=pytest.mark.wide) for f in FORMATS.values() if f.public and f.name not in FIRST]
+
+
+@pytest.mark.parametrize("name", [*FIRST, *WIDE])
 def test_server_answers_like_the_reference(name: str, model: Path, tmp_path: Path) -> None:
     request = traces.prefixes(N)[0].requests[0]
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -40,7 +40,10 @@ def told(engine: EngineProcess, traces: list[Trace]) -> Any:
         return "failed" if "never packed" in str(error) else None
 
 
-@pytest.mark.parametrize("name", SETUPS)
+WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in ("polar4", "innerq2")]
+
+
+@pytest.mark.parametrize("name", ["lossless", "squat2", "qjl3", *WIDE])
 def test_nothing_unread_matters(name: str, model: Path) -> None:
     setup = SETUPS[name]
     drawer = Drawer(Random("poison"), setup)

@@ -44,7 +44,9 @@ def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None
 
 
 # blocks that admit several requests with their sidecars and then run out while they grow
-@pytest.mark.parametrize(("name", "blocks"), [("squat2", 60), ("innerq2", 214), ("polar4", 198)])
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("squat2", 60), ("polar4", 198), pytest.param("innerq2", 214, marks=pytest.mark.wide)]
+)
 def test_speculation_and_preemption(name: str, blocks: int, run: Any, model: Path) -> None:
     todo = [traces.repeats(N), traces.crowd(N)]
     got = run(todo, kv_cache_dtype=name, block_size=N, num_gpu_blocks_override=blocks, speculative_config=NGRAM)

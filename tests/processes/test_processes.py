@@ -65,5 +65,6 @@ def test_ray_tensor_parallel(farm: Farm) -> None:
     assert len(same_tokens(farm, "ray tp2", "squat2").ranks) == 2
 
 
+@pytest.mark.wide
 def test_ray_pipeline_parallel(farm: Farm) -> None:
     check_stages(same_tokens(farm, "ray pp2", "lossless"))

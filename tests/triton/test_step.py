@@ -36,7 +36,8 @@ class OnDevice:
     ("name", "d", "n", "dtype", "options"),
     [
         ("squat2", 64, 32, torch.float32, {"W": 32}),
-        ("innerq2", 64, 64, torch.float32, {"W": 32, "S": 40}),
+        pytest.param("kivi2", 64, 64, torch.float32, {"W": 32, "S": 5}, marks=pytest.mark.wide),
+        ("innerq2", 64, 32, torch.float32, {"W": 32, "S": 20}),
         ("polar4", 64, 32, torch.float32, {"W": 32}),
         ("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
         ("qjl3", 64, 32, torch.float32, {"W": 32}),
