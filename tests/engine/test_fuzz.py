@@ -38,7 +38,7 @@ def test_a_stale_page_is_found_and_made_small(model: Path) -> None:
     session = Session(str(model), seed=15, seconds=1, formats=["squat2"], jobs=1, prepare=stale_page)
     session.run()
     assert session.finding is not None
-    small, messages = minimal(str(model), session.finding, 50, stale_page)
+    small, messages = minimal(str(model), session.finding, 60, stale_page)
     assert messages
     assert small.size < session.finding.case.size
     # as it is printed, it fails with the fault and only with it

@@ -133,13 +133,13 @@ class Session:
 
 def minimal(model: str, finding: Finding, seconds: float, prepare: Prepare | None = None) -> tuple[Case, list[str]]:
     """The smallest case found within the time, and what is wrong with it on a fresh engine."""
-    end = time.monotonic() + seconds
     runners = Runners(model, prepare)
     try:
         # what an engine has done before may matter: then all of it is the case
         case = next((c for c in (finding.case, finding.longer) if runners.judge(c, fresh=True).mismatches), None)
         if case is None:
             return finding.longer, finding.messages
+        end = time.monotonic() + seconds  # from here on: the judgement above may have taken as long on a busy machine
 
         def over() -> bool:
             return time.monotonic() > end
