@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 class InOneCall:
     """A layer that decodes in one call, and plans what takes a plan."""
 
+    exact = True
+
     def __init__(self, world: World) -> None:
         fmt, self.world = world.fmt, world
         sidecar, sinks = Sidecar(fmt, world.slots), Sinks(fmt, world.slots) if fmt.S else None

@@ -1,7 +1,7 @@
 """One layer's whole decode step in one C++ call (csrc/cpu/decode.h): no plan, no index tensors.
 
-A step whose requests all have history, and at most 1 + speculative tokens of new ones, costs what its call costs; the
-plan of integration/plan.py, which serves all other steps, takes about a millisecond of Python.
+Serves steps whose requests all have history, and at most 1 + speculative tokens of new ones. The others are planned by
+integration/plan.py.
 """
 
 from __future__ import annotations
