@@ -17,24 +17,26 @@ inline bool has_f16c() {
 }
 #endif
 
-// 0 portable, 1 AVX2 with FMA and F16C, 2 AVX-512 with VNNI and VBMI. The compiler's builtin also asks whether the
-// operating system saves the registers.
+// 0 portable, 1 AVX2 with FMA and F16C, 2 AVX-512 with BW, 3 also with VNNI and VBMI. The compiler's builtin also asks
+// whether the operating system saves the registers.
 inline int best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-    return 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && has_f16c())
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2") || !has_f16c())
+    return 0;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+      !__builtin_cpu_supports("avx512dq"))
     return 1;
-#endif
+  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") ? 3 : 2;
+#else
   return 0;
+#endif
 }
 
 inline const Isa& isa(int level) {
 #if defined(__x86_64__)
-  if (level == 2) return avx512_isa;
+  if (level == 3) return avx512_isa;
+  if (level == 2) return avx512bw_isa;
   if (level == 1) return avx2_isa;
 #endif
   (void)level;

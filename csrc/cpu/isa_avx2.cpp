@@ -2,9 +2,9 @@
 // Compiled with those flags; only called after cpu.h has seen them on the processor.
 #if defined(__x86_64__)
 #define KVQ_LANES 8
-#include "avx2/table.h"
+#include "avx/table.h"
 
 namespace kvq {
-const Isa avx2_isa = {"avx2", avx2::keys, avx2::values, generic::softmax, generic::add_raw, generic::project};
+const Isa avx2_isa = {"avx2", avx::keys, avx::values, generic::softmax, generic::add_raw, generic::project};
 }
 #endif

@@ -104,6 +104,7 @@ struct Isa {
 extern const Isa portable_isa;
 #if defined(__x86_64__)
 extern const Isa avx2_isa;
+extern const Isa avx512bw_isa;
 extern const Isa avx512_isa;
 #endif
 

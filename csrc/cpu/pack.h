@@ -94,12 +94,14 @@ struct PackIsa {
 extern const PackIsa portable_pack;
 #if defined(__x86_64__)
 extern const PackIsa avx2_pack;
+extern const PackIsa avx512bw_pack;
 extern const PackIsa avx512_pack;
 #endif
 
 inline const PackIsa& pack_isa(int level) {
 #if defined(__x86_64__)
-  if (level == 2) return avx512_pack;
+  if (level == 3) return avx512_pack;
+  if (level == 2) return avx512bw_pack;
   if (level == 1) return avx2_pack;
 #endif
   (void)level;

@@ -25,6 +25,10 @@ SETUPS = {
     "qjl3": Setup("qjl3", 64, {"W": 64, "S": 20}, pool=3.0, **SCHEDULE),
     "polar4": Setup("polar4", 64, {"W": 64}, pool=3.0, **SCHEDULE),
     "innerq2": Setup("innerq2", 64, pool=1.6, **SCHEDULE),
+    "squat4": Setup("squat4", 64, pool=2.0, **SCHEDULE),
+    "kivi2": Setup("kivi2", 64, {"W": 32}, pool=2.0, **SCHEDULE),
+    "kivi4": Setup("kivi4", 64, pool=2.0, **SCHEDULE),
+    "polar3": Setup("polar3", 64, {"W": 64}, pool=3.0, **SCHEDULE),
 }
 
 
@@ -40,10 +44,11 @@ def told(engine: EngineProcess, traces: list[Trace]) -> Any:
         return "failed" if "never packed" in str(error) else None
 
 
-WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in ("polar4", "innerq2")]
+EVERY_TIME = ("lossless", "squat2", "qjl3")
+WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in SETUPS if name not in EVERY_TIME]
 
 
-@pytest.mark.parametrize("name", ["lossless", "squat2", "qjl3", *WIDE])
+@pytest.mark.parametrize("name", [*EVERY_TIME, *WIDE])
 def test_nothing_unread_matters(name: str, model: Path) -> None:
     setup = SETUPS[name]
     drawer = Drawer(Random("poison"), setup)

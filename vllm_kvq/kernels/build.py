@@ -32,12 +32,12 @@ FLAGS = [
     "-fno-math-errno",
     "-Wall",
 ]
+_AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 ISA_FLAGS = {
-    "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
-    "avx512": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512vbmi"),
-        *("-mfma", "-mf16c", "-mbmi2", "-mprefer-vector-width=512"),
-    ],
+    "avx2": _AVX2,
+    "avx512bw": _AVX512,
+    "avx512": [*_AVX512, "-mavx512vnni", "-mavx512vbmi"],
 }
 """By the end of a source's name: isa_avx2.cpp, pack_avx2.cpp, ..."""
 

@@ -3,7 +3,7 @@
     attend_packed(fmt, query, pages, page_ids, owner, low, high, scale) -> (out, lse)
 
 The library is built and loaded at the first call. Where that fails (no compiler), one warning is logged and
-the PyTorch kernels answer instead. $VLLM_KVQ_ISA = portable | avx2 | avx512 lowers the instruction set, for
+the PyTorch kernels answer instead. $VLLM_KVQ_ISA = portable | avx2 | avx512bw | avx512 lowers the instruction set, for
 tests.
 """
 
@@ -31,7 +31,7 @@ from vllm_kvq.kernels.pack import Pair
 
 logger = logging.getLogger(__name__)
 
-ISAS = ("portable", "avx2", "avx512")
+ISAS = ("portable", "avx2", "avx512bw", "avx512")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 # kinds and field names in the order of csrc/cpu/layout.h

@@ -1,15 +1,15 @@
 // Sine and cosine of 8 angles up to a few turns, absolute error 3e-7.
 #pragma once
 
-#include "lanes.h"
+#include "lanes8.h"
 
 namespace {
-namespace avx2 {
+namespace avx {
 
 // x = n pi/2 + r, |r| <= pi/4: Taylor series of both in r, then swapped and signed by the quadrant n mod 4.
 KVQ_INLINE void sine_cosine(__m256 x, __m256& sine, __m256& cosine) {
   const auto set = [](float v) __attribute__((always_inline)) { return _mm256_set1_ps(v); };
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, set(0.636619772f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 n = rounded(_mm256_mul_ps(x, set(0.636619772f)));
   __m256 r = _mm256_fnmadd_ps(n, set(1.57079625f), x);  // pi/2 in two floats
   r = _mm256_fnmadd_ps(n, set(7.54978995e-8f), r);
   const __m256 z = _mm256_mul_ps(r, r);
@@ -27,5 +27,5 @@ KVQ_INLINE void sine_cosine(__m256 x, __m256& sine, __m256& cosine) {
   cosine = _mm256_xor_ps(_mm256_blendv_ps(c, s, swap), _mm256_castsi256_ps(negative_cosine));
 }
 
-}  // namespace avx2
+}  // namespace avx
 }  // namespace

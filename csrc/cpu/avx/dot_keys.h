@@ -7,50 +7,50 @@
 #include "lanes.h"
 
 namespace {
-namespace avx2 {
+namespace avx {
 
 using namespace kvq;
 
-// n channels (compile-time: then all offsets into q8 are), rows q8[part][R][n]. Calls finish(row, token, sums of 8
-// tokens from there on) for every row.
+// n channels (compile-time: then all offsets into q8 are), rows q8[part][R][n]. Calls finish(row, token, sums of the
+// WIDTH tokens from there on) for every row.
 template <int N, int BITS, int PARTS, int R, class Finish>
 KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefetch, Finish finish) {
   constexpr int PLANES = 8 / BITS, STRIDE = N / PLANES, WORDS = STRIDE / 4, X = R * PARTS, T = VECTORS<X>;
   constexpr int CHUNK = divisor(WORDS, SUMS<BITS> / PLANES);  // words between two widenings
   static_assert(CHUNK * PLANES <= SUMS<BITS>);
-  const __m256i mask = _mm256_set1_epi8((1 << BITS) - 1);
-  for (int token = 0; token < SLAB; token += 8 * T) {
-    __m256i sums[R][T];
+  const Ints mask = L::all8((1 << BITS) - 1);
+  for (int token = 0; token < SLAB; token += WIDTH * T) {
+    Ints sums[R][T];
     clear(sums);
     for (int first = 0; first < WORDS; first += CHUNK) {
-      __m256i acc[X][T];
+      Ints acc[X][T];
       clear(acc);
       for (int word = first; word < first + CHUNK; ++word) {
-        __m256i w[T];
-        unroll<T>([&](auto t) KVQ_LAMBDA { w[t] = load_bytes(codes + word * 128 + token * 4 + 32 * t); });
+        Ints w[T];
+        unroll<T>([&](auto t) KVQ_LAMBDA { w[t] = L::load_bytes(codes + word * 128 + token * 4 + 4 * WIDTH * t); });
         const int8_t* q = q8 + word * 4;
         prefetch.lines<1>();
         unroll<PLANES>([&](auto plane) KVQ_LAMBDA {
-          __m256i c[T];
-          unroll<T>([&](auto t) KVQ_LAMBDA { c[t] = _mm256_and_si256(_mm256_srli_epi32(w[t], BITS * plane), mask); });
+          Ints c[T];
+          unroll<T>([&](auto t) KVQ_LAMBDA { c[t] = shift_right<BITS * plane>(w[t]) & mask; });
           unroll<X>([&](auto x) KVQ_LAMBDA {
-            const __m256i b = quad(q + x * N + plane * STRIDE);
+            const Ints b = quad(q + x * N + plane * STRIDE);
             unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], c[t], b); });
           });
         });
       }
       unroll<R>([&](auto r) KVQ_LAMBDA {
         unroll<T>([&](auto t) KVQ_LAMBDA {
-          const __m256i sum = PARTS == 2 ? join(acc[r][t], acc[X - R + r][t]) : widen(acc[r][t]);
-          sums[r][t] = _mm256_add_epi32(sums[r][t], sum);
+          const Ints sum = PARTS == 2 ? join(acc[r][t], acc[X - R + r][t]) : widen(acc[r][t]);
+          sums[r][t] = add32(sums[r][t], sum);
         });
       });
     }
     unroll<R>([&](auto r) KVQ_LAMBDA {
-      unroll<T>([&](auto t) KVQ_LAMBDA { finish(r, token + 8 * t, _mm256_cvtepi32_ps(sums[r][t])); });
+      unroll<T>([&](auto t) KVQ_LAMBDA { finish(r, token + WIDTH * t, to_reals(sums[r][t])); });
     });
   }
 }
 
-}  // namespace avx2
+}  // namespace avx
 }  // namespace

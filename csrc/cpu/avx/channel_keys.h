@@ -8,7 +8,7 @@
 #include "dot_keys.h"
 
 namespace {
-namespace avx2 {
+namespace avx {
 
 template <int D, int BITS>
 struct ChannelKeys {
@@ -32,39 +32,39 @@ struct ChannelKeys {
     const Layout& l = *task.layout;
     fold<R>(task.query + row * D, slab.data + l.key_at[1], slab.data + l.key_at[2], work);
     float* scores = task.scores + row * BLOCK + column;
-    const auto finish = [&](auto r, int token, __m256 s) KVQ_LAMBDA {
-      const __m256 step = _mm256_set1_ps(work.step[r]), offset = _mm256_set1_ps(work.offset[r]);
-      _mm256_storeu_ps(scores + r * BLOCK + token, _mm256_fmadd_ps(s, step, offset));
+    const auto finish = [&](auto r, int token, Reals s) KVQ_LAMBDA {
+      const Reals step = L::all(work.step[r]), offset = L::all(work.offset[r]);
+      store(scores + r * BLOCK + token, fmadd(s, step, offset));
     };
     dot_keys<D, BITS, PARTS, R>(slab.data + l.key_at[0], work.q8, task.prefetch, finish);
   }
 
   template <int R>
   KVQ_INLINE static void fold(const float* query, const uint8_t* scale, const uint8_t* zero, Work& work) {
-    __m256 largest[4], zeros[4];
-    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = zeros[r] = _mm256_setzero_ps(); });
-    for (int c = 0; c < D; c += 8) {
-      const __m256 s = load_halves(scale + 2 * c), z = load_halves(zero + 2 * c);
+    Reals largest[4], zeros[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = zeros[r] = Reals{}; });
+    for (int c = 0; c < D; c += WIDTH) {
+      const Reals s = L::load_halves(scale + 2 * c), z = L::load_halves(zero + 2 * c);
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        const __m256 q = _mm256_loadu_ps(query + r * D + c);
-        largest[r] = _mm256_max_ps(largest[r], absolute(_mm256_mul_ps(q, s)));
-        zeros[r] = _mm256_fmadd_ps(q, z, zeros[r]);
+        const Reals q = L::load(query + r * D + c);
+        largest[r] = maximum(largest[r], absolute(q * s));
+        zeros[r] = fmadd(q, z, zeros[r]);
       });
     }
     const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
     alignas(16) float factors[4];
-    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
-    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>)));
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
+    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
     _mm_storeu_ps(work.offset, reduce4<Add>(zeros));
     for (int c = 0; c < D; c += 32) {
-      __m256 s[4];
-      unroll<4>([&](auto v) KVQ_LAMBDA { s[v] = load_halves(scale + 2 * (c + 8 * v)); });
+      Reals s[PER_SLAB];
+      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { s[v] = L::load_halves(scale + 2 * (c + WIDTH * v)); });
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        const __m256 factor = _mm256_set1_ps(factors[r]);
-        __m256 x[4];
-        unroll<4>([&](auto v) KVQ_LAMBDA {
-          const __m256 q = _mm256_loadu_ps(query + r * D + c + 8 * v);
-          x[v] = _mm256_mul_ps(_mm256_mul_ps(q, s[v]), factor);
+        const Reals factor = L::all(factors[r]);
+        Reals x[PER_SLAB];
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          const Reals q = L::load(query + r * D + c + WIDTH * v);
+          x[v] = q * s[v] * factor;
         });
         pack32(x, work.q8 + r * D + c, work.q8 + (R + r) * D + c);
       });
@@ -72,5 +72,5 @@ struct ChannelKeys {
   }
 };
 
-}  // namespace avx2
+}  // namespace avx
 }  // namespace

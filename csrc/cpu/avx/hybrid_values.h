@@ -6,7 +6,7 @@
 #include "hybrid_keys.h"
 
 namespace {
-namespace avx2 {
+namespace avx {
 
 struct HybridValues2 {
   static constexpr int PARTS = 2;
@@ -25,30 +25,30 @@ struct HybridValues2 {
       constexpr int R = decltype(r)::value;
       weigh<R>(task.scores + row * BLOCK, count, work);
       for (int s = 0; s < count; ++s)
-        for (int c = 0; c < l.d; c += 8 * VECTORS<R * PARTS>)
+        for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
           multiply<R>(l, slabs[s], s, c, work, task.prefetch, task.out + row * l.d + c);
     });
   }
 
   template <int R>
   KVQ_INLINE static void weigh(const float* p, int count, Work& work) {
-    __m256 largest[4];
-    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = _mm256_setzero_ps(); });
-    for (int t = 0; t < count * SLAB; t += 8)
-      unroll<R>([&](auto r) KVQ_LAMBDA { largest[r] = _mm256_max_ps(largest[r], _mm256_loadu_ps(p + r * BLOCK + t)); });
+    Reals largest[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = Reals{}; });
+    for (int t = 0; t < count * SLAB; t += WIDTH)
+      unroll<R>([&](auto r) KVQ_LAMBDA { largest[r] = maximum(largest[r], L::load(p + r * BLOCK + t)); });
     const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
-    const __m128 step = _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>));
+    const __m128 step = _mm_mul_ps(top, _mm_set1_ps(1 / RANGE));
     alignas(16) float factors[4];
-    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
     _mm_storeu_ps(work.step, step);
     for (int t = 0; t < count * SLAB; t += SLAB) {
-      __m256 sums[4];  // of the rounded weights (see HybridKeys2::prepare)
-      unroll<4>([&](auto r) KVQ_LAMBDA { sums[r] = _mm256_setzero_ps(); });
+      Reals sums[4];  // of the rounded weights (see HybridKeys2::prepare)
+      unroll<4>([&](auto r) KVQ_LAMBDA { sums[r] = Reals{}; });
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        __m256 x[4];
-        unroll<4>([&](auto v) KVQ_LAMBDA {
-          x[v] = _mm256_mul_ps(_mm256_loadu_ps(p + r * BLOCK + t + 8 * v), _mm256_set1_ps(factors[r]));
-          sums[r] = _mm256_add_ps(sums[r], _mm256_round_ps(x[v], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        Reals x[PER_SLAB];
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          x[v] = L::load(p + r * BLOCK + t + WIDTH * v) * L::all(factors[r]);
+          sums[r] = sums[r] + rounded(x[v]);
         });
         pack32(x, work.weights[0][r] + t, work.weights[1][r] + t);
       });
@@ -56,46 +56,46 @@ struct HybridValues2 {
     }
   }
 
-  // 8 T channels from c on, R rows, one slab
+  // WIDTH T channels from c on, R rows, one slab
   template <int R>
   static __attribute__((noinline)) void multiply(const Layout& l, const Slab& slab, int s, int c, Work& work,
                                                  Prefetch& prefetch, float* out) {
     constexpr int X = R * PARTS, T = VECTORS<X>;
     const int64_t stride = l.d / 4;  // channels of a plane
     const uint8_t* codes[T];
-    __m256i shift[T], acc[X][T];
+    Ints shift[T], acc[X][T];
     HybridParameters p[T];
     unroll<T>([&](auto t) KVQ_LAMBDA {
-      const int at = c + 8 * t;
+      const int at = c + WIDTH * t;
       codes[t] = slab.data + l.value_at[0] + at % stride * 4;
-      shift[t] = _mm256_set1_epi32(int(at / stride) * 2);
+      shift[t] = L::all32(int(at / stride) * 2);
       p[t].read(slab.data + l.value_at[1] + 2 * at, slab.data + l.value_at[2] + 4 * at);
-      unroll<X>([&](auto x) KVQ_LAMBDA { acc[x][t] = _mm256_setzero_si256(); });
+      unroll<X>([&](auto x) KVQ_LAMBDA { acc[x][t] = Ints{}; });
     });
     const int8_t* weights = work.weights[0][0] + s * SLAB;
     unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
-      __m256i code[T];
+      Ints code[T];
       unroll<T>([&](auto t) KVQ_LAMBDA {
-        code[t] = hybrid_codes<e>(_mm256_srlv_epi32(load_bytes(codes[t] + e * stride * 4), shift[t]), p[t].signs);
+        code[t] = hybrid_codes<e>(shift_right(L::load_bytes(codes[t] + e * stride * 4), shift[t]), p[t].signs);
       });
       if (e % 4 == 0) prefetch.lines<1>();
       unroll<X>([&](auto x) KVQ_LAMBDA {
         constexpr int part = x / R, r = x % R;
-        const __m256i b = quad(weights + (part * 4 + r) * BLOCK + e * 4);
+        const Ints b = quad(weights + (part * 4 + r) * BLOCK + e * 4);
         unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
       });
     });
     unroll<R>([&](auto r) KVQ_LAMBDA {
-      const __m256 step = _mm256_set1_ps(work.step[r]), sum = _mm256_set1_ps(work.sum[s][r]);
+      const Reals step = L::all(work.step[r]), sum = L::all(work.sum[s][r]);
       unroll<T>([&](auto t) KVQ_LAMBDA {
-        float* to = out + r * l.d + 8 * t;
-        const __m256 zeros = _mm256_fmadd_ps(p[t].zero, sum, _mm256_loadu_ps(to));
-        const __m256 x = _mm256_cvtepi32_ps(join(acc[r][t], acc[R + r][t]));
-        _mm256_storeu_ps(to, _mm256_fmadd_ps(x, _mm256_mul_ps(p[t].scale, step), zeros));
+        float* to = out + r * l.d + WIDTH * t;
+        const Reals zeros = fmadd(p[t].zero, sum, L::load(to));
+        const Reals x = to_reals(join(acc[r][t], acc[R + r][t]));
+        store(to, fmadd(x, p[t].scale * step, zeros));
       });
     });
   }
 };
 
-}  // namespace avx2
+}  // namespace avx
 }  // namespace

@@ -4,40 +4,37 @@
 //     symmetric:  u = code + 4 sign,  zero = -4 |scale|        asymmetric:  u = code
 //
 // so the sign is one more bit of an unsigned code. q' becomes fixed point once per norm, which changes at most from
-// page to page; scales multiply 8 tokens' partial scores at once.
+// page to page; scales multiply a vector of tokens' partial scores at once.
 #pragma once
 
 #include "../kernel.h"
 #include "lanes.h"
 
 namespace {
-namespace avx2 {
+namespace avx {
 
 using namespace kvq;
 
-// The parameters of 8 groups: what a slot holds depends on the sign of the scale.
+// The parameters of WIDTH groups: what a slot holds depends on the sign of the scale.
 struct HybridParameters {
-  __m256 scale, zero;
-  __m256i signs;
+  Reals scale, zero;
+  Ints signs;
 
   KVQ_INLINE void read(const uint8_t* scales, const uint8_t* slots) {
-    const __m256 stored = load_halves(scales);
-    const __m256i slot = load_bytes(slots), symmetric = _mm256_srai_epi32(_mm256_castps_si256(stored), 31);
+    const Reals stored = L::load_halves(scales);
+    const Ints slot = L::load_bytes(slots);
     scale = absolute(stored);
-    const __m256 four = _mm256_mul_ps(stored, _mm256_set1_ps(4.0f));
-    zero = _mm256_blendv_ps(_mm256_castsi256_ps(slot), four, stored);
-    signs = _mm256_and_si256(symmetric, slot);
+    zero = if_negative(stored, stored * L::all(4.0f), slot);
+    signs = where_negative(stored, slot);
   }
 };
 
 // The codes of one quad: two bits from the bytes, the third from the sign words. (word >> quad) & 0x01010101 are the
 // quad's signs, so shifted to bit 2 that is a shift by quad - 2.
 template <int QUAD>
-KVQ_INLINE __m256i hybrid_codes(__m256i shifted_bytes, __m256i signs) {
-  const __m256i aligned = QUAD < 2 ? _mm256_slli_epi32(signs, QUAD < 2 ? 2 - QUAD : 0)
-                                   : _mm256_srli_epi32(signs, QUAD < 2 ? 0 : QUAD - 2);
-  return _mm256_or_si256(_mm256_and_si256(shifted_bytes, _mm256_set1_epi8(3)),
-                         _mm256_and_si256(aligned, _mm256_set1_epi8(4)));
+KVQ_INLINE Ints hybrid_codes(Ints shifted_bytes, Ints signs) {
+  const Ints aligned = QUAD < 2 ? shift_left<QUAD < 2 ? 2 - QUAD : 0>(signs) : shift_right<QUAD < 2 ? 0 : QUAD - 2>(signs);
+  return (shifted_bytes & L::all8(3)) | (aligned & L::all8(4));
 }
 
 template <int D>
@@ -69,19 +66,19 @@ struct HybridKeys2 {
         const int c = 32 * g;
         int8_t* hi = work.q8[row / 4][0][row % 4] + c;
         int8_t* lo = work.q8[row / 4][1][row % 4] + c;
-        __m256 x[4], largest = _mm256_setzero_ps();
-        unroll<4>([&](auto v) KVQ_LAMBDA {
-          const __m256 q = _mm256_loadu_ps(task.query + row * D + c + 8 * v);
-          x[v] = _mm256_mul_ps(q, load_halves(norm + 2 * (c + 8 * v)));
-          largest = _mm256_max_ps(largest, absolute(x[v]));
+        Reals x[PER_SLAB], largest = Reals{};
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          const Reals q = L::load(task.query + row * D + c + WIDTH * v);
+          x[v] = q * L::load_halves(norm + 2 * (c + WIDTH * v));
+          largest = maximum(largest, absolute(x[v]));
         });
         const float top = reduce<Max>(largest) + 1e-30f;
-        work.step[row][g] = top / RANGE<PARTS>;
-        __m256 total = _mm256_setzero_ps();
-        unroll<4>([&](auto v) KVQ_LAMBDA {
-          x[v] = _mm256_mul_ps(x[v], _mm256_set1_ps(RANGE<PARTS> / top));
+        work.step[row][g] = top / RANGE;
+        Reals total = Reals{};
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          x[v] = x[v] * L::all(RANGE / top);
           // the sum of the rounded q', so that its errors multiply k and not the larger u
-          total = _mm256_add_ps(total, _mm256_round_ps(x[v], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+          total = total + rounded(x[v]);
         });
         work.sum[row][g] = work.step[row][g] * reduce<Add>(total);
         pack32(x, hi, lo);
@@ -94,49 +91,49 @@ struct HybridKeys2 {
     const Layout& l = *task.layout;
     const uint8_t* codes = slab.data + l.key_at[0];
     const int8_t* q8 = work.q8[row / 4][0][0];
-    for (int token = 0; token < SLAB; token += 8 * T) {
-      __m256 scores[R][T];
+    for (int token = 0; token < SLAB; token += WIDTH * T) {
+      Reals scores[R][T];
       clear(scores);
       for (int g = 0; g < GROUPS; ++g) {
         HybridParameters p[T];
         unroll<T>([&](auto t) KVQ_LAMBDA {
-          const int at = g * SLAB + token + 8 * t;
+          const int at = g * SLAB + token + WIDTH * t;
           p[t].read(slab.data + l.key_at[1] + 2 * at, slab.data + l.key_at[2] + 4 * at);
         });
-        __m256i acc[X][T];
+        Ints acc[X][T];
         clear(acc);
         unroll<8>([&](auto e) KVQ_LAMBDA {
           const int c = 32 * g + 4 * e;
-          const __m256i shift = _mm256_set1_epi32(c / STRIDE * 2);
+          const Ints shift = L::all32(c / STRIDE * 2);
           const uint8_t* word = codes + c % STRIDE * 32 + token * 4;
-          __m256i code[T];
+          Ints code[T];
           unroll<T>([&](auto t) KVQ_LAMBDA {
-            code[t] = hybrid_codes<e>(_mm256_srlv_epi32(load_bytes(word + 32 * t), shift), p[t].signs);
+            code[t] = hybrid_codes<e>(shift_right(L::load_bytes(word + 4 * WIDTH * t), shift), p[t].signs);
           });
           if (e % 4 == 0) task.prefetch.template lines<1>();
           unroll<X>([&](auto x) KVQ_LAMBDA {
             constexpr int part = x / R, r = x % R;
-            const __m256i b = quad(q8 + (part * 4 + r) * D + c);
+            const Ints b = quad(q8 + (part * 4 + r) * D + c);
             unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
           });
         });
         unroll<R>([&](auto r) KVQ_LAMBDA {
-          const __m256 step = _mm256_set1_ps(work.step[row + r][g]), sum = _mm256_set1_ps(work.sum[row + r][g]);
+          const Reals step = L::all(work.step[row + r][g]), sum = L::all(work.sum[row + r][g]);
           unroll<T>([&](auto t) KVQ_LAMBDA {
-            const __m256 zeros = _mm256_fmadd_ps(p[t].zero, sum, scores[r][t]);
-            const __m256 x = _mm256_cvtepi32_ps(join(acc[r][t], acc[R + r][t]));
-            scores[r][t] = _mm256_fmadd_ps(x, _mm256_mul_ps(p[t].scale, step), zeros);
+            const Reals zeros = fmadd(p[t].zero, sum, scores[r][t]);
+            const Reals x = to_reals(join(acc[r][t], acc[R + r][t]));
+            scores[r][t] = fmadd(x, p[t].scale * step, zeros);
           });
         });
       }
       unroll<R>([&](auto r) KVQ_LAMBDA {
         unroll<T>([&](auto t) KVQ_LAMBDA {
-          _mm256_storeu_ps(task.scores + (row + r) * BLOCK + column + token + 8 * t, scores[r][t]);
+          store(task.scores + (row + r) * BLOCK + column + token + WIDTH * t, scores[r][t]);
         });
       });
     }
   }
 };
 
-}  // namespace avx2
+}  // namespace avx
 }  // namespace

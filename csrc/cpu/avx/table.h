@@ -10,10 +10,10 @@
 #include "token_values.h"
 
 namespace {
-namespace avx2 {
+namespace avx {
 
 struct Set {
-  static constexpr int LANES = 8;
+  static constexpr int LANES = WIDTH;
   template <int D, int BITS>
   using Channel = ChannelKeys<D, BITS>;
   template <int D>
@@ -30,5 +30,5 @@ struct Set {
 inline KeyKernel keys(const Layout& l, int rows) { return tiles::choose_keys<Set>(l, rows); }
 inline ValueKernel values(const Layout& l, int rows) { return tiles::choose_values<Set>(l, rows); }
 
-}  // namespace avx2
+}  // namespace avx
 }  // namespace

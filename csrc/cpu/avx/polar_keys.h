@@ -3,8 +3,9 @@
 //     q . k_t = sum_p q_p . k_pt,    k_pt = r_pt (cos phi_pt, sin phi_pt)
 //
 // Every page has 16 cosines, sines and radii per pair of channels. They are looked up 32 tokens at a time (two byte
-// shuffles make 16 bits) and multiplied with vpmulhrsw. vpmaddwd then takes a pair of 8 tokens: as many channels per
-// instruction as the hi and lo bytes of the other formats, without a table per query row.
+// shuffles make 16 bits) and multiplied with vpmulhrsw. vpmaddwd then takes a pair of WIDTH tokens: as many channels per
+// instruction as the hi and lo bytes of the other formats, without a table per query row. What is done per page or
+// per query, and turning the codes around, takes 8 lanes everywhere.
 //
 // A pair's radii are in its own unit, its largest radius / LONGEST, which goes into the query. Eight pairs fit into 32
 // bits: |sum of 8 q_p . k_p| <= 8 * LONGEST * LARGEST < 2^31 (from other bytes than the packer's, sums may wrap).
@@ -15,7 +16,7 @@
 #include "trigonometry.h"
 
 namespace {
-namespace avx2 {
+namespace avx {
 
 using namespace kvq;
 
@@ -27,7 +28,7 @@ struct PolarKeys {
 
   struct Work {
     alignas(32) uint8_t cosine[PAIRS][32], sine[PAIRS][32], radius[PAIRS][32];  // 16 low bytes, 16 high bytes
-    alignas(32) uint8_t angle_codes[PAIRS][32], radius_codes[PAIRS][32];        // of a slab, in the order of `spread`
+    alignas(32) uint8_t angle_codes[PAIRS][32], radius_codes[PAIRS][32];        // of a slab, in the order of turn_bytes
     alignas(32) int16_t key[PAIRS][SLAB][2];
     alignas(32) int16_t q[ROWS][PAIRS][2];
     alignas(32) float x[ROWS][PAIRS], y[ROWS][PAIRS], unit[PAIRS];
@@ -73,7 +74,7 @@ struct PolarKeys {
   static __attribute__((noinline)) void read_grid(const Layout& l, const uint8_t* page, Work& work) {
     const __m256 half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(32767.0f);
     for (int p = 0; p < PAIRS; p += 8) {
-      const auto grid = [&](int i) { return load_halves(page + l.page_at[i] + 2 * p); };
+      const auto grid = [&](int i) { return Lanes8::load_halves(page + l.page_at[i] + 2 * p); };
       const __m256 angle_step = grid(1), radius_step = grid(3);
       const __m256 radius0 = _mm256_fmadd_ps(half, radius_step, grid(2));
       const __m256 steps = _mm256_set1_ps(float((1 << RADIUS_BITS) - 1));
@@ -144,24 +145,13 @@ struct PolarKeys {
     }
   }
 
-  // put(pair, its codes of 32 tokens): within both halves of the register 4 tokens of each word, 0-3 8-11 16-19 24-27
-  // and 4-7 12-15 20-23 28-31, which is what `look_up` puts back in line.
+  // put(pair, its codes of 32 tokens in the order of turn_bytes)
   template <int BITS, class Put>
   KVQ_INLINE static void spread(const uint8_t* codes, Put put) {
     constexpr int PLANES = 8 / BITS, STRIDE = PAIRS / PLANES;
-    const __m256i by_pair = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
-                                             0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int word = 0; word < STRIDE / 4; ++word) {
-      __m256i w[4], pair[4];
-      unroll<4>([&](auto i) KVQ_LAMBDA {
-        w[i] = _mm256_shuffle_epi8(load_bytes(codes + word * 128 + 32 * i), by_pair);
-      });
-      const __m256i a = _mm256_unpacklo_epi32(w[0], w[1]), b = _mm256_unpackhi_epi32(w[0], w[1]);
-      const __m256i c = _mm256_unpacklo_epi32(w[2], w[3]), d = _mm256_unpackhi_epi32(w[2], w[3]);
-      pair[0] = _mm256_unpacklo_epi64(a, c);
-      pair[1] = _mm256_unpackhi_epi64(a, c);
-      pair[2] = _mm256_unpacklo_epi64(b, d);
-      pair[3] = _mm256_unpackhi_epi64(b, d);
+      __m256i pair[4];
+      turn_bytes(codes + word * 128, pair);
       unroll<4>([&](auto j) KVQ_LAMBDA {
         if constexpr (BITS == 8) {
           put(4 * word + j, pair[j]);
@@ -175,60 +165,59 @@ struct PolarKeys {
     }
   }
 
-  // key[pair][token] = radius (cos, sin)
+  // key[pair][token] = radius (cos, sin); AT_ONCE pairs of 32 tokens fill a vector of bytes
   static __attribute__((noinline)) void look_up(Work& work, Prefetch& prefetch) {
-    for (int p = 0; p < PAIRS; ++p) {
+    constexpr int AT_ONCE = WIDTH / 8;
+    for (int p = 0; p < PAIRS; p += AT_ONCE) {
       if (p % 2 == 0) prefetch.lines<1>();
-      const __m256i angle = load_bytes(work.angle_codes[p]), radius = load_bytes(work.radius_codes[p]);
-      const auto find = [](const uint8_t* table, __m256i codes, __m256i (&v)[2]) __attribute__((always_inline)) {
-        const __m256i lo = _mm256_shuffle_epi8(twice(table), codes), hi = _mm256_shuffle_epi8(twice(table + 16), codes);
-        v[0] = _mm256_unpacklo_epi8(lo, hi);
-        v[1] = _mm256_unpackhi_epi8(lo, hi);
+      const Ints angle = L::load_bytes(work.angle_codes[p]), radius = L::load_bytes(work.radius_codes[p]);
+      const auto find = [](const uint8_t* table, Ints codes, Ints (&v)[2]) KVQ_LAMBDA {
+        const Ints lo = shuffle(L::even_sixteens(table), codes), hi = shuffle(L::odd_sixteens(table), codes);
+        v[0] = interleave_low8(lo, hi);
+        v[1] = interleave_high8(lo, hi);
       };
-      __m256i c[2], s[2], r[2];
+      Ints c[2], s[2], r[2];
       find(work.cosine[p], angle, c);
       find(work.sine[p], angle, s);
       find(work.radius[p], radius, r);
       unroll<2>([&](auto i) KVQ_LAMBDA {
-        const __m256i x = _mm256_mulhrs_epi16(r[i], c[i]), y = _mm256_mulhrs_epi16(r[i], s[i]);
-        store_bytes(work.key[p][16 * i], _mm256_unpacklo_epi16(x, y));
-        store_bytes(work.key[p][16 * i + 8], _mm256_unpackhi_epi16(x, y));
+        const Ints x = multiply_high(r[i], c[i]), y = multiply_high(r[i], s[i]);
+        store_apart(work.key[p][16 * i], sizeof work.key[0], interleave_low16(x, y));
+        store_apart(work.key[p][16 * i + 8], sizeof work.key[0], interleave_high16(x, y));
       });
     }
   }
 
   template <int R>
   static __attribute__((noinline)) void tile(Task& task, int column, int row, const Work& work) {
-    constexpr int T = R > 2 ? 2 : 4;
-    for (int token = 0; token < SLAB; token += 8 * T) {
-      __m256 scores[R][T];
+    constexpr int T = VECTORS<R>;
+    for (int token = 0; token < SLAB; token += WIDTH * T) {
+      Reals scores[R][T];
       clear(scores);
       for (int first = 0; first < PAIRS; first += RUN) {
-        __m256i acc[R][T];
+        Ints acc[R][T];
         clear(acc);
         unroll<RUN>([&](auto i) KVQ_LAMBDA {
-          __m256i k[T];
-          unroll<T>([&](auto t) KVQ_LAMBDA { k[t] = load_bytes(work.key[first + i][token + 8 * t]); });
+          Ints k[T];
+          unroll<T>([&](auto t) KVQ_LAMBDA { k[t] = L::load_bytes(work.key[first + i][token + WIDTH * t]); });
           unroll<R>([&](auto r) KVQ_LAMBDA {
-            const __m256i q = quad(work.q[row + r][first + i]);
-            unroll<T>([&](auto t) KVQ_LAMBDA { acc[r][t] = _mm256_add_epi32(acc[r][t], _mm256_madd_epi16(k[t], q)); });
+            const Ints q = quad(work.q[row + r][first + i]);
+            unroll<T>([&](auto t) KVQ_LAMBDA { acc[r][t] = add32(acc[r][t], multiply_pairs(k[t], q)); });
           });
         });
         unroll<R>([&](auto r) KVQ_LAMBDA {
-          unroll<T>([&](auto t) KVQ_LAMBDA {
-            scores[r][t] = _mm256_add_ps(scores[r][t], _mm256_cvtepi32_ps(acc[r][t]));
-          });
+          unroll<T>([&](auto t) KVQ_LAMBDA { scores[r][t] = scores[r][t] + to_reals(acc[r][t]); });
         });
       }
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        const __m256 step = _mm256_set1_ps(work.step[row + r]);
+        const Reals step = L::all(work.step[row + r]);
         unroll<T>([&](auto t) KVQ_LAMBDA {
-          _mm256_storeu_ps(task.scores + (row + r) * BLOCK + column + token + 8 * t, _mm256_mul_ps(scores[r][t], step));
+          store(task.scores + (row + r) * BLOCK + column + token + WIDTH * t, scores[r][t] * step);
         });
       });
     }
   }
 };
 
-}  // namespace avx2
+}  // namespace avx
 }  // namespace

@@ -10,7 +10,7 @@
 #include "lanes.h"
 
 namespace {
-namespace avx2 {
+namespace avx {
 
 using namespace kvq;
 
@@ -42,23 +42,23 @@ struct TokenValues {
       constexpr int R = decltype(r)::value;
       scale_weights<R>(task, row, count, work);
       for (int g = 0; g < groups_of(l); ++g) weigh<R>(l, slabs, count, g, work);
-      for (int c = 0; c < l.d; c += 8 * VECTORS<R * PARTS>)
+      for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
         multiply<R>(l, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
     });
   }
 
-  // 8 tokens' parameters of a group; 0 where unattended: their weight is 0, but 0 times NaN would not be
-  KVQ_INLINE static __m256 parameters(const Slab* slabs, int64_t at, int group, int t, const Work& work) {
-    const __m256 stored = load_halves(slabs[t / SLAB].data + at + (group * SLAB + t % SLAB) * 2);
-    return _mm256_and_ps(stored, _mm256_castsi256_ps(load_bytes(work.attended + t)));
+  // WIDTH tokens' parameters of a group; 0 where unattended: their weight is 0, but 0 times NaN would not be
+  KVQ_INLINE static Reals parameters(const Slab* slabs, int64_t at, int group, int t, const Work& work) {
+    const Reals stored = L::load_halves(slabs[t / SLAB].data + at + (group * SLAB + t % SLAB) * 2);
+    return keep(stored, L::load_bytes(work.attended + t));
   }
 
   static void find_widest(const Layout& l, const Slab* slabs, int count, Work& work) {
-    for (int t = 0; t < count * SLAB; t += 8) {
-      __m256 widest = parameters(slabs, l.value_at[1], 0, t, work);
+    for (int t = 0; t < count * SLAB; t += WIDTH) {
+      Reals widest = parameters(slabs, l.value_at[1], 0, t, work);
       for (int g = 1; g < groups_of(l); ++g)
-        widest = _mm256_max_ps(widest, parameters(slabs, l.value_at[1], g, t, work));
-      _mm256_storeu_ps(work.widest + t, widest);
+        widest = maximum(widest, parameters(slabs, l.value_at[1], g, t, work));
+      store(work.widest + t, widest);
     }
   }
 
@@ -67,41 +67,41 @@ struct TokenValues {
   template <int R>
   KVQ_INLINE static void scale_weights(const Task& task, int row, int count, Work& work) {
     const float* p = task.scores + row * BLOCK;
-    __m256 largest[4];
-    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = _mm256_setzero_ps(); });
-    for (int t = 0; t < count * SLAB; t += 8) {
-      const __m256 widest = _mm256_loadu_ps(work.widest + t);
+    Reals largest[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = Reals{}; });
+    for (int t = 0; t < count * SLAB; t += WIDTH) {
+      const Reals widest = L::load(work.widest + t);
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        largest[r] = _mm256_max_ps(largest[r], _mm256_mul_ps(_mm256_loadu_ps(p + r * BLOCK + t), widest));
+        largest[r] = maximum(largest[r], L::load(p + r * BLOCK + t) * widest);
       });
     }
     const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
     alignas(16) float factors[4];
-    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
-    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>)));
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
+    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
     unroll<R>([&](auto r) KVQ_LAMBDA {
-      const __m256 factor = _mm256_set1_ps(factors[r]);
-      for (int t = 0; t < count * SLAB; t += 8)
-        _mm256_storeu_ps(work.scaled[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * BLOCK + t), factor));
+      const Reals factor = L::all(factors[r]);
+      for (int t = 0; t < count * SLAB; t += WIDTH)
+        store(work.scaled[r] + t, L::load(p + r * BLOCK + t) * factor);
     });
   }
 
   template <int R>
   KVQ_INLINE static void weigh(const Layout& l, const Slab* slabs, int count, int g, Work& work) {
-    __m256 zeros[4];
-    unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = _mm256_setzero_ps(); });
+    Reals zeros[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = Reals{}; });
     for (int t = 0; t < count * SLAB; t += SLAB) {
-      __m256 scale[4], zero[4];
-      unroll<4>([&](auto v) KVQ_LAMBDA {
-        scale[v] = parameters(slabs, l.value_at[1], g, t + 8 * v, work);
-        zero[v] = parameters(slabs, l.value_at[2], g, t + 8 * v, work);
+      Reals scale[PER_SLAB], zero[PER_SLAB];
+      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+        scale[v] = parameters(slabs, l.value_at[1], g, t + WIDTH * v, work);
+        zero[v] = parameters(slabs, l.value_at[2], g, t + WIDTH * v, work);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        __m256 x[4];
-        unroll<4>([&](auto v) KVQ_LAMBDA {
-          const __m256 p = _mm256_loadu_ps(work.scaled[r] + t + 8 * v);
-          zeros[r] = _mm256_fmadd_ps(p, zero[v], zeros[r]);
-          x[v] = _mm256_mul_ps(p, scale[v]);
+        Reals x[PER_SLAB];
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          const Reals p = L::load(work.scaled[r] + t + WIDTH * v);
+          zeros[r] = fmadd(p, zero[v], zeros[r]);
+          x[v] = p * scale[v];
         });
         pack32(x, work.weights[0][r][g] + t, work.weights[1][r][g] + t);
       });
@@ -109,56 +109,56 @@ struct TokenValues {
     _mm_store_ps(work.offset[g], _mm_mul_ps(reduce4<Add>(zeros), _mm_loadu_ps(work.step)));
   }
 
-  // 8 T channels from c on, R rows
+  // WIDTH T channels from c on, R rows
   template <int R>
   static __attribute__((noinline)) void multiply(const Layout& l, const Slab* slabs, int count, int c, Work& work,
                                                  Prefetch& prefetch, float* out) {
     constexpr int X = R * PARTS, T = VECTORS<X>;
     const int64_t stride = l.d * BITS / 8;  // channels of a plane
     const int group = int(c / l.group);
-    const __m256i mask = _mm256_set1_epi8((1 << BITS) - 1);
+    const Ints mask = L::all8((1 << BITS) - 1);
     int64_t at[T];
-    __m256i shift[T], sums[R][T];
+    Ints shift[T], sums[R][T];
     unroll<T>([&](auto t) KVQ_LAMBDA {
-      at[t] = l.value_at[0] + (c + 8 * t) % stride * 4;
-      shift[t] = _mm256_set1_epi32(int((c + 8 * t) / stride) * BITS);
-      unroll<R>([&](auto r) KVQ_LAMBDA { sums[r][t] = _mm256_setzero_si256(); });
+      at[t] = l.value_at[0] + (c + WIDTH * t) % stride * 4;
+      shift[t] = L::all32(int((c + WIDTH * t) / stride) * BITS);
+      unroll<R>([&](auto r) KVQ_LAMBDA { sums[r][t] = Ints{}; });
     });
     for (int first = 0; first < count; first += RUN) {
-      __m256i acc[X][T];
+      Ints acc[X][T];
       clear(acc);
       for (int s = first; s < first + RUN && s < count; ++s) {
         const int8_t* weights = work.weights[0][0][group] + s * SLAB;
         unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
-          __m256i code[T];
+          Ints code[T];
           unroll<T>([&](auto t) KVQ_LAMBDA {
-            const __m256i bytes = load_bytes(slabs[s].data + at[t] + e * stride * 4);
-            code[t] = _mm256_and_si256(_mm256_srlv_epi32(bytes, shift[t]), mask);
+            const Ints bytes = L::load_bytes(slabs[s].data + at[t] + e * stride * 4);
+            code[t] = shift_right(bytes, shift[t]) & mask;
           });
           if (e % 4 == 0) prefetch.lines<1>();
           unroll<X>([&](auto x) KVQ_LAMBDA {
             constexpr int part = x / R, r = x % R;
-            const __m256i b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + e * 4);
+            const Ints b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + e * 4);
             unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
           });
         });
       }
       unroll<R>([&](auto r) KVQ_LAMBDA {
         unroll<T>([&](auto t) KVQ_LAMBDA {
-          sums[r][t] = _mm256_add_epi32(sums[r][t], join(acc[r][t], acc[R + r][t]));
+          sums[r][t] = add32(sums[r][t], join(acc[r][t], acc[R + r][t]));
         });
       });
     }
     unroll<R>([&](auto r) KVQ_LAMBDA {
-      const __m256 step = _mm256_set1_ps(work.step[r]), offset = _mm256_set1_ps(work.offset[group][r]);
+      const Reals step = L::all(work.step[r]), offset = L::all(work.offset[group][r]);
       unroll<T>([&](auto t) KVQ_LAMBDA {
-        float* to = out + r * l.d + 8 * t;
-        const __m256 sum = _mm256_add_ps(_mm256_loadu_ps(to), offset);
-        _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][t]), step, sum));
+        float* to = out + r * l.d + WIDTH * t;
+        const Reals sum = L::load(to) + offset;
+        store(to, fmadd(to_reals(sums[r][t]), step, sum));
       });
     });
   }
 };
 
-}  // namespace avx2
+}  // namespace avx
 }  // namespace
