@@ -34,11 +34,11 @@ def test_a_minute_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stale_page_is_found_and_made_small(model: Path) -> None:
-    # one episode of 64 requests over a small pool, in which blocks change hands
-    session = Session(str(model), seed=15, seconds=1, formats=["squat2"], jobs=1, prepare=stale_page)
+    # 16 requests over a small pool, in which blocks change hands
+    session = Session(str(model), seed=23, seconds=60, formats=["squat2"], jobs=1, prepare=stale_page, episode=1)
     session.run()
     assert session.finding is not None
-    small, messages = minimal(str(model), session.finding, 60, stale_page)
+    small, messages = minimal(str(model), session.finding, 30, stale_page)
     assert messages
     assert small.size < session.finding.case.size
     # as it is printed, it fails with the fault and only with it

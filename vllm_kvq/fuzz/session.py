@@ -52,9 +52,16 @@ class Round:
 
 class Session:
     def __init__(
-        self, model: str, seed: int, seconds: float, formats: Sequence[str], jobs: int, prepare: Prepare | None = None
+        self,
+        model: str,
+        seed: int,
+        seconds: float,
+        formats: Sequence[str],
+        jobs: int,
+        prepare: Prepare | None = None,
+        episode: int = EPISODE,
     ) -> None:
-        self.model, self.seed, self.jobs, self.prepare = model, seed, jobs, prepare
+        self.model, self.seed, self.jobs, self.prepare, self.episode = model, seed, jobs, prepare, episode
         self.end = time.monotonic() + seconds
         self.counts = {name: Count() for name in formats}
         self.finding: Finding | None = None
@@ -100,16 +107,18 @@ class Session:
             episode = 0
             while not episode or (not self.over and time.monotonic() < end):
                 drawer = Drawer(this.rng(self.seed, f"traces {episode}"), setup)
-                new = [drawer.trace(f"e{episode}t{i}", reset=i == 0) for i in range(EPISODE)]
+                # a format whose turn comes after the end is heard, but briefly
+                count = 1 if self.over else self.episode
+                new = [drawer.trace(f"e{episode}t{i}", reset=i == 0) for i in range(count)]
                 answers, verdict = runner.run(new)
                 traces, results, episode = traces + new, results + answers, episode + 1
-                self._count(this, EPISODE, verdict)
+                self._count(this, count, verdict)
                 if verdict.mismatches:
                     return self._found(Case(setup, tuple(new)), Case(setup, tuple(traces)), verdict)
             if this.format == "lossless":
-                for i in range(0, len(traces), EPISODE):
-                    new = traces[i : i + EPISODE]
-                    verdict = runner.against_plain(new, results[i : i + EPISODE])
+                for i in range(0, len(traces), self.episode):
+                    new = traces[i : i + self.episode]
+                    verdict = runner.against_plain(new, results[i : i + self.episode])
                     self._count(this, 0, verdict)
                     if verdict.mismatches:
                         return self._found(Case(setup, tuple(new)), Case(setup, tuple(traces)), verdict)
