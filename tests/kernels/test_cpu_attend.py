@@ -23,15 +23,6 @@ torch.set_num_threads(2)  # as CI has
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 
 
-@pytest.fixture(params=cpu.ISAS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    level = cpu.ISAS.index(request.param)
-    if level > int(cpu.library().best_isa()):
-        pytest.skip(f"this processor has no {request.param}")
-    monkeypatch.setattr(cpu, "isa", lambda: level)
-    return request.param
-
-
 def outlier_data(tokens: int, heads: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys with outlier channels (some with a bias, as real ones have) and values with outlier tokens."""
     rng = torch.Generator().manual_seed(seed)
@@ -144,19 +135,19 @@ def poison(fmt: PageFormat, pool: torch.Tensor, ids: torch.Tensor, low: torch.Te
 @pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
 @pytest.mark.parametrize("d", [64, 80, 128, 256])
 @pytest.mark.parametrize("gqa", [1, 4, 7, 8])
-def test_formats_heads_and_groups(isa: str, name: str, d: int, gqa: int) -> None:
+def test_formats_heads_and_groups(isa: int, name: str, d: int, gqa: int) -> None:
     run(name, d, gqa, 64, [200, 64, 37, 0], seed=d + gqa)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.parametrize("N", [32, 64, 128, 160])
-def test_pages_ranges_and_queries(isa: str, name: str, N: int) -> None:
+def test_pages_ranges_and_queries(isa: int, name: str, N: int) -> None:
     run(name, 128, 4, N, [2 * N + 50, 31, 5 * N], q=3, low=20, seed=N)
     run(name, 64, 2, N, [3 * N - 1], q=1, low=45, seed=N + 1)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_prefix_chunk(isa: str, name: str) -> None:
+def test_a_prefix_chunk(isa: int, name: str) -> None:
     run(name, 128, 4, 64, [500, 90], q=37)
 
 
@@ -196,13 +187,13 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
         ("polar4", {"pairing": "interleaved"}),
     ],
 )
-def test_option_combinations(isa: str, name: str, options: dict[str, Any]) -> None:
+def test_option_combinations(isa: int, name: str, options: dict[str, Any]) -> None:
     for d in (96, 128):
         run(name, d, 4, 64, [150, 70], **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_lossless_in_every_type(isa: str, dtype: torch.dtype) -> None:
+def test_lossless_in_every_type(isa: int, dtype: torch.dtype) -> None:
     run("lossless", 64, 2, 64, [100], page_dtype=dtype)
 
 

@@ -61,7 +61,6 @@ def test_any_batch(isa: int, case: tuple[str, Any], data: st.DataObject) -> None
     query = torch.randn(tokens, s["heads"] * s["group"], s["d"], generator=rng).to(dtype)
     key, value = (torch.randn(tokens, s["heads"], s["d"], generator=rng).to(dtype) for _ in range(2))
     step = DecodeStep(fmt, slots, drafts, 0.1)
-    step._isa = isa
     batch = DecodeBatch(begin, seq, table, ids, sink_table)
     before = pages.clone(), side.clone()
     output = torch.full_like(query, 7.0)

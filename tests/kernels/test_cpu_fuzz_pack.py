@@ -20,14 +20,12 @@ from vllm_kvq.kernels import cpu, cpu_pack
 from vllm_kvq.kernels import pack as reference
 from vllm_kvq.kernels.pack import Pair, Units
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("isa"),
+]
 
 FLOATS = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
-
-
-@pytest.fixture(autouse=True)
-def chosen(isa: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_pack, "isa", lambda: isa)
 
 
 @pytest.fixture(params=[1, 3], autouse=True)

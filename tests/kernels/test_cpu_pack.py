@@ -25,15 +25,6 @@ A parameter that moves by one float16 takes a group of codes with it, hence more
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 
 
-@pytest.fixture(params=cpu.ISAS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    level = cpu.ISAS.index(request.param)
-    if level > int(cpu.library().best_isa()):
-        pytest.skip(f"this processor has no {request.param}")
-    monkeypatch.setattr(cpu_pack, "isa", lambda: level)
-    return request.param
-
-
 def tokens(fmt: PageFormat, dtype: torch.dtype, seed: int) -> tuple[Pair, Pair, Units]:
     """Four complete pages and one more unit of a begun page, from a strided pool and from new tokens, shuffled."""
     d = fmt.geometry.head_size

@@ -9,16 +9,10 @@ import torch
 
 from vllm_kvq.kernels import attend, cpu
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(params=cpu.ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    level = cpu.ISAS.index(request.param)
-    if level > int(cpu.library().best_isa()):
-        pytest.skip(f"this processor has no {request.param}")
-    monkeypatch.setattr(cpu, "isa", lambda: level)
-    return request.param
+pytestmark = [
+    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("isa"),
+]
 
 
 def inputs(n: int, q: int, t: int, heads: int, gqa: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

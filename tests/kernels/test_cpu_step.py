@@ -12,13 +12,11 @@ from vllm_kvq.eval.packed_attention import random_pages, relative_error
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels import attend, cpu
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("isa"),
+]
 HEADS, GQA, D, PAGES = 2, 4, 128, 5
-
-
-@pytest.fixture(autouse=True)
-def chosen(isa: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "isa", lambda: isa)
 
 
 @dataclass
