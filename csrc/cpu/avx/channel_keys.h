@@ -15,7 +15,7 @@ struct ChannelKeys {
   static constexpr int PARTS = 2;
 
   struct Work {
-    alignas(32) int8_t q8[PARTS * 4 * D];
+    alignas(64) int8_t q8[PARTS * 4 * D];
     float step[4], offset[4];  // of a tile's rows: score = step * integer + offset
   };
 

@@ -45,7 +45,7 @@ struct HybridKeys2 {
   struct Work {
     uint16_t norm[D];
     float step[ROWS][GROUPS], sum[ROWS][GROUPS];  // of a row's group: scale of its fixed point, sum of q'
-    alignas(32) int8_t q8[ROWS / 4][PARTS][4][D];
+    alignas(64) int8_t q8[ROWS / 4][PARTS][4][D];
   };
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }

@@ -12,7 +12,7 @@ struct HybridValues2 {
   static constexpr int PARTS = 2;
 
   struct Work {
-    alignas(32) int8_t weights[PARTS][4][BLOCK];
+    alignas(64) int8_t weights[PARTS][4][BLOCK];
     float step[4], sum[BLOCK_SLABS][4];  // of a tile's rows: fixed-point unit, sum of a slab's weights
   };
 

@@ -27,8 +27,8 @@ using L = Lanes8;
 #endif
 using Reals = L::Reals;
 using Ints = L::Ints;
-constexpr int WIDTH = L::LANES;         // floats per vector
-constexpr int PER_SLAB = 32 / WIDTH;    // vectors of a slab's 32 tokens, and of what pack32 packs
+constexpr int WIDTH = L::LANES;       // floats per vector
+constexpr int PER_SLAB = 32 / WIDTH;  // vectors of a slab's 32 tokens, and of what pack32 packs
 
 // The same 4 bytes in all lanes: 4 steps of a reduction for one row.
 KVQ_INLINE Ints quad(const void* p) {

@@ -14,14 +14,17 @@ struct Lanes16 {
   KVQ_INLINE static Reals load(const float* p) { return _mm512_loadu_ps(p); }
   KVQ_INLINE static Reals load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   KVQ_INLINE static Ints load_bytes(const void* p) { return _mm512_loadu_si512(p); }
-  KVQ_INLINE static Ints even_sixteens(const uint8_t* p) {
-    const Ints v = load_bytes(p);
-    return _mm512_shuffle_i64x2(v, v, 0xA0);
+
+  // A vector of codes has 32 bytes of table i, even, and 32 of the next one: [i i i+1 i+1], low ones, then high ones.
+  static constexpr int TABLE_BYTES = 64;
+  KVQ_INLINE static void put_table(uint8_t* tables, int i, __m128i low, __m128i high) {
+    uint8_t* to = tables + i / 2 * 128 + i % 2 * 32;
+    _mm256_storeu_si256((__m256i*)to, _mm256_broadcastsi128_si256(low));
+    _mm256_storeu_si256((__m256i*)(to + 64), _mm256_broadcastsi128_si256(high));
   }
-  KVQ_INLINE static Ints odd_sixteens(const uint8_t* p) {
-    const Ints v = load_bytes(p);
-    return _mm512_shuffle_i64x2(v, v, 0xF5);
-  }
+  KVQ_INLINE static Ints low_table(const uint8_t* tables, int i) { return load_bytes(tables + 64 * i); }
+  KVQ_INLINE static Ints high_table(const uint8_t* tables, int i) { return load_bytes(tables + 64 * i + 64); }
+
   KVQ_INLINE static Reals all(float x) { return _mm512_set1_ps(x); }
   KVQ_INLINE static Ints all8(int x) { return _mm512_set1_epi8(char(x)); }
   KVQ_INLINE static Ints all16(int x) { return _mm512_set1_epi16(short(x)); }

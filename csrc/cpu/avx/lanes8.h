@@ -18,11 +18,19 @@ struct Lanes8 {
   KVQ_INLINE static Reals load(const float* p) { return _mm256_loadu_ps(p); }
   KVQ_INLINE static Reals load_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
   KVQ_INLINE static Ints load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-  // Bytes 0 .. 15, or 16 .. 31, of every 32, twice.
-  KVQ_INLINE static Ints even_sixteens(const uint8_t* p) {
+  KVQ_INLINE static Ints twice(const uint8_t* p) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
   }
-  KVQ_INLINE static Ints odd_sixteens(const uint8_t* p) { return even_sixteens(p + 16); }
+
+  // Tables of 16 low and 16 high bytes for shuffle(): number i's, for the 32 bytes that a vector of codes has of it.
+  static constexpr int TABLE_BYTES = 32;
+  KVQ_INLINE static void put_table(uint8_t* tables, int i, __m128i low, __m128i high) {
+    _mm_storeu_si128((__m128i*)(tables + 32 * i), low);
+    _mm_storeu_si128((__m128i*)(tables + 32 * i + 16), high);
+  }
+  KVQ_INLINE static Ints low_table(const uint8_t* tables, int i) { return twice(tables + 32 * i); }
+  KVQ_INLINE static Ints high_table(const uint8_t* tables, int i) { return twice(tables + 32 * i + 16); }
+
   KVQ_INLINE static Reals all(float x) { return _mm256_set1_ps(x); }
   KVQ_INLINE static Ints all8(int x) { return _mm256_set1_epi8(char(x)); }
   KVQ_INLINE static Ints all16(int x) { return _mm256_set1_epi16(short(x)); }
@@ -84,12 +92,12 @@ KVQ_INLINE __m128 reduce4(const __m256 (&x)[4]) {
   return Op::of(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
 }
 
-KVQ_INLINE __m128i BYTES_OF_FOUR() { return _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); }
+KVQ_INLINE __m128i bytes_of_four() { return _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); }
 
 // 32 words of 4 bytes -> all bytes 0, all bytes 1, ...; in the lower half of a register 4 of every 8 words, 0-3 8-11
 // 16-19 24-27, and in the upper one 4-7 12-15 20-23 28-31, which interleaving with other bytes puts back in line.
 KVQ_INLINE void turn_bytes(const uint8_t* p, __m256i (&bytes)[4]) {
-  const __m256i within = _mm256_broadcastsi128_si256(BYTES_OF_FOUR());
+  const __m256i within = _mm256_broadcastsi128_si256(bytes_of_four());
   __m256i w[4];
   unroll<4>([&](auto i) KVQ_LAMBDA { w[i] = shuffle(Lanes8::load_bytes(p + 32 * i), within); });
   const __m256i a = _mm256_unpacklo_epi32(w[0], w[1]), b = _mm256_unpackhi_epi32(w[0], w[1]);

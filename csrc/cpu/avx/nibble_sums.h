@@ -19,8 +19,8 @@ struct NibbleSums8 {
 
   template <int V>
   KVQ_INLINE void add(const uint8_t* low, const uint8_t* high, __m256i codes) {
-    const __m256i lo = shuffle(Lanes8::even_sixteens(low + 16 * V), codes);
-    const __m256i hi = shuffle(Lanes8::even_sixteens(high + 16 * V), codes);
+    const __m256i lo = shuffle(Lanes8::twice(low + 16 * V), codes);
+    const __m256i hi = shuffle(Lanes8::twice(high + 16 * V), codes);
     sums[0] = add16(sums[0], interleave_low8(lo, hi));
     sums[1] = add16(sums[1], interleave_high8(lo, hi));
   }
@@ -39,7 +39,7 @@ struct NibbleSums16 {
   __m512i sums[2][2] = {};
 
   KVQ_INLINE static void turn(const uint8_t* p, __m512i (&bytes)[2]) {
-    const __m512i within = _mm512_broadcast_i32x4(BYTES_OF_FOUR());
+    const __m512i within = _mm512_broadcast_i32x4(bytes_of_four());
     const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     unroll<2>([&](auto v) KVQ_LAMBDA {
       bytes[v] = _mm512_permutexvar_epi32(across, shuffle(Lanes16::load_bytes(p + 64 * v), within));

@@ -27,11 +27,11 @@ struct PolarKeys {
   static_assert(8.0 * (LONGEST + 2) * (LARGEST + 2) < 2147483647.0);
 
   struct Work {
-    alignas(32) uint8_t cosine[PAIRS][32], sine[PAIRS][32], radius[PAIRS][32];  // 16 low bytes, 16 high bytes
-    alignas(32) uint8_t angle_codes[PAIRS][32], radius_codes[PAIRS][32];        // of a slab, in the order of turn_bytes
-    alignas(32) int16_t key[PAIRS][SLAB][2];
-    alignas(32) int16_t q[ROWS][PAIRS][2];
-    alignas(32) float x[ROWS][PAIRS], y[ROWS][PAIRS], unit[PAIRS];
+    alignas(64) uint8_t cosine[PAIRS * L::TABLE_BYTES], sine[PAIRS * L::TABLE_BYTES], radius[PAIRS * L::TABLE_BYTES];
+    alignas(64) uint8_t angle_codes[PAIRS][32], radius_codes[PAIRS][32];        // of a slab, in the order of turn_bytes
+    alignas(64) int16_t key[PAIRS][SLAB][2];
+    alignas(64) int16_t q[ROWS][PAIRS][2];
+    alignas(64) float x[ROWS][PAIRS], y[ROWS][PAIRS], unit[PAIRS];
     float step[ROWS];
   };
 
@@ -84,23 +84,23 @@ struct PolarKeys {
       __m256 s, c, turn_s, turn_c, sines[CODES];
       sine_cosine(_mm256_fmadd_ps(half, angle_step, grid(0)), s, c);
       sine_cosine(angle_step, turn_s, turn_c);
-      by_pair(work.cosine + p, [&](int a) {
+      by_pair(work.cosine, p, [&](int a) {
         const __m256 cosine = c;
         sines[a] = s;
         c = _mm256_fmsub_ps(cosine, turn_c, _mm256_mul_ps(s, turn_s));
         s = _mm256_fmadd_ps(cosine, turn_s, _mm256_mul_ps(s, turn_c));
         return _mm256_mul_ps(cosine, one);
       });
-      by_pair(work.sine + p, [&](int a) { return _mm256_mul_ps(sines[a], one); });
-      by_pair(work.radius + p, [&](int i) {
+      by_pair(work.sine, p, [&](int a) { return _mm256_mul_ps(sines[a], one); });
+      by_pair(work.radius, p, [&](int i) {
         return _mm256_mul_ps(_mm256_fmadd_ps(radius_step, _mm256_set1_ps(float(i)), radius0), factor);
       });
     }
   }
 
-  // value(code) of 8 pairs, for 16 codes in order, as 16-bit integers: to[pair] = 16 low bytes, 16 high bytes.
+  // value(code) of 8 pairs from `first` on, for 16 codes in order, as 16-bit integers into the pairs' tables.
   template <class Value>
-  KVQ_INLINE static void by_pair(uint8_t (*to)[32], Value value) {
+  KVQ_INLINE static void by_pair(uint8_t* tables, int first, Value value) {
     __m256i two[8];  // codes 2 i and 2 i + 1 of 8 pairs
     unroll<8>([&](auto i) KVQ_LAMBDA {
       const __m256i even = _mm256_cvtps_epi32(value(2 * i)), odd = _mm256_cvtps_epi32(value(2 * i + 1));
@@ -118,14 +118,15 @@ struct PolarKeys {
       });
     });
     unroll<4>([&](auto i) KVQ_LAMBDA {
-      split(to[i], _mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
-      split(to[4 + i], _mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
+      split(tables, first + i, _mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
+      split(tables, first + 4 + i, _mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
     });
   }
 
-  KVQ_INLINE static void split(uint8_t* to, __m256i v) {
+  KVQ_INLINE static void split(uint8_t* tables, int pair, __m256i v) {
     const __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(v, _mm256_set1_epi16(255)), _mm256_srli_epi16(v, 8));
-    store_bytes(to, _mm256_permute4x64_epi64(bytes, 0xD8));
+    const __m256i parts = _mm256_permute4x64_epi64(bytes, 0xD8);
+    L::put_table(tables, pair, _mm256_castsi256_si128(parts), _mm256_extracti128_si256(parts, 1));
   }
 
   static __attribute__((noinline)) void round_query(int row, Work& work) {
@@ -171,15 +172,15 @@ struct PolarKeys {
     for (int p = 0; p < PAIRS; p += AT_ONCE) {
       if (p % 2 == 0) prefetch.lines<1>();
       const Ints angle = L::load_bytes(work.angle_codes[p]), radius = L::load_bytes(work.radius_codes[p]);
-      const auto find = [](const uint8_t* table, Ints codes, Ints (&v)[2]) KVQ_LAMBDA {
-        const Ints lo = shuffle(L::even_sixteens(table), codes), hi = shuffle(L::odd_sixteens(table), codes);
+      const auto find = [p](const uint8_t* tables, Ints codes, Ints (&v)[2]) KVQ_LAMBDA {
+        const Ints lo = shuffle(L::low_table(tables, p), codes), hi = shuffle(L::high_table(tables, p), codes);
         v[0] = interleave_low8(lo, hi);
         v[1] = interleave_high8(lo, hi);
       };
       Ints c[2], s[2], r[2];
-      find(work.cosine[p], angle, c);
-      find(work.sine[p], angle, s);
-      find(work.radius[p], radius, r);
+      find(work.cosine, angle, c);
+      find(work.sine, angle, s);
+      find(work.radius, radius, r);
       unroll<2>([&](auto i) KVQ_LAMBDA {
         const Ints x = multiply_high(r[i], c[i]), y = multiply_high(r[i], s[i]);
         store_apart(work.key[p][16 * i], sizeof work.key[0], interleave_low16(x, y));

@@ -21,12 +21,12 @@ struct TokenValues {
   static_assert(RUN >= 1);  // slabs between two widenings
 
   struct Work {
-    alignas(32) float widest[BLOCK];     // the largest scale of a token
-    alignas(32) float scaled[4][BLOCK];  // p in fixed-point units, of a tile's rows
-    alignas(32) int8_t weights[PARTS][4][GROUPS][BLOCK];
+    alignas(64) float widest[BLOCK];     // the largest scale of a token
+    alignas(64) float scaled[4][BLOCK];  // p in fixed-point units, of a tile's rows
+    alignas(64) int8_t weights[PARTS][4][GROUPS][BLOCK];
     alignas(16) float offset[GROUPS][4];
     float step[4];
-    alignas(32) int32_t attended[BLOCK];  // -1 where attended, else 0
+    alignas(64) int32_t attended[BLOCK];  // -1 where attended, else 0
   };
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
