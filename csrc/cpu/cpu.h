@@ -19,7 +19,7 @@ inline bool has_f16c() {
 
 // 0 portable, 1 AVX2 with FMA and F16C, 2 AVX-512 with BW, 3 also with VNNI and VBMI. The compiler's builtin also asks
 // whether the operating system saves the registers.
-inline int best_isa() {
+inline int find_best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2") || !has_f16c())
@@ -31,6 +31,12 @@ inline int best_isa() {
 #else
   return 0;
 #endif
+}
+
+// Asked once: every call of the library checks its argument, and virtual machines take microseconds over CPUID.
+inline int best_isa() {
+  static const int best = find_best_isa();
+  return best;
 }
 
 inline const Isa& isa(int level) {

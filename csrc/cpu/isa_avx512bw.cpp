@@ -1,4 +1,4 @@
-// Kernels for AVX-512 without VNNI and VBMI (Skylake and Cascade Lake servers): those of AVX2 with wider vectors.
+// Kernels for AVX-512 without VNNI or VBMI (Skylake and Cascade Lake servers): those of AVX2 with wider vectors.
 #if defined(__x86_64__)
 #define KVQ_LANES 16
 #include "avx/table.h"

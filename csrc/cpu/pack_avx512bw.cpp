@@ -1,4 +1,4 @@
-// Packing compiled for AVX-512 without VNNI and VBMI.
+// Packing compiled for AVX-512 without VNNI or VBMI.
 #if defined(__x86_64__)
 #define KVQ_LANES 16
 #include "generic/pack.h"

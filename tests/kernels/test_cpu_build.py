@@ -6,6 +6,7 @@ import functools
 import logging
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,30 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
     assert len(warnings) == 1
     assert "no-such-compiler" in warnings[0]
     assert "\n" not in warnings[0]
+
+
+def test_one_compiles_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler that writes down what it is asked for, and takes its time."""
+    asked, compiler = tmp_path / "asked", tmp_path / "compiler"
+    compiler.write_text(f"""#!/bin/sh
+[ "$1" = --version ] && exit
+echo "$@" >> {asked}
+sleep 0.1
+while [ "$1" != -o ]; do shift; done
+touch "$2"
+""")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
+    with ThreadPoolExecutor(3) as pool:
+        built = {future.result() for future in [pool.submit(build.build) for _ in range(3)]}
+    sources = [str(path) for path in build.source_dir().glob("*.cpp")]
+    lines = asked.read_text().splitlines()
+    assert len(built) == 1
+    assert built.pop().exists()
+    # every source once, and one link
+    assert sorted(line.split(" -c ")[1].split()[0] for line in lines if " -c " in line) == sorted(sources)
+    assert len(lines) == len(sources) + 1
 
 
 @pytest.mark.parametrize("text", ["adress", "thread,address"])

@@ -60,7 +60,9 @@ def main() -> int:
 
 def fuzz(model: str, options: argparse.Namespace) -> int:
     from vllm_kvq.fuzz.session import Session, minimal
+    from vllm_kvq.kernels import cpu
 
+    cpu.library()  # compiled before an engine is waited for, where they have changed
     session = Session(model, options.seed, 60 * options.minutes, options.format, options.jobs)
     session.run()
     rows = {name: _row(count) for name, count in session.counts.items()}

@@ -3,12 +3,15 @@
 The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPack ABI), so any g++ >= 11 or
 clang works and one build serves every torch. Each instruction set is its own translation unit; the processor
 chooses at run time. Built into the package's `_build` directory where it is writable, else into the user's
-cache; to a temporary name first and then renamed, so that processes that build at once never see half a file.
+cache; to a temporary name first and then renamed, so that no process ever sees half a file. Of processes that need
+it at once (the ranks of a server) one compiles and the others wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -17,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,6 +118,15 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[-4000:]}")
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other process is in here; it ends with the process, however that ends."""
+    with open(folder / "lock", "w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: then all of them compile
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build() -> Path:
     """The path of the library, compiled if it isn't there yet."""
     try:
@@ -122,7 +135,9 @@ def build() -> Path:
         if target.exists():
             return target
         includes, library, _ = _ffi()
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
+        with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
+            if target.exists():
+                return target
             include = [f"-isystem{i}" for i in includes]
             sources = sorted(directory.glob("*.cpp"))
             objects = [f"{tmp}/{source.stem}.o" for source in sources]
