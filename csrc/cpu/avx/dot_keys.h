@@ -1,4 +1,4 @@
-// The inner product of plane-quad key codes with fixed-point rows, shared by SQuat, KIVI and QJL.
+// The inner product of plane-quad key codes with fixed-point rows, for SQuat and KIVI.
 //
 //     sum_c codes[c][t] q8[r][c]         for 32 tokens
 #pragma once

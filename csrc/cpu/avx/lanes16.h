@@ -39,7 +39,6 @@ KVQ_INLINE void store_apart(void* p, int apart, __m512i v) {
 }
 
 KVQ_INLINE __m512 fmadd(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-KVQ_INLINE __m512 fmsub(__m512 a, __m512 b, __m512 c) { return _mm512_fmsub_ps(a, b, c); }
 KVQ_INLINE __m512 maximum(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 KVQ_INLINE __m512 absolute(__m512 x) { return _mm512_abs_ps(x); }
 KVQ_INLINE __m512 rounded(__m512 x) { return _mm512_roundscale_ps(x, 0); }

@@ -43,7 +43,6 @@ KVQ_INLINE void store_bytes(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)
 KVQ_INLINE void store_apart(void* p, int, __m256i v) { store_bytes(p, v); }
 
 KVQ_INLINE __m256 fmadd(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
-KVQ_INLINE __m256 fmsub(__m256 a, __m256 b, __m256 c) { return _mm256_fmsub_ps(a, b, c); }
 KVQ_INLINE __m256 maximum(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 KVQ_INLINE __m128 maximum(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
 KVQ_INLINE __m256 absolute(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
