@@ -12,6 +12,7 @@ from vllm_kvq.formats.table import FORMATS
 
 MODULES = {
     "bench attention": "vllm_kvq.bench.attention",
+    "bench instructions": "vllm_kvq.bench.instructions",
     "bench decode": "vllm_kvq.bench.decode",
     "bench serve": "vllm_kvq.bench.serve",
     "bench prefill": "vllm_kvq.bench.prefill",

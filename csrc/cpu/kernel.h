@@ -34,17 +34,25 @@ struct Prefetch {
   const Slab* last = nullptr;
   int64_t slab_bytes = 0;
 
-  // Up to COUNT - 1 lines beyond the end are touched, which is harmless: a prefetch can't fault.
+  // The next COUNT lines, for the caller to prefetch one by one. Up to COUNT - 1 of them lie beyond the end, which is
+  // harmless: a prefetch can't fault. When nothing is left: lines that are cached anyway.
   template <int COUNT>
-  __attribute__((always_inline)) void lines() {
+  __attribute__((always_inline)) const char* take() {
     if (at >= end) {
-      if (next == last) return;
+      if (next == last) return reinterpret_cast<const char*>(this);
       at = reinterpret_cast<const char*>(next->data);
       end = at + slab_bytes;
       ++next;
     }
-    for (int i = 0; i < COUNT; ++i) __builtin_prefetch(at + 64 * i, 0, 3);
+    const char* lines = at;
     at += 64 * COUNT;
+    return lines;
+  }
+
+  template <int COUNT>
+  __attribute__((always_inline)) void lines() {
+    const char* from = take<COUNT>();
+    for (int i = 0; i < COUNT; ++i) __builtin_prefetch(from + 64 * i, 0, 3);
   }
 };
 

@@ -33,5 +33,17 @@ KVQ_INLINE void row_tiles(int rows, F&& f) {
   }
 }
 
+// Calls f(stride): as a constant where the head size is 64, 128 or 256, so that addresses are, too.
+template <class F>
+KVQ_INLINE void by_stride(int64_t stride, F&& f) {
+  switch (stride) {
+    case 16: f(std::integral_constant<int64_t, 16>{}); break;
+    case 32: f(std::integral_constant<int64_t, 32>{}); break;
+    case 64: f(std::integral_constant<int64_t, 64>{}); break;
+    case 128: f(std::integral_constant<int64_t, 128>{}); break;
+    default: f(stride);
+  }
+}
+
 }  // namespace tiles
 }  // namespace

@@ -50,12 +50,12 @@ class BuildError(RuntimeError):
     """The library can't be built or loaded here; the PyTorch kernels can still do the work."""
 
 
-def source_dir() -> Path:
+def source_dir(name: str = "cpu") -> Path:
     package = Path(__file__).resolve().parents[1]
-    for path in (package / "csrc" / "cpu", package.parent / "csrc" / "cpu"):
+    for path in (package / "csrc" / name, package.parent / "csrc" / name):
         if path.is_dir():
             return path
-    raise BuildError("the C++ sources (csrc/cpu) are not installed")
+    raise BuildError(f"the C++ sources (csrc/{name}) are not installed")
 
 
 def compiler() -> list[str]:
@@ -127,11 +127,11 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def build() -> Path:
-    """The path of the library, compiled if it isn't there yet."""
+def build(name: str = "cpu") -> Path:
+    """The path of the library of csrc/`name`, compiled if it isn't there yet."""
     try:
-        directory, command = source_dir(), compiler()
-        target = _cache_dir() / f"cpu-{_key(command, directory)}.so"
+        directory, command = source_dir(name), compiler()
+        target = _cache_dir() / f"{name}-{_key(command, directory)}.so"
         if target.exists():
             return target
         includes, library, _ = _ffi()

@@ -19,10 +19,8 @@ from vllm_kvq.oracle.replay import ReplayModel
 from vllm_kvq.oracle.trace import Result, Trace
 from vllm_kvq.oracle.whole import Whole
 
-PERTURBED = 24
-"""Disturbed replays that a mismatch has to survive (see `judge`)."""
-SURE, FAR = 6, 8.0
-"""After so many replays, a token that never came within so many standard deviations is not tried any longer."""
+BRIEF, SOME, MANY = 6, 24, 200
+"""Disturbed replays that a mismatch has to survive (see `judge`): so many together with others, these on its own."""
 AT_ONCE = 40
 """So many mismatches are tried again together; the next ones only if all of these were ties."""
 GREEDY = 0.01
@@ -112,7 +110,8 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
     logits move. So mismatches are tried again with the reference's queries, keys and values disturbed by 1e-6 and its
     outputs by the kernels' declared error. A token is a tie if one of these replays chooses it, or if its logit once
     comes nearer to the chosen one's than the standard deviation with which their distance varies over these replays:
-    a wrong read moves logits by far more than that. Ties are counted, not hidden.
+    a wrong read moves logits by far more than that. The distance often has two values, for a code is rounded up or
+    down, and the engine's may be the rarer one: hence so many replays. Ties are counted, not hidden.
 
     One mismatch is enough: what follows from it, often hundreds of tokens, is counted but not replayed again.
     """
@@ -152,18 +151,30 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
 
 def _unexplained(model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, list[float]]) -> list[Choice]:
     """Those choices (each with its first gap) that rounding does not explain; see `judge`."""
-    left = list(wrong)
-    for seed in range(1, PERTURBED + 1):
-        if not left:
+    left = _try(model, lives, wrong, list(wrong), range(BRIEF))
+    for i, choice in enumerate(left):
+        some = [choice]
+        for seeds in (range(BRIEF, SOME), range(SOME, MANY)):
+            some = _try(model, lives, wrong, some, seeds)
+            some = [c for c in some if min(wrong[c]) > statistics.stdev(wrong[c])]
+        if some:
+            return left[i:]
+    return []
+
+
+def _try(
+    model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, list[float]], some: list[Choice], seeds: range
+) -> list[Choice]:
+    """Appends the gaps of disturbed replays to `wrong`; those choices that none of the replays makes."""
+    for seed in seeds:
+        if not some:
             break
         model.perturb(seed)
-        for choice, gap in zip(left, _behind(model, _needed(lives, left), left), strict=True):
+        for choice, gap in zip(some, _behind(model, _needed(lives, some), some), strict=True):
             wrong[choice].append(gap)
-        left = [c for c in left if wrong[c][-1] > 0]
-        if seed == SURE:
-            left = [c for c in left if min(wrong[c]) < FAR * statistics.stdev(wrong[c])]
+        some = [c for c in some if wrong[c][-1] > 0]
     model.noise = None
-    return [c for c, gaps in wrong.items() if min(gaps) > max(0.0, statistics.stdev(gaps))]
+    return some
 
 
 def choices_of(life: Life) -> list[Choice]:

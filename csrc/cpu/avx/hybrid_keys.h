@@ -102,15 +102,17 @@ struct HybridKeys2 {
         });
         Ints acc[X][T];
         clear(acc);
+        // a group's channels lie in one plane, or its halves in two
+        const Ints by[2] = {L::all32(32 * g / STRIDE * 2), L::all32((32 * g + 16) / STRIDE * 2)};
+        const char* ahead = task.prefetch.template take<2>();
         unroll<8>([&](auto e) KVQ_LAMBDA {
           const int c = 32 * g + 4 * e;
-          const Ints shift = L::all32(c / STRIDE * 2);
           const uint8_t* word = codes + c % STRIDE * 32 + token * 4;
           Ints code[T];
           unroll<T>([&](auto t) KVQ_LAMBDA {
-            code[t] = hybrid_codes<e>(shift_right(L::load_bytes(word + 4 * WIDTH * t), shift), p[t].signs);
+            code[t] = hybrid_codes<e>(shift_right(L::load_bytes(word + 4 * WIDTH * t), by[e / 4]), p[t].signs);
           });
-          if (e % 4 == 0) task.prefetch.template lines<1>();
+          if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
           unroll<X>([&](auto x) KVQ_LAMBDA {
             constexpr int part = x / R, r = x % R;
             const Ints b = quad(q8 + (part * 4 + r) * D + c);

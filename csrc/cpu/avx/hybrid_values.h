@@ -24,9 +24,11 @@ struct HybridValues2 {
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
       weigh<R>(task.scores + row * BLOCK, count, work);
-      for (int s = 0; s < count; ++s)
-        for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
-          multiply<R>(l, slabs[s], s, c, work, task.prefetch, task.out + row * l.d + c);
+      by_stride(l.d / 4, [&](auto stride) KVQ_LAMBDA {
+        for (int s = 0; s < count; ++s)
+          for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
+            multiply<R>(l, stride, slabs[s], s, c, work, task.prefetch, task.out + row * l.d + c);
+      });
     });
   }
 
@@ -56,12 +58,11 @@ struct HybridValues2 {
     }
   }
 
-  // WIDTH T channels from c on, R rows, one slab
-  template <int R>
-  static __attribute__((noinline)) void multiply(const Layout& l, const Slab& slab, int s, int c, Work& work,
-                                                 Prefetch& prefetch, float* out) {
+  // WIDTH T channels from c on, R rows, one slab; stride: channels of a plane
+  template <int R, class Stride>
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab& slab, int s, int c,
+                                                 Work& work, Prefetch& prefetch, float* out) {
     constexpr int X = R * PARTS, T = VECTORS<X>;
-    const int64_t stride = l.d / 4;  // channels of a plane
     const uint8_t* codes[T];
     Ints shift[T], acc[X][T];
     HybridParameters p[T];
@@ -73,12 +74,13 @@ struct HybridValues2 {
       unroll<X>([&](auto x) KVQ_LAMBDA { acc[x][t] = Ints{}; });
     });
     const int8_t* weights = work.weights[0][0] + s * SLAB;
+    const char* ahead = prefetch.take<2>();
     unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
       Ints code[T];
       unroll<T>([&](auto t) KVQ_LAMBDA {
         code[t] = hybrid_codes<e>(shift_right(L::load_bytes(codes[t] + e * stride * 4), shift[t]), p[t].signs);
       });
-      if (e % 4 == 0) prefetch.lines<1>();
+      if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
       unroll<X>([&](auto x) KVQ_LAMBDA {
         constexpr int part = x / R, r = x % R;
         const Ints b = quad(weights + (part * 4 + r) * BLOCK + e * 4);

@@ -53,8 +53,21 @@ constexpr int divisor(int count, int limit) {
 template <int X>
 constexpr int VECTORS = WIDTH == 16 ? PER_SLAB : X > 4 ? 1 : X > 2 ? 2 : 4;
 
+// Sums that are added up in the order of the program: g++ chooses another, for which it keeps all that is to be added
+// on the stack.
+template <class Vector>
+KVQ_INLINE void sum16(Vector& acc, Vector x) {
+  acc = add16(acc, x);
+  asm("" : "+v"(acc));
+}
+template <class Vector>
+KVQ_INLINE void sum32(Vector& acc, Vector x) {
+  acc = add32(acc, x);
+  asm("" : "+v"(acc));
+}
+
 // acc += codes * weights, neighbours added
-KVQ_INLINE void dot(Ints& acc, Ints codes, Ints weights) { acc = add16(acc, multiply_bytes(codes, weights)); }
+KVQ_INLINE void dot(Ints& acc, Ints codes, Ints weights) { sum16(acc, multiply_bytes(codes, weights)); }
 
 // 16-bit sums to 32 bits; for two parts 256 hi + lo.
 KVQ_INLINE Ints widen(Ints sums) { return multiply_pairs(sums, L::all16(1)); }

@@ -21,8 +21,8 @@ struct NibbleSums8 {
   KVQ_INLINE void add(const uint8_t* low, const uint8_t* high, __m256i codes) {
     const __m256i lo = shuffle(Lanes8::twice(low + 16 * V), codes);
     const __m256i hi = shuffle(Lanes8::twice(high + 16 * V), codes);
-    sums[0] = add16(sums[0], interleave_low8(lo, hi));
-    sums[1] = add16(sums[1], interleave_high8(lo, hi));
+    sum16(sums[0], interleave_low8(lo, hi));
+    sum16(sums[1], interleave_high8(lo, hi));
   }
 
   template <int T>
@@ -49,8 +49,8 @@ struct NibbleSums16 {
   template <int V>
   KVQ_INLINE void add(const uint8_t* low, const uint8_t* high, __m512i codes) {
     const __m512i lo = shuffle(Lanes16::load_bytes(low), codes), hi = shuffle(Lanes16::load_bytes(high), codes);
-    sums[V][0] = add16(sums[V][0], interleave_low8(lo, hi));
-    sums[V][1] = add16(sums[V][1], interleave_high8(lo, hi));
+    sum16(sums[V][0], interleave_low8(lo, hi));
+    sum16(sums[V][1], interleave_high8(lo, hi));
   }
 
   template <int T>

@@ -203,7 +203,7 @@ struct PolarKeys {
           unroll<T>([&](auto t) KVQ_LAMBDA { k[t] = L::load_bytes(work.key[first + i][token + WIDTH * t]); });
           unroll<R>([&](auto r) KVQ_LAMBDA {
             const Ints q = quad(work.q[row + r][first + i]);
-            unroll<T>([&](auto t) KVQ_LAMBDA { acc[r][t] = add32(acc[r][t], multiply_pairs(k[t], q)); });
+            unroll<T>([&](auto t) KVQ_LAMBDA { sum32(acc[r][t], multiply_pairs(k[t], q)); });
           });
         });
         unroll<R>([&](auto r) KVQ_LAMBDA {

@@ -14,6 +14,14 @@ namespace avx {
 
 using namespace kvq;
 
+// -1 from the middle on, or before it: shifted, the tokens of a slab from one on, or up to one
+alignas(64) constexpr struct Step {
+  int32_t of[2 * SLAB];
+  constexpr explicit Step(bool up) : of() {
+    for (int i = 0; i < 2 * SLAB; ++i) of[i] = (i >= SLAB) == up ? -1 : 0;
+  }
+} UP(true), DOWN(false);
+
 template <int BITS>
 struct TokenValues {
   static constexpr int PARTS = 2, GROUPS = 8;
@@ -36,14 +44,19 @@ struct TokenValues {
     Work& work = *reinterpret_cast<Work*>(task.value_work);
     const Layout& l = *task.layout;
     for (int s = 0; s < count; ++s)
-      for (int t = 0; t < SLAB; ++t) work.attended[s * SLAB + t] = t >= slabs[s].low && t < slabs[s].high ? -1 : 0;
-    find_widest(l, slabs, count, work);
+      for (int t = 0; t < SLAB; t += WIDTH)
+        store_bytes(work.attended + s * SLAB + t, L::load_bytes(UP.of + SLAB - slabs[s].low + t) &
+                                                      L::load_bytes(DOWN.of + SLAB - slabs[s].high + t));
+    const int groups = groups_of(l);  // a division, and what follows writes bytes, which may be anything
+    find_widest(l, slabs, count, groups, work);
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
       scale_weights<R>(task, row, count, work);
-      for (int g = 0; g < groups_of(l); ++g) weigh<R>(l, slabs, count, g, work);
-      for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
-        multiply<R>(l, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
+      for (int g = 0; g < groups; ++g) weigh<R>(l, slabs, count, g, work);
+      by_stride(l.d * BITS / 8, [&](auto stride) KVQ_LAMBDA {
+        for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
+          multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
+      });
     });
   }
 
@@ -53,10 +66,10 @@ struct TokenValues {
     return keep(stored, L::load_bytes(work.attended + t));
   }
 
-  static void find_widest(const Layout& l, const Slab* slabs, int count, Work& work) {
+  static void find_widest(const Layout& l, const Slab* slabs, int count, int groups, Work& work) {
     for (int t = 0; t < count * SLAB; t += WIDTH) {
       Reals widest = parameters(slabs, l.value_at[1], 0, t, work);
-      for (int g = 1; g < groups_of(l); ++g)
+      for (int g = 1; g < groups; ++g)
         widest = maximum(widest, parameters(slabs, l.value_at[1], g, t, work));
       store(work.widest + t, widest);
     }
@@ -109,12 +122,11 @@ struct TokenValues {
     _mm_store_ps(work.offset[g], _mm_mul_ps(reduce4<Add>(zeros), _mm_loadu_ps(work.step)));
   }
 
-  // WIDTH T channels from c on, R rows
-  template <int R>
-  static __attribute__((noinline)) void multiply(const Layout& l, const Slab* slabs, int count, int c, Work& work,
-                                                 Prefetch& prefetch, float* out) {
+  // WIDTH T channels from c on, R rows; stride: channels of a plane
+  template <int R, class Stride>
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
+                                                 Work& work, Prefetch& prefetch, float* out) {
     constexpr int X = R * PARTS, T = VECTORS<X>;
-    const int64_t stride = l.d * BITS / 8;  // channels of a plane
     const int group = int(c / l.group);
     const Ints mask = L::all8((1 << BITS) - 1);
     int64_t at[T];
@@ -129,13 +141,14 @@ struct TokenValues {
       clear(acc);
       for (int s = first; s < first + RUN && s < count; ++s) {
         const int8_t* weights = work.weights[0][0][group] + s * SLAB;
+        const char* ahead = prefetch.take<2>();  // at once: a branch amid the sums would move them about
         unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
           Ints code[T];
           unroll<T>([&](auto t) KVQ_LAMBDA {
             const Ints bytes = L::load_bytes(slabs[s].data + at[t] + e * stride * 4);
             code[t] = shift_right(bytes, shift[t]) & mask;
           });
-          if (e % 4 == 0) prefetch.lines<1>();
+          if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
           unroll<X>([&](auto x) KVQ_LAMBDA {
             constexpr int part = x / R, r = x % R;
             const Ints b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + e * 4);

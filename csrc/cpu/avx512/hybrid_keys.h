@@ -91,6 +91,7 @@ struct HybridKeys2 {
     const uint8_t* codes = slab.data + l.key_at[0];
     const int8_t* q8 = work.q8[row / 4][0][0];
     __m512 scores[R][2];
+    unroll<R>([&](auto r) KVQ_LAMBDA { scores[r][0] = scores[r][1] = _mm512_setzero_ps(); });
     for (int g = 0; g < GROUPS; ++g) {
       const HybridParameters low(slab.data + l.key_at[1] + g * 64, slab.data + l.key_at[2] + g * 128);
       const HybridParameters high(slab.data + l.key_at[1] + g * 64 + 32, slab.data + l.key_at[2] + g * 128 + 64);
@@ -99,13 +100,15 @@ struct HybridKeys2 {
       unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
       });
+      // a group's channels lie in one plane, or its halves in two
+      const __m512i by[2] = {_mm512_set1_epi32(32 * g / STRIDE * 2), _mm512_set1_epi32((32 * g + 16) / STRIDE * 2)};
+      const char* ahead = task.prefetch.template take<8>();
       unroll<8>([&](auto e) KVQ_LAMBDA {
         const int c = 32 * g + 4 * e;
-        const __m512i shift = _mm512_set1_epi32(c / STRIDE * 2);
         const uint8_t* word = codes + c % STRIDE * 32;
-        const __m512i c0 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(word), shift), low.signs);
-        const __m512i c1 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(word + 64), shift), high.signs);
-        task.prefetch.template lines<1>();
+        const __m512i c0 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(word), by[e / 4]), low.signs);
+        const __m512i c1 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(word + 64), by[e / 4]), high.signs);
+        __builtin_prefetch(ahead + 64 * e, 0, 3);
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
           constexpr int part = x / R, r = x % R;
           const __m512i b = quad(q8 + (part * 4 + r) * D + c);
@@ -117,7 +120,7 @@ struct HybridKeys2 {
       unroll<R>([&](auto r) KVQ_LAMBDA {
         const __m512 step = _mm512_set1_ps(work.step[row + r][g]), sum = _mm512_set1_ps(work.sum[row + r][g]);
         const auto add = [&](int half, const HybridParameters& p) __attribute__((always_inline)) {
-          const __m512 zeros = g ? _mm512_fmadd_ps(p.zero, sum, scores[r][half]) : _mm512_mul_ps(p.zero, sum);
+          const __m512 zeros = _mm512_fmadd_ps(p.zero, sum, scores[r][half]);
           scores[r][half] = _mm512_fmadd_ps(join(acc[r][half], acc[R + r][half]), _mm512_mul_ps(p.scale, step), zeros);
         };
         add(0, low);

@@ -25,8 +25,11 @@ struct HybridValues2 {
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
       weigh<R>(task.scores + row * BLOCK, count, work);
-      for (int s = 0; s < count; ++s)
-        for (int c = 0; c < l.d; c += 32) multiply<R>(l, slabs[s], s, c, work, task.prefetch, task.out + row * l.d + c);
+      by_stride(l.d / 4, [&](auto stride) KVQ_LAMBDA {
+        for (int s = 0; s < count; ++s)
+          for (int c = 0; c < l.d; c += 32)
+            multiply<R>(l, stride, slabs[s], s, c, work, task.prefetch, task.out + row * l.d + c);
+      });
     });
   }
 
@@ -60,17 +63,17 @@ struct HybridValues2 {
     }
   }
 
-  // 32 channels from c on, R rows, one slab
-  template <int R>
-  static __attribute__((noinline)) void multiply(const Layout& l, const Slab& slab, int s, int c, Work& work,
-                                                 Prefetch& prefetch, float* out) {
-    const int64_t stride = l.d / 4;  // channels of a plane
+  // 32 channels from c on, R rows, one slab; stride: channels of a plane
+  template <int R, class Stride>
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab& slab, int s, int c,
+                                                 Work& work, Prefetch& prefetch, float* out) {
     const uint8_t* codes = slab.data + l.value_at[0];
     const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
     const __m512i by0 = _mm512_set1_epi32(int(c / stride) * 2), by1 = _mm512_set1_epi32(int((c + 16) / stride) * 2);
     const HybridParameters low(slab.data + l.value_at[1] + 2 * c, slab.data + l.value_at[2] + 4 * c);
     const HybridParameters high(slab.data + l.value_at[1] + 2 * c + 32, slab.data + l.value_at[2] + 4 * c + 64);
     const int8_t* weights = work.weights[0][0] + s * SLAB;
+    const char* ahead = prefetch.take<SLAB / 4>();
     __m512i sums[CHAINS<R>][R * PARTS][2];
     auto& acc = sums[0];
     unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
@@ -79,7 +82,7 @@ struct HybridValues2 {
     unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
       const __m512i c0 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(w0 + e * stride * 4), by0), low.signs);
       const __m512i c1 = hybrid_codes<e>(_mm512_srlv_epi32(load_bytes(w1 + e * stride * 4), by1), high.signs);
-      prefetch.lines<1>();
+      __builtin_prefetch(ahead + 64 * e, 0, 3);
       unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
         constexpr int part = x / R, r = x % R;
         const __m512i b = quad(weights + (part * 4 + r) * BLOCK + e * 4);

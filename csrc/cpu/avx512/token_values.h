@@ -34,26 +34,37 @@ struct TokenValues {
     Work& work = *reinterpret_cast<Work*>(task.value_work);
     const Layout& l = *task.layout;
     attended_tokens(slabs, count, work.attended);
-    find_widest(l, slabs, count, work);
+    if (count % 2) work.attended[2 * count] = work.attended[2 * count + 1] = 0;
+    const int groups = groups_of(l);  // a division, and what follows writes bytes, which may be anything
+    find_widest(l, slabs, count, groups, work);
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
       scale_weights<R>(task, row, count, work);
-      for (int g = 0; g < groups_of(l); ++g) weigh<R>(l, slabs, count, g, work);
-      for (int c = 0; c < l.d; c += 32) multiply<R>(l, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
+      for (int g = 0; g < groups; ++g) weigh<R>(l, slabs, count, g, work);
+      by_stride(l.d * BITS / 8, [&](auto stride) KVQ_LAMBDA {
+        for (int c = 0; c < l.d; c += 32)
+          multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
+      });
     });
   }
 
-  // 16 tokens' parameters of a group; 0 where unattended: their weight is 0, but 0 times NaN would not be
-  KVQ_INLINE static __m512 parameters(const Slab* slabs, int64_t at, int group, int i, const Work& work) {
-    const uint8_t* p = slabs[i / 2].data + at + (group * SLAB + i % 2 * 16) * 2;
-    return _mm512_maskz_cvtph_ps(work.attended[i], _mm256_loadu_si256((const __m256i*)p));
+  // 16 tokens' parameters; 0 where unattended: their weight is 0, but 0 times NaN would not be
+  KVQ_INLINE static __m512 parameters(const uint8_t* p, __mmask16 attended) {
+    return _mm512_maskz_cvtph_ps(attended, _mm256_loadu_si256((const __m256i*)p));
   }
 
-  static void find_widest(const Layout& l, const Slab* slabs, int count, Work& work) {
-    for (int i = 0; i < 2 * count; ++i) {
-      __m512 widest = parameters(slabs, l.value_at[1], 0, i, work);
-      for (int g = 1; g < groups_of(l); ++g) widest = _mm512_max_ps(widest, parameters(slabs, l.value_at[1], g, i, work));
-      _mm512_store_ps(work.widest + 16 * i, widest);
+  static void find_widest(const Layout& l, const Slab* slabs, int count, int groups, Work& work) {
+    for (int s = 0; s < count; ++s) {
+      const uint8_t* p = slabs[s].data + l.value_at[1];
+      const __mmask16 first = work.attended[2 * s], second = work.attended[2 * s + 1];
+      __m512 widest[2] = {parameters(p, first), parameters(p + 32, second)};
+      for (int g = 1; g < groups; ++g) {
+        p += SLAB * 2;
+        widest[0] = _mm512_max_ps(widest[0], parameters(p, first));
+        widest[1] = _mm512_max_ps(widest[1], parameters(p + 32, second));
+      }
+      _mm512_store_ps(work.widest + s * SLAB, widest[0]);
+      _mm512_store_ps(work.widest + s * SLAB + 16, widest[1]);
     }
   }
 
@@ -86,13 +97,15 @@ struct TokenValues {
     const __m512 magic = _mm512_set1_ps(MAGIC<PARTS>);
     __m512 zeros[4];
     unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = _mm512_setzero_ps(); });
-    for (int t = 0; t < count * SLAB; t += 64) {
+    for (int s = 0; s < count; s += 2) {
+      const int t = s * SLAB;
+      // without a second slab nothing of it is attended
+      const uint8_t* data[2] = {slabs[s].data + g * SLAB * 2, slabs[s + 1 < count ? s + 1 : s].data + g * SLAB * 2};
       __m512 scale[4], zero[4];
       unroll<4>([&](auto v) KVQ_LAMBDA {
-        const int i = t / 16 + v;
-        const bool there = i < 2 * count;
-        scale[v] = there ? parameters(slabs, l.value_at[1], g, i, work) : _mm512_setzero_ps();
-        zero[v] = there ? parameters(slabs, l.value_at[2], g, i, work) : _mm512_setzero_ps();
+        const __mmask16 attended = work.attended[2 * s + v];
+        scale[v] = parameters(data[v / 2] + l.value_at[1] + v % 2 * 32, attended);
+        zero[v] = parameters(data[v / 2] + l.value_at[2] + v % 2 * 32, attended);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         __m512 x[4];
@@ -107,11 +120,10 @@ struct TokenValues {
     _mm_store_ps(work.offset[g], _mm_mul_ps(reduce4<Add>(zeros), _mm_loadu_ps(work.step)));
   }
 
-  // 32 channels from c on, R rows
-  template <int R>
-  static __attribute__((noinline)) void multiply(const Layout& l, const Slab* slabs, int count, int c,
+  // 32 channels from c on, R rows; stride: channels of a plane
+  template <int R, class Stride>
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
                                                  Work& work, Prefetch& prefetch, float* out) {
-    const int64_t stride = l.d * BITS / 8;  // channels of a plane
     const int group = int(c / l.group);
     const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
     const __m512i by0 = _mm512_set1_epi32(int(c / stride) * BITS);
@@ -125,10 +137,11 @@ struct TokenValues {
       const uint8_t* codes = slabs[s].data + l.value_at[0];
       const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
       const int8_t* weights = work.weights[group][0][0] + s * SLAB;
+      const char* ahead = prefetch.take<SLAB / 4>();  // at once: a branch amid the sums would move them about
       unroll<SLAB / 4>([&](auto token_quad) KVQ_LAMBDA {
         const __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(load_bytes(w0 + token_quad * stride * 4), by0), mask);
         const __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(load_bytes(w1 + token_quad * stride * 4), by1), mask);
-        prefetch.lines<1>();
+        __builtin_prefetch(ahead + 64 * token_quad, 0, 3);
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
           constexpr int part = x / R, r = x % R;
           const __m512i b = quad(weights + (part * 4 + r) * BLOCK + token_quad * 4);
