@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
@@ -72,10 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.no_baseline:
         for name, dtype in baselines().items():
             made = {c: vllm_candidate(shape, dtype) for c, shape in shapes.items()}
-            print(f"  {name:8} {per_element(made, probe.code_of('_C'), args.head_size):7.3f}", flush=True)
+            print(f"  {name:8} {per_element(made, probe.code_of('/vllm/_C'), args.head_size):7.3f}", flush=True)
     for name in args.format:
         made = {c: kvq_candidate(shape, name) for c, shape in shapes.items()}
-        code = probe.code_of(Path(build()).name)
+        code = probe.code_of(build().name)
         print(f"  {name:8} {per_element(made, code, args.head_size):7.3f}", flush=True)
     return 0
 

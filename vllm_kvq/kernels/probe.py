@@ -33,13 +33,14 @@ def library() -> ctypes.CDLL:
     return lib
 
 
-def code_of(name: str) -> tuple[int, int]:
-    """The addresses of the code of the loaded library whose file name begins so."""
+def code_of(part: str) -> tuple[int, int]:
+    """The addresses of the code of the one loaded library with `part` in its path."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    found = [x[0].split("-") for x in lines if len(x) == 6 and "x" in x[1] and Path(x[5]).name.startswith(name)]
-    if not found:
-        raise ValueError(f"no library {name} is loaded")
-    return min(int(low, 16) for low, _ in found), max(int(high, 16) for _, high in found)
+    found = [x for x in lines if len(x) == 6 and "x" in x[1] and part in x[5]]
+    if len({x[5] for x in found}) != 1:
+        raise ValueError(f"not one but {len({x[5] for x in found})} loaded libraries are called {part}")
+    bounds = [x[0].split("-") for x in found]
+    return min(int(low, 16) for low, _ in bounds), max(int(high, 16) for _, high in bounds)
 
 
 def count(step: Callable[[], object], code: tuple[int, int]) -> int:
