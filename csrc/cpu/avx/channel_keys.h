@@ -36,7 +36,7 @@ struct ChannelKeys {
       const Reals step = L::all(work.step[r]), offset = L::all(work.offset[r]);
       store(scores + r * BLOCK + token, fmadd(s, step, offset));
     };
-    dot_keys<D, BITS, PARTS, R>(slab.data + l.key_at[0], work.q8, task.prefetch, finish);
+    dot_keys<D, BITS, R>(slab.data + l.key_at[0], work.q8, task.prefetch, finish);
   }
 
   template <int R>

@@ -11,11 +11,11 @@ namespace avx {
 
 using namespace kvq;
 
-// n channels (compile-time: then all offsets into q8 are), rows q8[part][R][n]. Calls finish(row, token, sums of the
+// n channels (compile-time: then all offsets into q8 are), rows q8[2 parts][R][n]. Calls finish(row, token, sums of the
 // WIDTH tokens from there on) for every row.
-template <int N, int BITS, int PARTS, int R, class Finish>
+template <int N, int BITS, int R, class Finish>
 KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefetch, Finish finish) {
-  constexpr int PLANES = 8 / BITS, STRIDE = N / PLANES, WORDS = STRIDE / 4, X = R * PARTS, T = VECTORS<X>;
+  constexpr int PLANES = 8 / BITS, STRIDE = N / PLANES, WORDS = STRIDE / 4, X = 2 * R, T = VECTORS<X>;
   constexpr int CHUNK = divisor(WORDS, SUMS<BITS> / PLANES);  // words between two widenings
   static_assert(CHUNK * PLANES <= SUMS<BITS>);
   const Ints mask = L::all8((1 << BITS) - 1);
@@ -41,8 +41,7 @@ KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefe
       }
       unroll<R>([&](auto r) KVQ_LAMBDA {
         unroll<T>([&](auto t) KVQ_LAMBDA {
-          const Ints sum = PARTS == 2 ? join(acc[r][t], acc[X - R + r][t]) : widen(acc[r][t]);
-          sums[r][t] = add32(sums[r][t], sum);
+          sums[r][t] = add32(sums[r][t], join(acc[r][t], acc[R + r][t]));
         });
       });
     }
