@@ -54,7 +54,7 @@ def test_copy_bandwidth_is_a_memory_speed() -> None:
 @pytest.mark.engine
 def test_serve_compares_two_real_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = random_model(tmp_path / "model", hidden=128, layers=1, vocab=512, dtype="bfloat16")
-    sizes = ["--context", "64", "256", "--batch", "2", "--tokens", "16", "--rounds", "1", "--eager"]
+    sizes = ["--context", "64", "256", "--batch", "2", "--tokens", "96", "--rounds", "1", "--eager"]
     assert serve.main(["--model", str(model), "--folder", str(tmp_path), *sizes]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "squat2 against bf16"
@@ -64,7 +64,9 @@ def test_serve_compares_two_real_servers(tmp_path: Path, capsys: pytest.CaptureF
     share, kernel, expected, most = (float(x.rstrip("%")) for x in cells[1][10:])
     assert 0 <= share < 100
     assert kernel > 0
-    assert expected == pytest.approx(serve.gain(share / 100, kernel), abs=0.05)
+    # printed to half a per cent, which is much where the share is large
+    near = [serve.gain(share / 100 + s, kernel + k) for s in (-0.005, 0.005) for k in (-0.005, 0.005)]
+    assert min(near) - 0.01 <= expected <= max(near) + 0.01
     assert min(1.0, kernel) - 0.01 <= expected <= most + 0.01
     assert "kvq: format=squat2" in (tmp_path / "bench-squat2.log").read_text()
     assert "kvq: format" not in (tmp_path / "bench-bf16.log").read_text()
