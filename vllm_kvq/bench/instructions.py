@@ -21,10 +21,11 @@ import torch
 
 from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.vllm_build import baselines
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats import FORMATS, Geometry, get_format
 from vllm_kvq.kernels import cpu, probe
 from vllm_kvq.kernels.build import BuildError, build
 
+BLOCK = 128
 CONTEXTS = (2048, 3072)
 """Both are whole tasks, so that no task is split in another way."""
 
@@ -38,7 +39,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--no-baseline", action="store_true", help="ours alone, without vllm")
     args = p.parse_args(arguments)
     args.format = public if "all" in args.format else args.format
+    try:
+        for name in args.format:
+            get_format(name).bind(Geometry(args.head_size, BLOCK, torch.bfloat16))
+        shape_of(args, CONTEXTS[0])
+    except ValueError as error:
+        p.error(str(error))
     return args
+
+
+def shape_of(args: argparse.Namespace, context: int) -> Shape:
+    return Shape(context, 1, args.query_heads, 1, args.head_size, BLOCK, 1)
 
 
 def per_element(make: dict[int, Candidate], code: tuple[int, int], head_size: int) -> float:
@@ -63,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BuildError as error:
         print(str(error), file=sys.stderr)
         return 1
-    shapes = {c: Shape(c, 1, args.query_heads, 1, args.head_size, 128, 1) for c in CONTEXTS}
+    shapes = {c: shape_of(args, c) for c in CONTEXTS}
     print(
         f"{cpu.ISAS[cpu.isa()]}, head size {args.head_size}, {args.query_heads} query heads per KV head: "
         "instructions per cached element"
