@@ -106,7 +106,7 @@ def decode_variants(target: int) -> Iterator[Variant]:
             assert k is not None
             # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt
             for rows in sorted({wrapper.MIN_ROWS, wrapper.most_rows(fmt)}):
-                constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": 0}
+                constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": 0, "PAIR": wrapper.PAIR}
                 warps, stages = wrapper.launch_for(fmt, rows, target)
                 yield Variant(f"decode {name} d={d} rows={rows}", attend_kernel, constants, warps, stages, 64 * d)
                 if rows == wrapper.MIN_ROWS and name in ("polar4", "polar3"):

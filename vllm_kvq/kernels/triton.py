@@ -29,6 +29,7 @@ MIN_ROWS, MAX_ROWS = 8, 16
 
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
+PAIR = int(os.environ.get('PAIR','2'))
 
 
 # as in triton_kernels/keys.py and values.py
@@ -50,7 +51,9 @@ def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
         own = {"KEYS": _HYBRID, "K_BITS": k.bits, "K_SCALE": at("k_scale") // 2, "K_ZERO": at("k_slot") // 4}
         operands = k.d // chunk
     elif isinstance(k, PolarKeys):
-        chunk = math.gcd(k.pairs, 16) if k.nibbles else k.pairs * min(k.m, k.n) // 8
+        # in one plane of either
+        plane = k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8
+        chunk = next(c for c in (16, 12, 8, 4) if plane % c == 0)
         own = {
             "KEYS": _POLAR,
             "K_BITS": k.m,
@@ -226,6 +229,7 @@ class TritonKernels(PagedKernels):
             LISTED=low.dim() == 2,
             RAGGED=start is not None,
             TABLE=table_of,
+            PAIR=PAIR if fmt.slabs % PAIR == 0 else 1,
             **(constants(fmt) or {}),
             num_warps=warps,
             num_stages=stages,

@@ -22,9 +22,9 @@ from vllm_kvq.triton_kernels.keys import (
     hybrid_scores,
     key_places,
     key_shift,
-    polar_scores,
     query_channel,
 )
+from vllm_kvq.triton_kernels.keys_polar import polar_lookup, polar_scores
 from vllm_kvq.triton_kernels.lang import (
     LN2,
     LOG2E,
@@ -70,6 +70,7 @@ def attend_kernel(
     SLABS: tl.constexpr,
     SLABS_AT: tl.constexpr,
     SLAB_WORDS: tl.constexpr,
+    PAIR: tl.constexpr,
     LISTED: tl.constexpr,
     RAGGED: tl.constexpr,
     KEYS: tl.constexpr,
@@ -139,8 +140,8 @@ def attend_kernel(
         high = tl.minimum(tl.load(high_ptr + request).to(tl.int32), high)
     if RAGGED:  # a tile beyond this request's rows
         high = tl.where(tl.program_id(0) % tiles * M < count_rows * SHARE, high, 0)
-    first = low // 32
-    count = tl.maximum((high + 31) // 32 - first, 0)
+    first = low // (32 * PAIR)
+    count = tl.maximum((high + 32 * PAIR - 1) // (32 * PAIR) - first, 0)
     share = (count + splits - 1) // splits
     begin = first + split * share
     end = tl.minimum(begin + share, first + count)
@@ -154,56 +155,77 @@ def attend_kernel(
     token = mma_order(tl.arange(0, 32))
     full = tl.where(pages > 0, -1, 0)  # always -1, which the compiler does not know
     for i in range(begin, end):
-        slab = i % SLABS
-        page = tl.load(table_ptr + request * table_row + i // SLABS).to(tl.int64)
+        turns: tl.constexpr = SLABS // PAIR
+        page = tl.load(table_ptr + request * table_row + i // turns).to(tl.int64)
         ok = (page >= 0) & (page < pages)
         # a page that does not exist is read as page 0, and nothing of it is seen
         record = tl.where(ok, page, 0) * page_words + head * head_words
         base, base16 = words_ptr + record, halves_ptr + record * 2
-        flags = tl.load(base + 4 + slab // 4) >> (slab % 4 * 8)
-        packed = ok & (tl.load(base) == MAGIC) & ((flags & 255) == 1)
-        from_, to = low - i * 32, high - i * 32
+        ok = ok & (tl.load(base) == MAGIC)
+        from_, to = low - i * (32 * PAIR), high - i * (32 * PAIR)
         if LISTED:  # every page has limits of its own, counted from its first token
-            place = request * table_row + i // SLABS
-            from_ = tl.load(low_ptr + place).to(tl.int32) - slab * 32
-            to = tl.load(high_ptr + place).to(tl.int32) - slab * 32
-        # one comparison for both ends: below `from_` the difference wraps around
-        span = tl.where(packed, tl.maximum(to - from_, 0), 0)
-        seen = (token - from_).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
+            place = request * table_row + i // turns
+            from_ = tl.load(low_ptr + place).to(tl.int32) - i % turns * (32 * PAIR)
+            to = tl.load(high_ptr + place).to(tl.int32) - i % turns * (32 * PAIR)
+        slab = i % turns * PAIR
         k_words = base + SLABS_AT + slab * SLAB_WORDS
         k_halves = base16 + (SLABS_AT + slab * SLAB_WORDS) * 2
-        if KEYS == CHANNEL:
-            scores = channel_scores(q, k_words, k_halves, D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO)
-        elif KEYS == HYBRID:
-            scores = hybrid_scores(
-                q, k_words, k_halves, base16, full, D, K_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, K_ZERO, K_PAGE
-            )
-        else:
-            scores = polar_scores(
-                q, k_words, base16, D, K_BITS, RADIUS_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, PAPER, TABLE,
+        if KEYS == POLAR and TABLE == 0:
+            raw_scores = polar_scores(
+                q, k_words, base16, full, D, PAIR, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_SCALE, PAPER,
                 K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
             )  # fmt: skip
-        scores = tl.where(seen[:, None], scores, float("-inf"))
-        new = tl.maximum(best, column_max(scores) * unit)
+        scores, shown, there = (), (), ()
+        for j in tl.static_range(PAIR):
+            flags = tl.load(base + 4 + (slab + j) // 4) >> ((slab + j) % 4 * 8)
+            packed = ok & ((flags & 255) == 1)
+            # one comparison for both ends: below `from_` the difference wraps around
+            span = tl.where(packed, tl.maximum(to - from_, 0), 0)
+            seen = (token - (from_ - 32 * j)).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
+            if KEYS == CHANNEL:
+                score = channel_scores(
+                    q, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2,
+                    D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO,
+                )  # fmt: skip
+            elif KEYS == HYBRID:
+                score = hybrid_scores(
+                    q, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, base16, full,
+                    D, K_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, K_ZERO, K_PAGE
+                )  # fmt: skip
+            elif TABLE > 0:
+                score = polar_lookup(
+                    q, k_words + j * SLAB_WORDS, base16,
+                    D, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_SCALE, PAPER, TABLE,
+                    K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
+                )  # fmt: skip
+            else:
+                score = raw_scores[j]
+            score = tl.where(seen[:, None], score, float("-inf"))
+            most = score if j == 0 else tl.maximum(most, score)
+            scores, shown, there = scores + (score,), shown + (seen,), there + (tl.where(packed, 1, 0),)
+        new = tl.maximum(best, column_max(most) * unit)
         decay = tl.exp2(best - new)
-        weights = tl.exp2(scores * unit[None, :] - new[None, :])
-        if VALUES == TOKEN:
-            total = total * decay + column_sum(weights)
         best = new
+        total *= decay
+        extra *= decay[None, :]
         faded = ()
         for b in tl.static_range(D // V_BLOCK):
             faded = faded + (acc[b] * decay[None, :],)
-        if VALUES == TOKEN:
-            acc, extra = token_values(
-                weights, faded, extra * decay[None, :], k_words, k_halves, seen,
-                D, V_BITS, V_GROUP, V_BLOCK, V_PLACES, V_GROUPS, V_CODES, V_SCALE, V_ZERO,
-            )  # fmt: skip
-        else:
-            live = tl.where(packed, 1, 0)
-            acc, sums = hybrid_values(
-                weights, faded, k_words, k_halves, live, full, D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO
-            )
-            extra = extra * decay[None, :] + sums
+        acc = faded
+        for j in tl.static_range(PAIR):
+            weights = tl.exp2(scores[j] * unit[None, :] - new[None, :])
+            if VALUES == TOKEN:
+                total += column_sum(weights)
+                acc, extra = token_values(
+                    weights, acc, extra, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, shown[j],
+                    D, V_BITS, V_GROUP, V_BLOCK, V_PLACES, V_GROUPS, V_CODES, V_SCALE, V_ZERO,
+                )  # fmt: skip
+            else:
+                acc, sums = hybrid_values(
+                    weights, acc, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, there[j], full,
+                    D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO,
+                )  # fmt: skip
+                extra += sums
 
     # out (splits, requests * queries or all tokens, query heads, HEAD), dense
     whole = (first_row + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE

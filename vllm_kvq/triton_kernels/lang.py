@@ -14,6 +14,8 @@ lies (shift = p b), and the power of two is taken out of the finished sums.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -25,6 +27,20 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 LIMIT: tl.constexpr = tl.constexpr(32768.0)  # formats/quant.py
 TINY: tl.constexpr = tl.constexpr(2.0**-24)
 ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to even
+INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def cos_sin(x):
+    """By the special function unit, 2^-20 off between -2 pi and 2 pi: less than a float16 operand keeps.
+
+    The precise library functions take many times longer, and polynomials four times as many instructions.
+    """
+    if INTERPRETED:  # knows no assembly
+        return tl.cos(x), tl.sin(x)
+    else:
+        cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return cos, tl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
@@ -130,6 +146,15 @@ def fragment_rows(x, M: tl.constexpr):
 
 
 @triton.jit
+def tokens_in_order(scores):
+    """Rows (32, M) of a product of `fragment_places(4)` -> in `mma_order`."""
+    m: tl.constexpr = scores.shape[1]
+    # token bits (g2 g1 g0 r1 r0) at place bits (r1 r0 g2 g1 g0) -> (g2 r0 g1 g0 r1)
+    scores = tl.reshape(scores, (2, 2, 2, 4, m))
+    return tl.reshape(tl.permute(scores, (2, 1, 3, 0, 4)), (32, m))
+
+
+@triton.jit
 def repeat_rows(x, N: tl.constexpr):
     """(R, M) -> (N R, M)."""
     r: tl.constexpr = x.shape[0]
@@ -154,7 +179,7 @@ def columns_of_lanes(x):
 @triton.constexpr_function
 def signed_low(second, bits):
     """By how many bits `signed_pair` leaves its first (0) and its second (1) operand too large."""
-    return 1 + 4 * second if bits == 2 else 0
+    return 4 * second if bits == 2 else 0
 
 
 @triton.jit
@@ -177,6 +202,14 @@ def _moved(words, LEFT: tl.constexpr):
 
 
 @triton.jit
+def _rotated(words, left):
+    """To the left by -31 to 31 bits: one instruction, if it is written so."""
+    bits = words.to(tl.uint32, bitcast=True)
+    left = left.to(tl.uint32, bitcast=True)
+    return ((bits << (left & 31)) | (bits >> ((0 - left) & 31))).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def signed_pair(
     words, others, signs, full, P: tl.constexpr, OTHER: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr
 ):
@@ -192,11 +225,11 @@ def signed_pair(
         # an even plane and what is two bits higher in the same words are put into nibbles together
         up: tl.constexpr = P % 2 if P % 2 == OTHER % 2 else 0
         both = _merge(_moved(words, 2 * (up - P)), _moved(others, 4 + 2 * (up - OTHER)), full & 0x0F0F0F0F)
-        both = _merge(signs << ((3 - FIRST - t) & 31), _moved(both, 1 - 2 * up), full & -0x77777778)
+        both = _merge(_rotated(signs, (2 - FIRST - t) & full), _moved(both, -2 * up), full & 0x44444444)
         shifted = both >> 8
         return (
-            _operand(both & 0x000E000E, shifted & 0x000E000E),
-            _operand(both & 0x00E000E0, shifted & 0x00E000E0),
+            _operand(both & 0x00070007, shifted & 0x00070007),
+            _operand(both & 0x00700070, shifted & 0x00700070),
         )
     else:
         low = _merge(signs << ((4 - FIRST - t) & 31), _moved(words, -4 * P), full & 0x10101010)

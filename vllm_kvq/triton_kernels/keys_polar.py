@@ -1,0 +1,283 @@
+# ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
+"""PolarQuant's scores of one slab, as in keys.py:
+
+    s = sum_pairs r (q_x cos phi + q_y sin phi),   phi = phi0 + (a + 1/2) dphi,   r = r0 + (c + 1/2) dr
+
+or, in the paper's mode, phi = 2 pi a / 2^m and r = c dr. Either keys are rebuilt and multiplied with all rows at once
+(`polar_scores`), or every row looks its angles up, as in the paper (`polar_lookup`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.lang import (
+    SUBNORMAL,
+    cos_sin,
+    fragment_channels,
+    fragment_places,
+    mma_order,
+    row_sum,
+    tokens_in_order,
+)
+
+CIRCLE: tl.constexpr = tl.constexpr(6.283185307179586)
+
+
+@triton.constexpr_function
+def mantissa_place(at, bits):
+    """Where in a float32's mantissa a code at bit `at` of a word is used: where it lies, 11 bits up or 9 bits down.
+
+    So two shifts serve the eight nibbles of a word. At bit 11 or higher, what 1.0 adds is at most 2^12 steps, and
+    taking it away again leaves errors of 2^-13 steps.
+    """
+    return at if 11 <= at <= 23 - bits else at + 11 if at < 11 else at - 9
+
+
+@triton.jit
+def _mantissa(words, one, AT: tl.constexpr, BITS: tl.constexpr):
+    """1 + code 2^(place - 23) for the code at bit AT: no conversion. `one` has the bits of 1.0, unknown to the compiler:
+    one instruction takes one constant."""
+    place: tl.constexpr = mantissa_place(AT, BITS)
+    moved = words << (place - AT) if place >= AT else words >> (AT - place)
+    return ((moved & (((1 << BITS) - 1) << place)) | one).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _grid(step, first, AT: tl.constexpr, BITS: tl.constexpr):
+    """(wide, base), so that wide * _mantissa + base = first + (code + 1/2) step."""
+    ones: tl.constexpr = 1 << (23 - mantissa_place(AT, BITS))
+    return step * ones, step * (0.5 - ones) + first
+
+
+@triton.jit
+def _by_byte(x):
+    """(8, 4, 4) -> four (8, 4, 1)."""
+    even, odd = tl.split(tl.reshape(x, (8, 4, 2, 2)))
+    b0, b2 = tl.split(even)
+    b1, b3 = tl.split(odd)
+    return b0[:, :, None], b1[:, :, None], b2[:, :, None], b3[:, :, None]
+
+
+@triton.jit
+def _operand(b0, b1, b2, b3):
+    """What belongs to the four bytes of (8, 4, R) words -> float16 left operand (8 R, 16) in `mma_order`."""
+    r: tl.constexpr = b0.shape[2]
+    parts = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # (8, 4, R, half, odd)
+    return tl.reshape(tl.permute(parts, (2, 0, 4, 1, 3)), (8 * r, 16))
+
+
+@triton.constexpr_function
+def chunk_word(i, chunk, pairs, bits, both):
+    """The first word of a chunk of pairs whose codes have so many bits, of `both` for angle and radius."""
+    return i * chunk * 8 if both == 8 else i * chunk % (pairs * bits // 8) * 8
+
+
+@triton.constexpr_function
+def chunk_bit(i, chunk, pairs, bits, both):
+    """The bit of every byte where they stand: in one byte with the others (radii high), or in planes of their own."""
+    return 0 if both == 8 else i * chunk // (pairs * bits // 8) * bits
+
+
+@triton.jit
+def _parameters(
+    page_ptr,
+    I: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BITS: tl.constexpr,
+    PAPER: tl.constexpr,
+    ANGLE0: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    RADIUS0: tl.constexpr,
+    RADIUS_STEP: tl.constexpr,
+):
+    """r0, dr, phi0 and dphi of a chunk of pairs, by the byte that they belong to; zeros beyond the chunk."""
+    channel = fragment_channels(8)
+    pair, there = page_ptr + I * CHUNK + channel, channel < CHUNK
+    r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
+    if PAPER:
+        a_step = tl.full((8, 4, 4), CIRCLE / (1 << BITS), tl.float32)
+        r_first, a_first = r_step * -0.5, a_step * -0.5
+    else:
+        r_first = tl.load(pair + RADIUS0, mask=there, other=0.0).to(tl.float32)
+        a_step = tl.load(pair + ANGLE_STEP, mask=there, other=0.0).to(tl.float32)
+        a_first = tl.load(pair + ANGLE0, mask=there, other=0.0).to(tl.float32)
+    return _by_byte(r_first), _by_byte(r_step), _by_byte(a_first), _by_byte(a_step)
+
+
+@triton.jit
+def _rebuilt(
+    words_ptr,
+    parameters,
+    one,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    I: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CODES: tl.constexpr,
+    RADIUS: tl.constexpr,
+):
+    """The x and the y of a chunk of pairs, each a left operand (32, 16), made in the lanes that multiply them."""
+    both: tl.constexpr = BITS + RADIUS_BITS
+    a_at: tl.constexpr = chunk_bit(I, CHUNK, D // 2, BITS, both)
+    r_at: tl.constexpr = 4 if both == 8 else chunk_bit(I, CHUNK, D // 2, RADIUS_BITS, both)
+    quad = tl.arange(0, 4)[None, :, None]
+    place, inside = quad * 32 + fragment_places(4), quad < CHUNK // 4
+    a_words = tl.load(words_ptr + CODES + chunk_word(I, CHUNK, D // 2, BITS, both) + place, mask=inside, other=0)
+    r_words = a_words
+    if both != 8:
+        r_place = RADIUS + chunk_word(I, CHUNK, D // 2, RADIUS_BITS, both) + place
+        r_words = tl.load(words_ptr + r_place, mask=inside, other=0)
+    r_first, r_step, a_first, a_step = parameters
+    x, y = (), ()
+    for b in tl.static_range(4):
+        wide, base = _grid(r_step[b], r_first[b], 8 * b + r_at, RADIUS_BITS)
+        r = _mantissa(r_words, one, 8 * b + r_at, RADIUS_BITS) * wide + base
+        wide, base = _grid(a_step[b], a_first[b], 8 * b + a_at, BITS)
+        cos, sin = cos_sin(_mantissa(a_words, one, 8 * b + a_at, BITS) * wide + base)
+        x, y = x + ((r * cos).to(tl.float16),), y + ((r * sin).to(tl.float16),)
+    return _operand(x[0], x[1], x[2], x[3]), _operand(y[0], y[1], y[2], y[3])
+
+
+@triton.jit
+def polar_scores(
+    q,
+    words_ptr,
+    page_ptr,
+    full,
+    D: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLAB_WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    M: tl.constexpr,
+    CODES: tl.constexpr,
+    RADIUS: tl.constexpr,
+    PAPER: tl.constexpr,
+    ANGLE0: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    RADIUS0: tl.constexpr,
+    RADIUS_STEP: tl.constexpr,
+):
+    """With keys rebuilt, for SLABS slabs that follow each other. `full` is -1, which the compiler does not know."""
+    chunks: tl.constexpr = D // 2 // CHUNK
+    one = full & 0x3F800000
+    sums = ()
+    for _ in tl.static_range(SLABS):
+        sums = sums + (tl.full((32, M), 0.0, tl.float32),)
+    for i in tl.static_range(chunks):
+        parameters = _parameters(page_ptr, i, CHUNK, BITS, PAPER, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP)
+        added = ()
+        for j in tl.static_range(SLABS):
+            x, y = _rebuilt(
+                words_ptr + j * SLAB_WORDS, parameters, one, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS
+            )
+            added = added + (tl.dot(y, q[chunks + i], tl.dot(x, q[i], sums[j])),)
+        sums = added
+    scores = ()
+    for j in tl.static_range(SLABS):
+        scores = scores + (tokens_in_order(sums[j] * (1.0 / SUBNORMAL)),)
+    return scores
+
+
+@triton.jit
+def _code(words, B: tl.constexpr, AT: tl.constexpr, BITS: tl.constexpr):
+    return (words >> (8 * B + AT)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _codes(words, AT: tl.constexpr, BITS: tl.constexpr):
+    """The codes at bits [AT, AT + BITS) of every byte of (X, Q) words -> int32 (X, 4 Q) in `mma_order`."""
+    rows: tl.constexpr = words.shape[0]
+    quads: tl.constexpr = words.shape[1]
+    even = tl.join(_code(words, 0, AT, BITS), _code(words, 2, AT, BITS))
+    both = tl.join(even, tl.join(_code(words, 1, AT, BITS), _code(words, 3, AT, BITS)))
+    both = tl.reshape(both, (rows, quads // 4, 4, 2, 2))
+    return tl.reshape(tl.permute(both, (0, 1, 4, 2, 3)), (rows, 4 * quads))
+
+
+@triton.jit
+def _table(
+    words_ptr,
+    page_ptr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    I: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CODES: tl.constexpr,
+    RADIUS: tl.constexpr,
+    PAPER: tl.constexpr,
+    ANGLE0: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    RADIUS0: tl.constexpr,
+    RADIUS_STEP: tl.constexpr,
+):
+    """Radii and angle codes (32, 16) of a chunk of pairs, and cos, sin (2^BITS, 16) of their angles."""
+    both: tl.constexpr = BITS + RADIUS_BITS
+    a_at: tl.constexpr = chunk_bit(I, CHUNK, D // 2, BITS, both)
+    r_at: tl.constexpr = 4 if both == 8 else chunk_bit(I, CHUNK, D // 2, RADIUS_BITS, both)
+    quad = tl.arange(0, 4)[None, :]
+    place, inside = quad * 32 + mma_order(tl.arange(0, 32))[:, None], quad < CHUNK // 4
+    a_words = tl.load(words_ptr + CODES + chunk_word(I, CHUNK, D // 2, BITS, both) + place, mask=inside, other=0)
+    r_words = a_words
+    if both != 8:
+        r_place = RADIUS + chunk_word(I, CHUNK, D // 2, RADIUS_BITS, both) + place
+        r_words = tl.load(words_ptr + r_place, mask=inside, other=0)
+    at = mma_order(tl.arange(0, 16))
+    pair, there = page_ptr + I * CHUNK + at, at < CHUNK
+    r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
+    if PAPER:
+        a_step = tl.full((16,), CIRCLE / (1 << BITS), tl.float32)
+        r_base, a_base = r_step * 0.0, a_step * 0.0
+    else:
+        a_step = tl.load(pair + ANGLE_STEP, mask=there, other=0.0).to(tl.float32)
+        r_base = tl.load(pair + RADIUS0, mask=there, other=0.0).to(tl.float32) + 0.5 * r_step
+        a_base = tl.load(pair + ANGLE0, mask=there, other=0.0).to(tl.float32) + 0.5 * a_step
+    length = _codes(r_words, r_at, RADIUS_BITS).to(tl.float32) * r_step[None, :] + r_base[None, :]
+    cell = tl.arange(0, 1 << BITS).to(tl.float32)
+    cos, sin = cos_sin(cell[:, None] * a_step[None, :] + a_base[None, :])
+    return length, _codes(a_words, a_at, BITS), cos, sin
+
+
+@triton.jit
+def polar_lookup(
+    q,
+    words_ptr,
+    page_ptr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    M: tl.constexpr,
+    CODES: tl.constexpr,
+    RADIUS: tl.constexpr,
+    PAPER: tl.constexpr,
+    TABLE: tl.constexpr,
+    ANGLE0: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    RADIUS0: tl.constexpr,
+    RADIUS_STEP: tl.constexpr,
+):
+    """The first TABLE rows, of which no other is real, look up
+
+        s = sum_pairs r t[a],   t[a] = q_x cos phi_a + q_y sin phi_a
+    """
+    chunks: tl.constexpr = D // 2 // CHUNK
+    row = tl.arange(0, M)
+    scores = tl.full((32, M), 0.0, tl.float32)
+    for i in tl.static_range(chunks):
+        length, angle, cos, sin = _table(
+            words_ptr, page_ptr, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS, PAPER,
+            ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP,
+        )  # fmt: skip
+        for m in tl.static_range(TABLE):
+            mine = (row == m)[None, :]
+            q_x = row_sum(tl.where(mine, q[i].to(tl.float32), 0.0))
+            q_y = row_sum(tl.where(mine, q[chunks + i].to(tl.float32), 0.0))
+            looked = tl.gather(cos * q_x[None, :] + sin * q_y[None, :], angle, 0)
+            scores += tl.where(mine, row_sum(looked * length)[:, None], 0.0)
+    return scores * (1.0 / SUBNORMAL)
