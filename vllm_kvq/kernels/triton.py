@@ -29,7 +29,6 @@ MIN_ROWS, MAX_ROWS = 8, 16
 
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
-PAIR = int(os.environ.get('PAIR','2'))
 
 
 # as in triton_kernels/keys.py and values.py
@@ -37,14 +36,19 @@ _CHANNEL, _HYBRID, _POLAR = range(3)
 _TOKEN, _HYBRID_VALUES = range(2)
 
 
+def _chunk(plane: int) -> int:
+    """Channels or pairs, all in one plane, of one step of 16 of the matrix products."""
+    return next(c for c in (16, 12, 8, 4) if plane % c == 0)
+
+
 def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
     k, at = fmt.keys, fmt.slab_region.offset
     page = (fmt.slabs_at - fmt.page_region.nbytes) // 2  # the first page field, in float16
     none = {"ROTARY": 0, "INTERLEAVED": False, "RADIUS_BITS": 0, "PAPER": False, "K_PAGE": page}
     if isinstance(k, ChannelKeys):
-        chunk = k.d * k.bits // 8
+        chunk = _chunk(k.d * k.bits // 8)
         own = {"KEYS": _CHANNEL, "K_BITS": k.bits, "K_SCALE": at("k_scale") // 2, "K_ZERO": at("k_zero") // 2}
-        operands = 8 // k.bits
+        operands = k.d // chunk
     elif isinstance(k, HybridKeys):
         # in one plane and in one group
         chunk = math.gcd(k.d * k.bits // 8, 16)
@@ -53,7 +57,7 @@ def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
     elif isinstance(k, PolarKeys):
         # in one plane of either
         plane = k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8
-        chunk = next(c for c in (16, 12, 8, 4) if plane % c == 0)
+        chunk = _chunk(plane)
         own = {
             "KEYS": _POLAR,
             "K_BITS": k.m,
@@ -69,25 +73,23 @@ def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
     else:
         return None
     codes = "k_codes" if not isinstance(k, PolarKeys) else "k_polar" if k.nibbles else "k_angle"
-    # a chunk in whole steps of the matrix product
-    places = max(16, power_of_two(chunk))
-    return none | own | {"K_CHUNK": chunk, "KP": places, "OPERANDS": operands, "K_CODES": at(codes) // 4}
+    return none | own | {"K_CHUNK": chunk, "OPERANDS": operands, "K_CODES": at(codes) // 4}
 
 
 def value_block(fmt: PageFormat) -> int:
-    """Channels of a block that lies in one plane and in one group: a power of two."""
+    """Channels of a block that lies in one plane and in one group: a power of two, at most four per lane."""
     v = fmt.values
     assert isinstance(v, (TokenValues, HybridValues))
     block = math.gcd(v.d * v.bits // 8, v.group if isinstance(v, TokenValues) else GROUP)
-    return block & -block
+    return min(32, block & -block)
 
 
 def _value_constants(fmt: PageFormat) -> dict[str, Any] | None:
     v, at = fmt.values, fmt.slab_region.offset
     if isinstance(v, TokenValues):
-        kind, group, groups, zero = _TOKEN, v.group, v.groups, at("v_zero") // 2
+        kind, group, zero = _TOKEN, v.group, at("v_zero") // 2
     elif isinstance(v, HybridValues):
-        kind, group, groups, zero = _HYBRID_VALUES, GROUP, 1, at("v_slot") // 4
+        kind, group, zero = _HYBRID_VALUES, GROUP, at("v_slot") // 4
     else:
         return None
     block = value_block(fmt)
@@ -97,7 +99,6 @@ def _value_constants(fmt: PageFormat) -> dict[str, Any] | None:
         "V_GROUP": group,
         "V_BLOCK": block,
         "V_PLACES": max(16, block),
-        "V_GROUPS": max(16, power_of_two(groups)),
         "V_CODES": at("v_codes") // 4,
         "V_SCALE": at("v_scale") // 2,
         "V_ZERO": zero,
@@ -120,16 +121,29 @@ def constants(fmt: PageFormat) -> dict[str, Any] | None:
     return shape | keys | values
 
 
-def launch_for(fmt: PageFormat, rows: int, capability: int = 90, table: int = 0) -> tuple[int, int]:
-    """(warps, stages) of a program, found with `python -m vllm_kvq.eval.compile_table`. Its --check fails on a spill.
+@dataclass(frozen=True)
+class Launch:
+    """How a program of the decode kernel is compiled."""
 
-    One warp keeps every product within a warp; wide heads, keys that are not used as they lie, and tables need the
-    registers of more. With two stages the next slab is fetched while one is attended.
+    warps: int
+    turn: int
+    """Slabs of one page that a turn of the loop attends: the more, the fewer maxima, page numbers and parameters."""
+    registers: int
+    """Of a thread, at most. Without a limit ptxas spills a few for one warp more."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        # with more stages Triton would copy through shared memory what a lane loads for itself
+        return {"num_warps": self.warps, "num_stages": 1, "maxnreg": self.registers}
+
+
+def launch_for(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
+    """Found with `python -m vllm_kvq.eval.compile_table`, whose --check fails on a spill.
+
+    One warp keeps every product within a warp; wide heads, and tables, need the registers of more.
     """
-    k, wide = fmt.keys, 1 if fmt.geometry.d <= 128 else 2
-    if isinstance(k, ChannelKeys) and wide == 1:
-        return 1, 3 if k.bits == 4 and k.d == 128 else 1 if capability >= 120 else 2
-    return wide * (2 if table or rows > MIN_ROWS else 1), 1
+    turn = 2 if rows == MIN_ROWS and not table and fmt.slabs % 2 == 0 else 1
+    return Launch(2 if table else 1, turn, 255)
 
 
 def most_rows(fmt: PageFormat) -> int:
@@ -219,7 +233,7 @@ class TritonKernels(PagedKernels):
         m, chip = rows_for(fmt, q * share), capability(pages.device)
         words, halves = typed(pages)
         table_of = table_rows(fmt, q * share, chip, self.scores)
-        warps, stages = launch_for(fmt, m, chip, table_of)
+        launch = launch_for(fmt, m, table_of)
         attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
             *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
             *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], table.stride(0), table.shape[1]),
@@ -229,10 +243,9 @@ class TritonKernels(PagedKernels):
             LISTED=low.dim() == 2,
             RAGGED=start is not None,
             TABLE=table_of,
-            PAIR=PAIR if fmt.slabs % PAIR == 0 else 1,
+            TURN=launch.turn,
             **(constants(fmt) or {}),
-            num_warps=warps,
-            num_stages=stages,
+            **launch.options,
         )
 
 

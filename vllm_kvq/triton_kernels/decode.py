@@ -14,30 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvq.triton_kernels.fragments import fragment_index, lanes_of_columns, mma_order
 from vllm_kvq.triton_kernels.keys import (
     CHANNEL,
     HYBRID,
     POLAR,
     channel_scores,
     hybrid_scores,
-    key_places,
     key_shift,
     query_channel,
 )
 from vllm_kvq.triton_kernels.keys_polar import polar_lookup, polar_scores
-from vllm_kvq.triton_kernels.lang import (
-    LN2,
-    LOG2E,
-    LOWEST,
-    MAGIC,
-    SUBNORMAL,
-    column_max,
-    column_sum,
-    fragment_index,
-    lanes_of_columns,
-    mma_order,
-)
-from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, token_values, value_shift
+from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, column_max, column_sum
+from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, sums_weights, token_values, value_shift
 
 
 @triton.jit
@@ -70,13 +59,12 @@ def attend_kernel(
     SLABS: tl.constexpr,
     SLABS_AT: tl.constexpr,
     SLAB_WORDS: tl.constexpr,
-    PAIR: tl.constexpr,
+    TURN: tl.constexpr,
     LISTED: tl.constexpr,
     RAGGED: tl.constexpr,
     KEYS: tl.constexpr,
     K_BITS: tl.constexpr,
     K_CHUNK: tl.constexpr,
-    KP: tl.constexpr,
     OPERANDS: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -92,7 +80,6 @@ def attend_kernel(
     V_GROUP: tl.constexpr,
     V_BLOCK: tl.constexpr,
     V_PLACES: tl.constexpr,
-    V_GROUPS: tl.constexpr,
     V_CODES: tl.constexpr,
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
@@ -115,7 +102,7 @@ def attend_kernel(
     real = row < count_rows * SHARE
     q_row = q_first + row // SHARE * query_token
     q_row += (head * SHARE + row % SHARE) * query_head
-    at = key_places(KP)
+    at = mma_order(tl.arange(0, 16))
     top = tl.full((M,), 1.0e-30, tl.float32)
     raw = ()
     for i in tl.static_range(OPERANDS):
@@ -128,7 +115,7 @@ def attend_kernel(
     for i in tl.static_range(OPERANDS):
         plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << key_shift(i * K_CHUNK, D, KEYS, K_BITS))
         x = (raw[i] * plane_factor / top[None, :]).to(tl.float16)
-        if KEYS == HYBRID:
+        if KEYS != POLAR:
             x = lanes_of_columns(x)
         q = q + (x,)
     unit = top * (scale * LOG2E * SUBNORMAL)
@@ -140,89 +127,91 @@ def attend_kernel(
         high = tl.minimum(tl.load(high_ptr + request).to(tl.int32), high)
     if RAGGED:  # a tile beyond this request's rows
         high = tl.where(tl.program_id(0) % tiles * M < count_rows * SHARE, high, 0)
-    first = low // (32 * PAIR)
-    count = tl.maximum((high + 32 * PAIR - 1) // (32 * PAIR) - first, 0)
+    first = low // (32 * TURN)
+    count = tl.maximum((high + 32 * TURN - 1) // (32 * TURN) - first, 0)
     share = (count + splits - 1) // splits
     begin = first + split * share
     end = tl.minimum(begin + share, first + count)
 
     best = tl.full((M,), LOWEST, tl.float32)
     total = tl.full((M,), 0.0, tl.float32)
-    extra = tl.full((V_GROUPS if VALUES == TOKEN else 16, M), 0.0, tl.float32)
+    extra = tl.full((16, M), 0.0, tl.float32)
     acc = ()
     for _ in tl.static_range(D // V_BLOCK):
         acc = acc + (tl.full((V_PLACES, M), 0.0, tl.float32),)
-    token = mma_order(tl.arange(0, 32))
+    token = fragment_index(tl.arange(0, 32), 4)
     full = tl.where(pages > 0, -1, 0)  # always -1, which the compiler does not know
     for i in range(begin, end):
-        turns: tl.constexpr = SLABS // PAIR
+        turns: tl.constexpr = SLABS // TURN
         page = tl.load(table_ptr + request * table_row + i // turns).to(tl.int64)
         ok = (page >= 0) & (page < pages)
         # a page that does not exist is read as page 0, and nothing of it is seen
         record = tl.where(ok, page, 0) * page_words + head * head_words
         base, base16 = words_ptr + record, halves_ptr + record * 2
         ok = ok & (tl.load(base) == MAGIC)
-        from_, to = low - i * (32 * PAIR), high - i * (32 * PAIR)
+        from_, to = low - i * (32 * TURN), high - i * (32 * TURN)
         if LISTED:  # every page has limits of its own, counted from its first token
             place = request * table_row + i // turns
-            from_ = tl.load(low_ptr + place).to(tl.int32) - i % turns * (32 * PAIR)
-            to = tl.load(high_ptr + place).to(tl.int32) - i % turns * (32 * PAIR)
-        slab = i % turns * PAIR
+            from_ = tl.load(low_ptr + place).to(tl.int32) - i % turns * (32 * TURN)
+            to = tl.load(high_ptr + place).to(tl.int32) - i % turns * (32 * TURN)
+        slab = i % turns * TURN
         k_words = base + SLABS_AT + slab * SLAB_WORDS
         k_halves = base16 + (SLABS_AT + slab * SLAB_WORDS) * 2
-        if KEYS == POLAR and TABLE == 0:
-            raw_scores = polar_scores(
-                q, k_words, base16, full, D, PAIR, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_SCALE, PAPER,
+        if KEYS == CHANNEL:
+            sums = channel_scores(
+                q, k_words, k_halves, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M, K_CODES, K_SCALE, K_ZERO
+            )  # fmt: skip
+        elif KEYS == HYBRID:
+            sums = hybrid_scores(
+                q, k_words, k_halves, base16, full, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M,
+                K_CODES, K_SCALE, K_ZERO, K_PAGE,
+            )  # fmt: skip
+        elif TABLE > 0:
+            sums = polar_lookup(
+                q, k_words, base16, TABLE,
+                D, TURN, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_SCALE, PAPER,
                 K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
             )  # fmt: skip
-        scores, shown, there = (), (), ()
-        for j in tl.static_range(PAIR):
+        else:
+            sums = polar_scores(
+                q, k_words, base16, full,
+                D, TURN, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_SCALE, PAPER,
+                K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
+            )  # fmt: skip
+        scores, live = (), ()
+        for j in tl.static_range(TURN):
             flags = tl.load(base + 4 + (slab + j) // 4) >> ((slab + j) % 4 * 8)
             packed = ok & ((flags & 255) == 1)
             # one comparison for both ends: below `from_` the difference wraps around
             span = tl.where(packed, tl.maximum(to - from_, 0), 0)
             seen = (token - (from_ - 32 * j)).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
-            if KEYS == CHANNEL:
-                score = channel_scores(
-                    q, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2,
-                    D, K_BITS, KP, M, K_CODES, K_SCALE, K_ZERO,
-                )  # fmt: skip
-            elif KEYS == HYBRID:
-                score = hybrid_scores(
-                    q, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, base16, full,
-                    D, K_BITS, K_CHUNK, KP, M, K_CODES, K_SCALE, K_ZERO, K_PAGE
-                )  # fmt: skip
-            elif TABLE > 0:
-                score = polar_lookup(
-                    q, k_words + j * SLAB_WORDS, base16,
-                    D, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_SCALE, PAPER, TABLE,
-                    K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
-                )  # fmt: skip
-            else:
-                score = raw_scores[j]
-            score = tl.where(seen[:, None], score, float("-inf"))
-            most = score if j == 0 else tl.maximum(most, score)
-            scores, shown, there = scores + (score,), shown + (seen,), there + (tl.where(packed, 1, 0),)
+            scores = scores + (tl.where(seen[:, None], sums[j], float("-inf")),)
+            live = live + (tl.where(packed, 1, 0),)
+        most = scores[0]
+        for j in tl.static_range(1, TURN):
+            most = tl.maximum(most, scores[j])
         new = tl.maximum(best, column_max(most) * unit)
         decay = tl.exp2(best - new)
         best = new
-        total *= decay
+        if VALUES == TOKEN and not sums_weights(D, V_GROUP):
+            total *= decay
         extra *= decay[None, :]
         faded = ()
         for b in tl.static_range(D // V_BLOCK):
             faded = faded + (acc[b] * decay[None, :],)
         acc = faded
-        for j in tl.static_range(PAIR):
+        for j in tl.static_range(TURN):
             weights = tl.exp2(scores[j] * unit[None, :] - new[None, :])
             if VALUES == TOKEN:
-                total += column_sum(weights)
+                if not sums_weights(D, V_GROUP):
+                    total += column_sum(weights)
                 acc, extra = token_values(
-                    weights, acc, extra, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, shown[j],
-                    D, V_BITS, V_GROUP, V_BLOCK, V_PLACES, V_GROUPS, V_CODES, V_SCALE, V_ZERO,
+                    weights, acc, extra, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, live[j],
+                    D, V_BITS, V_GROUP, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO,
                 )  # fmt: skip
             else:
                 acc, sums = hybrid_values(
-                    weights, acc, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, there[j], full,
+                    weights, acc, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, live[j], full,
                     D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO,
                 )  # fmt: skip
                 extra += sums
@@ -230,16 +219,17 @@ def attend_kernel(
     # out (splits, requests * queries or all tokens, query heads, HEAD), dense
     whole = (first_row + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE
     target = split.to(tl.int64) * out_split + whole
-    if VALUES != TOKEN:  # of equal rows
+    group = tl.arange(0, 16)
+    if VALUES == TOKEN:
+        if sums_weights(D, V_GROUP):
+            total = column_max(tl.where(group[:, None] < 8, 0.0, extra))
+    else:  # of equal rows
         total = column_max(extra * -(SUBNORMAL / (1 << V_BITS << value_shift(0, VALUES, V_BITS))))
     norm = 1.0 / tl.maximum(total, 1.0e-30)
     written = real
     if RAGGED:  # `merge` does not read what a split without tokens would write
         written = row < tl.where(begin < end, count_rows * SHARE, 0)
-    column = tl.arange(0, V_PLACES)
-    if VALUES != TOKEN:
-        column = fragment_index(column, V_PLACES // 8)
-    group = tl.arange(0, V_GROUPS)
+    column = fragment_index(tl.arange(0, V_PLACES), V_PLACES // 8)
     for b in tl.static_range(D // V_BLOCK):
         # which plane the block lies in, and its share of the zeros
         lift = SUBNORMAL / (1 << value_shift(b * V_BLOCK // (D * V_BITS // 8), VALUES, V_BITS))

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Scores (32 tokens in `mma_order`, M) of one slab for the M rows of one KV head.
+"""Scores (32 tokens in `fragment_index`, M) of one slab for the M rows of one KV head.
 
 Queries come as one float16 operand per plane, q_p = q / top * 4^-(b p / 2) = q / top * 2^-(b p), where top is the
 row's largest |q|: codes of plane p are 2^(b p) too large where they lie, and |q_p| <= 1 keeps every product with a
@@ -11,30 +11,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import (
-    SUBNORMAL,
-    column_max,
+from vllm_kvq.triton_kernels.fragments import (
     columns_of_lanes,
     fragment_channels,
     fragment_places,
     fragment_rows,
-    mma_order,
+    left_rows,
     plane,
     repeat_rows,
     signed_low,
     signed_pair,
-    tokens_in_order,
 )
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, load_some
 
 CHANNEL: tl.constexpr = tl.constexpr(0)
 HYBRID: tl.constexpr = tl.constexpr(1)
 POLAR: tl.constexpr = tl.constexpr(2)
-
-
-@triton.jit
-def key_places(KP: tl.constexpr):
-    """The place in its chunk of each of the KP operand rows; chunks shorter than KP are filled with zeros."""
-    return mma_order(tl.arange(0, KP))
 
 
 @triton.constexpr_function
@@ -69,13 +61,22 @@ def query_channel(
 
 
 @triton.jit
+def _chunk_words(codes_ptr, INDEX: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Words (8, 4, 4): codes of four tokens and a quad of channels; chunks of other planes have the same words."""
+    quad = tl.arange(0, 4)[None, :, None]
+    return load_some(codes_ptr + INDEX * CHUNK % WIDTH * 8 + quad * 32 + fragment_places(4), quad * 4, CHUNK, 16)
+
+
+@triton.jit
 def channel_scores(
     q,
     words_ptr,
     halves_ptr,
     D: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLAB_WORDS: tl.constexpr,
     BITS: tl.constexpr,
-    KP: tl.constexpr,
+    CHUNK: tl.constexpr,
     M: tl.constexpr,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -87,24 +88,31 @@ def channel_scores(
 
     The scale goes into the query once per slab, the zero into one number per row.
     """
+    tl.static_assert(SLABS <= 2)
     width: tl.constexpr = D * BITS // 8
-    at = key_places(KP)
-    quad = tl.arange(0, KP // 4)
-    token = mma_order(tl.arange(0, 32))
-    place = CODES + quad[None, :] * 32 + token[:, None]
-    if width == KP:
-        words = tl.load(words_ptr + place)
-    else:
-        words = tl.load(words_ptr + place, mask=(quad < width // 4)[None, :], other=0)
-    # the zeros' sum as a product too; its 16 rows are equal
+    chunks: tl.constexpr = width // CHUNK  # of a plane
+    channel = fragment_channels(M)
+    # the zeros' sums are a product, too, whose rows are equal: eight for the first slab, eight for the last
+    lane = fragment_channels(8)
+    zeros = halves_ptr + ZERO + lane
     bias = tl.full((16, M), 0.0, tl.float32)
     for p in tl.static_range(8 // BITS - 1, -1, -1):
-        zero = tl.load(halves_ptr + ZERO + p * width + at, mask=at < width, other=0.0)
-        bias = tl.dot(tl.broadcast_to(zero[None, :], (16, KP)), q[p], bias * (1 << BITS))
-    scores = tl.broadcast_to((column_max(bias) * (1.0 / SUBNORMAL))[None, :], (32, M))
-    for p in tl.static_range(8 // BITS):
-        scale = tl.load(halves_ptr + SCALE + p * width + at, mask=at < width, other=0.0)
-        scores = tl.dot(plane(words, p, BITS), q[p] * scale[:, None], scores)
+        bias *= 1 << BITS
+        for c in tl.static_range(chunks):
+            first = load_some(zeros + p * width + c * CHUNK, lane, CHUNK, 16)
+            last = load_some(zeros + p * width + c * CHUNK + (SLABS - 1) * SLAB_WORDS * 2, lane, CHUNK, 16)
+            bias = tl.dot(left_rows(first, last), columns_of_lanes(q[p * chunks + c]), bias)
+    bias = tl.split(tl.permute(tl.reshape(bias * (1.0 / SUBNORMAL), (2, 8, M)), (1, 2, 0)))
+    scores = ()
+    for j in tl.static_range(SLABS):
+        sums = repeat_rows(bias[j], 4)
+        for c in tl.static_range(chunks):
+            words = _chunk_words(words_ptr + j * SLAB_WORDS + CODES, c, width, CHUNK)
+            for p in tl.static_range(8 // BITS):
+                place = halves_ptr + j * SLAB_WORDS * 2 + SCALE + p * width + c * CHUNK + channel
+                scaled = q[p * chunks + c] * load_some(place, channel, CHUNK, 16)
+                sums = tl.dot(plane(words, p, BITS), columns_of_lanes(scaled), sums)
+        scores = scores + (sums,)
     return scores
 
 
@@ -116,9 +124,10 @@ def hybrid_scores(
     page_ptr,
     full,
     D: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLAB_WORDS: tl.constexpr,
     BITS: tl.constexpr,
     CHUNK: tl.constexpr,
-    KP: tl.constexpr,
     M: tl.constexpr,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -134,39 +143,34 @@ def hybrid_scores(
     """
     width: tl.constexpr = D * BITS // 8
     half: tl.constexpr = 16 // CHUNK
-    own, quad = fragment_places(4), tl.arange(0, 4)[None, :, None]
-    channel = fragment_channels(M)
-    scores = tl.full((32, M), 0.0, tl.float32)
+    own, lane = fragment_places(4), fragment_channels(M)
+    x, wholes = (), ()
     for group in tl.static_range(D // 32):
-        mode = tl.load(halves_ptr + SCALE + group * 32 + own).to(tl.float32)
-        slot = tl.load(words_ptr + SLOT + group * 32 + own)
-        symmetric = mode < 0
-        zero = tl.where(symmetric, 0.0, slot.to(tl.float32, bitcast=True))
-        signs = tl.where(symmetric, slot, -1)
-        words, folded = (), ()
         whole = tl.full((16, M), 0.0, tl.float32)
         for i in tl.static_range(group * 2 * half, (group + 1) * 2 * half):
-            place = words_ptr + CODES + i * CHUNK % width * 8 + quad * 32 + own
-            norm_place = page_ptr + NORM + i * CHUNK + channel
-            if CHUNK == 16:
-                words = words + (tl.load(place),)
-                norm = tl.load(norm_place)
-            else:
-                words = words + (tl.load(place, mask=quad < CHUNK // 4, other=0),)
-                norm = tl.load(norm_place, mask=channel < CHUNK, other=0.0)
-            folded = folded + (columns_of_lanes(q[i] * norm),)
+            x = x + (columns_of_lanes(q[i] * load_some(page_ptr + NORM + i * CHUNK + lane, lane, CHUNK, 16)),)
             # -2^b, as much too large as the codes are
-            top = tl.full((16, KP), -(1 << BITS << key_shift(i * CHUNK, D, HYBRID, BITS)) / SUBNORMAL, tl.float16)
-            whole = tl.dot(top, folded[i % (2 * half)], whole)  # equal rows
-        zeros = repeat_rows(whole * (-1.0 / (1 << BITS)), 2)
-        part = repeat_rows(whole, 2)
-        for c in tl.static_range(half):
-            i = group * 2 * half + c
-            first, second = signed_pair(
-                words[c], words[c + half], signs, full,
-                i * CHUNK // width, (i + half) * CHUNK // width, c * CHUNK // 4, BITS
-            )  # fmt: skip
-            part = tl.dot(second, folded[c + half], tl.dot(first, folded[c], part))
-        scores += part * fragment_rows(tl.abs(mode), M)
-        scores += zeros * fragment_rows(zero, M)
-    return tokens_in_order(scores)
+            top = -(1 << BITS << key_shift(i * CHUNK, D, HYBRID, BITS)) / SUBNORMAL
+            whole = tl.dot(tl.full((16, 16), top, tl.float16), x[i], whole)  # equal rows
+        wholes = wholes + (whole,)
+    scores = ()
+    for j in tl.static_range(SLABS):
+        codes_ptr = words_ptr + j * SLAB_WORDS + CODES
+        sums = tl.full((32, M), 0.0, tl.float32)
+        for group in tl.static_range(D // 32):
+            mode = tl.load(halves_ptr + j * SLAB_WORDS * 2 + SCALE + group * 32 + own).to(tl.float32)
+            slot = tl.load(words_ptr + j * SLAB_WORDS + SLOT + group * 32 + own)
+            symmetric = mode < 0
+            zero = tl.where(symmetric, 0.0, slot.to(tl.float32, bitcast=True))
+            signs = tl.where(symmetric, slot, -1)
+            part = repeat_rows(wholes[group], 2)
+            for i in tl.static_range(group * 2 * half, group * 2 * half + half):
+                first, second = signed_pair(
+                    _chunk_words(codes_ptr, i, width, CHUNK), _chunk_words(codes_ptr, i + half, width, CHUNK),
+                    signs, full, i * CHUNK // width, (i + half) * CHUNK // width, i % half * CHUNK // 4, BITS
+                )  # fmt: skip
+                part = tl.dot(second, x[i + half], tl.dot(first, x[i], part))
+            sums += part * fragment_rows(tl.abs(mode), M)
+            sums += repeat_rows(wholes[group] * (-1.0 / (1 << BITS)), 2) * fragment_rows(zero, M)
+        scores = scores + (sums,)
+    return scores

@@ -12,15 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import (
-    SUBNORMAL,
-    cos_sin,
+from vllm_kvq.triton_kernels.fragments import (
     fragment_channels,
+    fragment_index,
     fragment_places,
+    left_operand,
     mma_order,
-    row_sum,
-    tokens_in_order,
 )
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, cos_sin, row_sum
 
 CIRCLE: tl.constexpr = tl.constexpr(6.283185307179586)
 
@@ -37,8 +36,8 @@ def mantissa_place(at, bits):
 
 @triton.jit
 def _mantissa(words, one, AT: tl.constexpr, BITS: tl.constexpr):
-    """1 + code 2^(place - 23) for the code at bit AT: no conversion. `one` has the bits of 1.0, unknown to the compiler:
-    one instruction takes one constant."""
+    """1 + code 2^(place - 23) for the code at bit AT: no conversion. `one` has the bits of 1.0, which the compiler does
+    not know, for an instruction takes one constant only."""
     place: tl.constexpr = mantissa_place(AT, BITS)
     moved = words << (place - AT) if place >= AT else words >> (AT - place)
     return ((moved & (((1 << BITS) - 1) << place)) | one).to(tl.float32, bitcast=True)
@@ -60,14 +59,6 @@ def _by_byte(x):
     return b0[:, :, None], b1[:, :, None], b2[:, :, None], b3[:, :, None]
 
 
-@triton.jit
-def _operand(b0, b1, b2, b3):
-    """What belongs to the four bytes of (8, 4, R) words -> float16 left operand (8 R, 16) in `mma_order`."""
-    r: tl.constexpr = b0.shape[2]
-    parts = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # (8, 4, R, half, odd)
-    return tl.reshape(tl.permute(parts, (2, 0, 4, 1, 3)), (8 * r, 16))
-
-
 @triton.constexpr_function
 def chunk_word(i, chunk, pairs, bits, both):
     """The first word of a chunk of pairs whose codes have so many bits, of `both` for angle and radius."""
@@ -83,7 +74,7 @@ def chunk_bit(i, chunk, pairs, bits, both):
 @triton.jit
 def _parameters(
     page_ptr,
-    I: tl.constexpr,
+    INDEX: tl.constexpr,
     CHUNK: tl.constexpr,
     BITS: tl.constexpr,
     PAPER: tl.constexpr,
@@ -94,7 +85,7 @@ def _parameters(
 ):
     """r0, dr, phi0 and dphi of a chunk of pairs, by the byte that they belong to; zeros beyond the chunk."""
     channel = fragment_channels(8)
-    pair, there = page_ptr + I * CHUNK + channel, channel < CHUNK
+    pair, there = page_ptr + INDEX * CHUNK + channel, channel < CHUNK
     r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
     if PAPER:
         a_step = tl.full((8, 4, 4), CIRCLE / (1 << BITS), tl.float32)
@@ -114,21 +105,21 @@ def _rebuilt(
     D: tl.constexpr,
     BITS: tl.constexpr,
     RADIUS_BITS: tl.constexpr,
-    I: tl.constexpr,
+    INDEX: tl.constexpr,
     CHUNK: tl.constexpr,
     CODES: tl.constexpr,
     RADIUS: tl.constexpr,
 ):
     """The x and the y of a chunk of pairs, each a left operand (32, 16), made in the lanes that multiply them."""
     both: tl.constexpr = BITS + RADIUS_BITS
-    a_at: tl.constexpr = chunk_bit(I, CHUNK, D // 2, BITS, both)
-    r_at: tl.constexpr = 4 if both == 8 else chunk_bit(I, CHUNK, D // 2, RADIUS_BITS, both)
+    a_at: tl.constexpr = chunk_bit(INDEX, CHUNK, D // 2, BITS, both)
+    r_at: tl.constexpr = 4 if both == 8 else chunk_bit(INDEX, CHUNK, D // 2, RADIUS_BITS, both)
     quad = tl.arange(0, 4)[None, :, None]
     place, inside = quad * 32 + fragment_places(4), quad < CHUNK // 4
-    a_words = tl.load(words_ptr + CODES + chunk_word(I, CHUNK, D // 2, BITS, both) + place, mask=inside, other=0)
+    a_words = tl.load(words_ptr + CODES + chunk_word(INDEX, CHUNK, D // 2, BITS, both) + place, mask=inside, other=0)
     r_words = a_words
     if both != 8:
-        r_place = RADIUS + chunk_word(I, CHUNK, D // 2, RADIUS_BITS, both) + place
+        r_place = RADIUS + chunk_word(INDEX, CHUNK, D // 2, RADIUS_BITS, both) + place
         r_words = tl.load(words_ptr + r_place, mask=inside, other=0)
     r_first, r_step, a_first, a_step = parameters
     x, y = (), ()
@@ -138,7 +129,7 @@ def _rebuilt(
         wide, base = _grid(a_step[b], a_first[b], 8 * b + a_at, BITS)
         cos, sin = cos_sin(_mantissa(a_words, one, 8 * b + a_at, BITS) * wide + base)
         x, y = x + ((r * cos).to(tl.float16),), y + ((r * sin).to(tl.float16),)
-    return _operand(x[0], x[1], x[2], x[3]), _operand(y[0], y[1], y[2], y[3])
+    return left_operand(x[0], x[1], x[2], x[3]), left_operand(y[0], y[1], y[2], y[3])
 
 
 @triton.jit
@@ -172,14 +163,12 @@ def polar_scores(
         parameters = _parameters(page_ptr, i, CHUNK, BITS, PAPER, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP)
         added = ()
         for j in tl.static_range(SLABS):
-            x, y = _rebuilt(
-                words_ptr + j * SLAB_WORDS, parameters, one, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS
-            )
+            x, y = _rebuilt(words_ptr + j * SLAB_WORDS, parameters, one, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS)
             added = added + (tl.dot(y, q[chunks + i], tl.dot(x, q[i], sums[j])),)
         sums = added
     scores = ()
     for j in tl.static_range(SLABS):
-        scores = scores + (tokens_in_order(sums[j] * (1.0 / SUBNORMAL)),)
+        scores = scores + (sums[j] * (1.0 / SUBNORMAL),)
     return scores
 
 
@@ -206,7 +195,7 @@ def _table(
     D: tl.constexpr,
     BITS: tl.constexpr,
     RADIUS_BITS: tl.constexpr,
-    I: tl.constexpr,
+    INDEX: tl.constexpr,
     CHUNK: tl.constexpr,
     CODES: tl.constexpr,
     RADIUS: tl.constexpr,
@@ -218,17 +207,17 @@ def _table(
 ):
     """Radii and angle codes (32, 16) of a chunk of pairs, and cos, sin (2^BITS, 16) of their angles."""
     both: tl.constexpr = BITS + RADIUS_BITS
-    a_at: tl.constexpr = chunk_bit(I, CHUNK, D // 2, BITS, both)
-    r_at: tl.constexpr = 4 if both == 8 else chunk_bit(I, CHUNK, D // 2, RADIUS_BITS, both)
+    a_at: tl.constexpr = chunk_bit(INDEX, CHUNK, D // 2, BITS, both)
+    r_at: tl.constexpr = 4 if both == 8 else chunk_bit(INDEX, CHUNK, D // 2, RADIUS_BITS, both)
     quad = tl.arange(0, 4)[None, :]
-    place, inside = quad * 32 + mma_order(tl.arange(0, 32))[:, None], quad < CHUNK // 4
-    a_words = tl.load(words_ptr + CODES + chunk_word(I, CHUNK, D // 2, BITS, both) + place, mask=inside, other=0)
+    place, inside = quad * 32 + fragment_index(tl.arange(0, 32), 4)[:, None], quad < CHUNK // 4
+    a_words = tl.load(words_ptr + CODES + chunk_word(INDEX, CHUNK, D // 2, BITS, both) + place, mask=inside, other=0)
     r_words = a_words
     if both != 8:
-        r_place = RADIUS + chunk_word(I, CHUNK, D // 2, RADIUS_BITS, both) + place
+        r_place = RADIUS + chunk_word(INDEX, CHUNK, D // 2, RADIUS_BITS, both) + place
         r_words = tl.load(words_ptr + r_place, mask=inside, other=0)
     at = mma_order(tl.arange(0, 16))
-    pair, there = page_ptr + I * CHUNK + at, at < CHUNK
+    pair, there = page_ptr + INDEX * CHUNK + at, at < CHUNK
     r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
     if PAPER:
         a_step = tl.full((16,), CIRCLE / (1 << BITS), tl.float32)
@@ -248,7 +237,10 @@ def polar_lookup(
     q,
     words_ptr,
     page_ptr,
+    TABLE: tl.constexpr,
     D: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLAB_WORDS: tl.constexpr,
     BITS: tl.constexpr,
     RADIUS_BITS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -256,7 +248,6 @@ def polar_lookup(
     CODES: tl.constexpr,
     RADIUS: tl.constexpr,
     PAPER: tl.constexpr,
-    TABLE: tl.constexpr,
     ANGLE0: tl.constexpr,
     ANGLE_STEP: tl.constexpr,
     RADIUS0: tl.constexpr,
@@ -264,20 +255,23 @@ def polar_lookup(
 ):
     """The first TABLE rows, of which no other is real, look up
 
-        s = sum_pairs r t[a],   t[a] = q_x cos phi_a + q_y sin phi_a
+    s = sum_pairs r t[a],   t[a] = q_x cos phi_a + q_y sin phi_a
     """
     chunks: tl.constexpr = D // 2 // CHUNK
     row = tl.arange(0, M)
-    scores = tl.full((32, M), 0.0, tl.float32)
-    for i in tl.static_range(chunks):
-        length, angle, cos, sin = _table(
-            words_ptr, page_ptr, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS, PAPER,
-            ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP,
-        )  # fmt: skip
-        for m in tl.static_range(TABLE):
-            mine = (row == m)[None, :]
-            q_x = row_sum(tl.where(mine, q[i].to(tl.float32), 0.0))
-            q_y = row_sum(tl.where(mine, q[chunks + i].to(tl.float32), 0.0))
-            looked = tl.gather(cos * q_x[None, :] + sin * q_y[None, :], angle, 0)
-            scores += tl.where(mine, row_sum(looked * length)[:, None], 0.0)
-    return scores * (1.0 / SUBNORMAL)
+    scores = ()
+    for j in tl.static_range(SLABS):
+        sums = tl.full((32, M), 0.0, tl.float32)
+        for i in tl.static_range(chunks):
+            length, angle, cos, sin = _table(
+                words_ptr + j * SLAB_WORDS, page_ptr, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS, PAPER,
+                ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP,
+            )  # fmt: skip
+            for m in tl.static_range(TABLE):
+                mine = (row == m)[None, :]
+                q_x = row_sum(tl.where(mine, q[i].to(tl.float32), 0.0))
+                q_y = row_sum(tl.where(mine, q[chunks + i].to(tl.float32), 0.0))
+                looked = tl.gather(cos * q_x[None, :] + sin * q_y[None, :], angle, 0)
+                sums += tl.where(mine, row_sum(looked * length)[:, None], 0.0)
+        scores = scores + (sums * (1.0 / SUBNORMAL),)
+    return scores

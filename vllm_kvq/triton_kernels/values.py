@@ -3,7 +3,7 @@
 
 The d output channels are cut into blocks that lie in one plane and one group; every block has its own accumulator
 (w, M), where w is at least 16, the matrix units' least. Accumulators hold sums over codes where they lie, 2^(s - 24)
-too small (`value_shift`): undone once at the end. InnerQ's blocks stand in the order of `fragment_index`.
+too small (`value_shift`): undone once at the end. Blocks stand in the order of `fragment_index`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import (
-    SUBNORMAL,
+from vllm_kvq.triton_kernels.fragments import (
+    columns_of_lanes,
+    fragment_channels,
+    fragment_index,
     fragment_places,
     fragment_rows,
-    mma_order,
+    lanes_of_columns,
+    left_rows,
     plane,
     repeat_rows,
     signed_low,
     signed_pair,
+    tokens_in_order,
 )
+from vllm_kvq.triton_kernels.lang import SUBNORMAL
 
 TOKEN: tl.constexpr = tl.constexpr(0)
 HYBRID: tl.constexpr = tl.constexpr(1)
@@ -33,39 +38,46 @@ def value_shift(p, values, bits):
 
 
 @triton.jit
-def value_words(
-    words_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, PLANE: tl.constexpr, CODES: tl.constexpr
+def block_words(
+    words_ptr, FIRST: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, PLANE: tl.constexpr, CODES: tl.constexpr
 ):
-    """(PLACES, 8 token quads) words of a plane of PLANE channels, from channel FIRST on; zero from WIDTH on."""
-    quad, column = tl.arange(0, 8), tl.arange(0, PLACES)
-    place = words_ptr + CODES + quad[None, :] * PLANE + FIRST + column[:, None]
-    if WIDTH == PLACES:
-        return tl.load(place)
+    """Words (8, 4, PLACES / 8) of the first and of the last 16 tokens, of a plane's channels from FIRST on."""
+    own = fragment_places(PLACES // 8)
+    place = words_ptr + CODES + FIRST + tl.arange(0, 4)[None, :, None] * PLANE + own
+    if BLOCK == PLACES:
+        return tl.load(place), tl.load(place + 4 * PLANE)
     else:
-        return tl.load(place, mask=(column < WIDTH)[:, None], other=0)
+        return (
+            tl.load(place, mask=own < BLOCK, other=0),
+            tl.load(place + 4 * PLANE, mask=own < BLOCK, other=0),
+        )
 
 
 @triton.jit
-def _token_block(
-    weights,
-    acc,
-    words_ptr,
-    halves_ptr,
-    seen,
-    FIRST: tl.constexpr,
-    PLANE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-):
-    """Channels [FIRST, FIRST + BLOCK): all in one plane and in one group."""
-    token = mma_order(tl.arange(0, 32))
-    scale = tl.load(halves_ptr + SCALE + FIRST // GROUP * 32 + token, mask=seen, other=0.0)
-    words = value_words(words_ptr, FIRST % PLANE, BLOCK, PLACES, PLANE, CODES)
-    return tl.dot(plane(words, FIRST // PLANE, BITS), weights * scale[:, None], acc)
+def _by_sixteen(weights):
+    """(32 tokens in `fragment_index`, M) -> right operands (16, M) of the first and of the last 16 tokens."""
+    m: tl.constexpr = weights.shape[1]
+    return tl.split(tl.permute(tl.reshape(tokens_in_order(weights), (2, 16, m)), (1, 2, 0)))
+
+
+@triton.constexpr_function
+def sums_weights(d, group):
+    """Whether `token_values` has rows to spare for the sum of the weights."""
+    return d <= 8 * group
+
+
+@triton.jit
+def _zero_rows(halves_ptr, live, FIRST: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr):
+    """Zeros of 16 tokens from FIRST on, (groups, tokens), as left operand (16, 16); its last rows are 1 if it has eight
+    to spare."""
+    groups: tl.constexpr = (D + GROUP - 1) // GROUP
+    g, token = tl.arange(0, 8)[:, None, None], fragment_channels(8)
+    place = halves_ptr + ZERO + g * 32 + FIRST + token
+    zero = tl.load(place, mask=g < groups * live, other=0.0)
+    if sums_weights(D, GROUP):
+        return left_rows(zero, tl.full((8, 4, 4), 1.0, tl.float16))
+    else:
+        return left_rows(zero, tl.load(place + 8 * 32, mask=g + 8 < groups * live, other=0.0))
 
 
 @triton.jit
@@ -75,13 +87,12 @@ def token_values(
     extra,
     words_ptr,
     halves_ptr,
-    seen,
+    live,
     D: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
-    GROUPS: tl.constexpr,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -90,35 +101,25 @@ def token_values(
 
         o_c = sum_t (w_t scale_tg) code_tc + sum_t w_t zero_tg
 
-    `acc` are the sums over codes by block, `extra` (GROUPS, M) the sums over zeros by group.
+    `acc` are the sums over codes by block, `extra` (16, M) the sums over zeros by group; if it has eight rows to spare,
+    the last are the sums of the weights, the softmax's denominators.
     """
     width: tl.constexpr = D * BITS // 8
-    token = mma_order(tl.arange(0, 32))
-    group = tl.arange(0, GROUPS)
-    # what is not seen may be unpacked, and its bytes NaN
-    inside = seen[None, :] & (group < (D + GROUP - 1) // GROUP)[:, None]
-    zero = tl.load(halves_ptr + ZERO + group[:, None] * 32 + token[None, :], mask=inside, other=0.0)
-    weights = weights.to(tl.float16)
-    extra = tl.dot(zero, weights, extra)
+    m: tl.constexpr = weights.shape[1]
+    token = fragment_channels(m)
+    there = token < 32 * live  # nothing of an unpacked slab may enter a sum, not even times zero
+    first, last = _by_sixteen(weights.to(tl.float16))
+    first, last = lanes_of_columns(first), lanes_of_columns(last)
+    extra = tl.dot(_zero_rows(halves_ptr, live, 0, D, GROUP, ZERO), columns_of_lanes(first), extra)
+    extra = tl.dot(_zero_rows(halves_ptr, live, 16, D, GROUP, ZERO), columns_of_lanes(last), extra)
     out = ()
     for i in tl.static_range(D // BLOCK):
-        out = out + (
-            _token_block(
-                weights,
-                acc[i],
-                words_ptr,
-                halves_ptr,
-                seen,
-                i * BLOCK,
-                width,
-                BITS,
-                GROUP,
-                BLOCK,
-                PLACES,
-                CODES,
-                SCALE,
-            ),
-        )
+        place = halves_ptr + SCALE + i * BLOCK // GROUP * 32 + token
+        scaled = columns_of_lanes(first * tl.load(place, mask=there, other=0.0))
+        others_scaled = columns_of_lanes(last * tl.load(place + 16, mask=there, other=0.0))
+        words, others = block_words(words_ptr, i * BLOCK % width, BLOCK, PLACES, width, CODES)
+        sums = tl.dot(plane(words, i * BLOCK // width, BITS), scaled, acc[i])
+        out = out + (tl.dot(plane(others, i * BLOCK // width, BITS), others_scaled, sums),)
     return out, extra
 
 
@@ -150,12 +151,7 @@ def _hybrid_block(
     symmetric = mode < 0
     zero = tl.where(symmetric, 0.0, slot.to(tl.float32, bitcast=True))
     signs = tl.where(symmetric, slot, -1)
-    place = words_ptr + CODES + FIRST % PLANE + tl.arange(0, 4)[None, :, None] * PLANE + own
-    if BLOCK == PLACES:
-        words, others = tl.load(place), tl.load(place + 4 * PLANE)
-    else:
-        words = tl.load(place, mask=own < BLOCK, other=0)
-        others = tl.load(place + 4 * PLANE, mask=own < BLOCK, other=0)
+    words, others = block_words(words_ptr, FIRST % PLANE, BLOCK, PLACES, PLANE, CODES)
     first, second = signed_pair(words, others, signs, full, FIRST // PLANE, FIRST // PLANE, 0, BITS)
     part = tl.dot(second, weights[1], tl.dot(first, weights[0], repeat_rows(total, PLACES // 16)))
     acc += part * fragment_rows(tl.abs(mode), m)
@@ -186,14 +182,11 @@ def hybrid_values(
     softmax's denominators, too. `live` is 0 for a slab that is not packed, else 1.
     """
     width: tl.constexpr = D * BITS // 8
-    weights = weights.to(tl.float16)
-    m: tl.constexpr = weights.shape[1]
     first: tl.constexpr = signed_low(0, BITS)
     second: tl.constexpr = signed_low(1, BITS)
     # the first operand's codes are less far up than the second's
-    lift = tl.where(tl.arange(0, 32) < 16, 1 << (second - first), 1)
-    weights = weights * lift.to(tl.float16)[:, None]
-    weights = tl.split(tl.permute(tl.reshape(weights, (2, 16, m)), (1, 2, 0)))
+    lift = tl.where(fragment_index(tl.arange(0, 32), 4) < 16, 1 << (second - first), 1)
+    weights = _by_sixteen(weights.to(tl.float16) * lift.to(tl.float16)[:, None])
     total = tl.dot(tl.full((16, 16), -(1 << BITS << first) / SUBNORMAL, tl.float16), weights[0])
     total = tl.dot(tl.full((16, 16), -(1 << BITS << second) / SUBNORMAL, tl.float16), weights[1], total)
     out = ()
