@@ -121,7 +121,7 @@ def decode_variants() -> Iterator[Variant]:
                     launch.warps,
                     launch.options["num_stages"],
                     64 * d * launch.turn,
-                    launch.registers,
+                    wrapper.REGISTERS,
                 )
 
 

@@ -121,6 +121,10 @@ def constants(fmt: PageFormat) -> dict[str, Any] | None:
     return shape | keys | values
 
 
+REGISTERS = 255
+"""Of a thread, at most: all that there are. Without a limit ptxas spills a few for one warp more."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a program of the decode kernel is compiled."""
@@ -128,22 +132,25 @@ class Launch:
     warps: int
     turn: int
     """Slabs of one page that a turn of the loop attends: the more, the fewer maxima, page numbers and parameters."""
-    registers: int
-    """Of a thread, at most. Without a limit ptxas spills a few for one warp more."""
 
     @property
     def options(self) -> dict[str, int]:
         # with more stages Triton would copy through shared memory what a lane loads for itself
-        return {"num_warps": self.warps, "num_stages": 1, "maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": 1, "maxnreg": REGISTERS}
 
 
 def launch_for(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
     """Found with `python -m vllm_kvq.eval.compile_table`, whose --check fails on a spill.
 
-    One warp keeps every product within a warp; wide heads, and tables, need the registers of more.
+    One warp keeps every product within a warp, and two slabs in a turn are fewer instructions. Where that needs more
+    registers than a thread has, it is one slab, or two warps.
     """
-    turn = 2 if rows == MIN_ROWS and not table and fmt.slabs % 2 == 0 else 1
-    return Launch(2 if table else 1, turn, 255)
+    k, d, pair = fmt.keys, fmt.geometry.d, 2 if fmt.slabs % 2 == 0 else 1
+    if isinstance(k, ChannelKeys):
+        crowded = (rows > MIN_ROWS and d > 64) or (k.bits == 4 and d > 128)
+        return Launch(1, 1 if crowded else pair)
+    crowded = table > 0 or d > 128 or (rows > MIN_ROWS and d > 64)
+    return Launch(2, 1) if crowded else Launch(1, pair)
 
 
 def most_rows(fmt: PageFormat) -> int:
