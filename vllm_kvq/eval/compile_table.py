@@ -4,8 +4,11 @@
     python -m vllm_kvq.eval.compile_table --targets 90 --check  exit status 1 on a spill, without matrix instructions,
                                                                or with more instructions per element than LIMITS
 
-Registers, shared memory and stack (where spilled registers go) come from `cuobjdump -res-usage`, instructions from
-`nvdisasm`, both shipped with Triton. The inner loop is the longest backward branch; its instructions are counted per
+A column of a target has registers, instructions per element of a decode kernel, and the stack (where spilled registers
+go) if there is any; `shared` and `matrix` (matrix instructions in the inner loop) are the most of all targets.
+
+Registers, shared memory and stack come from `cuobjdump -res-usage`, instructions from `nvdisasm`, both shipped with
+Triton. The inner loop is the longest backward branch; its instructions are counted per
 lane and per cached element: instructions * 32 lanes * warps / (tokens of a turn * head size * 2).
 """
 
@@ -17,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +31,7 @@ from vllm_kvq.kernels import build_cuda
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 MATRIX = re.compile(r"\b(HMMA|UTCHMMA|UTCQMMA|QGMMA|HGMMA|OMMA)")
-ROW = "| {:<34} | {:>5} | {:>5} | {:>9} | {:>6} | {:>5} | {:>6} | {:>8} |"
-HEADER = ("kernel", "sm", "warps", "registers", "shared", "stack", "matrix", "per elt.")
-
+COLUMNS = ("kernel", "warps", "shared", "matrix")
 
 LIMITS = {f"decode {name} d=128 rows=8": 3.0 for name in ("squat2", "innerq2", "qjl3")} | {
     "decode polar4 d=128 rows=8": 4.5,
@@ -238,27 +239,34 @@ def cuda_usage(variant: CudaVariant, target: int) -> Usage:
     return Usage(registers, variant.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
 
 
+def line(cells: Iterable[object], targets: int) -> None:
+    print(("| {:<33} | {:>5} | {:>6} | {:>6} |" + " {:>9} |" * targets).format(*cells), flush=True)
+
+
 def report(targets: list[int], only: list[str]) -> bool:
-    """Prints the table; whether every kernel is without spills and every decode loop has matrix instructions."""
-    print(ROW.format(*HEADER))
-    print(ROW.format("---", *["--:"] * 7))
+    """Prints the Triton kernels' rows; whether every kernel is without spills and every decode loop multiplies."""
     good = True
-    for target in targets:
-        for variant in variants():
-            if not any(part in variant.name for part in only):
-                continue
-            u = usage(build(variant, target))
-            per = u.loop * 32 * variant.warps / variant.elements if variant.elements else None
-            good &= row(variant.name, target, variant.warps, u, per, variant.multiplies)
+    for variant in variants():
+        if any(part in variant.name for part in only):
+            used = {target: usage(build(variant, target)) for target in targets}
+            per = 32 * variant.warps / variant.elements if variant.elements else None
+            good &= row(variant.name, variant.warps, used, per, variant.multiplies)
     return good
 
 
-def row(name: str, target: int, warps: int, u: Usage, per: float | None, multiplies: bool) -> bool:
-    """Prints a row; whether it is as it should be."""
-    cells = (warps, u.registers, u.shared, u.stack, u.matrix, "" if per is None else f"{per:.2f}")
-    print(ROW.format(name, target, *cells), flush=True)
-    few = target != 90 or per is None or per <= LIMITS.get(name, per)
-    return u.stack == 0 and (u.matrix > 0 or not multiplies) and few
+def row(name: str, warps: int, used: dict[int, Usage], scale: float | None, multiplies: bool) -> bool:
+    """Prints a row; whether it is as it should be. `scale` makes a loop's instructions those per element."""
+    cells, good = [], True
+    for target, u in used.items():
+        per = None if scale is None else u.loop * scale
+        cells.append(f"{u.registers}" if per is None else f"{u.registers}, {per:.2f}")
+        if u.stack:
+            cells[-1] += f", stack {u.stack}"
+        few = target != 90 or per is None or per <= LIMITS.get(name, per)
+        good &= u.stack == 0 and (u.matrix > 0 or not multiplies) and few
+    most = [max(getattr(u, field) for u in used.values()) for field in ("shared", "matrix")]
+    line((name, warps, *most, *cells), len(used))
+    return good
 
 
 def report_cuda(targets: list[int], only: list[str]) -> bool:
@@ -267,14 +275,12 @@ def report_cuda(targets: list[int], only: list[str]) -> bool:
         print("no nvcc: without the rows of the CUDA kernels", file=sys.stderr)
         return True
     good = True
-    for target in targets:
-        for variant in compile_cuda.variants():
-            if not any(part in variant.name for part in only):
-                continue
-            u = cuda_usage(variant, target)
+    for variant in compile_cuda.variants():
+        if any(part in variant.name for part in only):
+            used = {target: cuda_usage(variant, target) for target in targets}
             # a warp takes a slab of 32 tokens per turn
-            per = u.loop / (2 * variant.head_size) if variant.decode else None
-            good &= row(variant.name, target, variant.warps, u, per, variant.decode)
+            per = 1 / (2 * variant.head_size) if variant.decode else None
+            good &= row(variant.name, variant.warps, used, per, variant.decode)
     return good
 
 
@@ -287,6 +293,8 @@ def main() -> int:
         "--check", action="store_true", help="fail on a spill, a decode loop without matrix products or above LIMITS"
     )
     args = parser.parse_args()
+    line([*COLUMNS, *(f"sm_{target}" for target in args.targets)], len(args.targets))
+    line(["---", *["--:"] * (len(COLUMNS) - 1 + len(args.targets))], len(args.targets))
     good = report(args.targets, args.only)
     if not args.without_cuda:
         good &= report_cuda(args.targets, args.only)

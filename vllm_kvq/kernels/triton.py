@@ -143,14 +143,16 @@ def launch_for(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
     """Found with `python -m vllm_kvq.eval.compile_table`, whose --check fails on a spill.
 
     One warp keeps every product within a warp, and two slabs in a turn are fewer instructions. Where that needs more
-    registers than a thread has, it is one slab, or two warps.
+    registers than a thread has, it is one slab, or more warps.
     """
-    k, d, pair = fmt.keys, fmt.geometry.d, 2 if fmt.slabs % 2 == 0 else 1
-    if isinstance(k, ChannelKeys):
-        crowded = (rows > MIN_ROWS and d > 64) or (k.bits == 4 and d > 128)
-        return Launch(1, 1 if crowded else pair)
-    crowded = table > 0 or d > 128 or (rows > MIN_ROWS and d > 64)
-    return Launch(2, 1) if crowded else Launch(1, pair)
+    k, d = fmt.keys, fmt.geometry.d
+    if table:
+        return Launch(max(2, d // 32), 1)
+    if d > 128 and (isinstance(k, HybridKeys) or rows > MIN_ROWS):
+        return Launch(2, 1)
+    few_bits = isinstance(k, ChannelKeys) and k.bits == 2
+    crowded = (d > 64 and rows > MIN_ROWS) or (d > 128 and not few_bits)
+    return Launch(1, 1 if crowded or fmt.slabs % 2 else 2)
 
 
 def most_rows(fmt: PageFormat) -> int:
