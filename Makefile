@@ -33,7 +33,7 @@ run: kernels
 
 test: kernels
 	@echo "test: the whole suite, see pyproject.toml for its settings"
-	@$(VENV)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(VENV)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: bootstrap
 	@$(VENV)/python -m ruff check .

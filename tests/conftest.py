@@ -6,6 +6,7 @@ import os
 # it is loaded, that is with torch, which nothing has imported yet.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -17,3 +18,23 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvq")
+
+LONGEST = (
+    "kernels/test_cpu_sanitizers.py",
+    "triton/test_step.py",
+    "engine/test_fuzz.py",
+    "triton/test_decode.py",
+    "test_bench.py",
+    "engine/test_http.py",
+    "processes/test_processes.py",
+)
+"""Files of two minutes and more begin first (`--no-loadscope-reorder`): no process is left alone with one in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return next(
+            (i for i, name in enumerate(LONGEST) if item.path.as_posix().endswith(f"tests/{name}")), len(LONGEST)
+        )
+
+    items.sort(key=place)
