@@ -28,7 +28,7 @@ LONGEST = (
     "engine/test_http.py",
     "processes/test_processes.py",
 )
-"""Files of two minutes and more begin first (`--no-loadscope-reorder`): no process is left alone with one in the end."""
+"""Two minutes and more. They begin first (`--no-loadscope-reorder`), so that no process is left with one in the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
