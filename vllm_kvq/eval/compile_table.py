@@ -122,7 +122,7 @@ def decode_variants() -> Iterator[Variant]:
                     launch.warps,
                     launch.options["num_stages"],
                     64 * d * launch.turn,
-                    wrapper.REGISTERS,
+                    launch.options["maxnreg"],
                 )
 
 
@@ -141,6 +141,7 @@ def step_variants() -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels import device as wrapper
     from vllm_kvq.kernels.slots import SlotGeometry
+    from vllm_kvq.kernels.triton import most_registers
     from vllm_kvq.triton_kernels.pack import pack_kernel
     from vllm_kvq.triton_kernels.raw import raw_kernel
     from vllm_kvq.triton_kernels.step import begin_kernel, commit_kernel
@@ -149,7 +150,9 @@ def step_variants() -> Iterator[Variant]:
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
             step = wrapper.DeviceStep(fmt, SlotGeometry.of(fmt, 8, 2), 2, torch.device("cpu"))
-            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), wrapper.pack_warps(fmt), 3)
+            warps = wrapper.pack_warps(fmt)
+            limit = most_registers(warps)
+            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), warps, 3, registers=limit)
             if d != 128 and name != "innerq2":
                 continue
             if name in ("squat2", "innerq2", "polar4"):
@@ -158,8 +161,8 @@ def step_variants() -> Iterator[Variant]:
                 yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), 4, 3)
                 for rows, use in ((4, "decode"), (256, "prompt")):
                     raw = step.raw_constants(4, rows)
-                    warps, stages = raw.pop("num_warps"), raw.pop("num_stages")
-                    yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, warps, stages)
+                    warps, stages, limit = (raw.pop(name) for name in ("num_warps", "num_stages", "maxnreg"))
+                    yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, warps, stages, registers=limit)
 
 
 def variants() -> list[Variant]:

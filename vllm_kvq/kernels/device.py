@@ -30,7 +30,7 @@ from vllm_kvq.kernels import cuda
 from vllm_kvq.kernels.cuda import CUDA
 from vllm_kvq.kernels.paged import PagedKernels, merge_parts, power_of_two
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.triton import TRITON, constants, typed, value_block
+from vllm_kvq.kernels.triton import TRITON, constants, most_registers, typed, value_block
 
 Prefill = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(query, key, value, query_start on the device, its host copy, longest, scale) -> out (T, Hq, d), lse (T, Hq)."""
@@ -295,6 +295,7 @@ class DeviceStep:
             *(floats.stride(0), side.stride(0), *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
             **self.pack_constants(),
             num_warps=pack_warps(fmt),
+            maxnreg=most_registers(pack_warps(fmt)),
         )
 
     def pack_constants(self) -> dict[str, Any]:
@@ -400,7 +401,9 @@ def raw_launch(fmt: PageFormat, rows: int) -> dict[str, Any]:
     wide = fmt.geometry.d > 128
     m = min(32 if wide else 64, max(16, power_of_two(rows)))
     exact = fmt.geometry.dtype == torch.float32
-    return {"M": m, "TOKENS": 32, "PRECISION": "ieee" if exact else "tf32", "num_warps": 4, "num_stages": 1}
+    warps = 8 if wide else 4
+    launch = {"num_warps": warps, "num_stages": 1, "maxnreg": most_registers(warps)}
+    return {"M": m, "TOKENS": 32, "PRECISION": "ieee" if exact else "tf32"} | launch
 
 
 def _or(x: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

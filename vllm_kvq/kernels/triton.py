@@ -36,9 +36,8 @@ _CHANNEL, _HYBRID, _POLAR = range(3)
 _TOKEN, _HYBRID_VALUES = range(2)
 
 
-def _chunk(plane: int) -> int:
-    """Channels or pairs, all in one plane, of one step of 16 of the matrix products."""
-    return next(c for c in (16, 12, 8, 4) if plane % c == 0)
+STEPS = (16, 12, 8, 4)
+"""Channels, or pairs, of one step of 16 of the matrix products: the most that fit."""
 
 
 def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
@@ -46,7 +45,7 @@ def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
     page = (fmt.slabs_at - fmt.page_region.nbytes) // 2  # the first page field, in float16
     none = {"ROTARY": 0, "INTERLEAVED": False, "RADIUS_BITS": 0, "PAPER": False, "K_PAGE": page}
     if isinstance(k, ChannelKeys):
-        chunk = _chunk(k.d * k.bits // 8)
+        chunk = next(c for c in STEPS if k.d * k.bits // 8 % c == 0)  # in one plane
         own = {"KEYS": _CHANNEL, "K_BITS": k.bits, "K_SCALE": at("k_scale") // 2, "K_ZERO": at("k_zero") // 2}
         operands = k.d // chunk
     elif isinstance(k, HybridKeys):
@@ -55,9 +54,9 @@ def _key_constants(fmt: PageFormat) -> dict[str, Any] | None:
         own = {"KEYS": _HYBRID, "K_BITS": k.bits, "K_SCALE": at("k_scale") // 2, "K_ZERO": at("k_slot") // 4}
         operands = k.d // chunk
     elif isinstance(k, PolarKeys):
-        # in one plane of either
-        plane = k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8
-        chunk = _chunk(plane)
+        # in one plane, or in whole ones
+        planes = [k.pairs] if k.nibbles else [k.pairs * k.m // 8, k.pairs * k.n // 8]
+        chunk = next(c for c in STEPS if all(p % c == 0 or c % p == 0 for p in planes))
         own = {
             "KEYS": _POLAR,
             "K_BITS": k.m,
@@ -121,8 +120,9 @@ def constants(fmt: PageFormat) -> dict[str, Any] | None:
     return shape | keys | values
 
 
-REGISTERS = 255
-"""Of a thread, at most: all that there are. Without a limit ptxas spills a few for one warp more."""
+def most_registers(warps: int) -> int:
+    """Of a thread: all that there are. Without a limit ptxas spills a few for one warp more."""
+    return min(255, 2048 // warps)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Launch:
     @property
     def options(self) -> dict[str, int]:
         # with more stages Triton would copy through shared memory what a lane loads for itself
-        return {"num_warps": self.warps, "num_stages": 1, "maxnreg": REGISTERS}
+        return {"num_warps": self.warps, "num_stages": 1, "maxnreg": most_registers(self.warps)}
 
 
 def launch_for(fmt: PageFormat, rows: int, table: int = 0) -> Launch:

@@ -60,15 +60,23 @@ def _by_byte(x):
 
 
 @triton.constexpr_function
-def chunk_word(i, chunk, pairs, bits, both):
-    """The first word of a chunk of pairs whose codes have so many bits, of `both` for angle and radius."""
-    return i * chunk * 8 if both == 8 else i * chunk % (pairs * bits // 8) * 8
+def plane_pairs(pairs, bits, both):
+    """Pairs whose codes stand at one bit of the bytes: all, where angle and radius share a byte."""
+    return pairs if both == 8 else pairs * bits // 8
 
 
-@triton.constexpr_function
-def chunk_bit(i, chunk, pairs, bits, both):
-    """The bit of every byte where they stand: in one byte with the others (radii high), or in planes of their own."""
-    return 0 if both == 8 else i * chunk // (pairs * bits // 8) * bits
+@triton.jit
+def _plane_words(
+    codes_ptr, quad, token, INDEX: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr
+):
+    """The words of a chunk of pairs. Of planes shorter than a chunk, later ones are moved to the first one's bits."""
+    width: tl.constexpr = PLANE // 4
+    if PLANE < CHUNK:
+        words = tl.load(codes_ptr + quad % width * 32 + token, mask=quad < CHUNK // 4, other=0)
+        return words >> (quad // width * BITS)
+    else:
+        first: tl.constexpr = INDEX * CHUNK % PLANE // 4
+        return tl.load(codes_ptr + (first + quad) * 32 + token, mask=quad < CHUNK // 4, other=0)
 
 
 @triton.jit
@@ -112,15 +120,15 @@ def _rebuilt(
 ):
     """The x and the y of a chunk of pairs, each a left operand (32, 16), made in the lanes that multiply them."""
     both: tl.constexpr = BITS + RADIUS_BITS
-    a_at: tl.constexpr = chunk_bit(INDEX, CHUNK, D // 2, BITS, both)
-    r_at: tl.constexpr = 4 if both == 8 else chunk_bit(INDEX, CHUNK, D // 2, RADIUS_BITS, both)
-    quad = tl.arange(0, 4)[None, :, None]
-    place, inside = quad * 32 + fragment_places(4), quad < CHUNK // 4
-    a_words = tl.load(words_ptr + CODES + chunk_word(INDEX, CHUNK, D // 2, BITS, both) + place, mask=inside, other=0)
+    a_plane: tl.constexpr = plane_pairs(D // 2, BITS, both)
+    r_plane: tl.constexpr = plane_pairs(D // 2, RADIUS_BITS, both)
+    a_at: tl.constexpr = INDEX * CHUNK // a_plane * BITS
+    r_at: tl.constexpr = 4 if both == 8 else INDEX * CHUNK // r_plane * RADIUS_BITS
+    quad, token = tl.arange(0, 4)[None, :, None], fragment_places(4)
+    a_words = _plane_words(words_ptr + CODES, quad, token, INDEX, CHUNK, a_plane, BITS)
     r_words = a_words
     if both != 8:
-        r_place = RADIUS + chunk_word(INDEX, CHUNK, D // 2, RADIUS_BITS, both) + place
-        r_words = tl.load(words_ptr + r_place, mask=inside, other=0)
+        r_words = _plane_words(words_ptr + RADIUS, quad, token, INDEX, CHUNK, r_plane, RADIUS_BITS)
     r_first, r_step, a_first, a_step = parameters
     x, y = (), ()
     for b in tl.static_range(4):
@@ -207,15 +215,15 @@ def _table(
 ):
     """Radii and angle codes (32, 16) of a chunk of pairs, and cos, sin (2^BITS, 16) of their angles."""
     both: tl.constexpr = BITS + RADIUS_BITS
-    a_at: tl.constexpr = chunk_bit(INDEX, CHUNK, D // 2, BITS, both)
-    r_at: tl.constexpr = 4 if both == 8 else chunk_bit(INDEX, CHUNK, D // 2, RADIUS_BITS, both)
-    quad = tl.arange(0, 4)[None, :]
-    place, inside = quad * 32 + fragment_index(tl.arange(0, 32), 4)[:, None], quad < CHUNK // 4
-    a_words = tl.load(words_ptr + CODES + chunk_word(INDEX, CHUNK, D // 2, BITS, both) + place, mask=inside, other=0)
+    a_plane: tl.constexpr = plane_pairs(D // 2, BITS, both)
+    r_plane: tl.constexpr = plane_pairs(D // 2, RADIUS_BITS, both)
+    a_at: tl.constexpr = INDEX * CHUNK // a_plane * BITS
+    r_at: tl.constexpr = 4 if both == 8 else INDEX * CHUNK // r_plane * RADIUS_BITS
+    quad, token = tl.arange(0, 4)[None, :], fragment_index(tl.arange(0, 32), 4)[:, None]
+    a_words = _plane_words(words_ptr + CODES, quad, token, INDEX, CHUNK, a_plane, BITS)
     r_words = a_words
     if both != 8:
-        r_place = RADIUS + chunk_word(INDEX, CHUNK, D // 2, RADIUS_BITS, both) + place
-        r_words = tl.load(words_ptr + r_place, mask=inside, other=0)
+        r_words = _plane_words(words_ptr + RADIUS, quad, token, INDEX, CHUNK, r_plane, RADIUS_BITS)
     at = mma_order(tl.arange(0, 16))
     pair, there = page_ptr + INDEX * CHUNK + at, at < CHUNK
     r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
