@@ -47,12 +47,13 @@ class Variant:
     name: str
     kernel: Any
     constants: dict[str, Any]
-    warps: int
-    stages: int
+    options: dict[str, int]
     elements: int = 0
     """Cached elements per turn of the inner loop; 0: not a decode kernel."""
-    registers: int = 0
-    """The most that a thread may have; 0: as many as the compiler likes."""
+
+    @property
+    def warps(self) -> int:
+        return self.options["num_warps"]
 
     @property
     def multiplies(self) -> bool:
@@ -102,27 +103,26 @@ ALIGNED += ("side_words", "side_elements", "sink_elements")
 
 def decode_variants() -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels import triton as wrapper
+    from vllm_kvq.kernels.launch import MIN_ROWS, attend_launch, most_rows
+    from vllm_kvq.kernels.triton import constants as layout
     from vllm_kvq.triton_kernels.decode import attend_kernel
 
     for name in ("squat2", "squat4", "innerq2", "polar4", "polar3"):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
-            k = wrapper.constants(fmt)
+            k = layout(fmt)
             assert k is not None
             # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt; 4 that look up
-            shapes = [(rows, 0) for rows in sorted({wrapper.MIN_ROWS, wrapper.most_rows(fmt)})]
-            for rows, table in [*shapes, *([(wrapper.MIN_ROWS, 4)] if name in ("polar4", "polar3") else [])]:
-                launch = wrapper.launch_for(fmt, rows, table)
+            shapes = [(rows, 0) for rows in sorted({MIN_ROWS, most_rows(fmt)})]
+            for rows, table in [*shapes, *([(MIN_ROWS, 4)] if name in ("polar4", "polar3") else [])]:
+                launch = attend_launch(fmt, rows, table)
                 constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": table}
                 yield Variant(
                     f"lookup {name} d={d} rows={table}" if table else f"decode {name} d={d} rows={rows}",
                     attend_kernel,
                     constants | {"TURN": launch.turn},
-                    launch.warps,
-                    launch.options["num_stages"],
+                    launch.options,
                     64 * d * launch.turn,
-                    launch.options["maxnreg"],
                 )
 
 
@@ -131,7 +131,7 @@ def merge_variants() -> Iterator[Variant]:
 
     for parts in (8, 128):
         sizes = {"HEAD": 128, "COLUMNS": 128, "PARTS": parts, "LIMITED": 32}
-        yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, 1 if parts <= 8 else 4, 1)
+        yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, {"num_warps": 1 if parts <= 8 else 4})
 
 
 def step_variants() -> Iterator[Variant]:
@@ -139,9 +139,9 @@ def step_variants() -> Iterator[Variant]:
     import torch
 
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels import device as wrapper
+    from vllm_kvq.kernels.device import DeviceStep
+    from vllm_kvq.kernels.launch import pack_launch, raw_launch
     from vllm_kvq.kernels.slots import SlotGeometry
-    from vllm_kvq.kernels.triton import most_registers
     from vllm_kvq.triton_kernels.pack import pack_kernel
     from vllm_kvq.triton_kernels.raw import raw_kernel
     from vllm_kvq.triton_kernels.step import begin_kernel, commit_kernel
@@ -149,20 +149,17 @@ def step_variants() -> Iterator[Variant]:
     for name in ("squat2", "squat4", "kivi2", "innerq2", "polar4", "polar3"):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
-            step = wrapper.DeviceStep(fmt, SlotGeometry.of(fmt, 8, 2), 2, torch.device("cpu"))
-            warps = wrapper.pack_warps(fmt)
-            limit = most_registers(warps)
-            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), warps, 3, registers=limit)
+            step = DeviceStep(fmt, SlotGeometry.of(fmt, 8, 2), 2, torch.device("cpu"))
+            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), pack_launch(fmt).options)
             if d != 128 and name != "innerq2":
                 continue
             if name in ("squat2", "innerq2", "polar4"):
-                yield Variant(f"begin {name} d={d}", begin_kernel, step.begin_constants(4), 4, 3)
+                yield Variant(f"begin {name} d={d}", begin_kernel, step.begin_constants(4), {"num_warps": 4})
             if name == "innerq2":  # with sinks: the most that there is
-                yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), 4, 3)
+                yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), {"num_warps": 4})
                 for rows, use in ((4, "decode"), (256, "prompt")):
                     raw = step.raw_constants(4, rows)
-                    warps, stages, limit = (raw.pop(name) for name in ("num_warps", "num_stages", "maxnreg"))
-                    yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, warps, stages, registers=limit)
+                    yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, raw_launch(fmt).options)
 
 
 def variants() -> list[Variant]:
@@ -186,11 +183,8 @@ def build(variant: Variant, target: int) -> Any:
         signature[name] = POINTERS.get(name, "*fp32" if name.endswith("_ptr") else "i32")
         if name.endswith("_ptr") or name in ALIGNED:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    if variant.registers:
-        options["maxnreg"] = variant.registers
     source = ASTSource(kernel, signature, variant.constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=variant.options)
 
 
 def tool(name: str) -> str:

@@ -28,9 +28,10 @@ from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
 from vllm_kvq.kernels import cuda
 from vllm_kvq.kernels.cuda import CUDA
+from vllm_kvq.kernels.launch import pack_launch, raw_launch, raw_rows
 from vllm_kvq.kernels.paged import PagedKernels, merge_parts, power_of_two
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.triton import TRITON, constants, most_registers, typed, value_block
+from vllm_kvq.kernels.triton import TRITON, constants, typed, value_block
 
 Prefill = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(query, key, value, query_start on the device, its host copy, longest, scale) -> out (T, Hq, d), lse (T, Hq)."""
@@ -117,15 +118,6 @@ def pack_constants(fmt: PageFormat) -> dict[str, Any]:
         assert isinstance(k, PolarKeys)
         block = math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16)
     return own | {"K_BLOCK": block & -block, "UNIT": fmt.unit, "W": fmt.W, "TOKENS": power_of_two(fmt.unit)}
-
-
-def pack_warps(fmt: PageFormat) -> int:
-    """4 for a slab, 8 where SQuat's subspace needs registers, too; a page of PolarQuant is sorted as a whole."""
-    if isinstance(fmt.keys, SQuatKeys):
-        return 4 if fmt.keys.bits * fmt.geometry.d <= 256 else 8
-    if not fmt.keys.page_wide:
-        return 4
-    return min(16, max(4 if fmt.geometry.d < 128 else 8, power_of_two(fmt.unit) // 16))
 
 
 class DeviceStep:
@@ -294,8 +286,7 @@ class DeviceStep:
             *(batch.table.stride(0), batch.table.shape[1], batch.side_table.stride(0), pages.shape[0], side.shape[0]),
             *(floats.stride(0), side.stride(0), *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
             **self.pack_constants(),
-            num_warps=pack_warps(fmt),
-            maxnreg=most_registers(pack_warps(fmt)),
+            **pack_launch(fmt).options,
         )
 
     def pack_constants(self) -> dict[str, Any]:
@@ -363,20 +354,23 @@ class DeviceStep:
 
         side, share = caches.sidecar, query.shape[1] // self.slots.heads
         sinks, sink_table = _or(caches.sinks, side), _or(batch.sink_table, batch.side_table)
-        launch = self.raw_constants(share, longest, not without_new)
-        tiles = -(-longest * share // launch["M"])
+        sizes = self.raw_constants(share, longest, not without_new)
+        tiles = -(-longest * share // sizes["M"])
         raw_kernel[(batch.requests * self.slots.heads * tiles,)](
             *(plan[:, first:], batch.query_start, batch.side_table, sink_table, side, sinks, query, key, value),
             *(out, lse, scale, plan.shape[1], longest, batch.side_table.stride(0), sink_table.stride(0), side.shape[0]),
             *(sinks.shape[0], side.stride(0), sinks.stride(0), *query.stride()[:2], *key.stride()[:2]),
             *value.stride()[:2],
-            **launch,
+            **sizes,
+            **raw_launch(self.fmt).options,
         )
 
     def raw_constants(self, share: int, longest: int, new: bool = True) -> dict[str, Any]:
-        own = {"HEADS": self.slots.heads, "SHARE": share, "S": self.fmt.S, "NEW": new}
-        own["WIDE"] = self.interpreted
-        return self._columns | self._cut | self._ring | own | raw_launch(self.fmt, longest * share)
+        own = {"HEADS": self.slots.heads, "SHARE": share, "S": self.fmt.S, "NEW": new, "WIDE": self.interpreted}
+        # float32 is exact: its products do not go through tf32
+        exact = self.fmt.geometry.dtype == torch.float32
+        tile = {"M": raw_rows(self.fmt, longest * share), "TOKENS": 32, "PRECISION": "ieee" if exact else "tf32"}
+        return self._columns | self._cut | self._ring | own | tile
 
     def _commit(self, batch: Batch, caches: Caches, plan: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         from vllm_kvq.triton_kernels.step import commit_kernel
@@ -394,16 +388,6 @@ class DeviceStep:
 
     def commit_constants(self, tokens: int) -> dict[str, Any]:
         return self._columns | self._cut | self._ring | {"HEADS": self.slots.heads, "TOKENS": tokens}
-
-
-def raw_launch(fmt: PageFormat, rows: int) -> dict[str, Any]:
-    """Tile and launch of the full-precision part. Float32 is exact: its products do not go through tf32."""
-    wide = fmt.geometry.d > 128
-    m = min(32 if wide else 64, max(16, power_of_two(rows)))
-    exact = fmt.geometry.dtype == torch.float32
-    warps = 8 if wide else 4
-    launch = {"num_warps": warps, "num_stages": 1, "maxnreg": most_registers(warps)}
-    return {"M": m, "TOKENS": 32, "PRECISION": "ieee" if exact else "tf32"} | launch
 
 
 def _or(x: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,8 @@ from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
 from vllm_kvq.formats.squat import ChannelKeys
 from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.kernels.launch import MIN_ROWS, attend_launch, rows_for
 from vllm_kvq.kernels.paged import PagedKernels, power_of_two
-
-MIN_ROWS, MAX_ROWS = 8, 16
-"""Rows (queries times query heads of one KV head) of a program. With more, each of its warps would unpack it all."""
 
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
@@ -120,52 +118,6 @@ def constants(fmt: PageFormat) -> dict[str, Any] | None:
     return shape | keys | values
 
 
-def most_registers(warps: int) -> int:
-    """Of a thread: all that there are. Without a limit ptxas spills a few for one warp more."""
-    return min(255, 2048 // warps)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a program of the decode kernel is compiled."""
-
-    warps: int
-    turn: int
-    """Slabs of one page that a turn of the loop attends: the more, the fewer maxima, page numbers and parameters."""
-
-    @property
-    def options(self) -> dict[str, int]:
-        # with more stages Triton would copy through shared memory what a lane loads for itself
-        return {"num_warps": self.warps, "num_stages": 1, "maxnreg": most_registers(self.warps)}
-
-
-def launch_for(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
-    """Found with `python -m vllm_kvq.eval.compile_table`, whose --check fails on a spill.
-
-    One warp keeps every product within a warp, and two slabs in a turn are fewer instructions. Where that needs more
-    registers than a thread has, it is one slab, or more warps.
-    """
-    k, d = fmt.keys, fmt.geometry.d
-    if table:
-        return Launch(max(2, d // 32), 1)
-    if d > 128 and (isinstance(k, HybridKeys) or rows > MIN_ROWS):
-        return Launch(2, 1)
-    few_bits = isinstance(k, ChannelKeys) and k.bits == 2
-    crowded = (d > 64 and rows > MIN_ROWS) or (d > 128 and not few_bits)
-    return Launch(1, 1 if crowded or fmt.slabs % 2 else 2)
-
-
-def most_rows(fmt: PageFormat) -> int:
-    """16 only where a program of 16 rows takes fewer instructions than two of 8 (docs/kernels.md)."""
-    few = isinstance(fmt.keys, HybridKeys) or (isinstance(fmt.keys, ChannelKeys) and fmt.geometry.d > 128)
-    return MIN_ROWS if few else MAX_ROWS
-
-
-def rows_for(fmt: PageFormat, rows: int) -> int:
-    """Rows per program: all of a decode step, a tile of a longer chunk."""
-    return min(most_rows(fmt), max(MIN_ROWS, power_of_two(rows)))
-
-
 @functools.cache
 def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -242,7 +194,7 @@ class TritonKernels(PagedKernels):
         m, chip = rows_for(fmt, q * share), capability(pages.device)
         words, halves = typed(pages)
         table_of = table_rows(fmt, q * share, chip, self.scores)
-        launch = launch_for(fmt, m, table_of)
+        launch = attend_launch(fmt, m, table_of)
         attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
             *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
             *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], table.stride(0), table.shape[1]),

@@ -1,0 +1,78 @@
+"""How the Triton kernels are launched: rows and slabs of a program, warps, registers.
+
+Found with `python -m vllm_kvq.eval.compile_table`, whose --check fails on a spill; a GPU may know better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.innerq import HybridKeys
+from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
+from vllm_kvq.kernels.paged import power_of_two
+
+MIN_ROWS, MAX_ROWS = 8, 16
+"""Rows (queries times query heads of one KV head) of a program that decodes. With more, each of its warps would unpack
+it all."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    warps: int
+    turn: int = 1
+    """Slabs of one page that a turn of decode's loop attends: the more, the fewer maxima, page numbers, parameters."""
+    stages: int = 1
+    """Of loads under way. With more than one Triton copies through shared memory what a lane could load for itself."""
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, at most: all that there are. Without a limit ptxas spills a few for one warp more."""
+        return min(255, 2048 // self.warps)
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+def most_rows(fmt: PageFormat) -> int:
+    """16 only where a program of 16 rows takes fewer instructions than two of 8 (docs/kernels.md)."""
+    few = isinstance(fmt.keys, HybridKeys) or (isinstance(fmt.keys, ChannelKeys) and fmt.geometry.d > 128)
+    return MIN_ROWS if few else MAX_ROWS
+
+
+def rows_for(fmt: PageFormat, rows: int) -> int:
+    """Rows per program: all of a decode step, a tile of a longer chunk."""
+    return min(most_rows(fmt), max(MIN_ROWS, power_of_two(rows)))
+
+
+def attend_launch(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
+    """One warp keeps every product within a warp, and two slabs in a turn are fewer instructions. Where that needs more
+    registers than a thread has, it is one slab, or more warps."""
+    k, d = fmt.keys, fmt.geometry.d
+    if table:
+        return Launch(max(2, d // 32))
+    if d > 128 and (isinstance(k, HybridKeys) or rows > MIN_ROWS):
+        return Launch(2)
+    few_bits = isinstance(k, ChannelKeys) and k.bits == 2
+    crowded = (d > 64 and rows > MIN_ROWS) or (d > 128 and not few_bits)
+    return Launch(1, 1 if crowded or fmt.slabs % 2 else 2)
+
+
+def pack_launch(fmt: PageFormat) -> Launch:
+    """4 warps for a slab, 8 where SQuat's subspace needs registers, too; a page of PolarQuant is sorted as a whole."""
+    k, d = fmt.keys, fmt.geometry.d
+    if isinstance(k, SQuatKeys):
+        return Launch(4 if k.bits * d <= 256 else 8, stages=3)
+    if not k.page_wide:
+        return Launch(4, stages=3)
+    return Launch(min(16, max(4 if d < 128 else 8, power_of_two(fmt.unit) // 16)), stages=3)
+
+
+def raw_rows(fmt: PageFormat, rows: int) -> int:
+    """Rows of a program of the full-precision part."""
+    return min(32 if fmt.geometry.d > 128 else 64, max(16, power_of_two(rows)))
+
+
+def raw_launch(fmt: PageFormat) -> Launch:
+    return Launch(8 if fmt.geometry.d > 128 else 4)
