@@ -134,7 +134,7 @@ def merge_variants() -> Iterator[Variant]:
         yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, {"num_warps": 1 if parts <= 8 else 4})
 
 
-def step_variants() -> Iterator[Variant]:
+def step_variants(target: int) -> Iterator[Variant]:
     """All other kernels of a layer's step, at 8 KV heads of 4 query heads each, with 2 drafts."""
     import torch
 
@@ -150,7 +150,7 @@ def step_variants() -> Iterator[Variant]:
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
             step = DeviceStep(fmt, SlotGeometry.of(fmt, 8, 2), 2, torch.device("cpu"))
-            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), pack_launch(fmt).options)
+            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), pack_launch(fmt, target).options)
             if d != 128 and name != "innerq2":
                 continue
             if name in ("squat2", "innerq2", "polar4"):
@@ -162,8 +162,8 @@ def step_variants() -> Iterator[Variant]:
                     yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, raw_launch(fmt).options)
 
 
-def variants() -> list[Variant]:
-    return [*decode_variants(), *step_variants(), *merge_variants()]
+def variants(target: int) -> list[Variant]:
+    return [*decode_variants(), *step_variants(target), *merge_variants()]
 
 
 def build(variant: Variant, target: int) -> Any:
@@ -243,9 +243,10 @@ def line(cells: Iterable[object], targets: int) -> None:
 def report(targets: list[int], only: list[str]) -> bool:
     """Prints the Triton kernels' rows; whether every kernel is without spills and every decode loop multiplies."""
     good = True
-    for variant in variants():
+    for same in zip(*(variants(target) for target in targets), strict=True):
+        variant = same[0]
         if any(part in variant.name for part in only):
-            used = {target: usage(build(variant, target)) for target in targets}
+            used = {target: usage(build(v, target)) for target, v in zip(targets, same, strict=True)}
             per = 32 * variant.warps / variant.elements if variant.elements else None
             good &= row(variant.name, variant.warps, used, per, variant.multiplies)
     return good

@@ -31,7 +31,7 @@ from vllm_kvq.kernels.cuda import CUDA
 from vllm_kvq.kernels.launch import pack_launch, raw_launch, raw_rows
 from vllm_kvq.kernels.paged import PagedKernels, merge_parts, power_of_two
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.triton import TRITON, constants, typed, value_block
+from vllm_kvq.kernels.triton import TRITON, capability, constants, typed, value_block
 
 Prefill = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(query, key, value, query_start on the device, its host copy, longest, scale) -> out (T, Hq, d), lse (T, Hq)."""
@@ -286,7 +286,7 @@ class DeviceStep:
             *(batch.table.stride(0), batch.table.shape[1], batch.side_table.stride(0), pages.shape[0], side.shape[0]),
             *(floats.stride(0), side.stride(0), *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
             **self.pack_constants(),
-            **pack_launch(fmt).options,
+            **pack_launch(fmt, capability(pages.device)).options,
         )
 
     def pack_constants(self) -> dict[str, Any]:

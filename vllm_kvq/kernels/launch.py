@@ -24,15 +24,13 @@ class Launch:
     """Slabs of one page that a turn of decode's loop attends: the more, the fewer maxima, page numbers, parameters."""
     stages: int = 1
     """Of loads under way. With more than one Triton copies through shared memory what a lane could load for itself."""
-
-    @property
-    def registers(self) -> int:
-        """Of a thread, at most: all that there are. Without a limit ptxas spills a few for one warp more."""
-        return min(255, 2048 // self.warps)
+    free: bool = True
+    """Whether a thread may take all registers that there are: else ptxas may spill a few for one warp more."""
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        limit = {"maxnreg": min(255, 2048 // self.warps)} if self.free else {}
+        return {"num_warps": self.warps, "num_stages": self.stages} | limit
 
 
 def most_rows(fmt: PageFormat) -> int:
@@ -59,11 +57,11 @@ def attend_launch(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
     return Launch(1, 1 if crowded or fmt.slabs % 2 else 2)
 
 
-def pack_launch(fmt: PageFormat) -> Launch:
+def pack_launch(fmt: PageFormat, capability: int) -> Launch:
     """4 warps for a slab, 8 where SQuat's subspace needs registers, too; a page of PolarQuant is sorted as a whole."""
     k, d = fmt.keys, fmt.geometry.d
-    if isinstance(k, SQuatKeys):
-        return Launch(4 if k.bits * d <= 256 else 8, stages=3)
+    if isinstance(k, SQuatKeys) and k.bits * d > 256:
+        return Launch(8, stages=3, free=capability < 90)  # from 9.0 on it is the other way round
     if not k.page_wide:
         return Launch(4, stages=3)
     return Launch(min(16, max(4 if d < 128 else 8, power_of_two(fmt.unit) // 16)), stages=3)
