@@ -151,8 +151,9 @@ def hybrid_scores(
             x = x + (columns_of_lanes(q[i] * load_some(page_ptr + NORM + i * CHUNK + lane, lane, CHUNK, 16)),)
             # -2^b, as much too large as the codes are
             top = -(1 << BITS << key_shift(i * CHUNK, D, HYBRID, BITS)) / SUBNORMAL
-            whole = tl.dot(tl.full((16, 16), top, tl.float16), x[i], whole)  # equal rows
-        wholes = wholes + (whole,)
+            whole = tl.dot(tl.full((16, 16), top, tl.float16), x[i], whole)
+        # of equal rows, half are kept
+        wholes = wholes + (tl.split(tl.permute(tl.reshape(whole, (2, 8, M)), (1, 2, 0)))[0],)
     scores = ()
     for j in tl.static_range(SLABS):
         codes_ptr = words_ptr + j * SLAB_WORDS + CODES
@@ -163,7 +164,7 @@ def hybrid_scores(
             symmetric = mode < 0
             zero = tl.where(symmetric, 0.0, slot.to(tl.float32, bitcast=True))
             signs = tl.where(symmetric, slot, -1)
-            part = repeat_rows(wholes[group], 2)
+            part = repeat_rows(wholes[group], 4)
             for i in tl.static_range(group * 2 * half, group * 2 * half + half):
                 first, second = signed_pair(
                     _chunk_words(codes_ptr, i, width, CHUNK), _chunk_words(codes_ptr, i + half, width, CHUNK),
@@ -171,6 +172,6 @@ def hybrid_scores(
                 )  # fmt: skip
                 part = tl.dot(second, x[i + half], tl.dot(first, x[i], part))
             sums += part * fragment_rows(tl.abs(mode), M)
-            sums += repeat_rows(wholes[group] * (-1.0 / (1 << BITS)), 2) * fragment_rows(zero, M)
+            sums += repeat_rows(wholes[group] * (-1.0 / (1 << BITS)), 4) * fragment_rows(zero, M)
         scores = scores + (sums,)
     return scores
