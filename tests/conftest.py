@@ -22,6 +22,7 @@ settings.load_profile("kvq")
 LONGEST = (
     "kernels/test_cpu_sanitizers.py",
     "triton/test_step.py",
+    "engine/test_device_path.py",
     "engine/test_fuzz.py",
     "triton/test_decode.py",
     "test_bench.py",

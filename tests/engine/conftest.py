@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,7 @@ def run(model: Path) -> Run:
     """run(traces, **engine arguments) -> results."""
 
     def go(todo: list[Trace], model_path: Path = model, **engine: Any) -> list[Result]:
-        # the engine is forked from a process that has an environment of its own
-        kernels = {"VLLM_KVQ_KERNELS": os.environ.get("VLLM_KVQ_KERNELS", "auto")}
-        with EngineProcess(str(model_path), engine, kernels) as process:
+        with EngineProcess(str(model_path), engine, {}) as process:
             return [process.run(trace) for trace in todo]
 
     return go

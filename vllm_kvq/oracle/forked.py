@@ -22,6 +22,14 @@ class EngineFailed(Exception):
     """The engine raised, died or hung; the message is the end of what it said."""
 
 
+OURS = "VLLM_KVQ_"
+
+
+def _own() -> dict[str, str]:
+    """This process's variables of ours. The process that engines are forked from has those of its own start."""
+    return {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+
+
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm_kvq.oracle.preload"])
@@ -40,7 +48,7 @@ class EngineProcess:
         context = _context()
         self.pipe, other = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(other, log, model, dict(arguments), dict(variables), prepare), daemon=True
+            target=_serve, args=(other, log, model, dict(arguments), _own() | dict(variables), prepare), daemon=True
         )
         self.process.start()
         other.close()
@@ -95,6 +103,8 @@ def _serve(
     out = os.open(log, os.O_WRONLY | os.O_APPEND)
     for fd in (1, 2):
         os.dup2(out, fd)
+    for name in _own():
+        del os.environ[name]
     os.environ.update(variables)
     import torch
 
