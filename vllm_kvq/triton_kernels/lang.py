@@ -26,7 +26,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "
 def cos_sin(x):
     """By the special function unit, 2^-20 off between -2 pi and 2 pi: less than a float16 operand keeps.
 
-    The precise library functions take many times longer, and polynomials four times as many instructions.
+    The precise library functions, and polynomials, take many times as many instructions.
     """
     if INTERPRETED:  # knows no assembly
         return tl.cos(x), tl.sin(x)
