@@ -65,6 +65,12 @@ def plane_pairs(pairs, bits, both):
     return pairs if both == 8 else pairs * bits // 8
 
 
+@triton.constexpr_function
+def first_bit(pair, pairs, bits, both):
+    """The bit of the bytes at which the codes of this pair's plane begin."""
+    return pair // plane_pairs(pairs, bits, both) * bits
+
+
 @triton.jit
 def _plane_words(
     codes_ptr, quad, token, INDEX: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr
@@ -77,6 +83,30 @@ def _plane_words(
     else:
         first: tl.constexpr = INDEX * CHUNK % PLANE // 4
         return tl.load(codes_ptr + (first + quad) * 32 + token, mask=quad < CHUNK // 4, other=0)
+
+
+@triton.jit
+def _words(
+    words_ptr,
+    quad,
+    token,
+    INDEX: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BITS: tl.constexpr,
+    RADIUS_BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    RADIUS: tl.constexpr,
+):
+    """The words of a chunk's angles and of its radii: the same, if they share bytes."""
+    both: tl.constexpr = BITS + RADIUS_BITS
+    a_plane: tl.constexpr = plane_pairs(PAIRS, BITS, both)
+    r_plane: tl.constexpr = plane_pairs(PAIRS, RADIUS_BITS, both)
+    angles = _plane_words(words_ptr + CODES, quad, token, INDEX, CHUNK, a_plane, BITS)
+    if both == 8:
+        return angles, angles
+    else:
+        return angles, _plane_words(words_ptr + RADIUS, quad, token, INDEX, CHUNK, r_plane, RADIUS_BITS)
 
 
 @triton.jit
@@ -120,15 +150,10 @@ def _rebuilt(
 ):
     """The x and the y of a chunk of pairs, each a left operand (32, 16), made in the lanes that multiply them."""
     both: tl.constexpr = BITS + RADIUS_BITS
-    a_plane: tl.constexpr = plane_pairs(D // 2, BITS, both)
-    r_plane: tl.constexpr = plane_pairs(D // 2, RADIUS_BITS, both)
-    a_at: tl.constexpr = INDEX * CHUNK // a_plane * BITS
-    r_at: tl.constexpr = 4 if both == 8 else INDEX * CHUNK // r_plane * RADIUS_BITS
+    a_at: tl.constexpr = first_bit(INDEX * CHUNK, D // 2, BITS, both)
+    r_at: tl.constexpr = 4 if both == 8 else first_bit(INDEX * CHUNK, D // 2, RADIUS_BITS, both)
     quad, token = tl.arange(0, 4)[None, :, None], fragment_places(4)
-    a_words = _plane_words(words_ptr + CODES, quad, token, INDEX, CHUNK, a_plane, BITS)
-    r_words = a_words
-    if both != 8:
-        r_words = _plane_words(words_ptr + RADIUS, quad, token, INDEX, CHUNK, r_plane, RADIUS_BITS)
+    a_words, r_words = _words(words_ptr, quad, token, INDEX, CHUNK, D // 2, BITS, RADIUS_BITS, CODES, RADIUS)
     r_first, r_step, a_first, a_step = parameters
     x, y = (), ()
     for b in tl.static_range(4):
@@ -215,15 +240,10 @@ def _table(
 ):
     """Radii and angle codes (32, 16) of a chunk of pairs, and cos, sin (2^BITS, 16) of their angles."""
     both: tl.constexpr = BITS + RADIUS_BITS
-    a_plane: tl.constexpr = plane_pairs(D // 2, BITS, both)
-    r_plane: tl.constexpr = plane_pairs(D // 2, RADIUS_BITS, both)
-    a_at: tl.constexpr = INDEX * CHUNK // a_plane * BITS
-    r_at: tl.constexpr = 4 if both == 8 else INDEX * CHUNK // r_plane * RADIUS_BITS
+    a_at: tl.constexpr = first_bit(INDEX * CHUNK, D // 2, BITS, both)
+    r_at: tl.constexpr = 4 if both == 8 else first_bit(INDEX * CHUNK, D // 2, RADIUS_BITS, both)
     quad, token = tl.arange(0, 4)[None, :], fragment_index(tl.arange(0, 32), 4)[:, None]
-    a_words = _plane_words(words_ptr + CODES, quad, token, INDEX, CHUNK, a_plane, BITS)
-    r_words = a_words
-    if both != 8:
-        r_words = _plane_words(words_ptr + RADIUS, quad, token, INDEX, CHUNK, r_plane, RADIUS_BITS)
+    a_words, r_words = _words(words_ptr, quad, token, INDEX, CHUNK, D // 2, BITS, RADIUS_BITS, CODES, RADIUS)
     at = mma_order(tl.arange(0, 16))
     pair, there = page_ptr + INDEX * CHUNK + at, at < CHUNK
     r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
