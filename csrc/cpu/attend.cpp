@@ -3,8 +3,8 @@
 //     task i:  O_i = sum_t 2^(s_t - m_i) v_t,  l_i = sum_t 2^(s_t - m_i),  m_i = max_t s_t
 //     merge:   m = max m_i,  out = sum_i 2^(m_i - m) O_i / l,  l = sum_i 2^(m_i - m) l_i,  lse = (m + log2 l) ln 2
 //
-// A task is one KV head of one request and up to ROWS of its query rows (queries x query heads of the KV head, in that
-// order), over a run of packed pages or over the full-precision tokens. Whoever finishes the last task of a (request,
+// A task is one KV head of one request and up to ROWS, or MANY_ROWS, of its query rows (queries x query heads of the KV
+// head, in that order), over a run of packed pages or over the full-precision tokens. Whoever finishes the last task of a (request,
 // head, row block) merges, so that one parallel loop does it all.
 #include "attend.h"
 
@@ -27,6 +27,7 @@ constexpr float LN_2 = 0.69314718056f;
 constexpr float LIMIT = 32768.0f;        // as formats/quant.py clamps queries
 constexpr int64_t TASKS_PER_THREAD = 8; // so that a late thread costs little
 constexpr int64_t MIN_TASK_TOKENS = 512;
+constexpr int64_t MANY_ROWS = 1024;     // of a task that unpacks its pages, or gathers its tokens, for all of them
 
 struct Share {  // one (request, KV head, row block)
   int64_t request, head, row, rows;
@@ -56,7 +57,9 @@ class Driver {
         isa_(kvq::isa(a.isa)),
         d_((a.head_size + SLAB - 1) / SLAB * SLAB),
         group_(a.query_heads / a.heads),
-        rows_(a.queries * group_) {}
+        rows_(a.queries * group_),
+        many_(p_.listed && rows_ >= isa_.many.rows(l_)),
+        block_rows_(many_ || !p_.listed ? even_blocks() : ROWS) {}
 
   void run() {
     sort_pages();
@@ -66,11 +69,19 @@ class Driver {
     partial_.reset(new float[partial_size_]);
     left_.reset(new std::atomic<int64_t>[shares_.size()]);
     for (size_t i = 0; i < shares_.size(); ++i) left_[i] = shares_[i].tasks;
-    if (p_.listed && l_.keys == Keys::sketch) project_queries();
+    if (p_.listed && !many_ && l_.keys == Keys::sketch) project_queries();
     parallel(a_.threads, int64_t(pieces_.size()), [&](int64_t i) { work(pieces_[i]); });
   }
 
  private:
+  // A multiple of ROWS: at most MANY_ROWS, and few enough that every thread has a task.
+  int64_t even_blocks() const {
+    const int64_t fair = (rows_ * a_.heads * a_.requests + 2 * a_.threads - 1) / (2 * a_.threads);
+    const int64_t most = std::clamp<int64_t>(a_.threads > 1 ? fair : MANY_ROWS, ROWS, MANY_ROWS);
+    const int64_t blocks = std::max<int64_t>((rows_ + most - 1) / most, 1), each = (rows_ + blocks - 1) / blocks;
+    return std::max<int64_t>((each + ROWS - 1) / ROWS * ROWS, ROWS);
+  }
+
   // The list by request, in the order given, without empty ranges; all indices checked.
   void sort_pages() {
     first_page_.assign(a_.requests + 1, 0);
@@ -106,7 +117,7 @@ class Driver {
   int64_t high(int64_t i) const { return std::min<int64_t>(p_.high[i], l_.tokens); }
 
   void plan() {
-    const int64_t blocks = (rows_ + ROWS - 1) / ROWS;
+    const int64_t blocks = (rows_ + block_rows_ - 1) / block_rows_;
     const int64_t total = int64_t(order_.size()) * a_.heads * blocks;
     const int64_t wanted = a_.threads > 1 ? a_.threads * TASKS_PER_THREAD : 1;
     const int64_t least = p_.listed ? std::max<int64_t>(1, MIN_TASK_TOKENS / l_.tokens) : 1;
@@ -115,8 +126,8 @@ class Driver {
       const int64_t first = first_page_[request], pages = first_page_[request + 1] - first;
       const int64_t splits = (pages + most - 1) / most, raw = a_.raw.tokens > 0;
       for (int64_t head = 0; head < a_.heads; ++head)
-        for (int64_t row = 0; row < rows_; row += ROWS) {
-          const int64_t share = int64_t(shares_.size()), rows = std::min<int64_t>(ROWS, rows_ - row);
+        for (int64_t row = 0; row < rows_; row += block_rows_) {
+          const int64_t share = int64_t(shares_.size()), rows = std::min(block_rows_, rows_ - row);
           shares_.push_back({request, head, row, rows, int64_t(pieces_.size()), splits + raw});
           for (int64_t s = 0; s < splits; ++s) {
             const int64_t from = pages * s / splits, to = pages * (s + 1) / splits;
@@ -180,7 +191,7 @@ class Driver {
 
   void raw(const Share& s, float* out) const {
     thread_local Scratch scratch;
-    float* work = reinterpret_cast<float*>(scratch.reserve(4 * size_t(raw_work_floats(d_))));
+    float* work = reinterpret_cast<float*>(scratch.reserve(4 * size_t(raw_work_floats(s.rows, d_))));
     float* top = out + s.rows * d_;
     attend_raw_rows(a_, s.request, s.head, s.row, s.rows, out, top, top + s.rows, work);
   }
@@ -190,8 +201,9 @@ class Driver {
     const int rows = int(share.rows);
     const KeyKernel keys = isa_.keys(l_, rows);
     const ValueKernel values = isa_.values(l_, rows);
-    const size_t key_bytes = keys.work_bytes(l_), value_bytes = values.work_bytes(l_);
-    char* memory = scratch.reserve(key_bytes + value_bytes + 4 * ROWS * (l_.d + BLOCK));
+    const size_t key_bytes = many_ ? isa_.many.work_bytes(l_) : keys.work_bytes(l_);
+    const size_t value_bytes = many_ ? 0 : values.work_bytes(l_);
+    char* memory = scratch.reserve(key_bytes + value_bytes + 4 * (block_rows_ * l_.d + ROWS * BLOCK));
     float* query = reinterpret_cast<float*>(memory + key_bytes + value_bytes);
     for (int r = 0; r < rows; ++r) read_query(share.request, share.head, share.row + r, query + r * l_.d);
 
@@ -201,7 +213,7 @@ class Driver {
     task.rows = rows;
     task.query = query;
     task.features = features_ ? features_.get() + piece.share * ROWS * l_.sketch_rows : nullptr;
-    task.scores = query + ROWS * l_.d;
+    task.scores = query + block_rows_ * l_.d;
     task.out = out;
     task.top = task.out + rows * l_.d;
     task.total = task.top + rows;
@@ -211,13 +223,17 @@ class Driver {
     std::fill(task.top, task.total, -1e30f);
     std::fill(task.total, task.total + rows, 0.0f);
 
-    keys.begin(task);
+    if (!many_) keys.begin(task);
     Slabs slabs(*this, share.head, piece.first, piece.first + piece.count);
     Slab block[BLOCK_SLABS], ahead[BLOCK_SLABS];
     int next = slabs.take(ahead);
     while (int count = next) {
       std::copy_n(ahead, count, block);
       next = slabs.take(ahead);
+      if (many_) {
+        isa_.many.attend(task, block, count);
+        continue;
+      }
       task.prefetch = {nullptr, nullptr, ahead, ahead + next, l_.slab_bytes};
       for (int i = 0; i < count; ++i) keys.score(task, block[i], i * SLAB);
       isa_.softmax(task, block, count);
@@ -298,6 +314,8 @@ class Driver {
   const Layout& l_;
   const Isa& isa_;
   const int64_t d_, group_, rows_;
+  const bool many_;
+  const int64_t block_rows_;
   std::vector<int64_t> first_page_, order_;
   std::vector<Share> shares_;
   std::vector<Piece> pieces_;

@@ -66,9 +66,9 @@ struct Attend {
 void attend(const Attend& a);
 
 // One KV head of one request over its full-precision tokens, query rows [first, first + rows):
-// out [rows][d], top and total as in kernel.h. `work` holds raw_work_floats(d) numbers.
+// out [rows][d], top and total as in kernel.h. `work` holds raw_work_floats(rows, d) numbers.
 void attend_raw_rows(const Attend& a, int64_t request, int64_t head, int64_t first, int64_t rows, float* out,
                      float* top, float* total, float* work);
-inline int64_t raw_work_floats(int64_t d) { return ROWS * d + 2 * SLAB * d + ROWS * SLAB; }
+inline int64_t raw_work_floats(int64_t rows, int64_t d) { return rows * d + 2 * SLAB * d + ROWS * SLAB; }
 
 }  // namespace kvq

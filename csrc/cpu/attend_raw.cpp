@@ -13,26 +13,51 @@ const void* element(const void* base, Dtype dtype, int64_t at) {
   return static_cast<const char*>(base) + at * (dtype == Dtype::f32 ? 4 : 2);
 }
 
+// Which of 32 tokens a run of queries sees: some of them, and all of them.
+struct Sight {
+  uint8_t some[SLAB] = {}, all[SLAB];
+
+  Sight(const uint8_t* seen, int64_t stride, int64_t queries, int tokens) {
+    std::fill_n(all, SLAB, uint8_t(0));
+    std::fill_n(all, tokens, uint8_t(1));
+    for (int64_t q = 0; q < queries; ++q)
+      for (int i = 0; i < tokens; ++i) {
+        const uint8_t x = seen[q * stride + i];
+        some[i] |= x;
+        all[i] &= x;
+      }
+  }
+  bool any() const { return std::any_of(some, some + SLAB, [](uint8_t x) { return x != 0; }); }
+  bool whole() const { return std::all_of(all, all + SLAB, [](uint8_t x) { return x != 0; }); }
+};
+
 struct Walk {
   const Attend& a;
   const Raw& raw;
-  int64_t request, head, queries;
+  int64_t request, head;
 
-  // The token's addresses, null unless one of the task's queries sees it: what nobody sees is not read.
-  bool locate(RawTask& t, int64_t start, int i) const {
+  // The token's addresses, null if it is absent.
+  void locate(RawTask& t, int64_t start, int i) const {
     t.key[i] = t.value[i] = nullptr;
-    if (i >= t.tokens) return false;
-    bool wanted = false;
-    for (int64_t q = 0; q < queries; ++q) wanted |= t.seen[q * raw.tokens + i] != 0;
     int64_t row = raw.rows[request * raw.tokens + start + i];
-    if (!wanted || row < 0) return false;
+    if (row < 0) return;
     const Tokens& from = row < raw.pool.rows() ? raw.pool : raw.more;
     if (&from == &raw.more) row -= raw.pool.rows();
     const int64_t block = row / from.slots, slot = row % from.slots;
     const auto at = [&](const int64_t* s) { return block * s[0] + slot * s[1] + head * s[2]; };
     t.key[i] = element(from.key, raw.dtype, at(from.key_strides));
     t.value[i] = element(from.value, raw.dtype, at(from.value_strides));
-    return true;
+  }
+
+  // Those of 32 tokens that any of the queries sees: what nobody sees is not read.
+  bool locate_seen(RawTask& t, int64_t start, const Sight& sight) const {
+    bool found = false;
+    for (int i = 0; i < SLAB; ++i) {
+      t.key[i] = t.value[i] = nullptr;
+      if (sight.some[i]) locate(t, start, i);
+      found |= t.key[i] != nullptr;
+    }
+    return found;
   }
 
   // A row of the queries, times scale * log2(e)
@@ -59,34 +84,44 @@ struct Walk {
 void attend_raw_rows(const Attend& a, int64_t request, int64_t head, int64_t first, int64_t rows, float* out,
                      float* top, float* total, float* work) {
   const int64_t d = (a.head_size + SLAB - 1) / SLAB * SLAB, group = a.query_heads / a.heads;
-  const int64_t first_query = first / group, queries = (first + rows - 1) / group - first_query + 1;
-  const Walk walk{a, a.raw, request, head, queries};
+  const Walk walk{a, a.raw, request, head};
   const Isa& isa = kvq::isa(a.isa);
   float* query = work;
   for (int64_t r = 0; r < rows; ++r) walk.read_query(first + r, group, query + r * d, d);
   RawTask t{};
-  t.rows = int(rows);
-  t.first_row = int(first % group);  // `seen` starts at the first row's query
   t.group = int(group);
   t.head_size = int(a.head_size);
   t.d = int(d);
   t.dtype = a.raw.dtype;
   t.seen_stride = a.raw.tokens;
-  t.query = query;
-  t.work = query + ROWS * d;
-  t.out = out;
-  t.top = top;
-  t.total = total;
+  t.work = query + rows * d;
   std::fill_n(out, rows * d, 0.0f);
   std::fill_n(top, rows, -1e30f);
   std::fill_n(total, rows, 0.0f);
-  const uint8_t* seen = a.raw.seen + (request * a.queries + first_query) * a.raw.tokens;
+  const auto query_of = [&](int64_t row) { return (first + row) / group; };
   for (int64_t start = 0; start < a.raw.tokens; start += SLAB) {
     t.tokens = int(std::min<int64_t>(SLAB, a.raw.tokens - start));
-    t.seen = seen + start;
-    bool any = false;
-    for (int i = 0; i < SLAB; ++i) any |= walk.locate(t, start, i);
-    if (any) isa.add_raw(t);
+    const uint8_t* seen = a.raw.seen + request * a.queries * a.raw.tokens + start;
+    const auto sight_of = [&](int64_t from, int64_t to) {  // rows [from, to)
+      const int64_t q = query_of(from);
+      return Sight(seen + q * a.raw.tokens, a.raw.tokens, query_of(to - 1) + 1 - q, t.tokens);
+    };
+    if (!walk.locate_seen(t, start, sight_of(0, rows))) continue;
+    t.gathered = false;
+    const bool complete = std::all_of(t.key, t.key + SLAB, [](const void* key) { return key != nullptr; });
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      t.rows = int(std::min<int64_t>(ROWS, rows - r));
+      const Sight sight = sight_of(r, r + t.rows);
+      if (!sight.any()) continue;
+      t.all_seen = complete && sight.whole();
+      t.first_row = int((first + r) % group);  // `seen` starts at the first row's query
+      t.seen = seen + query_of(r) * a.raw.tokens;
+      t.query = query + r * d;
+      t.out = out + r * d;
+      t.top = top + r;
+      t.total = total + r;
+      isa.add_raw(t);
+    }
   }
 }
 

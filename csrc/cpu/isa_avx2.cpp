@@ -5,6 +5,7 @@
 #include "avx/table.h"
 
 namespace kvq {
-const Isa avx2_isa = {"avx2", avx::keys, avx::values, generic::softmax, generic::add_raw, generic::project};
+const Isa avx2_isa = {"avx2", avx::keys, avx::values, generic::softmax, generic::add_raw, generic::project,
+                      generic::many_kernel};
 }
 #endif

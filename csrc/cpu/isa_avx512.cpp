@@ -5,7 +5,8 @@
 #include "avx512/table.h"
 
 namespace kvq {
+// vpdpbusd multiplies twice as many bytes as an FMA multiplies floats, queries' two bytes counted: no `many` here
 const Isa avx512_isa = {"avx512", avx512::keys, avx512::values, avx512::softmax, generic::add_raw,
-                          generic::project};
+                        generic::project, {generic::never, generic::many_bytes, generic::many}};
 }
 #endif

@@ -4,6 +4,7 @@
 #include "avx/table.h"
 
 namespace kvq {
-const Isa avx512bw_isa = {"avx512bw", avx::keys, avx::values, generic::softmax, generic::add_raw, generic::project};
+const Isa avx512bw_isa = {"avx512bw", avx::keys, avx::values, generic::softmax, generic::add_raw, generic::project,
+                          generic::many_kernel};
 }
 #endif

@@ -4,5 +4,6 @@
 
 namespace kvq {
 const Isa portable_isa = {"portable", generic::keys, generic::values, generic::softmax, generic::add_raw,
-                          generic::project};
+                          generic::project,
+                          generic::many_kernel};
 }

@@ -91,11 +91,21 @@ struct RawTask {
   int tokens;
   const void* key[SLAB];       // null where a token is absent
   const void* value[SLAB];
+  bool gathered;               // `work` holds the keys and values already
+  bool all_seen;               // 32 tokens, none absent, and every query sees them
   const uint8_t* seen;         // seen[query * seen_stride + token]
   int64_t seen_stride;
   const float* query;          // [rows][d]
   float* work;                 // 2 [32][d] + [rows][32]
   float *out, *top, *total;    // as in Task
+};
+
+// Attention of many rows, at least `rows`, to packed blocks: all of a block at once. Task.rows has no limit, scores is
+// for ROWS of them, and key_work has work_bytes.
+struct ManyKernel {
+  int64_t (*rows)(const Layout&);
+  size_t (*work_bytes)(const Layout&);
+  void (*attend)(Task&, const Slab*, int count);
 };
 
 // What one translation unit offers. `keys` and `values` always find a kernel; `fast` ones are preferred.
@@ -107,6 +117,7 @@ struct Isa {
   void (*add_raw)(RawTask&);
   // QJL's features: S q for `rows` rows
   void (*project)(const float* query, int rows, int64_t d, const float* sketch, int64_t m, float* features);
+  ManyKernel many;
 };
 
 extern const Isa portable_isa;

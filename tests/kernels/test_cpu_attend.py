@@ -152,6 +152,14 @@ def test_a_prefix_chunk(isa: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+def test_a_chunk_of_many_rows(isa: int, name: str, d: int) -> None:
+    """Enough of them that pages are unpacked for all at once (`many` in csrc/cpu/generic)."""
+    run(name, d, 4, 64, [300, 90], q=100, heads=1, low=20, seed=d)
+    run(name, d, 8, 32, [70], q=150, heads=1)  # 1200 rows: more than one task has
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
 def test_the_pytorch_kernels_too(name: str) -> None:
     """They serve where nothing is compiled, and read the same pages with NaN where nothing was packed."""
     for q, N, lengths in ((1, 160, (450, 37, 0)), (37, 64, (500, 90))):
@@ -190,6 +198,7 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
 def test_option_combinations(isa: int, name: str, options: dict[str, Any]) -> None:
     for d in (96, 128):
         run(name, d, 4, 64, [150, 70], **options)
+        run(name, d, 4, 64, [150, 70], q=100, heads=1, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -143,6 +143,20 @@ inline void few_outputs(const RawTask& task, const float* p) {
   few_outputs<Dtype::bf16>(task, p);
 }
 
+// Which of 32 tokens a query sees, as a mask of all bits per lane; `present`: the tokens that are there.
+inline void hide_unseen(const uint8_t* seen, const uint8_t* present, int tokens, float* scores) {
+  using Bytes = uint8_t __attribute__((vector_size(LANES)));
+  uint8_t row[SLAB] = {};
+  std::memcpy(row, seen, size_t(tokens));
+  for (int t = 0; t < SLAB; t += LANES) {
+    Bytes a, b;
+    std::memcpy(&a, row + t, sizeof a);
+    std::memcpy(&b, present + t, sizeof b);
+    const Ints visible = __builtin_convertvector(a & b, Ints);
+    store(scores + t, visible != 0 ? load(scores + t) : splat(-1e30f));
+  }
+}
+
 inline void add_raw(RawTask& task) {
   const bool few = task.rows <= FEW_ROWS;
   float* k = task.work;
@@ -152,17 +166,19 @@ inline void add_raw(RawTask& task) {
     std::memset(scores, 0, 4 * size_t(task.rows) * SLAB);
     few_scores(task, scores);
   } else {
-    gather(task, k, v);
+    if (!task.gathered) gather(task, k, v);
+    task.gathered = true;
     multiply(task.query, task.d, task.rows, task.head_size, k, SLAB, scores, SLAB);
   }
+  uint8_t present[SLAB];
+  for (int t = 0; t < SLAB; ++t) present[t] = task.key[t] ? 1 : 0;
   for (int r = 0; r < task.rows; ++r) {
     float* s = scores + r * SLAB;
     const uint8_t* seen = task.seen + (task.first_row + r) / task.group * task.seen_stride;
-    float top = task.top[r];
-    for (int t = 0; t < SLAB; ++t) {
-      s[t] = t < task.tokens && task.key[t] && seen[t] ? s[t] : -1e30f;
-      top = s[t] > top ? s[t] : top;
-    }
+    if (!task.all_seen) hide_unseen(seen, present, task.tokens, s);
+    Floats best = load(s);
+    for (int t = LANES; t < SLAB; t += LANES) best = max(best, load(s + t));
+    const float block_top = largest(best), top = block_top > task.top[r] ? block_top : task.top[r];
     const float shrink = exp2(splat(task.top[r] - top))[0];
     Floats total{};
     for (int t = 0; t < SLAB; t += LANES) {

@@ -19,7 +19,8 @@ inline Floats load(const float* p) {
 
 inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
-inline Floats splat(float x) { return Floats{} + x; }
+// not 0 + x, which is a sum, for -0
+inline Floats splat(float x) { return x - Floats{}; }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
