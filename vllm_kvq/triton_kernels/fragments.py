@@ -5,8 +5,10 @@ The units take a product of 16 x 16 by 16 x 8 from a warp's 32 lanes. Lane 4 g +
 columns 2 t and 2 t + 1 of rows g and g + 8. Which index of a sum stands in which column does not matter, as long as
 both operands agree, so every lane loads neighbours in memory and uses them in its own place:
 
-    left rows       R neighbours of lane row g are rows g, g + 8, ...      (8, 4, R): R g + r        fragment_places
-    reduced index   a word's four codes belong to indices 4 t .. 4 t + 3   (M, 4, 4): 4 t + e        fragment_channels
+    left rows       the R neighbours of g are rows g, g + 8, ...           (32, R): R g + r       fragment_places
+    reduced index   a word's four codes belong to indices 4 t .. 4 t + 3   (4 M, 4): 4 t + e      fragment_channels
+
+In a shape whose first dimension is the lanes, Triton gives what is loaded to these lanes, and leaves it there.
 
 Codes become matrix operands without any conversion. A b-bit code in the low 10 bits of a 16-bit lane, read as
 float16, is the subnormal number
@@ -22,6 +24,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvq.triton_kernels.lang import INTERPRETED
+
+JOINS_MATTER: tl.constexpr = tl.constexpr(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and not INTERPRETED.value
+)
+
 
 @triton.jit
 def mma_order(k):
@@ -35,29 +43,27 @@ def mma_order(k):
 
 
 @triton.jit
-def _halves(x):
-    """int32 (X, Q) -> float16 (X, Q, 2): the same bits, low half first."""
-    low = x.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.join(low, high)
+def lane_rows():
+    """(32, 1): g of lane 4 g + t."""
+    return (tl.arange(0, 32) >> 2)[:, None]
+
+
+@triton.jit
+def lane_quads():
+    """(32, 1): t of lane 4 g + t."""
+    return (tl.arange(0, 32) & 3)[:, None]
 
 
 @triton.jit
 def fragment_places(R: tl.constexpr):
-    """R indices of each lane, as an addend to pointers (8, 4, R): R g + r for lane 4 g + t.
-
-    Lanes and registers of the matrix units in a shape that loads, too, are given to the lanes by: eight rows times
-    four columns of lanes, and R neighbours in memory per lane. What is loaded so stays in its lane.
-    """
-    g, r = tl.arange(0, 8), tl.arange(0, R)
-    return g[:, None, None] * R + r[None, None, :] + (tl.arange(0, 4) * 0)[None, :, None]
+    """R indices of each lane, as an addend to pointers (32 lanes, R): R g + r for lane 4 g + t."""
+    return lane_rows() * R + tl.arange(0, R)[None, :]
 
 
 @triton.jit
 def fragment_channels(M: tl.constexpr):
-    """(M, 4, 4): 4 t + e, for what belongs to the rows of a right operand: see `lanes_of_columns`."""
-    t, e = tl.arange(0, 4), tl.arange(0, 4)
-    return (tl.arange(0, M) * 0)[:, None, None] + t[None, :, None] * 4 + e[None, None, :]
+    """(4 M, 4): 4 t + e, for what belongs to the rows of a right operand of M columns: see `lanes_of_columns`."""
+    return ((tl.arange(0, 4 * M) & 3) * 4)[:, None] + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
@@ -68,9 +74,9 @@ def fragment_index(place, R: tl.constexpr):
 
 @triton.jit
 def fragment_rows(x, M: tl.constexpr):
-    """One number per row, (8, 4, R), equal in the four lanes of a row -> (8 R, M)."""
-    r: tl.constexpr = x.shape[2]
-    x = tl.broadcast_to(x[:, :, :, None, None], (8, 4, r, M // 8, 2))
+    """One number per row, (32, R), equal in the four lanes of a row -> (8 R, M)."""
+    r: tl.constexpr = x.shape[1]
+    x = tl.broadcast_to(tl.reshape(x, (8, 4, r))[:, :, :, None, None], (8, 4, r, M // 8, 2))
     return tl.reshape(tl.permute(x, (2, 0, 3, 1, 4)), (8 * r, M))
 
 
@@ -93,15 +99,15 @@ def repeat_rows(x, N: tl.constexpr):
 
 @triton.jit
 def lanes_of_columns(x):
-    """The right operand of a product (16, M), its rows in `mma_order`, -> (M, 4, 4): index 4 t + e at [t, e]."""
+    """The right operand of a product (16, M), its rows in `mma_order`, -> (4 M, 4): index 4 t + e at [4 m + t, e]."""
     m: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, (2, 4, 2, m)), (3, 1, 2, 0)), (m, 4, 4))
+    return tl.reshape(tl.permute(tl.reshape(x, (2, 4, 2, m)), (3, 1, 2, 0)), (4 * m, 4))
 
 
 @triton.jit
 def columns_of_lanes(x):
     """The inverse."""
-    m: tl.constexpr = x.shape[0]
+    m: tl.constexpr = x.shape[0] // 4
     return tl.reshape(tl.permute(tl.reshape(x, (m, 4, 2, 2)), (3, 1, 2, 0)), (16, m))
 
 
@@ -112,31 +118,44 @@ def signed_low(second, bits):
 
 
 @triton.jit
+def _settled(parts):
+    """The same. To Triton before 3.7, an operand that was joined wants another layout, and to get it, shuffles."""
+    if JOINS_MATTER:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [parts], parts.dtype, False, 2)
+    else:
+        return parts
+
+
+@triton.jit
 def left_operand(b0, b1, b2, b3):
-    """What belongs to the four bytes of (8, 4, R) words, as float16 -> left operand (8 R, 16) in `mma_order`."""
-    r: tl.constexpr = b0.shape[2]
-    parts = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # (8, 4, R, half, odd)
-    return tl.reshape(tl.permute(parts, (2, 0, 4, 1, 3)), (8 * r, 16))
+    """What belongs to the four bytes of (32, R) words, as float16 -> left operand (8 R, 16) in `mma_order`."""
+    r: tl.constexpr = b0.shape[1]
+    parts = _settled(tl.join(tl.join(b0, b1), tl.join(b2, b3)))  # (32, R, odd, half)
+    return tl.reshape(tl.permute(tl.reshape(parts, (8, 4, r, 2, 2)), (2, 0, 3, 1, 4)), (8 * r, 16))
+
+
+@triton.jit
+def _low(x):
+    return x.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _operand(even, odd):
-    """Masked words of bytes 0 and 2, and of bytes 1 and 3, (8, 4, R) -> left operand (8 R, 16) in `mma_order`."""
-    r: tl.constexpr = even.shape[2]
-    parts = tl.join(_halves(even), _halves(odd))
-    return tl.reshape(tl.permute(parts, (2, 0, 4, 1, 3)), (8 * r, 16))
+    """Masked words of bytes 0 and 2, and of bytes 1 and 3, (32, R) -> left operand (8 R, 16) in `mma_order`."""
+    return left_operand(_low(even), _low(odd), _low(even >> 16), _low(odd >> 16))
 
 
 @triton.jit
 def left_rows(x, others):
-    """Numbers (8, 4, 4) of index 4 t + e, and those of eight more rows -> left operand (16, 16) in `mma_order`."""
-    parts = tl.reshape(tl.join(x, others), (8, 4, 2, 2, 2))  # (8, 4, half, odd, R)
-    return tl.reshape(tl.permute(parts, (4, 0, 3, 1, 2)), (16, 16))
+    """Numbers (32, 4) of index 4 t + e, and those of eight more rows -> left operand (16, 16) in `mma_order`."""
+    parts = tl.reshape(tl.join(x, others), (32, 2, 2, 2))  # (32, half, odd, R)
+    parts = tl.reshape(_settled(tl.permute(parts, (0, 3, 2, 1))), (8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (2, 0, 3, 1, 4)), (16, 16))
 
 
 @triton.jit
 def plane(words, P: tl.constexpr, BITS: tl.constexpr):
-    """The codes of plane P of (8, 4, R) words as left operand (8 R, 16), times 2^(P BITS - 24)."""
+    """The codes of plane P of (32, R) words as left operand (8 R, 16), times 2^(P BITS - 24)."""
     mask: tl.constexpr = (((1 << BITS) - 1) << (P * BITS)) * 0x00010001
     return _operand(words & mask, (words >> 8) & mask)
 
@@ -167,11 +186,11 @@ def signed_pair(
     """Plane P of `words` and plane OTHER of `others`, each code with a sign as its next higher bit: two left operands
     (8 R, 16) of products, times 2^(signed_low - 24).
 
-    words, others, signs (8, 4, R). Bit 8 b + FIRST + t of signs[:, t] is that of byte b of `words`, and the bit four
+    words, others, signs (32, R). Bit 8 b + FIRST + t of signs[4 g + t] is that of byte b of `words`, and the bit four
     higher that of `others` (formats/planes.py, pack_sign_words): both fields of two bits lie in one byte, four apart,
     and one shift and one merge give them their signs. `full` is -1: see `_merge`.
     """
-    t = tl.arange(0, 4)[None, :, None]
+    t = lane_quads()
     if BITS == 2:
         # an even plane and what is two bits higher in the same words are put into nibbles together
         up: tl.constexpr = P % 2 if P % 2 == OTHER % 2 else 0

@@ -16,6 +16,7 @@ from vllm_kvq.triton_kernels.fragments import (
     fragment_channels,
     fragment_places,
     fragment_rows,
+    lane_quads,
     left_rows,
     plane,
     repeat_rows,
@@ -62,8 +63,8 @@ def query_channel(
 
 @triton.jit
 def _chunk_words(codes_ptr, INDEX: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Words (8, 4, 4): codes of four tokens and a quad of channels; chunks of other planes have the same words."""
-    quad = tl.arange(0, 4)[None, :, None]
+    """Words (32, 4): codes of four tokens and a quad of channels; chunks of other planes have the same words."""
+    quad = lane_quads()
     return load_some(codes_ptr + INDEX * CHUNK % WIDTH * 8 + quad * 32 + fragment_places(4), quad * 4, CHUNK, 16)
 
 

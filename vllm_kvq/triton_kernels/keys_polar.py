@@ -16,6 +16,7 @@ from vllm_kvq.triton_kernels.fragments import (
     fragment_channels,
     fragment_index,
     fragment_places,
+    lane_quads,
     left_operand,
     mma_order,
 )
@@ -52,11 +53,11 @@ def _grid(step, first, AT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _by_byte(x):
-    """(8, 4, 4) -> four (8, 4, 1)."""
-    even, odd = tl.split(tl.reshape(x, (8, 4, 2, 2)))
+    """(32, 4) -> four (32, 1)."""
+    even, odd = tl.split(tl.reshape(x, (32, 2, 2)))
     b0, b2 = tl.split(even)
     b1, b3 = tl.split(odd)
-    return b0[:, :, None], b1[:, :, None], b2[:, :, None], b3[:, :, None]
+    return b0[:, None], b1[:, None], b2[:, None], b3[:, None]
 
 
 @triton.constexpr_function
@@ -126,7 +127,7 @@ def _parameters(
     pair, there = page_ptr + INDEX * CHUNK + channel, channel < CHUNK
     r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
     if PAPER:
-        a_step = tl.full((8, 4, 4), CIRCLE / (1 << BITS), tl.float32)
+        a_step = tl.full((32, 4), CIRCLE / (1 << BITS), tl.float32)
         r_first, a_first = r_step * -0.5, a_step * -0.5
     else:
         r_first = tl.load(pair + RADIUS0, mask=there, other=0.0).to(tl.float32)
@@ -152,7 +153,7 @@ def _rebuilt(
     both: tl.constexpr = BITS + RADIUS_BITS
     a_at: tl.constexpr = first_bit(INDEX * CHUNK, D // 2, BITS, both)
     r_at: tl.constexpr = 4 if both == 8 else first_bit(INDEX * CHUNK, D // 2, RADIUS_BITS, both)
-    quad, token = tl.arange(0, 4)[None, :, None], fragment_places(4)
+    quad, token = lane_quads(), fragment_places(4)
     a_words, r_words = _words(words_ptr, quad, token, INDEX, CHUNK, D // 2, BITS, RADIUS_BITS, CODES, RADIUS)
     r_first, r_step, a_first, a_step = parameters
     x, y = (), ()

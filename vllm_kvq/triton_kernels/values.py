@@ -17,6 +17,8 @@ from vllm_kvq.triton_kernels.fragments import (
     fragment_index,
     fragment_places,
     fragment_rows,
+    lane_quads,
+    lane_rows,
     lanes_of_columns,
     left_rows,
     plane,
@@ -41,9 +43,9 @@ def value_shift(p, values, bits):
 def block_words(
     words_ptr, FIRST: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, PLANE: tl.constexpr, CODES: tl.constexpr
 ):
-    """Words (8, 4, PLACES / 8) of the first and of the last 16 tokens, of a plane's channels from FIRST on."""
+    """Words (32, PLACES / 8) of the first and of the last 16 tokens, of a plane's channels from FIRST on."""
     own = fragment_places(PLACES // 8)
-    place = words_ptr + CODES + FIRST + tl.arange(0, 4)[None, :, None] * PLANE + own
+    place = words_ptr + CODES + FIRST + lane_quads() * PLANE + own
     if BLOCK == PLACES:
         return tl.load(place), tl.load(place + 4 * PLANE)
     else:
@@ -71,11 +73,11 @@ def _zero_rows(halves_ptr, live, FIRST: tl.constexpr, D: tl.constexpr, GROUP: tl
     """Zeros of 16 tokens from FIRST on, (groups, tokens), as left operand (16, 16); its last rows are 1 if it has eight
     to spare."""
     groups: tl.constexpr = (D + GROUP - 1) // GROUP
-    g, token = tl.arange(0, 8)[:, None, None], fragment_channels(8)
+    g, token = lane_rows(), fragment_channels(8)
     place = halves_ptr + ZERO + g * 32 + FIRST + token
     zero = tl.load(place, mask=g < groups * live, other=0.0)
     if sums_weights(D, GROUP):
-        return left_rows(zero, tl.full((8, 4, 4), 1.0, tl.float16))
+        return left_rows(zero, tl.full((32, 4), 1.0, tl.float16))
     else:
         return left_rows(zero, tl.load(place + 8 * 32, mask=g + 8 < groups * live, other=0.0))
 
