@@ -52,9 +52,12 @@ def test_copy_bandwidth_is_a_memory_speed() -> None:
 
 
 @pytest.mark.engine
-def test_serve_compares_two_real_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_compares_two_real_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "SETTLE_SECONDS", 0.0)  # no times are judged here
     model = random_model(tmp_path / "model", hidden=128, layers=1, vocab=512, dtype="bfloat16")
-    sizes = ["--context", "64", "256", "--batch", "2", "--tokens", "96", "--rounds", "1", "--eager"]
+    sizes = ["--context", "64", "256", "--batch", "2", "--tokens", "96", "--rounds", "1", "--cold", "1", "--eager"]
     assert serve.main(["--model", str(model), "--folder", str(tmp_path), *sizes]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "squat2 against bf16"

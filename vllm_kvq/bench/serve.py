@@ -8,8 +8,9 @@ Rules:
     to `--layers` layers and a vocabulary of 4096 so that it fits a small machine; or `--model PATH`.
   * Both servers are up at once and take turns on the same prompts, over HTTP, streaming; a ratio is the median over
     turns of that turn's ratio.
-  * The first turn is cold: its time to the first token is the prefill. The later turns hit the prefix cache, and what
-    is timed is decoding: from the first token to the last one, per token. Requests of a batch run at the same time.
+  * The first `--cold` turns are cold, each on other prompts and begun by the other server: their time to the first token
+    is the prefill. The later turns hit the prefix cache, and what is timed is decoding: from the first token to the
+    last one, per token. Requests of a batch run at the same time.
   * `share`: the part of bf16's step at that context that the context causes, s = 1 - step(shortest) / step. `kernel`:
     how many times faster than vLLM's the attention kernel alone is at that context, r, timed as `bench attention` does
     before the servers start. `expected` is what the step should then gain, 1 / (1 - s + s / r); the measured gain is
@@ -42,6 +43,8 @@ from vllm_kvq.formats import FORMATS
 
 HOST = "127.0.0.1"
 START_SECONDS = 600
+SETTLE_SECONDS = 2.0
+"""vLLM's workers look for work in a loop for a second before they sleep, on the core that the other server's has, too."""
 VOCAB = 4096
 ARRIVALS, TRIES = 8, 5
 """A token's time is told by at least so many arrivals; so often it is tried."""
@@ -88,7 +91,8 @@ def stream(url: str, prompt: list[int], tokens: int) -> Turn:
 
 
 def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
-    """All prompts at once, each in a thread of its own."""
+    """All prompts at once, each in a thread of its own, when the other server has fallen asleep."""
+    time.sleep(SETTLE_SECONDS)
     results: list[Turn | Exception] = []
 
     def one(prompt: list[int]) -> None:
@@ -166,16 +170,27 @@ def kernel_ratio(name: str, model: Path, context: int, batch: int, rounds: int) 
     return compare(candidates, rounds, 1.0)[1].ratio["bf16"]
 
 
-def measure(plain: str, packed: str, prompts: Prompts, tokens: int, rounds: int) -> Cell:
-    cold = [take_turn(url, prompts, tokens) for url in (plain, packed)]
+def both(urls: tuple[str, str], prompts: Prompts, tokens: int, first: int) -> tuple[Turn, Turn]:
+    """A turn of each server; that of `urls[first]` begins."""
+    turns = {url: take_turn(url, prompts, tokens) for url in (urls[first], urls[1 - first])}
+    return turns[urls[0]], turns[urls[1]]
+
+
+def measure(urls: tuple[str, str], context: int, batch: int, args: argparse.Namespace) -> Cell:
+    cold = [both(urls, prompts_for(context, batch, i), args.tokens, i % 2) for i in range(args.cold)]
+    prompts = prompts_for(context, batch, 0)
     turns = []
-    for turn in range(rounds + 1):  # the first warms up
-        pair = warm_turn(plain, prompts, tokens), warm_turn(packed, prompts, tokens)
+    for turn in range(args.rounds + 1):  # the first warms up
+        plain, packed = (warm_turn(url, prompts, args.tokens) for url in urls)
         if turn:
-            turns.append(pair)
-    middle = [Turn(cold[i].first, statistics.median(pair[i].step for pair in turns)) for i in range(2)]
+            turns.append((plain, packed))
+    middle = [
+        Turn(statistics.median(pair[i].first for pair in cold), statistics.median(pair[i].step for pair in turns))
+        for i in range(2)
+    ]
     ratio = statistics.median(a.step / b.step for a, b in turns)
-    return Cell(len(prompts[0]), len(prompts), middle[0], middle[1], ratio, cold[0].first / cold[1].first)
+    first_ratio = statistics.median(a.first / b.first for a, b in cold)
+    return Cell(context, batch, middle[0], middle[1], ratio, first_ratio)
 
 
 def bench_model(folder: Path, layers: int, max_position: int) -> Path:
@@ -215,19 +230,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--batch", nargs="+", type=int, default=[1])
     p.add_argument("--tokens", type=int, default=32, help="decoded tokens of each request")
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--cold", type=int, default=3, help="cold prompts, for the time to the first token")
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--model", type=Path, help="a checkpoint folder instead of the random model")
     p.add_argument("--eager", action="store_true", help="without torch.compile")
     p.add_argument("--folder", type=Path, default=Path(".demo"), help="for the random model and the servers' logs")
     args = p.parse_args(arguments)
     args.format = public if "all" in args.format else args.format
-    if min(*args.context, *args.batch, args.rounds, args.layers, args.tokens - 1) < 1:
-        p.error("contexts, batches, rounds and layers are at least 1, tokens at least 2")
+    if min(*args.context, *args.batch, args.rounds, args.cold, args.layers, args.tokens - 1) < 1:
+        p.error("contexts, batches, rounds, cold turns and layers are at least 1, tokens at least 2")
     return args
 
 
-def prompts_for(context: int, batch: int) -> Prompts:
-    rng = random.Random(f"{context} {batch}")
+def prompts_for(context: int, batch: int, turn: int) -> Prompts:
+    rng = random.Random(f"{context} {batch} {turn}")
     return [[rng.randrange(10, min(VOCAB, 500)) for _ in range(context)] for _ in range(batch)]
 
 
@@ -241,7 +257,7 @@ def against(
         for batch in sorted(set(args.batch)):
             shortest: float | None = None
             for context in sorted(set(args.context)):
-                cell = measure(plain.url, packed.url, prompts_for(context, batch), args.tokens, args.rounds)
+                cell = measure((plain.url, packed.url), context, batch, args)
                 share = None if shortest is None else max(0.0, 1 - shortest / cell.plain.step)
                 shortest = shortest or cell.plain.step
                 print(cell.text(share, kernels[context, batch]), flush=True)
