@@ -8,9 +8,9 @@ Rules:
     to `--layers` layers and a vocabulary of 4096 so that it fits a small machine; or `--model PATH`.
   * Both servers are up at once and take turns on the same prompts, over HTTP, streaming; a ratio is the median over
     turns of that turn's ratio.
-  * The first `--cold` turns are cold, each on other prompts and begun by the other server: their time to the first token
-    is the prefill. The later turns hit the prefix cache, and what is timed is decoding: from the first token to the
-    last one, per token. Requests of a batch run at the same time.
+  * The first `--cold` turns are cold, each on other prompts and begun by the other server: their time to the first
+    token is the prefill. The later turns hit the prefix cache, and what is timed is decoding: from the first token to
+    the last one, per token. Requests of a batch run at the same time.
   * `share`: the part of bf16's step at that context that the context causes, s = 1 - step(shortest) / step. `kernel`:
     how many times faster than vLLM's the attention kernel alone is at that context, r, timed as `bench attention` does
     before the servers start. `expected` is what the step should then gain, 1 / (1 - s + s / r); the measured gain is
@@ -44,7 +44,7 @@ from vllm_kvq.formats import FORMATS
 HOST = "127.0.0.1"
 START_SECONDS = 600
 SETTLE_SECONDS = 2.0
-"""vLLM's workers look for work in a loop for a second before they sleep, on the core that the other server's has, too."""
+"""vLLM's workers look for work in a loop for a second before they sleep, on a core that they share with the other's."""
 VOCAB = 4096
 ARRIVALS, TRIES = 8, 5
 """A token's time is told by at least so many arrivals; so often it is tried."""
