@@ -4,8 +4,8 @@
 //     merge:   m = max m_i,  out = sum_i 2^(m_i - m) O_i / l,  l = sum_i 2^(m_i - m) l_i,  lse = (m + log2 l) ln 2
 //
 // A task is one KV head of one request and up to ROWS, or MANY_ROWS, of its query rows (queries x query heads of the KV
-// head, in that order), over a run of packed pages or over the full-precision tokens. Whoever finishes the last task of a (request,
-// head, row block) merges, so that one parallel loop does it all.
+// head, in that order), over a run of packed pages or over the full-precision tokens. Whoever finishes the last task of
+// a (request, head, row block) merges, so that one parallel loop does it all.
 #include "attend.h"
 
 #include <algorithm>

@@ -7,8 +7,6 @@
 // slab's outliers, which are S'^T sign' |k_out| c(n) / m_out, and q k_t is then the same sum in another order.
 #pragma once
 
-#include <algorithm>
-
 #include "keys.h"
 #include "softmax.h"
 
@@ -27,7 +25,10 @@ inline void rebuild_sketched(const Layout& l, const Constants& constants, const 
   for (int i = 0; i < n; ++i) std::memcpy(k + (index[i] < d ? index[i] : 0) * SLAB, outliers + i * SLAB, 4 * SLAB);
 }
 
-inline size_t sketch_floats(const Layout& l) { return size_t(std::max(l.sketch_rows, l.outer_rows + l.outliers)) * SLAB; }
+inline size_t sketch_floats(const Layout& l) {
+  const int64_t outer = l.outer_rows + l.outliers;
+  return size_t(l.sketch_rows > outer ? l.sketch_rows : outer) * SLAB;
+}
 
 inline size_t many_bytes(const Layout& l) {
   const size_t tables = l.keys == Keys::sketch ? sketch_floats(l) : l.keys == Keys::polar ? polar_floats(l) : 0;
@@ -41,7 +42,7 @@ inline void unpack_value_panels(const Layout& l, const Slab& slab, int s, float*
   unpack_values(l, slab, rows);
   for (int c = 0; c < d; c += SLAB) {
     float* panel = v + c * BLOCK + s * SLAB * SLAB;
-    std::fill(panel, panel + SLAB * SLAB, 0.0f);
+    std::memset(panel, 0, 4 * SLAB * SLAB);
     for (int t = slab.low; t < slab.high; ++t) std::memcpy(panel + t * SLAB, rows + t * d + c, 4 * SLAB);
   }
 }
