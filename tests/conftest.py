@@ -25,6 +25,7 @@ LONGEST = (
     "engine/test_device_path.py",
     "engine/test_fuzz.py",
     "triton/test_decode.py",
+    "triton/test_compile.py",
     "test_bench.py",
     "engine/test_http.py",
     "processes/test_processes.py",
