@@ -230,7 +230,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--batch", nargs="+", type=int, default=[1])
     p.add_argument("--tokens", type=int, default=32, help="decoded tokens of each request")
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--cold", type=int, default=3, help="cold prompts, for the time to the first token")
+    p.add_argument("--cold", type=int, default=2, help="cold prompts, for the time to the first token")
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--model", type=Path, help="a checkpoint folder instead of the random model")
     p.add_argument("--eager", action="store_true", help="without torch.compile")
