@@ -196,13 +196,16 @@ class Script(BaseHTTPRequestHandler):
     """Answers every request with the server's `lines`, and notices whether the client stayed."""
 
     def do_POST(self) -> None:
+        lines: list[str] = self.server.lines  # type: ignore[attr-defined]
+        # read before the first answer: a client that leaves lets the test set the next script
+        endless: bool = self.server.endless  # type: ignore[attr-defined]
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.end_headers()
         try:
-            for line in self.server.lines:  # type: ignore[attr-defined]
+            for line in lines:
                 self.wfile.write(line.encode() + b"\n\n")
-            for _ in range(1000 if self.server.endless else 0):  # type: ignore[attr-defined]
+            for _ in range(1000 if endless else 0):
                 self.wfile.write(b": " + b"x" * (1 << 16) + b"\n")
         except OSError:
             self.server.left = True  # type: ignore[attr-defined]
