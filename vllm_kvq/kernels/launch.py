@@ -50,7 +50,7 @@ def attend_launch(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
     k, d = fmt.keys, fmt.geometry.d
     if table:
         return Launch(max(2, d // 32))
-    if d > 128 and (isinstance(k, HybridKeys) or rows > MIN_ROWS):
+    if d > 128 and rows > MIN_ROWS:
         return Launch(2)
     few_bits = isinstance(k, ChannelKeys) and k.bits == 2
     crowded = (d > 64 and rows > MIN_ROWS) or (d > 128 and not few_bits)
@@ -61,7 +61,8 @@ def pack_launch(fmt: PageFormat, capability: int) -> Launch:
     """4 warps for a slab, 8 where SQuat's subspace needs registers, too; a page of PolarQuant is sorted as a whole."""
     k, d = fmt.keys, fmt.geometry.d
     if isinstance(k, SQuatKeys) and k.bits * d > 256:
-        return Launch(8, stages=3, free=capability < 90)  # from 9.0 on it is the other way round
+        # found by trying: what spills differs from chip to chip, and from 9.0 on it is a larger limit that makes it
+        return Launch(4 if d <= 128 and capability >= 100 else 8, stages=3, free=capability < 90)
     if not k.page_wide:
         return Launch(4, stages=3)
     return Launch(min(16, max(4 if d < 128 else 8, power_of_two(fmt.unit) // 16)), stages=3)

@@ -145,34 +145,36 @@ def hybrid_scores(
     width: tl.constexpr = D * BITS // 8
     half: tl.constexpr = 16 // CHUNK
     own, lane = fragment_places(4), fragment_channels(M)
-    x, wholes = (), ()
+    scores = ()
+    for _ in tl.static_range(SLABS):
+        scores = scores + (tl.full((32, M), 0.0, tl.float32),)
     for group in tl.static_range(D // 32):
+        x = ()
         whole = tl.full((16, M), 0.0, tl.float32)
         for i in tl.static_range(group * 2 * half, (group + 1) * 2 * half):
             x = x + (columns_of_lanes(q[i] * load_some(page_ptr + NORM + i * CHUNK + lane, lane, CHUNK, 16)),)
             # -2^b, as much too large as the codes are
             top = -(1 << BITS << key_shift(i * CHUNK, D, HYBRID, BITS)) / SUBNORMAL
-            whole = tl.dot(tl.full((16, 16), top, tl.float16), x[i], whole)
+            whole = tl.dot(tl.full((16, 16), top, tl.float16), x[i - group * 2 * half], whole)
         # of equal rows, half are kept
-        wholes = wholes + (tl.split(tl.permute(tl.reshape(whole, (2, 8, M)), (1, 2, 0)))[0],)
-    scores = ()
-    for j in tl.static_range(SLABS):
-        codes_ptr = words_ptr + j * SLAB_WORDS + CODES
-        sums = tl.full((32, M), 0.0, tl.float32)
-        for group in tl.static_range(D // 32):
+        whole = tl.split(tl.permute(tl.reshape(whole, (2, 8, M)), (1, 2, 0)))[0]
+        sums = ()
+        share = repeat_rows(whole * (-1.0 / (1 << BITS)), 4)
+        for j in tl.static_range(SLABS):
+            codes_ptr = words_ptr + j * SLAB_WORDS + CODES
             mode = tl.load(halves_ptr + j * SLAB_WORDS * 2 + SCALE + group * 32 + own).to(tl.float32)
             slot = tl.load(words_ptr + j * SLAB_WORDS + SLOT + group * 32 + own)
             symmetric = mode < 0
             zero = tl.where(symmetric, 0.0, slot.to(tl.float32, bitcast=True))
             signs = tl.where(symmetric, slot, -1)
-            part = repeat_rows(wholes[group], 4)
-            for i in tl.static_range(group * 2 * half, group * 2 * half + half):
+            part = repeat_rows(whole, 4)
+            for at in tl.static_range(group * 2 * half, group * 2 * half + half):
                 first, second = signed_pair(
-                    _chunk_words(codes_ptr, i, width, CHUNK), _chunk_words(codes_ptr, i + half, width, CHUNK),
-                    signs, full, i * CHUNK // width, (i + half) * CHUNK // width, i % half * CHUNK // 4, BITS
+                    _chunk_words(codes_ptr, at, width, CHUNK), _chunk_words(codes_ptr, at + half, width, CHUNK),
+                    signs, full, at * CHUNK // width, (at + half) * CHUNK // width, at % half * CHUNK // 4, BITS
                 )  # fmt: skip
-                part = tl.dot(second, x[i + half], tl.dot(first, x[i], part))
-            sums += part * fragment_rows(tl.abs(mode), M)
-            sums += repeat_rows(wholes[group] * (-1.0 / (1 << BITS)), 4) * fragment_rows(zero, M)
-        scores = scores + (sums,)
+                part = tl.dot(second, x[at % half + half], tl.dot(first, x[at % half], part))
+            sum_ = scores[j] + part * fragment_rows(tl.abs(mode), M)
+            sums = sums + (sum_ + share * fragment_rows(zero, M),)
+        scores = sums
     return scores
