@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from farm import Answer, Farm, difference, same_tokens
+from farm import TRACES, VARIABLES, Answer, Farm, difference, few_tokens, same_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -13,7 +15,7 @@ def test_formats_differ(farm: Farm) -> None:
     answers = farm.run("one", "auto", "squat2", "qjl3")
     for i, a in enumerate(answers):
         for b in answers[i + 1 :]:
-            assert difference(a, b).mismatches
+            assert difference(TRACES, a, b).mismatches
 
 
 @pytest.mark.parametrize("name", ["lossless", "qjl3"])
@@ -28,7 +30,21 @@ def test_tensor_parallel(name: str, farm: Farm) -> None:
 
 def test_copies_of_a_kv_head_stay_equal(farm: Farm) -> None:
     """One KV head, two ranks: both pack its pages, each beside other query heads, and arrive at the same bytes."""
-    first, second = same_tokens(farm, "tp2", "squat2", model="one head").ranks
+    check_copies(same_tokens(farm, "tp2", "squat2", model="one head"))
+
+
+@pytest.mark.wide
+def test_copies_of_a_kv_head_stay_equal_on_the_gpus_path(tmp_path: Path) -> None:
+    """Each rank sees the other's queries before it computes SQuat's subspace. Triton's kernels are interpreted."""
+    farm = Farm(tmp_path, VARIABLES | {"VLLM_KVQ_DEVICE_PATH": "1"}, few_tokens())
+    try:
+        check_copies(same_tokens(farm, "tp2", "squat2", model="one head", error=1e-3))
+    finally:
+        farm.close()
+
+
+def check_copies(got: Answer) -> None:
+    first, second = got.ranks
     assert all(layer["written"] for layer in first.values())
     assert first == second
 
