@@ -152,13 +152,19 @@ def test_list_of_pages_as_the_reference_takes_it() -> None:
     assert torch.equal(torch.isneginf(got[1]), torch.isneginf(want[1]))
 
 
-@pytest.mark.parametrize(("name", "rows"), [("squat2", (5, 4)), ("innerq2", (5, 4)), ("squat2", (20, 8))])
-def test_a_chunk_over_its_history(name: str, rows: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "d", "rows"),
+    [
+        *(("squat2", 64, (5, 4)), ("squat2", 64, (6, 8)), ("innerq2", 64, (5, 4))),
+        *((name, 128, (3, 7)) for name in ("squat4", "innerq2", "polar4")),
+    ],
+)
+def test_a_chunk_over_its_history(name: str, d: int, rows: tuple[int, int]) -> None:
     """More rows than one program takes: the prefix kernel is the same kernel."""
     q, share = rows
-    fmt, pages = pool(name, 64, 32)
+    fmt, pages = pool(name, d, 64)
     table = torch.tensor([[1, 2, 3]], dtype=torch.int32)
-    check(fmt, pages, queries(1, q, 2 * share, 64), table, torch.tensor([0]), torch.tensor([96]), splits=2)
+    check(fmt, pages, queries(1, q, 2 * share, d), table, torch.tensor([0]), torch.tensor([160]), splits=2)
 
 
 @pytest.mark.parametrize("magnitude", [1e-4, 1e3])

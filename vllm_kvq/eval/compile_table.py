@@ -163,7 +163,8 @@ def step_variants(target: int) -> Iterator[Variant]:
 
 
 def variants(target: int) -> list[Variant]:
-    return [*decode_variants(), *step_variants(target), *merge_variants()]
+    # the step's last: without a GPU, what it imports belongs to the interpreter
+    return [*decode_variants(), *merge_variants(), *step_variants(target)]
 
 
 def build(variant: Variant, target: int) -> Any:

@@ -35,7 +35,7 @@ class Launch:
 
 def most_rows(fmt: PageFormat) -> int:
     """16 only where a program of 16 rows takes fewer instructions than two of 8 (docs/kernels.md)."""
-    few = isinstance(fmt.keys, HybridKeys) or (isinstance(fmt.keys, ChannelKeys) and fmt.geometry.d > 128)
+    few = isinstance(fmt.keys, (ChannelKeys, HybridKeys)) and fmt.geometry.d > 128
     return MIN_ROWS if few else MAX_ROWS
 
 
