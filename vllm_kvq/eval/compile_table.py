@@ -249,11 +249,12 @@ def report(targets: list[int], only: list[str]) -> bool:
         if any(part in variant.name for part in only):
             used = {target: usage(build(v, target)) for target, v in zip(targets, same, strict=True)}
             per = 32 * variant.warps / variant.elements if variant.elements else None
-            good &= row(variant.name, variant.warps, used, per, variant.multiplies)
+            warps = "/".join(str(n) for n in dict.fromkeys(v.warps for v in same))
+            good &= row(variant.name, warps, used, per, variant.multiplies)
     return good
 
 
-def row(name: str, warps: int, used: dict[int, Usage], scale: float | None, multiplies: bool) -> bool:
+def row(name: str, warps: str, used: dict[int, Usage], scale: float | None, multiplies: bool) -> bool:
     """Prints a row; whether it is as it should be. `scale` makes a loop's instructions those per element."""
     cells, good = [], True
     for target, u in used.items():
@@ -279,7 +280,7 @@ def report_cuda(targets: list[int], only: list[str]) -> bool:
             used = {target: cuda_usage(variant, target) for target in targets}
             # a warp takes a slab of 32 tokens per turn
             per = 1 / (2 * variant.head_size) if variant.decode else None
-            good &= row(variant.name, variant.warps, used, per, variant.decode)
+            good &= row(variant.name, str(variant.warps), used, per, variant.decode)
     return good
 
 

@@ -58,11 +58,13 @@ def attend_launch(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
 
 
 def pack_launch(fmt: PageFormat, capability: int) -> Launch:
-    """4 warps for a slab, 8 where SQuat's subspace needs registers, too; a page of PolarQuant is sorted as a whole."""
+    """4 warps for a slab, more where SQuat's subspace needs registers, too; a page of PolarQuant is sorted as a whole."""
     k, d = fmt.keys, fmt.geometry.d
     if isinstance(k, SQuatKeys) and k.bits * d > 256:
         # found by trying: what spills differs from chip to chip, and from 9.0 on it is a larger limit that makes it
-        return Launch(4 if d <= 128 and capability >= 100 else 8, stages=3, free=capability < 90)
+        if capability < 90:
+            return Launch(16 if d > 128 else 8, stages=3)
+        return Launch(4 if d <= 128 and capability >= 100 else 8, stages=3, free=False)
     if not k.page_wide:
         return Launch(4, stages=3)
     return Launch(min(16, max(4 if d < 128 else 8, power_of_two(fmt.unit) // 16)), stages=3)
