@@ -58,7 +58,7 @@ def attend_launch(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
 
 
 def pack_launch(fmt: PageFormat, capability: int) -> Launch:
-    """4 warps for a slab, more where SQuat's subspace needs registers, too; a page of PolarQuant is sorted as a whole."""
+    """4 warps for a slab, more where SQuat's subspace takes registers; a page of PolarQuant is sorted as a whole."""
     k, d = fmt.keys, fmt.geometry.d
     if isinstance(k, SQuatKeys) and k.bits * d > 256:
         # found by trying: what spills differs from chip to chip, and from 9.0 on it is a larger limit that makes it
