@@ -24,7 +24,7 @@ bootstrap:
 	@$(PYTHON) scripts/bootstrap.py
 
 kernels: bootstrap
-	@echo "kernels: compiling csrc/cpu where it has changed (about a minute)"
+	@echo "kernels: compiling csrc/cpu where it has changed (a few minutes)"
 	@$(VENV)/python -m vllm_kvq.kernels
 
 run: kernels

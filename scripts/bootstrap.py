@@ -153,8 +153,6 @@ class Venv:
 
     def pip(self, *arguments: str) -> None:
         command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-        if arguments[0] == "install":
-            command.append("--no-compile")  # of 25,000 modules a fifth is ever imported, and compiled then
         done = subprocess.run(command, capture_output=True, text=True)
         log = done.stdout + done.stderr
         with (self.path / "bootstrap.log").open("a", encoding="utf-8") as file:

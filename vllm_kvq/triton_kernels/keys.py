@@ -148,7 +148,7 @@ def hybrid_scores(
     scores = ()
     for _ in tl.static_range(SLABS):
         scores = scores + (tl.full((32, M), 0.0, tl.float32),)
-    for group in tl.static_range(D // 32):
+    for group in tl.static_range(D // 32):  # outside, so that x is not kept for all groups
         x = ()
         whole = tl.full((16, M), 0.0, tl.float32)
         for i in tl.static_range(group * 2 * half, (group + 1) * 2 * half):
@@ -174,7 +174,7 @@ def hybrid_scores(
                     signs, full, at * CHUNK // width, (at + half) * CHUNK // width, at % half * CHUNK // 4, BITS
                 )  # fmt: skip
                 part = tl.dot(second, x[at % half + half], tl.dot(first, x[at % half], part))
-            sum_ = scores[j] + part * fragment_rows(tl.abs(mode), M)
-            sums = sums + (sum_ + share * fragment_rows(zero, M),)
+            part = scores[j] + part * fragment_rows(tl.abs(mode), M)
+            sums = sums + (part + share * fragment_rows(zero, M),)
         scores = sums
     return scores
