@@ -21,10 +21,11 @@ KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefe
     unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
   });
   const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
+  const char* ahead = prefetch.take<LINES * QUADS>();
   for (int quad_index = 0; quad_index < QUADS; ++quad_index) {
     const __m512i w0 = load_bytes(codes + quad_index * 128), w1 = load_bytes(codes + quad_index * 128 + 64);
     const int8_t* q = q8 + quad_index * 4;
-    prefetch.lines<LINES>();
+    for (int i = 0; i < LINES; ++i) __builtin_prefetch(ahead + 64 * (LINES * quad_index + i), 0, 3);
     unroll<PLANES>([&](auto plane) KVQ_LAMBDA {
       const __m512i c0 = _mm512_and_si512(_mm512_srli_epi32(w0, BITS * plane), mask);
       const __m512i c1 = _mm512_and_si512(_mm512_srli_epi32(w1, BITS * plane), mask);

@@ -56,7 +56,6 @@ constexpr Fractions FRACTIONS(STEPS);
 template <int D, int RADIUS_BITS>
 struct PolarKeys {
   static constexpr int PARTS = 2, PAIRS = D / 2, QUADS = PAIRS / 4, CODES = 16, STEPS = 1 << RADIUS_BITS;
-  static constexpr int LINES = 2;
 
   struct Work {
     alignas(64) int8_t table[ROWS / 4][PARTS][4][QUADS][64];
@@ -84,7 +83,7 @@ struct PolarKeys {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
     if (task.prepared != slab.page) {
       read_grid(*task.layout, slab.page, work);
-      for (int row = 0; row < task.rows; ++row) fill_table(row, work);
+      row_tiles(task.rows, [&](auto r, int row) { fill_tables<decltype(r)::value>(row, work); });
     }
     task.prepared = slab.page;
     row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row, work); });
@@ -107,9 +106,11 @@ struct PolarKeys {
       sine_cosine(_mm512_fmadd_ps(angle_step, _mm512_set1_ps(CODES / 2), grid(0)), middle_s, middle_c);
       _mm512_store_ps(work.middle_sine + p, _mm512_mul_ps(middle_s, unit));
       _mm512_store_ps(work.middle_cosine + p, _mm512_mul_ps(middle_c, unit));
-      sine_cosine(_mm512_mul_ps(half, angle_step), s[0], c[0]);
-      // turned by one step, by two, by four
-      __m512 turn_s = s[0], turn_c = c[0];
+      // half a step is at most a 32nd of a turn, then turned by one step, by two, by four
+      __m512 turn_s, turn_c;
+      small_sine_cosine(_mm512_mul_ps(half, angle_step), turn_s, turn_c);
+      s[0] = _mm512_mul_ps(turn_s, _mm512_set1_ps(32767.0f));
+      c[0] = _mm512_mul_ps(turn_c, _mm512_set1_ps(32767.0f));
       unroll<3>([&](auto k) KVQ_LAMBDA {
         constexpr int n = 1 << k;
         const __m512 doubled = _mm512_fmsub_ps(turn_c, turn_c, _mm512_mul_ps(turn_s, turn_s));
@@ -142,14 +143,13 @@ struct PolarKeys {
     return _mm512_set1_epi64(numbers);
   }
 
-  // 8 codes' values of 16 pairs, times 32767, to[4 quads][code][pair % 4]
+  // 8 codes' values of 16 pairs, rounded, to[4 quads][code][pair % 4]
   KVQ_INLINE static void by_quads(const __m512 (&value)[8], int16_t (*to)[8][4]) {
     const __m512i index = load_bytes(HALVES.of);
-    const __m512 one = _mm512_set1_ps(32767.0f);
     __m512i two[4];  // of 2 codes each: [4 quads][code][4 pairs]
     unroll<4>([&](auto i) KVQ_LAMBDA {
-      const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(value[2 * i], one));
-      const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(value[2 * i + 1], one));
+      const __m512i a = _mm512_cvtps_epi32(value[2 * i]);
+      const __m512i b = _mm512_cvtps_epi32(value[2 * i + 1]);
       two[i] = _mm512_permutex2var_epi16(a, index, b);
     });
     const __m512i ab = _mm512_shuffle_i64x2(two[0], two[1], 0x44), cd = _mm512_shuffle_i64x2(two[2], two[3], 0x44);
@@ -161,39 +161,52 @@ struct PolarKeys {
   }
 
   // table[quad][4 a + j] = fixed point of x cos + y sin of pair 4 quad + j at angle a. With (u, v) the query's pair
-  // seen from the middle angle, angles of equal distance t to it share two products: u cos t +- v sin t.
-  static __attribute__((noinline)) void fill_table(int row, Work& work) {
-    alignas(64) float u[PAIRS], v[PAIRS];
-    __m512 largest = _mm512_set1_ps(1e-30f);
+  // seen from the middle angle, angles of equal distance t to it share two products: u cos t +- v sin t. R rows at once:
+  // their chains of maximum, root and quotient would wait for themselves.
+  template <int R>
+  static __attribute__((noinline)) void fill_tables(int row, Work& work) {
+    alignas(64) float u[R][PAIRS], v[R][PAIRS];
+    __m512 largest[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = _mm512_set1_ps(1e-30f); });
     for (int p = 0; p < PAIRS; p += 16) {
-      const __m512 x = _mm512_load_ps(work.x[row] + p), y = _mm512_load_ps(work.y[row] + p);
       const __m512 c = _mm512_load_ps(work.middle_cosine + p), s = _mm512_load_ps(work.middle_sine + p);
-      const __m512 along = _mm512_fmadd_ps(x, c, _mm512_mul_ps(y, s));
-      const __m512 across = _mm512_fmsub_ps(y, c, _mm512_mul_ps(x, s));
-      _mm512_store_ps(u + p, along);
-      _mm512_store_ps(v + p, across);
-      largest = _mm512_max_ps(largest, _mm512_fmadd_ps(along, along, _mm512_mul_ps(across, across)));
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        const __m512 x = _mm512_load_ps(work.x[row + r] + p), y = _mm512_load_ps(work.y[row + r] + p);
+        const __m512 along = _mm512_fmadd_ps(x, c, _mm512_mul_ps(y, s));
+        const __m512 across = _mm512_fmsub_ps(y, c, _mm512_mul_ps(x, s));
+        _mm512_store_ps(u[r] + p, along);
+        _mm512_store_ps(v[r] + p, across);
+        largest[r] = _mm512_max_ps(largest[r], _mm512_fmadd_ps(along, along, _mm512_mul_ps(across, across)));
+      });
     }
-    const float top = __builtin_sqrtf(_mm512_reduce_max_ps(largest));
-    work.step[row] = top / RANGE<PARTS>;
-    const __m512 factor = _mm512_set1_ps(RANGE<PARTS> / top);
-    alignas(32) int16_t u16[PAIRS], v16[PAIRS];
-    for (int p = 0; p < PAIRS; p += 16) {
-      const auto fixed = [&](const float* f) __attribute__((always_inline)) {
-        return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(f + p), factor)));
-      };
-      _mm256_store_si256((__m256i*)(u16 + p), fixed(u));
-      _mm256_store_si256((__m256i*)(v16 + p), fixed(v));
-    }
+    const __m128 top = _mm_sqrt_ps(reduce4<Max>(largest));
+    alignas(16) float factors[4], steps[4];
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
+    _mm_store_ps(steps, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>)));
+    alignas(32) int16_t u16[R][PAIRS], v16[R][PAIRS];
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      work.step[row + r] = steps[r];
+      const __m512 factor = _mm512_set1_ps(factors[r]);
+      for (int p = 0; p < PAIRS; p += 16) {
+        const auto fixed = [&](const float* f) __attribute__((always_inline)) {
+          return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(f + p), factor)));
+        };
+        _mm256_store_si256((__m256i*)(u16[r] + p), fixed(u[r]));
+        _mm256_store_si256((__m256i*)(v16[r] + p), fixed(v[r]));
+      }
+    });
     const __m512i low = load_bytes(MIRRORED_LOW.of), high = load_bytes(MIRRORED_HIGH.of);
     for (int q = 0; q < QUADS; ++q) {
-      const __m512i uc = _mm512_mulhrs_epi16(four(u16 + 4 * q), load_bytes(work.cosine[q]));
-      const __m512i vs = _mm512_mulhrs_epi16(four(v16 + 4 * q), load_bytes(work.sine[q]));
-      const __m512i even = _mm512_add_epi16(uc, _mm512_set1_epi16(128));  // 256 hi + (lo + 128)
-      const __m512i before = _mm512_sub_epi16(even, vs), after = _mm512_add_epi16(even, vs);
-      const __m512i lo = _mm512_permutex2var_epi8(before, low, after);
-      _mm512_store_si512(work.table[row / 4][0][row % 4][q], _mm512_permutex2var_epi8(before, high, after));
-      _mm512_store_si512(work.table[row / 4][1][row % 4][q], _mm512_xor_si512(lo, _mm512_set1_epi8(char(0x80))));
+      const __m512i cosine = load_bytes(work.cosine[q]), sine = load_bytes(work.sine[q]);
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        const __m512i uc = _mm512_mulhrs_epi16(four(u16[r] + 4 * q), cosine);
+        const __m512i vs = _mm512_mulhrs_epi16(four(v16[r] + 4 * q), sine);
+        const __m512i even = _mm512_add_epi16(uc, _mm512_set1_epi16(128));  // 256 hi + (lo + 128)
+        const __m512i before = _mm512_sub_epi16(even, vs), after = _mm512_add_epi16(even, vs);
+        const __m512i lo = _mm512_permutex2var_epi8(before, low, after);
+        _mm512_store_si512(work.table[row / 4][0][r][q], _mm512_permutex2var_epi8(before, high, after));
+        _mm512_store_si512(work.table[row / 4][1][r][q], _mm512_xor_si512(lo, _mm512_set1_epi8(char(0x80))));
+      });
     }
   }
 
@@ -226,11 +239,12 @@ struct PolarKeys {
       __m512i acc[R * 3][2];  // r_hi T_hi, r_hi T_lo, r_lo T_hi, of even and odd quads if the rows are few
       constexpr int CHAINS = R <= 2 ? 2 : 1;
       unroll<R * 3>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
+      const char* ahead = task.prefetch.template take<QUADS>();
       unroll<QUADS>([&](auto q) KVQ_LAMBDA {
         const __m512i angle = angles<q>(angle_codes), radius = radii<q>(radius_codes);
         const __m512i radius_hi = _mm512_permutexvar_epi8(radius, load_bytes(work.radius[0][q]));
         const __m512i radius_lo = _mm512_permutexvar_epi8(radius, load_bytes(work.radius[1][q]));
-        if (q % 2 == 0) task.prefetch.template lines<LINES>();
+        __builtin_prefetch(ahead + 64 * q, 0, 3);
         unroll<R>([&](auto r) KVQ_LAMBDA {
           const __m512i hi = _mm512_permutexvar_epi8(angle, load_bytes(table[0][r][q]));
           constexpr int chain = q % CHAINS;

@@ -43,7 +43,7 @@ KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended) {
     const __m512 top = _mm512_set1_ps(tops[r]);
     unroll<WIDTH>([&](auto i) KVQ_LAMBDA {
       float* at = scores + r * BLOCK + i * 16;
-      const __m512 p = _mm512_maskz_mov_ps(attended[i], exp2(_mm512_sub_ps(_mm512_load_ps(at), top)));
+      const __m512 p = exp2(_mm512_sub_ps(_mm512_load_ps(at), top), attended[i]);
       _mm512_store_ps(at, p);
       total[r] = _mm512_add_ps(total[r], p);
     });
