@@ -43,7 +43,9 @@ struct Walk {
     if (row < 0) return;
     const Tokens& from = row < raw.pool.rows() ? raw.pool : raw.more;
     if (&from == &raw.more) row -= raw.pool.rows();
-    const int64_t block = row / from.slots, slot = row % from.slots;
+    // a 64-bit division takes several times as long, and every head divides
+    const bool small = (row | from.slots) >> 32 == 0;
+    const int64_t block = small ? uint32_t(row) / uint32_t(from.slots) : row / from.slots, slot = row - block * from.slots;
     const auto at = [&](const int64_t* s) { return block * s[0] + slot * s[1] + head * s[2]; };
     t.key[i] = element(from.key, raw.dtype, at(from.key_strides));
     t.value[i] = element(from.value, raw.dtype, at(from.value_strides));

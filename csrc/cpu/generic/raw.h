@@ -22,43 +22,39 @@ inline void gather(const RawTask& task, float* k, float* v) {
   }
 }
 
-using Shorts = uint16_t __attribute__((vector_size(2 * LANES)));
-
-// LANES elements of a token from element c on
-template <class T>
-inline Floats token_lanes(const void* token, int c, T to_floats) {
-  Shorts bits;
-  std::memcpy(&bits, static_cast<const uint16_t*>(token) + c, sizeof bits);
-  return to_floats(__builtin_convertvector(bits, Ints));
-}
-
 inline Floats as_floats(Ints bits) {
   Floats x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
 
-inline Floats token_lanes(const void* token, int c, Dtype dtype) {
-  if (dtype == Dtype::f32) return load(static_cast<const float*>(token) + c);
-  if (dtype == Dtype::bf16) return token_lanes(token, c, [](Ints b) { return as_floats(b << 16); });
-  return token_lanes(token, c, [](Ints b) {  // half_or_nan of half.h
-    const Ints magnitude = b & 0x7fff;
-    Floats x = as_floats(magnitude << 13) * 0x1p112f;
-    Ints bits;
-    std::memcpy(&bits, &x, sizeof x);
-    const Ints nan = magnitude > 0x7c00;
-    return as_floats((nan & 0x7fc00000) | (~nan & (bits | (b & 0x8000) << 16)));
-  });
+// LANES 16-bit numbers, the upper halves 0. Spelled out: g++ takes a vector's conversion apart.
+inline Ints load_shorts(const uint16_t* p) {
+  Ints wide;
+#if KVQ_LANES == 16
+  const __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif KVQ_LANES == 8
+  const __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  uint16_t __attribute__((vector_size(2 * LANES))) bits;
+  std::memcpy(&bits, p, sizeof bits);
+  const Ints v = __builtin_convertvector(bits, Ints);
+#endif
+  std::memcpy(&wide, &v, sizeof v);
+  return wide;
 }
 
-inline float pairwise_sum(Floats v) {
-  using Quad = float __attribute__((vector_size(16)));
-  Quad sum{}, part;
-  for (int i = 0; i < LANES / 4; ++i) {
-    std::memcpy(&part, reinterpret_cast<const char*>(&v) + 16 * i, 16);
-    sum += part;
-  }
-  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+// LANES elements of a token from element c on
+inline Floats token_lanes(const void* token, int c, Dtype dtype) {
+  if (dtype == Dtype::f32) return load(static_cast<const float*>(token) + c);
+  const Ints b = load_shorts(static_cast<const uint16_t*>(token) + c);
+  if (dtype == Dtype::bf16) return as_floats(b << 16);
+  const Ints magnitude = b & 0x7fff;  // half_or_nan of half.h
+  const Floats x = as_floats(magnitude << 13) * 0x1p112f;
+  Ints bits;
+  std::memcpy(&bits, &x, sizeof x);
+  const Ints nan = magnitude > 0x7c00;
+  return as_floats((nan & 0x7fc00000) | (~nan & (bits | (b & 0x8000) << 16)));
 }
 
 // A head's tokens lie a whole token apart, which no hardware prefetcher follows.
@@ -66,22 +62,44 @@ inline void prefetch(const void* token, int bytes) {
   for (int at = 0; token && at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(token) + at);
 }
 
-// A few rows (decode): a token's key and value meet all of them in registers, without turning keys around.
+// A few rows (decode): a token's key and value meet all of them in registers, without turning keys around. T tokens at
+// once, for a product must wait for the one before it in the same sum.
+template <int R, int T, Dtype DTYPE>
+inline void few_scores(const RawTask& task, int first, int t, const void* const* key, float* scores) {
+  Floats acc[T][R] = {};
+  for (int c = 0; c < task.head_size; c += LANES) {
+    Floats k[T];
+    for (int i = 0; i < T; ++i) k[i] = token_lanes(key[t + i], c, DTYPE);
+    for (int r = 0; r < R; ++r) {
+      const Floats q = load(task.query + (first + r) * task.d + c);
+      for (int i = 0; i < T; ++i) acc[i][r] += q * k[i];
+    }
+  }
+  for (int i = 0; i < T; ++i) {
+    float sums[R];
+    sum_each(acc[i], sums);
+    for (int r = 0; r < R; ++r) scores[(first + r) * SLAB + t + i] = sums[r];
+  }
+}
+
 template <int R, Dtype DTYPE>
 inline void few_scores(const RawTask& task, int first, float* scores) {
   constexpr int AHEAD = 6;
   const int bytes = task.head_size * (DTYPE == Dtype::f32 ? 4 : 2);
-  for (int t = 0; t < task.tokens; ++t) {
-    if (t + AHEAD < task.tokens) prefetch(task.key[t + AHEAD], bytes);
+  const void *key[SLAB], *present = nullptr;
+  for (int t = 0; t < task.tokens; ++t) present = task.key[t] ? task.key[t] : present;
+  for (int t = 0; t < task.tokens; ++t) key[t] = task.key[t] ? task.key[t] : present;  // hidden afterwards
+  const auto fetch = [&](int t) {
+    if (t + AHEAD < task.tokens) prefetch(key[t + AHEAD], bytes);
     prefetch(task.value[t], bytes);
-    if (!task.key[t]) continue;
-    Floats acc[R] = {};
-    for (int c = 0; c < task.head_size; c += LANES) {
-      const Floats k = token_lanes(task.key[t], c, DTYPE);
-      for (int r = 0; r < R; ++r) acc[r] += load(task.query + (first + r) * task.d + c) * k;
-    }
-    for (int r = 0; r < R; ++r) scores[(first + r) * SLAB + t] = pairwise_sum(acc[r]);
+  };
+  int t = 0;
+  for (; t + 2 <= task.tokens; t += 2) {
+    fetch(t);
+    fetch(t + 1);
+    few_scores<R, 2, DTYPE>(task, first, t, key, scores);
   }
+  if (t < task.tokens) few_scores<R, 1, DTYPE>(task, first, t, key, scores);
 }
 
 // V vectors of channels from c on, held in registers over all tokens

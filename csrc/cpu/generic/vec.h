@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int LANES = KVQ_LANES;
@@ -24,16 +28,43 @@ inline Floats splat(float x) { return x - Floats{}; }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-inline float sum(Floats v) {
-  float s = 0;
-  for (int i = 0; i < LANES; ++i) s += v[i];
+using Quad = float __attribute__((vector_size(16)));
+
+inline Quad quad_of(Floats v, int i) {
+  Quad q;
+  std::memcpy(&q, reinterpret_cast<const char*>(&v) + 16 * i, 16);
+  return q;
+}
+
+// Across lanes as a tree, which is short: lane after lane would wait for itself.
+inline Quad sum_quads(Floats v) {
+  Quad s = quad_of(v, 0);
+  for (int i = 1; i < LANES / 4; ++i) s += quad_of(v, i);
   return s;
 }
 
+inline float sum(Floats v) {
+  const Quad s = sum_quads(v);
+  return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+// Of 4 vectors side by side, of others one by one.
+template <int N>
+inline void sum_each(const Floats (&v)[N], float* sums) {
+#ifdef __SSE3__
+  if constexpr (N == 4) {
+    const auto quad = [&](int i) { return __m128(sum_quads(v[i])); };
+    return _mm_storeu_ps(sums, _mm_hadd_ps(_mm_hadd_ps(quad(0), quad(1)), _mm_hadd_ps(quad(2), quad(3))));
+  }
+#endif
+  for (int i = 0; i < N; ++i) sums[i] = sum(v[i]);
+}
+
 inline float largest(Floats v) {
-  float m = v[0];
-  for (int i = 1; i < LANES; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+  Quad m = quad_of(v, 0);
+  for (int i = 1; i < LANES / 4; ++i) m = quad_of(v, i) > m ? quad_of(v, i) : m;
+  const float a = m[0] > m[2] ? m[0] : m[2], b = m[1] > m[3] ? m[1] : m[3];
+  return a > b ? a : b;
 }
 
 // 2^x for x <= 0, relative error 2e-7; 0 below -126.
