@@ -62,6 +62,11 @@ struct Walk {
     return found;
   }
 
+  __attribute__((always_inline)) void prefetch_first(const RawTask& t) const {
+    const int bytes = int(a.head_size) * (raw.dtype == Dtype::f32 ? 4 : 2);
+    for (int i = 0; i < RAW_AHEAD; ++i) prefetch_token(t.key[i], bytes);
+  }
+
   // A row of the queries, times scale * log2(e)
   void read_query(int64_t r, int64_t group, float* to, int64_t d) const {
     const int64_t at = request * a.query_strides[0] + r / group * a.query_strides[1] +
@@ -88,6 +93,22 @@ void attend_raw_rows(const Attend& a, int64_t request, int64_t head, int64_t fir
   const int64_t d = (a.head_size + SLAB - 1) / SLAB * SLAB, group = a.query_heads / a.heads;
   const Walk walk{a, a.raw, request, head};
   const Isa& isa = kvq::isa(a.isa);
+  const auto query_of = [&](int64_t row) { return (first + row) / group; };
+  const auto tokens_from = [&](int64_t start) { return int(std::min<int64_t>(SLAB, a.raw.tokens - start)); };
+  const uint8_t* all_seen = a.raw.seen + request * a.queries * a.raw.tokens;
+  const auto sight_of = [&](int64_t start, int64_t from, int64_t to) {  // rows [from, to)
+    const int64_t q = query_of(from);
+    return Sight(all_seen + start + q * a.raw.tokens, a.raw.tokens, query_of(to - 1) + 1 - q, tokens_from(start));
+  };
+  // The first of the next 32 tokens from `start` on, which begin to come in while others are worked on.
+  RawTask next{};
+  const auto find = [&](int64_t start) {
+    while (start < a.raw.tokens && !walk.locate_seen(next, start, sight_of(start, 0, rows))) start += SLAB;
+    if (start < a.raw.tokens) walk.prefetch_first(next);
+    return start;
+  };
+  int64_t start = find(0);
+
   float* query = work;
   for (int64_t r = 0; r < rows; ++r) walk.read_query(first + r, group, query + r * d, d);
   RawTask t{};
@@ -100,30 +121,27 @@ void attend_raw_rows(const Attend& a, int64_t request, int64_t head, int64_t fir
   std::fill_n(out, rows * d, 0.0f);
   std::fill_n(top, rows, -1e30f);
   std::fill_n(total, rows, 0.0f);
-  const auto query_of = [&](int64_t row) { return (first + row) / group; };
-  for (int64_t start = 0; start < a.raw.tokens; start += SLAB) {
-    t.tokens = int(std::min<int64_t>(SLAB, a.raw.tokens - start));
-    const uint8_t* seen = a.raw.seen + request * a.queries * a.raw.tokens + start;
-    const auto sight_of = [&](int64_t from, int64_t to) {  // rows [from, to)
-      const int64_t q = query_of(from);
-      return Sight(seen + q * a.raw.tokens, a.raw.tokens, query_of(to - 1) + 1 - q, t.tokens);
-    };
-    if (!walk.locate_seen(t, start, sight_of(0, rows))) continue;
+  while (start < a.raw.tokens) {
+    t.tokens = tokens_from(start);
+    std::copy_n(next.key, SLAB, t.key);
+    std::copy_n(next.value, SLAB, t.value);
+    const int64_t following = find(start + SLAB);
     t.gathered = false;
     const bool complete = std::all_of(t.key, t.key + SLAB, [](const void* key) { return key != nullptr; });
     for (int64_t r = 0; r < rows; r += ROWS) {
       t.rows = int(std::min<int64_t>(ROWS, rows - r));
-      const Sight sight = sight_of(r, r + t.rows);
+      const Sight sight = sight_of(start, r, r + t.rows);
       if (!sight.any()) continue;
       t.all_seen = complete && sight.whole();
       t.first_row = int((first + r) % group);  // `seen` starts at the first row's query
-      t.seen = seen + query_of(r) * a.raw.tokens;
+      t.seen = all_seen + start + query_of(r) * a.raw.tokens;
       t.query = query + r * d;
       t.out = out + r * d;
       t.top = top + r;
       t.total = total + r;
       isa.add_raw(t);
     }
+    start = following;
   }
 }
 

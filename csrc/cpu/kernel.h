@@ -46,6 +46,11 @@ struct Prefetch {
     }
     const char* lines = at;
     at += 64 * COUNT;
+    // a page's slabs follow each other: no line twice, none left out
+    if (at > end && next != last && reinterpret_cast<const char*>(next->data) == end) {
+      end += slab_bytes;
+      ++next;
+    }
     return lines;
   }
 
@@ -82,6 +87,14 @@ struct ValueKernel {
   size_t (*work_bytes)(const Layout&);
   void (*add)(Task&, const Slab*, int count);
 };
+
+constexpr int RAW_AHEAD = 8;  // full-precision tokens whose keys are on their way while one is multiplied
+
+// A head's tokens lie a whole token apart, which no hardware prefetcher follows. Always inlined: a call that does nothing
+// but prefetch has no effect that g++ would keep.
+static inline __attribute__((always_inline)) void prefetch_token(const void* token, int bytes) {
+  for (int at = 0; token && at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(token) + at);
+}
 
 // Up to 32 full-precision tokens of a KV head and up to ROWS of its query rows, with the same running softmax.
 struct RawTask {

@@ -57,11 +57,6 @@ inline Floats token_lanes(const void* token, int c, Dtype dtype) {
   return as_floats((nan & 0x7fc00000) | (~nan & (bits | (b & 0x8000) << 16)));
 }
 
-// A head's tokens lie a whole token apart, which no hardware prefetcher follows.
-inline void prefetch(const void* token, int bytes) {
-  for (int at = 0; token && at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(token) + at);
-}
-
 // A few rows (decode): a token's key and value meet all of them in registers, without turning keys around. T tokens at
 // once, for a product must wait for the one before it in the same sum.
 template <int R, int T, Dtype DTYPE>
@@ -84,14 +79,13 @@ inline void few_scores(const RawTask& task, int first, int t, const void* const*
 
 template <int R, Dtype DTYPE>
 inline void few_scores(const RawTask& task, int first, float* scores) {
-  constexpr int AHEAD = 6;
   const int bytes = task.head_size * (DTYPE == Dtype::f32 ? 4 : 2);
   const void *key[SLAB], *present = nullptr;
   for (int t = 0; t < task.tokens; ++t) present = task.key[t] ? task.key[t] : present;
   for (int t = 0; t < task.tokens; ++t) key[t] = task.key[t] ? task.key[t] : present;  // hidden afterwards
-  const auto fetch = [&](int t) {
-    if (t + AHEAD < task.tokens) prefetch(key[t + AHEAD], bytes);
-    prefetch(task.value[t], bytes);
+  const auto fetch = [&](int t) __attribute__((always_inline)) {
+    if (t + RAW_AHEAD < task.tokens) prefetch_token(key[t + RAW_AHEAD], bytes);
+    prefetch_token(task.value[t], bytes);
   };
   int t = 0;
   for (; t + 2 <= task.tokens; t += 2) {
