@@ -40,8 +40,10 @@ struct Prefetch {
   __attribute__((always_inline)) const char* take() {
     if (at >= end) {
       if (next == last) return reinterpret_cast<const char*>(this);
-      at = reinterpret_cast<const char*>(next->data);
-      end = at + slab_bytes;
+      // a page's first slab with what lies before it, the page's own parameters
+      const bool first = next->data - next->page < slab_bytes;
+      at = reinterpret_cast<const char*>(first ? next->page : next->data);
+      end = reinterpret_cast<const char*>(next->data) + slab_bytes;
       ++next;
     }
     const char* lines = at;

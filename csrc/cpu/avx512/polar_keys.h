@@ -239,12 +239,13 @@ struct PolarKeys {
       __m512i acc[R * 3][2];  // r_hi T_hi, r_hi T_lo, r_lo T_hi, of even and odd quads if the rows are few
       constexpr int CHAINS = R <= 2 ? 2 : 1;
       unroll<R * 3>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
-      const char* ahead = task.prefetch.template take<QUADS>();
+      const char* ahead = task.prefetch.template take<QUADS + QUADS / 4>();
       unroll<QUADS>([&](auto q) KVQ_LAMBDA {
         const __m512i angle = angles<q>(angle_codes), radius = radii<q>(radius_codes);
         const __m512i radius_hi = _mm512_permutexvar_epi8(radius, load_bytes(work.radius[0][q]));
         const __m512i radius_lo = _mm512_permutexvar_epi8(radius, load_bytes(work.radius[1][q]));
         __builtin_prefetch(ahead + 64 * q, 0, 3);
+        if (q % 4 == 0) __builtin_prefetch(ahead + 64 * (QUADS + q / 4), 0, 3);
         unroll<R>([&](auto r) KVQ_LAMBDA {
           const __m512i hi = _mm512_permutexvar_epi8(angle, load_bytes(table[0][r][q]));
           constexpr int chain = q % CHAINS;
