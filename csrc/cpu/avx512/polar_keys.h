@@ -239,6 +239,7 @@ struct PolarKeys {
       __m512i acc[R * 3][2];  // r_hi T_hi, r_hi T_lo, r_lo T_hi, of even and odd quads if the rows are few
       constexpr int CHAINS = R <= 2 ? 2 : 1;
       unroll<R * 3>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });
+      // with the values' lines that is a page of 4-bit radii and its parameters
       const char* ahead = task.prefetch.template take<QUADS + QUADS / 4>();
       unroll<QUADS>([&](auto q) KVQ_LAMBDA {
         const __m512i angle = angles<q>(angle_codes), radius = radii<q>(radius_codes);
