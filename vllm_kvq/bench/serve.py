@@ -176,9 +176,10 @@ def both(urls: tuple[str, str], prompts: Prompts, tokens: int, first: int) -> tu
     return turns[urls[0]], turns[urls[1]]
 
 
-def measure(urls: tuple[str, str], context: int, batch: int, args: argparse.Namespace) -> Cell:
-    cold = [both(urls, prompts_for(context, batch, i), args.tokens, i % 2) for i in range(args.cold)]
-    prompts = prompts_for(context, batch, 0)
+def measure(urls: tuple[str, str], name: str, context: int, batch: int, args: argparse.Namespace) -> Cell:
+    # the bf16 server is every format's: what it has seen for another one would not be cold
+    cold = [both(urls, prompts_for(name, context, batch, i), args.tokens, i % 2) for i in range(args.cold)]
+    prompts = prompts_for(name, context, batch, 0)
     turns = []
     for turn in range(args.rounds + 1):  # the first warms up
         plain, packed = (warm_turn(url, prompts, args.tokens) for url in urls)
@@ -242,8 +243,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def prompts_for(context: int, batch: int, turn: int) -> Prompts:
-    rng = random.Random(f"{context} {batch} {turn}")
+def prompts_for(name: str, context: int, batch: int, turn: int) -> Prompts:
+    rng = random.Random(f"{name} {context} {batch} {turn}")
     return [[rng.randrange(10, min(VOCAB, 500)) for _ in range(context)] for _ in range(batch)]
 
 
@@ -257,7 +258,7 @@ def against(
         for batch in sorted(set(args.batch)):
             shortest: float | None = None
             for context in sorted(set(args.context)):
-                cell = measure((plain.url, packed.url), context, batch, args)
+                cell = measure((plain.url, packed.url), name, context, batch, args)
                 share = None if shortest is None else max(0.0, 1 - shortest / cell.plain.step)
                 shortest = shortest or cell.plain.step
                 print(cell.text(share, kernels[context, batch]), flush=True)
