@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import tempfile
 
 KINDS = ("address", "undefined", "thread")
 VARIABLE = "VLLM_KVQ_SANITIZE"
@@ -50,8 +51,13 @@ def flags(kinds: tuple[str, ...]) -> list[str]:
     return [*found, "-DKVQ_STD_THREADS", "-pthread"] if "thread" in kinds else found
 
 
-def environment(kinds: tuple[str, ...], command: list[str]) -> dict[str, str]:
-    """What the process needs that loads a library built by `command`, a g++."""
+# torch's loops, and MKL in the same library, run on OpenMP as well; no frame of ours ever lies below one of theirs.
+# (Their threads can't be taken from them: OMP_NUM_THREADS is the number that the kernels' loops have, too.)
+_SUPPRESSIONS = "race:libtorch_cpu.so\n"
+
+
+def environment(kinds: tuple[str, ...], command: list[str], suppressions: str) -> dict[str, str]:
+    """What the process needs that loads a library built by `command`, a g++; `suppressions` names a file."""
     libraries = [_RUNTIME[k] for k in kinds]
     # libstdc++ too: the address sanitizer looks __cxa_throw up when it starts
     paths = [_library(command, name) for name in [*libraries, "libstdc++.so.6"]]
@@ -61,7 +67,7 @@ def environment(kinds: tuple[str, ...], command: list[str]) -> dict[str, str]:
         "LD_PRELOAD": " ".join(paths),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=97",  # Python itself leaks at exit
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=97",
-        "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:report_bugs=1",
+        "TSAN_OPTIONS": f"halt_on_error=1:exitcode=97:report_bugs=1:suppressions={suppressions}",
         "PYTHONMALLOC": "malloc",
     }
 
@@ -78,4 +84,7 @@ def run(kinds: tuple[str, ...], compiler: list[str], command: list[str]) -> int:
     if "thread" in kinds:
         # the thread sanitizer's address map does not fit the most random layouts of newer kernels
         command = ["setarch", platform.machine(), "-R", *command]
-    return subprocess.run(command, env=environment(kinds, compiler)).returncode
+    with tempfile.NamedTemporaryFile("w", suffix=".supp") as suppressions:
+        suppressions.write(_SUPPRESSIONS)
+        suppressions.flush()
+        return subprocess.run(command, env=environment(kinds, compiler, suppressions.name)).returncode
