@@ -65,6 +65,7 @@ class Driver {
     sort_pages();
     check_rows();
     if (rows_ == 0 || a_.requests == 0) return;
+    places_ = locate_raw(a_);
     plan();
     partial_.reset(new float[partial_size_]);
     left_.reset(new std::atomic<int64_t>[shares_.size()]);
@@ -167,16 +168,28 @@ class Driver {
     std::fill(to + l_.head_size, to + l_.d, 0.0f);
   }
 
+  // S q of all shares, each in room for the rows of the longest. Several shares at once: a float of the sketch then
+  // meets more rows while it is in a register.
   void project_queries() {
-    features_.reset(new float[shares_.size() * ROWS * l_.sketch_rows]);
-    parallel(a_.threads, int64_t(shares_.size()), [&](int64_t i) {
+    constexpr int64_t TOGETHER = 16;  // rows
+    const int64_t shares = int64_t(shares_.size()), fair = std::max<int64_t>(shares / a_.threads, 1);
+    const int64_t step = std::clamp<int64_t>(TOGETHER / share_rows(), 1, fair);
+    features_.reset(new float[shares * share_rows() * l_.sketch_rows]);
+    parallel(a_.threads, (shares + step - 1) / step, [&](int64_t i) {
       thread_local Scratch scratch;
-      const Share& s = shares_[i];
-      float* query = reinterpret_cast<float*>(scratch.reserve(4 * ROWS * l_.d));
-      for (int64_t r = 0; r < s.rows; ++r) read_query(s.request, s.head, s.row + r, query + r * l_.d);
-      isa_.project(query, int(s.rows), l_.d, p_.constants.sketch, l_.sketch_rows,
-                   features_.get() + i * ROWS * l_.sketch_rows);
+      const int64_t first = i * step, last = std::min(first + step, shares), rows = (last - first) * share_rows();
+      float* query = reinterpret_cast<float*>(scratch.reserve(4 * rows * l_.d));
+      for (int64_t r = 0; r < rows; ++r) {
+        const Share& s = shares_[first + r / share_rows()];
+        read_query(s.request, s.head, s.row + std::min(r % share_rows(), s.rows - 1), query + r * l_.d);
+      }
+      isa_.project(query, int(rows), l_.d, p_.constants.sketch, l_.sketch_rows, features_of(first));
     });
+  }
+
+  int64_t share_rows() const { return std::min(block_rows_, rows_); }
+  float* features_of(int64_t share) const {
+    return features_ ? features_.get() + share * share_rows() * l_.sketch_rows : nullptr;
   }
 
   void work(const Piece& piece) {
@@ -193,7 +206,7 @@ class Driver {
     thread_local Scratch scratch;
     float* work = reinterpret_cast<float*>(scratch.reserve(4 * size_t(raw_work_floats(s.rows, d_))));
     float* top = out + s.rows * d_;
-    attend_raw_rows(a_, s.request, s.head, s.row, s.rows, out, top, top + s.rows, work);
+    attend_raw_rows(a_, places_.data() + s.request * a_.raw.tokens, s.request, s.head, s.row, s.rows, out, top, top + s.rows, work);
   }
 
   void pages(const Piece& piece, const Share& share, float* out) const {
@@ -212,7 +225,7 @@ class Driver {
     task.constants = &p_.constants;
     task.rows = rows;
     task.query = query;
-    task.features = features_ ? features_.get() + piece.share * ROWS * l_.sketch_rows : nullptr;
+    task.features = features_of(piece.share);
     task.scores = query + block_rows_ * l_.d;
     task.out = out;
     task.top = task.out + rows * l_.d;
@@ -319,6 +332,7 @@ class Driver {
   std::vector<int64_t> first_page_, order_;
   std::vector<Share> shares_;
   std::vector<Piece> pieces_;
+  std::vector<Place> places_;
   int64_t partial_size_ = 0;
   std::unique_ptr<float[]> partial_, features_;
   std::unique_ptr<std::atomic<int64_t>[]> left_;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <vector>
 
 #include "kernel.h"
 
@@ -65,10 +66,18 @@ struct Attend {
 // Throws std::out_of_range before anything is read or written if an index leaves its tensor.
 void attend(const Attend& a);
 
-// One KV head of one request over its full-precision tokens, query rows [first, first + rows):
+// Where a full-precision token lies: key + head * key_head bytes, or null.
+struct Place {
+  const char *key, *value;
+  int64_t key_head, value_head;
+};
+// Of all requests' tokens: once for all heads, whose tasks would otherwise spend a quarter of their time on it.
+std::vector<Place> locate_raw(const Attend& a);
+
+// One KV head of one request over its full-precision tokens, `places` of them; query rows [first, first + rows):
 // out [rows][d], top and total as in kernel.h. `work` holds raw_work_floats(rows, d) numbers.
-void attend_raw_rows(const Attend& a, int64_t request, int64_t head, int64_t first, int64_t rows, float* out,
-                     float* top, float* total, float* work);
-inline int64_t raw_work_floats(int64_t rows, int64_t d) { return rows * d + 2 * SLAB * d + ROWS * SLAB; }
+void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int64_t head, int64_t first, int64_t rows,
+                     float* out, float* top, float* total, float* work);
+inline int64_t raw_work_floats(int64_t rows, int64_t d) { return rows * d + 2 * SLAB * d + ROWS * SLAB + rows * d / 2; }
 
 }  // namespace kvq

@@ -33,6 +33,16 @@ inline int find_best_isa() {
 #endif
 }
 
+// Products of bf16 numbers, beside level 3 (Zen 4, Cooper Lake and Sapphire Rapids have them, Ice Lake doesn't).
+inline bool has_bf16() {
+#if defined(__x86_64__)
+  static const bool has = __builtin_cpu_supports("avx512bf16");
+  return has;
+#else
+  return false;
+#endif
+}
+
 // Asked once: every call of the library checks its argument, and virtual machines take microseconds over CPUID.
 inline int best_isa() {
   static const int best = find_best_isa();

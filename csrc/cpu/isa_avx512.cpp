@@ -6,7 +6,7 @@
 
 namespace kvq {
 // vpdpbusd multiplies twice as many bytes as an FMA multiplies floats, queries' two bytes counted: no `many` here
-const Isa avx512_isa = {"avx512", avx512::keys, avx512::values, avx512::softmax, generic::add_raw,
+const Isa avx512_isa = {"avx512", avx512::keys, avx512::values, avx512::softmax, avx512::add_raw,
                         generic::project, {generic::never, generic::many_bytes, generic::many}};
 }
 #endif

@@ -111,6 +111,8 @@ struct RawTask {
   const uint8_t* seen;         // seen[query * seen_stride + token]
   int64_t seen_stride;
   const float* query;          // [rows][d]
+  const uint16_t* query_bits;  // the same before `unit` = scale * log2(e), [rows][d] bf16; null: not to be used
+  float unit;
   float* work;                 // 2 [32][d] + [rows][32]
   float *out, *top, *total;    // as in Task
 };

@@ -8,8 +8,8 @@ Rules:
     to `--layers` layers and a vocabulary of 4096 so that it fits a small machine; or `--model PATH`.
   * Both servers are up at once and take turns on the same prompts, over HTTP, streaming; a ratio is the median over
     turns of that turn's ratio.
-  * The first `--cold` turns are cold, each on other prompts and begun by the other server: their time to the first
-    token is the prefill. The later turns hit the prefix cache, and what is timed is decoding: from the first token to
+  * After one prompt that isn't timed, the first `--cold` turns are cold, each on other prompts and begun by the other
+    server: their time to the first token is the prefill. The later turns hit the prefix cache, and what is timed is decoding: from the first token to
     the last one, per token. Requests of a batch run at the same time.
   * `share`: the part of bf16's step at that context that the context causes, s = 1 - step(shortest) / step. `kernel`:
     how many times faster than vLLM's the attention kernel alone is at that context, r, timed as `bench attention` does
@@ -254,6 +254,7 @@ def against(
     packed = server(model, name, args, max_len, args.folder / f"bench-{name}.log")
     with packed:
         packed.wait_until_healthy(START_SECONDS)
+        both((plain.url, packed.url), prompts_for(f"{name}, warm-up", min(args.context), 1, 0), args.tokens, 0)
         print(f"{name} against bf16\n{HEADER}", flush=True)
         for batch in sorted(set(args.batch)):
             shortest: float | None = None

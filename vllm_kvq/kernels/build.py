@@ -41,7 +41,7 @@ _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mpre
 ISA_FLAGS = {
     "avx2": _AVX2,
     "avx512bw": _AVX512,
-    "avx512": [*_AVX512, "-mavx512vnni", "-mavx512vbmi"],
+    "avx512": [*_AVX512, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16"],  # bf16: only called where present
 }
 """By the end of a source's name: isa_avx2.cpp, pack_avx2.cpp, ..."""
 

@@ -6,6 +6,7 @@
 #include "hybrid_keys.h"
 #include "hybrid_values.h"
 #include "polar_keys.h"
+#include "raw.h"
 #include "sketch_keys.h"
 #include "softmax.h"
 #include "token_values.h"

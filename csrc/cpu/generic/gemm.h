@@ -27,8 +27,8 @@ inline void tile(const float* a, int64_t lda, int64_t depth, const float* b, int
     for (int v = 0; v < C; ++v) store(c + r * ldc + v * LANES, acc[r][v]);
 }
 
-// As many accumulators as fit in the registers: 4 rows of 32 columns with 16 lanes, of 16 columns with fewer.
-constexpr int TILE_VECTORS = LANES == 4 ? 2 : LANES == 8 ? 2 : 2;
+// As many accumulators as fit in the registers, with 4 rows or, of 32, with 8.
+constexpr int TILE_VECTORS = 2;
 
 template <int R, bool ADD>
 inline void row_tile(const float* a, int64_t lda, int64_t depth, const float* b, int64_t ldb, float* c, int64_t ldc) {

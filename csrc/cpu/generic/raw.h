@@ -77,12 +77,18 @@ inline void few_scores(const RawTask& task, int first, int t, const void* const*
   }
 }
 
-template <int R, Dtype DTYPE>
-inline void few_scores(const RawTask& task, int first, float* scores) {
-  const int bytes = task.head_size * (DTYPE == Dtype::f32 ? 4 : 2);
+template <int T>
+struct Tokens {
+  static constexpr int count = T;
+};
+
+// some(Tokens<T>, t, keys) for all tokens, two at a time; the key of an absent one is another's, and hidden afterwards.
+template <class Some>
+inline void by_twos(const RawTask& task, Some some) {
+  const int bytes = task.head_size * (task.dtype == Dtype::f32 ? 4 : 2);
   const void *key[SLAB], *present = nullptr;
   for (int t = 0; t < task.tokens; ++t) present = task.key[t] ? task.key[t] : present;
-  for (int t = 0; t < task.tokens; ++t) key[t] = task.key[t] ? task.key[t] : present;  // hidden afterwards
+  for (int t = 0; t < task.tokens; ++t) key[t] = task.key[t] ? task.key[t] : present;
   const auto fetch = [&](int t) __attribute__((always_inline)) {
     if (t + RAW_AHEAD < task.tokens) prefetch_token(key[t + RAW_AHEAD], bytes);
     prefetch_token(task.value[t], bytes);
@@ -91,9 +97,16 @@ inline void few_scores(const RawTask& task, int first, float* scores) {
   for (; t + 2 <= task.tokens; t += 2) {
     fetch(t);
     fetch(t + 1);
-    few_scores<R, 2, DTYPE>(task, first, t, key, scores);
+    some(Tokens<2>{}, t, key);
   }
-  if (t < task.tokens) few_scores<R, 1, DTYPE>(task, first, t, key, scores);
+  if (t < task.tokens) some(Tokens<1>{}, t, key);
+}
+
+template <int R, Dtype DTYPE>
+inline void few_scores(const RawTask& task, int first, float* scores) {
+  by_twos(task, [&](auto tokens, int t, const void* const* key) {
+    few_scores<R, decltype(tokens)::count, DTYPE>(task, first, t, key, scores);
+  });
 }
 
 // V vectors of channels from c on, held in registers over all tokens
@@ -169,14 +182,16 @@ inline void hide_unseen(const uint8_t* seen, const uint8_t* present, int tokens,
   }
 }
 
-inline void add_raw(RawTask& task) {
+// score(task, scores) for few rows
+template <class Score>
+inline void add_raw(RawTask& task, Score score) {
   const bool few = task.rows <= FEW_ROWS;
   float* k = task.work;
   float* v = k + task.d * SLAB;
   float* scores = v + task.d * SLAB;
   if (few) {
     std::memset(scores, 0, 4 * size_t(task.rows) * SLAB);
-    few_scores(task, scores);
+    score(task, scores);
   } else {
     if (!task.gathered) gather(task, k, v);
     task.gathered = true;
@@ -207,6 +222,10 @@ inline void add_raw(RawTask& task) {
   if (few) return few_outputs(task, scores);
   for (int c = 0; c < task.d; c += SLAB)
     multiply<true>(scores, SLAB, task.rows, task.tokens, v + c, task.d, task.out + c, task.d);
+}
+
+inline void add_raw(RawTask& task) {
+  add_raw(task, [](const RawTask& t, float* scores) { few_scores(t, scores); });
 }
 
 }  // namespace generic
