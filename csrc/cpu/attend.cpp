@@ -218,6 +218,10 @@ class Driver {
     const size_t value_bytes = many_ ? 0 : values.work_bytes(l_);
     char* memory = scratch.reserve(key_bytes + value_bytes + 4 * (block_rows_ * l_.d + ROWS * BLOCK));
     float* query = reinterpret_cast<float*>(memory + key_bytes + value_bytes);
+    Slabs slabs(*this, share.head, piece.first, piece.first + piece.count);
+    Slab block[BLOCK_SLABS], ahead[BLOCK_SLABS];
+    int next = slabs.take(ahead);
+    Prefetch{nullptr, nullptr, ahead, ahead + next, l_.slab_bytes}.everything();  // nobody asked for the first block
     for (int r = 0; r < rows; ++r) read_query(share.request, share.head, share.row + r, query + r * l_.d);
 
     Task task{};
@@ -237,9 +241,6 @@ class Driver {
     std::fill(task.total, task.total + rows, 0.0f);
 
     if (!many_) keys.begin(task);
-    Slabs slabs(*this, share.head, piece.first, piece.first + piece.count);
-    Slab block[BLOCK_SLABS], ahead[BLOCK_SLABS];
-    int next = slabs.take(ahead);
     while (int count = next) {
       std::copy_n(ahead, count, block);
       next = slabs.take(ahead);

@@ -61,6 +61,10 @@ struct Prefetch {
     const char* from = take<COUNT>();
     for (int i = 0; i < COUNT; ++i) __builtin_prefetch(from + 64 * i, 0, 3);
   }
+
+  __attribute__((always_inline)) void everything() {
+    while (at < end || next != last) lines<8>();
+  }
 };
 
 struct Task {

@@ -9,8 +9,8 @@ Rules:
   * Both servers are up at once and take turns on the same prompts, over HTTP, streaming; a ratio is the median over
     turns of that turn's ratio.
   * After one prompt that isn't timed, the first `--cold` turns are cold, each on other prompts and begun by the other
-    server: their time to the first token is the prefill. The later turns hit the prefix cache, and what is timed is decoding: from the first token to
-    the last one, per token. Requests of a batch run at the same time.
+    server: their time to the first token is the prefill. The later turns hit the prefix cache, and what is timed is
+    decoding: from the first token to the last one, per token. Requests of a batch run at the same time.
   * `share`: the part of bf16's step at that context that the context causes, s = 1 - step(shortest) / step. `kernel`:
     how many times faster than vLLM's the attention kernel alone is at that context, r, timed as `bench attention` does
     before the servers start. `expected` is what the step should then gain, 1 / (1 - s + s / r); the measured gain is
