@@ -206,7 +206,8 @@ class Driver {
     thread_local Scratch scratch;
     float* work = reinterpret_cast<float*>(scratch.reserve(4 * size_t(raw_work_floats(s.rows, d_))));
     float* top = out + s.rows * d_;
-    attend_raw_rows(a_, places_.data() + s.request * a_.raw.tokens, s.request, s.head, s.row, s.rows, out, top, top + s.rows, work);
+    const Place* places = places_.data() + s.request * a_.raw.tokens;
+    attend_raw_rows(a_, places, s.request, s.head, s.row, s.rows, out, top, top + s.rows, work);
   }
 
   void pages(const Piece& piece, const Share& share, float* out) const {

@@ -71,7 +71,7 @@ struct Place {
   const char *key, *value;
   int64_t key_head, value_head;
 };
-// Of all requests' tokens: once for all heads, whose tasks would otherwise spend a quarter of their time on it.
+// Of all requests' tokens, once for all heads: each costs a division.
 std::vector<Place> locate_raw(const Attend& a);
 
 // One KV head of one request over its full-precision tokens, `places` of them; query rows [first, first + rows):

@@ -78,11 +78,11 @@ inline void few_scores(const RawTask& task, int first, int t, const void* const*
 }
 
 template <int T>
-struct Tokens {
+struct Together {
   static constexpr int count = T;
 };
 
-// some(Tokens<T>, t, keys) for all tokens, two at a time; the key of an absent one is another's, and hidden afterwards.
+// some(Together<T>, t, keys) for all tokens, two at a time; the key of an absent one is another's, and hidden afterwards.
 template <class Some>
 inline void by_twos(const RawTask& task, Some some) {
   const int bytes = task.head_size * (task.dtype == Dtype::f32 ? 4 : 2);
@@ -97,9 +97,9 @@ inline void by_twos(const RawTask& task, Some some) {
   for (; t + 2 <= task.tokens; t += 2) {
     fetch(t);
     fetch(t + 1);
-    some(Tokens<2>{}, t, key);
+    some(Together<2>{}, t, key);
   }
-  if (t < task.tokens) some(Tokens<1>{}, t, key);
+  if (t < task.tokens) some(Together<1>{}, t, key);
 }
 
 template <int R, Dtype DTYPE>
