@@ -1,6 +1,5 @@
-"""The kernels under Triton's interpreter: switched on for our modules alone, whatever else uses Triton here."""
+"""The kernels under Triton's interpreter, or from their PTX (`python -m vllm_kvq.ptx -m pytest tests/triton`)."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,15 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-_before = os.environ.get("TRITON_INTERPRET")
-os.environ["TRITON_INTERPRET"] = "1"
-try:
-    from vllm_kvq.triton_kernels import decode, keys, lang, merge, pack, raw, step, values  # noqa: F401
-finally:
-    if _before is None:
-        del os.environ["TRITON_INTERPRET"]
-    else:
-        os.environ["TRITON_INTERPRET"] = _before
+from vllm_kvq.kernels.device import load
+
+load()
 
 
 @pytest.fixture(autouse=True, scope="package")

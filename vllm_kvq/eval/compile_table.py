@@ -101,7 +101,7 @@ ALIGNED += ("side_words", "side_elements", "sink_elements")
 """Strides that are multiples of 16 in every cache, beside all pointers."""
 
 
-def decode_variants() -> Iterator[Variant]:
+def decode_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.launch import MIN_ROWS, attend_launch, most_rows
     from vllm_kvq.kernels.triton import constants as layout
@@ -115,23 +115,24 @@ def decode_variants() -> Iterator[Variant]:
             # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt; 4 that look up
             shapes = [(rows, 0) for rows in sorted({MIN_ROWS, most_rows(fmt)})]
             for rows, table in [*shapes, *([(MIN_ROWS, 4)] if name in ("polar4", "polar3") else [])]:
-                launch = attend_launch(fmt, rows, table)
+                launch = attend_launch(fmt, rows, target, table)
                 constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": table}
                 yield Variant(
                     f"lookup {name} d={d} rows={table}" if table else f"decode {name} d={d} rows={rows}",
                     attend_kernel,
-                    constants | {"TURN": launch.turn},
+                    constants | {"TURN": launch.turn, "EXTRA": launch.extra},
                     launch.options,
                     64 * d * launch.turn,
                 )
 
 
 def merge_variants() -> Iterator[Variant]:
+    from vllm_kvq.kernels.launch import merge_launch
     from vllm_kvq.triton_kernels.merge import merge_kernel
 
     for parts in (8, 128):
         sizes = {"HEAD": 128, "COLUMNS": 128, "PARTS": parts, "LIMITED": 32}
-        yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, {"num_warps": 1 if parts <= 8 else 4})
+        yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, merge_launch(parts).options)
 
 
 def step_variants(target: int) -> Iterator[Variant]:
@@ -140,7 +141,7 @@ def step_variants(target: int) -> Iterator[Variant]:
 
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.device import DeviceStep
-    from vllm_kvq.kernels.launch import pack_launch, raw_launch
+    from vllm_kvq.kernels.launch import SLOT_LAUNCH, pack_launch, raw_launch
     from vllm_kvq.kernels.slots import SlotGeometry
     from vllm_kvq.triton_kernels.pack import pack_kernel
     from vllm_kvq.triton_kernels.raw import raw_kernel
@@ -154,17 +155,16 @@ def step_variants(target: int) -> Iterator[Variant]:
             if d != 128 and name != "innerq2":
                 continue
             if name in ("squat2", "innerq2", "polar4"):
-                yield Variant(f"begin {name} d={d}", begin_kernel, step.begin_constants(4), {"num_warps": 4})
+                yield Variant(f"begin {name} d={d}", begin_kernel, step.begin_constants(4), SLOT_LAUNCH.options)
             if name == "innerq2":  # with sinks: the most that there is
-                yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), {"num_warps": 4})
+                yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), SLOT_LAUNCH.options)
                 for rows, use in ((4, "decode"), (256, "prompt")):
                     raw = step.raw_constants(4, rows)
                     yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, raw_launch(fmt).options)
 
 
 def variants(target: int) -> list[Variant]:
-    # the step's last: without a GPU, what it imports belongs to the interpreter
-    return [*decode_variants(), *merge_variants(), *step_variants(target)]
+    return [*decode_variants(target), *merge_variants(), *step_variants(target)]
 
 
 def build(variant: Variant, target: int) -> Any:
@@ -248,17 +248,17 @@ def report(targets: list[int], only: list[str]) -> bool:
         variant = same[0]
         if any(part in variant.name for part in only):
             used = {target: usage(build(v, target)) for target, v in zip(targets, same, strict=True)}
-            per = 32 * variant.warps / variant.elements if variant.elements else None
+            per = {t: 32 * v.warps / v.elements for t, v in zip(targets, same, strict=True) if v.elements}
             warps = "/".join(str(n) for n in dict.fromkeys(v.warps for v in same))
             good &= row(variant.name, warps, used, per, variant.multiplies)
     return good
 
 
-def row(name: str, warps: str, used: dict[int, Usage], scale: float | None, multiplies: bool) -> bool:
-    """Prints a row; whether it is as it should be. `scale` makes a loop's instructions those per element."""
+def row(name: str, warps: str, used: dict[int, Usage], scale: dict[int, float], multiplies: bool) -> bool:
+    """Prints a row; whether it is as it should be. `scale` makes a target's loop's instructions those per element."""
     cells, good = [], True
     for target, u in used.items():
-        per = None if scale is None else u.loop * scale
+        per = u.loop * scale[target] if target in scale else None
         cells.append(f"{u.registers}" if per is None else f"{u.registers}, {per:.2f}")
         if u.stack:
             cells[-1] += f", stack {u.stack}"
@@ -279,7 +279,7 @@ def report_cuda(targets: list[int], only: list[str]) -> bool:
         if any(part in variant.name for part in only):
             used = {target: cuda_usage(variant, target) for target in targets}
             # a warp takes a slab of 32 tokens per turn
-            per = 1 / (2 * variant.head_size) if variant.decode else None
+            per = {target: 1 / (2 * variant.head_size) for target in targets if variant.decode}
             good &= row(variant.name, str(variant.warps), used, per, variant.decode)
     return good
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from vllm_kvq import ptx
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys
 from vllm_kvq.formats.polar import PolarKeys
@@ -28,7 +30,7 @@ from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
 from vllm_kvq.kernels import cuda
 from vllm_kvq.kernels.cuda import CUDA
-from vllm_kvq.kernels.launch import pack_launch, raw_launch, raw_rows
+from vllm_kvq.kernels.launch import SLOT_LAUNCH, pack_launch, raw_launch, raw_rows
 from vllm_kvq.kernels.paged import PagedKernels, merge_parts, power_of_two
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.triton import TRITON, capability, constants, typed, value_block
@@ -74,10 +76,11 @@ class Caches:
 
 
 def load() -> None:
-    """Import the kernels. Without a GPU they belong to Triton's interpreter, whatever else uses Triton here."""
+    """Import the kernels. Without a GPU, or one that is played (vllm_kvq.ptx), they belong to Triton's interpreter,
+    whatever else uses Triton here."""
     importlib.import_module("triton")  # itself as it is meant to be
     before = os.environ.get("TRITON_INTERPRET")
-    if not torch.cuda.is_available():
+    if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and ptx.target() is None:
         os.environ["TRITON_INTERPRET"] = "1"
     try:
         for name in ("step", "pack", "decode", "raw", "merge"):
@@ -87,6 +90,11 @@ def load() -> None:
             os.environ.pop("TRITON_INTERPRET", None)
         else:
             os.environ["TRITON_INTERPRET"] = before
+
+
+def interpreted() -> bool:
+    """Whether the kernels, once loaded, belong to the interpreter."""
+    return bool(importlib.import_module("vllm_kvq.triton_kernels.lang").INTERPRETED.value)
 
 
 def kernels_of(fmt: PageFormat) -> PagedKernels | None:
@@ -138,7 +146,7 @@ class DeviceStep:
         self._cut = {"SPB": slots.slots_per_block, "SLOT": slots.slot_bytes // size}
         self._ring = {"RING": slots.ring, "RING_AT": slots.ring_at}
         self._words = {"WORDS": words}
-        self.interpreted = not torch.cuda.is_available()
+        self.interpreted = interpreted()
         self._columns = {"HEAD": fmt.geometry.head_size, "COLUMNS": power_of_two(fmt.geometry.d)}
         self._layout = pack_constants(fmt) if kernels is TRITON else {}
         self._rank = fmt.state_rows if isinstance(fmt.keys, SQuatKeys) else 0
@@ -200,7 +208,7 @@ class DeviceStep:
             *(plan, self.faults, n, batch.side_table.stride(0), sink_table.stride(0), side.shape[0], sinks.shape[0]),
             *(words.stride(0), sinks.stride(0), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
             **self.begin_constants(share),
-            num_warps=4,
+            **SLOT_LAUNCH.options,
         )
         return plan
 
@@ -383,7 +391,7 @@ class DeviceStep:
             *(plan, batch.side_table, words, side, key, value, n, batch.side_table.stride(0), side.shape[0]),
             *(words.stride(0), side.stride(0), *key.stride()[:2], *value.stride()[:2]),
             **self.commit_constants(tokens),
-            num_warps=4,
+            **SLOT_LAUNCH.options,
         )
 
     def commit_constants(self, tokens: int) -> dict[str, Any]:

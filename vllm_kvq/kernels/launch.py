@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys
+from vllm_kvq.formats.polar import PolarKeys
 from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
 from vllm_kvq.kernels.paged import power_of_two
 
@@ -22,15 +23,21 @@ class Launch:
     warps: int
     turn: int = 1
     """Slabs of one page that a turn of decode's loop attends: the more, the fewer maxima, page numbers, parameters."""
+    extra: int = 16
+    """Rows of InnerQ's denominators that are kept: they are equal, and a product has 16. Half of them takes fewer
+    registers."""
     stages: int = 1
     """Of loads under way. With more than one Triton copies through shared memory what a lane could load for itself."""
     free: bool = True
     """Whether a thread may take all registers that there are: else ptxas may spill a few for one warp more."""
+    fused: bool = True
+    """Whether products may be rounded together with the sums they enter. Not where bytes are made: lanes with copies of
+    one sum of products would round it each in its own way, and choose codes by it (InnerQ's mode)."""
 
     @property
     def options(self) -> dict[str, int]:
         limit = {"maxnreg": min(255, 2048 // self.warps)} if self.free else {}
-        return {"num_warps": self.warps, "num_stages": self.stages} | limit
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused} | limit
 
 
 def most_rows(fmt: PageFormat) -> int:
@@ -44,7 +51,7 @@ def rows_for(fmt: PageFormat, rows: int) -> int:
     return min(most_rows(fmt), max(MIN_ROWS, power_of_two(rows)))
 
 
-def attend_launch(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
+def attend_launch(fmt: PageFormat, rows: int, chip: int, table: int = 0) -> Launch:
     """One warp keeps every product within a warp, and two slabs in a turn are fewer instructions. Where that needs more
     registers than a thread has, it is one slab, or more warps."""
     k, d = fmt.keys, fmt.geometry.d
@@ -54,7 +61,10 @@ def attend_launch(fmt: PageFormat, rows: int, table: int = 0) -> Launch:
         return Launch(2)
     few_bits = isinstance(k, ChannelKeys) and k.bits == 2
     crowded = (d > 64 and rows > MIN_ROWS) or (d > 128 and not few_bits)
-    return Launch(1, 1 if crowded or fmt.slabs % 2 else 2)
+    # found by trying, as below: what spills differs from chip to chip
+    crowded |= isinstance(k, PolarKeys) and not k.nibbles and d == 128 and 100 <= chip < 120
+    half = isinstance(k, HybridKeys) and d > 128 and chip < 100
+    return Launch(1, 1 if crowded or fmt.slabs % 2 else 2, extra=8 if half else 16)
 
 
 def pack_launch(fmt: PageFormat, capability: int) -> Launch:
@@ -63,11 +73,19 @@ def pack_launch(fmt: PageFormat, capability: int) -> Launch:
     if isinstance(k, SQuatKeys) and k.bits * d > 256:
         # found by trying: what spills differs from chip to chip, and from 9.0 on it is a larger limit that makes it
         if capability < 90:
-            return Launch(16 if d > 128 else 8, stages=3)
-        return Launch(4 if d <= 128 and capability >= 100 else 8, stages=3, free=False)
+            return Launch(16 if d > 128 else 8, stages=3, fused=False)
+        return Launch(4 if d <= 128 and capability >= 100 else 8, stages=3, free=False, fused=False)
     if not k.page_wide:
-        return Launch(4, stages=3)
-    return Launch(min(16, max(4 if d < 128 else 8, power_of_two(fmt.unit) // 16)), stages=3)
+        return Launch(4, stages=3, fused=False)
+    return Launch(min(16, max(4 if d < 128 else 8, power_of_two(fmt.unit) // 16)), stages=3, fused=False)
+
+
+SLOT_LAUNCH = Launch(4, stages=3, free=False, fused=False)
+"""Of what writes states, sinks and rings."""
+
+
+def merge_launch(parts: int) -> Launch:
+    return Launch(1 if parts <= 8 else 4, stages=3, free=False)
 
 
 def raw_rows(fmt: PageFormat, rows: int) -> int:

@@ -134,6 +134,7 @@ def merge_parts(
     `into`: a dense tensor of any float type for the result. `tokens`: how many of (parts, tokens, heads, HEAD) are
     real, on the device; the rest of the result is 0.
     """
+    from vllm_kvq.kernels.launch import merge_launch
     from vllm_kvq.triton_kernels.merge import merge_kernel
 
     parts, head = out.shape[0], out.shape[-1]
@@ -143,5 +144,6 @@ def merge_parts(
     sizes["LIMITED"] = 0 if tokens is None else out.shape[-2]
     limit = total if tokens is None else tokens
     if rows:
-        merge_kernel[(rows,)](out, lse, merged, total, rows, parts, limit, **sizes, num_warps=1 if parts <= 8 else 4)
+        options = merge_launch(parts).options
+        merge_kernel[(rows,)](out, lse, merged, total, rows, parts, limit, **sizes, **options)
     return merged, total

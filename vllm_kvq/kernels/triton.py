@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvq import ptx
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.fields import ALIGN, round_up
 from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
@@ -126,7 +127,7 @@ def _processors(index: int) -> int:
 @functools.cache
 def capability(device: torch.device) -> int:
     if device.type != "cuda":
-        return 90
+        return ptx.target() or 90
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise ValueError(f"compute capability {major}.{minor} is not supported; the Triton kernels need 8.0")
@@ -194,7 +195,7 @@ class TritonKernels(PagedKernels):
         m, chip = rows_for(fmt, q * share), capability(pages.device)
         words, halves = typed(pages)
         table_of = table_rows(fmt, q * share, chip, self.scores)
-        launch = attend_launch(fmt, m, table_of)
+        launch = attend_launch(fmt, m, chip, table_of)
         attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
             *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
             *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], table.stride(0), table.shape[1]),
@@ -205,6 +206,7 @@ class TritonKernels(PagedKernels):
             RAGGED=start is not None,
             TABLE=table_of,
             TURN=launch.turn,
+            EXTRA=launch.extra,
             **(constants(fmt) or {}),
             **launch.options,
         )

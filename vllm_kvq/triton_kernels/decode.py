@@ -60,6 +60,7 @@ def attend_kernel(
     SLABS_AT: tl.constexpr,
     SLAB_WORDS: tl.constexpr,
     TURN: tl.constexpr,
+    EXTRA: tl.constexpr,
     LISTED: tl.constexpr,
     RAGGED: tl.constexpr,
     KEYS: tl.constexpr,
@@ -135,7 +136,7 @@ def attend_kernel(
 
     best = tl.full((M,), LOWEST, tl.float32)
     total = tl.full((M,), 0.0, tl.float32)
-    extra = tl.full((16, M), 0.0, tl.float32)
+    extra = tl.full((EXTRA, M), 0.0, tl.float32)
     acc = ()
     for _ in tl.static_range(D // V_BLOCK):
         acc = acc + (tl.full((V_PLACES, M), 0.0, tl.float32),)
@@ -214,6 +215,8 @@ def attend_kernel(
                     weights, acc, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, live[j], full,
                     D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO,
                 )  # fmt: skip
+                if EXTRA == 8:
+                    sums = tl.split(tl.permute(tl.reshape(sums, (2, 8, M)), (1, 2, 0)))[0]
                 extra += sums
 
     # out (splits, requests * queries or all tokens, query heads, HEAD), dense

@@ -1,0 +1,38 @@
+"""Instructions of a program -> what a block runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_kvq.ptx.accesses import ACCESSES
+from vllm_kvq.ptx.arithmetic import ARITHMETIC, plain
+from vllm_kvq.ptx.collective import COLLECTIVE
+from vllm_kvq.ptx.machine import Step
+from vllm_kvq.ptx.operands import Operands, Pure
+from vllm_kvq.ptx.program import Immediate, Instruction, Program, Symbol, Unsupported
+
+KNOWN = ARITHMETIC | ACCESSES | COLLECTIVE
+
+
+def decode(program: Program) -> list[Step]:
+    """Raises Unsupported, with the instruction's text."""
+    operands = Operands(program)
+    return [_step(operands, i) for i in program.code]
+
+
+def _step(o: Operands, i: Instruction) -> Step:
+    step = Step(i, guard=i.guard.slot if i.guard else -1, unless=i.unless)
+    if i.name == "bra":
+        label = i.operands[-1]
+        assert isinstance(label, Symbol)
+        return replace(step, jump=o.program.labels[label.name], kind="branch")
+    if i.name in ("ret", "exit"):
+        return replace(step, kind="exit")
+    if i.name in ("bar", "barrier"):
+        if "sync" not in i.mods or ("warp" not in i.mods and i.operands != (Immediate(0),)):
+            raise Unsupported(i.text)
+        return replace(step, kind="barrier")
+    work = KNOWN.get(i.name, plain)(o, i)
+    if isinstance(work, Pure):
+        return replace(step, targets=work.targets, values=work.values)
+    return replace(step, targets=work.targets, act=work.act)
