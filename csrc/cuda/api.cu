@@ -17,9 +17,16 @@ constexpr int DEVICE = kDLCPU;
 
 void begin() { kvq::emulated::machine().ranges.clear(); }
 
-template <class P>
+// Lane by lane, or by vllm_kvq.ptx, which runs what nvcc makes of part PART of cubin.cu.
+template <int PART, int D, class P>
 void launch(void (*kernel)(P), int x, int y, int threads, int shared_bytes, int64_t stream, const P& params) {
   (void)stream;
+  if (auto played = tvm::ffi::Function::GetGlobal("vllm_kvq.ptx.launch")) {
+    const auto& ranges = kvq::emulated::machine().ranges;
+    (*played)(PART, D, x, y, threads, shared_bytes, reinterpret_cast<int64_t>(&params), int64_t(sizeof(P)),
+              reinterpret_cast<int64_t>(ranges.data()), int64_t(ranges.size()));
+    return;
+  }
   kvq::launch(kernel, x, y, threads, shared_bytes, nullptr, params);
 }
 #else
@@ -31,7 +38,7 @@ void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
-template <class P>
+template <int, int, class P>
 void launch(void (*kernel)(P), int x, int y, int threads, int shared_bytes, int64_t stream, const P& params) {
   if (shared_bytes > 48 << 10)
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -149,9 +156,9 @@ void attend(const kvq::QueryParams& q, const kvq::DecodeParams& d, int64_t strea
   using S = kvq::Slab<D>;
   const int programs = d.rows.requests * d.rows.tiles * d.rows.heads;
   const int chunks = (S::M + 127) / 128 + (S::MO + 127) / 128;
-  launch(kvq::query_kernel<D, TILES>, programs, chunks, 128, (D + 1) * 8 * TILES * 4 + S::N * 4, stream, q);
-  launch(kvq::decode_kernel<D, TILES>, programs, d.splits, 32 * kvq::warps_for(D), kvq::Decode<D, TILES>::SHARED, stream,
-         d);
+  launch<2 + TILES, D>(kvq::query_kernel<D, TILES>, programs, chunks, 128, (D + 1) * 8 * TILES * 4 + S::N * 4, stream, q);
+  launch<TILES, D>(kvq::decode_kernel<D, TILES>, programs, d.splits, 32 * kvq::warps_for(D),
+                   kvq::Decode<D, TILES>::SHARED, stream, d);
 }
 
 // Rounds up so that every part of the workspace is aligned.
@@ -301,9 +308,9 @@ void pack(TensorView layout, TensorView inner, TensorView outer, TensorView page
   p.sketches = read_sketches(inner, outer, 1.0, 1.0, l.d);
   const int blocks = p.requests * p.units;
   switch (l.d) {
-    case 64: launch(kvq::pack_kernel<64>, blocks, p.heads, 256, kvq::Pack<64>::SHARED, stream, p); break;
-    case 128: launch(kvq::pack_kernel<128>, blocks, p.heads, 256, kvq::Pack<128>::SHARED, stream, p); break;
-    case 256: launch(kvq::pack_kernel<256>, blocks, p.heads, 256, kvq::Pack<256>::SHARED, stream, p); break;
+    case 64: launch<5, 64>(kvq::pack_kernel<64>, blocks, p.heads, 256, kvq::Pack<64>::SHARED, stream, p); break;
+    case 128: launch<5, 128>(kvq::pack_kernel<128>, blocks, p.heads, 256, kvq::Pack<128>::SHARED, stream, p); break;
+    case 256: launch<5, 256>(kvq::pack_kernel<256>, blocks, p.heads, 256, kvq::Pack<256>::SHARED, stream, p); break;
   }
 }
 

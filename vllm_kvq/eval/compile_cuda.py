@@ -112,4 +112,4 @@ def hot_loop(sass: str) -> list[str]:
 def build(variant: CudaVariant, target: int, directory: Path) -> Path:
     from vllm_kvq.kernels import build_cuda
 
-    return build_cuda.cubin(target, variant.head_size, variant.part, directory)
+    return build_cuda.one_kernel(target, variant.head_size, variant.part, directory)

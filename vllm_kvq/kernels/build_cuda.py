@@ -120,14 +120,14 @@ def build_emulation() -> Path:
     return _compile([*command, "-x", "c++", str(source_dir() / "api.cu"), "-x", "none", library], target)
 
 
-def cubin(architecture: int, head_size: int, part: int, directory: Path) -> Path:
-    """One kernel alone (csrc/cuda/cubin.cu), to be looked into."""
+def one_kernel(architecture: int, head_size: int, part: int, directory: Path, kind: str = "cubin") -> Path:
+    """One kernel alone (csrc/cuda/cubin.cu), to be looked into: its cubin or its ptx."""
     compiler = nvcc()
     if compiler is None:
         raise BuildError("looking into the CUDA kernels needs nvcc")
-    command = [compiler, *FLAGS[:2], f"-arch=sm_{architecture}", f"-DKVQ_D={head_size}", f"-DKVQ_PART={part}", "-cubin"]
-    target = directory / f"qjl-{part}-d{head_size}-sm{architecture}.cubin"
-    return _compile([*command, str(source_dir() / "cubin.cu")], target)
+    command = [compiler, *FLAGS[:2], f"-arch=sm_{architecture}", f"-DKVQ_D={head_size}", f"-DKVQ_PART={part}"]
+    target = directory / f"qjl-{part}-d{head_size}-sm{architecture}.{kind}"
+    return _compile([*command, f"-{kind}", str(source_dir() / "cubin.cu")], target)
 
 
 def _load(path: Path) -> Any:

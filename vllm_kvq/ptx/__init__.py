@@ -13,6 +13,7 @@ which a GPU's warps run (all warps of a block step together; races in shared mem
     decode.py       instructions -> what a block runs (operands, arithmetic, accesses, collective)
     grid.py         a launch
     driver.py       a driver for Triton whose GPU this is
+    cuda.py         the same for csrc/cuda, compiled by nvcc
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Runs a Python command whose Triton kernels are compiled for a GPU and run here, from their PTX.
+"""Runs a Python command whose GPU kernels are compiled for a GPU, and run here from their PTX.
 
     python -m vllm_kvq.ptx -m pytest tests/triton -k float64            as compiled for sm_80
-    python -m vllm_kvq.ptx --target 89 -m pytest tests/triton
+    python -m vllm_kvq.ptx --target 89 -m pytest tests/triton tests/cuda
 
+nvcc is needed for the CUDA kernels.
 Slower than Triton's interpreter by the number of instructions. Targets whose matrix instructions belong to a group of
 warps (sm_90, sm_100) are refused where a kernel uses them.
 """
@@ -14,8 +15,7 @@ import os
 import runpy
 import sys
 
-from vllm_kvq.ptx import VARIABLE
-from vllm_kvq.ptx.driver import install
+from vllm_kvq.ptx import VARIABLE, cuda, driver
 
 
 def main() -> int:
@@ -26,7 +26,8 @@ def main() -> int:
     if not args.command:
         parser.error("-m needs a module")
     os.environ[VARIABLE] = str(args.target)
-    install(args.target)
+    driver.install(args.target)
+    cuda.install()
     sys.argv = args.command
     runpy.run_module(args.command[0], run_name="__main__", alter_sys=True)
     return 0

@@ -6,7 +6,7 @@ import numpy as np
 
 from vllm_kvq.ptx.machine import Block
 from vllm_kvq.ptx.operands import Effect, Operands, slots
-from vllm_kvq.ptx.program import Address, Immediate, Instruction, Register, Symbol, Unsupported, Vector
+from vllm_kvq.ptx.program import Immediate, Instruction, Register, Unsupported, Vector
 from vllm_kvq.ptx.types import UNSIGNED, Array, bits_of, typed, untyped
 
 
@@ -34,14 +34,19 @@ def ld(o: Operands, i: Instruction) -> Effect:
 
 
 def load_param(o: Operands, i: Instruction, kind: str, targets: list[Register | None]) -> Effect:
-    address = i.operands[1]
-    assert isinstance(address, Address)
-    assert isinstance(address.base, Symbol)
-    at, width = o.program.params[address.base.name][0] + address.offset, bits_of(kind)
+    place, width = o.address(i.operands[1], i), bits_of(kind)
+    bytes_ = np.arange(width // 8 * len(targets))
 
     def act(block: Block, mask: Array) -> tuple[Array, ...]:
-        raw = block.params[at : at + width // 8 * len(targets)].copy().view(UNSIGNED[width])
-        return tuple(untyped(typed(raw[n : n + 1], kind), kind, t.bits) for n, t in enumerate(targets) if t is not None)
+        at = place(block.registers).astype(np.int64)
+        if len(at) > 1:
+            at = np.where(mask, at, 0)
+        raw = np.ascontiguousarray(block.params[at[:, None] + bytes_]).view(UNSIGNED[width])
+        return tuple(
+            untyped(typed(np.ascontiguousarray(raw[:, n]), kind), kind, t.bits)
+            for n, t in enumerate(targets)
+            if t is not None
+        )
 
     return Effect(slots(targets), act)
 

@@ -70,6 +70,39 @@ def ldmatrix(o: Operands, i: Instruction) -> Effect:
     return together(i, targets, work)
 
 
+def stmatrix(o: Operands, i: Instruction) -> Effect:
+    value = i.operands[1]
+    if not isinstance(value, Vector) or "m8n8" not in i.mods or "b16" not in i.mods:
+        raise Unsupported(i.text)
+    reads, flip = [o.read(p, "b32") for p in value.parts], "trans" in i.mods
+    place, count = o.address(i.operands[0], i), len(value.parts)
+
+    def work(block: Block, acting: Array) -> list[Array]:
+        address = block.warps(place(block.registers))[acting, : 8 * count]
+        thread = block.lanes.reshape(-1, 32)[acting, : 8 * count]
+        rows = [
+            np.ascontiguousarray(block.warps(read(block.registers))[acting]).view(np.uint16).reshape(-1, 8, 8)
+            for read in reads
+        ]
+        values = np.stack([r.transpose(0, 2, 1) if flip else r for r in rows], 1).reshape(-1, 8)
+        block.shared.store(address.reshape(-1), values, thread.reshape(-1))
+        return []
+
+    return together(i, [], work)
+
+
+def movmatrix(o: Operands, i: Instruction) -> Effect:
+    read = o.read(i.operands[1], "b32")
+    if i.mods[2:] != ("m8n8", "trans", "b16"):
+        raise Unsupported(i.text)
+
+    def work(block: Block, acting: Array) -> list[Array]:
+        rows = np.ascontiguousarray(block.warps(read(block.registers))).view(np.uint16).reshape(-1, 8, 8)
+        return [warp.transposed(rows, True)]
+
+    return together(i, o.targets(i.operands[0], i), work)
+
+
 def redux(o: Operands, i: Instruction) -> Effect:
     kind = o.kind_of(i)
     read = o.read(i.operands[1], kind)
@@ -87,4 +120,5 @@ def vote(o: Operands, i: Instruction) -> Effect:
     )
 
 
-COLLECTIVE = {"shfl": shfl, "mma": mma, "ldmatrix": ldmatrix, "redux": redux, "vote": vote}
+COLLECTIVE = {"shfl": shfl, "mma": mma, "redux": redux, "vote": vote}
+COLLECTIVE |= {"ldmatrix": ldmatrix, "stmatrix": stmatrix, "movmatrix": movmatrix}

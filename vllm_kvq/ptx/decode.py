@@ -10,8 +10,9 @@ from vllm_kvq.ptx.collective import COLLECTIVE
 from vllm_kvq.ptx.machine import Step
 from vllm_kvq.ptx.operands import Operands, Pure
 from vllm_kvq.ptx.program import Immediate, Instruction, Program, Symbol, Unsupported
+from vllm_kvq.ptx.wgmma import wgmma
 
-KNOWN = ARITHMETIC | ACCESSES | COLLECTIVE
+KNOWN = ARITHMETIC | ACCESSES | COLLECTIVE | {"wgmma": wgmma}
 
 
 def decode(program: Program) -> list[Step]:

@@ -19,8 +19,6 @@ from vllm_kvq.ptx.memory import Tensors
 from vllm_kvq.ptx.program import Program, parse
 from vllm_kvq.ptx.types import Array
 
-ORDER = np.random.default_rng(0)
-
 
 class Utils:
     """What Triton calls `driver.active.utils`."""
@@ -68,7 +66,7 @@ class Launcher:
         params, ranges = packed(program, [k for k, _ in given], [a for _, a in given])
         ranges += [(data.ctypes.data, data.nbytes) for data in program.data.values()]
         memory = Tensors(ranges)
-        launch(program, steps, (x, y, z), 32 * self.metadata.num_warps, self.metadata.shared, params, memory, ORDER)
+        launch(program, steps, (x, y, z), 32 * self.metadata.num_warps, self.metadata.shared, params, memory)
 
 
 class Driver:

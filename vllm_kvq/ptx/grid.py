@@ -10,10 +10,12 @@ from vllm_kvq.ptx.operands import SPECIALS
 from vllm_kvq.ptx.program import Program
 from vllm_kvq.ptx.types import Array
 
+ORDER = np.random.default_rng(0)
+
 
 def launch(
     program: Program, steps: list[Step], grid: tuple[int, int, int], threads: int, shared: int, params: Array,
-    memory: Tensors, order: np.random.Generator,
+    memory: Tensors,
 ) -> None:  # fmt: skip
     """All blocks, in an order that nobody may rely on. Raises Fault."""
     x, y, z = grid
@@ -29,7 +31,7 @@ def launch(
     by_lane |= {"%lanemask_gt": ~(below | (one << lane)), "%lanemask_ge": ~below}
     first = len(program.bits)
     with np.errstate(all="ignore"):
-        for number in order.permutation(x * y * z):
+        for number in ORDER.permutation(x * y * z):
             place = {"%ctaid.x": number % x, "%ctaid.y": number // x % y, "%ctaid.z": number // (x * y)}
             values = by_lane | {name: np.array([v], np.uint32) for name, v in (fixed | place).items()}
             special = {first + i: values[name] for i, name in enumerate(SPECIALS)}

@@ -45,7 +45,9 @@ class Operands:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        # of a variable, or in its own space
         self.addresses = {name: data.ctypes.data for name, data in program.data.items()} | program.shared
+        self.addresses |= {name: at for name, (at, _) in program.params.items()}
         self.special = {name: len(program.bits) + i for i, name in enumerate(SPECIALS)}
 
     def read(self, operand: Operand, kind: str) -> Read:

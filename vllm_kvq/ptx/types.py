@@ -18,7 +18,8 @@ Read = Callable[[list[Any]], Array]
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOATS = {16: np.float16, 32: np.float32, 64: np.float64}
-PACKED = {"f16x2": 32, "bf16x2": 32, "f32x2": 64}
+PACKED = {"f16x2": 32, "bf16x2": 32, "s16x2": 32, "u16x2": 32, "f32x2": 64}
+HALVES: dict[str, Any] = {"f16x2": np.float16, "s16x2": np.int16, "u16x2": np.uint16, "f32x2": np.float32}
 
 
 def bits_of(kind: str) -> int:
@@ -50,10 +51,8 @@ def typed(bits: Array, kind: str) -> Array:
         return float_of_bf16(bits)
     if kind == "bf16x2":
         return float_of_bf16(bits.view(np.uint16).reshape(-1, 2))
-    if kind == "f16x2":
-        return bits.view(np.float16).reshape(-1, 2)
-    if kind == "f32x2":
-        return bits.view(np.float32).reshape(-1, 2)
+    if kind in PACKED:
+        return bits.view(HALVES[kind]).reshape(-1, 2)
     if kind[0] == "s":
         return bits.view(SIGNED[width])
     if kind[0] == "f":
@@ -70,8 +69,7 @@ def untyped(x: Array, kind: str, width: int) -> Array:
     elif kind == "bf16x2":
         bits = bf16_of_float(x).reshape(-1, 2).view(np.uint32).reshape(-1)
     elif kind in PACKED:
-        half = np.float16 if kind == "f16x2" else np.float32
-        bits = np.ascontiguousarray(x, half).view(UNSIGNED[PACKED[kind]]).reshape(-1)
+        bits = np.ascontiguousarray(x, HALVES[kind]).view(UNSIGNED[PACKED[kind]]).reshape(-1)
     elif kind[0] == "f":
         bits = np.ascontiguousarray(x, FLOATS[bits_of(kind)]).view(UNSIGNED[bits_of(kind)])
     elif kind[0] == "s":

@@ -66,6 +66,8 @@ def operands(shape: str, kind: str, a: Sequence[Array], b: Sequence[Array]) -> t
     k = int(shape[6:])
     parts = np.stack([unpack(x) for x in a], 1).reshape(w, len(a) // 2, 2, 8, 4, each)  # column half, row half, g, t, e
     left = parts.transpose(0, 2, 3, 1, 4, 5).reshape(w, 16, k)
+    if not b:
+        return left, left
     parts = np.stack([unpack(x) for x in b], 1).reshape(w, len(b), 8, 4, each)  # row half, g, t, e
     return left, parts.transpose(0, 1, 3, 4, 2).reshape(w, k, 8)
 
