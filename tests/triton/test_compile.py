@@ -39,7 +39,8 @@ def test_no_spills_and_few_instructions(target: str, kernels: list[str]) -> None
     assert all(f"| {kernel}" in done.stdout for kernel in kernels)
 
 
-def test_kivi2_is_compiled_as_squat2() -> None:
-    """Its row of the table is squat2's: lambda = 0 is a matter of packing."""
-    kivi2, squat2 = (constants(get_format(name).bind(Geometry(128, 64))) for name in ("kivi2", "squat2"))
-    assert kivi2 == squat2 is not None
+@pytest.mark.parametrize(("kivi", "squat"), [("kivi2", "squat2"), ("kivi4", "squat4")])
+def test_kivi_is_attended_as_squat(kivi: str, squat: str) -> None:
+    """Its row of the table is SQuat's: lambda = 0 is a matter of packing."""
+    one, other = (constants(get_format(name).bind(Geometry(128, 64))) for name in (kivi, squat))
+    assert one == other is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from vllm_kvq.eval.step_traffic import StepTraffic
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.integration.sidecar import SlotGeometry
 from vllm_kvq.kernels.device import Batch, Caches, DeviceStep
+
+wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 
 
 class OnDevice:
@@ -37,13 +40,14 @@ class OnDevice:
 @pytest.mark.parametrize(
     ("name", "d", "n", "dtype", "options"),
     [
-        ("squat2", 64, 32, torch.float32, {"W": 32}),
-        pytest.param("kivi2", 64, 64, torch.float32, {"W": 32, "S": 5}, marks=pytest.mark.wide),
-        ("innerq2", 64, 32, torch.float32, {"W": 32, "S": 20}),
         ("polar4", 64, 32, torch.float32, {"W": 32}),
-        ("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
         ("qjl3", 64, 32, torch.float32, {"W": 32}),
         ("qjl3", 64, 64, torch.bfloat16, {"W": 64, "outlier_choice": "slab", "S": 5}),
+        # these run as they are compiled, too: tests/ptx/test_kernels.py
+        wide("squat2", 64, 32, torch.float32, {"W": 32}),
+        wide("innerq2", 64, 32, torch.float32, {"W": 32, "S": 20}),
+        wide("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
+        wide("kivi2", 64, 64, torch.float32, {"W": 32, "S": 5}),
     ],
 )
 def test_random_traffic(name: str, d: int, n: int, dtype: torch.dtype, options: dict[str, object]) -> None:

@@ -16,7 +16,7 @@ def ld(o: Operands, i: Instruction) -> Effect:
     if "param" in i.mods:
         return load_param(o, i, kind, targets)
     if "shared" not in i.mods and "global" not in i.mods:
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     place, width, count = o.address(i.operands[1], i), bits_of(kind), len(targets)
     shared = "shared" in i.mods
 
@@ -56,7 +56,7 @@ def st(o: Operands, i: Instruction) -> Effect:
     place, value = o.address(i.operands[0], i), i.operands[1]
     reads = [o.read(p, f"b{width}") for p in (value.parts if isinstance(value, Vector) else (value,))]
     if "shared" not in i.mods and "global" not in i.mods:
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     shared = "shared" in i.mods
 
     def act(block: Block, mask: Array) -> None:
@@ -80,7 +80,7 @@ def atom(o: Operands, i: Instruction) -> Effect:
     known = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc")
     name = next((m for m in i.mods if m in known), "")
     if "global" not in i.mods or name in ("", "inc") or (len(given) != 1 and name != "cas"):
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     combine = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
                "xor": np.bitwise_xor}.get(name)  # fmt: skip
 
@@ -105,7 +105,7 @@ def atom(o: Operands, i: Instruction) -> Effect:
 
 def cp(o: Operands, i: Instruction) -> Effect:
     if i.mods[0] != "async" or "bulk" in i.mods:
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     if "commit_group" in i.mods:
         return Effect((), lambda block, mask: block.commit_copies(mask))
     if "wait_group" in i.mods:
@@ -126,7 +126,7 @@ def cp(o: Operands, i: Instruction) -> Effect:
         data = np.zeros((len(there), nbytes), np.uint8)
         counts = block.spread(read_size(r))[mask] if read_size else np.full(len(there), nbytes)
         if not np.isin(counts, (0, nbytes)).all():
-            raise Unsupported(i.text)
+            raise Unsupported("not known here")
         read = counts == nbytes
         words = block.memory.load(block.spread(of_address(r))[mask][read], 32, nbytes // 4)
         data[read] = words.view(np.uint8)

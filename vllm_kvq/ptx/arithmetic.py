@@ -9,7 +9,7 @@ import numpy as np
 from vllm_kvq.ptx import alu
 from vllm_kvq.ptx.operands import Operands, Pure, slots
 from vllm_kvq.ptx.program import Instruction, Operand, Vector
-from vllm_kvq.ptx.types import UNSIGNED, Array, bits_of, is_type, untyped
+from vllm_kvq.ptx.types import UNSIGNED, Array, bits_of, is_type, untyped, writer
 
 
 def plain(o: Operands, i: Instruction) -> Pure:
@@ -31,8 +31,11 @@ def plain(o: Operands, i: Instruction) -> Pure:
         if i.name == "mad":
             kinds[2] = out
     reads = [o.read(x, k) for x, k in zip(i.operands[1:], kinds, strict=True)]
-    ftz, bits = "ftz" in mods, target.bits
-    saturate = "sat" in mods
+    ftz, saturate = "ftz" in mods, "sat" in mods
+    write = writer(out, target.bits)
+    if len(reads) == 2 and not ftz and not saturate:  # most of them
+        first, second = reads
+        return Pure((target.slot,), lambda r: (write(work(first(r), second(r))),))
 
     def values(r: list[Any]) -> tuple[Array]:
         arguments = [read(r) for read in reads]
@@ -43,7 +46,7 @@ def plain(o: Operands, i: Instruction) -> Pure:
             x = alu.flushed(x)
         if saturate:
             x = np.clip(np.where(np.isnan(x), x.dtype.type(0), x), x.dtype.type(0), x.dtype.type(1))
-        return (untyped(x, out, bits),)
+        return (write(x),)
 
     return Pure((target.slot,), values)
 

@@ -38,9 +38,9 @@ def shfl(o: Operands, i: Instruction) -> Effect:
 def mma(o: Operands, i: Instruction) -> Effect:
     shape, kinds = i.mods[2], i.mods[5:]
     if i.mods[:2] != ("sync", "aligned") or i.mods[3:5] != ("row", "col") or kinds[0] not in ("f32", "s32"):
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     if kinds[1] != kinds[2]:
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     read = []
     for operand in i.operands[1:]:
         assert isinstance(operand, Vector)
@@ -58,7 +58,7 @@ def ldmatrix(o: Operands, i: Instruction) -> Effect:
     count, flip = len(targets), "trans" in i.mods
     place = o.address(i.operands[1], i)
     if "m8n8" not in i.mods or "b16" not in i.mods:
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
 
     def work(block: Block, acting: Array) -> list[Array]:
         address = block.warps(place(block.registers))[acting, : 8 * count]
@@ -73,7 +73,7 @@ def ldmatrix(o: Operands, i: Instruction) -> Effect:
 def stmatrix(o: Operands, i: Instruction) -> Effect:
     value = i.operands[1]
     if not isinstance(value, Vector) or "m8n8" not in i.mods or "b16" not in i.mods:
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     reads, flip = [o.read(p, "b32") for p in value.parts], "trans" in i.mods
     place, count = o.address(i.operands[0], i), len(value.parts)
 
@@ -94,7 +94,7 @@ def stmatrix(o: Operands, i: Instruction) -> Effect:
 def movmatrix(o: Operands, i: Instruction) -> Effect:
     read = o.read(i.operands[1], "b32")
     if i.mods[2:] != ("m8n8", "trans", "b16"):
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
 
     def work(block: Block, acting: Array) -> list[Array]:
         rows = np.ascontiguousarray(block.warps(read(block.registers))).view(np.uint16).reshape(-1, 8, 8)

@@ -33,7 +33,10 @@ def _step(o: Operands, i: Instruction) -> Step:
         if "sync" not in i.mods or ("warp" not in i.mods and i.operands != (Immediate(0),)):
             raise Unsupported(i.text)
         return replace(step, kind="barrier")
-    work = KNOWN.get(i.name, plain)(o, i)
+    try:
+        work = KNOWN.get(i.name, plain)(o, i)
+    except (Unsupported, ValueError) as error:
+        raise Unsupported(f"{error} [{i.text}]") from error
     if isinstance(work, Pure):
         return replace(step, targets=work.targets, values=work.values)
     return replace(step, targets=work.targets, act=work.act)

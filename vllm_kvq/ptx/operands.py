@@ -59,18 +59,18 @@ class Operands:
             parts = (operand.first, operand.second)
         for p in parts:
             if not isinstance(p, (Register, Sink)):
-                raise Unsupported(i.text)
+                raise Unsupported("not known here")
         return [p if isinstance(p, Register) else None for p in parts]
 
     def kind_of(self, i: Instruction) -> str:
         kinds = [m for m in i.mods if is_type(m)]
         if not kinds:
-            raise Unsupported(i.text)
+            raise Unsupported("not known here")
         return kinds[-1]
 
     def address(self, operand: Operand, i: Instruction) -> Read:
         if not isinstance(operand, Address):
-            raise Unsupported(i.text)
+            raise Unsupported("not known here")
         kind = f"u{operand.base.bits}" if isinstance(operand.base, Register) else "u64"
         base, offset = self.read(operand.base, kind), operand.offset
         # an address of 64 bits may be below its base

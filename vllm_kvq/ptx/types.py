@@ -19,6 +19,10 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOATS = {16: np.float16, 32: np.float32, 64: np.float64}
 PACKED = {"f16x2": 32, "bf16x2": 32, "s16x2": 32, "u16x2": 32, "f32x2": 64}
+NUMBERS: dict[str, Any] = {
+    f"{k}{b}": of[b] for k, of in zip("bus", (UNSIGNED, UNSIGNED, SIGNED), strict=True) for b in of
+}
+NUMBERS |= {f"f{b}": FLOATS[b] for b in FLOATS}
 HALVES: dict[str, Any] = {"f16x2": np.float16, "s16x2": np.int16, "u16x2": np.uint16, "f32x2": np.float32}
 
 
@@ -79,6 +83,15 @@ def untyped(x: Array, kind: str, width: int) -> Array:
     return bits.astype(UNSIGNED[width], copy=False)
 
 
+def writer(kind: str, width: int) -> Callable[[Array], Array]:
+    """`untyped` with its choices made."""
+    number = NUMBERS.get(kind)
+    if number is None or bits_of(kind) != width:
+        return lambda x: untyped(x, kind, width)
+    bits = UNSIGNED[width]
+    return lambda x: x.astype(number, copy=False).view(bits)
+
+
 def constant(operand: Immediate, width: int) -> Array:
     bits = operand.bits
     if operand.floating == 64 and width == 32:  # a literal like 1.0 in a 32-bit instruction
@@ -93,11 +106,11 @@ def reader(operand: Operand, kind: str, addresses: dict[str, int], special: dict
         return lambda r: ~r[slot]
     if isinstance(operand, (Register, Special)):
         at = operand.slot if isinstance(operand, Register) else special[operand.name]
-        as_it_is = kind[0] in "bu" and kind not in PACKED and kind != "bf16"
-        if as_it_is and isinstance(operand, Register) and operand.bits == bits_of(kind):
-            return lambda r: r[at]
         if kind == "pred":
             return lambda r: r[at]
+        number = NUMBERS.get(kind)
+        if number is not None and isinstance(operand, Register) and operand.bits == bits_of(kind):
+            return (lambda r: r[at]) if kind[0] in "bu" else (lambda r: r[at].view(number))
         return lambda r: typed(r[at], kind)
     if isinstance(operand, Immediate):
         value = constant(operand, 8) != 0 if kind == "pred" else typed(constant(operand, bits_of(kind)), kind)

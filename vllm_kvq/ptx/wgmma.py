@@ -54,11 +54,11 @@ def wgmma(o: Operands, i: Instruction) -> Effect:
     n = int(shape[4:-3]) if shape.startswith("m64n") and shape.endswith("k16") else 0
     targets = o.targets(i.operands[0], i)
     if not n or kinds[0] != "f32" or kinds[1] not in ("f16", "bf16") or kinds[1] != kinds[2] or len(targets) != n // 2:
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     left, right, keep, *flags = i.operands[1:]
     signs, flips = flags[:2], flags[2:]
     if signs != [Immediate(1)] * 2:
-        raise Unsupported(i.text)
+        raise Unsupported("not known here")
     kind = kinds[1]
     registers = [o.read(p, "b32") for p in left.parts] if isinstance(left, Vector) else None
     left_at = None if registers else o.read(left, "u64")

@@ -1,0 +1,44 @@
+"""The kernels that a GPU would run, from the PTX that Triton and nvcc make of them, in the tests of their sources.
+
+`python -m vllm_kvq.ptx -m pytest tests/triton tests/cuda` runs all of those tests so. Here some, in their own processes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.kernels import build_cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(target: int, *arguments: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")}
+    command = [sys.executable, "-W", "ignore", "-m", "vllm_kvq.ptx", "--target", str(target), "-m", "pytest"]
+    command += ["-p", "no:xdist", "-q", "-W", "ignore", "-m", "wide or not wide", *arguments]
+    done = subprocess.run(command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "chosen", "count"),
+    [
+        # float32, and bfloat16, whose prompts go to the matrix units of a warp group
+        (90, "traffic and (innerq2 or polar3)", 2),
+        (80, "(traffic and squat2) or (float64 and (squat2-64 or innerq2-64 or polar4-64 or kivi4-64))", 5),
+    ],
+)
+def test_triton_kernels(target: int, chosen: str, count: int) -> None:
+    assert f"{count} passed" in run(target, "tests/triton", "-k", chosen)
+
+
+@pytest.mark.skipif(build_cuda.nvcc() is None, reason="no nvcc")
+def test_cuda_kernels() -> None:
+    chosen = "float64 and 64-4 or float64 and 128-8 or packed_bytes_agree and 64-"
+    assert " passed" in run(90, "tests/cuda/test_cuda_emulated.py", "-k", chosen)
