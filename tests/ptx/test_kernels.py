@@ -1,6 +1,6 @@
 """The kernels that a GPU would run, from the PTX that Triton and nvcc make of them, in the tests of their sources.
 
-`python -m vllm_kvq.ptx -m pytest tests/triton tests/cuda` runs all of those tests so. Here some, in their own processes.
+`python -m vllm_kvq.ptx -m pytest tests/triton tests/cuda` runs all of those tests so; here, some in own processes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from vllm_kvq.kernels import build_cuda
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(target: int, *arguments: str) -> str:
+def python(*arguments: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")}
-    command = [sys.executable, "-W", "ignore", "-m", "vllm_kvq.ptx", "--target", str(target), "-m", "pytest"]
-    command += ["-p", "no:xdist", "-q", "-W", "ignore", "-m", "wide or not wide", *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", *arguments]
     done = subprocess.run(command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done.stdout
+
+
+def run(target: int, *arguments: str) -> str:
+    everything = ["-p", "no:xdist", "-q", "-W", "ignore", "-m", "wide or not wide"]
+    return python("vllm_kvq.ptx", "--target", str(target), "-m", "pytest", *everything, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,9 @@ def test_triton_kernels(target: int, chosen: str, count: int) -> None:
 def test_cuda_kernels() -> None:
     chosen = "float64 and 64-4 or float64 and 128-8 or packed_bytes_agree and 64-"
     assert " passed" in run(90, "tests/cuda/test_cuda_emulated.py", "-k", chosen)
+
+
+def test_decode_loads_each_byte_once() -> None:
+    """No more than a record's sectors, and no instruction that asks for a sector that another one has had."""
+    out = python("vllm_kvq.eval.gpu_traffic", "--format", "squat2", "innerq2", "--head-size", "64", "--check")
+    assert [line.split()[1] for line in out.splitlines()[2:]] == ["squat2", "innerq2"]

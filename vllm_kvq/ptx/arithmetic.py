@@ -9,7 +9,7 @@ import numpy as np
 from vllm_kvq.ptx import alu
 from vllm_kvq.ptx.operands import Operands, Pure, slots
 from vllm_kvq.ptx.program import Instruction, Operand, Vector
-from vllm_kvq.ptx.types import UNSIGNED, Array, bits_of, is_type, untyped, writer
+from vllm_kvq.ptx.types import PACKED, UNSIGNED, Array, bits_of, is_type, untyped, writer
 
 
 def plain(o: Operands, i: Instruction) -> Pure:
@@ -129,7 +129,7 @@ def setp(o: Operands, i: Instruction) -> Pure:
     def values(r: list[Any]) -> tuple[Array, ...]:
         x, y = a(r), b(r)
         yes = compare(alu.flushed(x), alu.flushed(y)) if ftz else compare(x, y)
-        both = [yes, ~yes]
+        both = [yes[:, 0], yes[:, 1]] if kind in PACKED else [yes, ~yes]
         if join is not None and other is not None:
             both = [join(p, other(r)) for p in both]
         return tuple(p for p, t in zip(both, targets, strict=False) if t is not None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,8 +16,33 @@ class Fault(RuntimeError):
     """An access that a GPU would punish, or would not: outside, misaligned, racing, or a barrier that not all reach."""
 
 
+@dataclass
+class Traffic:
+    """What loads from global memory ask for."""
+
+    loads: int = 0
+    """Instructions, of all lanes of a warp together."""
+    asked: int = 0
+    """Bytes, by all lanes."""
+    sectors: int = 0
+    """Of 32 bytes, counted anew for each instruction: what caches have to deliver."""
+    touched: set[int] = field(default_factory=set)
+    """Sectors that were asked for at least once: what memory has to deliver."""
+
+    def note(self, address: Array, nbytes: int) -> None:
+        first, last = address // np.uint64(32), (address + np.uint64(nbytes - 1)) // np.uint64(32)
+        found = np.unique(np.concatenate([first, last]))  # no load is wider than a sector
+        self.loads += 1
+        self.asked += nbytes * len(address)
+        self.sectors += len(found)
+        self.touched.update(found.tolist())
+
+
 class Tensors:
     """Global memory: nothing but the given ranges of addresses exists."""
+
+    traffic: ClassVar[Traffic | None] = None
+    """Where loads are counted, if they are."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Ranges as (first address, bytes); they may overlap."""
@@ -52,6 +79,8 @@ class Tensors:
         """(threads, count) numbers of `width` bits."""
         nbytes = width // 8
         part, offset = self._places(address, nbytes * count)
+        if self.traffic is not None:
+            self.traffic.note(address, nbytes * count)
         out = np.empty((len(address), count), UNSIGNED[width])
         first = int(part[0]) if len(part) else 0
         if (part == first).all():
