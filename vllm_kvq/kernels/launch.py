@@ -5,6 +5,7 @@ Found with `python -m vllm_kvq.eval.compile_table`, whose --check fails on a spi
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from vllm_kvq.formats import PageFormat
@@ -16,6 +17,14 @@ from vllm_kvq.kernels.paged import power_of_two
 MIN_ROWS, MAX_ROWS = 8, 16
 """Rows (queries times query heads of one KV head) of a program that decodes. With more, each of its warps would unpack
 it all."""
+
+
+@functools.cache
+def old_triton() -> bool:
+    """Before 3.7 (torch 2.11 has 3.6): what lies in which lane, and how many registers it takes, is another matter."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ def attend_launch(fmt: PageFormat, rows: int, chip: int, table: int = 0) -> Laun
     crowded = (d > 64 and rows > MIN_ROWS) or (d > 128 and not few_bits)
     # found by trying, as below: what spills differs from chip to chip
     crowded |= isinstance(k, PolarKeys) and not k.nibbles and d == 128 and 100 <= chip < 120
-    half = isinstance(k, HybridKeys) and d > 128 and chip < 100
+    half = isinstance(k, HybridKeys) and (old_triton() or (d > 128 and chip < 100))
     return Launch(1, 1 if crowded or fmt.slabs % 2 else 2, extra=8 if half else 16)
 
 
@@ -72,7 +81,7 @@ def pack_launch(fmt: PageFormat, capability: int) -> Launch:
     k, d = fmt.keys, fmt.geometry.d
     if isinstance(k, SQuatKeys) and k.bits * d > 256:
         # found by trying: what spills differs from chip to chip, and from 9.0 on it is a larger limit that makes it
-        if capability < 90:
+        if capability < 90 or old_triton():
             return Launch(16 if d > 128 else 8, stages=3, fused=False)
         return Launch(4 if d <= 128 and capability >= 100 else 8, stages=3, free=False, fused=False)
     if not k.page_wide:
@@ -80,7 +89,7 @@ def pack_launch(fmt: PageFormat, capability: int) -> Launch:
     return Launch(min(16, max(4 if d < 128 else 8, power_of_two(fmt.unit) // 16)), stages=3, fused=False)
 
 
-SLOT_LAUNCH = Launch(4, stages=3, free=False, fused=False)
+SLOT_LAUNCH = Launch(4, stages=3, fused=False)
 """Of what writes states, sinks and rings."""
 
 

@@ -24,11 +24,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvq.kernels.launch import old_triton
 from vllm_kvq.triton_kernels.lang import INTERPRETED
 
-JOINS_MATTER: tl.constexpr = tl.constexpr(
-    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and not INTERPRETED.value
-)
+JOINS_MATTER: tl.constexpr = tl.constexpr(old_triton() and not INTERPRETED.value)
 
 
 @triton.jit
