@@ -26,7 +26,7 @@ def python(*arguments: str) -> str:
 
 
 def run(target: int, *arguments: str) -> str:
-    everything = ["-p", "no:xdist", "-q", "-W", "ignore", "-m", "wide or not wide"]
+    everything = ["-q", "-W", "ignore", "-m", "wide or not wide"]
     return python("vllm_kvq.ptx", "--target", str(target), "-m", "pytest", *everything, *arguments)
 
 
@@ -52,3 +52,13 @@ def test_decode_loads_each_byte_once() -> None:
     """No more than a record's sectors, and no instruction that asks for a sector that another one has had."""
     out = python("vllm_kvq.eval.gpu_traffic", "--format", "squat2", "innerq2", "--head-size", "64", "--check")
     assert [line.split()[1] for line in out.splitlines()[2:]] == ["squat2", "innerq2"]
+
+
+def test_pytest_gets_no_workers() -> None:
+    """They would be processes whose kernels are interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_kvq.ptx", "-m", "pytest", "-n", "2", "tests/ptx/test_machine.py"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert "unrecognized arguments: -n" in done.stderr

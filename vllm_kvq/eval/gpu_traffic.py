@@ -15,7 +15,6 @@ The number of a token is the difference between contexts of eight and of four pa
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 import torch
@@ -55,12 +54,9 @@ def main() -> int:
     parser.add_argument("--target", type=int, default=90, help="compute capability, as in 90")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    os.environ[ptx.VARIABLE] = str(args.target)
     from vllm_kvq.kernels.device import load
-    from vllm_kvq.ptx import cuda, driver
 
-    driver.install(args.target)
-    cuda.install()
+    ptx.play(args.target)
     load()
     line = "| {:<8} | {:>6} | {:>6} | {:>8} | {:>7} | {:>7} |"
     print(line.format("format", "loads", "asked", "sectors", "memory", "record"))

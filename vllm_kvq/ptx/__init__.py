@@ -18,12 +18,18 @@ which a GPU's warps run (all warps of a block step together; races in shared mem
 
 from __future__ import annotations
 
-import os
+_played: list[int] = []
 
-VARIABLE = "VLLM_KVQ_PTX"
-"""The target's compute capability, in a process whose kernels run here."""
+
+def play(target: int) -> None:
+    """From now on this process (not its children) has a GPU, this package, of a compute capability, as in 80."""
+    from vllm_kvq.ptx import cuda, driver
+
+    _played[:] = [target]
+    driver.install(target)
+    cuda.install()
 
 
 def target() -> int | None:
     """Which GPU is played, if one is."""
-    return int(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+    return _played[0] if _played else None

@@ -22,7 +22,7 @@ from vllm_kvq.ptx.program import Program, parse
 def compiled(part: int, head_size: int) -> tuple[Program, list[Step]]:
     """Raises BuildError without nvcc."""
     with tempfile.TemporaryDirectory() as directory:
-        path = build_cuda.one_kernel(target() or 80, head_size, part, Path(directory), "ptx")
+        path = build_cuda.one_kernel(target() or 90, head_size, part, Path(directory), "ptx")
         program = parse(path.read_text())
     return program, decode(program)
 
