@@ -43,7 +43,7 @@ class OnDevice:
         ("polar4", 64, 32, torch.float32, {"W": 32}),
         ("qjl3", 64, 32, torch.float32, {"W": 32}),
         ("qjl3", 64, 64, torch.bfloat16, {"W": 64, "outlier_choice": "slab", "S": 5}),
-        # these run as they are compiled, too: tests/ptx/test_kernels.py
+        # innerq2 and polar3 run as they are compiled, too (tests/ptx); squat2 is in the tests below
         wide("squat2", 64, 32, torch.float32, {"W": 32}),
         wide("innerq2", 64, 32, torch.float32, {"W": 32, "S": 20}),
         wide("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
