@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm_kvq.kernels import device
+from vllm_kvq.kernels import loading
 
-device.load()  # parts are merged by Triton's kernel, under its interpreter
+loading.load()  # parts are merged by Triton's kernel, under its interpreter
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from vllm_kvq.kernels import device
+from vllm_kvq.kernels import loading
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Case = tuple[Callable[..., None], tuple[Any, ...]]
 
-device.load()
+loading.load()
 
 
 def name_of(case: Case) -> str:

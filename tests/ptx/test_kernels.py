@@ -39,7 +39,7 @@ def run(target: int, *arguments: str) -> str:
     ],
 )
 def test_triton_kernels(target: int, chosen: str, count: int) -> None:
-    assert f"{count} passed" in run(target, "tests/triton", "-k", chosen)
+    assert f"\n{count} passed" in run(target, "tests/triton", "-k", chosen)
 
 
 @pytest.mark.skipif(build_cuda.nvcc() is None, reason="no nvcc")

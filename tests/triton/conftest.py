@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from vllm_kvq.kernels.device import load
+from vllm_kvq.kernels.loading import load
 
 load()
 

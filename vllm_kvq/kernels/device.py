@@ -12,17 +12,13 @@ interpreter: that is how it is tested. No GPU has run it yet.
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_kvq import ptx
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys
 from vllm_kvq.formats.polar import PolarKeys
@@ -31,6 +27,7 @@ from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
 from vllm_kvq.kernels import cuda
 from vllm_kvq.kernels.cuda import CUDA
 from vllm_kvq.kernels.launch import SLOT_LAUNCH, pack_launch, raw_launch, raw_rows
+from vllm_kvq.kernels.loading import interpreted, load
 from vllm_kvq.kernels.paged import PagedKernels, merge_parts, power_of_two
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.triton import TRITON, capability, constants, typed, value_block
@@ -73,28 +70,6 @@ class Caches:
     sidecar: torch.Tensor
     """(blocks, elements) of the model's dtype, the last dimension dense."""
     sinks: torch.Tensor | None
-
-
-def load() -> None:
-    """Import the kernels. Without a GPU, or one that is played (vllm_kvq.ptx), they belong to Triton's interpreter,
-    whatever else uses Triton here."""
-    importlib.import_module("triton")  # itself as it is meant to be
-    before = os.environ.get("TRITON_INTERPRET")
-    if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and ptx.target() is None:
-        os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        for name in ("step", "pack", "decode", "raw", "merge"):
-            importlib.import_module(f"vllm_kvq.triton_kernels.{name}")
-    finally:
-        if before is None:
-            os.environ.pop("TRITON_INTERPRET", None)
-        else:
-            os.environ["TRITON_INTERPRET"] = before
-
-
-def interpreted() -> bool:
-    """Whether the kernels, once loaded, belong to the interpreter."""
-    return bool(importlib.import_module("vllm_kvq.triton_kernels.lang").INTERPRETED.value)
 
 
 def kernels_of(fmt: PageFormat) -> PagedKernels | None:

@@ -77,9 +77,9 @@ def atom(o: Operands, i: Instruction) -> Effect:
     target = o.targets(i.operands[0], i)[0] if returns else None
     place, *given = i.operands[1:] if returns else i.operands
     address, reads = o.address(place, i), [o.read(x, kind) for x in given]
-    known = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc")
+    known = ("add", "min", "max", "and", "or", "xor", "exch", "cas")
     name = next((m for m in i.mods if m in known), "")
-    if "global" not in i.mods or name in ("", "inc") or (len(given) != 1 and name != "cas"):
+    if "global" not in i.mods or not name or (len(given) != 1 and name != "cas"):
         raise Unsupported("not known here")
     combine = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
                "xor": np.bitwise_xor}.get(name)  # fmt: skip

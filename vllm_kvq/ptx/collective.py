@@ -37,7 +37,7 @@ def shfl(o: Operands, i: Instruction) -> Effect:
 
 def mma(o: Operands, i: Instruction) -> Effect:
     shape, kinds = i.mods[2], i.mods[5:]
-    if i.mods[:2] != ("sync", "aligned") or i.mods[3:5] != ("row", "col") or kinds[0] not in ("f32", "s32"):
+    if i.mods[:2] != ("sync", "aligned") or i.mods[3:5] != ("row", "col") or kinds[0] != "f32":
         raise Unsupported("not known here")
     if kinds[1] != kinds[2]:
         raise Unsupported("not known here")

@@ -16,8 +16,8 @@ from vllm_kvq.ptx.memory import Fault, Shared, Tensors
 from vllm_kvq.ptx.program import Instruction, Program
 from vllm_kvq.ptx.types import UNSIGNED, Array
 
-POISON = 0x7FFBADC0DEADBEEF
-"""What a register holds that nobody wrote: in any width, nothing that could pass for a result."""
+POISON = (1 << 64) - 1
+"""What a register holds that nobody wrote: as a number of any width NaN."""
 
 
 @dataclass

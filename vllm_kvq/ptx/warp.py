@@ -46,11 +46,6 @@ def halves(x: Array, kind: str) -> Array:
     return float_of_bf16(x.view(np.uint16).reshape(*x.shape, 2)).astype(np.float64)
 
 
-def bytes_of(x: Array, kind: str) -> Array:
-    x = np.ascontiguousarray(x)
-    return x.view(np.int8 if kind == "s8" else np.uint8).reshape(*x.shape, 4).astype(np.float64)
-
-
 def tf32(x: Array) -> Array:
     """The units don't look at the last 13 bits."""
     return (np.ascontiguousarray(x) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
@@ -59,10 +54,10 @@ def tf32(x: Array) -> Array:
 def operands(shape: str, kind: str, a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Array]:
     """Registers -> the left operand (warps, 16, k) and the right one (warps, k, 8)."""
     w = len(a[0])
-    each = {"f16": 2, "bf16": 2, "tf32": 1, "s8": 4, "u8": 4}.get(kind)
+    each = {"f16": 2, "bf16": 2, "tf32": 1}.get(kind)
     if each is None or not shape.startswith("m16n8k") or int(shape[6:]) != 8 * each * (len(a) // 2) // 2:
         raise Unsupported(f"mma.{shape} of {kind}")
-    unpack = (lambda x: tf32(x)[..., None]) if each == 1 else (lambda x: (halves if each == 2 else bytes_of)(x, kind))
+    unpack = (lambda x: tf32(x)[..., None]) if each == 1 else (lambda x: halves(x, kind))
     k = int(shape[6:])
     parts = np.stack([unpack(x) for x in a], 1).reshape(w, len(a) // 2, 2, 8, 4, each)  # column half, row half, g, t, e
     left = parts.transpose(0, 2, 3, 1, 4, 5).reshape(w, 16, k)
@@ -73,15 +68,12 @@ def operands(shape: str, kind: str, a: Sequence[Array], b: Sequence[Array]) -> t
 
 
 def product(shape: str, kind: str, a: Sequence[Array], b: Sequence[Array], c: Sequence[Array]) -> list[Array]:
-    """mma with a float32 or an int32 sum: c + a @ b, in the same lanes as c."""
-    integer = kind in ("s8", "u8")
-    number = np.int32 if integer else np.float32
+    """mma with a float32 sum: c + a @ b, in the same lanes as c."""
     w = len(a[0])
     left, right = operands(shape, kind, a, b)
-    start = np.stack([np.ascontiguousarray(x).view(number) for x in c], 1).astype(np.float64)
+    start = np.stack([np.ascontiguousarray(x).view(np.float32) for x in c], 1).astype(np.float64)
     sums = start.reshape(w, 2, 2, 8, 4).transpose(0, 1, 3, 4, 2).reshape(w, 16, 8) + left @ right
-    parts = sums.reshape(w, 2, 8, 4, 2).transpose(0, 1, 4, 2, 3).reshape(w, 4, 32)
-    done = parts.astype(np.int64).astype(np.int32) if integer else parts.astype(np.float32)
+    done = sums.reshape(w, 2, 8, 4, 2).transpose(0, 1, 4, 2, 3).reshape(w, 4, 32).astype(np.float32)
     return [np.ascontiguousarray(done[:, i]).view(np.uint32) for i in range(4)]
 
 
