@@ -1,6 +1,8 @@
 # make run      a real vLLM server that answers from a low-bit KV cache; make run ONCE=1 stops after the answer
 # make test     the test suite
-# make lint     ruff;  make types: mypy;  make format: ruff rewrites the files
+# make fuzz     random traces on real engines, every token judged: make fuzz SEED=1 MINUTES=10
+# make soak     a real server under mixed load: make soak MINUTES=10
+# make lint     ruff and the import contracts;  make types: mypy;  make format: ruff rewrites the files
 #
 # Variables: FORMAT=squat2|qjl3|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
 #            PYTHON=python3 (creates the environment)  PYTEST_ARGS="-k name"  WORKERS=2 (test processes)
@@ -10,6 +12,8 @@ FORMAT ?= squat2
 PORT ?= 8000
 MODEL ?=
 ONCE ?=
+SEED ?= 0
+MINUTES ?= 10
 PYTEST_ARGS ?=
 WORKERS ?= 2
 
@@ -17,7 +21,7 @@ VENV := .venv/bin
 export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: run test lint types format bootstrap kernels clean
+.PHONY: run test fuzz soak lint types format bootstrap kernels clean
 .DEFAULT_GOAL := run
 
 bootstrap:
@@ -28,16 +32,20 @@ kernels: bootstrap
 	@$(VENV)/python -m vllm_kvq.kernels
 
 run: kernels
-	@$(VENV)/python -m vllm_kvq.demo.serve --format "$(FORMAT)" --port "$(PORT)" \
+	@$(VENV)/python -m proof demo --format "$(FORMAT)" --port "$(PORT)" \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(ONCE)),--once)
 
 test: kernels
 	@echo "test: the whole suite, see pyproject.toml for its settings"
 	@$(VENV)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+fuzz soak: kernels
+	@$(VENV)/python -m proof $@ --seed $(SEED) --minutes $(MINUTES)
+
 lint: bootstrap
 	@$(VENV)/python -m ruff check .
 	@$(VENV)/python -m ruff format --check .
+	@$(VENV)/lint-imports --no-cache --no-logo
 
 types: bootstrap
 	@$(VENV)/python -m mypy

@@ -51,7 +51,7 @@ fi
 
 FORMATS=(squat2 qjl3 innerq2 polar4 polar4+table polar3 polar3+table squat4)
 # nvcc takes a minute, and so do Triton's kernels of the bench, one process per format
-timeout 120 "$PYTHON" -m vllm_kvq.kernels.build_cuda &
+timeout 120 "$PYTHON" -m vllm_kvq.kernels.gpu.build &
 build=$!
 compiling=()
 for format in "${FORMATS[@]}"; do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `vllm serve` with low-bit caches on a GPU, end to end: installs vLLM beside this checkout, starts a server per format
-# and streams one answer from it (python -m vllm_kvq.demo.serve: it fails unless the server says that its cache is packed).
+# and streams one answer from it (python -m proof demo: it fails unless the server says that its cache is packed).
 #
 #   bash bench/gpu_serve.sh [--dry-run] [FORMAT...]       default: auto squat2 qjl3 polar4 innerq2
 #
@@ -65,7 +65,7 @@ fi
 status=0
 for format in "${formats[@]}"; do
   echo "== vllm serve --kv-cache-dtype $format"
-  run timeout "${EACH:-240}" "$PYTHON" -m vllm_kvq.demo.serve --once --format "$format" --port "$PORT" ${MODEL:+--model "$MODEL"} ||
+  run timeout "${EACH:-240}" "$PYTHON" -m proof demo --once --format "$format" --port "$PORT" ${MODEL:+--model "$MODEL"} ||
     { status=1; echo "FAILED: $format"; }
 done
 exit "$status"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from vllm_kvq.bench import attention, serve
+from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import copy_bandwidth, slopes
-from vllm_kvq.demo.model import random_model
 
 SMALL = ["--query-heads", "4", "--kv-heads", "1", "--head-size", "64", "--threads", "1", "--rounds", "3"]
 

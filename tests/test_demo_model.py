@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from proof.demo import train as training
+from proof.demo.corpus import SYSTEM_TEXT, load_corpus, parse_corpus
+from proof.demo.model import wrong_tokens
+from proof.demo.serve import ensure_demo_model
+from proof.demo.train import chat_text, forward
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.demo import train as training
-from vllm_kvq.demo.checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS, LlamaShape
-from vllm_kvq.demo.corpus import SYSTEM_TEXT, load_corpus, parse_corpus
-from vllm_kvq.demo.model import random_model, wrong_tokens
-from vllm_kvq.demo.serve import ensure_demo_model
-from vllm_kvq.demo.tokenizer import made_up_tokenizer
-from vllm_kvq.demo.train import chat_text, forward
+from vllm_kvq.bench.checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS, LlamaShape
+from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.tokenizer import made_up_tokenizer
 
 ROOT = Path(__file__).parent.parent
 

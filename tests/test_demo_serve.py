@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.demo import serve
-from vllm_kvq.demo.server import Server, ServerError, check_port, parse_capacity
+from proof.demo import serve
+from vllm_kvq.bench.server import Server, ServerError, check_port, parse_capacity
 
 ROOT = Path(__file__).parent.parent
 LINE = (
@@ -99,7 +99,7 @@ def test_demo_model_is_trained_once_and_again_after_a_change(tmp_path: Path, mon
         (out_dir / "config.json").write_text("{}")
         return out_dir
 
-    monkeypatch.setattr("vllm_kvq.demo.model.demo_model", fake)
+    monkeypatch.setattr("proof.demo.model.demo_model", fake)
     path = tmp_path / "model"
     (tmp_path / "model.unfinished").mkdir()  # left by an interrupted run
     serve.ensure_demo_model(path)
@@ -123,7 +123,7 @@ def free_port() -> int:
 
 
 def make_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vllm_kvq.demo.serve", "--once", "--port", str(free_port()), *arguments]
+    command = [sys.executable, "-m", "proof", "demo", "--once", "--port", str(free_port()), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.soak import main
-from vllm_kvq.soak.client import Answer, BadAnswer, place, problem
-from vllm_kvq.soak.load import MAX_LEN, Load, Order
-from vllm_kvq.soak.report import TOTAL, Report, Tally
-from vllm_kvq.soak.watch import Metrics, Trend, tree_rss, trend
+from proof.soak import main
+from proof.soak.client import Answer, BadAnswer, place, problem
+from proof.soak.load import MAX_LEN, Load, Order
+from proof.soak.report import TOTAL, Report, Tally
+from proof.soak.watch import Metrics, Trend, tree_rss, trend
 
 GOOD = Answer({0: "abc"}, {0: "length"}, 3)
 ORDER = Order((10, 11), 3)

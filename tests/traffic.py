@@ -18,12 +18,13 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_kvq.eval.packed_attention import outlier_data, relative_error
+from proof.exact import relative_error
+from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.integration import plan as host
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.sidecar import Sidecar, Sinks, SlotGeometry
-from vllm_kvq.kernels import cpu
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.torch import plan as host
 
 H, SHARE, SPEC, WIDTH = 2, 2, 2, 40
 

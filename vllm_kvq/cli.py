@@ -12,13 +12,10 @@ from vllm_kvq.formats.table import FORMATS
 
 MODULES = {
     "bench attention": "vllm_kvq.bench.attention",
-    "bench instructions": "vllm_kvq.bench.instructions",
     "bench decode": "vllm_kvq.bench.decode",
     "bench serve": "vllm_kvq.bench.serve",
     "bench prefill": "vllm_kvq.bench.prefill",
     "eval error": "vllm_kvq.eval.error_table",
-    "fuzz": "vllm_kvq.fuzz.main",
-    "soak": "vllm_kvq.soak.main",
 }
 """Subcommand -> module with a `main()` that reads `sys.argv`; imported only when asked for."""
 
@@ -45,13 +42,18 @@ def formats_table(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> str:
     )
 
 
+def run_module(command: str, module: str, arguments: Sequence[str]) -> int:
+    """`main()` of a module, which reads `sys.argv`, as a command of that name."""
+    sys.argv = [command, *arguments]
+    return int(importlib.import_module(module).main() or 0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     for name, module in MODULES.items():
         words = name.split()
         if args[: len(words)] == words:
-            sys.argv = [f"vllm-kvq {name}", *args[len(words) :]]
-            return int(importlib.import_module(module).main() or 0)
+            return run_module(f"vllm-kvq {name}", module, args[len(words) :])
     parser = argparse.ArgumentParser(
         prog="vllm-kvq",
         description="Low-bit KV cache formats for vLLM.",

@@ -17,14 +17,14 @@ constexpr int DEVICE = kDLCPU;
 
 void begin() { kvq::emulated::machine().ranges.clear(); }
 
-// Lane by lane, or by vllm_kvq.ptx, which runs what nvcc makes of part PART of cubin.cu.
+// Lane by lane, or by a registered emulator, which runs what nvcc makes of part PART of cubin.cu.
 template <int PART, int D, class P>
 void launch(void (*kernel)(P), int x, int y, int threads, int shared_bytes, int64_t stream, const P& params) {
   (void)stream;
-  if (auto played = tvm::ffi::Function::GetGlobal("vllm_kvq.ptx.launch")) {
+  if (auto emulator = tvm::ffi::Function::GetGlobal("vllm_kvq.emulated_launch")) {
     const auto& ranges = kvq::emulated::machine().ranges;
-    (*played)(PART, D, x, y, threads, shared_bytes, reinterpret_cast<int64_t>(&params), int64_t(sizeof(P)),
-              reinterpret_cast<int64_t>(ranges.data()), int64_t(ranges.size()));
+    (*emulator)(PART, D, x, y, threads, shared_bytes, reinterpret_cast<int64_t>(&params), int64_t(sizeof(P)),
+                reinterpret_cast<int64_t>(ranges.data()), int64_t(ranges.size()));
     return;
   }
   kvq::launch(kernel, x, y, threads, shared_bytes, nullptr, params);

@@ -1,4 +1,4 @@
-// One kernel alone, for one architecture: what vllm_kvq.eval.compile_table reads. KVQ_PART chooses it, KVQ_D its head size.
+// One kernel alone, for one architecture: what proof.tables.compile_table reads. KVQ_PART chooses it, KVQ_D its head size.
 #if KVQ_PART <= 2
 #include "decode.h"
 template __global__ void kvq::decode_kernel<KVQ_D, KVQ_PART>(kvq::DecodeParams);

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm_kvq.kernels import loading
+from vllm_kvq.kernels.gpu import loading
 
 loading.load()  # parts are merged by Triton's kernel, under its interpreter
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.eval import compile_cuda, compile_table
-from vllm_kvq.kernels import build, build_cuda
+from proof.tables import compile_cuda, compile_table
+from vllm_kvq.kernels import build
+from vllm_kvq.kernels.gpu import build as build_cuda
 
 needs_nvcc = pytest.mark.skipif(build_cuda.nvcc() is None, reason="no nvcc")
 

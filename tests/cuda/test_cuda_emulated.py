@@ -12,19 +12,15 @@ import functools
 import pytest
 import torch
 
-from vllm_kvq.eval.packed_attention import (
-    exact_attention,
-    outlier_data,
-    pack_like_a_step,
-    random_pages,
-    relative_error,
-)
+from proof.exact import exact_attention, pack_like_a_step, relative_error
+from vllm_kvq.bench.pools import outlier_data, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT
-from vllm_kvq.kernels import attend, cuda
-from vllm_kvq.kernels.cuda import CUDA
-from vllm_kvq.kernels.paged import merge_parts
+from vllm_kvq.kernels.gpu import cuda
+from vllm_kvq.kernels.gpu.cuda import CUDA
+from vllm_kvq.kernels.gpu.paged import merge_parts
 from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.torch import attend
 
 BOUND = 2e-3
 LSE_BOUND = 4e-3

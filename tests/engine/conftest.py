@@ -10,9 +10,9 @@ import pytest
 import torch
 import traces
 
-from vllm_kvq.demo.model import random_model
-from vllm_kvq.oracle.forked import EngineProcess
-from vllm_kvq.oracle.trace import Result, Trace
+from proof.oracle.forked import EngineProcess
+from proof.oracle.trace import Result, Trace
+from vllm_kvq.bench.random_model import random_model
 
 Run = Callable[..., list[Result]]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.integration.plan import Batch
-from vllm_kvq.kernels.cpu_decode import DecodeBatch
+from vllm_kvq.kernels.cpu.step import DecodeBatch
+from vllm_kvq.kernels.torch.plan import Batch
 
 NAN = 0xFF
 

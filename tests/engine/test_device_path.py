@@ -15,12 +15,12 @@ import pytest
 import torch
 import traces
 
+from proof.oracle.check import judge
+from proof.oracle.replay import ReplayModel
+from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.integration import prefill, validate
-from vllm_kvq.kernels import build_cuda
-from vllm_kvq.oracle.check import judge
-from vllm_kvq.oracle.replay import ReplayModel
-from vllm_kvq.oracle.trace import Request, Trace
+from vllm_kvq.kernels.gpu import build as build_cuda
 
 pytestmark = pytest.mark.engine
 N, SPEC = 32, 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvq.oracle.forked import EngineProcess
+from proof.oracle.forked import EngineProcess
 
 pytestmark = pytest.mark.engine
 NAME = "VLLM_KVQ_POLAR_SCORES"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from faults import stale_page
 
-from vllm_kvq.fuzz.attempt import Runners
-from vllm_kvq.fuzz.case import Case
-from vllm_kvq.fuzz.main import DEFAULT
-from vllm_kvq.fuzz.session import Session, minimal
+from proof.fuzz.attempt import Runners
+from proof.fuzz.case import Case
+from proof.fuzz.main import DEFAULT
+from proof.fuzz.session import Session, minimal
 
 pytestmark = pytest.mark.engine
 CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))

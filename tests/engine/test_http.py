@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import traces
 
-from vllm_kvq.demo.server import Server, parse_capacity
+from proof.oracle.check import judge
+from proof.oracle.replay import ReplayModel
+from proof.oracle.trace import Chunk, Request, Result, Trace
+from vllm_kvq.bench.server import Server, parse_capacity
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.oracle.check import judge
-from vllm_kvq.oracle.replay import ReplayModel
-from vllm_kvq.oracle.trace import Chunk, Request, Result, Trace
 
 pytestmark = pytest.mark.engine
 N = 64

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import traces
 
-from vllm_kvq.demo.random_model import random_model
-from vllm_kvq.fuzz.case import MODEL
-from vllm_kvq.oracle.check import compare
-from vllm_kvq.oracle.forked import EngineProcess
-from vllm_kvq.oracle.trace import Result
+from proof.fuzz.case import MODEL
+from proof.oracle.check import compare
+from proof.oracle.forked import EngineProcess
+from proof.oracle.trace import Result
+from vllm_kvq.bench.random_model import random_model
 
 pytestmark = pytest.mark.engine
 ENGINES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import traces
 
-from vllm_kvq.oracle.check import Verdict, compare
+from proof.oracle.check import Verdict, compare
 
 pytestmark = pytest.mark.engine
 N = 32

@@ -9,12 +9,12 @@ from typing import Any
 import poison
 import pytest
 
-from vllm_kvq.fuzz.attempt import Runner
-from vllm_kvq.fuzz.case import Setup
-from vllm_kvq.fuzz.draw import Drawer
-from vllm_kvq.oracle.check import judge
-from vllm_kvq.oracle.forked import EngineFailed, EngineProcess
-from vllm_kvq.oracle.trace import Request, Trace
+from proof.fuzz.attempt import Runner
+from proof.fuzz.case import Setup
+from proof.fuzz.draw import Drawer
+from proof.oracle.check import judge
+from proof.oracle.forked import EngineFailed, EngineProcess
+from proof.oracle.trace import Request, Trace
 
 pytestmark = pytest.mark.engine
 SCHEDULE: dict[str, Any] = {"budget": 100, "drafts": 3, "kernels": "auto"}

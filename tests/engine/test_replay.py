@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import traces
 
+from proof.oracle.check import Verdict, judge
+from proof.oracle.replay import ReplayModel
+from proof.oracle.trace import Result, Trace
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.oracle.check import Verdict, judge
-from vllm_kvq.oracle.replay import ReplayModel
-from vllm_kvq.oracle.trace import Result, Trace
 
 pytestmark = pytest.mark.engine
 PUBLIC = [f.name for f in FORMATS.values() if f.public]

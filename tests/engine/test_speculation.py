@@ -9,9 +9,9 @@ import pytest
 import traces
 from drafts import mtp_model
 
-from vllm_kvq.demo.draft import METHODS, random_draft
-from vllm_kvq.oracle.check import Verdict, compare, judge
-from vllm_kvq.oracle.replay import ReplayModel
+from proof.demo.draft import METHODS, random_draft
+from proof.oracle.check import Verdict, compare, judge
+from proof.oracle.replay import ReplayModel
 
 pytestmark = pytest.mark.engine
 N, DRAFTS = 32, 3

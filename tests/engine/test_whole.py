@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvq.oracle.check import choices_of
-from vllm_kvq.oracle.lives import Historian, Life, Part
-from vllm_kvq.oracle.replay import Replay, ReplayModel
-from vllm_kvq.oracle.trace import Chunk, Request, Result, Trace
-from vllm_kvq.oracle.whole import Whole
+from proof.oracle.check import choices_of
+from proof.oracle.lives import Historian, Life, Part
+from proof.oracle.replay import Replay, ReplayModel
+from proof.oracle.trace import Chunk, Request, Result, Trace
+from proof.oracle.whole import Whole
 
 DRAFTS = 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vllm_kvq.oracle.trace import Request, Trace
+from proof.oracle.trace import Request, Trace
 
 PROMPT_TOKENS = range(10, 500)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvq.kernels import loading
+from vllm_kvq.kernels.gpu import loading
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Case = tuple[Callable[..., None], tuple[Any, ...]]

@@ -10,9 +10,10 @@ import itertools
 import torch
 from parallel import DEVICE, main
 
-from vllm_kvq.eval.packed_attention import exact_attention, random_pages, relative_error
+from proof.exact import exact_attention, relative_error
+from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels.triton import TRITON, TritonKernels
+from vllm_kvq.kernels.gpu.triton import TRITON, TritonKernels
 
 try:
     import pytest

@@ -11,15 +11,10 @@ import sys
 import torch
 from parallel import DEVICE, failed
 
-from vllm_kvq.eval.packed_attention import (
-    exact_attention,
-    outlier_data,
-    pack_like_a_step,
-    random_pages,
-    relative_error,
-)
+from proof.exact import exact_attention, pack_like_a_step, relative_error
+from vllm_kvq.bench.pools import outlier_data, random_pages
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels.cuda import CUDA
+from vllm_kvq.kernels.gpu.cuda import CUDA
 
 try:
     import pytest

@@ -10,7 +10,7 @@ import sys
 import torch
 from parallel import DEVICE, main
 
-from vllm_kvq.eval.step_traffic import StepTraffic
+from proof.step_traffic import StepTraffic
 from vllm_kvq.formats import Geometry, get_format
 
 try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_kvq.kernels import cpu, cpu_decode, cpu_pack
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import pack as cpu_pack
+from vllm_kvq.kernels.cpu import step as cpu_decode
 
 
 @pytest.fixture(params=cpu.ISAS)

@@ -12,8 +12,9 @@ import torch
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.kernels import attend, cpu
-from vllm_kvq.kernels.attend import Partial
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.torch.attend import Partial
 
 PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar3", "innerq2")
 TOLERANCE = {"qjl3": 1e-2}

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from proof import sanitize
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels import attend, build, cpu, sanitize
+from vllm_kvq.kernels import build
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.torch import attend
 
 
 def cross_compiler() -> list[str] | None:

@@ -9,11 +9,11 @@ import torch
 from traffic import SPEC, H, Request, StepInputs, World, simulate
 
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.integration import plan as host
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.sidecar import Sidecar, Sinks
-from vllm_kvq.kernels import cpu
-from vllm_kvq.kernels.cpu_decode import DecodeBatch
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.step import DecodeBatch
+from vllm_kvq.kernels.torch import plan as host
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 

@@ -3,7 +3,7 @@ not attended matters. `test_cpu_sanitizers.py` runs this file under the address 
 
 More examples than the suite takes (each test runs so many):
 
-    KVQ_FUZZ_EXAMPLES=1000 python -m vllm_kvq.kernels --sanitize address,undefined -- \
+    KVQ_FUZZ_EXAMPLES=1000 python -m proof sanitize address,undefined -- \
         python -m pytest tests/kernels/test_cpu_fuzz.py tests/kernels/test_cpu_fuzz_pack.py
 """
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.fields import Field
 from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.kernels import cpu
+from vllm_kvq.kernels.cpu import attend as cpu
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 

@@ -12,8 +12,8 @@ from cpu_fuzzing import CASES, bound, fuzz, shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvq.kernels import cpu
-from vllm_kvq.kernels.cpu_decode import DecodeBatch, DecodeStep
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.step import DecodeBatch, DecodeStep
 from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.kernels import attend as reference_attend
-from vllm_kvq.kernels import cpu, cpu_pack
-from vllm_kvq.kernels import pack as reference
-from vllm_kvq.kernels.pack import Pair, Units
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import pack as cpu_pack
+from vllm_kvq.kernels.torch import attend as reference_attend
+from vllm_kvq.kernels.torch import pack as reference
+from vllm_kvq.kernels.torch.pack import Pair, Units
 
 pytestmark = [
     pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_kvq.eval.packed_attention import outlier_data, state_for
+from vllm_kvq.bench.pools import outlier_data, state_for
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.kernels import cpu, cpu_pack
-from vllm_kvq.kernels import pack as reference
-from vllm_kvq.kernels.pack import Pair, Units
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import pack as cpu_pack
+from vllm_kvq.kernels.torch import pack as reference
+from vllm_kvq.kernels.torch.pack import Pair, Units
 
 H = 2
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvq.bench import instructions
-from vllm_kvq.kernels import cpu, probe
+from proof import probe
+from proof.tables import instructions
 from vllm_kvq.kernels.build import build
+from vllm_kvq.kernels.cpu import attend as cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -58,7 +59,7 @@ def test_vnni_kernels_on_any_avx512() -> None:
     tests = ["test_cpu_step.py", "test_cpu_attend.py"]
     chosen = "avx512 and not avx512bw and (test_one_call or (heads_and_groups and 4-128) or (test_pages_ranges and 32))"
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_kvq.kernels.probe", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
+        [sys.executable, "-m", "proof", "probe", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
         + [f"tests/kernels/{name}" for name in tests],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from vllm_kvq.kernels import attend, cpu
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.torch import attend
 
 pytestmark = [
     pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),

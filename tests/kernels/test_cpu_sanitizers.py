@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.kernels import cpu
+from vllm_kvq.kernels.cpu import attend as cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def sanitized(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    build = [sys.executable, "-m", "vllm_kvq.kernels", "--sanitize", "address,undefined", "--"]
+    build = [sys.executable, "-m", "proof", "sanitize", "address,undefined", "--"]
     return subprocess.run(
         [*build, sys.executable, *command],
         cwd=ROOT,
@@ -30,7 +30,7 @@ def sanitized(*command: str, **environment: str) -> subprocess.CompletedProcess[
 BEYOND = """
 import numpy, torch
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels import cpu
+from vllm_kvq.kernels.cpu import attend as cpu
 fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float16))
 page = numpy.zeros((1, 1, fmt.record_bytes), numpy.uint8)
 two = numpy.lib.stride_tricks.as_strided(page, (2, 1, fmt.record_bytes), page.strides)  # the second one is not there

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvq.eval.packed_attention import random_pages, relative_error
+from proof.exact import relative_error
+from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.kernels import attend, cpu
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.torch import attend
 
 pytestmark = [
     pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),

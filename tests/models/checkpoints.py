@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vllm_kvq.eval.architecture import VOCAB, Architecture
+from proof.models.architecture import VOCAB, Architecture
 
 LOGIT_STD = 30.0
 SPECIAL = 8

@@ -14,9 +14,9 @@ from typing import Any
 import checkpoints
 import pytest
 
-from vllm_kvq.eval.architecture import Architecture
-from vllm_kvq.oracle.engine import ENVIRONMENT
-from vllm_kvq.oracle.trace import Result, Trace
+from proof.models.architecture import Architecture
+from proof.oracle.engine import ENVIRONMENT
+from proof.oracle.trace import Result, Trace
 
 # two spinning threads per engine are far slower than one where the machine has other work
 THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

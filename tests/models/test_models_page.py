@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from vllm_kvq.eval.models import ARCHITECTURES
-from vllm_kvq.eval.models_table import page
+from proof.models.architectures import ARCHITECTURES
+from proof.models.page import page
 
 DOC = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def test_page() -> None:
-    assert DOC.read_text(encoding="utf-8") == page() + "\n", "run python -m vllm_kvq.eval.models_table > docs/models.md"
+    assert DOC.read_text(encoding="utf-8") == page() + "\n", "run python -m proof models > docs/models.md"
 
 
 def test_names_are_distinct() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from checkpoints import PROMPT_TOKENS
 
-from vllm_kvq.eval.architecture import Architecture
-from vllm_kvq.eval.models import WORKS, named
-from vllm_kvq.oracle.check import compare, judge
-from vllm_kvq.oracle.replay import ReplayModel
-from vllm_kvq.oracle.trace import Request, Result, Trace
+from proof.models.architecture import Architecture
+from proof.models.architectures import WORKS, named
+from proof.oracle.check import compare, judge
+from proof.oracle.replay import ReplayModel
+from proof.oracle.trace import Request, Result, Trace
 
 pytestmark = pytest.mark.engine
 N = 32

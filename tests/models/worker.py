@@ -12,13 +12,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.oracle.warm import warm
+from proof.oracle.warm import warm
 
 
 def serve(job: dict[str, Any]) -> Any:
     """The results of traces."""
-    from vllm_kvq.oracle.engine import TracedEngine
-    from vllm_kvq.oracle.trace import Request, Trace
+    from proof.oracle.engine import TracedEngine
+    from proof.oracle.trace import Request, Trace
 
     class Engine(TracedEngine):
         def _add(self, r: Request, sampling: Any) -> None:

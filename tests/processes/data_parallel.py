@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from vllm_kvq.oracle.trace import Request, Result, Trace
+from proof.oracle.trace import Request, Result, Trace
 
 
 def serve(job: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.oracle.warm import warm
+from proof.oracle.warm import warm
 
 
 def caches(worker: Any) -> dict[str, dict[str, Any]]:
@@ -41,7 +41,7 @@ def caches(worker: Any) -> dict[str, dict[str, Any]]:
 
 
 def serve(job: dict[str, Any]) -> Any:
-    from vllm_kvq.oracle import engine as oracle
+    from proof.oracle import engine as oracle
 
     if job["ray"]:
         import ray_on_cpus
@@ -57,7 +57,7 @@ def serve(job: dict[str, Any]) -> Any:
         import data_parallel
 
         return {"results": data_parallel.serve(job), "ranks": []}
-    from vllm_kvq.oracle.trace import Trace
+    from proof.oracle.trace import Trace
 
     engine = oracle.TracedEngine(job["model"], **job["engine"])
     results = [engine.run(Trace.from_json(t)).to_json() for t in job["traces"]]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.demo.model import random_model
-from vllm_kvq.oracle.check import Verdict, compare, judge
-from vllm_kvq.oracle.engine import ENVIRONMENT
-from vllm_kvq.oracle.replay import ReplayModel
-from vllm_kvq.oracle.trace import Request, Result, Trace
+from proof.oracle.check import Verdict, compare, judge
+from proof.oracle.engine import ENVIRONMENT
+from proof.oracle.replay import ReplayModel
+from proof.oracle.trace import Request, Result, Trace
+from vllm_kvq.bench.random_model import random_model
 
 HERE = Path(__file__).parent
 N = 32

@@ -1,6 +1,6 @@
 """The kernels that a GPU would run, from the PTX that Triton and nvcc make of them, in the tests of their sources.
 
-`python -m vllm_kvq.ptx -m pytest tests/triton tests/cuda` runs all of those tests so; here, some in own processes.
+`python -m proof ptx -m pytest tests/triton tests/cuda` runs all of those tests so; here, some in own processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.kernels import build_cuda
+from vllm_kvq.kernels.gpu import build as build_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def python(*arguments: str) -> str:
 
 def run(target: int, *arguments: str) -> str:
     everything = ["-q", "-W", "ignore", "-m", "wide or not wide"]
-    return python("vllm_kvq.ptx", "--target", str(target), "-m", "pytest", *everything, *arguments)
+    return python("proof", "ptx", "--target", str(target), "-m", "pytest", *everything, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_cuda_kernels() -> None:
 
 def test_decode_loads_each_byte_once() -> None:
     """No more than a record's sectors, and no instruction that asks for a sector that another one has had."""
-    out = python("vllm_kvq.eval.gpu_traffic", "--format", "squat2", "innerq2", "--head-size", "64", "--check")
+    out = python("proof", "traffic", "--format", "squat2", "innerq2", "--head-size", "64", "--check")
     assert [line.split()[1] for line in out.splitlines()[2:]] == ["squat2", "innerq2"]
 
 
 def test_pytest_gets_no_workers() -> None:
     """They would be processes whose kernels are interpreted."""
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_kvq.ptx", "-m", "pytest", "-n", "2", "tests/ptx/test_machine.py"],
+        [sys.executable, "-m", "proof", "ptx", "-m", "pytest", "-n", "2", "tests/ptx/test_machine.py"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_kvq.ptx.decode import decode
-from vllm_kvq.ptx.grid import launch
-from vllm_kvq.ptx.memory import Fault, Tensors
-from vllm_kvq.ptx.program import Unsupported, parse
-from vllm_kvq.ptx.wgmma import places
+from proof.ptx.decode import decode
+from proof.ptx.grid import launch
+from proof.ptx.memory import Fault, Tensors
+from proof.ptx.program import Unsupported, parse
+from proof.ptx.wgmma import places
 
 HEAD = """
 .version 8.0

@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter, or from their PTX (`python -m vllm_kvq.ptx -m pytest tests/triton`)."""
+"""The kernels under Triton's interpreter, or from their PTX (`python -m proof ptx -m pytest tests/triton`)."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from vllm_kvq.kernels.loading import load
+from vllm_kvq.kernels.gpu.loading import load
 
 load()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels.triton import constants
+from vllm_kvq.kernels.gpu.triton import constants
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("target", "kernels"),
     [
-        # at 32 query heads on 8 KV heads; `python -m vllm_kvq.eval.compile_table --check` goes through everything
+        # at 32 query heads on 8 KV heads; `python -m proof compile --check` goes through everything
         (
             "90",
             [
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_no_spills_and_few_instructions(target: str, kernels: list[str]) -> None:
     """In a process of its own: here the kernels belong to the interpreter. Triton keeps what it compiled."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "vllm_kvq.eval.compile_table", "--without-cuda"]
+    command = [sys.executable, "-W", "ignore", "-m", "proof", "compile", "--without-cuda"]
     command += ["--targets", target, "--only", *kernels, "--check"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,13 +12,14 @@ import itertools
 import pytest
 import torch
 
-from vllm_kvq.eval.packed_attention import exact_attention, random_pages, relative_error
+from proof.exact import exact_attention, relative_error
+from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT
-from vllm_kvq.kernels import attend
-from vllm_kvq.kernels.paged import merge_parts
-from vllm_kvq.kernels.triton import TRITON as kernels
-from vllm_kvq.kernels.triton import TritonKernels, table_rows
+from vllm_kvq.kernels.gpu.paged import merge_parts
+from vllm_kvq.kernels.gpu.triton import TRITON as kernels
+from vllm_kvq.kernels.gpu.triton import TritonKernels, table_rows
+from vllm_kvq.kernels.torch import attend
 
 BOUND = 2e-3
 LSE_BOUND = 8e-3

@@ -10,11 +10,11 @@ import pytest
 import torch
 from traffic import SPEC, StepInputs, World, simulate
 
-from vllm_kvq.eval.packed_attention import relative_error
-from vllm_kvq.eval.step_traffic import StepTraffic
+from proof.exact import relative_error
+from proof.step_traffic import StepTraffic
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.integration.sidecar import SlotGeometry
-from vllm_kvq.kernels.device import Batch, Caches, DeviceStep
+from vllm_kvq.kernels.gpu.step import Batch, Caches, DeviceStep
 
 wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 

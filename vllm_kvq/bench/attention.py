@@ -30,7 +30,7 @@ from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import BASELINES, baselines
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.kernels import cpu
+from vllm_kvq.kernels.cpu import attend as cpu
 
 TARGETS = {
     "squat2": (8.0, 5.0),

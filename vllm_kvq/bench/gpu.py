@@ -78,10 +78,10 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, int]:
     """Launches over rotated tables, and the bytes that one reads."""
-    from vllm_kvq.eval.packed_attention import random_pages
+    from vllm_kvq.bench.pools import random_pages
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels.device import kernels_of
-    from vllm_kvq.kernels.triton import TritonKernels
+    from vllm_kvq.kernels.gpu.step import kernels_of
+    from vllm_kvq.kernels.gpu.triton import TritonKernels
 
     bare, _, scores = name.partition("+")
     fmt = get_format(bare).bind(Geometry(HEAD, N))
@@ -231,7 +231,7 @@ def line(
 def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
     """All that a prompt of one chunk costs beyond its attention: begin, pack, commit."""
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels.device import Batch, Caches, DeviceStep
+    from vllm_kvq.kernels.gpu.step import Batch, Caches, DeviceStep
     from vllm_kvq.kernels.slots import SlotGeometry
 
     fmt = get_format(name).bind(Geometry(HEAD, N, torch.bfloat16))

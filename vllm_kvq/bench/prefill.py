@@ -84,7 +84,7 @@ class Packed:
         self.pages, self.sidecar, self.sinks = ids[:, :pages], ids[:, pages:first], ids[:, first:]
 
     def plan(self, context: int, new: int) -> Any:
-        from vllm_kvq.integration.plan import Batch
+        from vllm_kvq.kernels.torch.plan import Batch
 
         start, end = np.array([0, new]), np.array([context + new])
         return self.layer.plan(Batch.of(start, end, self.pages, self.sidecar, self.sinks), [])

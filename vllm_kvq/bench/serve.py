@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.server import Server, ServerError
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
-from vllm_kvq.demo.model import random_model
-from vllm_kvq.demo.server import Server, ServerError
 from vllm_kvq.formats import FORMATS
 
 HOST = "127.0.0.1"

@@ -26,12 +26,12 @@ from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration import device as device_path
 from vllm_kvq.integration.device import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
-from vllm_kvq.integration.plan import Batch, StepPlan
 from vllm_kvq.integration.setup import bind_layer
 from vllm_kvq.integration.sidecar import LAYOUTS
 from vllm_kvq.integration.validate import Refused, check_layer
-from vllm_kvq.kernels.cpu_decode import DecodeBatch
-from vllm_kvq.kernels.device import Batch as DeviceBatch
+from vllm_kvq.kernels.cpu.step import DecodeBatch
+from vllm_kvq.kernels.gpu.step import Batch as DeviceBatch
+from vllm_kvq.kernels.torch.plan import Batch, StepPlan
 
 
 @dataclass

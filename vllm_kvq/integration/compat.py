@@ -18,18 +18,23 @@
 | a draft model's layers moved to the    | the runner hands a draft model the first KV cache       | it hands over    |
 | front (sixteen.py)                     | group's block table, whichever group that is            | the draft's own  |
 | CircularBufferManager's hooks          | one more block than one per request, zeroed             | a public base    |
+| sys.modules["triton_kernels"] = None   | our folder triton_kernels/ in a checkout is a package  | it asks for a    |
+| in a checkout                          | of that name to Python; vLLM would import from it      | module in it     |
 | NEEDED below, checked at start-up      | an upgrade that renames one fails with one sentence     |                  |
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
 
+import vllm_kvq
 from vllm_kvq.formats import FORMATS
 
 SUPPORTED = ("0.32", "0.33")
@@ -155,6 +160,17 @@ def _has(module: Any, name: str) -> bool:
     if hasattr(found, member) or member in getattr(found, "__dataclass_fields__", {}):
         return True
     return any(member in c.__init__.__code__.co_names for c in found.__mro__ if isinstance(c.__init__, FunctionType))
+
+
+def hide_own_sources() -> None:
+    """Python takes a folder without `__init__.py` for a package. In a process that was started in our checkout that is
+    our `triton_kernels/`, and vLLM would take it for the package of that name; any real one comes before it."""
+    found = importlib.util.find_spec("triton_kernels")
+    if found is None or found.origin is not None:
+        return
+    own = Path(vllm_kvq.__file__).resolve().parents[1] / "triton_kernels"
+    if {Path(place).resolve() for place in found.submodule_search_locations or ()} == {own}:
+        sys.modules["triton_kernels"] = None  # type: ignore[assignment]
 
 
 def register_dtypes() -> None:

@@ -18,8 +18,8 @@ from vllm_kvq.integration.prefill import prefill_for
 from vllm_kvq.integration.replicas import queries_of_all_copies
 from vllm_kvq.integration.setup import kvq_options
 from vllm_kvq.integration.sidecar import Sidecar, Sinks, SlotGeometry
-from vllm_kvq.kernels import device as kernels
-from vllm_kvq.kernels.device import Batch, Caches, DeviceStep
+from vllm_kvq.kernels.gpu import step as kernels
+from vllm_kvq.kernels.gpu.step import Batch, Caches, DeviceStep
 
 logger = init_logger("vllm.kvq")
 

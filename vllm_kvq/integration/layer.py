@@ -13,13 +13,13 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.device import DeviceLayer
-from vllm_kvq.integration.plan import Batch, Fit, Planner, StepPlan
 from vllm_kvq.integration.prompt import causal
 from vllm_kvq.integration.replicas import copies_of_a_head, queries_of_all_copies
 from vllm_kvq.integration.report import Damage, report_start
 from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
 from vllm_kvq.kernels import kernels_for
-from vllm_kvq.kernels.cpu_decode import DecodeBatch
+from vllm_kvq.kernels.cpu.step import DecodeBatch
+from vllm_kvq.kernels.torch.plan import Batch, Fit, Planner, StepPlan
 
 
 class PackedLayer:

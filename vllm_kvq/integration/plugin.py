@@ -14,6 +14,7 @@ def register() -> None:
     if problem := compat.version_problem() or compat.names_problem():
         init_logger("vllm.kvq").error("%s", problem)
         return
+    compat.hide_own_sources()
     compat.register_dtypes()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

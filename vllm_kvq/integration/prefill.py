@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvq.kernels.attend import Partial
+from vllm_kvq.kernels.torch.attend import Partial
 
 logger = init_logger("vllm.kvq")
 

@@ -13,9 +13,9 @@ from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import draft_problem, is_draft
 from vllm_kvq.integration.setup import kvq_options, pairing_problem
 from vllm_kvq.integration.windows import WINDOWS, keep_sixteen_bits, window_problem
-from vllm_kvq.kernels import build_cuda
-from vllm_kvq.kernels.cuda import CUDA
-from vllm_kvq.kernels.device import kernels_of
+from vllm_kvq.kernels.gpu import build as build_cuda
+from vllm_kvq.kernels.gpu.cuda import CUDA
+from vllm_kvq.kernels.gpu.step import kernels_of
 
 LEAST_CAPABILITY = (8, 0)
 CPU_BLOCK = 128

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq.kernels import attend, cpu, cpu_pack, pack
-from vllm_kvq.kernels.attend import Partial, merge
-from vllm_kvq.kernels.cpu_decode import DecodeStep
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import pack as cpu_pack
+from vllm_kvq.kernels.cpu.step import DecodeStep
+from vllm_kvq.kernels.torch import attend, pack
+from vllm_kvq.kernels.torch.attend import Partial, merge
 
 __all__ = ["Kernels", "Partial", "kernels_for", "merge"]
 

@@ -25,8 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.kernels import sanitize
-
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -44,6 +42,10 @@ ISA_FLAGS = {
     "avx512": [*_AVX512, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16"],  # bf16: only called where present
 }
 """By the end of a source's name: isa_avx2.cpp, pack_avx2.cpp, ..."""
+
+
+EXTRA_FLAGS = "VLLM_KVQ_CXXFLAGS"
+"""A variable with further flags for the compiler and the linker. Every set of them has a build of its own."""
 
 
 class BuildError(RuntimeError):
@@ -68,21 +70,23 @@ def compiler() -> list[str]:
     raise BuildError("no C++ compiler found (g++ >= 11 or clang++)")
 
 
+def extra_flags() -> list[str]:
+    return os.environ.get(EXTRA_FLAGS, "").split()
+
+
 def flags_of(source: Path) -> list[str]:
     x86 = platform.machine() in ("x86_64", "AMD64")
     return [
         *FLAGS,
         *(ISA_FLAGS.get(source.stem.rpartition("_")[2], []) if x86 else []),
-        *sanitize.flags(sanitize.wanted()),
+        *extra_flags(),
     ]
 
 
 def _key(command: list[str], directory: Path) -> str:
     digest = hashlib.sha256()
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
-    digest.update(
-        repr((command, version, FLAGS, ISA_FLAGS, sanitize.wanted(), platform.machine(), _ffi()[1:])).encode()
-    )
+    digest.update(repr((command, version, FLAGS, ISA_FLAGS, extra_flags(), platform.machine(), _ffi()[1:])).encode())
     for path in sorted(directory.rglob("*.[hc]*")):
         digest.update(str(path.relative_to(directory)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -147,7 +151,7 @@ def build(name: str = "cpu") -> Path:
             ]
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 list(pool.map(_run, lines))
-            _run([*command, *sanitize.flags(sanitize.wanted()), "-shared", "-o", f"{tmp}/out.so", *objects, library])
+            _run([*command, *extra_flags(), "-shared", "-o", f"{tmp}/out.so", *objects, library])
             os.replace(f"{tmp}/out.so", target)
         return target
     except (OSError, ImportError, subprocess.SubprocessError) as error:
@@ -166,19 +170,11 @@ def load() -> Any:
         raise BuildError(f"{path} can't be loaded: {error}") from error
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Build ahead of time; with `--sanitize`, also run a command with the sanitized build."""
-    p = argparse.ArgumentParser(prog="vllm_kvq.kernels", description="Builds the CPU kernels ahead of time.")
-    p.add_argument("--sanitize", metavar="LIST", type=sanitize.parse, default=(), help="address,undefined or thread")
-    p.add_argument("command", nargs="*", help="with --sanitize: what to run with that build, after `--`")
-    args = p.parse_args(arguments)
-    if args.command and not args.sanitize:
-        p.error("a command needs --sanitize")
-    if args.sanitize:
-        os.environ[sanitize.VARIABLE] = ",".join(args.sanitize)
+def main() -> int:
+    argparse.ArgumentParser(prog="vllm_kvq.kernels", description="Builds the CPU kernels ahead of time.").parse_args()
     try:
         print(f"CPU kernels: {build().name}", flush=True)
-        return sanitize.run(args.sanitize, compiler(), args.command) if args.command else 0
-    except (BuildError, OSError) as error:
+        return 0
+    except BuildError as error:
         print(f"CPU kernels can't be built: {error}", file=sys.stderr)
         return 1

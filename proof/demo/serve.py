@@ -1,0 +1,223 @@
+"""`make run`: a vLLM server that keeps its KV cache in a low-bit format, and one answer from it.
+
+    python -m proof demo [--format squat2] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
+
+Without --model it trains the demo model into .demo/ first. Exit status 0 after an answer (--once) or Ctrl-C,
+1 with one sentence otherwise, in particular when the answer is empty or the server does not say that its
+cache is packed: a run that silently used a bf16 cache would prove nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from vllm_kvq.bench.server import Capacity, Server, ServerError, check_port, parse_capacity
+
+from .corpus import SYSTEM_TEXT, load_corpus
+
+HOST = "127.0.0.1"
+DEMO_DIR = Path(".demo")
+SERVED_NAME = "demo"
+START_SECONDS = 600  # a large MODEL takes a while; the demo model is ready in well under a minute
+PLAIN = "auto"  # vLLM's own cache, to compare with
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return run(arguments)
+    except ServerError as error:
+        if error.log_tail:
+            print(*error.log_tail, sep="\n", file=sys.stderr)
+            print(f"\nrun: {error} (the whole log: {_log_path(arguments.port)})", file=sys.stderr)
+        else:
+            print(f"run: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        say("stopped")
+        return 0 if not arguments.once else 130
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_format(arguments.format)
+    check_port(HOST, arguments.port)
+    check_model(arguments.model)
+    model = arguments.model or str(ensure_demo_model(DEMO_DIR / "model"))
+    options = ["--kv-cache-dtype", arguments.format, *arguments.vllm_arguments]
+    if not arguments.model:
+        # Eager mode: compiling takes longer than all the rest of the demo.
+        options += ["--served-model-name", SERVED_NAME, "--enforce-eager"]
+    if Path(model).exists():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    server = Server(model, options, HOST, arguments.port, _log_path(arguments.port))
+    say(f"starting: vllm {' '.join(server.command[1:])}")
+    started = time.monotonic()
+    with server:
+        server.wait_until_healthy(START_SECONDS)
+        say(f"the server is ready after {time.monotonic() - started:.0f} s; asking it one question")
+        capacity = parse_capacity(server.read_log())
+        if capacity is None and arguments.format != PLAIN:
+            raise ServerError(
+                f"the server runs, but its log has no line `kvq: format={arguments.format} ...`, "
+                "so the plugin did not take part"
+            )
+        answer_question(server.url)
+        if capacity is not None:
+            say(str(capacity))
+        if arguments.once:
+            return _finish_once(server)
+        how_to_go_on(server, arguments.format, capacity)
+        server.wait()
+    return 0
+
+
+def _finish_once(server: Server) -> int:
+    status = server.stop()
+    if status != 0:
+        raise ServerError(f"the server ended with status {status} when it was asked to stop")
+    say("the server has stopped")
+    return 0
+
+
+def check_format(name: str) -> None:
+    from vllm_kvq import FORMATS
+
+    if name != PLAIN and name not in FORMATS:
+        raise ServerError(f"there is no format {name!r}; the formats are {', '.join(FORMATS)}")
+
+
+def check_model(model: str | None) -> None:
+    looks_like_path = model is not None and model.startswith(("/", "."))
+    if looks_like_path and not Path(str(model)).is_dir():
+        raise ServerError(f"there is no folder {model} to load a model from")
+
+
+def ensure_demo_model(path: Path) -> Path:
+    """Train the model unless `path` holds one that was made by exactly the code and text we have now."""
+    sources = sorted(Path(__file__).parent.glob("*"))
+    made_by = hashlib.sha256()
+    for source in sources:
+        if source.name in _MODEL_SOURCES:
+            made_by.update(source.read_bytes())
+
+    def up_to_date() -> bool:
+        stamp = path / STAMP
+        return stamp.exists() and stamp.read_text(encoding="utf-8") == made_by.hexdigest()
+
+    if up_to_date():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would write to one folder
+        if not up_to_date():
+            _train_demo_model(path, made_by.hexdigest())
+    return path
+
+
+def _train_demo_model(path: Path, made_by: str) -> None:
+    from .model import demo_model
+
+    say(f"training the demo model into {path} (about a minute, once)")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    demo_model(unfinished, report=say)
+    (unfinished / STAMP).write_text(made_by, encoding="utf-8")
+    shutil.rmtree(path, ignore_errors=True)
+    unfinished.rename(path)
+
+
+STAMP = "made-by"
+_MODEL_SOURCES = {"corpus.txt", "corpus.py", "checkpoint.py", "tokenizer.py", "train.py", "model.py"}
+
+
+def answer_question(url: str) -> None:
+    question = load_corpus()[0].questions[0]
+    print(f"\nQuestion: {question}\nAnswer:   ", end="", flush=True)
+    started, pieces = time.monotonic(), 0
+    text = ""
+    for piece in stream_answer(url, question):
+        print(piece, end="", flush=True)
+        text += piece
+        pieces += 1
+    print("\n", flush=True)
+    if not text.strip():
+        raise ServerError("the server's answer is empty")
+    say(f"{pieces} pieces streamed in {time.monotonic() - started:.1f} s")
+
+
+def stream_answer(url: str, question: str, max_tokens: int = 400) -> Iterator[str]:
+    import openai
+
+    try:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0) as client:
+            model = client.models.list().data[0].id
+            stream = client.chat.completions.create(
+                model=model,
+                messages=[
+                    {"role": "system", "content": SYSTEM_TEXT},
+                    {"role": "user", "content": question},
+                ],
+                temperature=0,
+                max_tokens=max_tokens,
+                stream=True,
+            )
+            for chunk in stream:
+                if chunk.choices and chunk.choices[0].delta.content:
+                    yield chunk.choices[0].delta.content
+    except openai.OpenAIError as error:
+        raise ServerError(f"the server did not answer: {error}") from error
+
+
+def how_to_go_on(server: Server, name: str, capacity: Capacity | None) -> None:
+    from vllm_kvq import FORMATS
+
+    others = [other for other in FORMATS if other not in (name, "lossless")]
+    print(
+        f"""
+The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server.log}.
+
+  ask it     curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d \\
+               '{{"messages": [{{"role": "user", "content": "How does SQuat work?"}}]}}'
+  formats    make run FORMAT={others[0]}     ({", ".join(others)}; FORMAT={PLAIN} is vLLM's own cache)
+  a model    make run MODEL=path-or-name, or .venv/bin/vllm serve MODEL --kv-cache-dtype {name}
+  options    .venv/bin/vllm serve MODEL --config configs/{name if capacity else "squat2"}.yaml
+  more       README.md
+""",
+        flush=True,
+    )
+
+
+def say(text: str) -> None:
+    print(f"run: {text}", flush=True)
+
+
+def _log_path(port: int) -> Path:
+    return DEMO_DIR / f"server-{port}.log"
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Start a server with a low-bit KV cache and ask it a question.")
+    parser.add_argument("--format", default="squat2", help="a KV cache format, or auto (vLLM's own cache)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model", help="path or name of a model (default: the demo model)")
+    parser.add_argument("--once", action="store_true", help="stop the server after the answer")
+    parser.add_argument("vllm_arguments", nargs="*", help="after --: more arguments of vllm serve")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

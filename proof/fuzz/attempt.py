@@ -1,0 +1,105 @@
+"""Runs traces on one configuration and judges them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from proof.demo.draft import random_draft
+from proof.fuzz.case import PLAIN, Case, Setup
+from proof.oracle.check import GREEDY, NEVER, Verdict, differences, distance, judge, leaks
+from proof.oracle.forked import EngineFailed, EngineProcess, Prepare
+from proof.oracle.replay import ReplayModel
+from proof.oracle.trace import Result, Trace
+
+CLOSE = 1e-3
+"""Logits, of standard deviation 30, that plain vLLM and `lossless` may order differently in float32."""
+
+
+_writing = threading.Lock()
+
+
+def draft_of(model: str) -> str:
+    """The model's draft, beside it; written when it is first asked for."""
+    path = Path(f"{model}-draft")
+    with _writing:
+        if not path.exists():
+            random_draft(path, model)
+    return str(path)
+
+
+class Runner:
+    """One configuration's engine, the reference that judges it and, for `lossless`, plain vLLM beside it."""
+
+    def __init__(self, model: str, setup: Setup, prepare: Prepare | None = None) -> None:
+        self.model, self.setup, self.prepare = model, setup, prepare
+        self.engines: dict[str, EngineProcess] = {}
+        self.reference = ReplayModel(
+            model, setup.format, setup.block_size, setup.drafts, setup.kernel_error, **setup.options
+        )
+
+    def engine(self, name: str) -> EngineProcess:
+        """Ours, or plain vLLM's; it is started when it is first asked for."""
+        if name not in self.engines:
+            setup, prepare = (self.setup, self.prepare) if name != PLAIN else (self.setup.plain(), None)
+            draft = draft_of(self.model) if setup.draft_model else ""
+            self.engines[name] = EngineProcess(self.model, setup.arguments(draft), setup.variables, prepare)
+        return self.engines[name]
+
+    def run(self, traces: Sequence[Trace]) -> tuple[list[Result], Verdict]:
+        """Every token judged by the reference; an engine that fails is a mismatch."""
+        results: list[Result] = []
+        try:
+            for trace in traces:
+                results.append(self.engine(self.setup.format).run(trace))
+        except EngineFailed as error:
+            self.close()
+            return results, Verdict(mismatches=[f"the engine failed: {error}"])
+        verdict = judge(self.reference, traces, results)
+        verdict.mismatches += [leak for r in results for leak in leaks(r)]
+        return results, verdict
+
+    def against_plain(self, traces: Sequence[Trace], results: Sequence[Result]) -> Verdict:
+        """`lossless`: every token must be plain vLLM's on the same traces."""
+        total = Verdict()
+        for trace, result in zip(traces, results, strict=True):
+            temperature = {r.name: r.temperature for r in trace.requests}
+            for found in differences(trace, self.engine(PLAIN).run(trace), result):
+                near = max(CLOSE, NEVER * min(GREEDY, temperature[found.request]))
+                if distance(self.reference, traces, results, found) < near:
+                    total.ties += 1
+                else:
+                    total.mismatches.append(f"{found}; plain vLLM and lossless: {found.tokens}")
+        return total
+
+    def judge(self, traces: Sequence[Trace]) -> Verdict:
+        """All there is to say about a case."""
+        results, verdict = self.run(traces)
+        if self.setup.format == "lossless" and not verdict.mismatches:
+            verdict.add(self.against_plain(traces, results))
+        return verdict
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        self.engines.clear()
+
+
+class Runners:
+    """Judges cases; keeps the engine of the last configuration."""
+
+    def __init__(self, model: str, prepare: Prepare | None = None) -> None:
+        self.model, self.prepare = model, prepare
+        self.runner: Runner | None = None
+
+    def judge(self, case: Case, fresh: bool = False) -> Verdict:
+        if self.runner is None or fresh or self.runner.setup != case.setup:
+            self.close()
+            self.runner = Runner(self.model, case.setup, self.prepare)
+        return self.runner.judge(case.traces)
+
+    def close(self) -> None:
+        if self.runner is not None:
+            self.runner.close()
+            self.runner = None

@@ -1,0 +1,115 @@
+"""Random engines and traces, all from the seed's generator. Boundaries are drawn more often than chance would."""
+
+from __future__ import annotations
+
+import string
+from random import Random
+
+from proof.fuzz.case import MAX_LEN, Setup
+from proof.oracle.trace import Request, Trace
+from vllm_kvq.formats import get_format
+
+WORDS = range(10, 500)
+BLOCK_SIZES = (32, 64, 64, 96, 128)
+ROOM_FOR_A_DRAFT = 512
+"""Tokens of a packed block that is as large as 32 float32 tokens of the draft's cache, vLLM's least block."""
+WINDOWS = (0, 32, 64, 96)
+SINKS = (0, 4, 20, 32, 33)
+LONGEST_ANSWER = 130
+LONGEST = MAX_LEN - LONGEST_ANSWER - 10
+"""Tokens of a prompt."""
+
+
+def draw_setup(rng: Random, format_name: str) -> Setup:
+    block = rng.choice(BLOCK_SIZES)
+    options = {}
+    # the table's window and sinks half of the time
+    if format_name == "lossless" or rng.random() < 0.5:
+        options = {"W": rng.choice(WINDOWS), "S": min(block, rng.choice(SINKS))}
+    elif block < get_format(format_name).settings().S:
+        block = 64
+    drafts, draft_model = rng.choice((0, 0, 1, 2, 3, 4, 5)), rng.random() < 0.25
+    if drafts and draft_model and format_name != "lossless":
+        block = ROOM_FOR_A_DRAFT
+    return Setup(
+        format_name,
+        block,
+        options,
+        pool=rng.choice((1.1, 1.3, 1.6, 2.0, 3.0, None)),
+        budget=rng.choice((24, 40, 64, 100, 256, 2048)),
+        max_seqs=rng.choice((3, 8, 16, 16)),
+        drafts=drafts,
+        lookup_min=rng.choice((1, 1, 2)),
+        draft_model=bool(drafts) and draft_model,
+        policy=rng.choice(("fcfs", "fcfs", "priority")),
+        prefix_caching=rng.random() < 0.85,
+        # the C++ kernels are what is served; PyTorch's are float32 throughout, which leaves fewer ties
+        kernels=rng.choice(("auto", "auto", "torch")),
+    )
+
+
+class Drawer:
+    """Traces for one engine. They share documents, so that later ones hit what earlier ones left in the cache."""
+
+    def __init__(self, rng: Random, setup: Setup) -> None:
+        self.rng, self.setup, self.growing = rng, setup, False
+        # prompts are shorter than a block that has room for a draft: then borders of slabs have to do
+        self.page = setup.block_size if setup.block_size < ROOM_FOR_A_DRAFT else 64
+        # longer than window and page together, else nothing is hit
+        self.documents = [self._words(rng.randint(280, LONGEST)) for _ in range(3)]
+
+    def trace(self, name: str, reset: bool) -> Trace:
+        rng, arrival, requests = self.rng, 0, []
+        # requests that are admitted together and then grow by pages until the pool is empty: some are preempted
+        self.growing = rng.random() < 0.3
+        for i in range(rng.choice((4, 8, 12, 16, 24))):
+            requests.append(self._request(f"{name}r{i}", arrival))
+            # bursts, steady arrivals, and now and then a pause after which the engine is idle
+            arrival += rng.choice((0, 0, 0, 0, 1, 1, 2, 4, 150 if rng.random() < 0.1 else 0))
+        return Trace(tuple(requests), reset)
+
+    def _words(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.choice(WORDS) for _ in range(count))
+
+    def _length(self) -> int:
+        """Around page and slab boundaries, or anywhere up to three and a half pages."""
+        rng, n = self.rng, self.page
+        if rng.random() < 0.4:
+            return max(1, rng.choice((1, 32, 64, n, 2 * n, 3 * n)) + rng.choice((-1, 0, 1)))
+        return rng.randint(1, rng.choice((n, int(3.5 * n))))
+
+    def _prompt(self) -> tuple[int, ...]:
+        rng, n = self.rng, self.page
+        kind = rng.random()
+        if kind < 0.45:
+            document = rng.choice(self.documents)
+            cut = rng.choice((self._length(), n * rng.randint(1, len(document) // n), len(document)))
+            tail = rng.choice((0, 0, 1, rng.randint(1, 40)))
+            return document[:cut] + self._words(tail)
+        if kind < 0.65:
+            # it repeats itself, so that ngram speculation finds drafts
+            phrase = self._words(rng.randint(1, 12))
+            return self._words(rng.randint(0, 40)) + phrase * rng.randint(3, 12)
+        return self._words(self._length())
+
+    def _request(self, name: str, arrival: int) -> Request:
+        rng = self.rng
+        prompt = self._prompt()[:LONGEST]
+        tokens = rng.choice((1, 2, 4, 8, 12, 16, 20, 24, 32, 40))
+        if self.growing:
+            prompt, tokens = prompt[: self.page + 40], rng.randint(60, LONGEST_ANSWER)
+        # vLLM's CPU sampler puts wrong tokens in the place of rejected drafts as soon as one request of a batch samples
+        several = rng.random() < 0.06 and not self.setup.drafts
+        stops = rng.random()
+        return Request(
+            name,
+            prompt,
+            tokens,
+            arrival,
+            n=rng.randint(2, 3) if several else 1,
+            temperature=0.01 if several else 0.0,
+            abort_after=rng.randint(1, tokens) if rng.random() < 0.08 else None,
+            priority=rng.randint(0, 3) if self.setup.policy == "priority" else 0,
+            stop=tuple(rng.sample(string.ascii_lowercase, 2)) if stops < 0.08 else (),
+            stop_token_ids=tuple(rng.sample(WORDS, 20)) if stops > 0.94 else (),
+        )

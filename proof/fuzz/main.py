@@ -1,0 +1,121 @@
+"""The command `python -m proof fuzz`.
+
+    python -m proof fuzz --seed 1 --minutes 10           the formats in turn, until the time is over
+    python -m proof fuzz --replay FILE                   one case, as a mismatch prints it
+
+Exits with 1 on a mismatch, after it has printed the seed and the smallest case it could find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from proof.fuzz.case import MODEL, Case
+from vllm_kvq.formats import FORMATS
+
+DEFAULT = ("squat2", "lossless", "qjl3", "polar4", "innerq2")
+COLUMNS = (
+    "engines", "traces", "requests", "tokens", "preemptions", "hits", "hit_tokens", "accepted", "rejected", "aborts",
+    "stops", "ties", "mismatches",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof fuzz", description="Random traces on real engines, every token judged.", epilog=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=list(DEFAULT), metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="engines at a time (cores)")
+    parser.add_argument("--shrink-minutes", type=float, default=3.0, help="at most this long after a mismatch")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run this one case")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts, and a mismatch's case, there")
+    options = parser.parse_args()
+    if options.jobs < 1 or options.minutes <= 0:
+        parser.error("--jobs and --minutes must be positive")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # engines are killed when they are done with, and then have not given back what they had
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="kvq-fuzz-") as folder:
+        from vllm_kvq.bench.random_model import random_model
+
+        model = str(random_model(Path(folder) / "model", **MODEL))
+        return replay(model, options.replay) if options.replay else fuzz(model, options)
+
+
+def fuzz(model: str, options: argparse.Namespace) -> int:
+    from proof.fuzz.session import Session, minimal
+    from vllm_kvq.kernels.cpu import attend as cpu
+
+    cpu.library()  # compiled before an engine is waited for, where they have changed
+    session = Session(model, options.seed, 60 * options.minutes, options.format, options.jobs)
+    session.run()
+    rows = {name: _row(count) for name, count in session.counts.items()}
+    rows["total"] = {c: sum(row[c] for row in rows.values()) for c in COLUMNS}
+    print(f"seed {options.seed}, {options.minutes:g} minutes, {options.jobs} engines at a time")
+    print(table(rows), flush=True)
+    report: dict[str, Any] = {"seed": options.seed, "minutes": options.minutes, "counts": rows}
+    if session.finding is not None:
+        print(f"\nMISMATCH (seed {options.seed}): {_text(session.finding.messages)}\nshrinking ...", flush=True)
+        case, messages = minimal(model, session.finding, 60 * options.shrink_minutes)
+        requests, tokens = case.size
+        print(f"smallest case found: {requests} requests, {tokens} tokens; {_text(messages)}")
+        print("save the next line and feed it to: python -m proof fuzz --replay FILE")
+        print(json.dumps(case.to_json()))
+        report |= {"case": case.to_json(), "messages": messages}
+    if options.json:
+        options.json.write_text(json.dumps(report))
+    return int(session.finding is not None)
+
+
+def replay(model: str, path: Path) -> int:
+    from proof.fuzz.attempt import Runners
+
+    runners = Runners(model)
+    try:
+        verdict = runners.judge(Case.from_json(json.loads(path.read_text())))
+    finally:
+        runners.close()
+    counts = {f.name: getattr(verdict, f.name) for f in fields(verdict) if f.name != "mismatches"}
+    print(" ".join(f"{name}={value}" for name, value in counts.items() if value))
+    print("\n".join(verdict.mismatches) or "no mismatch")
+    return int(bool(verdict.mismatches))
+
+
+def _row(count: Any) -> dict[str, int]:
+    found = {"engines": count.engines, "traces": count.traces}
+    for name in COLUMNS[2:]:
+        value = getattr(count.verdict, name)
+        found[name] = len(value) if name == "mismatches" else value
+    return found
+
+
+def table(rows: Mapping[str, Mapping[str, int]]) -> str:
+    width = {c: max(len(c), *(len(str(row[c])) for row in rows.values())) for c in COLUMNS}
+    lines = [f"{'':10}" + "  ".join(c.rjust(width[c]) for c in COLUMNS)]
+    lines += [f"{name:10}" + "  ".join(str(row[c]).rjust(width[c]) for c in COLUMNS) for name, row in rows.items()]
+    return "\n".join(lines)
+
+
+def _text(messages: list[str]) -> str:
+    more = f" and {len(messages) - 3} more" if len(messages) > 3 else ""
+    return "; ".join(messages[:3]) + more
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""One run of the fuzzer: formats in turn, as many engines at a time as there are cores, until the time is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from proof.fuzz.attempt import Runner, Runners
+from proof.fuzz.case import Case
+from proof.fuzz.draw import Drawer, draw_setup
+from proof.fuzz.shrink import Shrinker, last_good
+from proof.oracle.check import Verdict
+from proof.oracle.forked import Prepare
+from proof.oracle.trace import Result, Trace
+
+ROUND_SECONDS = 60.0
+"""About as long as one configuration is kept."""
+EPISODE = 4
+"""Traces that share a prefix cache, and that are shrunk together."""
+PLAIN_SHARE = 0.4
+"""Of a round under `lossless`: plain vLLM runs the same traces."""
+
+
+@dataclass
+class Count:
+    """What one format has been through."""
+
+    engines: int = 0
+    traces: int = 0
+    verdict: Verdict = field(default_factory=Verdict)
+
+
+@dataclass
+class Finding:
+    case: Case
+    longer: Case
+    """All that the engine had done, in case that matters."""
+    messages: list[str]
+
+
+@dataclass(frozen=True)
+class Round:
+    format: str
+    number: int
+
+    def rng(self, seed: int, what: str) -> Random:
+        return Random(f"{seed}/{self.format}/{self.number}/{what}")
+
+
+class Session:
+    def __init__(
+        self,
+        model: str,
+        seed: int,
+        seconds: float,
+        formats: Sequence[str],
+        jobs: int,
+        prepare: Prepare | None = None,
+        episode: int = EPISODE,
+    ) -> None:
+        self.model, self.seed, self.jobs, self.prepare, self.episode = model, seed, jobs, prepare, episode
+        self.end = time.monotonic() + seconds
+        self.counts = {name: Count() for name in formats}
+        self.finding: Finding | None = None
+        self.error: BaseException | None = None
+        self.lock, self.stop = threading.Lock(), threading.Event()
+        rounds = max(1, round(seconds * jobs / (ROUND_SECONDS * len(formats))))
+        self.rounds = [Round(name, i) for i in range(rounds) for name in formats]
+
+    def run(self) -> None:
+        lanes = [threading.Thread(target=self._lane, args=(i,)) for i in range(self.jobs)]
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def over(self) -> bool:
+        return self.stop.is_set() or time.monotonic() >= self.end
+
+    def _lane(self, number: int) -> None:
+        mine = self.rounds[number :: self.jobs]
+        try:
+            for i, this in enumerate(mine):
+                left = max(0.0, self.end - time.monotonic())
+                # every format has its turn, however slow the machine
+                if not self.over or (this.number == 0 and not self.stop.is_set()):
+                    self._round(this, time.monotonic() + left / (len(mine) - i))
+        except BaseException as error:
+            self.error = error
+            self.stop.set()
+
+    def _round(self, this: Round, end: float) -> None:
+        setup = draw_setup(this.rng(self.seed, "setup"), this.format)
+        runner = Runner(self.model, setup, self.prepare)
+        traces: list[Trace] = []
+        results: list[Result] = []
+        if this.format == "lossless":
+            end -= PLAIN_SHARE * (end - time.monotonic())
+        try:
+            self._count(this, 0, Verdict(), engines=1)
+            episode = 0
+            while not episode or (not self.over and time.monotonic() < end):
+                drawer = Drawer(this.rng(self.seed, f"traces {episode}"), setup)
+                # a format whose turn comes after the end is heard, but briefly
+                count = 1 if self.over else self.episode
+                new = [drawer.trace(f"e{episode}t{i}", reset=i == 0) for i in range(count)]
+                answers, verdict = runner.run(new)
+                traces, results, episode = traces + new, results + answers, episode + 1
+                self._count(this, count, verdict)
+                if verdict.mismatches:
+                    return self._found(Case(setup, tuple(new)), Case(setup, tuple(traces)), verdict)
+            if this.format == "lossless":
+                for i in range(0, len(traces), self.episode):
+                    new = traces[i : i + self.episode]
+                    verdict = runner.against_plain(new, results[i : i + self.episode])
+                    self._count(this, 0, verdict)
+                    if verdict.mismatches:
+                        return self._found(Case(setup, tuple(new)), Case(setup, tuple(traces)), verdict)
+        finally:
+            runner.close()
+
+    def _count(self, this: Round, traces: int, verdict: Verdict, engines: int = 0) -> None:
+        with self.lock:
+            count = self.counts[this.format]
+            count.engines += engines
+            count.traces += traces
+            count.verdict.add(verdict)
+
+    def _found(self, case: Case, longer: Case, verdict: Verdict) -> None:
+        """The first finding ends the session."""
+        with self.lock:
+            if self.finding is None:
+                self.finding = Finding(case, longer, verdict.mismatches)
+        self.stop.set()
+
+
+def minimal(model: str, finding: Finding, seconds: float, prepare: Prepare | None = None) -> tuple[Case, list[str]]:
+    """The smallest case found within the time, and what is wrong with it on a fresh engine."""
+    runners = Runners(model, prepare)
+    try:
+        # what an engine has done before may matter: then all of it is the case
+        case = next((c for c in (finding.case, finding.longer) if runners.judge(c, fresh=True).mismatches), None)
+        if case is None:
+            return finding.longer, finding.messages
+        end = time.monotonic() + seconds  # from here on: the judgement above may have taken as long on a busy machine
+
+        def over() -> bool:
+            return time.monotonic() > end
+
+        def wrong_on_a_fresh_engine(c: Case) -> bool:
+            return bool(runners.judge(c, fresh=True).mismatches)
+
+        shrinker = Shrinker(case, lambda c: bool(runners.judge(c).mismatches), over)
+        shrinker.run()
+        # what other cases left in the engine may have made a small one fail
+        small = last_good(shrinker.path, wrong_on_a_fresh_engine)
+        if small != shrinker.path[-1]:
+            small = Shrinker(small, wrong_on_a_fresh_engine, over).run()
+        messages = runners.judge(small, fresh=True).mismatches
+        return (small, messages) if messages else (finding.case, finding.messages)
+    finally:
+        runners.close()

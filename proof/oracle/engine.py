@@ -1,0 +1,147 @@
+"""Runs traces on the real engine, in this process, and writes down what the scheduler did.
+
+The engine is observed, not changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from proof.oracle.trace import Chunk, Request, Result, Trace
+
+ENVIRONMENT = {
+    # the scheduler has to be in reach
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # the models are tiny: threads would only wait for each other
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class TracedEngine:
+    def __init__(self, model: str, pool: float | None = None, **engine: Any) -> None:
+        """`pool`: as many blocks as that many requests of the maximum length need."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+
+        defaults = {
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "enforce_eager": True,
+            "async_scheduling": False,
+            # vLLM writes all of it at start-up
+            "kv_cache_memory_bytes": 1 << 28,
+        }
+        arguments = {**defaults, **engine}
+        if pool is not None:
+            arguments["num_gpu_blocks_override"] = blocks_of(model, pool, arguments)
+        self.engine = LLM(model, **arguments).llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.steps: list[list[Chunk]] = []
+        self.packed_group = self._find_packed_group()
+        self._observe()
+
+    def _find_packed_group(self) -> int:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        specs = [g.kv_cache_spec for g in groups]
+        # plain layers may stand before packed ones; without packed layers it does not matter
+        full = [i for i, s in enumerate(specs) if isinstance(s, FullAttentionSpec)]
+        return next((i for i in full if specs[i].tokens_per_state == specs[i].block_size), full[0])
+
+    def _observe(self) -> None:
+        schedule = self.scheduler.schedule
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            out = schedule(*args, **kwargs)
+            context = {r.req_id: r.num_computed_tokens for r in out.scheduled_new_reqs}
+            cached = out.scheduled_cached_reqs
+            context |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            drafts, blocks = out.scheduled_spec_decode_tokens, self.scheduler.kv_cache_manager.get_block_ids
+            admitted = {r.req_id for r in out.scheduled_new_reqs} | cached.resumed_req_ids
+            step = [
+                Chunk(i, context[i], n, list(drafts.get(i, [])), list(blocks(i)[self.packed_group]), i in admitted)
+                for i, n in out.num_scheduled_tokens.items()
+            ]
+            if step:
+                self.steps.append(step)
+            return out
+
+        self.scheduler.schedule = observed
+
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def run(self, trace: Trace) -> Result:
+        from vllm import SamplingParams
+
+        if trace.reset and not self.engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache can't be reset: blocks are still in use")
+        before, self.steps = self.free_blocks(), []
+        outputs: dict[str, list[list[int]]] = {r.name: [[] for _ in range(r.n)] for r in trace.requests}
+        cached: dict[str, int] = {}
+        waiting = sorted(trace.requests, key=lambda r: r.arrival)
+        aborts = {r.name: r.abort_after for r in trace.requests if r.abort_after is not None}
+        aborted: list[str] = []
+        step = stopped = 0
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and waiting[0].arrival <= step:
+                self._add(waiting.pop(0), SamplingParams)
+            for out in self.engine.step():
+                for sample in out.outputs:
+                    stopped += sample.finish_reason == "stop"
+                    outputs[out.request_id][sample.index] = list(sample.token_ids)
+                if out.num_cached_tokens is not None:
+                    cached.setdefault(out.request_id, out.num_cached_tokens)
+                limit = aborts.get(out.request_id)
+                if limit is not None and len(outputs[out.request_id][0]) >= limit and not out.finished:
+                    self.engine.abort_request([out.request_id])
+                    aborted.append(out.request_id)
+                    del aborts[out.request_id]
+            step += 1
+        free = before, self.free_blocks()
+        return Result(outputs, cached, self.steps, self._preemptions(), free, aborted, stopped)
+
+    def _add(self, r: Request, sampling: Any) -> None:
+        params = sampling(
+            max_tokens=r.max_tokens,
+            n=r.n,
+            temperature=r.temperature,
+            seed=r.seed,
+            ignore_eos=True,
+            stop_token_ids=list(r.stop_token_ids),
+            stop=list(r.stop),
+        )
+        self.engine.add_request(r.name, {"prompt_token_ids": list(r.prompt)}, params, priority=r.priority)
+
+    def _preemptions(self) -> int:
+        """How often a request was admitted again."""
+        admitted = [c.request for step in self.steps for c in step if c.admitted]
+        return len(admitted) - len(set(admitted))
+
+
+def blocks_of(model: str, pool: float, arguments: dict[str, Any]) -> int:
+    """Pages, sidecar and sinks of `pool` requests, and block 0, which vLLM never hands out."""
+    import torch
+
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.integration.sidecar import SlotGeometry
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    geometry = Geometry(config["head_dim"], arguments["block_size"], getattr(torch, arguments["dtype"]))
+    options = arguments.get("additional_config", {}).get("kvq", {})
+    fmt = get_format(arguments["kv_cache_dtype"]).bind(geometry, options)
+    speculation = arguments.get("speculative_config", {})
+    slots = SlotGeometry.of(fmt, config["num_key_value_heads"], speculation.get("num_speculative_tokens", 0))
+    pages = -(-arguments["max_model_len"] // fmt.N)
+    if "model" in speculation:
+        # the draft's own cache; vLLM's least block on a CPU has 32 tokens
+        pages += -(-arguments["max_model_len"] // 32)
+    return 1 + int(pool * (pages + slots.sidecar_blocks + slots.sink_blocks))

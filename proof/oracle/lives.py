@@ -1,0 +1,160 @@
+"""From the scheduler's chunks to *lives*: what a request computed between one admission and its end or preemption.
+
+A life knows tokens, positions and which complete pages it found in the prefix cache, each by the life that wrote it;
+blocks are used only here, as names by which a hit finds its page. Two replays read lives: `replay.Replay` step by
+step, and `whole.Whole` all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from proof.oracle.trace import Chunk, Request, Result, Trace
+from vllm_kvq.formats import PageFormat
+
+
+@dataclass(frozen=True)
+class Part:
+    """One chunk: its tokens, of which the last `drafts` are guesses."""
+
+    context: int
+    tokens: tuple[int, ...]
+    drafts: int
+
+    @property
+    def end(self) -> int:
+        return self.context + len(self.tokens)
+
+    @property
+    def known(self) -> int:
+        """Up to here the tokens are the request's own."""
+        return self.end - self.drafts
+
+
+@dataclass(eq=False)
+class Life:
+    name: str
+    """Request and sample, for messages."""
+    request: Request
+    tokens: list[int]
+    """The prompt and all that was answered."""
+    start: int
+    """Tokens that were there on admission: 0, or those of a hit without the last W, which are computed again."""
+    hit: list[tuple[Life, int]]
+    """(writer, page index) of each page of the hit."""
+    known: int
+    """Tokens known on admission: the prompt, after a preemption also what was answered before. None of these is chosen
+    in this life, although a chunk may end between them."""
+    parts: list[Part] = field(default_factory=list)
+    published: int = 0
+    """Pages from 0 on that are complete, its own and those of its hit."""
+
+
+@dataclass
+class History:
+    """The lives of all traces of one engine, in the order of their admission."""
+
+    lives: list[Life] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    hits: int = 0
+    hit_tokens: int = 0
+    rejected: int = 0
+    accepted: int = 0
+
+
+class _Sample:
+    """One sample of one request: its tokens, the names of its pages, its present life."""
+
+    def __init__(self, name: str, request: Request, output: Sequence[int], n: int) -> None:
+        self.name, self.request, self.tokens = name, request, [*request.prompt, *output]
+        self.life: Life | None = None
+        self.known = len(request.prompt)
+        self.keys: list[int] = []
+        for i in range(len(self.tokens) // n):
+            self.keys.append(hash((self.keys[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]))))
+
+
+class Historian:
+    """Keeps the prefix cache between the traces of one engine: who wrote each block, by the tokens up to its end."""
+
+    def __init__(self, fmt: PageFormat) -> None:
+        self.fmt = fmt
+        self.history = History()
+        self.pages: dict[tuple[int, int], tuple[Life, int]] = {}
+
+    def add(self, trace: Trace, result: Result) -> None:
+        if trace.reset:
+            self.pages.clear()
+        samples = _samples(trace, result, self.fmt.N)
+        for step in result.steps:
+            waiting = list(step)
+            while waiting:
+                # a request may hit a page that another one completes in this very step
+                ready = [c for c in waiting if self._found(samples[_sample_of(samples, c)], c)]
+                if not ready:
+                    self.history.problems.append(f"{waiting[0].request}: hit a page that nobody has written")
+                    return
+                for chunk in ready:
+                    self._chunk(samples[_sample_of(samples, chunk)], chunk)
+                    waiting.remove(chunk)
+
+    def _hit(self, s: _Sample, c: Chunk) -> list[tuple[int, int]]:
+        count = (c.context + self.fmt.W) // self.fmt.N if c.context else 0
+        return [(c.pages[i], s.keys[i]) for i in range(count)]
+
+    def _found(self, s: _Sample, c: Chunk) -> bool:
+        return not _admitted(s, c) or all(key in self.pages for key in self._hit(s, c))
+
+    def _chunk(self, s: _Sample, c: Chunk) -> None:
+        n, history = self.fmt.N, self.history
+        if _admitted(s, c):
+            keys = self._hit(s, c)
+            hit = [self.pages[k] for k in keys]
+            s.life = Life(s.name, s.request, s.tokens, c.context, hit, s.known, published=len(keys))
+            history.lives.append(s.life)
+            history.hits += bool(keys)
+            history.hit_tokens += len(keys) * n
+        life = s.life
+        assert life is not None
+        if life.parts:
+            last = life.parts[-1]
+            if not last.known <= c.context <= last.end:
+                history.problems.append(f"{s.name}: {c.context} tokens are computed after {last.known} to {last.end}")
+                return
+            history.accepted += c.context - last.known
+            history.rejected += last.end - c.context
+        known = s.tokens[c.context : c.context + c.tokens - len(c.drafts)]
+        if len(known) < c.tokens - len(c.drafts):
+            return  # scheduled ahead of an abort: nothing of it is in the answer
+        part = Part(c.context, (*known, *c.drafts), len(c.drafts))
+        life.parts.append(part)
+        if part.known >= s.known:
+            s.known = part.known + 1
+            for draft in c.drafts:
+                if s.tokens[s.known - 1 : s.known] != [draft]:
+                    break
+                s.known += 1
+        # what vLLM caches in this step: drafts are cached once they are accepted
+        for i in range(life.published, part.known // n):
+            self.pages[c.pages[i], s.keys[i]] = life, i
+        life.published = max(life.published, part.known // n)
+
+
+def _admitted(s: _Sample, c: Chunk) -> bool:
+    """Whether this chunk begins the request, for the first time or after a preemption."""
+    return c.admitted or s.life is None
+
+
+def _samples(trace: Trace, result: Result, n: int) -> dict[str, _Sample]:
+    """By the names that vLLM gives them, up to a suffix: sample i of n is `i_R`, a single one `R`."""
+    samples = {}
+    for r in trace.requests:
+        for i, output in enumerate(result.outputs[r.name]):
+            samples[r.name if r.n == 1 else f"{i}_{r.name}"] = _Sample(f"{r.name}[{i}]", r, output, n)
+    return samples
+
+
+def _sample_of(samples: dict[str, _Sample], c: Chunk) -> str:
+    name = c.request.rsplit("-", 1)[0]
+    return name if name in samples else c.request

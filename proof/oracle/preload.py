@@ -1,0 +1,27 @@
+"""Imported once, by the server that engines are forked from (multiprocessing's forkserver)."""
+
+from __future__ import annotations
+
+import os
+
+from proof.oracle.engine import ENVIRONMENT
+from proof.oracle.warm import warm
+
+
+def _silently() -> None:
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    kept = os.dup(1), os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for fd in (1, 2):
+            os.dup2(nothing, fd)
+        warm()
+    finally:
+        for fd, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, fd)
+            os.close(old)
+        os.close(nothing)
+
+
+_silently()

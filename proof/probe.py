@@ -1,0 +1,89 @@
+"""Counts the instructions of the CPU kernels, and runs those for VNNI on processors without it (csrc/probe).
+
+    python -m proof probe -m pytest tests/kernels -k avx512
+
+runs a Python command in a process whose kernels take the processor for one with AVX-512 VNNI and VBMI. What it lacks
+is executed by a signal handler: the same results, thousands of times slower, so of use for tests and for counting.
+Only this process believes it, and in it only our library. x86-64 Linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_kvq.kernels.build import BuildError, build
+from vllm_kvq.kernels.cpu import attend as cpu
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Raises BuildError."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise BuildError("instructions can only be watched on x86-64 Linux")
+    lib = ctypes.CDLL(str(build("probe")))
+    lib.probe_count.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+    lib.probe_counted.restype = ctypes.c_uint64
+    return lib
+
+
+def code_of(part: str) -> tuple[int, int]:
+    """The addresses of the code of the one loaded library with `part` in its path."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    found = [x for x in lines if len(x) == 6 and "x" in x[1] and part in x[5]]
+    if len({x[5] for x in found}) != 1:
+        raise ValueError(f"not one but {len({x[5] for x in found})} loaded libraries are called {part}")
+    bounds = [x[0].split("-") for x in found]
+    return min(int(low, 16) for low, _ in bounds), max(int(high, 16) for _, high in bounds)
+
+
+def count(step: Callable[[], object], code: tuple[int, int]) -> int:
+    """How many instructions of `code` this thread executes in step()."""
+    lib = library()
+    lib.probe_count(*code)
+    try:
+        step()
+    finally:
+        counted = int(lib.probe_counted())
+    return counted
+
+
+def pretend() -> bool:
+    """Loads our kernels as on a processor with VNNI and VBMI. False where that can't be done."""
+    lib = library()
+    build()  # no other program should be asked who the processor is
+    if not lib.probe_pretend():
+        return False
+    try:
+        return cpu.ISAS[cpu.isa()] == "avx512"
+    finally:
+        lib.probe_stop_pretending()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    rest = sys.argv[1:] if arguments is None else arguments
+    if len(rest) < 2 or rest[0] != "-m":
+        print("usage: python -m proof probe -m MODULE [ARGUMENT ...]", file=sys.stderr)
+        return 2
+    # pytest would take SIGILL for itself
+    os.environ["PYTEST_ADDOPTS"] = f"{os.environ.get('PYTEST_ADDOPTS', '')} -p no:faulthandler"
+    try:
+        if not pretend():
+            print("this processor has no AVX-512, or CPUID can't be answered for it", file=sys.stderr)
+            return 1
+    except BuildError as error:
+        print(str(error), file=sys.stderr)
+        return 1
+    sys.argv = rest[1:]
+    runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Builds of the CPU kernels with g++'s sanitizers, and the environment in which Python can load them.
+
+    python -m proof sanitize address,undefined -- python -m pytest tests/kernels/test_cpu_fuzz.py
+    python -m proof sanitize thread -- python -m pytest tests/kernels/test_cpu_fuzz.py
+
+A process that loads such a library must have had the sanitizer's run-time library from its start, so the command
+runs with it preloaded and finds the build through $VLLM_KVQ_CXXFLAGS. The first error ends the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+
+from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build, compiler
+
+KINDS = ("address", "undefined", "thread")
+_RUNTIME = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """A comma-separated list of sanitizers, sorted."""
+    kinds = tuple(sorted({k.strip() for k in text.split(",") if k.strip()}))
+    unknown = [k for k in kinds if k not in KINDS]
+    if unknown:
+        raise ValueError(f"no such sanitizer: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    if "thread" in kinds and len(kinds) > 1:
+        raise ValueError("the thread sanitizer can't be combined with another")
+    return kinds
+
+
+# Pointer checks that the address sanitizer makes anyway. With them, and with accesses checked in line, unrolled
+# kernels compile for many minutes; KVQ_SANITIZED leaves out all head sizes of the integer kernels but one.
+_CHEAP = [
+    *("-O1", "-g1", "-fno-omit-frame-pointer", "-DKVQ_SANITIZED", "-fno-sanitize-recover=all"),
+    *("-fno-sanitize=null,alignment,object-size,pointer-overflow", "-fno-sanitize-address-use-after-scope"),
+    *("--param", "asan-instrumentation-with-call-threshold=0"),
+]
+
+
+def flags(kinds: tuple[str, ...]) -> list[str]:
+    found = [f"-fsanitize={','.join(kinds)}", *_CHEAP]
+    # the thread sanitizer can't see that OpenMP's barriers order what the threads do
+    return [*found, "-DKVQ_STD_THREADS", "-pthread"] if "thread" in kinds else found
+
+
+# torch's loops, and MKL in the same library, run on OpenMP as well; no frame of ours ever lies below one of theirs.
+# (Their threads can't be taken from them: OMP_NUM_THREADS is the number that the kernels' loops have, too.)
+_SUPPRESSIONS = "race:libtorch_cpu.so\n"
+
+
+def environment(kinds: tuple[str, ...], command: list[str], suppressions: str) -> dict[str, str]:
+    """What the process needs that loads a library built by `command`, a g++; `suppressions` names a file."""
+    libraries = [_RUNTIME[k] for k in kinds]
+    # libstdc++ too: the address sanitizer looks __cxa_throw up when it starts
+    paths = [_library(command, name) for name in [*libraries, "libstdc++.so.6"]]
+    return {
+        **os.environ,
+        EXTRA_FLAGS: " ".join(flags(kinds)),
+        "LD_PRELOAD": " ".join(paths),
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=97",  # Python itself leaks at exit
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=97",
+        "TSAN_OPTIONS": f"halt_on_error=1:exitcode=97:report_bugs=1:suppressions={suppressions}",
+        "PYTHONMALLOC": "malloc",
+    }
+
+
+def _library(command: list[str], name: str) -> str:
+    done = subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = done.stdout.strip()
+    if not os.path.isabs(path):
+        raise OSError(f"{' '.join(command)} has no {name}; sanitizers need g++ and its run-time libraries")
+    return os.path.realpath(path)
+
+
+def run(kinds: tuple[str, ...], compiler: list[str], command: list[str]) -> int:
+    if "thread" in kinds:
+        # the thread sanitizer's address map does not fit the most random layouts of newer kernels
+        command = ["setarch", platform.machine(), "-R", *command]
+    with tempfile.NamedTemporaryFile("w", suffix=".supp") as suppressions:
+        suppressions.write(_SUPPRESSIONS)
+        suppressions.flush()
+        return subprocess.run(command, env=environment(kinds, compiler, suppressions.name)).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m proof sanitize", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kinds", metavar="LIST", type=parse, help="address,undefined or thread")
+    parser.add_argument("command", nargs="*", help="what to run with that build, after `--`")
+    args = parser.parse_args()
+    os.environ[EXTRA_FLAGS] = " ".join(flags(args.kinds))
+    try:
+        print(f"CPU kernels: {build().name}", flush=True)
+        return run(args.kinds, compiler(), args.command) if args.command else 0
+    except (BuildError, OSError) as error:
+        print(f"CPU kernels can't be built: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,305 @@
+"""Compiles the Triton and CUDA kernels for every target without a GPU, and reads what the binaries need.
+
+    python -m proof compile                      the table, as it stands in docs/kernels.md
+    python -m proof compile --targets 90 --check  exit status 1 on a spill, without matrix instructions,
+                                                               or with more instructions per element than LIMITS
+
+A column of a target has registers, instructions per element of a decode kernel, and the stack (where spilled registers
+go) if there is any; `shared` and `matrix` (matrix instructions in the inner loop) are the most of all targets.
+
+Registers, shared memory and stack come from `cuobjdump -res-usage`, instructions from `nvdisasm`, both shipped with
+Triton. The inner loop is the longest backward branch; its instructions are counted per
+lane and per cached element: instructions * 32 lanes * warps / (tokens of a turn * head size * 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from proof.tables import compile_cuda
+from proof.tables.compile_cuda import CudaVariant
+from vllm_kvq.kernels.gpu import build as build_cuda
+
+TARGETS = (80, 86, 89, 90, 100, 120)
+MATRIX = re.compile(r"\b(HMMA|UTCHMMA|UTCQMMA|QGMMA|HGMMA|OMMA)")
+COLUMNS = ("kernel", "warps", "shared", "matrix")
+
+LIMITS = {f"decode {name} d=128 rows=8": 3.0 for name in ("squat2", "innerq2", "qjl3")} | {
+    "decode polar4 d=128 rows=8": 4.5,
+    "decode polar3 d=128 rows=8": 4.5,
+}
+"""Instructions per element on sm_90: the goal for 2-bit keys and values, and what must not get worse."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as it is launched: its constants, and whether it multiplies matrices."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    options: dict[str, int]
+    elements: int = 0
+    """Cached elements per turn of the inner loop; 0: not a decode kernel."""
+
+    @property
+    def warps(self) -> int:
+        return self.options["num_warps"]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the matrix units have to be used: not for scores that are looked up."""
+        return self.elements > 0 and not self.constants["TABLE"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    registers: int
+    shared: int
+    stack: int
+    matrix: int
+    loop: int
+
+
+POINTERS = {
+    "query_ptr": "*bf16",
+    "key_ptr": "*bf16",
+    "value_ptr": "*bf16",
+    "side_ptr": "*bf16",
+    "sink_ptr": "*bf16",
+    "query_start_ptr": "*i32",
+    "start_ptr": "*i32",
+    "limit_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "side_table_ptr": "*i32",
+    "sink_table_ptr": "*i32",
+    "side_words_ptr": "*i32",
+    "plan_ptr": "*i32",
+    "faults_ptr": "*i32",
+    "bytes_ptr": "*u8",
+    "words_ptr": "*i32",
+    "halves_ptr": "*fp16",
+    "table_ptr": "*i32",
+    "low_ptr": "*i32",
+    "high_ptr": "*i32",
+    "scale": "fp32",
+}
+"""What an argument is if it is neither a constant nor (by the suffix _ptr) float32 nor i32."""
+
+ALIGNED: tuple[str, ...] = ("query_request", "query_token", "query_head", "page_words", "head_words")
+ALIGNED += ("key_token", "key_head", "value_token", "value_head")
+ALIGNED += ("side_words", "side_elements", "sink_elements")
+"""Strides that are multiples of 16 in every cache, beside all pointers."""
+
+
+def decode_variants(target: int) -> Iterator[Variant]:
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.kernels.gpu.launch import MIN_ROWS, attend_launch, most_rows
+    from vllm_kvq.kernels.gpu.triton import constants as layout
+    from vllm_kvq.triton_kernels.decode import attend_kernel
+
+    for name in ("squat2", "squat4", "innerq2", "polar4", "polar3"):
+        for d in (64, 128, 256):
+            fmt = get_format(name).bind(Geometry(d, 64))
+            k = layout(fmt)
+            assert k is not None
+            # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt; 4 that look up
+            shapes = [(rows, 0) for rows in sorted({MIN_ROWS, most_rows(fmt)})]
+            for rows, table in [*shapes, *([(MIN_ROWS, 4)] if name in ("polar4", "polar3") else [])]:
+                launch = attend_launch(fmt, rows, target, table)
+                constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": table}
+                yield Variant(
+                    f"lookup {name} d={d} rows={table}" if table else f"decode {name} d={d} rows={rows}",
+                    attend_kernel,
+                    constants | {"TURN": launch.turn, "EXTRA": launch.extra},
+                    launch.options,
+                    64 * d * launch.turn,
+                )
+
+
+def merge_variants() -> Iterator[Variant]:
+    from vllm_kvq.kernels.gpu.launch import merge_launch
+    from vllm_kvq.triton_kernels.merge import merge_kernel
+
+    for parts in (8, 128):
+        sizes = {"HEAD": 128, "COLUMNS": 128, "PARTS": parts, "LIMITED": 32}
+        yield Variant(f"merge d=128 parts={parts}", merge_kernel, sizes, merge_launch(parts).options)
+
+
+def step_variants(target: int) -> Iterator[Variant]:
+    """All other kernels of a layer's step, at 8 KV heads of 4 query heads each, with 2 drafts."""
+    import torch
+
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, pack_launch, raw_launch
+    from vllm_kvq.kernels.gpu.step import DeviceStep
+    from vllm_kvq.kernels.slots import SlotGeometry
+    from vllm_kvq.triton_kernels.pack import pack_kernel
+    from vllm_kvq.triton_kernels.raw import raw_kernel
+    from vllm_kvq.triton_kernels.step import begin_kernel, commit_kernel
+
+    for name in ("squat2", "squat4", "kivi2", "innerq2", "polar4", "polar3"):
+        for d in (64, 128, 256):
+            fmt = get_format(name).bind(Geometry(d, 64))
+            step = DeviceStep(fmt, SlotGeometry.of(fmt, 8, 2), 2, torch.device("cpu"))
+            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), pack_launch(fmt, target).options)
+            if d != 128 and name != "innerq2":
+                continue
+            if name in ("squat2", "innerq2", "polar4"):
+                yield Variant(f"begin {name} d={d}", begin_kernel, step.begin_constants(4), SLOT_LAUNCH.options)
+            if name == "innerq2":  # with sinks: the most that there is
+                yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), SLOT_LAUNCH.options)
+                for rows, use in ((4, "decode"), (256, "prompt")):
+                    raw = step.raw_constants(4, rows)
+                    yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, raw_launch(fmt).options)
+
+
+def variants(target: int) -> list[Variant]:
+    return [*decode_variants(target), *merge_variants(), *step_variants(target)]
+
+
+def build(variant: Variant, target: int) -> Any:
+    """The compiled kernel (`asm`, `metadata`), as a launch on such a device would make it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = variant.kernel
+    if not hasattr(kernel, "arg_names") or os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("compiling needs TRITON_INTERPRET unset")
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in variant.constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = POINTERS.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+        if name.endswith("_ptr") or name in ALIGNED:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, variant.constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=variant.options)
+
+
+def tool(name: str) -> str:
+    import triton.backends.nvidia
+
+    return str(Path(triton.backends.nvidia.__file__).parent / "bin" / name)
+
+
+def inner_loop(sass: str) -> list[str]:
+    """The instructions of the longest loop."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[found[1]] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(found[1])
+    best: list[str] = []
+    for i, instruction in enumerate(code):
+        found = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction)
+        first = labels.get(found[1], i + 1) if found else i + 1
+        if first <= i and i + 1 - first > len(best):
+            best = code[first : i + 1]
+    return best
+
+
+def read_cubin(path: str) -> tuple[int, int, str]:
+    """(registers, stack, SASS) of a binary with one kernel."""
+    read: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+    resources = subprocess.run([tool("cuobjdump"), "-res-usage", path], **read).stdout
+    sass = subprocess.run([tool("nvdisasm"), "-c", path], **read).stdout
+    registers, stack = (int(re.search(rf"{n}:(\d+)", resources)[1]) for n in ("REG", "STACK"))  # type: ignore[index]
+    return registers, stack, sass
+
+
+def usage(compiled: Any) -> Usage:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        registers, stack, sass = read_cubin(file.name)
+    loop = inner_loop(sass)
+    return Usage(registers, compiled.metadata.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
+
+
+def cuda_usage(variant: CudaVariant, target: int) -> Usage:
+    with tempfile.TemporaryDirectory() as directory:
+        registers, stack, sass = read_cubin(str(compile_cuda.build(variant, target, Path(directory))))
+    loop = compile_cuda.hot_loop(sass) if variant.decode else []
+    return Usage(registers, variant.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
+
+
+def line(cells: Iterable[object], targets: int) -> None:
+    print(("| {:<33} | {:>5} | {:>6} | {:>6} |" + " {:>9} |" * targets).format(*cells), flush=True)
+
+
+def report(targets: list[int], only: list[str]) -> bool:
+    """Prints the Triton kernels' rows; whether every kernel is without spills and every decode loop multiplies."""
+    good = True
+    for same in zip(*(variants(target) for target in targets), strict=True):
+        variant = same[0]
+        if any(part in variant.name for part in only):
+            used = {target: usage(build(v, target)) for target, v in zip(targets, same, strict=True)}
+            per = {t: 32 * v.warps / v.elements for t, v in zip(targets, same, strict=True) if v.elements}
+            warps = "/".join(str(n) for n in dict.fromkeys(v.warps for v in same))
+            good &= row(variant.name, warps, used, per, variant.multiplies)
+    return good
+
+
+def row(name: str, warps: str, used: dict[int, Usage], scale: dict[int, float], multiplies: bool) -> bool:
+    """Prints a row; whether it is as it should be. `scale` makes a target's loop's instructions those per element."""
+    cells, good = [], True
+    for target, u in used.items():
+        per = u.loop * scale[target] if target in scale else None
+        cells.append(f"{u.registers}" if per is None else f"{u.registers}, {per:.2f}")
+        if u.stack:
+            cells[-1] += f", stack {u.stack}"
+        few = target != 90 or per is None or per <= LIMITS.get(name, per)
+        good &= u.stack == 0 and (u.matrix > 0 or not multiplies) and few
+    most = [max(getattr(u, field) for u in used.values()) for field in ("shared", "matrix")]
+    line((name, warps, *most, *cells), len(used))
+    return good
+
+
+def report_cuda(targets: list[int], only: list[str]) -> bool:
+    """The rows of csrc/cuda; none, with a word on stderr, where there is no nvcc."""
+    if build_cuda.nvcc() is None:
+        print("no nvcc: without the rows of the CUDA kernels", file=sys.stderr)
+        return True
+    good = True
+    for variant in compile_cuda.variants():
+        if any(part in variant.name for part in only):
+            used = {target: cuda_usage(variant, target) for target in targets}
+            # a warp takes a slab of 32 tokens per turn
+            per = {target: 1 / (2 * variant.head_size) for target in targets if variant.decode}
+            good &= row(variant.name, str(variant.warps), used, per, variant.decode)
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities, as in 90")
+    parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
+    parser.add_argument("--without-cuda", action="store_true", help="leave out what nvcc compiles")
+    parser.add_argument(
+        "--check", action="store_true", help="fail on a spill, a decode loop without matrix products or above LIMITS"
+    )
+    args = parser.parse_args()
+    line([*COLUMNS, *(f"sm_{target}" for target in args.targets)], len(args.targets))
+    line(["---", *["--:"] * (len(COLUMNS) - 1 + len(args.targets))], len(args.targets))
+    good = report(args.targets, args.only)
+    if not args.without_cuda:
+        good &= report_cuda(args.targets, args.only)
+    return 1 if args.check and not good else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

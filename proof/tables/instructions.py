@@ -1,0 +1,95 @@
+"""Instructions that decode attention takes per cached element, counted and not timed.
+
+    python -m proof instructions --format all
+
+Each kernel attends one KV head's tokens at two contexts on one thread, with the processor stopped after every
+instruction; what the longer context takes more, divided by its further elements (head size, keys and values), is the
+cost of an element for all query heads of the group together. Only instructions of the kernel's own library count.
+x86-64 Linux.
+
+On a processor with AVX-512 but without VNNI and VBMI, the kernels for those are counted with
+
+    python -m proof probe -m proof instructions --no-baseline
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from proof import probe
+from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
+from vllm_kvq.bench.vllm_build import baselines
+from vllm_kvq.formats import FORMATS, Geometry, get_format
+from vllm_kvq.kernels.build import BuildError, build
+from vllm_kvq.kernels.cpu import attend as cpu
+
+BLOCK = 128
+CONTEXTS = (2048, 3072)
+"""Both are whole tasks, so that no task is split in another way."""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m proof instructions", description=__doc__.partition("\n")[0])
+    public = [f.name for f in FORMATS.values() if f.public]
+    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
+    p.add_argument("--head-size", type=int, default=128)
+    p.add_argument("--query-heads", type=int, default=4, help="query heads per KV head")
+    p.add_argument("--no-baseline", action="store_true", help="ours alone, without vllm")
+    args = p.parse_args(arguments)
+    args.format = public if "all" in args.format else args.format
+    try:
+        for name in args.format:
+            get_format(name).bind(Geometry(args.head_size, BLOCK, torch.bfloat16))
+        shape_of(args, CONTEXTS[0])
+    except ValueError as error:
+        p.error(str(error))
+    return args
+
+
+def shape_of(args: argparse.Namespace, context: int) -> Shape:
+    return Shape(context, 1, args.query_heads, 1, args.head_size, BLOCK, 1)
+
+
+def per_element(make: dict[int, Candidate], code: tuple[int, int], head_size: int) -> float:
+    """`make`: one candidate per context."""
+    counted = {}
+    for context, candidate in make.items():
+        step = candidate.steps[0]
+        step()
+        counted[context] = probe.count(step, code)
+    (few, least), (many, most) = sorted(counted.items())
+    return (most - least) / ((many - few) * 2 * head_size)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    torch.set_num_threads(1)
+    if cpu.library() is None:
+        print("no C++ kernels here (see the warning above): nothing to count", file=sys.stderr)
+        return 1
+    try:
+        probe.library()
+    except BuildError as error:
+        print(str(error), file=sys.stderr)
+        return 1
+    shapes = {c: shape_of(args, c) for c in CONTEXTS}
+    print(
+        f"{cpu.ISAS[cpu.isa()]}, head size {args.head_size}, {args.query_heads} query heads per KV head: "
+        "instructions per cached element"
+    )
+    if not args.no_baseline:
+        for name, dtype in baselines().items():
+            made = {c: vllm_candidate(shape, dtype) for c, shape in shapes.items()}
+            print(f"  {name:8} {per_element(made, probe.code_of('/vllm/_C'), args.head_size):7.3f}", flush=True)
+    for name in args.format:
+        made = {c: kvq_candidate(shape, name) for c, shape in shapes.items()}
+        code = probe.code_of(build().name)
+        print(f"  {name:8} {per_element(made, code, args.head_size):7.3f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Pools of packed pages of random data with outliers, as benches and tests of kernels read them."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvq.formats import PageFormat
+
+
+def outlier_data(tokens: int, heads: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(heads, tokens, d) keys with outlier channels (some with a bias, as real ones) and values with outlier tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(heads, tokens, d, generator=rng), torch.randn(heads, tokens, d, generator=rng)
+    channels = torch.randperm(d, generator=rng)[: max(2, d // 24)]
+    key[..., channels] = key[..., channels] * 6 + 8 * torch.randn(heads, 1, len(channels), generator=rng)
+    tall = torch.rand(heads, tokens, 1, generator=rng) < 0.03
+    return key, torch.where(tall, value * 30, value)
+
+
+def state_for(fmt: PageFormat, key: torch.Tensor, seed: int) -> torch.Tensor | None:
+    """The state of a request whose prompt had these (heads, tokens, d) keys."""
+    if not fmt.state_rows:
+        return None
+    queries = torch.randn(len(key), 64, key.shape[-1], generator=torch.Generator().manual_seed(seed + 1))
+    return fmt.keys.fit(fmt.widen(queries)[0], fmt.widen(key)[0], None)
+
+
+def random_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torch.Tensor:
+    """A pool of `pages` complete pages after one, at index 0, that is 0xFF throughout: NaN and not packed."""
+    key, value = outlier_data(pages * fmt.N, heads, fmt.geometry.head_size, seed)
+    state = state_for(fmt, key, seed)
+    pool = torch.zeros(pages + 1, heads, fmt.record_bytes, dtype=torch.uint8)
+    units = pages * fmt.N // fmt.unit
+    k, v = (fmt.widen(x)[0].unflatten(1, (units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
+    repeated = None if state is None else state.repeat(units, 1, 1)
+    index = torch.arange(units)
+    per_page = fmt.N // fmt.unit
+    fmt.write(pool, 1 + index // per_page, index % per_page, fmt.encode(k, v, repeated))
+    pool[0] = 0xFF
+    return pool

@@ -1,0 +1,67 @@
+"""Two byte-level BPE tokenizers: one trained on a corpus, one made up to reach any vocabulary size.
+
+Byte-level means that every text has tokens and every token has text, which streaming, `vllm bench` and
+random prompts rely on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Iterable, Iterator
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from vllm_kvq.bench.checkpoint import SPECIAL_TOKENS
+
+_SPACE = "Ġ"  # how byte-level BPE spells a leading space
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """BPE learned from `texts`; fewer than `vocab` tokens come out when the texts hold no more pairs."""
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def made_up_tokenizer(vocab: int) -> Tokenizer:
+    """The 4 special tokens, the 256 bytes, then as many made-up merges of letters as `vocab` asks for."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIAL_TOKENS, *alphabet]
+    if vocab < len(tokens):
+        raise ValueError(f"vocab={vocab} is below {len(tokens)}: the special tokens and the 256 bytes")
+    merges = list(itertools.islice(_letter_merges(), vocab - len(tokens)))
+    tokens += [left + right for left, right in merges]
+    if len(tokens) < vocab:
+        raise ValueError(f"vocab={vocab} is above {len(tokens)}, the most this tokenizer can make up")
+    ids = {token: i for i, token in enumerate(tokens)}
+    tokenizer = _byte_level(models.BPE(vocab=ids, merges=merges))
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def _byte_level(model: models.Model) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _letter_merges() -> Iterator[tuple[str, str]]:
+    """Pairs first (27 * 26), then pair + letter, as far as encoding can arrive there.
+
+    Encoding "abc" applies the earlier of the merges ab and bc; only if that is ab can abc be formed from it.
+    """
+    letters = string.ascii_lowercase
+    pairs = [(a, b) for a in _SPACE + letters for b in letters]
+    yield from pairs
+    for a, b in pairs:
+        for c in letters:
+            if pairs.index((a, b)) <= pairs.index((b, c)):
+                yield a + b, c

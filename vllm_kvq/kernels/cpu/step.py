@@ -1,0 +1,80 @@
+"""One layer's whole decode step in one C++ call (csrc/cpu/decode.h): no plan, no index tensors.
+
+Serves steps whose requests all have history, and at most 1 + speculative tokens of new ones. The others are planned by
+integration/plan.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.squat import SQuatKeys
+from vllm_kvq.kernels.cpu.attend import bind, isa, library
+from vllm_kvq.kernels.slots import SlotGeometry
+
+_NOT_DECODING = -1
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The requests of one step as vLLM holds them, int32 on the host; padded ones have no tokens or block 0."""
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    table: torch.Tensor
+    side_table: torch.Tensor
+    sink_table: torch.Tensor
+    """Empty where the format keeps no sinks."""
+
+
+class DecodeStep:
+    """The step of one layer. `create` answers None where the library does not serve the format."""
+
+    def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, scale: float) -> None:
+        bound, self._lib = bind(fmt), library()
+        if bound is None or self._lib is None:
+            raise ValueError(f"{fmt.name} has no C++ kernels here")
+        k = fmt.keys
+        # in the order of `Companions` in csrc/cpu/decode.h
+        cut = torch.tensor(
+            [
+                *(fmt.unit, fmt.W, fmt.S, num_spec),
+                *(slots.ring, slots.ring_at, slots.state_slots, slots.slots_per_block, slots.sidecar_blocks),
+                fmt.state_rows,
+            ]
+        )
+        squat = (k.lam, k.block) if isinstance(k, SQuatKeys) else (1.0, 16)
+        self._constants = (bound.layout, bound.constants, bound.pairs, cut, *squat)
+        self._scale, self._isa = scale, isa()
+
+    @classmethod
+    def create(cls, fmt: PageFormat, slots: SlotGeometry, num_spec: int, scale: float) -> DecodeStep | None:
+        return None if bind(fmt) is None or library() is None else cls(fmt, slots, num_spec, scale)
+
+    def run(
+        self,
+        batch: DecodeBatch,
+        pages: torch.Tensor,
+        sidecar: torch.Tensor,
+        sinks: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> int | None:
+        """The number of elements that were replaced before packing; None, and nothing is done, for other steps.
+
+        pages (blocks, H, record bytes) uint8, sidecar and sinks (blocks, elements); query and output (T, Hq,
+        head_size), key and value (T, H, head_size), their last dimension dense. RuntimeError for a stale sidecar or
+        an unpacked page, IndexError for an id beyond its cache.
+        """
+        replaced = self._lib.decode_step(  # type: ignore[union-attr]
+            *self._constants,
+            *(batch.query_start, batch.seq_lens, batch.table, batch.side_table, batch.sink_table),
+            *(query, key.unsqueeze(1), value.unsqueeze(1), pages, sidecar, sinks, output),
+            *(self._scale, torch.get_num_threads(), self._isa),
+        )
+        return None if replaced == _NOT_DECODING else int(replaced)

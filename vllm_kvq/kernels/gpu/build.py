@@ -1,0 +1,172 @@
+"""Compiles csrc/cuda: one library per GPU architecture, and the emulation that tests run on a CPU.
+
+    python -m vllm_kvq.kernels.gpu.build --arch 90        ahead of time; without --arch: for the GPU that is here
+
+Built at the first use and kept where the CPU kernels' library is (kernels/build.py). A library built once, on this
+machine or another with the same sources, serves without nvcc if $VLLM_KVQ_CACHE holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm_kvq.kernels import build as shared
+from vllm_kvq.kernels.build import BuildError
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities, as in 90, that are compiled and checked in CI."""
+
+FLAGS = ["-std=c++17", "-O3", "-lineinfo"]
+EMULATION_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-Wall", "-DKVQ_EMULATE"]
+
+
+def source_dir() -> Path:
+    package = Path(__file__).resolve().parents[1]
+    for path in (package / "csrc" / "cuda", package.parent / "csrc" / "cuda"):
+        if path.is_dir():
+            return path
+    raise BuildError("the CUDA sources (csrc/cuda) are not installed")
+
+
+def nvcc() -> str | None:
+    """$CUDA_HOME/bin/nvcc, else the one on the path."""
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin" / "nvcc").is_file():
+        return str(Path(home) / "bin" / "nvcc")
+    return shutil.which("nvcc")
+
+
+def architecture_for(capability: tuple[int, int]) -> int:
+    """The newest architecture whose code runs on a GPU of this compute capability: same major, no newer minor."""
+    major, minor = capability
+    fitting = [a for a in ARCHITECTURES if a // 10 == major and a % 10 <= minor]
+    if not fitting:
+        known = ", ".join(f"{a // 10}.{a % 10}" for a in ARCHITECTURES)
+        raise BuildError(f"the CUDA kernels are not built for compute capability {major}.{minor}; they are for {known}")
+    return fitting[-1]
+
+
+def _digest(*more: object) -> str:
+    """Of the sources and of what else decides the result; not of nvcc's version, so that it need not be there."""
+    digest = hashlib.sha256(repr((*more, shared._ffi()[2])).encode())
+    directory = source_dir()
+    for path in sorted(directory.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(command: list[str], target: Path) -> Path:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
+        done = subprocess.run([*command, "-o", f"{tmp}/out"], capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)}\n{(done.stderr or done.stdout).strip()[-4000:]}")
+        os.replace(f"{tmp}/out", target)
+    return target
+
+
+def _target(architecture: int) -> Path:
+    """Where the library of one architecture is or belongs. BuildError if it isn't there and nothing can build it."""
+    target = shared._cache_dir() / f"cuda-sm{architecture}-{_digest(FLAGS)}.so"
+    if target.exists() or nvcc() is not None:
+        return target
+    raise BuildError(
+        f"no CUDA kernels for sm_{architecture}: no built library in {target.parent} and no nvcc on the path "
+        "(install the CUDA toolkit, set CUDA_HOME, or build elsewhere and set VLLM_KVQ_CACHE)"
+    )
+
+
+def problem(capability: tuple[int, int]) -> str | None:
+    """One sentence if a GPU of this compute capability can't have the kernels; nothing is compiled to find out."""
+    try:
+        _target(architecture_for(capability))
+    except (OSError, ImportError, BuildError) as error:
+        return str(error)
+    return None
+
+
+def build(architecture: int) -> Path:
+    """The path of the library for one architecture, compiled if it isn't there yet."""
+    try:
+        target = _target(architecture)
+        if target.exists():
+            return target
+        compiler = nvcc() or ""
+        includes, library, _ = shared._ffi()
+        command = [compiler, *FLAGS, "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+        command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
+        command += [f"-I{i}" for i in includes] + [str(source_dir() / "api.cu"), library]
+        return _compile(command, target)
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
+        raise BuildError(str(error)) from error
+
+
+def build_emulation() -> Path:
+    """The same source for CPU tensors (csrc/cuda/emulate.h): slow, for tests alone."""
+    compiler = shared.compiler()
+    target = shared._cache_dir() / f"cuda-emulated-{_digest(EMULATION_FLAGS, compiler)}.so"
+    if target.exists():
+        return target
+    includes, library, _ = shared._ffi()
+    command = [*compiler, *EMULATION_FLAGS, "-shared", *(f"-isystem{i}" for i in includes)]
+    return _compile([*command, "-x", "c++", str(source_dir() / "api.cu"), "-x", "none", library], target)
+
+
+def one_kernel(architecture: int, head_size: int, part: int, directory: Path, kind: str = "cubin") -> Path:
+    """One kernel alone (csrc/cuda/cubin.cu), to be looked into: its cubin or its ptx."""
+    compiler = nvcc()
+    if compiler is None:
+        raise BuildError("looking into the CUDA kernels needs nvcc")
+    command = [compiler, *FLAGS[:2], f"-arch=sm_{architecture}", f"-DKVQ_D={head_size}", f"-DKVQ_PART={part}"]
+    target = directory / f"qjl-{part}-d{head_size}-sm{architecture}.{kind}"
+    return _compile([*command, f"-{kind}", str(source_dir() / "cubin.cu")], target)
+
+
+def _load(path: Path) -> Any:
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.load_module(str(path))
+    except Exception as error:
+        raise BuildError(f"{path} can't be loaded: {error}") from error
+
+
+@functools.cache
+def load(architecture: int) -> Any:
+    return _load(build(architecture))
+
+
+@functools.cache
+def load_emulation() -> Any:
+    return _load(build_emulation())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the CUDA kernels ahead of time.")
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, help="architectures, as in 90")
+    architectures = parser.parse_args().arch
+    try:
+        if not architectures:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise BuildError("no GPU here to build for; name the architecture, as in --arch 90")
+            architectures = [architecture_for(torch.cuda.get_device_capability())]
+        for architecture in architectures:
+            print(f"CUDA kernels: {build(architecture).name}")
+    except BuildError as error:
+        print(f"CUDA kernels can't be built: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

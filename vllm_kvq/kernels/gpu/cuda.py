@@ -1,0 +1,197 @@
+"""CUDA kernels for QJL (csrc/cuda): `CUDA`, of kernels/paged.py, and `pack`, what a step completes.
+
+No GPU has run them yet. They are compiled for sm_80 to sm_120, and the same source runs on CPU tensors lane by lane
+(csrc/cuda/emulate.h): CPU tensors here mean that emulation, which is for tests. Every launch takes its sizes from
+shapes and its lengths from the device, so a CUDA graph may keep it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.qjl import SketchKeys
+from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.kernels.build import BuildError
+from vllm_kvq.kernels.gpu import build as build_cuda
+from vllm_kvq.kernels.gpu.paged import PagedKernels
+from vllm_kvq.kernels.slots import SlotGeometry
+
+HEAD_SIZES = (64, 128, 256)
+PROGRAMS_PER_PROCESSOR = 4
+MAX_SPLITS = 128
+WORKSPACE_BYTES = 256 << 20
+"""A long chunk is attended in pieces whose workspace fits this."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A format as the library wants it: its layout, and the sketches transposed on the pages' device."""
+
+    layout: torch.Tensor
+    inner: torch.Tensor
+    outer: torch.Tensor
+    scale_inner: float
+    scale_outer: float
+
+
+def library(device: torch.device) -> Any:
+    """The library for this device, built and loaded at the first call. Raises BuildError, one sentence."""
+    if device.type == "cpu":
+        return build_cuda.load_emulation()
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise BuildError(f"the CUDA kernels need an NVIDIA GPU, not {device.type}")
+    return build_cuda.load(build_cuda.architecture_for(torch.cuda.get_device_capability(device)))
+
+
+_bound: dict[tuple[int, torch.device], tuple[PageFormat, Bound]] = {}
+
+
+def bind(fmt: PageFormat, device: torch.device) -> Bound:
+    found = _bound.get((id(fmt), device))
+    if found is None:
+        if refusal := CUDA.why_not(fmt):
+            raise ValueError(refusal)
+        k, at = fmt.keys, fmt.slab_region.offset
+        assert isinstance(k, SketchKeys)
+        names = ("k_bits", "k_norm", "ko_bits", "ko_norm", "ko_index", "v_codes", "v_scale", "v_zero")
+        sizes = (fmt.geometry.head_size, fmt.record_bytes, fmt.slabs, fmt.slabs_at, k.m, k.m_out, k.n)
+        layout = torch.tensor([*sizes, fmt.slab_region.nbytes, *(at(n) for n in names)])
+        inner, outer = k.sketch(device).T.contiguous(), k.sketch_out(device).T.contiguous()
+        found = _bound[id(fmt), device] = (fmt, Bound(layout, inner, outer, k.scale, k.scale_out))
+    return found[1]
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def tile_rows(rows: int) -> int:
+    """Rows (queries times query heads of one KV head) that one block attends."""
+    return 8 if rows <= 8 else 16
+
+
+def _programs(requests: int, rows: int, heads: int) -> int:
+    return requests * heads * -(-rows // tile_rows(rows))
+
+
+def workspace_bytes(fmt: PageFormat, requests: int, q: int, query_heads: int, heads: int) -> int:
+    """What an attention needs besides its results: sketched queries."""
+    rows = q * query_heads // heads
+    programs = _programs(requests, rows, heads)
+    all_rows, d = programs * tile_rows(rows), fmt.geometry.d
+    parts = (6 * d * all_rows, 4 * d * all_rows, 8 * d * all_rows, 4 * all_rows, 4 * all_rows, 16 * programs)
+    return sum(-(-p // 256) * 256 for p in parts)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _device(device: torch.device) -> Any:
+    """The CUDA runtime launches on the thread's current device."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+class CudaKernels(PagedKernels):
+    def why_not(self, fmt: PageFormat) -> str | None:
+        k, v = fmt.keys, fmt.values
+        if not isinstance(k, SketchKeys):
+            return f"{fmt.name} has no CUDA kernels, they are for QJL keys; its kernels are Triton's or PyTorch's"
+        d = fmt.geometry.head_size
+        if d not in HEAD_SIZES:
+            return (
+                f"the CUDA kernels for QJL know head sizes 64, 128 and 256, not {d}; use another format for this model"
+            )
+        if (k.m, k.m_out, k.n) != (2 * d, d, d // 16):
+            return (
+                f"the CUDA kernels for QJL are compiled for m={2 * d}, m_out={d}, outliers={d // 16} at head size {d}; "
+                f"leave these options out (they are {k.m}, {k.m_out}, {k.n})"
+            )
+        if not isinstance(v, TokenValues) or (v.bits, v.group) != (2, 32):
+            return (
+                "the CUDA kernels for QJL read per-token values of 2 bits in groups of 32; leave the value options out"
+            )
+        return None
+
+    def splits_of(
+        self, fmt: PageFormat, requests: int, q: int, query_heads: int, table: torch.Tensor, pages: torch.Tensor
+    ) -> int:
+        heads, slabs = pages.shape[1], table.shape[1] * fmt.slabs
+        if pages.device.type != "cuda":
+            return min(2, max(1, slabs))
+        programs = _programs(requests, q * query_heads // heads, heads)
+        wanted = PROGRAMS_PER_PROCESSOR * _processors(pages.device.index or 0) // max(1, programs)
+        # four warps of a block take a slab each in turn; fewer than two turns cost more in the merge than they save
+        return min(MAX_SPLITS, max(1, min(wanted, slabs // 8)))
+
+    def launch_attend(
+        self,
+        fmt: PageFormat,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        table: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        start: torch.Tensor | None = None,
+        longest: int = 0,
+    ) -> None:
+        if start is None:  # as many queries for each request, one request after the other
+            n, q = query.shape[:2]
+            start = torch.arange(0, (n + 1) * q, q, dtype=torch.int32, device=pages.device)
+            query, longest = query.reshape(1, n * q, *query.shape[2:]), q
+        query = query[0]
+        bound, lib = bind(fmt, pages.device), library(pages.device)
+        n, heads, query_heads = len(start) - 1, pages.shape[1], query.shape[1]
+        piece = longest
+        while piece > 1 and workspace_bytes(fmt, n, piece, query_heads, heads) > WORKSPACE_BYTES:
+            piece = -(-piece // 2)
+        size = workspace_bytes(fmt, n, piece, query_heads, heads)
+        workspace = torch.empty(size + 256, dtype=torch.uint8, device=pages.device)
+        workspace = workspace[-workspace.data_ptr() % 256 :]
+        with _device(pages.device):
+            for first in range(0, longest, piece):
+                q = min(piece, longest - first)
+                lib.attend_table(
+                    *(bound.layout, bound.inner, bound.outer, bound.scale_inner, bound.scale_outer, query, start),
+                    *(first, q, pages, table, low, high, scale, tile_rows(q * query_heads // heads), workspace),
+                    *(out, lse, _stream(pages.device)),
+                )
+
+
+CUDA = CudaKernels()
+
+
+def pack(
+    fmt: PageFormat,
+    slots: SlotGeometry,
+    plan: torch.Tensor,
+    table: torch.Tensor,
+    side_table: torch.Tensor,
+    side: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    faults: torch.Tensor,
+    units: int,
+) -> None:
+    """Packs the slabs that a step completes, decided on the device: triton_kernels/pack.py for QJL.
+
+    `plan` (8, requests) is `begin`'s, `side` the sidecar's pool (blocks, elements) of the keys' type, `units` the most
+    slabs that a request completes. faults[1] counts elements that were not finite.
+    """
+    bound, lib = bind(fmt, pages.device), library(pages.device)
+    with _device(pages.device):
+        lib.pack(
+            *(bound.layout, bound.inner, bound.outer, pages, plan, table, side_table, side, slots.slots_per_block),
+            *(slots.ring, slots.ring_at, fmt.W, int(fmt.state_rows > 0), key, value, faults, units),
+            _stream(pages.device),
+        )

@@ -1,0 +1,45 @@
+"""Who runs the Triton kernels: a GPU, an emulator of one, or Triton's interpreter.
+
+Triton decides that when a kernel's module is imported, so all are imported here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import torch
+
+_emulated: list[int] = []
+
+
+def emulate(capability: int) -> None:
+    """Triton's driver in this process is an emulator of a GPU of this compute capability, as in 90: compile for it."""
+    _emulated[:] = [capability]
+
+
+def emulated() -> int | None:
+    return _emulated[0] if _emulated else None
+
+
+def load() -> None:
+    """Import the kernels. Without a GPU or an emulator they belong to Triton's interpreter, whatever else uses Triton
+    here."""
+    importlib.import_module("triton")  # itself as it is meant to be
+    before = os.environ.get("TRITON_INTERPRET")
+    if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and emulated() is None:
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        for name in ("step", "pack", "decode", "raw", "merge"):
+            importlib.import_module(f"vllm_kvq.triton_kernels.{name}")
+    finally:
+        if before is None:
+            os.environ.pop("TRITON_INTERPRET", None)
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def interpreted() -> bool:
+    """Whether the kernels, once loaded, belong to the interpreter."""
+    return bool(importlib.import_module("vllm_kvq.triton_kernels.lang").INTERPRETED.value)

@@ -1,0 +1,145 @@
+"""Attention over packed pages as every kind of GPU kernel offers it (kernels/triton.py, kernels/cuda.py).
+
+    launch_attend    into tensors of the caller, sizes from shapes, lengths from the device: fit for a CUDA graph
+    attend_table     the same with results of its own
+    attend_packed    a list of pages, as the PyTorch and CPU kernels take it (kernels/attend.py)
+
+Their parts are joined by one merge, Triton's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.gpu.launch import merge_launch, power_of_two
+from vllm_kvq.kernels.torch.attend import Partial
+
+
+class PagedKernels(ABC):
+    """One kind of kernels; what it does not know (`why_not`) others serve."""
+
+    @abstractmethod
+    def why_not(self, fmt: PageFormat) -> str | None:
+        """One sentence if these kernels can't serve this format, and what to do about it."""
+
+    @abstractmethod
+    def splits_of(
+        self, fmt: PageFormat, requests: int, q: int, query_heads: int, table: torch.Tensor, pages: torch.Tensor
+    ) -> int:
+        """Into how many parts each request's tokens are cut: from shapes alone, so that a CUDA graph may keep them."""
+
+    @abstractmethod
+    def launch_attend(
+        self,
+        fmt: PageFormat,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        table: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        start: torch.Tensor | None = None,
+        longest: int = 0,
+    ) -> None:
+        """Fills out (splits, requests, queries, query heads, head_size) and lse, dense float32: parts of a merge.
+
+        With `start`, requests + 1 numbers on the device, query is (1, tokens, query heads, head_size): request i has
+        the tokens [start[i], start[i + 1]), at most `longest`; tokens of no request are not written.
+        """
+
+    def supports(self, fmt: PageFormat) -> bool:
+        return self.why_not(fmt) is None
+
+    def attend_table(
+        self,
+        fmt: PageFormat,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        table: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        scale: float,
+        splits: int | None = None,
+    ) -> Partial:
+        """n requests with q queries each over their packed tokens [low, high); nothing is read on the host.
+
+        query (n, q, Hq, head_size) of any float type, pages (B, H, record_bytes) uint8, table (n, pages of the longest)
+        int32 or int64 rows of `pages`, low and high (n,). A padded row has high = 0. Pages out of range and slabs that
+        were never packed are not seen. With `low` and `high` of the table's shape every page has limits of its own.
+        """
+        self._check(fmt, query, pages)
+        n, q, query_heads, head_size = query.shape
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        splits = splits or self.splits_of(fmt, n, q, query_heads, table, pages)
+        out = query.new_empty(splits, n, q, query_heads, head_size, dtype=torch.float32)
+        lse = query.new_empty(splits, n, q, query_heads, dtype=torch.float32)
+        if not out.numel() or not pages.shape[0] or not table.shape[1]:
+            return out[0].zero_(), lse[0].fill_(-torch.inf)
+        self.launch_attend(fmt, query, pages, table, low, high, out, lse, scale)
+        return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
+
+    def _check(self, fmt: PageFormat, query: torch.Tensor, pages: torch.Tensor) -> None:
+        if problem := self.why_not(fmt):
+            raise ValueError(problem)
+        if query.shape[-1] != fmt.geometry.head_size:
+            raise ValueError(f"queries of {query.shape[-1]} channels; the format is bound to {fmt.geometry.head_size}")
+        check_pages(fmt, pages)
+        if query.shape[2] % pages.shape[1]:
+            raise ValueError(f"{query.shape[2]} query heads do not share {pages.shape[1]} KV heads evenly")
+
+    def attend_packed(
+        self,
+        fmt: PageFormat,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        page_ids: torch.Tensor,
+        owner: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        scale: float,
+    ) -> Partial:
+        """The pages of all requests in one list, which becomes a table (one host read)."""
+        n = len(query)
+        count = torch.bincount(owner, minlength=n)
+        width = max(1, int(count.max())) if n else 1
+        place = torch.arange(len(owner), device=owner.device) - (count.cumsum(0) - count)[owner]
+        table = torch.full((n, width), -1, dtype=torch.int32, device=pages.device)
+        lows, highs = torch.zeros_like(table), torch.zeros_like(table)
+        for target, source in ((table, page_ids), (lows, low), (highs, high)):
+            target[owner, place] = source.to(torch.int32)
+        return self.attend_table(fmt, query, pages, table, lows, highs, scale)
+
+
+def check_pages(fmt: PageFormat, pages: torch.Tensor) -> None:
+    if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[2] < fmt.record_bytes or pages.stride(2) != 1:
+        raise ValueError(f"pages must be uint8 (blocks, heads, {fmt.record_bytes}) with a dense last dimension")
+    if any(s % 64 for s in pages.stride()[:2]) or pages.data_ptr() % 64:
+        raise ValueError(f"pages at {pages.data_ptr():#x} with strides {pages.stride()} are not aligned to 64 bytes")
+
+
+def merge_parts(
+    out: torch.Tensor, lse: torch.Tensor, into: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+) -> Partial:
+    """Parts stacked along dimension 0, dense float32 -> their merge, with its log-sum-exp.
+
+    `into`: a dense tensor of any float type for the result. `tokens`: how many of (parts, tokens, heads, HEAD) are
+    real, on the device; the rest of the result is 0.
+    """
+    from vllm_kvq.triton_kernels.merge import merge_kernel
+
+    parts, head = out.shape[0], out.shape[-1]
+    merged, total = torch.empty_like(out[0]) if into is None else into, torch.empty_like(lse[0])
+    rows = total.numel()
+    sizes = {"HEAD": head, "COLUMNS": power_of_two(head), "PARTS": power_of_two(parts)}
+    sizes["LIMITED"] = 0 if tokens is None else out.shape[-2]
+    limit = total if tokens is None else tokens
+    if rows:
+        options = merge_launch(parts).options
+        merge_kernel[(rows,)](out, lse, merged, total, rows, parts, limit, **sizes, **options)
+    return merged, total

@@ -1,0 +1,251 @@
+"""Attention over packed pages and over full-precision tokens, in vectorised PyTorch, and their merge.
+
+    part i:  o_i = softmax(s_i) V_i,  l_i = log sum exp s_i,  s_i = scale * q . k
+    merge:   o = sum_i exp(l_i - l) o_i,  l = log sum_i exp l_i
+
+These are the kernels of every device that has none of its own, and what every other kernel is compared with. They
+take whole tensors: no loop runs per token, per head or (in decode) per request.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.kernels.torch.pack import Pair, gather
+
+WORK_BYTES = 64 << 20
+"""Unpacked float32 that a part may hold at once: pages beyond it are attended in several rounds."""
+
+DECODE_QUERIES = 8
+"""Up to this many queries per request a step is decode (one, or a verified draft): requests are batched by page."""
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""(T, Hq, d) float32 outputs and (T, Hq) log-sum-exps; -inf where a query saw nothing."""
+
+
+def merge(parts: list[Partial]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0][0]
+    lse = torch.stack([p[1] for p in parts])
+    weight = (lse - lse.amax(0)).exp()
+    weight = weight / weight.sum(0)
+    out = parts[0][0] * weight[0].unsqueeze(-1)
+    for (o, _), w in zip(parts[1:], weight[1:], strict=True):
+        out = torch.addcmul(out, o, w.unsqueeze(-1))
+    return out
+
+
+def softmax_part(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., keys) masked scores -> unnormalised weights and the log of their sum; an empty row gives 0 and -inf."""
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top.clamp_min(-1e30)).exp()
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.clamp_min(1e-30), (top + total.clamp_min(1e-30).log()).squeeze(-1)
+
+
+def attend_raw(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+) -> Partial:
+    """n requests of the same padded shape: query (n, q, Hq, d), key and value (n, t, H, d), seen (n, q, t) booleans."""
+    n, q, query_heads, _ = query.shape
+    heads = key.shape[2]
+    keys = key.permute(0, 2, 3, 1).float()
+    values = value.transpose(1, 2).float()
+    # a tile of queries at a time, so that the scores of a long chunk stay within WORK_BYTES
+    tile = max(1, WORK_BYTES // (8 * n * query_heads * key.shape[1]))
+    outs, lses = [], []
+    for at in range(0, q, tile):
+        part = query[:, at : at + tile]
+        rows = _by_head(part.float(), heads)
+        scores = (rows @ keys).mul_(scale).unflatten(2, (part.shape[1], -1))
+        scores = scores.masked_fill_(~seen[:, None, at : at + tile, None], float("-inf"))
+        weights, lse = softmax_part(scores.flatten(2, 3))
+        outs.append(_by_token(weights @ values, part.shape[1]))
+        lses.append(_by_token(lse.unsqueeze(-1), part.shape[1]).squeeze(-1))
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(lses, 1))
+
+
+def attend_into(
+    output: torch.Tensor,
+    output_rows: torch.Tensor,
+    query: torch.Tensor,
+    pool: Pair,
+    more: Pair,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    parts: list[Partial],
+) -> None:
+    """Attention over raw tokens where they lie, merged with other parts of the same attention into the output.
+
+    query (n, q, Hq, d); rows (n, t): token j of request i is row rows[i, j] of `pool` (keys and values (blocks, slots,
+    H, d); block * slots + slot), or of `more` counted from the end of `pool`; negative where there is none. seen
+    (n, q, t) booleans. Query j of request i goes to row output_rows[i, j] of output (tokens, Hq, d).
+    """
+    if not rows.shape[1]:
+        output[output_rows] = merge(parts).to(output.dtype)
+        return
+    there = seen & (rows >= 0)[:, None]
+    # a row that nobody sees may hold anything, even NaN, which times 0 would still be NaN
+    wanted = there.any(1)[..., None, None]
+    key, value = (torch.where(wanted, gather(*x, rows.clamp_min(0)), 0) for x in zip(pool, more, strict=True))
+    out = merge([attend_raw(query, key, value, there, scale), *parts])
+    output[output_rows] = out.to(output.dtype)
+
+
+def attend_packed(
+    fmt: PageFormat,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    owner: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: float,
+) -> Partial:
+    """n requests with q queries each over their packed tokens.
+
+    query (n, q, Hq, head_size); the pages of all requests in one list, by request: page_ids (P,) rows of
+    pages (B, H, record_bytes), owner (P,) their request, tokens [low, high) of each are attended.
+    """
+    n, q, _, _ = query.shape
+    heads = pages.shape[1]
+    rows = fmt.keys.query_features(_by_head(fmt.widen(query)[0], heads)) * scale  # (n, H, q * g, F)
+    if q <= DECODE_QUERIES:
+        out, lse = _split_by_page(fmt, rows, pages, page_ids, owner, low, high)
+    else:
+        alone = [
+            _one_request(fmt, rows[i], pages, page_ids[owner == i], low[owner == i], high[owner == i]) for i in range(n)
+        ]
+        out, lse = torch.stack([o for o, _ in alone]), torch.stack([s for _, s in alone])
+    return _by_token(out, q)[..., : fmt.geometry.head_size], _by_token(lse.unsqueeze(-1), q).squeeze(-1)
+
+
+def attend_step(
+    fmt: PageFormat,
+    output: torch.Tensor,
+    output_rows: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    owner: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    pool: Pair,
+    more: Pair,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+) -> bool:
+    """`attend_packed` and `attend_into` in one; False, and nothing done, where a page is not packed."""
+    if not all_packed(fmt, pages, page_ids, low, high):
+        return False
+    parts = [attend_packed(fmt, query, pages, page_ids, owner, low, high, scale)] if len(page_ids) else []
+    attend_into(output, output_rows, query, pool, more, rows, seen, scale, parts)
+    return True
+
+
+def all_packed(
+    fmt: PageFormat, pages: torch.Tensor, page_ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> bool:
+    """Whether every slab with an attended token holds data."""
+    slab = SLAB * torch.arange(fmt.slabs, device=pages.device)
+    needed = (slab < high[:, None]) & (slab + SLAB > low[:, None])
+    return not (needed & ~fmt.packed_slabs(pages, page_ids)).any()
+
+
+def _split_by_page(
+    fmt: PageFormat,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    owner: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode: every page is one split, reduced per request by its log-sum-exp."""
+    n, heads, queries, features = rows.shape
+    # a page's unpacked features and scores
+    page_bytes = 4 * heads * fmt.N * (features + 2 * fmt.geometry.d + 2 * queries)
+    outs, lses = [], []
+    for at in range(0, len(page_ids), max(1, WORK_BYTES // page_bytes)):
+        part = slice(at, at + max(1, WORK_BYTES // page_bytes))
+        seen = _seen(fmt, low[part], high[part])
+        key, value = _unpack(fmt, pages, page_ids[part], seen)
+        scores = rows[owner[part]] @ key.transpose(-2, -1)  # (p, H, q * g, N)
+        scores = scores.masked_fill_(~seen[:, None, None], float("-inf"))
+        weights, lse = softmax_part(scores)
+        outs.append(weights @ value)
+        lses.append(lse)
+    page_out, page_lse = torch.cat(outs), torch.cat(lses)
+    count = torch.bincount(owner, minlength=n)
+    place = torch.arange(len(owner), device=owner.device) - (count.cumsum(0) - count)[owner]
+    padded = rows.new_full((n, int(count.max()), heads, queries), float("-inf"))
+    padded[owner, place] = page_lse
+    lse = padded.logsumexp(1)
+    weight = (page_lse - lse.clamp_min(-1e30)[owner]).exp().unsqueeze(-1)
+    out = rows.new_zeros(n, heads, queries, page_out.shape[-1]).index_add_(0, owner, page_out * weight)
+    return out, lse
+
+
+def _one_request(
+    fmt: PageFormat,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A chunk of a prompt over its history: rounds of pages as one long matrix, with a running softmax."""
+    heads, queries, features = rows.shape
+    page_bytes = 4 * heads * fmt.N * (2 * (features + fmt.geometry.d) + 2 * queries)
+    step = max(1, WORK_BYTES // page_bytes)
+    parts: list[Partial] = []
+    for at in range(0, len(page_ids), step):
+        part = slice(at, at + step)
+        seen = _seen(fmt, low[part], high[part])
+        key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, page_ids[part], seen))
+        scores = (rows @ key.transpose(1, 2)).masked_fill_(~seen.flatten(), float("-inf"))
+        weights, lse = softmax_part(scores)
+        new = weights @ value, lse
+        if parts:
+            # the running result is one more part
+            total = torch.logaddexp(parts[0][1], new[1])
+            new = merge([parts[0], new]), total
+        parts = [new]
+    if parts:
+        return parts[0]
+    return rows.new_zeros(heads, queries, fmt.geometry.d), rows.new_full((heads, queries), float("-inf"))
+
+
+def _unpack(
+    fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(p, H, N, F) key features and (p, H, N, d) values; seen (p, N) booleans.
+
+    A slab that nobody sees may hold anything that the block's last owner left: NaN, which times 0 would still be NaN,
+    and indices that point nowhere. It is read as zeros.
+    """
+    data = pages[ids]
+    slabs = data[..., fmt.slabs_at :][..., : fmt.slabs * fmt.slab_region.nbytes].unflatten(-1, (fmt.slabs, -1))
+    slabs.masked_fill_(~seen.unflatten(1, (fmt.slabs, -1)).any(-1)[:, None, :, None], 0)
+    fields = fmt.read(data, torch.arange(len(ids), device=ids.device))
+    shape = (-1, pages.shape[1])
+    return fmt.keys.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
+
+
+def _seen(fmt: PageFormat, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    position = torch.arange(fmt.N, device=low.device)
+    return (position >= low[:, None]) & (position < high[:, None])
+
+
+def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(n, q, Hq, d) -> (n, H, q * g, d): all query heads of a KV head together."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _by_token(x: torch.Tensor, q: int) -> torch.Tensor:
+    """The inverse of `_by_head`."""
+    return x.unflatten(2, (q, -1)).transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,302 @@
+"""What one step has to move and read, as index tensors: built once per step, used by every layer.
+
+For a request with context c (tokens before this step), q new tokens and L = c + q, first own position `start`:
+
+    boundary   B = max(floor((c - W) / P) * P, start, 0): history below it is read packed, from it on from the ring
+    sinks      positions below min(S, B) come from the sink pages
+    packing    every unit of P tokens that ends in (c, L], but none that ends at or before start + W when start > 0:
+               those lie in pages shared with other requests
+    ring       the newest min(q, R) tokens replace the oldest
+
+All arrays are built for all requests at once with ragged ranges; nothing loops over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
+from vllm_kvq.kernels.torch.pack import Units
+
+Index = tuple[torch.Tensor, torch.Tensor]
+"""(block, slot in the block)."""
+
+
+def ragged(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(owner, position) of all positions in [low_i, high_i), i = 0, 1, ..."""
+    count = np.maximum(high - low, 0)
+    owner = np.repeat(np.arange(len(count)), count)
+    first = np.cumsum(count) - count
+    return owner, np.arange(len(owner)) - np.repeat(first - low, count)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step as the scheduler sees them: host arrays, one row per request with new tokens."""
+
+    first_row: np.ndarray
+    """Row of each request's first new token in the step's query, key and value."""
+    new: np.ndarray
+    context: np.ndarray
+    pages: np.ndarray
+    sidecar: np.ndarray
+    sinks: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        query_start: np.ndarray,
+        seq_lens: np.ndarray,
+        pages: np.ndarray,
+        sidecar: np.ndarray,
+        sinks: np.ndarray | None,
+    ) -> Batch:
+        new = np.diff(query_start)
+        # padding rows and vLLM's dummy runs: no tokens, or block 0 as the sidecar
+        keep = (new > 0) & (sidecar[: len(new), 0] != 0)
+        if not sidecar[: len(new)][keep].all():
+            raise RuntimeError("a request has an incomplete sidecar")
+        pick = [x[: len(new)][keep] for x in (seq_lens, pages, sidecar)]
+        empty = np.zeros((len(pick[0]), 0), np.int64)
+        return cls(
+            query_start[:-1][keep],
+            new[keep],
+            pick[0] - new[keep],
+            pick[1],
+            pick[2],
+            empty if sinks is None else sinks[: len(new)][keep],
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests with the same number of new tokens, attended together.
+
+    A chunk's new tokens overwrite the ring, so its history is read from a copy of it and its new tokens where they
+    came in. The few tokens of a decode step lie in the ring themselves by then.
+    """
+
+    rows: torch.Tensor
+    """(n, q) rows of the queries."""
+    run: slice | None
+    """The same as one slice of the step's tokens, where they are."""
+    chunk: bool
+    held: torch.Tensor | None
+    """(n, t) rows of tokens in full precision: of the ring's pool (a chunk: of its copy), then of the sinks' pool;
+    negative where there is none. None: nothing precedes the new tokens."""
+    seen: torch.Tensor | None
+    """(n, q, t) booleans."""
+    page_ids: torch.Tensor
+    owner: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def pick(self, x: torch.Tensor) -> torch.Tensor:
+        """The group's (n, q, ...) of the step's tokens."""
+        return x[self.rows] if self.run is None else x[self.run].unflatten(0, self.rows.shape)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One request's chunk of a prompt: its rows, and where its state lies."""
+
+    rows: slice
+    state: Index
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    header_block: torch.Tensor
+    header: torch.Tensor
+    found: torch.Tensor
+    """The headers that the plan was made for: a layer that finds others must make its own."""
+    ring_read: Index
+    """The chunks' history in the ring, to be copied before they overwrite it."""
+    ring_write: torch.Tensor
+    ring_rows: torch.Tensor
+    sink_write: torch.Tensor
+    sink_rows: torch.Tensor
+    units: Units | None
+    """Rows of the ring's pool, then of the new tokens."""
+    unit_state: Index | None
+    """(owners, state slots) where the states lie that the units follow."""
+    fits: list[Fit]
+    groups: list[Group]
+
+
+class Planner:
+    """Builds plans for one format and one set of companions; every layer of the model shares it."""
+
+    def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, device: torch.device) -> None:
+        self.fmt, self.slots, self.num_spec, self.device = fmt, slots, num_spec, device
+        self.decode_queries = 1 + num_spec
+        """More new tokens than these are a chunk of a prompt."""
+
+    def plan(self, batch: Batch, headers: torch.Tensor, blocks: int) -> StepPlan:
+        """`headers` are the layer's (n, 3) sidecar headers of the batch's requests, `blocks` those of its pool."""
+        fmt, slots = self.fmt, self.slots
+        c, q = batch.context, batch.new
+        magic, start, upcoming = headers.cpu().numpy().astype(np.int64).T
+        fresh = magic == 0
+        start = np.where(fresh, c, start)
+        self._check(batch, fresh, magic, start, upcoming)
+        end = c + q
+        boundary = np.maximum(np.maximum((c - fmt.W) // fmt.unit * fmt.unit, start), 0)
+        sinks = np.minimum(fmt.S, boundary)
+        header = np.stack([np.full_like(c, MAGIC), start, end], axis=1).astype(np.int32)
+
+        chunk = q > self.decode_queries
+        ring_owner, ring_pos = ragged(boundary, np.where(chunk, c, boundary))
+        keep_owner, keep_pos = ragged(np.maximum(c, end - slots.ring), end)
+        put_owner, put_pos = ragged(c, np.where(start == 0, np.minimum(fmt.S, end), 0))
+        prefill = fresh | chunk
+        return StepPlan(
+            self._long(batch.sidecar[:, 0]),
+            torch.from_numpy(header).to(self.device),
+            headers,
+            self._index(batch.sidecar, ring_owner, slots.ring_at + ring_pos % slots.ring),
+            self._long(self._ring_row(batch, keep_owner, keep_pos)),
+            self._long(batch.first_row[keep_owner] + keep_pos - c[keep_owner]),
+            self._long(self._row(batch.sinks, put_owner, put_pos)),
+            self._long(batch.first_row[put_owner] + put_pos - c[put_owner]),
+            *self._units(batch, start, blocks * slots.slots_per_block),
+            self._fits(batch, prefill, fresh) if fmt.state_rows else [],
+            self._groups(batch, boundary, sinks, blocks * slots.slots_per_block),
+        )
+
+    def _check(
+        self, batch: Batch, fresh: np.ndarray, magic: np.ndarray, start: np.ndarray, upcoming: np.ndarray
+    ) -> None:
+        rewound = upcoming - batch.context
+        stale = (magic != MAGIC) | (rewound < 0) | (rewound > self.num_spec) | (start < 0) | (start > batch.context)
+        stale &= ~fresh
+        if stale.any():
+            i = int(stale.argmax())
+            raise RuntimeError(
+                f"stale sidecar: magic {magic[i]:#x}, positions from {start[i]}, next position {upcoming[i]}, "
+                f"but {batch.context[i]} tokens are computed"
+            )
+        if (start % self.fmt.unit).any():
+            raise RuntimeError(f"a prefix hit resumes at {start.tolist()}, not at a multiple of {self.fmt.unit} tokens")
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+    def _units(self, batch: Batch, start: np.ndarray, pool: int) -> tuple[Units | None, Index | None]:
+        fmt, p = self.fmt, self.fmt.unit
+        c, end = batch.context, batch.context + batch.new
+        shared = np.where(start > 0, (start + fmt.W) // p, 0)
+        first, last = np.maximum(c // p, shared), end // p
+        owner, unit = ragged(first, last)
+        if not len(unit):
+            return None, None
+        per_page = fmt.N // p
+        page = batch.pages[owner, unit // per_page]
+        position = unit[:, None] * p + np.arange(p)
+        who = np.broadcast_to(owner[:, None], position.shape)
+        old = position < c[who]
+        rows = pool + batch.first_row[who] + position - c[who]
+        rows[old] = self._ring_row(batch, who[old], position[old])
+        # the page's first unit was packed in an earlier step
+        follows = unit // per_page * per_page < first[owner]
+        owners, mine = np.unique(owner, return_inverse=True)
+        units = Units(
+            self._long(page),
+            self._long(unit % per_page),
+            self._long(rows),
+            self._long(mine),
+            torch.from_numpy(follows).to(self.device),
+        )
+        return units, self._state(batch, owners) if fmt.state_rows else None
+
+    def _fits(self, batch: Batch, prefill: np.ndarray, fresh: np.ndarray) -> list[Fit]:
+        fits = []
+        for i in np.flatnonzero(prefill):
+            block, slot = self._state(batch, np.array([i]))
+            row = int(batch.first_row[i])
+            fits.append(Fit(slice(row, row + int(batch.new[i])), (block[0], slot[0]), bool(fresh[i])))
+        return fits
+
+    def _groups(self, batch: Batch, boundary: np.ndarray, sinks: np.ndarray, pool: int) -> list[Group]:
+        c = batch.context
+        page_first = self.fmt.S // self.fmt.N
+        groups = []
+        for q in np.unique(batch.new):
+            mine = np.flatnonzero(batch.new == q)
+            rows = batch.first_row[mine, None] + np.arange(q)
+            owner, page = ragged(
+                np.full(len(mine), page_first),
+                np.where(boundary[mine] > self.fmt.S, -(-boundary[mine] // self.fmt.N), 0),
+            )
+            origin = page * self.fmt.N
+            chunk = bool(q > self.decode_queries)
+            held = seen = None
+            if c[mine].any():
+                held, seen = self._held(batch, mine, boundary, sinks, pool, 0 if chunk else int(q))
+            groups.append(
+                Group(
+                    self._long(rows),
+                    _run(rows),
+                    chunk,
+                    None if held is None else self._long(held),
+                    None if seen is None else torch.from_numpy(seen).to(self.device),
+                    self._long(batch.pages[mine[owner], page]),
+                    self._long(owner),
+                    self._long(np.maximum(self.fmt.S - origin, 0)),
+                    self._long(np.minimum(boundary[mine[owner]] - origin, self.fmt.N)),
+                )
+            )
+        return groups
+
+    def _held(
+        self, batch: Batch, mine: np.ndarray, boundary: np.ndarray, sinks: np.ndarray, pool: int, new: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`Group.held` and `Group.seen`: sinks, then the ring with the `new` newest tokens in it; 0 for a chunk."""
+        c, queries = batch.context, int(batch.new[mine[0]])
+        ns, count = sinks[mine, None], (c - boundary)[mine, None] + new
+        j = np.broadcast_to(np.arange(int((ns + count).max()))[None], (len(mine), int((ns + count).max())))
+        position = boundary[mine, None] + j - ns
+        who = np.broadcast_to(mine[:, None], j.shape)
+        early, there = j < ns, j < ns + count
+        held = np.full(j.shape, -1, np.int64)
+        ring = there & ~early
+        if new:
+            held[ring] = self._ring_row(batch, who[ring], position[ring])
+        else:
+            # the copy holds the chunks' rings one after the other, by request
+            copied = np.where(batch.new > self.decode_queries, c - boundary, 0)
+            pool = int(copied.sum())
+            held[ring] = (np.cumsum(copied) - copied)[who[ring]] + position[ring] - boundary[who[ring]]
+        held[early] = pool + self._row(batch.sinks, who[early], j[early])
+        # history is seen by every query, a new token by itself and the later ones
+        seen = there[:, None] & ((position - c[mine, None])[:, None] <= np.arange(queries)[None, :, None])
+        return held, seen
+
+    # -- indices ---------------------------------------------------------------------------------------------------
+    def _ring_row(self, batch: Batch, owner: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Row in the sidecar's pool of positions that lie in the ring."""
+        return self._row(batch.sidecar, owner, self.slots.ring_at + position % self.slots.ring)
+
+    def _row(self, table: np.ndarray, owner: np.ndarray, slot: np.ndarray) -> np.ndarray:
+        """Row in a companion's pool: block * slots per block + slot in the block."""
+        block, inner = self.slots.locate(table, owner, slot)
+        return block.astype(np.int64) * self.slots.slots_per_block + inner
+
+    def _state(self, batch: Batch, owner: np.ndarray) -> Index:
+        slot = np.broadcast_to(1 + np.arange(self.slots.state_slots), (len(owner), self.slots.state_slots))
+        return self._index(batch.sidecar, owner[:, None], slot)
+
+    def _index(self, table: np.ndarray, owner: np.ndarray, slot: np.ndarray) -> Index:
+        block, inner = self.slots.locate(table, owner, slot)
+        return self._long(block), self._long(inner)
+
+    def _long(self, x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(self.device)
+
+
+def _run(rows: np.ndarray) -> slice | None:
+    first = int(rows[0, 0])
+    return slice(first, first + rows.size) if (rows.ravel() == first + np.arange(rows.size)).all() else None
