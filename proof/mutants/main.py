@@ -1,0 +1,152 @@
+"""Plants faults in a copy of the checkout, one at a time, and runs the tests that must catch each.
+
+    python -m proof mutants                    the cheap ones, minutes
+    python -m proof mutants --all              with those that compile C++ or start engines, hours
+    python -m proof mutants --only "rescale"   those with this text in their name
+
+Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests fail
+without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+
+from proof.mutants.catalog import FAULTS
+from proof.mutants.fault import Fault, Stale
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 1500
+PASSED, FAILED = 0, 1
+"""pytest's exit statuses; all others mean that nothing was tested."""
+
+Pytest = Callable[[Path, str], int]
+
+
+def run_pytest(root: Path, arguments: str) -> int:
+    """The exit status of pytest in the tree at `root`, which its child processes import, too."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("VLLM_KVQ_CACHE", None)
+    try:
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return FAILED  # a test that hangs under a fault does not pass
+    return done.returncode
+
+
+def copy_checkout(target: Path) -> None:
+    """The files that git knows, as they are now, and the kernels that are built."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.split("\0"):
+        source = ROOT / name
+        if not name or not (source.is_symlink() or source.is_file()):
+            continue
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, place, follow_symlinks=False)
+    built = ROOT / "vllm_kvq" / "_build"
+    if built.is_dir():
+        shutil.copytree(built, target / "vllm_kvq" / "_build")
+
+
+@dataclass
+class Outcome:
+    caught: list[str] = field(default_factory=list)
+    survived: list[str] = field(default_factory=list)
+    unusable: list[str] = field(default_factory=list)
+    """Faults that no longer apply, and tests that do not pass without a fault or were not run."""
+
+    @property
+    def status(self) -> int:
+        return 1 if self.survived or self.unusable or not self.caught else 0
+
+    def line(self) -> str:
+        return f"{len(self.caught)} caught, {len(self.survived)} survived, {len(self.unusable)} unusable"
+
+
+def judge(root: Path, fault: Fault, pytest: Pytest) -> str:
+    """One fault: "caught", "survived", or why it proves nothing."""
+    try:
+        text = fault.apply(root)
+    except Stale as stale:
+        return f"no longer applies: {stale}"
+    try:
+        status = pytest(root, fault.tests)
+    finally:
+        (root / fault.file).write_text(text, encoding="utf-8")
+    if status in (PASSED, FAILED):
+        return "survived" if status == PASSED else "caught"
+    return f"pytest ended with status {status}: nothing was tested"
+
+
+def plant(faults: Iterable[Fault], roots: list[Path], pytest: Pytest, say: Callable[[str], None]) -> Outcome:
+    """Each fault alone, in one of the trees; as many at a time as there are trees."""
+    free: Queue[Path] = Queue()
+    for root in roots:
+        free.put(root)
+
+    def alone(work: Callable[[Path], str]) -> str:
+        root = free.get()
+        try:
+            return work(root)
+        finally:
+            free.put(root)
+
+    outcome, faults = Outcome(), list(faults)
+    with ThreadPoolExecutor(len(roots)) as pool:
+        controls = {tests: pool.submit(alone, lambda root, t=tests: str(pytest(root, t)))  # type: ignore[misc]
+                    for tests in dict.fromkeys(f.tests for f in faults)}  # fmt: skip
+        sound = {tests for tests, status in controls.items() if status.result() == str(PASSED)}
+        for tests in controls:
+            if tests not in sound:
+                outcome.unusable.append(tests)
+                say(f"{'unusable':9} without any fault these tests do not pass: {tests}")
+        judged = [
+            (f, pool.submit(alone, lambda root, f=f: judge(root, f, pytest)))  # type: ignore[misc]
+            for f in faults
+            if f.tests in sound
+        ]
+        for fault, verdict in judged:
+            found = verdict.result()
+            kind = found if found in ("caught", "survived") else "unusable"
+            getattr(outcome, kind).append(fault.name)
+            say(f"{kind:9} {fault.name} ({fault.file})" + (f": {found}" if kind == "unusable" else ""))
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="the slow ones, too")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their name or file")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies at a time (cores)")
+    options = parser.parse_args()
+    chosen = [f for f in FAULTS if (options.all or not f.slow) and options.only in f"{f.name} {f.file}"]
+    if not chosen or options.jobs < 1:
+        parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvq-mutants-") as folder:
+        roots = [Path(folder) / str(i) for i in range(min(options.jobs, len(chosen)))]
+        for root in roots:
+            copy_checkout(root)
+        outcome = plant(chosen, roots, run_pytest, lambda line: print(line, flush=True))
+    print(f"{outcome.line()} of {len(chosen)} faults, {(time.monotonic() - start) / 60:.1f} minutes")
+    return outcome.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
