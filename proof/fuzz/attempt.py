@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from proof.demo.draft import random_draft
 from proof.fuzz.case import PLAIN, Case, Setup
+from proof.models.draft import random_draft
 from proof.oracle.check import GREEDY, NEVER, Verdict, differences, distance, judge, leaks
 from proof.oracle.forked import EngineFailed, EngineProcess, Prepare
 from proof.oracle.replay import ReplayModel

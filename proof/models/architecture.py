@@ -1,4 +1,4 @@
-"""What is known of one kind of model, and the numbers of tiny configurations."""
+"""What is said about one kind of model, and the numbers of tiny configurations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCAB, HIDDEN, POSITIONS = 512, 128, 2048
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row."""
+    """A kind of model: a tiny configuration of it, and what the tests expect of it."""
 
     name: str
     config: str
@@ -72,6 +72,11 @@ def llama_like(heads: int = 4, kv_heads: int = 2, head_dim: int | None = 64, **m
 def hidden(heads: int, head_size: int, **more: Any) -> dict[str, Any]:
     """For configurations without a head size of its own."""
     return llama_like(heads, head_dim=None, hidden_size=heads * head_size, **more)
+
+
+def gpt_like(**more: Any) -> dict[str, Any]:
+    """Numbers under the names that GPT-2 and its relatives use."""
+    return {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, **more}
 
 
 def moe(**names: int) -> dict[str, Any]:

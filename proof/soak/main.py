@@ -17,7 +17,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from proof.soak.client import place
 from proof.soak.load import MAX_LEN, MODEL, VOCAB, Load, Order
 from proof.soak.report import TOTAL, Report, Tally
 from proof.soak.watch import Trend, metrics, tree_rss, trend
-from vllm_kvq.bench.server import Server, ServerError
+from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.formats import FORMATS
 
 HOST = "127.0.0.1"
@@ -89,9 +88,7 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     model = str(random_model(folder / "model", **SHAPE))
-    with socket.create_server((HOST, 0)) as probe:
-        port = probe.getsockname()[1]
-    server = Server(model, _arguments(model, options), HOST, port, options.log or folder / "log")
+    server = Server(model, _arguments(model, options), HOST, free_port(HOST), options.log or folder / "log")
     tally = Tally(repeats_are_equal=options.format in ("lossless", PLAIN))
     with server:
         server.wait_until_healthy(START_SECONDS)
@@ -164,7 +161,3 @@ def _drain(url: str) -> None:
         if not now.running and not now.waiting:
             return
         time.sleep(0.5)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,22 +284,20 @@ def report_cuda(targets: list[int], only: list[str]) -> bool:
     return good
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities, as in 90")
     parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
     parser.add_argument("--without-cuda", action="store_true", help="leave out what nvcc compiles")
     parser.add_argument(
         "--check", action="store_true", help="fail on a spill, a decode loop without matrix products or above LIMITS"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     line([*COLUMNS, *(f"sm_{target}" for target in args.targets)], len(args.targets))
     line(["---", *["--:"] * (len(COLUMNS) - 1 + len(args.targets))], len(args.targets))
     good = report(args.targets, args.only)
     if not args.without_cuda:
         good &= report_cuda(args.targets, args.only)
     return 1 if args.check and not good else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ import pytest
 import traces
 from drafts import mtp_model
 
-from proof.demo.draft import METHODS, random_draft
+from proof.models.draft import METHODS, random_draft
 from proof.oracle.check import Verdict, compare, judge
 from proof.oracle.replay import ReplayModel
 

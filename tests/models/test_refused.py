@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from proof.models import REFUSED, named
 from proof.models.architecture import Architecture
-from proof.models.architectures import REFUSED, named
 
 pytestmark = pytest.mark.engine
 

@@ -26,7 +26,6 @@ import math
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import threading
@@ -36,7 +35,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.bench.server import Server, ServerError
+from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
 from vllm_kvq.formats import FORMATS
@@ -214,11 +213,9 @@ def bench_model(folder: Path, layers: int, max_position: int) -> Path:
 
 
 def server(model: Path, dtype: str, args: argparse.Namespace, max_len: int, log: Path) -> Server:
-    with socket.create_server((HOST, 0)) as probe:
-        port = probe.getsockname()[1]
     options = ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--served-model-name", "bench"]
     options += ["--max-model-len", str(max_len), "--max-num-seqs", str(max(args.batch))]
-    return Server(str(model), options + ["--enforce-eager"] * args.eager, HOST, port, log)
+    return Server(str(model), options + ["--enforce-eager"] * args.eager, HOST, free_port(HOST), log)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

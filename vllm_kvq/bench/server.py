@@ -60,17 +60,10 @@ def parse_capacity(log: str) -> Capacity | None:
     return None
 
 
-def check_port(host: str, port: int) -> None:
-    if not 0 < port < 65536:
-        raise ServerError(f"port {port} does not exist; choose one from 1 to 65535")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ServerError(
-                f"port {port} can't be used ({error.strerror}); choose another one: make run PORT={port + 1}"
-            ) from None
+def free_port(host: str) -> int:
+    """A port that nothing listens on at this moment."""
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 class Server:

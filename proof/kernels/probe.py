@@ -9,15 +9,15 @@ Only this process believes it, and in it only our library. x86-64 Linux.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
-import os
 import platform
-import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from proof import inside
 from vllm_kvq.kernels.build import BuildError, build
 from vllm_kvq.kernels.cpu import attend as cpu
 
@@ -66,13 +66,11 @@ def pretend() -> bool:
         lib.probe_stop_pretending()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    rest = sys.argv[1:] if arguments is None else arguments
-    if len(rest) < 2 or rest[0] != "-m":
-        print("usage: python -m proof probe -m MODULE [ARGUMENT ...]", file=sys.stderr)
-        return 2
-    # pytest would take SIGILL for itself
-    os.environ["PYTEST_ADDOPTS"] = f"{os.environ.get('PYTEST_ADDOPTS', '')} -p no:faulthandler"
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options = inside.parse(parser, argv)
     try:
         if not pretend():
             print("this processor has no AVX-512, or CPUID can't be answered for it", file=sys.stderr)
@@ -80,10 +78,5 @@ def main(arguments: list[str] | None = None) -> int:
     except BuildError as error:
         print(str(error), file=sys.stderr)
         return 1
-    sys.argv = rest[1:]
-    runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    # pytest's own handler would take SIGILL away from the probe's
+    return inside.run(options.command, "-p no:faulthandler")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from checkpoints import PROMPT_TOKENS
 
+from proof.models import SERVED, named
 from proof.models.architecture import Architecture
-from proof.models.architectures import WORKS, named
 from proof.oracle.check import compare, judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Result, Trace
@@ -64,7 +64,7 @@ def plain(lab: Any) -> Any:
     return answers
 
 
-EXACT = [a for a in WORKS if a.dtype == "float32"]
+EXACT = [a for a in SERVED if a.dtype == "float32"]
 
 
 @pytest.mark.parametrize("arch", EXACT, ids=lambda a: a.name)
@@ -94,7 +94,7 @@ def test_lossy(arch: Architecture, lab: Any, plain: Any) -> None:
         assert replayed.hits == 1
 
 
-@pytest.mark.parametrize("arch", [a for a in WORKS if a.dtype != "float32"], ids=lambda a: a.name)
+@pytest.mark.parametrize("arch", [a for a in SERVED if a.dtype != "float32"], ids=lambda a: a.name)
 @pytest.mark.parametrize("name", ["lossless", "squat2", "polar4", "qjl3", "innerq2"])
 def test_16_bit_models_answer(name: str, arch: Architecture, lab: Any) -> None:
     """Sums are rounded in another order than plain vLLM's, so tokens may differ from them."""
@@ -140,7 +140,7 @@ def test_the_adapter_is_used(lab: Any, plain: Any) -> None:
     assert plain(named("Llama with LoRA")).outputs != plain(named("Llama")).outputs
 
 
-@pytest.mark.parametrize("arch", [a for a in WORKS if a.polar], ids=lambda a: a.name)
+@pytest.mark.parametrize("arch", [a for a in SERVED if a.polar], ids=lambda a: a.name)
 def test_polar_needs_the_pairing(arch: Architecture, lab: Any) -> None:
     job = {"model": str(lab.model(arch)), "engine": {"skip_tokenizer_init": True, "kv_cache_dtype": "polar4"}}
     sentence = lab.do("configure", **job)
