@@ -8,10 +8,12 @@ from pathlib import Path
 
 from proof.fuzz.case import PLAIN, Case, Setup
 from proof.models.draft import random_draft
-from proof.oracle.check import GREEDY, NEVER, Verdict, differences, distance, judge, leaks
+from proof.oracle.compare import differences
 from proof.oracle.forked import EngineFailed, EngineProcess, Prepare
+from proof.oracle.judge import GREEDY, NEVER, distance, judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
+from proof.oracle.verdict import Verdict, leaks
 
 CLOSE = 1e-3
 """Logits, of standard deviation 30, that plain vLLM and `lossless` may order differently in float32."""

@@ -12,9 +12,9 @@ from proof.fuzz.attempt import Runner, Runners
 from proof.fuzz.case import Case
 from proof.fuzz.draw import Drawer, draw_setup
 from proof.fuzz.shrink import Shrinker, last_good
-from proof.oracle.check import Verdict
 from proof.oracle.forked import Prepare
 from proof.oracle.trace import Result, Trace
+from proof.oracle.verdict import Verdict
 
 ROUND_SECONDS = 60.0
 """About as long as one configuration is kept."""

@@ -10,7 +10,8 @@ from checkpoints import PROMPT_TOKENS
 
 from proof.models import SERVED, named
 from proof.models.architecture import Architecture
-from proof.oracle.check import compare, judge
+from proof.oracle.compare import compare
+from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Result, Trace
 
