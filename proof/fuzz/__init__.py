@@ -1,9 +1,11 @@
-"""Random traces on the real engine, every token judged by the oracle, and the smallest trace that fails.
+"""Random traces on the real engine, every token judged by the oracle.
 
-main.py      the command
-case.py      an engine's configuration and its traces, as JSON
-draw.py      random ones
-attempt.py   runs a case and judges it
-session.py   many cases at a time, until the time is over or one fails
-shrink.py    makes a failing case small
+    main.py      the command
+    case.py      an engine's configuration and its traces, as JSON
+    draw.py      random ones
+    attempt.py   runs a case and judges it
+    session.py   many cases at a time, until the time is over or one fails
+    shrink.py    makes a failing case small
+
+The same seed draws the same engines and traces.
 """

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from typing import Any
 
 from proof.tables import compile_cuda
 from proof.tables.compile_cuda import CudaVariant
+from proof.tables.sass import longest_loop, read_cubin, shortest_cycle
 from vllm_kvq.kernels.gpu import build as build_cuda
 
 TARGETS = (80, 86, 89, 90, 100, 120)
@@ -188,52 +188,19 @@ def build(variant: Variant, target: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=variant.options)
 
 
-def tool(name: str) -> str:
-    import triton.backends.nvidia
-
-    return str(Path(triton.backends.nvidia.__file__).parent / "bin" / name)
-
-
-def inner_loop(sass: str) -> list[str]:
-    """The instructions of the longest loop."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass.splitlines():
-        if found := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[found[1]] = len(code)
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(found[1])
-    best: list[str] = []
-    for i, instruction in enumerate(code):
-        found = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction)
-        first = labels.get(found[1], i + 1) if found else i + 1
-        if first <= i and i + 1 - first > len(best):
-            best = code[first : i + 1]
-    return best
-
-
-def read_cubin(path: str) -> tuple[int, int, str]:
-    """(registers, stack, SASS) of a binary with one kernel."""
-    read: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-    resources = subprocess.run([tool("cuobjdump"), "-res-usage", path], **read).stdout
-    sass = subprocess.run([tool("nvdisasm"), "-c", path], **read).stdout
-    registers, stack = (int(re.search(rf"{n}:(\d+)", resources)[1]) for n in ("REG", "STACK"))  # type: ignore[index]
-    return registers, stack, sass
-
-
 def usage(compiled: Any) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         registers, stack, sass = read_cubin(file.name)
-    loop = inner_loop(sass)
+    loop = longest_loop(sass)
     return Usage(registers, compiled.metadata.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
 
 
 def cuda_usage(variant: CudaVariant, target: int) -> Usage:
     with tempfile.TemporaryDirectory() as directory:
         registers, stack, sass = read_cubin(str(compile_cuda.build(variant, target, Path(directory))))
-    loop = compile_cuda.hot_loop(sass) if variant.decode else []
+    loop = shortest_cycle(sass) if variant.decode else []
     return Usage(registers, variant.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
 
 
