@@ -49,8 +49,8 @@ def flags(kinds: tuple[str, ...]) -> list[str]:
     return [*found, "-DKVQ_STD_THREADS", "-pthread"] if "thread" in kinds else found
 
 
-# torch's loops, and MKL in the same library, run on OpenMP as well; no frame of ours ever lies below one of theirs.
-# (Their threads can't be taken from them: OMP_NUM_THREADS is the number that the kernels' loops have, too.)
+# torch's loops, and MKL in the same library, run on OpenMP as well, and never call a function of ours.
+# (They can't be given one thread: OMP_NUM_THREADS is also the number of threads of the kernels' loops.)
 _SUPPRESSIONS = "race:libtorch_cpu.so\n"
 
 

@@ -21,9 +21,9 @@ from proof.oracle.verdict import Verdict
 from proof.oracle.whole import Whole
 
 BRIEF, SOME, MANY = 6, 24, 200
-"""Disturbed replays that a mismatch has to survive (see `judge`): so many together with others, these on its own."""
+"""Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others, the rest of it alone."""
 AT_ONCE = 40
-"""So many mismatches are tried again together; the next ones only if all of these were ties."""
+"""Mismatches that are replayed together; the next ones only if all of these were ties."""
 GREEDY = 0.01
 """Up to this temperature (vLLM's smallest) a sample is judged like a greedy one: n > 1 samples can't be greedy."""
 NEVER = 25.0
@@ -148,7 +148,7 @@ def _behind(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]
 
 
 def distance(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result], found: Difference) -> float:
-    """How far apart the reference's logits of the two tokens are, on the way of the second engine (`results`).
+    """How far apart the reference's logits of the two tokens are, after the tokens of the second engine (`results`).
 
     Request names must be unique over the traces.
     """

@@ -1,9 +1,9 @@
-"""What the GPU decode kernels load per cached token, counted while their PTX runs on a CPU (proof.ptx).
+"""What the GPU's attention over packed pages loads per cached token, counted while its PTX runs on a CPU (proof.ptx).
 
     python -m proof traffic         a table; --check: exit status 1 if not within LIMIT of a record
 
     loads      instructions of a warp
-    asked      bytes, by all lanes: several may want the same
+    asked      bytes, by all lanes: several may ask for the same
     sectors    bytes in sectors of 32, of each instruction: what the caches deliver
     memory     bytes in sectors that are asked for at all: what memory delivers
     record     bytes that a token takes in a page, page headers and parameters included

@@ -140,7 +140,7 @@ class Farm:
             "model": str(self.model(model)),
             "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
             "ray": 2 if "ray" in kind else 0,
-            # that a worker which knows nothing finds the plugin is seen with two ranks of `lossless`
+            # two ranks of `lossless` show that a worker which is not forked finds the plugin
             "fork": (kind, name) != ("tp2", "lossless"),
             "traces": [t.to_json() for t in self.traces],
             "out": f"{at}.out",

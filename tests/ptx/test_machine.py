@@ -1,4 +1,4 @@
-"""The machine that runs PTX: what it computes, and what it refuses to let pass. Kernels here are written by hand."""
+"""The machine that runs PTX: what it computes and what it refuses. The kernels here are written by hand."""
 
 from __future__ import annotations
 

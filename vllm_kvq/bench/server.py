@@ -91,7 +91,7 @@ class Server:
         }.items():
             environment.setdefault(name, value)
         if not Path(self.command[0]).exists():
-            raise ServerError(f"{self.command[0]} does not exist: run make bootstrap first.")
+            raise ServerError(f"{self.command[0]} does not exist: install vllm-kvq with its extra `cpu` or `gpu`")
         with self.log.open("wb") as log:
             # A session of its own: Ctrl-C then reaches us alone, and we stop the child in order.
             self._child = subprocess.Popen(
