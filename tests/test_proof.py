@@ -17,11 +17,12 @@ from proof.__main__ import COMMANDS, main
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 DOCUMENTED = sorted(
-    {line for page in DOCUMENTS for line in re.findall(r"python -m (proof [^`\n#]*)", page.read_text())}
+    {line for page in DOCUMENTS for line in re.findall(r"python -m (proof \w[^`\n#]*)", page.read_text())}
 )
 """What stands behind `python -m` in a document, up to the end of its line."""
 NO_OPTIONS_OF_OURS = ("-m", "--")
 """From here on a line names another command."""
+MADE = sorted({x for page in DOCUMENTS for x in re.findall(r"(?:^    |`)make (\w+)", page.read_text(), re.MULTILINE)})
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -97,3 +98,8 @@ def test_documented_commands_exist(line: str, capsys: pytest.CaptureFixture[str]
         if word in NO_OPTIONS_OF_OURS:
             break
         assert not word.startswith("-") or word in known
+
+
+def test_documented_targets_exist() -> None:
+    rules = re.findall(r"^([a-z ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"fuzz", "soak", "test"} <= set(MADE) <= {target for rule in rules for target in rule.split()}

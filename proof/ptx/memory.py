@@ -121,9 +121,8 @@ class Shared:
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
-        self.data = np.full(
-            nbytes, 0xFF, np.uint8
-        )  # NaN as a float: what is read before it is written can't pass for a result
+        # NaN as a float: what is read before it is written shows in the result
+        self.data = np.full(nbytes, 0xFF, np.uint8)
         self.epoch = 0
         self.warp_epoch = np.zeros(threads // 32, np.int64)
         # of reads and of writes: which thread's, which warp's, and after how many barriers
