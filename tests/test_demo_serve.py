@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -109,7 +110,11 @@ def test_demo_model_is_trained_once_and_again_after_a_change(tmp_path: Path, mon
     (path / "made-by").write_text("an older version")
     serve.ensure_demo_model(path)
     assert len(trained) == 2
-    # each file counts that the model is made by, the tokenizer's and the checkpoint's too
+    # each file counts that the model is made by, also those outside of the demo's folder
+    imported = [
+        re.findall(r"^from (?:proof|vllm_kvq)[.\w]*\.(\w+) import", s.read_text(), re.M) for s in serve.MODEL_SOURCES
+    ]
+    assert {f"{name}.py" for names in imported for name in names} < {source.name for source in serve.MODEL_SOURCES}
     for i, source in enumerate(serve.MODEL_SOURCES):
         changed = tmp_path / source.name
         changed.write_text(source.read_text() + "\n")
