@@ -81,3 +81,9 @@ def gpt_like(**more: Any) -> dict[str, Any]:
 
 def moe(**names: int) -> dict[str, Any]:
     return {"num_experts_per_tok": 2, **names}
+
+
+def vision(model_type: str, **more: int) -> dict[str, Any]:
+    """The encoder of images that are 28 pixels wide and high."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return {"model_type": model_type, **sizes, "image_size": 28, "patch_size": 14, **more}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proof.models.architecture import HIDDEN, VOCAB, Architecture, hidden, llama_like
+from proof.models.architecture import HIDDEN, VOCAB, Architecture, hidden, llama_like, vision
 
 REFUSED: list[Architecture] = [
     Architecture(
@@ -24,15 +24,7 @@ REFUSED: list[Architecture] = [
         "Gemma3Config",
         {
             "text_config": llama_like(num_hidden_layers=6),
-            "vision_config": {
-                "model_type": "siglip_vision_model",
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
-            },
+            "vision_config": vision("siglip_vision_model"),
         },
         "image tokens attend to later ones",
         refused="attention in both directions among image tokens",

@@ -6,7 +6,7 @@ Configurations are the real ones of Transformers with small numbers; what a chec
 
 from __future__ import annotations
 
-from proof.models.architecture import HIDDEN, Architecture, gpt_like, hidden, llama_like, moe
+from proof.models.architecture import HIDDEN, Architecture, gpt_like, hidden, llama_like, moe, vision
 
 SERVED: list[Architecture] = [
     Architecture("Llama", "LlamaConfig", llama_like(), "GQA, head size 64", replay=True),
@@ -131,16 +131,7 @@ SERVED: list[Architecture] = [
         "LlavaConfig",
         {
             "text_config": llama_like(model_type="llama"),
-            "vision_config": {
-                "model_type": "clip_vision_model",
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
-                "projection_dim": 64,
-            },
+            "vision_config": vision("clip_vision_model", projection_dim=64),
             "image_token_index": 3,
             "tie_word_embeddings": False,
         },
