@@ -1,32 +1,45 @@
-"""The instruments: python -m proof COMMAND, from a checkout. Each command lives in the module that does its work."""
+"""The instruments: python -m proof COMMAND, from a checkout. Each command lives in the module that does its work.
+
+Exit status: 0 done, 1 found something wrong, 2 wrong usage. What runs another command gives that command's status.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Sequence
 
-from vllm_kvq.cli import run_module
-
-MODULES = {
+COMMANDS = {
     "fuzz": ("proof.fuzz.main", "random traces on real engines, every token judged"),
     "soak": ("proof.soak.main", "a real server under mixed load for a while, then its errors, memory and blocks"),
     "demo": ("proof.demo.serve", "a real server with a low-bit cache, and an answer from it"),
     "ptx": ("proof.ptx.main", "a Python command whose GPU kernels run from their PTX, on a CPU"),
-    "probe": ("proof.probe", "a Python command on a processor that is taken for one with AVX-512 VNNI"),
-    "sanitize": ("proof.sanitize", "a command with the CPU kernels under g++'s sanitizers"),
+    "probe": ("proof.kernels.probe", "a Python command on a processor that is taken for one with AVX-512 VNNI"),
+    "sanitize": ("proof.kernels.sanitize", "a command with the CPU kernels under g++'s sanitizers"),
     "instructions": ("proof.tables.instructions", "instructions of CPU attention per cached element, counted"),
     "compile": ("proof.tables.compile_table", "registers, spills and instructions of the GPU kernels"),
-    "traffic": ("proof.tables.gpu_traffic", "what a GPU's decode kernels load per cached token, counted"),
-    "models": ("proof.models.page", "docs/models.md"),
+    "traffic": ("proof.tables.gpu_traffic", "what the GPU kernels load per cached token in a decode step, counted"),
+    "models": ("proof.models.document", "prints docs/models.md"),
 }
+"""Command -> its module, whose `main(arguments)` gives the exit status, and what it does."""
 
 
-def main() -> int:
-    args = sys.argv[1:]
-    if args and args[0] in MODULES:
-        return run_module(f"python -m proof {args[0]}", MODULES[args[0]][0], args[1:])
-    print("usage: python -m proof COMMAND ...\n")
-    print("\n".join(f"  {name:14}{what}" for name, (_, what) in MODULES.items()))
-    return 0 if args in (["--help"], ["-h"]) else 2
+def usage() -> str:
+    lines = [f"  {name:14}{what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: python -m proof COMMAND ...", "", *lines, "", "Each command has a --help of its own."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in COMMANDS:
+        return int(importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]))
+    if arguments[:1] in (["--help"], ["-h"]):
+        print(usage())
+        return 0
+    if arguments:
+        print(f"python -m proof: there is no command {arguments[0]!r}\n", file=sys.stderr)
+    print(usage(), file=sys.stderr)
+    return 2
 
 
 # guarded: multiprocessing imports the main module again in its children

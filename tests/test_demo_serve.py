@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from proof.demo import serve
-from vllm_kvq.bench.server import Server, ServerError, check_port, parse_capacity
+from vllm_kvq.bench.server import Server, ServerError, free_port, parse_capacity
 
 ROOT = Path(__file__).parent.parent
 LINE = (
@@ -44,16 +45,16 @@ def test_taken_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     assert f"port {port} can't be used" in error
     assert error.count("\n") == 1
-    check_port(serve.HOST, port)
+    serve.check_port(serve.HOST, port)
 
 
 def test_out_of_range_port_is_one_sentence() -> None:
     with pytest.raises(ServerError, match="from 1 to 65535"):
-        check_port(serve.HOST, 99999)
+        serve.check_port(serve.HOST, 99999)
 
 
 def test_missing_model_folder_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.main(["--model", "./no-such-model", "--port", str(free_port())]) == 1
+    assert serve.main(["--model", "./no-such-model", "--port", str(free_port(serve.HOST))]) == 1
     assert capsys.readouterr().err == "run: there is no folder ./no-such-model to load a model from\n"
 
 
@@ -109,6 +110,18 @@ def test_demo_model_is_trained_once_and_again_after_a_change(tmp_path: Path, mon
     (path / "made-by").write_text("an older version")
     serve.ensure_demo_model(path)
     assert len(trained) == 2
+    # each file counts that the model is made by, also those outside of the demo's folder
+    imported = [
+        re.findall(r"^from (?:proof|vllm_kvq)[.\w]*\.(\w+) import", s.read_text(), re.M) for s in serve.MODEL_SOURCES
+    ]
+    assert {f"{name}.py" for names in imported for name in names} < {source.name for source in serve.MODEL_SOURCES}
+    for i, source in enumerate(serve.MODEL_SOURCES):
+        changed = tmp_path / source.name
+        changed.write_text(source.read_text() + "\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(serve, "MODEL_SOURCES", [*serve.MODEL_SOURCES[:i], changed, *serve.MODEL_SOURCES[i + 1 :]])
+            serve.ensure_demo_model(path)
+            assert len(trained) == 3 + i
 
 
 def test_empty_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +130,8 @@ def test_empty_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         serve.answer_question("http://unused")
 
 
-def free_port() -> int:
-    with socket.create_server((serve.HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def make_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "proof", "demo", "--once", "--port", str(free_port()), *arguments]
+    command = [sys.executable, "-m", "proof", "demo", "--once", "--port", str(free_port(serve.HOST)), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
 

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from proof.exact import relative_error
+from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.integration.layer import PackedLayer

@@ -1,1 +1,8 @@
-"""A small model to try the plugin with, and the `make run` program around it."""
+"""What `make run` does: it trains a small model, starts a server with a low-bit cache, and asks it a question.
+
+    corpus.py, corpus.txt   the questions and answers
+    train.py, model.py      a Llama that learns them by heart
+    serve.py                the command
+
+A model that knows its answers shows at once whether the cache is read back correctly.
+"""

@@ -1,12 +1,7 @@
-"""The models this project brings along: `demo_model` is trained, `random_model` is for tests.
-
-python -m proof.demo.model OUT_DIR      trains the demo model and writes it there (about a minute)
-"""
+"""The demo model: a small Llama that knows the corpus by heart, trained in about a minute."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +9,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from proof.demo.corpus import SYSTEM_TEXT, Entry, load_corpus
+from proof.demo.train import TrainOptions, chat_text, forward, train
 from vllm_kvq.bench.checkpoint import LlamaShape, save_checkpoint
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.tokenizer import train_tokenizer
-
-from .corpus import SYSTEM_TEXT, Entry, load_corpus
-from .train import TrainOptions, chat_text, forward, train
-
-__all__ = ["demo_model", "random_model", "wrong_tokens"]
 
 _VOCAB = 1024
 _SHAPE = LlamaShape(hidden=256, layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=384, vocab=_VOCAB)
@@ -34,8 +25,8 @@ def demo_model(
 ) -> Path:
     """Train the demo model and write it into `out_dir` in bfloat16.
 
-    The same machine and options give the same files. Another CPU rounds differently and may end in a model
-    that stumbles over the demo's answer, so the answer is tried, and on a mistake the next seed is taken.
+    The same machine and options give the same files. Another CPU rounds differently, and the model that it trains may
+    make a mistake in the demo's answer. So the answer is checked, and after a mistake the next seed is trained.
     """
     options = options or TrainOptions()
     corpus = load_corpus()
@@ -51,7 +42,7 @@ def demo_model(
     else:
         raise RuntimeError("the demo model did not learn its first answer with any of three seeds")
     path = Path(out_dir)
-    # At vLLM's default temperature of 1 even a model that knows its text slips every hundred tokens.
+    # At vLLM's default temperature of 1 even a model that knows its text makes a mistake every hundred tokens.
     save_checkpoint(path, shape, weights, tokenizer, torch.bfloat16, sampling={"temperature": 0.0})
     return path
 
@@ -63,14 +54,3 @@ def wrong_tokens(shape: LlamaShape, weights: dict[str, torch.Tensor], tokenizer:
     answer = tokenizer.encode(f"{entry.answer}<eos>").ids
     logits = forward(shape, weights, torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
     return int((logits.argmax(-1) != torch.tensor(answer)).sum())
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Train the demo model and write it into OUT_DIR.")
-    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR")
-    demo_model(parser.parse_args().out_dir, report=lambda line: print(f"demo model: {line}", flush=True))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

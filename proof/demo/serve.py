@@ -15,14 +15,15 @@ import hashlib
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vllm_kvq.bench.server import Capacity, Server, ServerError, check_port, parse_capacity
-
-from .corpus import SYSTEM_TEXT, load_corpus
+from proof.demo.corpus import SYSTEM_TEXT, load_corpus
+from vllm_kvq import bench
+from vllm_kvq.bench.server import Capacity, Server, ServerError, parse_capacity
 
 HOST = "127.0.0.1"
 DEMO_DIR = Path(".demo")
@@ -96,6 +97,19 @@ def check_format(name: str) -> None:
         raise ServerError(f"there is no format {name!r}; the formats are {', '.join(FORMATS)}")
 
 
+def check_port(host: str, port: int) -> None:
+    if not 0 < port < 65536:
+        raise ServerError(f"port {port} does not exist; choose one from 1 to 65535")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} can't be used ({error.strerror}); choose another one: make run PORT={port + 1}"
+            ) from None
+
+
 def check_model(model: str | None) -> None:
     looks_like_path = model is not None and model.startswith(("/", "."))
     if looks_like_path and not Path(str(model)).is_dir():
@@ -103,12 +117,10 @@ def check_model(model: str | None) -> None:
 
 
 def ensure_demo_model(path: Path) -> Path:
-    """Train the model unless `path` holds one that was made by exactly the code and text we have now."""
-    sources = sorted(Path(__file__).parent.glob("*"))
+    """Train the model unless `path` holds one that was made by exactly the code and text of this checkout."""
     made_by = hashlib.sha256()
-    for source in sources:
-        if source.name in _MODEL_SOURCES:
-            made_by.update(source.read_bytes())
+    for source in MODEL_SOURCES:
+        made_by.update(source.read_bytes())
 
     def up_to_date() -> bool:
         stamp = path / STAMP
@@ -125,7 +137,7 @@ def ensure_demo_model(path: Path) -> Path:
 
 
 def _train_demo_model(path: Path, made_by: str) -> None:
-    from .model import demo_model
+    from proof.demo.model import demo_model
 
     say(f"training the demo model into {path} (about a minute, once)")
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -137,7 +149,8 @@ def _train_demo_model(path: Path, made_by: str) -> None:
 
 
 STAMP = "made-by"
-_MODEL_SOURCES = {"corpus.txt", "corpus.py", "checkpoint.py", "tokenizer.py", "train.py", "model.py"}
+MODEL_SOURCES = [Path(__file__).with_name(name) for name in ("corpus.txt", "corpus.py", "train.py", "model.py")]
+MODEL_SOURCES += [Path(bench.__path__[0]) / name for name in ("checkpoint.py", "tokenizer.py")]
 
 
 def answer_question(url: str) -> None:
@@ -210,14 +223,12 @@ def _interrupt(*_: object) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Start a server with a low-bit KV cache and ask it a question.")
+    parser = argparse.ArgumentParser(
+        prog="python -m proof demo", description="Start a server with a low-bit KV cache and ask it a question."
+    )
     parser.add_argument("--format", default="squat2", help="a KV cache format, or auto (vLLM's own cache)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="path or name of a model (default: the demo model)")
     parser.add_argument("--once", action="store_true", help="stop the server after the answer")
     parser.add_argument("vllm_arguments", nargs="*", help="after --: more arguments of vllm serve")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from proof.demo.corpus import SYSTEM_TEXT, Entry
 from vllm_kvq.bench.checkpoint import LlamaShape
-
-from .corpus import SYSTEM_TEXT, Entry
 
 _IGNORE = -100  # cross_entropy's own default: a position without a target
 

@@ -1,1 +1,11 @@
-"""The trace fuzzer: random traces on the real engine, each token judged, mismatches shrunk."""
+"""Random traces on the real engine, every token judged by the oracle.
+
+    main.py      the command
+    case.py      an engine's configuration and its traces, as JSON
+    draw.py      random ones
+    attempt.py   runs a case and judges it
+    session.py   many cases at a time, until the time is over or one fails
+    shrink.py    makes a failing case small
+
+The same seed draws the same engines and traces.
+"""

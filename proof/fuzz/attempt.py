@@ -6,22 +6,24 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from proof.demo.draft import random_draft
 from proof.fuzz.case import PLAIN, Case, Setup
-from proof.oracle.check import GREEDY, NEVER, Verdict, differences, distance, judge, leaks
+from proof.models.draft import random_draft
+from proof.oracle.compare import differences
 from proof.oracle.forked import EngineFailed, EngineProcess, Prepare
+from proof.oracle.judge import GREEDY, NEVER, distance, judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
+from proof.oracle.verdict import Verdict, leaks
 
 CLOSE = 1e-3
-"""Logits, of standard deviation 30, that plain vLLM and `lossless` may order differently in float32."""
+"""Two logits closer than this (their standard deviation is 30) may come in another order in float32."""
 
 
 _writing = threading.Lock()
 
 
 def draft_of(model: str) -> str:
-    """The model's draft, beside it; written when it is first asked for."""
+    """The path of the model's draft, which is written beside it at first use."""
     path = Path(f"{model}-draft")
     with _writing:
         if not path.exists():
@@ -40,7 +42,7 @@ class Runner:
         )
 
     def engine(self, name: str) -> EngineProcess:
-        """Ours, or plain vLLM's; it is started when it is first asked for."""
+        """Ours, or plain vLLM's, started at first use."""
         if name not in self.engines:
             setup, prepare = (self.setup, self.prepare) if name != PLAIN else (self.setup.plain(), None)
             draft = draft_of(self.model) if setup.draft_model else ""
@@ -74,7 +76,7 @@ class Runner:
         return total
 
     def judge(self, traces: Sequence[Trace]) -> Verdict:
-        """All there is to say about a case."""
+        """Against the reference and, under `lossless`, against plain vLLM."""
         results, verdict = self.run(traces)
         if self.setup.format == "lossless" and not verdict.mismatches:
             verdict.add(self.against_plain(traces, results))

@@ -18,7 +18,7 @@ MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, 
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine. `pool` is how many requests of the maximum length its blocks hold; None: as many as it likes."""
+    """One engine. `pool` is how many requests of the maximum length its blocks hold; None: PLENTY."""
 
     format: str
     block_size: int = 64
@@ -73,7 +73,7 @@ class Setup:
         return found
 
     def plain(self) -> Setup:
-        """vLLM's own cache, with all the rest."""
+        """The same engine with vLLM's own cache."""
         return replace(self, format=PLAIN, options={}, pool=None, kernels="torch")
 
 
@@ -101,7 +101,7 @@ class Case:
 
 
 def _short(trace: Trace) -> dict[str, Any]:
-    """Without what is as always."""
+    """Without the fields of requests that have their defaults."""
     data = trace.to_json()
     usual = {"arrival": 0, "n": 1, "temperature": 0.0, "seed": None, "abort_after": None, "priority": 0}
     for request in data["requests"]:

@@ -1,4 +1,4 @@
-"""Random engines and traces, all from the seed's generator. Boundaries are drawn more often than chance would."""
+"""Random engines and traces. Lengths at boundaries are drawn more often than others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST = MAX_LEN - LONGEST_ANSWER - 10
 def draw_setup(rng: Random, format_name: str) -> Setup:
     block = rng.choice(BLOCK_SIZES)
     options = {}
-    # the table's window and sinks half of the time
+    # half of the time the format's own window and sinks
     if format_name == "lossless" or rng.random() < 0.5:
         options = {"W": rng.choice(WINDOWS), "S": min(block, rng.choice(SINKS))}
     elif block < get_format(format_name).settings().S:
@@ -53,7 +53,7 @@ class Drawer:
 
     def __init__(self, rng: Random, setup: Setup) -> None:
         self.rng, self.setup, self.growing = rng, setup, False
-        # prompts are shorter than a block that has room for a draft: then borders of slabs have to do
+        # prompts are shorter than a block with room for a draft; then boundaries of slabs are drawn
         self.page = setup.block_size if setup.block_size < ROOM_FOR_A_DRAFT else 64
         # longer than window and page together, else nothing is hit
         self.documents = [self._words(rng.randint(280, LONGEST)) for _ in range(3)]

@@ -1,9 +1,9 @@
 """The command `python -m proof fuzz`.
 
     python -m proof fuzz --seed 1 --minutes 10           the formats in turn, until the time is over
-    python -m proof fuzz --replay FILE                   one case, as a mismatch prints it
+    python -m proof fuzz --replay FILE                   one case, as it is printed after a mismatch
 
-Exits with 1 on a mismatch, after it has printed the seed and the smallest case it could find.
+Exits with 1 on a mismatch, after it has printed the seed and the smallest case that it found.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m proof fuzz", description="Random traces on real engines, every token judged.", epilog=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -40,11 +39,15 @@ def main() -> int:
     parser.add_argument("--shrink-minutes", type=float, default=3.0, help="at most this long after a mismatch")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this one case")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts, and a mismatch's case, there")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.jobs < 1 or options.minutes <= 0:
         parser.error("--jobs and --minutes must be positive")
+    try:
+        case = Case.from_json(json.loads(options.replay.read_text())) if options.replay else None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        parser.error(f"--replay {options.replay} holds no case: {error}")
     os.environ["OMP_NUM_THREADS"] = "1"
-    # engines are killed when they are done with, and then have not given back what they had
+    # engines that are no longer needed are killed, and multiprocessing warns of the semaphores that they leave behind
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -55,14 +58,14 @@ def main() -> int:
         from vllm_kvq.bench.random_model import random_model
 
         model = str(random_model(Path(folder) / "model", **MODEL))
-        return replay(model, options.replay) if options.replay else fuzz(model, options)
+        return replay(model, case) if case else fuzz(model, options)
 
 
 def fuzz(model: str, options: argparse.Namespace) -> int:
     from proof.fuzz.session import Session, minimal
     from vllm_kvq.kernels.cpu import attend as cpu
 
-    cpu.library()  # compiled before an engine is waited for, where they have changed
+    cpu.library()  # compiles them where they have changed: the time limits of the engines do not allow for that
     session = Session(model, options.seed, 60 * options.minutes, options.format, options.jobs)
     session.run()
     rows = {name: _row(count) for name, count in session.counts.items()}
@@ -75,7 +78,7 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
         case, messages = minimal(model, session.finding, 60 * options.shrink_minutes)
         requests, tokens = case.size
         print(f"smallest case found: {requests} requests, {tokens} tokens; {_text(messages)}")
-        print("save the next line and feed it to: python -m proof fuzz --replay FILE")
+        print("save the next line in a file and run it again with: python -m proof fuzz --replay FILE")
         print(json.dumps(case.to_json()))
         report |= {"case": case.to_json(), "messages": messages}
     if options.json:
@@ -83,12 +86,12 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
     return int(session.finding is not None)
 
 
-def replay(model: str, path: Path) -> int:
+def replay(model: str, case: Case) -> int:
     from proof.fuzz.attempt import Runners
 
     runners = Runners(model)
     try:
-        verdict = runners.judge(Case.from_json(json.loads(path.read_text())))
+        verdict = runners.judge(case)
     finally:
         runners.close()
     counts = {f.name: getattr(verdict, f.name) for f in fields(verdict) if f.name != "mismatches"}
@@ -115,7 +118,3 @@ def table(rows: Mapping[str, Mapping[str, int]]) -> str:
 def _text(messages: list[str]) -> str:
     more = f" and {len(messages) - 3} more" if len(messages) > 3 else ""
     return "; ".join(messages[:3]) + more
-
-
-if __name__ == "__main__":
-    sys.exit(main())

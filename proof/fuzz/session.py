@@ -12,21 +12,21 @@ from proof.fuzz.attempt import Runner, Runners
 from proof.fuzz.case import Case
 from proof.fuzz.draw import Drawer, draw_setup
 from proof.fuzz.shrink import Shrinker, last_good
-from proof.oracle.check import Verdict
 from proof.oracle.forked import Prepare
 from proof.oracle.trace import Result, Trace
+from proof.oracle.verdict import Verdict
 
 ROUND_SECONDS = 60.0
 """About as long as one configuration is kept."""
 EPISODE = 4
 """Traces that share a prefix cache, and that are shrunk together."""
 PLAIN_SHARE = 0.4
-"""Of a round under `lossless`: plain vLLM runs the same traces."""
+"""The part of a round under `lossless` in which plain vLLM runs the same traces."""
 
 
 @dataclass
 class Count:
-    """What one format has been through."""
+    """What was run under one format, and what came of it."""
 
     engines: int = 0
     traces: int = 0
@@ -37,7 +37,7 @@ class Count:
 class Finding:
     case: Case
     longer: Case
-    """All that the engine had done, in case that matters."""
+    """With everything that the engine had run before, in case the failure depends on it."""
     messages: list[str]
 
 
@@ -88,7 +88,7 @@ class Session:
         try:
             for i, this in enumerate(mine):
                 left = max(0.0, self.end - time.monotonic())
-                # every format has its turn, however slow the machine
+                # every format runs at least once, however slow the machine
                 if not self.over or (this.number == 0 and not self.stop.is_set()):
                     self._round(this, time.monotonic() + left / (len(mine) - i))
         except BaseException as error:
@@ -107,7 +107,7 @@ class Session:
             episode = 0
             while not episode or (not self.over and time.monotonic() < end):
                 drawer = Drawer(this.rng(self.seed, f"traces {episode}"), setup)
-                # a format whose turn comes after the end is heard, but briefly
+                # a format whose first round begins after the end runs one trace only
                 count = 1 if self.over else self.episode
                 new = [drawer.trace(f"e{episode}t{i}", reset=i == 0) for i in range(count)]
                 answers, verdict = runner.run(new)
@@ -144,11 +144,11 @@ def minimal(model: str, finding: Finding, seconds: float, prepare: Prepare | Non
     """The smallest case found within the time, and what is wrong with it on a fresh engine."""
     runners = Runners(model, prepare)
     try:
-        # what an engine has done before may matter: then all of it is the case
+        # the failure may depend on what the engine ran before; then all of that is the case
         case = next((c for c in (finding.case, finding.longer) if runners.judge(c, fresh=True).mismatches), None)
         if case is None:
             return finding.longer, finding.messages
-        end = time.monotonic() + seconds  # from here on: the judgement above may have taken as long on a busy machine
+        end = time.monotonic() + seconds  # not before: on a busy machine the judgement above may take as long
 
         def over() -> bool:
             return time.monotonic() > end

@@ -68,7 +68,7 @@ class Shrinker:
         return [(i, j) for i, trace in enumerate(self.case.traces) for j in range(len(trace.requests))]
 
     def _drop_requests(self) -> None:
-        """ddmin over all requests; a trace without requests is gone."""
+        """ddmin over all requests; a trace without requests is left out."""
         size = max(1, len(self._places()) // 2)
         while not self.done():
             places, dropped = self._places(), False
@@ -118,7 +118,7 @@ class Shrinker:
 
 
 def last_good(path: Sequence[Case], fails: Fails) -> Case:
-    """About the last case on the path that fails by `fails` too; the first is known to."""
+    """By bisection, about the last case on the path that `fails`; the first one is known to fail."""
     if fails(path[-1]):
         return path[-1]
     low, high = 0, len(path) - 2

@@ -1,0 +1,22 @@
+"""Tiny random models of every architecture that is known, served or refused.
+
+    architecture.py   what is said about one, and the numbers of small configurations
+    served.py         those that work
+    refused.py        those that are refused at start-up
+    document.py       docs/models.md, printed from the two
+    draft.py          draft models for speculative decoding
+
+`tests/models` proves what is said here about each.
+"""
+
+from __future__ import annotations
+
+from proof.models.architecture import Architecture
+from proof.models.refused import REFUSED
+from proof.models.served import SERVED
+
+ARCHITECTURES: list[Architecture] = SERVED + REFUSED
+
+
+def named(name: str) -> Architecture:
+    return next(a for a in ARCHITECTURES if a.name == name)

@@ -1,4 +1,4 @@
-"""What is known of one kind of model, and the numbers of tiny configurations."""
+"""What is said about one kind of model, and the numbers of tiny configurations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCAB, HIDDEN, POSITIONS = 512, 128, 2048
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row."""
+    """A kind of model: a tiny configuration of it, and what the tests expect of it."""
 
     name: str
     config: str
@@ -74,5 +74,16 @@ def hidden(heads: int, head_size: int, **more: Any) -> dict[str, Any]:
     return llama_like(heads, head_dim=None, hidden_size=heads * head_size, **more)
 
 
+def gpt_like(**more: Any) -> dict[str, Any]:
+    """Numbers under the names that GPT-2 and its relatives use."""
+    return {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, **more}
+
+
 def moe(**names: int) -> dict[str, Any]:
     return {"num_experts_per_tok": 2, **names}
+
+
+def vision(model_type: str, **more: int) -> dict[str, Any]:
+    """The encoder of images that are 28 pixels wide and high."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return {"model_type": model_type, **sizes, "image_size": 28, "patch_size": 14, **more}

@@ -1,1 +1,16 @@
-"""The oracle: traces of requests run on the real engine, judged against plain vLLM and against our reference."""
+"""Traces of requests run on the real engine, judged by plain vLLM and by a reference of ours.
+
+    trace.py       what an engine is asked, and what it answered and did
+    engine.py      runs traces on the real engine and writes down the scheduler's steps
+    forked.py      engines in processes of their own; warm.py and preload.py make them start quickly
+    lives.py       the scheduler's steps as what each request computed
+    reference.py   the reference cache: attention over a format, from positions only
+    replay.py      a model over it, step by step
+    whole.py       the same for all steps at once; plan.py says what each token reads
+    attention.py   how both stand in for the attention of a Transformers model
+    compare.py     two engines' answers, token by token
+    judge.py       an engine's answers against the reference
+    verdict.py     what either found
+
+The engine is observed, not changed: what it answers here it answers to users.
+"""

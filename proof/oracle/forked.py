@@ -1,4 +1,4 @@
-"""Engines in processes of their own, forked from one that has imported vLLM already (`preload`)."""
+"""Engines, or anything else of vLLM's, in processes forked from one that has imported vLLM already (`preload`)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from proof.oracle.trace import Result, Trace
 
 TIMEOUT = 300.0
-"""Seconds that a trace may take; an engine that hangs is a finding too."""
+"""Seconds that a trace may take. An engine that takes longer has failed."""
 Prepare = Callable[[Any], None]
-"""Something done to the TracedEngine before its first trace; tests break and poison things there."""
+"""What is done to a TracedEngine before its first trace; tests plant faults there."""
 
 
 class EngineFailed(Exception):
-    """The engine raised, died or hung; the message is the end of what it said."""
+    """The engine raised, died or did not answer in time; the message is the end of its output."""
 
 
 OURS = "VLLM_KVQ_"
 
 
 def _own() -> dict[str, str]:
-    """This process's variables of ours. The process that engines are forked from has those of its own start."""
+    """This process's variables of ours; the process that engines are forked from may have begun with others."""
     return {name: value for name, value in os.environ.items() if name.startswith(OURS)}
 
 
@@ -36,38 +36,22 @@ def _context() -> Any:
     return context
 
 
-class EngineProcess:
-    """A TracedEngine that runs traces one after the other until it is closed or fails."""
+class _Forked:
+    """A process that runs `serve(pipe, ...)`, and the other end of that pipe; an answer is (whether it is good, it)."""
 
-    def __init__(
-        self, model: str, arguments: Mapping[str, Any], variables: Mapping[str, str], prepare: Prepare | None = None
-    ) -> None:
+    def __init__(self, variables: Mapping[str, str], serve: Callable[..., None], *arguments: Any) -> None:
         handle, log = tempfile.mkstemp(prefix="kvq-engine-", suffix=".log")
         os.close(handle)
         self.log = Path(log)
         context = _context()
         self.pipe, other = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(other, log, model, dict(arguments), _own() | dict(variables), prepare), daemon=True
+            target=_begin, args=(other, log, _own() | dict(variables), serve, arguments), daemon=True
         )
         self.process.start()
         other.close()
-        try:
-            self._answer()
-        except EngineFailed:
-            self.close()
-            raise
 
-    def run(self, trace: Trace) -> Result:
-        self.pipe.send(("run", trace))
-        return self._answer()
-
-    def call(self, function: Prepare) -> Any:
-        """function(engine) in the engine's process."""
-        self.pipe.send(("call", function))
-        return self._answer()
-
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
         try:
             if not self.pipe.poll(TIMEOUT):
                 raise EngineFailed(f"no answer within {TIMEOUT:.0f} seconds")
@@ -85,20 +69,44 @@ class EngineProcess:
         self.process.join()
         self.log.unlink(missing_ok=True)
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _serve(
-    pipe: Any,
-    log: str,
-    model: str,
-    arguments: dict[str, Any],
-    variables: dict[str, str],
-    prepare: Prepare | None,
+class EngineProcess(_Forked):
+    """A TracedEngine that runs traces one after the other until it is closed or fails."""
+
+    def __init__(
+        self, model: str, arguments: Mapping[str, Any], variables: Mapping[str, str], prepare: Prepare | None = None
+    ) -> None:
+        super().__init__(variables, _serve_engine, model, dict(arguments), prepare)
+        try:
+            self.answer()
+        except EngineFailed:
+            self.close()
+            raise
+
+    def run(self, trace: Trace) -> Result:
+        self.pipe.send(("run", trace))
+        return self.answer()
+
+    def call(self, function: Callable[[Any], Any]) -> Any:
+        """function(engine) in the engine's process."""
+        self.pipe.send(("call", function))
+        return self.answer()
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments) in a process of its own."""
+    with _Forked({}, _serve_call, function, arguments) as process:
+        return process.answer()
+
+
+def _begin(
+    pipe: Any, log: str, variables: dict[str, str], serve: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     out = os.open(log, os.O_WRONLY | os.O_APPEND)
     for fd in (1, 2):
@@ -109,19 +117,27 @@ def _serve(
     import torch
 
     torch.set_num_threads(1)
-    from proof.oracle.engine import TracedEngine
-
     try:
-        engine = TracedEngine(model, **arguments)
-        if prepare is not None:
-            prepare(engine)
-        pipe.send((True, None))
-        while True:
-            what, argument = pipe.recv()
-            pipe.send((True, engine.run(argument) if what == "run" else argument(engine)))
+        serve(pipe, *arguments)
     except (EOFError, ConnectionError, KeyboardInterrupt):
         pass  # the other side has closed
     except BaseException:
         pipe.send((False, traceback.format_exc()[-4000:]))
-    # no clean-up of vLLM's: the process ends here
+    # the process ends here, without vLLM's own clean-up
     os._exit(0)
+
+
+def _serve_engine(pipe: Any, model: str, arguments: dict[str, Any], prepare: Prepare | None) -> None:
+    from proof.oracle.engine import TracedEngine
+
+    engine = TracedEngine(model, **arguments)
+    if prepare is not None:
+        prepare(engine)
+    pipe.send((True, None))
+    while True:
+        what, argument = pipe.recv()
+        pipe.send((True, engine.run(argument) if what == "run" else argument(engine)))
+
+
+def _serve_call(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    pipe.send((True, function(*arguments)))

@@ -1,6 +1,6 @@
 """From the scheduler's chunks to *lives*: what a request computed between one admission and its end or preemption.
 
-A life knows tokens, positions and which complete pages it found in the prefix cache, each by the life that wrote it;
+A life has tokens, positions and the complete pages that it found in the prefix cache, each by the life that wrote it;
 blocks are used only here, as names by which a hit finds its page. Two replays read lives: `replay.Replay` step by
 step, and `whole.Whole` all rows at once.
 """
@@ -93,7 +93,7 @@ class Historian:
                 # a request may hit a page that another one completes in this very step
                 ready = [c for c in waiting if self._found(samples[_sample_of(samples, c)], c)]
                 if not ready:
-                    self.history.problems.append(f"{waiting[0].request}: hit a page that nobody has written")
+                    self.history.problems.append(f"{waiting[0].request}: hit a page that was never written")
                     return
                 for chunk in ready:
                     self._chunk(samples[_sample_of(samples, chunk)], chunk)

@@ -1,4 +1,4 @@
-"""The reference cache: what attention over a format must give, told by positions alone.
+"""The reference cache: what attention over a format must give, from positions alone.
 
 It knows no blocks, slots or batches: a request is a list of chunks, and token p is read in full precision if p < S or
 p >= B, else through its packed unit, with
@@ -55,7 +55,7 @@ class ReferenceCache:
 
     @classmethod
     def after_hit(cls, fmt: PageFormat, heads: int, pages: list[CachedPage], num_spec: int = 0) -> ReferenceCache:
-        """A new request that found these pages; it computes the last W of their tokens again and leaves them alone."""
+        """A new request that found these pages; it computes the last W of their tokens again, writes none."""
         new = cls(fmt, heads, num_spec)
         new.start = len(pages) * fmt.N - fmt.W
         # nothing but sinks may be read from here in full precision

@@ -1,49 +1,21 @@
 """Step-by-step replay: the same model, in Transformers, over our reference cache.
 
-The replay is told which chunks the scheduler ran and feeds the engine's own tokens, so that each step is judged by
-itself: `Replay.step` returns the logits that the reference gives after a chunk.
+The replay runs the scheduler's chunks over the engine's own tokens, so that each step is judged by itself:
+`Replay.step` returns the logits that the reference gives after a chunk.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
+from proof.oracle.attention import attending, load
 from proof.oracle.reference import CachedPage, ReferenceCache
 from vllm_kvq.formats import Geometry, get_format
 
-ATTENTION = "kvq_reference"
 NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
-
-
-class _Running(threading.local):
-    """The request whose chunk this thread computes: Transformers calls `_attention` without telling."""
-
-    now: Replay | None = None
-
-
-_running = _Running()
-
-
-def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *args: Any,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface: (1, heads, q, d) each, post-RoPE, only the chunk's own tokens."""
-    request = _running.now
-    assert request is not None
-    model = request.model
-    q, k, v = (model.disturbed(x[0].transpose(0, 1), NOISE) for x in (query, key, value))
-    out = request.caches[module.layer_idx].step(q, k, v, scaling)
-    return model.disturbed(out, model.kernel_error)[None].to(query.dtype), None
 
 
 class ReplayModel:
@@ -59,13 +31,10 @@ class ReplayModel:
         **options: Any,
     ) -> None:
         """`kernel_error`: relative error of the attention output that the engine's kernels declare."""
-        from transformers import AttentionInterface, AutoModelForCausalLM
-
-        AttentionInterface.register(ATTENTION, _attention)
         self.kernel_error = kernel_error
         self.noise: torch.Generator | None = None
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION)
-        config = self.model.config
+        self.network = load(path)
+        config = self.network.config
         self.heads, self.num_spec = config.num_key_value_heads, num_spec
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.formats = [
@@ -74,7 +43,7 @@ class ReplayModel:
         ]
 
     def perturb(self, seed: int) -> None:
-        """From now on, disturb queries, keys and values as float32 rounding does, and outputs as kernels may."""
+        """From now on, disturb queries, keys and values as float32 rounding does, and outputs as the kernels may."""
         self.noise = torch.Generator().manual_seed(seed)
 
     def disturbed(self, x: torch.Tensor, size: float) -> torch.Tensor:
@@ -112,12 +81,17 @@ class Replay:
     def page(self, index: int) -> list[CachedPage]:
         return [cache.page(index) for cache in self.caches]
 
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Of the chunk's own tokens, which the layer's cache takes in."""
+        q, k, v = (self.model.disturbed(x, NOISE) for x in (q, k, v))
+        return self.model.disturbed(self.caches[layer].step(q, k, v, scale), self.model.kernel_error)
+
     @torch.no_grad()
     def step(self, tokens: list[int], logits: int = 1) -> torch.Tensor:
         """(logits, vocabulary) of the last positions of one chunk."""
-        _running.now = self
         position = torch.arange(self.length, self.length + len(tokens))[None]
-        out = self.model.model(
-            input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=logits
-        )
+        with attending(self):
+            out = self.model.network(
+                input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=logits
+            )
         return out.logits[0]

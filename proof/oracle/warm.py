@@ -16,15 +16,15 @@ def warm() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    # vLLM looks at each model class in a process of its own, for the sake of CUDA
+    # vLLM inspects each model class in a process of its own, so that CUDA is not initialised here
     registry._run_in_subprocess = lambda function: function()
-    # each worker would look through all modules for Triton kernels that have C++ stand-ins: two seconds
+    # each worker would search all modules for Triton kernels that C++ replaces: two seconds
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-    # Each engine would compile this anew: ten seconds. (Imported late: that look stumbles over numba's modules.)
+    # Each engine would compile this anew: ten seconds. (Imported late, because the search above fails on numba.)
     from vllm.v1.spec_decode import ngram_proposer
 
     ngram_proposer.batch_propose_numba.enable_caching()
-    # nor has a fork to walk, and so to copy, all objects of these modules for its first collection of garbage
+    # a fork's first garbage collection would visit, and so copy, all objects of these modules
     gc.collect()
     gc.freeze()

@@ -5,22 +5,23 @@ element, what goes through shared memory and between which barriers, inline asse
 This package runs the compiler's output. What it can't show: timing, caches, what ptxas makes of PTX, and the order in
 which a GPU's warps run (all warps of a block step together; races in shared memory are looked for and fail).
 
-    program.py      PTX text -> instructions
-    types.py        registers as numbers: numpy arrays, an entry per thread
-    alu.py, warp.py what arithmetic, and the lanes of a warp together, make of such arrays
-    memory.py       tensors (bounds, alignment), shared memory (races)
+    parser.py       PTX text -> a program (program.py)
+    translate.py    its instructions -> steps that a block of threads runs, by kind:
+                    arithmetic.py, accesses.py, collective.py (a warp), wgmma.py (a warp group); operands.py for all
+    types.py        registers as numpy arrays, an entry per thread, and their bits as numbers
+    functions.py    what an instruction makes of such numbers; integers.py, warp.py (lanes together)
     machine.py      one block of threads: branches, barriers, asynchronous copies
-    decode.py       instructions -> what a block runs (operands, arithmetic, accesses, collective)
+    memory.py       tensors (bounds, alignment), shared memory (races)
     grid.py         a launch
-    driver.py       a driver for Triton whose GPU this is
-    cuda.py         the same for csrc/cuda, compiled by nvcc
+    driver.py       for Triton: a driver whose GPU this is
+    cuda.py         for csrc/cuda: its kernels, compiled by nvcc
 """
 
 from __future__ import annotations
 
 
 def emulate(target: int) -> None:
-    """From now on this process (not its children) has a GPU, this package, of a compute capability, as in 80."""
+    """From now on this process (not its children) has a GPU of that compute capability (as in 80): this package."""
     from proof.ptx import cuda, driver
     from vllm_kvq.kernels.gpu import loading
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from proof.ptx import alu
+from proof.ptx import functions
 from proof.ptx.operands import Operands, Pure, slots
 from proof.ptx.program import Instruction, Operand, Vector
 from proof.ptx.types import PACKED, UNSIGNED, Array, bits_of, is_type, untyped, writer
@@ -15,7 +15,7 @@ from proof.ptx.types import PACKED, UNSIGNED, Array, bits_of, is_type, untyped, 
 def plain(o: Operands, i: Instruction) -> Pure:
     kind = o.kind_of(i)
     mods = tuple(m for m in i.mods if m != kind)
-    work = alu.function(i.name, mods, kind)
+    work = functions.function(i.name, mods, kind)
     (target,) = o.targets(i.operands[0], i)
     assert target is not None
     kinds = [kind] * (len(i.operands) - 1)
@@ -40,10 +40,10 @@ def plain(o: Operands, i: Instruction) -> Pure:
     def values(r: list[Any]) -> tuple[Array]:
         arguments = [read(r) for read in reads]
         if ftz:
-            arguments = [alu.flushed(a) for a in arguments]
+            arguments = [functions.flushed(a) for a in arguments]
         x = work(*arguments)
         if ftz:
-            x = alu.flushed(x)
+            x = functions.flushed(x)
         if saturate:
             x = np.clip(np.where(np.isnan(x), x.dtype.type(0), x), x.dtype.type(0), x.dtype.type(1))
         return (write(x),)
@@ -101,25 +101,25 @@ def cvt(o: Operands, i: Instruction) -> Pure:
         return Pure((target.slot,), lambda r: ((read(r) + np.uint32(0x1000)) & np.uint32(0xFFFFE000),))
     reads = [o.read(x, of) for x in i.operands[1:]]
     half = {"f16x2": "f16", "bf16x2": "bf16"}.get(to)
-    change = alu.conversion(mods, half or to, of)
+    change = functions.conversion(mods, half or to, of)
 
     def values(r: list[Any]) -> tuple[Array]:
         parts = [read(r) for read in reads]
         if ftz:
-            parts = [alu.flushed(p) for p in parts]
+            parts = [functions.flushed(p) for p in parts]
         done = [change(p) for p in parts]
         if relu:
             done = [np.maximum(d, d.dtype.type(0)) for d in done]
         if half:  # the first operand becomes the upper half
             return (untyped(np.stack(np.broadcast_arrays(done[1], done[0]), -1), to, bits),)
-        return (untyped(alu.flushed(done[0]) if ftz else done[0], to, bits),)
+        return (untyped(functions.flushed(done[0]) if ftz else done[0], to, bits),)
 
     return Pure((target.slot,), values)
 
 
 def setp(o: Operands, i: Instruction) -> Pure:
     kind = o.kind_of(i)
-    compare = alu.comparison(i.mods[0], kind)
+    compare = functions.comparison(i.mods[0], kind)
     a, b = (o.read(x, kind) for x in i.operands[1:3])
     join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}.get(i.mods[1])
     other = o.read(i.operands[3], "pred") if join else None
@@ -128,7 +128,7 @@ def setp(o: Operands, i: Instruction) -> Pure:
 
     def values(r: list[Any]) -> tuple[Array, ...]:
         x, y = a(r), b(r)
-        yes = compare(alu.flushed(x), alu.flushed(y)) if ftz else compare(x, y)
+        yes = compare(functions.flushed(x), functions.flushed(y)) if ftz else compare(x, y)
         both = [yes[:, 0], yes[:, 1]] if kind in PACKED else [yes, ~yes]
         if join is not None and other is not None:
             both = [join(p, other(r)) for p in both]

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from proof.ptx.decode import decode
 from proof.ptx.grid import launch
 from proof.ptx.machine import Step
 from proof.ptx.memory import Tensors
-from proof.ptx.program import Program, parse
+from proof.ptx.parser import parse
+from proof.ptx.program import Program
+from proof.ptx.translate import translate
 from vllm_kvq.kernels.gpu import build as build_cuda
 from vllm_kvq.kernels.gpu.loading import emulated
 
@@ -24,7 +25,7 @@ def compiled(part: int, head_size: int) -> tuple[Program, list[Step]]:
     with tempfile.TemporaryDirectory() as directory:
         path = build_cuda.one_kernel(emulated() or 90, head_size, part, Path(directory), "ptx")
         program = parse(path.read_text())
-    return program, decode(program)
+    return program, translate(program)
 
 
 def run(

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from proof.ptx.decode import decode
 from proof.ptx.grid import launch
 from proof.ptx.machine import Step
 from proof.ptx.memory import Tensors
-from proof.ptx.program import Program, parse
+from proof.ptx.parser import parse
+from proof.ptx.program import Program
+from proof.ptx.translate import translate
 from proof.ptx.types import Array
 
 
@@ -30,7 +31,7 @@ class Utils:
     @staticmethod
     def load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[int, object, int, int, int]:
         program = parse(binary.decode())
-        return 1, (program, decode(program)), 0, 0, 1024
+        return 1, (program, translate(program)), 0, 0, 1024
 
     @staticmethod
     def unload_module(module: object) -> None:

@@ -17,7 +17,7 @@ def launch(
     program: Program, steps: list[Step], grid: tuple[int, int, int], threads: int, shared: int, params: Array,
     memory: Tensors,
 ) -> None:  # fmt: skip
-    """All blocks, in an order that nobody may rely on. Raises Fault."""
+    """All blocks, in a random order. Raises Fault."""
     x, y, z = grid
     lanes = np.arange(threads, dtype=np.uint32)
     lane = lanes & np.uint32(31)

@@ -1,7 +1,7 @@
 """One block of threads: instructions, branches, barriers.
 
-All threads of a block step together. Where a branch parts them, those at the smallest address go on, so they meet again
-where the ways join.
+All threads of a block step together. Where a branch separates them, the threads at the smallest address go on, so that
+all meet again where the paths join.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from proof.ptx.program import Instruction, Program
 from proof.ptx.types import UNSIGNED, Array
 
 POISON = (1 << 64) - 1
-"""What a register holds that nobody wrote: as a number of any width NaN."""
+"""What a register holds before it is written: as a float of any width, NaN."""
 
 
 @dataclass
@@ -35,8 +35,8 @@ class Copy:
 class Step:
     """An instruction ready to run.
 
-    `values` gives what belongs into `targets`, from the registers alone; `act` does anything else, in the threads of a
-    mask; `jump` is a branch's aim.
+    `values` gives what goes into `targets`, from the registers alone; `act` does anything else, in the threads of a
+    mask; `jump` is a branch's target.
     """
 
     source: Instruction
@@ -47,7 +47,7 @@ class Step:
     unless: bool = False
     jump: int = -1
     kind: str = ""
-    """"branch", "exit", "barrier", or nothing of these."""
+    """"branch", "exit", "barrier", or none of these."""
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Block:
         if "warp" in mods:
             self.shared.warp_barrier(self.whole_warps(mask, step.source))
             return
-        # threads that have ended don't count on a GPU either; here none may
+        # a GPU does not wait for threads that have ended; here all must arrive
         if not mask.all():
             raise Fault(f"only {int(mask.sum())} of {self.threads} threads reach a barrier [{step.source.text}]")
         self.shared.barrier()
@@ -160,13 +160,13 @@ class Block:
         """Which warps act. Raises Fault where a part of one does."""
         by_warp = mask.reshape(-1, 32)
         if (by_warp.any(1) != by_warp.all(1)).any():
-            raise Fault(f"a part of a warp takes part in what all of it must [{source.text}]")
+            raise Fault(f"only a part of a warp executes what all of it must [{source.text}]")
         return np.asarray(by_warp.any(1))
 
     # asynchronous copies
 
     def begin_copy(self, address: Array, data: Array, mask: Array) -> None:
-        """Bytes (threads of the mask, n) that arrive when their group is waited for. Until then NaN stands there."""
+        """Bytes (threads of the mask, n) that arrive when their group is waited for. Until then the place holds NaN."""
         threads = self.lanes[mask]
         self.shared.store(address, np.full_like(data, 0xFF), threads)
         self.copies.append(Copy(threads, self.group[threads], address, data))

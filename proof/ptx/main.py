@@ -10,27 +10,16 @@ number of instructions. Kernels that multiply in Blackwell's tensor memory (sm_1
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
-import sys
+from collections.abc import Sequence
 
+from proof import inside
 from proof.ptx import emulate
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m proof ptx", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", type=int, default=90, help="compute capability, as in 80")
-    parser.add_argument("-m", dest="command", nargs=argparse.REMAINDER, required=True, help="a module, its arguments")
-    args = parser.parse_args()
-    if not args.command:
-        parser.error("-m needs a module")
-    # a worker would be another process, and take the interpreter without a word
-    os.environ["PYTEST_ADDOPTS"] = f"{os.environ.get('PYTEST_ADDOPTS', '')} -p no:xdist"
-    emulate(args.target)
-    sys.argv = args.command
-    runpy.run_module(args.command[0], run_name="__main__", alter_sys=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    options = inside.parse(parser, argv)
+    emulate(options.target)
+    # no workers: they would be other processes, in which Triton's interpreter runs the kernels
+    return inside.run(options.command, "-p no:xdist")

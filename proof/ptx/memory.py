@@ -13,7 +13,7 @@ from proof.ptx.types import UNSIGNED, Array
 
 
 class Fault(RuntimeError):
-    """An access that a GPU would punish, or would not: outside, misaligned, racing, or a barrier that not all reach."""
+    """An access outside, misaligned or racing, or a barrier that not all threads reach; a GPU may not notice it."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Tensors:
             elif nbytes:
                 joined.append([start, start + nbytes])
         self.starts, self.ends = np.array(joined, np.uint64).reshape(-1, 2).T
-        # seen from an aligned address on, so that an aligned access is an index
+        # arrays begin at an aligned address, so that an aligned access is an index
         self.origins = self.starts & np.uint64(2**64 - 64)
         self.parts = [
             np.ctypeslib.as_array((ctypes.c_uint8 * int(end - origin)).from_address(int(origin)))
@@ -108,24 +108,26 @@ class Tensors:
         return (offset // np.uint64(nbytes)).astype(np.int64)[:, None] + np.arange(count)
 
 
-NOBODY, MANY = -1, -2
+NONE, SEVERAL = -1, -2
+"""In the place of a thread's or a warp's number."""
 READS, WRITES = 0, 1
 
 
 class Shared:
-    """A block's shared memory, and who touched which byte since the last barrier.
+    """A block's shared memory, and which thread touched which byte since the last barrier.
 
     Two threads race for a byte if one of them writes it and no barrier lies between: `bar.sync` for any two,
     `bar.warp.sync` for those of one warp. To write the same value as another is no race.
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
-        self.data = np.full(nbytes, 0xFF, np.uint8)  # as numbers NaN, so that nobody uses them by chance
+        # NaN as a float: what is read before it is written shows in the result
+        self.data = np.full(nbytes, 0xFF, np.uint8)
         self.epoch = 0
         self.warp_epoch = np.zeros(threads // 32, np.int64)
         # of reads and of writes: which thread's, which warp's, and after how many barriers
-        self.thread = [np.full(nbytes, NOBODY, np.int32) for _ in range(2)]
-        self.warp = [np.full(nbytes, NOBODY, np.int32) for _ in range(2)]
+        self.thread = [np.full(nbytes, NONE, np.int32) for _ in range(2)]
+        self.warp = [np.full(nbytes, NONE, np.int32) for _ in range(2)]
         self.when = [np.full(nbytes, -1, np.int64) for _ in range(2)]
         self.warp_when = [np.full(nbytes, -1, np.int64) for _ in range(2)]
 
@@ -156,7 +158,7 @@ class Shared:
             before = known[places]
             several = fresh & (before != who) if kind == READS else np.zeros(places.shape, bool)
             known[places] = who
-            known[places[several | (known[places] != who)]] = MANY
+            known[places[several | (known[places] != who)]] = SEVERAL
         self.when[kind][places] = self.epoch
         self.warp_when[kind][places] = self.warp_epoch[thread >> 5][:, None]
 

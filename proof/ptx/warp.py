@@ -47,7 +47,7 @@ def halves(x: Array, kind: str) -> Array:
 
 
 def tf32(x: Array) -> Array:
-    """The units don't look at the last 13 bits."""
+    """Tensor cores ignore the last 13 bits."""
     return (np.ascontiguousarray(x) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 

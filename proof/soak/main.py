@@ -5,8 +5,8 @@
 The clients mix completions and chats, short and long prompts, shared prefixes, streams, n > 1, stop strings, sampling,
 and go away in the middle of an answer, in a cache so small that requests are preempted. Each answer is checked: its
 choices, lengths, finish reasons and stop strings; under `lossless` and plain vLLM (`auto`) also that greedy prompts are
-answered as before. The first third is warm-up; then a line is laid through the resident memory of all the server's
-processes, which may rise by less than 2 %. At the end no request may be left and every KV block must be free.
+answered as before. The first third is warm-up; a straight line through the resident memory of all the server's
+processes after that may rise by less than 2 %. At the end no request may be left and every KV block must be free.
 
 Exits with 1 if anything of that fails.
 """
@@ -17,7 +17,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from proof.soak.client import place
 from proof.soak.load import MAX_LEN, MODEL, VOCAB, Load, Order
 from proof.soak.report import TOTAL, Report, Tally
 from proof.soak.watch import Trend, metrics, tree_rss, trend
-from vllm_kvq.bench.server import Server, ServerError
+from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.formats import FORMATS
 
 HOST = "127.0.0.1"
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.minutes <= 0 or options.clients < 1:
         parser.error("--minutes and --clients must be positive")
-    # else the server, which has a session of its own, would outlive us
+    # without this the server, which has a session of its own, would outlive us
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="kvq-soak-") as folder:
@@ -89,18 +88,18 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     model = str(random_model(folder / "model", **SHAPE))
-    with socket.create_server((HOST, 0)) as probe:
-        port = probe.getsockname()[1]
-    server = Server(model, _arguments(model, options), HOST, port, options.log or folder / "log")
+    server = Server(model, _arguments(model, options), HOST, free_port(HOST), options.log or folder / "log")
     tally = Tally(repeats_are_equal=options.format in ("lossless", PLAIN))
     with server:
         server.wait_until_healthy(START_SECONDS)
         print(f"soak: {options.format}, {options.minutes:g} minutes, {options.clients} clients", flush=True)
         samples = _drive(server, tally, options)
         _drain(server.url)
-        place(server.url, Order((20, 21), 1))  # metrics are of the last step
+        place(
+            server.url, Order((20, 21), 1)
+        )  # the metrics are those of the last step: this one, with no other request beside it
         final = metrics(server.url)
-        # before it is stopped: vLLM's API server may find its engine gone first, and calls that an error
+        # read before the server is stopped: its API process may see the engine end first, which it calls an error
         complaints = [line for line in server.read_log().splitlines() if ERROR.search(line)]
         status = server.stop()
     return Report(tally, trends(samples, 20 * options.minutes), final, complaints, status)
@@ -150,7 +149,7 @@ def _drive(server: Server, tally: Tally, options: argparse.Namespace) -> Samples
 
 
 def trends(samples: Samples, warm_up: float) -> dict[str, Trend]:
-    """Of every process that there is all the time, and of all processes together."""
+    """Of every process that was there all the time, and of all processes together."""
     names = sorted(set.intersection(*({*memory} for _, memory in samples)))
     lines = {name: trend([(t, memory[name]) for t, memory in samples], warm_up) for name in names}
     return {TOTAL: trend([(t, memory.total()) for t, memory in samples], warm_up)} | lines
@@ -164,7 +163,3 @@ def _drain(url: str) -> None:
         if not now.running and not now.waiting:
             return
         time.sleep(0.5)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -81,7 +81,7 @@ class Report:
         if self.final.used_blocks:
             found.append(f"{self.final.used_blocks} KV blocks are in use although no request is left")
         if self.final.running or self.final.waiting:
-            found.append(f"{self.final.running} requests run and {self.final.waiting} wait that nobody asked for")
+            found.append(f"{self.final.running} requests run and {self.final.waiting} wait after the last client")
         if self.complaints:
             found.append(f"{len(self.complaints)} errors in the server's log, the first: {self.complaints[0]}")
         if self.exit_status:

@@ -81,7 +81,7 @@ class Metrics:
         info = next(labels for name, labels, _ in series if name == "cache_config_info")
         found = re.search(r'num_gpu_blocks="(\d+)"', info)
         if found is None:
-            raise ValueError("vLLM's metrics do not tell the number of blocks")
+            raise ValueError("vLLM's metrics do not have the number of blocks")
         blocks = int(found[1]) - 1
         return cls(
             blocks,

@@ -17,16 +17,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from proof.tables import compile_cuda
 from proof.tables.compile_cuda import CudaVariant
+from proof.tables.sass import longest_loop, read_cubin, shortest_cycle
 from vllm_kvq.kernels.gpu import build as build_cuda
 
 TARGETS = (80, 86, 89, 90, 100, 120)
@@ -188,52 +188,19 @@ def build(variant: Variant, target: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=variant.options)
 
 
-def tool(name: str) -> str:
-    import triton.backends.nvidia
-
-    return str(Path(triton.backends.nvidia.__file__).parent / "bin" / name)
-
-
-def inner_loop(sass: str) -> list[str]:
-    """The instructions of the longest loop."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass.splitlines():
-        if found := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[found[1]] = len(code)
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(found[1])
-    best: list[str] = []
-    for i, instruction in enumerate(code):
-        found = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction)
-        first = labels.get(found[1], i + 1) if found else i + 1
-        if first <= i and i + 1 - first > len(best):
-            best = code[first : i + 1]
-    return best
-
-
-def read_cubin(path: str) -> tuple[int, int, str]:
-    """(registers, stack, SASS) of a binary with one kernel."""
-    read: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-    resources = subprocess.run([tool("cuobjdump"), "-res-usage", path], **read).stdout
-    sass = subprocess.run([tool("nvdisasm"), "-c", path], **read).stdout
-    registers, stack = (int(re.search(rf"{n}:(\d+)", resources)[1]) for n in ("REG", "STACK"))  # type: ignore[index]
-    return registers, stack, sass
-
-
 def usage(compiled: Any) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         registers, stack, sass = read_cubin(file.name)
-    loop = inner_loop(sass)
+    loop = longest_loop(sass)
     return Usage(registers, compiled.metadata.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
 
 
 def cuda_usage(variant: CudaVariant, target: int) -> Usage:
     with tempfile.TemporaryDirectory() as directory:
         registers, stack, sass = read_cubin(str(compile_cuda.build(variant, target, Path(directory))))
-    loop = compile_cuda.hot_loop(sass) if variant.decode else []
+    loop = shortest_cycle(sass) if variant.decode else []
     return Usage(registers, variant.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
 
 
@@ -284,22 +251,20 @@ def report_cuda(targets: list[int], only: list[str]) -> bool:
     return good
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities, as in 90")
     parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
     parser.add_argument("--without-cuda", action="store_true", help="leave out what nvcc compiles")
     parser.add_argument(
         "--check", action="store_true", help="fail on a spill, a decode loop without matrix products or above LIMITS"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     line([*COLUMNS, *(f"sm_{target}" for target in args.targets)], len(args.targets))
     line(["---", *["--:"] * (len(COLUMNS) - 1 + len(args.targets))], len(args.targets))
     good = report(args.targets, args.only)
     if not args.without_cuda:
         good &= report_cuda(args.targets, args.only)
     return 1 if args.check and not good else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

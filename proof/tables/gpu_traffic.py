@@ -1,9 +1,9 @@
-"""What the GPU decode kernels load per cached token, counted while their PTX runs on a CPU (proof.ptx).
+"""What the GPU's attention over packed pages loads per cached token, counted while its PTX runs on a CPU (proof.ptx).
 
     python -m proof traffic         a table; --check: exit status 1 if not within LIMIT of a record
 
     loads      instructions of a warp
-    asked      bytes, by all lanes: several may want the same
+    asked      bytes, by all lanes: several may ask for the same
     sectors    bytes in sectors of 32, of each instruction: what the caches deliver
     memory     bytes in sectors that are asked for at all: what memory delivers
     record     bytes that a token takes in a page, page headers and parameters included
@@ -15,7 +15,7 @@ The number of a token is the difference between contexts of eight and of four pa
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -47,13 +47,15 @@ def count(name: str, head_size: int, pages: int) -> Traffic:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--format", nargs="+", default=["squat2", "squat4", "innerq2", "polar4", "polar3", "qjl3"])
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--target", type=int, default=90, help="compute capability, as in 90")
     parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     from vllm_kvq.kernels.gpu.loading import load
 
     ptx.emulate(args.target)
@@ -73,7 +75,3 @@ def main() -> int:
         # less than a record would mean that loads were not counted
         good &= record / LIMIT <= memory <= sectors <= LIMIT * record
     return 1 if args.check and not good else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,7 @@ import sys
 
 import torch
 
-from proof import probe
+from proof.kernels import probe
 from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.vllm_build import baselines
 from vllm_kvq.formats import FORMATS, Geometry, get_format
@@ -89,7 +89,3 @@ def main(arguments: list[str] | None = None) -> int:
         code = probe.code_of(build().name)
         print(f"  {name:8} {per_element(made, code, args.head_size):7.3f}", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

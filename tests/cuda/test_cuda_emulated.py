@@ -12,7 +12,8 @@ import functools
 import pytest
 import torch
 
-from proof.exact import exact_attention, pack_like_a_step, relative_error
+from proof.kernels.exact import exact_attention, relative_error
+from proof.kernels.packing import pack_like_a_step
 from vllm_kvq.bench.pools import outlier_data, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT

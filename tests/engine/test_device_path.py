@@ -15,7 +15,7 @@ import pytest
 import torch
 import traces
 
-from proof.oracle.check import judge
+from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import Geometry, get_format

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import traces
 
-from proof.oracle.check import judge
+from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
 from vllm_kvq.bench.server import Server, parse_capacity

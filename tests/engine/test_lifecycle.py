@@ -12,7 +12,7 @@ import pytest
 import traces
 
 from proof.fuzz.case import MODEL
-from proof.oracle.check import compare
+from proof.oracle.compare import compare_all
 from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Result
 from vllm_kvq.bench.random_model import random_model
@@ -39,7 +39,7 @@ def answers(engine: EngineProcess, reset: bool = True) -> list[Result]:
 
 
 def equal(expected: list[Result], got: list[Result]) -> bool:
-    return not any(compare(*x).mismatches for x in zip(TRACES, expected, got, strict=True))
+    return not compare_all(TRACES, expected, got).mismatches
 
 
 def reload(path: str, engine: Any) -> None:

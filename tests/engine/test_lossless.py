@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import traces
 
-from proof.oracle.check import Verdict, compare
+from proof.oracle.compare import compare, compare_all
+from proof.oracle.verdict import Verdict
 
 pytestmark = pytest.mark.engine
 N = 32
@@ -36,9 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def verdict(request: pytest.FixtureRequest, run: Any, plain: Any) -> tuple[str, Verdict]:
     todo = traces.all_traces(N)
     got = run(todo, **{"kv_cache_dtype": "lossless", "block_size": N, **CONFIGS[request.param]})
-    total = Verdict()
-    for trace, expected, result in zip(todo, plain[N], got, strict=True):
-        total.add(compare(trace, expected, result))
+    total = compare_all(todo, plain[N], got)
     return request.param, total
 
 
@@ -64,5 +63,4 @@ def test_large_blocks(run: Any, plain: Any) -> None:
     """vLLM's default block on the CPU, two blocks per chunk."""
     todo = traces.all_traces(N)
     got = run(todo, kv_cache_dtype="lossless", block_size=128, **kvq(W=96, S=32), max_num_batched_tokens=256)
-    for trace, expected, result in zip(todo, plain[N], got, strict=True):
-        assert not compare(trace, expected, result).mismatches
+    assert not compare_all(todo, plain[N], got).mismatches

@@ -75,7 +75,7 @@ def test_configuration_is_refused(model: Path, arguments: dict[str, Any], senten
     ],
 )
 def test_draft_is_refused(model: Path, tmp_path: Path, method: str, arguments: dict[str, Any], sentence: str) -> None:
-    from proof.demo.draft import random_draft
+    from proof.models.draft import random_draft
 
     head = random_draft(tmp_path / "draft", model, method="eagle3" if method == "dflash" else "draft_model")
     speculative = {"method": method, "model": str(head), "num_speculative_tokens": 2}

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import traces
 
-from proof.oracle.check import Verdict, judge
+from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
+from proof.oracle.verdict import Verdict
 from vllm_kvq.formats import FORMATS
 
 pytestmark = pytest.mark.engine

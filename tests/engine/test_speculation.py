@@ -9,8 +9,9 @@ import pytest
 import traces
 from drafts import mtp_model
 
-from proof.demo.draft import METHODS, random_draft
-from proof.oracle.check import Verdict, compare, judge
+from proof.models.draft import METHODS, random_draft
+from proof.oracle.compare import compare_all
+from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 
 pytestmark = pytest.mark.engine
@@ -51,9 +52,7 @@ def test_lossless_equals_plain_vllm(method: str, run: Any, plain: Any, drafts: d
     todo = traces.all_traces(N)
     few = {"num_gpu_blocks_override": BLOCKS[method]}
     got = run(todo, **LOSSLESS, **few, **speculative(method, drafts[method]))
-    total = Verdict()
-    for trace, expected, result in zip(todo, plain[N], got, strict=True):
-        total.add(compare(trace, expected, result))
+    total = compare_all(todo, plain[N], got)
     assert not total.mismatches
     assert total.hits > 0
     assert total.preemptions > 0
@@ -68,9 +67,7 @@ def test_mtp_equals_plain_vllm(run: Any, tmp_path: Path) -> None:
     mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
     few = {"num_gpu_blocks_override": BLOCKS["mtp"], "skip_tokenizer_init": True}
     got = run(todo, model_path=model, **LOSSLESS, **few, **mtp)
-    total = Verdict()
-    for trace, a, b in zip(todo, expected, got, strict=True):
-        total.add(compare(trace, a, b))
+    total = compare_all(todo, expected, got)
     assert not total.mismatches
     assert total.hits > 0
     assert total.preemptions > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from proof.oracle.check import choices_of
+from proof.oracle.judge import choices_of
 from proof.oracle.lives import Historian, Life, Part
 from proof.oracle.replay import Replay, ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
@@ -72,7 +72,7 @@ def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
     third = life(rng, "third", [*second.tokens[:320], *words(60)], 320 - window, [*pages, (second, 4)])
     lives = [first, second, third]
     whole = Whole(replay, lives)
-    expected, got = stepwise(replay, lives), whole.logits(torch.arange(len(whole.tokens)))
+    expected, got = stepwise(replay, lives), whole.logits(torch.arange(len(whole.plan.tokens)))
     # a code on the border of two cells may fall to either side in a few rows
     near = (expected - got).abs().amax(1) < 1e-2
     assert near.float().mean() > 0.9
@@ -84,7 +84,7 @@ def test_another_reference_differs(model: Path) -> None:
     rng = random.Random(2)
     made = life(rng, "one", [rng.randint(10, 500) for _ in range(300)], 0, [])
     narrow, wide = (Whole(ReplayModel(str(model), "squat2", 64, DRAFTS, W=w), [made]) for w in (0, 32))
-    rows = torch.arange(100, len(narrow.tokens))
+    rows = torch.arange(100, len(narrow.plan.tokens))
     assert ((narrow.logits(rows) - wide.logits(rows)).abs().amax(1) > 1e-2).float().mean() > 0.5
 
 

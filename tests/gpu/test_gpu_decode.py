@@ -10,7 +10,7 @@ import itertools
 import torch
 from parallel import DEVICE, main
 
-from proof.exact import exact_attention, relative_error
+from proof.kernels.exact import exact_attention, relative_error
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.triton import TRITON, TritonKernels

@@ -11,7 +11,8 @@ import sys
 import torch
 from parallel import DEVICE, failed
 
-from proof.exact import exact_attention, pack_like_a_step, relative_error
+from proof.kernels.exact import exact_attention, relative_error
+from proof.kernels.packing import pack_like_a_step
 from vllm_kvq.bench.pools import outlier_data, random_pages
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.cuda import CUDA

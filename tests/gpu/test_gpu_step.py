@@ -10,7 +10,7 @@ import sys
 import torch
 from parallel import DEVICE, main
 
-from proof.step_traffic import StepTraffic
+from proof.kernels.step_traffic import StepTraffic
 from vllm_kvq.formats import Geometry, get_format
 
 try:

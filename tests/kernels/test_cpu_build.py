@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from proof import sanitize
+from proof.kernels import sanitize
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu import attend as cpu

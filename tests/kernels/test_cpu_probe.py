@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from proof import probe
+from proof.kernels import probe
 from proof.tables import instructions
 from vllm_kvq.kernels.build import build
 from vllm_kvq.kernels.cpu import attend as cpu

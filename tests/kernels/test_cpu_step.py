@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from proof.exact import relative_error
+from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels.cpu import attend as cpu

@@ -5,32 +5,32 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from lab import Lab
 
+from proof.models import REFUSED, named
 from proof.models.architecture import Architecture
-from proof.models.architectures import REFUSED, named
 
 pytestmark = pytest.mark.engine
 
 
-def configure(lab: Any, arch: Architecture, kv_cache_dtype: str) -> str | None:
-    engine = {"skip_tokenizer_init": True, "max_model_len": 256, "dtype": arch.dtype, **arch.engine}
-    return lab.do("configure", model=str(lab.config(arch)), engine={**engine, "kv_cache_dtype": kv_cache_dtype})
+def refusal(lab: Lab, arch: Architecture, kv_cache_dtype: str) -> str | None:
+    engine = {"max_model_len": 256, "dtype": arch.dtype, **arch.engine}
+    return lab.refusal(lab.config(arch), **engine, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.mark.parametrize("arch", REFUSED, ids=lambda a: a.name)
-def test_one_sentence(arch: Architecture, lab: Any) -> None:
-    sentence = configure(lab, arch, "squat2")
+def test_one_sentence(arch: Architecture, lab: Lab) -> None:
+    sentence = refusal(lab, arch, "squat2")
     assert sentence is not None
     assert f"--kv-cache-dtype squat2{'' if 'head size' in arch.refused else ' does not support'}" in sentence
     assert arch.refused in sentence
     # and not because of something else: plain vLLM takes this configuration
-    assert configure(lab, arch, "auto") is None
+    assert refusal(lab, arch, "auto") is None
 
 
-def test_the_command_prints_just_the_sentence(lab: Any) -> None:
+def test_the_command_prints_just_the_sentence(lab: Lab) -> None:
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(lab.config(named("Mistral v0.1")))]
     done = subprocess.run(
         [*command, "--kv-cache-dtype", "squat2", "--skip-tokenizer-init"],

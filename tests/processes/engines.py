@@ -1,5 +1,5 @@
 """Runs traces on engines that spread over processes. Each engine is driven by a process forked from this one, which has
-imported vLLM; its workers are started by vLLM as always, or for a job with "fork" forked too: half a minute less.
+imported vLLM. vLLM starts the workers as always; for a job with "fork" they are forked too, which saves half a minute.
 
 Reads lines of JSON [job, ...] and answers each line, once all of its jobs are done, with their exit codes.
 """
@@ -21,7 +21,7 @@ from proof.oracle.warm import warm
 
 
 def caches(worker: Any) -> dict[str, dict[str, Any]]:
-    """Of one worker's packed layers: what they think of themselves, and a hash of all that they keep."""
+    """Of one worker's packed layers: their numbers, and a hash of all that they keep."""
     layers = worker.vllm_config.compilation_config.static_forward_context
     found = {}
     for name, layer in layers.items():

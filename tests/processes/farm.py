@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proof.oracle.check import Verdict, compare, judge
+from proof.oracle.compare import compare_all
 from proof.oracle.engine import ENVIRONMENT
+from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Result, Trace
 from vllm_kvq.bench.random_model import random_model
@@ -139,19 +140,12 @@ class Farm:
             "model": str(self.model(model)),
             "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
             "ray": 2 if "ray" in kind else 0,
-            # that a worker which knows nothing finds the plugin is seen with two ranks of `lossless`
+            # two ranks of `lossless` show that a worker which is not forked finds the plugin
             "fork": (kind, name) != ("tp2", "lossless"),
             "traces": [t.to_json() for t in self.traces],
             "out": f"{at}.out",
             "log": f"{at}.log",
         }
-
-
-def difference(traces: list[Trace], expected: Answer, got: Answer) -> Verdict:
-    total = Verdict()
-    for trace, a, b in zip(traces, expected.results, got.results, strict=True):
-        total.add(compare(trace, a, b))
-    return total
 
 
 def same_tokens(farm: Farm, kind: str, name: str, model: str = "two heads", error: float = 0.0) -> Answer:
@@ -162,7 +156,8 @@ def same_tokens(farm: Farm, kind: str, name: str, model: str = "two heads", erro
     in use declare.
     """
     got = farm.run(kind, name, model=model)[0]
-    verdict = difference(farm.traces, farm.run("one", "auto" if name == "lossless" else name, model=model)[0], got)
+    one = farm.run("one", "auto" if name == "lossless" else name, model=model)[0]
+    verdict = compare_all(farm.traces, one.results, got.results)
     assert verdict.hits == sum(r.name in ("tail", "deep") for t in farm.traces for r in t.requests)
     assert verdict.tokens == sum(r.max_tokens for t in farm.traces for r in t.requests)
     if verdict.mismatches and name != "lossless":

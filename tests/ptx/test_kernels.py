@@ -1,6 +1,6 @@
 """The kernels that a GPU would run, from the PTX that Triton and nvcc make of them, in the tests of their sources.
 
-`python -m proof ptx -m pytest tests/triton tests/cuda` runs all of those tests so; here, some in own processes.
+`python -m proof ptx -m pytest tests/triton tests/cuda` runs all of those tests; here are some, in own processes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The machine that runs PTX: what it computes, and what it refuses to let pass. Kernels here are written by hand."""
+"""The machine that runs PTX: what it computes and what it refuses. The kernels here are written by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from proof.ptx.decode import decode
 from proof.ptx.grid import launch
 from proof.ptx.memory import Fault, Tensors
-from proof.ptx.program import Unsupported, parse
+from proof.ptx.parser import parse
+from proof.ptx.program import Unsupported
+from proof.ptx.translate import translate
 from proof.ptx.wgmma import places
 
 HEAD = """
@@ -39,7 +40,7 @@ def run(body: str, out: np.ndarray, n: int = 0, threads: int = 64, shared: int =
     params = np.zeros(program.param_bytes, np.uint8)
     params[:8] = np.array([out.ctypes.data], np.uint64).view(np.uint8)
     params[8:12] = np.array([n], np.uint32).view(np.uint8)
-    launch(program, decode(program), (1, 1, 1), threads, shared, params, Tensors([(out.ctypes.data, out.nbytes)]))
+    launch(program, translate(program), (1, 1, 1), threads, shared, params, Tensors([(out.ctypes.data, out.nbytes)]))
     return out
 
 

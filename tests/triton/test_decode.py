@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from proof.exact import exact_attention, relative_error
+from proof.kernels.exact import exact_attention, relative_error
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT

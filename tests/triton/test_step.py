@@ -10,8 +10,8 @@ import pytest
 import torch
 from traffic import SPEC, StepInputs, World, simulate
 
-from proof.exact import relative_error
-from proof.step_traffic import StepTraffic
+from proof.kernels.exact import relative_error
+from proof.kernels.step_traffic import StepTraffic
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.integration.sidecar import SlotGeometry
 from vllm_kvq.kernels.gpu.step import Batch, Caches, DeviceStep

@@ -26,7 +26,7 @@ def state_for(fmt: PageFormat, key: torch.Tensor, seed: int) -> torch.Tensor | N
 
 
 def random_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torch.Tensor:
-    """A pool of `pages` complete pages after one, at index 0, that is 0xFF throughout: NaN and not packed."""
+    """A pool of `pages` complete pages after page 0, which is 0xFF throughout: NaN and not packed."""
     key, value = outlier_data(pages * fmt.N, heads, fmt.geometry.head_size, seed)
     state = state_for(fmt, key, seed)
     pool = torch.zeros(pages + 1, heads, fmt.record_bytes, dtype=torch.uint8)

@@ -26,7 +26,6 @@ import math
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import threading
@@ -36,7 +35,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.bench.server import Server, ServerError
+from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
 from vllm_kvq.formats import FORMATS
@@ -47,7 +46,7 @@ SETTLE_SECONDS = 2.0
 """vLLM's workers look for work in a loop for a second before they sleep, on a core that they share with the other's."""
 VOCAB = 4096
 ARRIVALS, TRIES = 8, 5
-"""A token's time is told by at least so many arrivals; so often it is tried."""
+"""A token's time is measured over at least ARRIVALS arrivals; a turn with fewer is repeated, up to TRIES turns."""
 Prompts = list[list[int]]
 
 
@@ -55,7 +54,7 @@ Prompts = list[list[int]]
 class Turn:
     """Seconds to the first token and seconds per further token: of one request, or medians over those of a batch.
 
-    A token's time is NaN where the server sent too many at once to tell it.
+    A token's time is NaN where the server sent too many at once to measure it.
     """
 
     first: float
@@ -63,7 +62,7 @@ class Turn:
 
 
 def stream(url: str, prompt: list[int], tokens: int) -> Turn:
-    """One request. A busy server sends several tokens at once, so what arrived is counted, not how often."""
+    """One request. A busy server sends several tokens at once, so tokens are counted, not messages."""
     body = {"model": "bench", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     where = urlsplit(url)
@@ -86,12 +85,12 @@ def stream(url: str, prompt: list[int], tokens: int) -> Turn:
     if not arrived:
         raise ServerError("the server answered without a token")
     (first, start), (last, end) = arrived[0], arrived[-1]
-    told = len(arrived) >= min(tokens, ARRIVALS)
-    return Turn(start - begin, (end - start) / (last - first) if told else math.nan)
+    enough = len(arrived) >= min(tokens, ARRIVALS)
+    return Turn(start - begin, (end - start) / (last - first) if enough else math.nan)
 
 
 def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
-    """All prompts at once, each in a thread of its own, when the other server has fallen asleep."""
+    """All prompts at once, each in a thread of its own, after the other server has gone to sleep."""
     time.sleep(SETTLE_SECONDS)
     results: list[Turn | Exception] = []
 
@@ -117,12 +116,12 @@ def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
 
 
 def warm_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
-    """Again, where a token's time can't be told."""
+    """Repeated as long as a token's time can't be measured."""
     for _ in range(TRIES):
         turn = take_turn(url, prompts, tokens)
         if not math.isnan(turn.step):
             return turn
-    raise ServerError(f"{tokens} tokens come nearly at once, so that a token's time can't be told: raise --tokens")
+    raise ServerError(f"{tokens} tokens come nearly at once, so that a token's time can't be measured: raise --tokens")
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def both(urls: tuple[str, str], prompts: Prompts, tokens: int, first: int) -> tu
 
 
 def measure(urls: tuple[str, str], name: str, context: int, batch: int, args: argparse.Namespace) -> Cell:
-    # the bf16 server is every format's: what it has seen for another one would not be cold
+    # all formats share the bf16 server: prompts that it has answered for another format would not be cold
     cold = [both(urls, prompts_for(name, context, batch, i), args.tokens, i % 2) for i in range(args.cold)]
     prompts = prompts_for(name, context, batch, 0)
     turns = []
@@ -214,11 +213,9 @@ def bench_model(folder: Path, layers: int, max_position: int) -> Path:
 
 
 def server(model: Path, dtype: str, args: argparse.Namespace, max_len: int, log: Path) -> Server:
-    with socket.create_server((HOST, 0)) as probe:
-        port = probe.getsockname()[1]
     options = ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--served-model-name", "bench"]
     options += ["--max-model-len", str(max_len), "--max-num-seqs", str(max(args.batch))]
-    return Server(str(model), options + ["--enforce-eager"] * args.eager, HOST, port, log)
+    return Server(str(model), options + ["--enforce-eager"] * args.eager, HOST, free_port(HOST), log)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

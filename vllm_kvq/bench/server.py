@@ -60,17 +60,10 @@ def parse_capacity(log: str) -> Capacity | None:
     return None
 
 
-def check_port(host: str, port: int) -> None:
-    if not 0 < port < 65536:
-        raise ServerError(f"port {port} does not exist; choose one from 1 to 65535")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ServerError(
-                f"port {port} can't be used ({error.strerror}); choose another one: make run PORT={port + 1}"
-            ) from None
+def free_port(host: str) -> int:
+    """A port that nothing listens on at this moment."""
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -98,7 +91,7 @@ class Server:
         }.items():
             environment.setdefault(name, value)
         if not Path(self.command[0]).exists():
-            raise ServerError(f"{self.command[0]} does not exist: run make bootstrap first.")
+            raise ServerError(f"{self.command[0]} does not exist: install vllm-kvq with its extra `cpu` or `gpu`")
         with self.log.open("wb") as log:
             # A session of its own: Ctrl-C then reaches us alone, and we stop the child in order.
             self._child = subprocess.Popen(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.bench import vllm_build
+from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels import kernels_for
 
@@ -85,23 +86,10 @@ def vllm_candidate(shape: Shape, cache_dtype: str) -> Candidate:
     return Candidate(steps, cache.nbytes)
 
 
-def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
-    """`pages` records per head of random data: keys with outlier channels, values with outlier tokens."""
-    d = fmt.geometry.head_size
+def packed_pool(fmt: PageFormat, pages: int, heads: int, seed: int) -> torch.Tensor:
+    """`pages` records per head of random data."""
     some = max(1, PACKED_TOKENS // fmt.N)
-    key, value = torch.randn(heads, some * fmt.N, d), torch.randn(heads, some * fmt.N, d)
-    channels = torch.randperm(d)[: max(2, d // 24)]
-    key[..., channels] = key[..., channels] * 6 + 8 * torch.randn(heads, 1, len(channels))
-    value[:, torch.rand(some * fmt.N) < 0.03] *= 30
-    state = None
-    if fmt.state_rows:
-        state = fmt.keys.fit(fmt.widen(torch.randn(heads, 256, d))[0], fmt.widen(key)[0], None)
-    units = fmt.N // fmt.unit
-    k, v = (fmt.widen(x)[0].unflatten(1, (some * units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
-    index = torch.arange(some * units)
-    packed = torch.zeros(some, heads, fmt.record_bytes, dtype=torch.uint8)
-    repeated = None if state is None else state.repeat(some * units, 1, 1)
-    fmt.write(packed, index // units, index % units, fmt.encode(k, v, repeated))
+    packed = random_pages(fmt, some, heads, seed)[1:]
     return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
 
 
@@ -122,8 +110,9 @@ def kvq_candidate(shape: Shape, name: str) -> Candidate:
     start = torch.arange(pages).repeat(shape.batch) * fmt.N
     low, high = (sinks - start).clamp_min(0), (boundary - start).clamp_max(fmt.N)
     steps: list[Step] = []
-    for _ in range(shape.rotate):
-        pool, ids = packed_pool(fmt, max(1, shape.batch * pages), shape.heads), torch.randperm(shape.batch * pages)
+    for seed in range(shape.rotate):
+        pool = packed_pool(fmt, max(1, shape.batch * pages), shape.heads, seed)
+        ids = torch.randperm(shape.batch * pages)
         recent = torch.randn(2, shape.batch, raw, shape.heads, shape.head_size).bfloat16()
 
         held = (recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen, shape.scale

@@ -2,22 +2,22 @@
 
     python -m proof probe -m pytest tests/kernels -k avx512
 
-runs a Python command in a process whose kernels take the processor for one with AVX-512 VNNI and VBMI. What it lacks
-is executed by a signal handler: the same results, thousands of times slower, so of use for tests and for counting.
-Only this process believes it, and in it only our library. x86-64 Linux.
+runs a Python command in a process whose kernels take the processor for one with AVX-512 VNNI and VBMI. A signal handler
+executes the instructions that it lacks: the same results, thousands of times slower, enough for tests and for counting.
+Other processes, and other libraries in this one, are not affected. x86-64 Linux.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
-import os
 import platform
-import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from proof import inside
 from vllm_kvq.kernels.build import BuildError, build
 from vllm_kvq.kernels.cpu import attend as cpu
 
@@ -57,7 +57,7 @@ def count(step: Callable[[], object], code: tuple[int, int]) -> int:
 def pretend() -> bool:
     """Loads our kernels as on a processor with VNNI and VBMI. False where that can't be done."""
     lib = library()
-    build()  # no other program should be asked who the processor is
+    build()  # compiled before the processor's answers are changed
     if not lib.probe_pretend():
         return False
     try:
@@ -66,13 +66,11 @@ def pretend() -> bool:
         lib.probe_stop_pretending()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    rest = sys.argv[1:] if arguments is None else arguments
-    if len(rest) < 2 or rest[0] != "-m":
-        print("usage: python -m proof probe -m MODULE [ARGUMENT ...]", file=sys.stderr)
-        return 2
-    # pytest would take SIGILL for itself
-    os.environ["PYTEST_ADDOPTS"] = f"{os.environ.get('PYTEST_ADDOPTS', '')} -p no:faulthandler"
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options = inside.parse(parser, argv)
     try:
         if not pretend():
             print("this processor has no AVX-512, or CPUID can't be answered for it", file=sys.stderr)
@@ -80,10 +78,5 @@ def main(arguments: list[str] | None = None) -> int:
     except BuildError as error:
         print(str(error), file=sys.stderr)
         return 1
-    sys.argv = rest[1:]
-    runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    # pytest's own handler would take SIGILL away from the probe's
+    return inside.run(options.command, "-p no:faulthandler")

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from checkpoints import PROMPT_TOKENS
+from lab import Lab
 
+from proof.models import SERVED, named
 from proof.models.architecture import Architecture
-from proof.models.architectures import WORKS, named
-from proof.oracle.check import compare, judge
+from proof.oracle.compare import compare
+from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Result, Trace
 
@@ -52,7 +54,7 @@ TRACE = small_trace()
 
 
 @pytest.fixture(scope="module")
-def plain(lab: Any) -> Any:
+def plain(lab: Lab) -> Any:
     """Plain vLLM's answers, once per architecture."""
     known: dict[str, Result] = {}
 
@@ -64,11 +66,11 @@ def plain(lab: Any) -> Any:
     return answers
 
 
-EXACT = [a for a in WORKS if a.dtype == "float32"]
+EXACT = [a for a in SERVED if a.dtype == "float32"]
 
 
 @pytest.mark.parametrize("arch", EXACT, ids=lambda a: a.name)
-def test_lossless_equals_plain_vllm(arch: Architecture, lab: Any, plain: Any) -> None:
+def test_lossless_equals_plain_vllm(arch: Architecture, lab: Lab, plain: Any) -> None:
     got = lab.run(arch, [TRACE], arch.adapter, **LOSSLESS, **ENGINE)[0]
     verdict = compare(TRACE, plain(arch), got)
     assert not verdict.mismatches
@@ -79,7 +81,7 @@ def test_lossless_equals_plain_vllm(arch: Architecture, lab: Any, plain: Any) ->
 
 
 @pytest.mark.parametrize("arch", EXACT, ids=lambda a: a.name)
-def test_lossy(arch: Architecture, lab: Any, plain: Any) -> None:
+def test_lossy(arch: Architecture, lab: Lab, plain: Any) -> None:
     # beside window layers the block size is found out
     engine = {k: v for k, v in ENGINE.items() if not (arch.windows and k == "block_size")}
     got = lab.run(arch, [TRACE], arch.adapter, **kvq(arch.lossy), **engine)[0]
@@ -94,16 +96,16 @@ def test_lossy(arch: Architecture, lab: Any, plain: Any) -> None:
         assert replayed.hits == 1
 
 
-@pytest.mark.parametrize("arch", [a for a in WORKS if a.dtype != "float32"], ids=lambda a: a.name)
+@pytest.mark.parametrize("arch", [a for a in SERVED if a.dtype != "float32"], ids=lambda a: a.name)
 @pytest.mark.parametrize("name", ["lossless", "squat2", "polar4", "qjl3", "innerq2"])
-def test_16_bit_models_answer(name: str, arch: Architecture, lab: Any) -> None:
+def test_16_bit_models_answer(name: str, arch: Architecture, lab: Lab) -> None:
     """Sums are rounded in another order than plain vLLM's, so tokens may differ from them."""
     got = lab.run(arch, [TRACE], **kvq(name), **ENGINE)[0]
     assert all(len(got.outputs[r.name][0]) == r.max_tokens for r in TRACE.requests)
     assert len({t for samples in got.outputs.values() for t in samples[0]}) > 4
 
 
-def test_window_layers_survive_preemption_and_speculation(lab: Any) -> None:
+def test_window_layers_survive_preemption_and_speculation(lab: Lab) -> None:
     """The mixed cache under a pool that runs out, with drafts that are rejected."""
     rng, arch = random.Random(2), named("Gemma-3")
     phrase = [rng.choice(PROMPT_TOKENS) for _ in range(9)]
@@ -119,13 +121,13 @@ def test_window_layers_survive_preemption_and_speculation(lab: Any) -> None:
     assert any(chunk.drafts for step in got.steps for chunk in step)
 
 
-def test_a_block_too_small_for_window_layers_is_refused(lab: Any) -> None:
-    engine = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": N, **kvq("squat2")}
-    sentence = lab.do("configure", model=str(lab.model(named("Gemma-3"))), engine=engine)
+def test_a_block_too_small_for_window_layers_is_refused(lab: Lab) -> None:
+    sentence = lab.refusal(lab.model(named("Gemma-3")), dtype="float32", block_size=N, **kvq("squat2"))
+    assert sentence is not None
     assert "block size 32 is too small beside layers in 16 bits; set --block-size 512" in sentence
 
 
-def test_the_flag_skips_layers_like_the_option(lab: Any) -> None:
+def test_the_flag_skips_layers_like_the_option(lab: Lab) -> None:
     """Layer 0 in 16 bits and layer 1 packed, by either way; and the control that packing both answers otherwise."""
     arch, engine = named("Llama"), {**ENGINE, "block_size": 512}
     flag = lab.run(arch, [TRACE], **kvq("squat2"), **engine, kv_cache_dtype_skip_layers=["0"])[0]
@@ -135,20 +137,20 @@ def test_the_flag_skips_layers_like_the_option(lab: Any) -> None:
     assert flag.outputs != packed.outputs
 
 
-def test_the_adapter_is_used(lab: Any, plain: Any) -> None:
+def test_the_adapter_is_used(lab: Lab, plain: Any) -> None:
     """The control of the LoRA row: the same weights without the adapter answer otherwise."""
     assert plain(named("Llama with LoRA")).outputs != plain(named("Llama")).outputs
 
 
-@pytest.mark.parametrize("arch", [a for a in WORKS if a.polar], ids=lambda a: a.name)
-def test_polar_needs_the_pairing(arch: Architecture, lab: Any) -> None:
-    job = {"model": str(lab.model(arch)), "engine": {"skip_tokenizer_init": True, "kv_cache_dtype": "polar4"}}
-    sentence = lab.do("configure", **job)
+@pytest.mark.parametrize("arch", [a for a in SERVED if a.polar], ids=lambda a: a.name)
+def test_polar_needs_the_pairing(arch: Architecture, lab: Lab) -> None:
+    sentence = lab.refusal(lab.model(arch), kv_cache_dtype="polar4")
+    assert sentence is not None
     assert arch.polar in sentence
     assert "'pairing'" in sentence
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Phi-2"])
-def test_polar_with_the_pairing(name: str, lab: Any) -> None:
+def test_polar_with_the_pairing(name: str, lab: Lab) -> None:
     got = lab.run(named(name), [TRACE], **kvq("polar4", pairing="half"), **ENGINE)[0]
     assert all(len(got.outputs[r.name][0]) == r.max_tokens for r in TRACE.requests)

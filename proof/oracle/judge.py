@@ -1,8 +1,7 @@
-"""Judges: is what the engine answered what it must answer?
+"""An engine's answers against the reference: every greedy token must be the reference's own choice.
 
-`compare` holds two engines' answers to the same traces against each other, token by token (plain vLLM against
-`lossless`). `judge` goes through the scheduler's chunks with the reference, which is told positions and what was
-cached, but no blocks, and wants every greedy token to be the reference's own choice.
+The reference goes through the scheduler's chunks and knows positions and what was found in the prefix cache, but no
+blocks.
 """
 
 from __future__ import annotations
@@ -10,84 +9,25 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 import torch
 
+from proof.oracle.compare import Difference
 from proof.oracle.lives import Historian, Life
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
+from proof.oracle.verdict import Verdict
 from proof.oracle.whole import Whole
 
 BRIEF, SOME, MANY = 6, 24, 200
-"""Disturbed replays that a mismatch has to survive (see `judge`): so many together with others, these on its own."""
+"""Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others, the rest of it alone."""
 AT_ONCE = 40
-"""So many mismatches are tried again together; the next ones only if all of these were ties."""
+"""Mismatches that are replayed together; the next ones only if all of these were ties."""
 GREEDY = 0.01
 """Up to this temperature (vLLM's smallest) a sample is judged like a greedy one: n > 1 samples can't be greedy."""
 NEVER = 25.0
 """exp(-25): two logits whose difference over the temperature is larger are never mistaken for each other."""
-
-
-@dataclass
-class Verdict:
-    requests: int = 0
-    tokens: int = 0
-    ties: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    preemptions: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    aborts: int = 0
-    stops: int = 0
-    mismatches: list[str] = field(default_factory=list)
-
-    def add(self, other: Verdict) -> None:
-        for f in fields(self):
-            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where two answers part: at the `at`-th token of a sample."""
-
-    request: str
-    sample: int
-    at: int
-    length: int
-    tokens: tuple[int | None, int | None]
-
-    def __str__(self) -> str:
-        return f"{self.request}[{self.sample}]: token {self.at} of {self.length}"
-
-
-def differences(trace: Trace, expected: Result, got: Result) -> list[Difference]:
-    found = []
-    for r in trace.requests:
-        for i, (a, b) in enumerate(zip(expected.outputs[r.name], got.outputs[r.name], strict=True)):
-            # an aborted request may stop some tokens earlier or later under speculation
-            length = min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
-            if a[:length] != b[:length]:
-                at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-                pair = a[at] if at < len(a) else None, b[at] if at < len(b) else None
-                found.append(Difference(r.name, i, at, length, pair))
-    return found
-
-
-def compare(trace: Trace, expected: Result, got: Result) -> Verdict:
-    verdict = Verdict(len(trace.requests), preemptions=got.preemptions, hits=sum(c > 0 for c in got.cached.values()))
-    for r in trace.requests:
-        for a, b in zip(expected.outputs[r.name], got.outputs[r.name], strict=True):
-            verdict.tokens += min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
-    verdict.mismatches += map(str, differences(trace, expected, got))
-    verdict.mismatches += leaks(got)
-    return verdict
-
-
-def leaks(result: Result) -> list[str]:
-    before, after = result.free_blocks
-    return [] if before == after else [f"{before - after} blocks were not freed"]
 
 
 @dataclass(frozen=True)
@@ -199,7 +139,7 @@ def _behind(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]
     if not choices:
         return []
     whole = Whole(model, lives)
-    rows = torch.tensor([whole.row(c.life, c.part, c.position - 1) for c in choices])
+    rows = torch.tensor([whole.plan.row(c.life, c.part, c.position - 1) for c in choices])
     logits = whole.logits(rows)
     token = torch.tensor([c.token for c in choices])[:, None]
     behind = logits.amax(1) - logits.gather(1, token)[:, 0]
@@ -208,7 +148,7 @@ def _behind(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]
 
 
 def distance(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result], found: Difference) -> float:
-    """How far apart the reference's logits of the two tokens are, on the way of the second engine (`results`).
+    """How far apart the reference's logits of the two tokens are, after the tokens of the second engine (`results`).
 
     Request names must be unique over the traces.
     """
@@ -222,7 +162,7 @@ def distance(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Resu
     if a is None or b is None or not choices:
         return math.inf
     whole = Whole(model, _needed(historian.history.lives, choices))
-    row = whole.row(choices[0].life, choices[0].part, choices[0].position - 1)
+    row = whole.plan.row(choices[0].life, choices[0].part, choices[0].position - 1)
     logits = whole.logits(torch.tensor([row]))[0]
     return abs(float(logits[a] - logits[b]))
 

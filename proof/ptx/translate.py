@@ -15,7 +15,7 @@ from proof.ptx.wgmma import wgmma
 KNOWN = ARITHMETIC | ACCESSES | COLLECTIVE | {"wgmma": wgmma}
 
 
-def decode(program: Program) -> list[Step]:
+def translate(program: Program) -> list[Step]:
     """Raises Unsupported, with the instruction's text."""
     operands = Operands(program)
     return [_step(operands, i) for i in program.code]

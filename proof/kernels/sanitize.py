@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build, compiler
 
@@ -48,8 +49,8 @@ def flags(kinds: tuple[str, ...]) -> list[str]:
     return [*found, "-DKVQ_STD_THREADS", "-pthread"] if "thread" in kinds else found
 
 
-# torch's loops, and MKL in the same library, run on OpenMP as well; no frame of ours ever lies below one of theirs.
-# (Their threads can't be taken from them: OMP_NUM_THREADS is the number that the kernels' loops have, too.)
+# torch's loops, and MKL in the same library, run on OpenMP as well, and never call a function of ours.
+# (They can't be given one thread: OMP_NUM_THREADS is also the number of threads of the kernels' loops.)
 _SUPPRESSIONS = "race:libtorch_cpu.so\n"
 
 
@@ -87,11 +88,11 @@ def run(kinds: tuple[str, ...], compiler: list[str], command: list[str]) -> int:
         return subprocess.run(command, env=environment(kinds, compiler, suppressions.name)).returncode
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m proof sanitize", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kinds", metavar="LIST", type=parse, help="address,undefined or thread")
     parser.add_argument("command", nargs="*", help="what to run with that build, after `--`")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     os.environ[EXTRA_FLAGS] = " ".join(flags(args.kinds))
     try:
         print(f"CPU kernels: {build().name}", flush=True)

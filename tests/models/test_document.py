@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from proof.models.architectures import ARCHITECTURES
-from proof.models.page import page
+from proof.models import ARCHITECTURES
+from proof.models.document import page
 
 DOC = Path(__file__).parents[2] / "docs" / "models.md"
 

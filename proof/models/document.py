@@ -1,9 +1,12 @@
-"""docs/models.md from the table in `proof.models.architectures`: `python -m proof models > docs/models.md`."""
+"""docs/models.md, printed from what `proof.models` says: `python -m proof models > docs/models.md`."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
+
+from proof.models import REFUSED, SERVED
 from proof.models.architecture import Architecture
-from proof.models.architectures import REFUSED, WORKS
 
 HEAD = """\
 # Models
@@ -73,7 +76,7 @@ def checked(arch: Architecture) -> str:
 
 
 def page() -> str:
-    works = [[a.name, f"`{a.config}`", a.features, polar(a), checked(a)] for a in WORKS]
+    works = [[a.name, f"`{a.config}`", a.features, polar(a), checked(a)] for a in SERVED]
     refused = [[a.name, f"`{a.config}`", a.features, f"“{a.refused}”"] for a in REFUSED]
     return "\n".join(
         [
@@ -88,6 +91,7 @@ def page() -> str:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="python -m proof models", description="Prints docs/models.md.").parse_args(argv)
     print(page())
     return 0

@@ -1,0 +1,167 @@
+"""The kinds of models that are refused at start-up, each with a part of the sentence that says so."""
+
+from __future__ import annotations
+
+from proof.models.architecture import HIDDEN, VOCAB, Architecture, hidden, llama_like, vision
+
+REFUSED: list[Architecture] = [
+    Architecture(
+        "Mistral v0.1",
+        "MistralConfig",
+        llama_like(sliding_window=64),
+        "all layers have a sliding window",
+        refused="models in which all layers have sliding-window attention",
+    ),
+    Architecture(
+        "Gemma-2",
+        "Gemma2Config",
+        llama_like(),
+        "soft-capped logits, sliding windows",
+        refused="a soft-cap on attention logits",
+    ),
+    Architecture(
+        "Gemma-3 with images",
+        "Gemma3Config",
+        {
+            "text_config": llama_like(num_hidden_layers=6),
+            "vision_config": vision("siglip_vision_model"),
+        },
+        "image tokens attend to later ones",
+        refused="attention in both directions among image tokens",
+        needs="torchvision",
+    ),
+    Architecture(
+        "Gemma-4",
+        "Gemma4TextConfig",
+        llama_like(
+            num_hidden_layers=6,
+            global_head_dim=128,
+            sliding_window=48,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=VOCAB,
+        ),
+        "larger heads in full layers than in those with a sliding window",
+        refused="head sizes that differ per layer",
+    ),
+    Architecture(
+        "gpt-oss",
+        "GptOssConfig",
+        llama_like(num_local_experts=4),
+        "learned attention sinks, sliding windows",
+        refused="learned attention sinks",
+    ),
+    Architecture(
+        "BLOOM",
+        "BloomConfig",
+        {"vocab_size": VOCAB, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 2},
+        "ALiBi",
+        refused="ALiBi",
+    ),
+    Architecture(
+        "Falcon",
+        "FalconConfig",
+        hidden(2, 64, alibi=False),
+        "vLLM's Falcon ignores `--kv-cache-dtype`",
+        refused="Falcon models",
+    ),
+    Architecture("Falcon RW", "FalconConfig", hidden(2, 64, alibi=True), "ALiBi", refused="ALiBi"),
+    Architecture(
+        "DeepSeek-V2",
+        "DeepseekV2Config",
+        llama_like(
+            head_dim=None,
+            kv_lora_rank=64,
+            q_lora_rank=None,
+            qk_rope_head_dim=32,
+            qk_nope_head_dim=32,
+            v_head_dim=64,
+            n_routed_experts=4,
+        ),
+        "latent attention (MLA)",
+        refused="latent attention (MLA)",
+    ),
+    Architecture(
+        "Jamba",
+        "JambaConfig",
+        llama_like(head_dim=None, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+        "attention and Mamba layers",
+        refused="models with Mamba or linear attention layers",
+    ),
+    Architecture(
+        "Granite 4",
+        "GraniteMoeHybridConfig",
+        llama_like(
+            head_dim=None, layer_types=["mamba", "attention"], num_local_experts=0, mamba_n_heads=4, mamba_expand=2
+        ),
+        "attention and Mamba-2 layers",
+        refused="models with Mamba or linear attention layers",
+    ),
+    Architecture(
+        "Qwen3-Next",
+        "Qwen3NextConfig",
+        llama_like(layer_types=["linear_attention", "full_attention"], num_experts=4),
+        "attention and linear attention layers",
+        refused="models with Mamba or linear attention layers",
+    ),
+    Architecture(
+        "Mamba",
+        "MambaConfig",
+        {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2},
+        "no attention at all",
+        refused="models with Mamba or linear attention layers",
+    ),
+    Architecture(
+        "Whisper",
+        "WhisperConfig",
+        {
+            "vocab_size": VOCAB,
+            "d_model": HIDDEN,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "max_target_positions": 448,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+        },
+        "encoder and decoder",
+        refused="encoder-decoder models",
+    ),
+    Architecture(
+        "BERT",
+        "BertConfig",
+        {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "embeddings, encoder only",
+        refused="pooling and embedding models",
+        model="AutoModel",
+    ),
+    Architecture(
+        "Qwen3 Embedding",
+        "Qwen3Config",
+        llama_like(),
+        "embeddings from a decoder (`--runner pooling`)",
+        refused="pooling and embedding models",
+        engine={"runner": "pooling"},
+    ),
+    Architecture(
+        "Llama 4",
+        "Llama4TextConfig",
+        llama_like(num_local_experts=2, attention_chunk_size=64, intermediate_size_mlp=128),
+        "chunked local attention",
+        refused="chunked local attention",
+    ),
+    Architecture(
+        "Llama 32", "LlamaConfig", llama_like(head_dim=32), "head size 32", refused="head size 32 is not supported"
+    ),
+    Architecture(
+        "Gemma-3n",
+        "Gemma3nTextConfig",
+        llama_like(
+            num_kv_shared_layers=1,
+            num_hidden_layers=2,
+            layer_types=["full_attention", "full_attention"],
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=32,
+        ),
+        "layers that share their KV cache, sliding windows",
+        refused="layers that share their KV cache",
+    ),
+]

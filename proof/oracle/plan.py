@@ -1,0 +1,132 @@
+"""What every token of every life reads, and which units are packed for it; no layer differs in that.
+
+A row is one token of one chunk; rejected drafts are rows too. With c tokens before its chunk and the reference's
+boundary B(c), the row at position p sees
+
+    packed   tokens t of its life or of its hit,  S <= t < B(c)
+    raw      rows of its own chunk up to p, and kept rows t < c of earlier chunks with t < S or t >= B(c);
+             after a hit, the sinks t < S of the life that wrote page 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from proof.oracle.lives import Life
+from vllm_kvq.formats import PageFormat
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the rows of one life read."""
+
+    rows: slice
+    sinks: torch.Tensor
+    """Rows of the sinks of a hit."""
+    units: torch.Tensor
+    """The packed units, numbered over all lives, from unit 0 on."""
+    seen: torch.Tensor
+    """(rows, sinks + rows + packed tokens)."""
+    fits: list[slice]
+    """Rows of each chunk that moves the state."""
+
+
+class Plan:
+    """Of several lives."""
+
+    def __init__(self, fmt: PageFormat, num_spec: int, lives: Sequence[Life]) -> None:
+        """`lives` with all lives that they hit, writers first."""
+        self.fmt, self.num_spec = fmt, num_spec
+        tokens: list[int] = []
+        position: list[int] = []
+        self.first: dict[Life, int] = {}
+        for life in lives:
+            self.first[life] = len(tokens)
+            for part in life.parts:
+                # vLLM pads a lone prompt token with drafts of -1, which are computed as token 0 and never accepted
+                tokens += [max(t, 0) for t in part.tokens]
+                position += range(part.context, part.end)
+        self.tokens, self.position = torch.tensor(tokens), torch.tensor(position)
+        self._canonical: dict[Life, dict[int, int]] = {}
+        self._unit_index: dict[Life, dict[int, int]] = {}
+        self._unit_rows: list[list[int]] = []
+        self.unit_state: list[tuple[int, int]] = []
+        """(life, number of its fit) of the state that each unit is packed with."""
+        self.reads = [self._reads(number, life) for number, life in enumerate(lives)]
+        self.unit_rows = torch.tensor(self._unit_rows).reshape(-1, fmt.unit)
+
+    def row(self, life: Life, part: int, position: int) -> int:
+        before = sum(len(p.tokens) for p in life.parts[:part])
+        return self.first[life] + before + position - life.parts[part].context
+
+    def _reads(self, number: int, life: Life) -> Reads:
+        fmt, p = self.fmt, self.fmt.unit
+        context: list[int] = []
+        position: list[int] = []
+        part_of: list[int] = []
+        kept: list[bool] = []
+        for i, part in enumerate(life.parts):
+            upcoming = life.parts[i + 1].context if i + 1 < len(life.parts) else part.end
+            count = len(part.tokens)
+            context += [part.context] * count
+            part_of += [i] * count
+            position += range(part.context, part.end)
+            kept += [t < upcoming for t in range(part.context, part.end)]
+        first = self.first[life]
+        at = {t: first + i for i, (t, k) in enumerate(zip(position, kept, strict=True)) if k}
+        self._canonical[life] = at
+        fits = self._pack_events(number, life, at)
+
+        c, t, who, there = (torch.tensor(x) for x in (context, position, part_of, kept))
+        boundary = ((c - fmt.W) // p * p).clamp_min(life.start)[:, None]
+        before = (who < who[:, None]) & there & ((t < fmt.S) | (t >= boundary))
+        raw = before | ((who == who[:, None]) & (t <= t[:, None]))
+        index = self._unit_index[life]
+        packed = torch.arange(int(boundary.max()) if len(c) else 0)
+        sinks = [self._canonical[life.hit[0][0]][s] for s in range(min(fmt.S, life.start))] if life.hit else []
+        seen = torch.cat(
+            [torch.ones(len(c), len(sinks), dtype=torch.bool), raw, (packed >= fmt.S) & (packed < boundary)], dim=1
+        )
+        units = torch.tensor([index.get(u, -1) for u in range(len(packed) // p)], dtype=torch.long)
+        # units below the sinks' end may never have been needed
+        if (units[fmt.S // p :] < 0).any():
+            raise RuntimeError(f"{life.name}: a unit that was never packed would have been read")
+        return Reads(
+            slice(first, first + len(c)), torch.tensor(sinks, dtype=torch.long), units.clamp_min(0), seen, fits
+        )
+
+    def _pack_events(self, number: int, life: Life, at: dict[int, int]) -> list[slice]:
+        """Number the units of this life; a unit that is packed again after rejected drafts takes the last state."""
+        fmt, p = self.fmt, self.fmt.unit
+        per_page = fmt.N // p
+        index = {
+            i * per_page + u: self._unit_index[writer][page * per_page + u]
+            for i, (writer, page) in enumerate(life.hit)
+            for u in range(per_page)
+        }
+        own = life.start + fmt.W if life.start else 0
+        states: dict[int, int] = {}
+        page_state: dict[int, int] = {}
+        fits: list[slice] = []
+        row = self.first[life]
+        for part in life.parts:
+            new = len(part.tokens)
+            if fmt.state_rows and (new > 1 + self.num_spec or part.context == life.start):
+                fits.append(slice(row, row + new))
+            row += new
+            for unit in range(max(part.context, own) // p, part.end // p):
+                page = unit // per_page
+                if unit % per_page == 0 or page not in page_state:
+                    page_state[page] = len(fits) - 1
+                states[unit] = page_state[page] if fmt.keys.page_fields else len(fits) - 1
+        for unit, state in states.items():
+            rows = [at.get(t, -1) for t in range(unit * p, (unit + 1) * p)]
+            if min(rows) >= 0:  # else it ends in drafts that were never accepted
+                index[unit] = len(self._unit_rows)
+                self._unit_rows.append(rows)
+                self.unit_state.append((number, state))
+        self._unit_index[life] = index
+        return fits

@@ -1,0 +1,58 @@
+"""`Lab` writes tiny checkpoints of every architecture and starts engines for them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+
+from proof.models.architecture import Architecture
+from proof.oracle import forked
+from proof.oracle.trace import Result, Trace
+
+
+class Lab:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def config(self, arch: Architecture) -> Path:
+        path = self.folder / f"{arch.slug}-config"
+        return path if path.exists() else checkpoints.write_config(arch, path)
+
+    def model(self, arch: Architecture) -> Path:
+        path = self.folder / arch.slug
+        return path if path.exists() else checkpoints.write_model(arch, path)
+
+    def adapter(self, arch: Architecture) -> Path:
+        path = self.folder / f"{arch.slug}-adapter"
+        return path if path.exists() else checkpoints.write_adapter(path, arch.build())
+
+    def run(self, arch: Architecture, traces: list[Trace], adapter: bool = False, **engine: Any) -> list[Result]:
+        arguments = {"dtype": arch.dtype, "skip_tokenizer_init": True, **arch.engine, **engine}
+        prepare = functools.partial(use_adapter, str(self.adapter(arch))) if adapter else None
+        with forked.EngineProcess(str(self.model(arch)), arguments, {}, prepare) as process:
+            return [process.run(trace) for trace in traces]
+
+    def refusal(self, checkpoint: Path, **engine: Any) -> str | None:
+        """The sentence that the configuration is refused with, or None."""
+        return forked.call(configure, str(checkpoint), {"skip_tokenizer_init": True, **engine})
+
+
+def use_adapter(path: str, traced: Any) -> None:
+    """All requests of a TracedEngine go through the LoRA adapter."""
+    from vllm.lora.request import LoRARequest
+
+    engine = traced.engine
+    engine.add_request = functools.partial(engine.add_request, lora_request=LoRARequest("adapter", 1, path))
+
+
+def configure(model: str, engine: dict[str, Any]) -> str | None:
+    from vllm import EngineArgs
+
+    try:
+        EngineArgs(model, **engine).create_engine_config()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
