@@ -181,6 +181,21 @@ def test_the_line_stays_parseable(bare: Bare) -> None:
         report.start_line(served, 1000, "the PyTorch kernels")
 
 
+def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the pool is there; by then vLLM may have shortened the length and changed the block size."""
+    arguments, _, line = CASES["plain"]
+    vllm_config = bare(**{**arguments, "max_model_len": 1024})
+    served = Served.of(vllm_config)
+    vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size = 256, 32
+    said: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(report.logger, level, lambda text, *values: said.append(text % values))
+    for first in (True, False):
+        monkeypatch.setattr("vllm.distributed.parallel_state.is_global_first_rank", lambda first=first: first)
+        report.report_start(served, vllm_config, "C++", "here is why.", 1000)
+    assert said == [line, "kvq: here is why."]
+
+
 def test_each_layer_has_its_own_page_size() -> None:
     """In a subclass of its own: two models in one process don't share it."""
     from vllm_kvq.integration.sixteen import DraftBackend, SixteenBitBackend, padded_backend

@@ -17,6 +17,7 @@ from vllm_kvq.integration.device import DeviceLayer
 from vllm_kvq.integration.prompt import causal
 from vllm_kvq.integration.replicas import copies_of_a_head, queries_of_all_copies
 from vllm_kvq.integration.report import Damage, report_start
+from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
 from vllm_kvq.kernels import kernels_for
 from vllm_kvq.kernels.cpu.step import DecodeBatch
@@ -71,7 +72,8 @@ class PackedLayer:
         # an existing companion is kept: after a reload of weights its cache is still bound
         first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
         device = vllm_config.device_config.device
-        report = functools.partial(report_start, vllm_config, _path(fmt, device), None) if first else None
+        served = Served.of(vllm_config)
+        report = functools.partial(report_start, served, vllm_config, _path(fmt, device), None) if first else None
         sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, report))
         sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots)) if fmt.S else None
         copies = copies_of_a_head(vllm_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,13 +37,15 @@ def start_line(served: Served, blocks: int, path: str) -> str:
     )
 
 
-def report_start(vllm_config: Any, path: str, problem: str | None, blocks: int) -> None:
+def report_start(served: Served, vllm_config: Any, path: str, problem: str | None, blocks: int) -> None:
     """`path`: which kernels serve; `problem`: one sentence on why faster ones do not; `blocks`: of the pool."""
     from vllm.distributed.parallel_state import is_global_first_rank
 
     if not is_global_first_rank():
         return
-    logger.info("%s", start_line(Served.of(vllm_config), blocks, path))
+    # --max-model-len auto: vLLM chose it after the model was loaded
+    served = replace(served, max_len=vllm_config.model_config.max_model_len)
+    logger.info("%s", start_line(served, blocks, path))
     if problem is not None:
         logger.warning("kvq: %s", problem)
 

@@ -1,9 +1,9 @@
 """What a server serves: one frozen object, made here from vLLM's configuration, and nowhere else.
 
 `platform.py` makes it in the process that the user sees and has `apply` write into vLLM's configuration what vLLM has
-to know. Workers receive that configuration and make the same object from it: it follows from the configuration alone,
-and nothing that `apply` writes changes it. It is made again wherever it is needed, because vLLM may still shorten the
-maximum length after start-up; the one costly part, binding the format, is cached.
+to know. Workers receive that configuration and make the same object from it while they load the model: it follows from
+the configuration alone, and nothing that `apply` writes changes it. (Once vLLM has allocated its caches it is too late:
+`block_size` is then that of the smallest group, a draft's for example.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Served:
     """Why it is off whatever the user says."""
     max_len: int
     window_tokens: int
-    """The most tokens of one request that a layer with a sliding window holds."""
+    """The most tokens of a long request that a layer with a sliding window holds."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> Served:
@@ -60,8 +60,7 @@ class Served:
         layers, draft = Layers.of(vllm_config), Draft.of(vllm_config)
         token_bytes = 2 * heads * model.get_head_size() * model.dtype.itemsize if layers.kept else 0
         fmt = _format(vllm_config, heads, layers, max(token_bytes, draft.token_bytes if draft else 0))
-        chunk, max_len = vllm_config.scheduler_config.max_num_batched_tokens, model.max_model_len
-        window = model.get_sliding_window() or max_len
+        window = model.get_sliding_window() or model.max_model_len
         return cls(
             fmt,
             SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens),
@@ -69,8 +68,8 @@ class Served:
             draft,
             prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,
             no_prefix_caching="some layers stay in 16 bits" if layers.kept else None,
-            max_len=max_len,
-            window_tokens=min(window - 1 + chunk, max_len) if layers.windows else 0,
+            max_len=model.max_model_len,
+            window_tokens=window - 1 + vllm_config.scheduler_config.max_num_batched_tokens,
         )
 
     @property
@@ -99,7 +98,8 @@ class Served:
             kinds.append(Kind(skipped, -(-length // block), length * plain))
         if windows := len(self.layers.windows):
             # as vLLM counts a window: one block more, because it may begin in the middle of one
-            kinds.append(Kind(windows, -(-self.window_tokens // block) + 1, self.window_tokens * plain))
+            seen = min(self.window_tokens, length)
+            kinds.append(Kind(windows, -(-seen // block) + 1, seen * plain))
         if draft := self.draft:
             own = fitting_block(slots.page_bytes, draft.token_bytes, self.format.N)
             kinds.append(Kind(draft.layers, -(-length // own), length * 4 * draft.heads * draft.head_size))
