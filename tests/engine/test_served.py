@@ -7,9 +7,11 @@ import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from proof.models.architectures import named
 from vllm_kvq.bench.server import parse_capacity
@@ -197,13 +199,25 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_each_layer_has_its_own_page_size() -> None:
-    """In a subclass of its own: two models in one process don't share it."""
-    from vllm_kvq.integration.sixteen import DraftBackend, SixteenBitBackend, padded_backend
+    """In a backend class of its own: two engines in one process, or a draft beside its target, don't share it."""
+    from vllm_kvq.integration.sixteen import DraftBackend, DraftImpl, SixteenBitBackend, SixteenBitImpl
 
-    pages = [padded_backend(SixteenBitBackend, 4096), padded_backend(SixteenBitBackend, 8192)]
-    assert [backend.page for backend in pages] == [4096, 8192]
-    assert SixteenBitBackend.page is None
-    draft = padded_backend(DraftBackend, 4096)
-    assert draft.full_cls_name() == DraftBackend.full_cls_name() != pages[0].full_cls_name()
+    def backend_after_loading(impl_class: type[SixteenBitImpl], page: int) -> Any:
+        impl = object.__new__(impl_class)
+        layer = SimpleNamespace(impl=impl, attn_backend=None)
+        impl.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(skip_page_size_padded=page),
+            compilation_config=SimpleNamespace(static_forward_context={"another": object(), "this": layer}),
+            speculative_config=SimpleNamespace(method="eagle"),
+        )
+        impl.process_weights_after_loading(torch.float32)
+        return layer.attn_backend
+
+    made = [backend_after_loading(c, page) for c in (SixteenBitImpl, DraftImpl) for page in (4096, 8192)]
+    assert [backend.page for backend in made] == [4096, 8192, 4096, 8192]
+    assert [backend.__base__ for backend in made] == [SixteenBitBackend] * 2 + [DraftBackend] * 2
+    assert SixteenBitBackend.page is DraftBackend.page is None
+    # vLLM puts layers of one backend, by this name, into one group
+    assert made[0].full_cls_name() == made[1].full_cls_name() != made[2].full_cls_name()
     with pytest.raises(RuntimeError, match="before its weights were loaded"):
         SixteenBitBackend.customize_spec(None)
