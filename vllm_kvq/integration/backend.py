@@ -26,7 +26,7 @@ from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration import device as device_path
 from vllm_kvq.integration.device import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
-from vllm_kvq.integration.setup import bind_layer
+from vllm_kvq.integration.setup import bind_layer, layer_of
 from vllm_kvq.integration.sidecar import LAYOUTS
 from vllm_kvq.integration.validate import Refused, check_layer
 from vllm_kvq.kernels.cpu.step import DecodeBatch
@@ -170,7 +170,7 @@ class KVQImpl(AttentionImpl):
         if self.packed is not None:
             return  # weights were loaded anew: caches and companions are bound already
         layers = self.vllm_config.compilation_config.static_forward_context
-        name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
+        name, layer = layer_of(self.vllm_config, self)
         index = _layer_index(name)
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
         layer.attn_backend = bound_backend(fmt)

@@ -4,22 +4,27 @@
 |----------------------------------------|---------------------------------------------------------|------------------|
 | CacheDType literal widened (0.32)      | 0.32 has no way to add a KV cache dtype                 | vLLM 0.33        |
 | register_kv_cache_dtype (0.33)         | the official way                                        | stays            |
-| Platform.get_attn_backend_cls wrapped  | no dtype -> backend hook; the CPU ignores a requested   | a dtype may name |
-|                                        | backend; and a layer that vLLM tells no dtype is found  | its backend      |
+| Platform.get_attn_backend_cls wrapped  | a dtype names no backend; the CPU platform ignores a    | a dtype may name |
+|                                        | requested one; and a layer that vLLM gives no dtype is  | its backend      |
+|                                        | found here                                              |                  |
 | Platform.check_and_update_config       | refuse a model or option before weights load, in the    | plugins may      |
-| wrapped                                | process that the user sees                              | validate configs |
-| builtin specs registered first         | KVCacheSpecRegistry skips its builtin ones when it is   | the registry     |
-|                                        | not empty                                               | merges           |
-| rotary_embedding._ROPE_DICT read       | the attention layer isn't told how RoPE pairs channels  | it is told       |
+| wrapped                                | process that the user sees; write what follows          | validate configs |
+| block_size, user_specified_block_size  | 0.33 asks the backend for a block size once the model   | it asks before   |
+| set (served.py)                        | is loaded, when formats are bound to one already        |                  |
 | skip_page_size_padded and the list of  | pages of one size for layers that stay in 16 bits; on   | vLLM aligns them |
-| skipped layers set (windows.py)        | the CPU vLLM does not align them itself                 | on the CPU       |
-| a draft's layers keep 16 bits          | vLLM's proposer builds metadata for a draft's own       | companions are   |
-| (speculative_config.kv_cache_dtype)    | layers alone                                            | handed on        |
+| skipped layers set (served.py)         | the CPU vLLM does not align them itself                 | on the CPU       |
+| enable_prefix_caching unset (served.py)| beside layers in 16 bits a hit would need keys that     | it may be asked  |
+|                                        | vLLM does not keep (kept.py)                            | of a plugin      |
+| speculative_config.kv_cache_dtype set  | vLLM's proposer builds metadata for a draft's own       | companions are   |
+| to "auto" (served.py)                  | layers alone, so a draft keeps 16 bits                  | handed on        |
 | a draft model's layers moved to the    | the runner hands a draft model the first KV cache       | it hands over    |
 | front (sixteen.py)                     | group's block table, whichever group that is            | the draft's own  |
+| builtin specs registered first         | KVCacheSpecRegistry skips its builtin ones when it is   | the registry     |
+|                                        | not empty                                               | merges           |
+| rotary_embedding._ROPE_DICT read       | an attention layer can't see which channels RoPE pairs  | it can           |
 | CircularBufferManager's hooks          | one more block than one per request, zeroed             | a public base    |
-| sys.modules["triton_kernels"] = None   | our folder triton_kernels/ in a checkout is a package  | it asks for a    |
-| in a checkout                          | of that name to Python; vLLM would import from it      | module in it     |
+| sys.modules["triton_kernels"] = None   | Python takes our folder triton_kernels/ in a checkout   | it asks for a    |
+| in a checkout                          | for the package of that name that vLLM looks for        | module in it     |
 | NEEDED below, checked at start-up      | an upgrade that renames one fails with one sentence     |                  |
 """
 
@@ -28,13 +33,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
 
-import vllm_kvq
 from vllm_kvq.formats import FORMATS
 
 SUPPORTED = ("0.32", "0.33")
@@ -163,14 +168,22 @@ def _has(module: Any, name: str) -> bool:
 
 
 def hide_own_sources() -> None:
-    """Python takes a folder without `__init__.py` for a package. In a process that was started in our checkout that is
-    our `triton_kernels/`, and vLLM would take it for the package of that name; any real one comes before it."""
+    """In a process that was started in our checkout, keep vLLM from taking our folder for the package triton_kernels.
+
+    Python takes a folder without `__init__.py` for a package where it finds no other. A real package of that name,
+    wherever it stands on the path, comes first, and is left alone.
+    """
     found = importlib.util.find_spec("triton_kernels")
     if found is None or found.origin is not None:
         return
-    own = Path(vllm_kvq.__file__).resolve().parents[1] / "triton_kernels"
-    if {Path(place).resolve() for place in found.submodule_search_locations or ()} == {own}:
+    if all(_is_our_folder(Path(place)) for place in found.submodule_search_locations or ()):
         sys.modules["triton_kernels"] = None  # type: ignore[assignment]
+
+
+def _is_our_folder(folder: Path) -> bool:
+    """Whether this is the triton_kernels/ of a checkout of this project, not necessarily of the one that runs."""
+    link = folder.parent / "vllm_kvq" / folder.name
+    return link.is_dir() and link.samefile(folder)
 
 
 def register_dtypes() -> None:
@@ -212,9 +225,8 @@ def _widen_literal(cache: Any) -> None:
     rebuild_dataclass(VllmConfig, force=True)
 
 
-def wrap_platform(backend: str, validate: Any) -> None:
-    """Our dtypes choose our backend and have their configuration checked by `validate`; all others are left alone."""
-    from vllm.config import get_current_vllm_config_or_none
+def wrap_platform(configure: Callable[[Any], None], backend_of: Callable[[Any], str | None]) -> None:
+    """Let `configure` see every configuration after the platform, and `backend_of` every layer before it."""
     from vllm.platforms import current_platform
 
     cls = type(current_platform)
@@ -224,20 +236,13 @@ def wrap_platform(backend: str, validate: Any) -> None:
 
     @functools.wraps(choose.__func__)
     def get_attn_backend_cls(c: Any, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
-        if attn_selector_config.kv_cache_dtype in FORMATS:
-            validate.check_selection(attn_selector_config)
-            return backend
-        current = get_current_vllm_config_or_none()
-        ours = current is not None and (current.cache_config.cache_dtype in FORMATS or validate.is_draft(current))
-        if ours and (other := validate.other_backend(current, attn_selector_config)):
-            return other
-        return choose.__func__(c, selected_backend, attn_selector_config, **kwargs)
+        ours = backend_of(attn_selector_config)
+        return ours or choose.__func__(c, selected_backend, attn_selector_config, **kwargs)
 
     @functools.wraps(check.__func__)
     def check_and_update_config(c: Any, vllm_config: Any) -> None:
         check.__func__(c, vllm_config)
-        if vllm_config.cache_config is not None and vllm_config.cache_config.cache_dtype in FORMATS:
-            validate.check_config(vllm_config)
+        configure(vllm_config)
 
     get_attn_backend_cls._kvq = True  # type: ignore[attr-defined]
     cls.get_attn_backend_cls = classmethod(get_attn_backend_cls)

@@ -1,18 +1,52 @@
 """Speculative decoding with drafts that have a KV cache of their own: draft models, EAGLE heads, MTP layers.
 
-Their layers stay in vLLM's own cache: what a draft reads decides how many guesses are right, never what is answered,
-and vLLM's proposer builds attention metadata for the draft's own layers alone, where companions would be missing.
+Their layers stay in vLLM's own cache. What a draft reads decides how many guesses are right, never what is answered,
+so its pages may be shared by prefix caching; and vLLM's proposer builds attention metadata for the draft's own layers
+alone, where our companions would be missing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration.setup import kvq_options
+from vllm_kvq.integration.kept import Layers, layer_types
 
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa")
 WITH_CACHE = ("draft_model", "eagle", "eagle3", "mtp")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft with a KV cache, in 16 bits (float32: 32)."""
+
+    method: str
+    layers: int
+    heads: int
+    """KV heads on this rank."""
+    head_size: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Draft | None:
+        """None where there is no draft or none with a cache."""
+        spec = vllm_config.speculative_config
+        if spec is None or spec.method not in WITH_CACHE:
+            return None
+        model = spec.draft_model_config
+        heads = model.get_num_kv_heads(spec.draft_parallel_config)
+        return cls(spec.method, _layers(spec), heads, model.get_head_size(), model.dtype.itemsize)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in one layer."""
+        return 2 * self.heads * self.head_size * self.itemsize
+
+
+def _layers(spec: Any) -> int:
+    config = spec.draft_model_config.hf_text_config
+    return getattr(config, "n_predict", None) or 1 if spec.method == "mtp" else config.num_hidden_layers
 
 
 def draft_problem(vllm_config: Any) -> tuple[str, str] | None:
@@ -31,12 +65,12 @@ def draft_problem(vllm_config: Any) -> tuple[str, str] | None:
         return f"speculative decoding with method {spec.method!r} on this platform", "use method 'ngram'"
     if spec.kv_cache_dtype in FORMATS:
         return "a low-bit cache for the draft", "leave kv_cache_dtype out of the speculative config"
-    draft = spec.draft_model_config
-    if draft.use_mla:
+    model = spec.draft_model_config
+    if model.use_mla:
         return "drafts with latent attention (MLA)", "use method 'ngram'"
-    if draft.get_sliding_window() is not None or "sliding_attention" in (_kinds(draft) or ()):
+    if model.get_sliding_window() is not None or "sliding_attention" in layer_types(model):
         return "drafts with sliding-window attention", "use another draft or method 'ngram'"
-    if (layers := draft_layers(spec)) > (most := _smallest_kind(vllm_config)):
+    if (layers := _layers(spec)) > (most := Layers.of(vllm_config).smallest_kind):
         # vLLM's proposer wants all of them in one KV cache group, and groups are as large as the smallest kind
         return (
             f"a draft of {layers} layers where the smallest kind of the model's layers has {most}",
@@ -45,39 +79,11 @@ def draft_problem(vllm_config: Any) -> tuple[str, str] | None:
     return None
 
 
-def draft_layers(spec: Any) -> int:
-    """How many attention layers the draft has."""
-    config = spec.draft_model_config.hf_text_config
-    return getattr(config, "n_predict", None) or 1 if spec.method == "mtp" else config.num_hidden_layers
-
-
-def _smallest_kind(vllm_config: Any) -> int:
-    """The least of: packed layers, layers with a sliding window, full layers that stay in 16 bits."""
-    model = vllm_config.model_config
-    layers, kinds = model.get_total_num_hidden_layers(), _kinds(model) or ()
-    windows = sum("sliding" in kind for kind in kinds)
-    skip = {*kvq_options(vllm_config).get("skip_layers", ()), *vllm_config.cache_config.kv_cache_dtype_skip_layers}
-    skipped = len({int(i) for i in skip if str(i).isdigit()})
-    return min(n for n in (layers - windows - skipped, windows, skipped) if n)
-
-
-def _kinds(model: Any) -> list[str] | None:
-    return getattr(model.hf_text_config, "layer_types", None)
-
-
-def draft_token_bytes(vllm_config: Any) -> int:
-    """Bytes of one token in one layer of the draft's cache; 0 where there is none. Tells vLLM to keep it in 16 bits."""
-    spec = vllm_config.speculative_config
-    if spec is None or spec.method not in WITH_CACHE:
-        return 0
-    if spec.kv_cache_dtype is None:
-        spec.kv_cache_dtype = "auto"
-    draft = spec.draft_model_config
-    return 2 * draft.get_num_kv_heads(spec.draft_parallel_config) * draft.get_head_size() * draft.dtype.itemsize
-
-
 def is_draft(vllm_config: Any) -> bool:
-    """Whether vLLM is making a draft's layers beside packed ones: the configuration says `auto`, our page is in it."""
+    """Whether this configuration is the one that vLLM makes of ours to build a draft's layers.
+
+    Its dtype is the draft's own, so our format's name is gone; but our page size is still in it.
+    """
     from vllm.platforms import current_platform
 
     spec = vllm_config.speculative_config

@@ -12,14 +12,23 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration import device as device_path
 from vllm_kvq.integration.device import DeviceLayer
 from vllm_kvq.integration.prompt import causal
 from vllm_kvq.integration.replicas import copies_of_a_head, queries_of_all_copies
 from vllm_kvq.integration.report import Damage, report_start
+from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
 from vllm_kvq.kernels import kernels_for
 from vllm_kvq.kernels.cpu.step import DecodeBatch
 from vllm_kvq.kernels.torch.plan import Batch, Fit, Planner, StepPlan
+
+
+def _path(fmt: PageFormat, device: torch.device) -> str:
+    """Which kernels serve."""
+    if device_path.wanted(device.type) and device_path.kernels.supports(fmt):
+        return "GPU"
+    return {"cpu": "C++", "torch": "PyTorch"}[kernels_for(device).name]
 
 
 class PackedLayer:
@@ -62,11 +71,13 @@ class PackedLayer:
         slots = SlotGeometry.of(fmt, heads, num_spec)
         # an existing companion is kept: after a reload of weights its cache is still bound
         first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
-        report = functools.partial(report_start, fmt, slots, vllm_config=vllm_config) if first else None
+        device = vllm_config.device_config.device
+        served = Served.of(vllm_config)
+        report = functools.partial(report_start, served, vllm_config, _path(fmt, device), None) if first else None
         sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, report))
         sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots)) if fmt.S else None
         copies = copies_of_a_head(vllm_config)
-        return cls(fmt, name, heads, scale, num_spec, sidecar, sinks, vllm_config.device_config.device, copies)
+        return cls(fmt, name, heads, scale, num_spec, sidecar, sinks, device, copies)
 
     # -- step ------------------------------------------------------------------------------------------------------
     def plan(self, batch: Batch, plans: list[StepPlan]) -> StepPlan:

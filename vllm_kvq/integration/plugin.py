@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-BACKEND = "vllm_kvq.integration.backend.KVQBackend"
-
 
 def register() -> None:
     """Make the formats known to vLLM. Safe to call again; the order of the steps matters."""
@@ -18,11 +16,9 @@ def register() -> None:
     compat.register_dtypes()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    from vllm_kvq.integration import validate
+    from vllm_kvq.integration import platform, spec
 
-    compat.wrap_platform(BACKEND, validate)
+    register_backend(AttentionBackendEnum.CUSTOM, platform.BACKEND)
+    compat.wrap_platform(platform.configure, platform.backend_of)
     compat.ensure_builtin_specs()
-    from vllm_kvq.integration import spec
-
     spec.register()

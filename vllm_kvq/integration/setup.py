@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.settings import Settings
 from vllm_kvq.integration import compat
 
 
@@ -22,24 +23,39 @@ def kvq_options(vllm_config: Any) -> dict[str, Any]:
     return dict(options)
 
 
-def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype) -> PageFormat:
-    """The format of one attention layer, once the model exists (its rotary embeddings tell the pairing)."""
-    cache = vllm_config.cache_config
-    options = kvq_options(vllm_config)
-    settings = get_format(cache.cache_dtype).settings(options)
-    pairing, rotary = "half", None
-    if settings.keys == "polar":
-        pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.pairing)
-    return _bind(
-        cache.cache_dtype,
-        json.dumps(options, sort_keys=True),
-        Geometry(head_size, cache.block_size, dtype, layer, pairing, rotary),
-    )
+def settings_of(vllm_config: Any) -> Settings:
+    """The configured format's settings: its defaults, and the user's options."""
+    return get_format(vllm_config.cache_config.cache_dtype).settings(kvq_options(vllm_config))
+
+
+def bind(vllm_config: Any, geometry: Geometry) -> PageFormat:
+    """The configured format for such heads. The same object for the same answer, so that layers can share work."""
+    options = json.dumps(kvq_options(vllm_config), sort_keys=True)
+    return _bind(vllm_config.cache_config.cache_dtype, options, geometry)
 
 
 @functools.cache
 def _bind(name: str, options: str, geometry: Geometry) -> PageFormat:
     return get_format(name).bind(geometry, json.loads(options))
+
+
+def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype) -> PageFormat:
+    """The format of one attention layer, once the model exists: its rotary embeddings say which channels they pair."""
+    pairing, rotary, settings = "half", None, settings_of(vllm_config)
+    if needs_pairs(settings):
+        pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.pairing)
+    return bind(vllm_config, Geometry(head_size, vllm_config.cache_config.block_size, dtype, layer, pairing, rotary))
+
+
+def layer_of(vllm_config: Any, impl: Any) -> tuple[str, Any]:
+    """The layer that this attention implementation works for, and its name; vLLM hands it neither."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is impl)
+
+
+def needs_pairs(settings: Settings) -> bool:
+    """Whether the format's keys are stored in RoPE's channel pairs."""
+    return settings.keys == "polar"
 
 
 def _pairing(model: Any, head_size: int, wanted: str | None) -> tuple[str, int | None]:

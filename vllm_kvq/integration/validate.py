@@ -1,85 +1,56 @@
-"""What a low-bit cache can't serve is refused here, before weights load, with one sentence that names the way out."""
+"""What a low-bit cache can't serve is refused before weights load, with one sentence that names the way out.
+
+Nothing here changes a configuration.
+"""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.table import DEFAULT_N
-from vllm_kvq.integration.drafts import draft_problem, is_draft
-from vllm_kvq.integration.setup import kvq_options, pairing_problem
-from vllm_kvq.integration.windows import WINDOWS, keep_sixteen_bits, window_problem
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration.drafts import draft_problem
+from vllm_kvq.integration.kept import window_problem
+from vllm_kvq.integration.served import Served
+from vllm_kvq.integration.setup import needs_pairs, pairing_problem, settings_of
 from vllm_kvq.kernels.gpu import build as build_cuda
 from vllm_kvq.kernels.gpu.cuda import CUDA
 from vllm_kvq.kernels.gpu.step import kernels_of
 
 LEAST_CAPABILITY = (8, 0)
-CPU_BLOCK = 128
 
 
 class Refused(ValueError):
     """A model, option or shape that the format can't serve."""
 
 
-def check_config(vllm_config: Any) -> None:
-    """Raise, or in the `vllm` command exit with the bare sentence, when this configuration can't be served."""
-    try:
-        _check(vllm_config)
-    except ValueError as error:
-        if Path(sys.argv[0]).name == "vllm":
-            raise SystemExit(f"vllm-kvq: {error}") from None
-        raise
-
-
-def _check(vllm_config: Any) -> None:
+def check(vllm_config: Any) -> None:
+    """Raise when this configuration can't be served; the first problem is the one that is named."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    name = cache.cache_dtype
-    settings = get_format(name).settings(kvq_options(vllm_config))
-    if settings.N is not None:
-        if cache.user_specified_block_size and cache.block_size != settings.N:
-            raise Refused(
-                f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them"
-            )
-        cache.block_size, cache.user_specified_block_size = settings.N, True
-    elif not cache.user_specified_block_size:
-        cache.block_size = _default_block()
+    name, settings = cache.cache_dtype, settings_of(vllm_config)
+    if settings.N is not None and cache.user_specified_block_size and cache.block_size != settings.N:
+        raise Refused(f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them")
     if model is None:
         return
     if problems := _refusals(vllm_config):
         all_of_them = ", ".join(what for what, _ in problems)
         raise Refused(f"--kv-cache-dtype {name} does not support {all_of_them}; {problems[0][1]}")
-    if settings.keys == "polar" and settings.pairing is None and (problem := pairing_problem(model)):
+    if problem := _format_problem(vllm_config):
         raise Refused(f"--kv-cache-dtype {name}: {problem}")
-    _check_geometry(name, vllm_config, model.get_head_size(), cache.block_size or DEFAULT_N, model.dtype)
-    try:
-        keep_sixteen_bits(vllm_config)
-    except ValueError as error:
-        raise Refused(f"--kv-cache-dtype {name}: {error}") from None
-    # else vLLM asks the backend for a size once the model is loaded, when the formats are bound to this one
-    cache.user_specified_block_size = True
 
 
-def _default_block() -> int:
-    """vLLM's own default on the CPU (0.32 sets it, 0.33 leaves it open), ours elsewhere."""
+def _format_problem(vllm_config: Any) -> str | None:
+    """Why this model's heads and layers can't be packed so, or not by kernels of this GPU."""
     from vllm.platforms import current_platform
 
-    return CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N
-
-
-def _check_geometry(name: str, vllm_config: Any, head_size: int, block_size: int, dtype: torch.dtype) -> None:
-    from vllm.platforms import current_platform
-
+    settings, model = settings_of(vllm_config), vllm_config.model_config
+    if needs_pairs(settings) and settings.pairing is None and (problem := pairing_problem(model)):
+        return problem
     try:
-        fmt = get_format(name).bind(Geometry(head_size, block_size, dtype), kvq_options(vllm_config))
+        served = Served.of(vllm_config)
     except ValueError as error:
-        raise Refused(f"--kv-cache-dtype {name}: {error}") from None
+        return str(error)
     found = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    if found is not None and (problem := kernels_problem(fmt, (found.major, found.minor))):
-        raise Refused(f"--kv-cache-dtype {name}: {problem}")
+    return None if found is None else kernels_problem(served.format, (found.major, found.minor))
 
 
 def kernels_problem(fmt: PageFormat, capability: tuple[int, int]) -> str | None:
@@ -169,32 +140,7 @@ def _layers_differ(text: Any) -> bool:
 
 
 def _skips(vllm_config: Any) -> bool:
-    return bool(vllm_config.cache_config.kv_cache_dtype_skip_layers or kvq_options(vllm_config).get("skip_layers"))
-
-
-def other_backend(vllm_config: Any, asked: Any) -> str | None:
-    """A layer under one of our dtypes has another dtype: its backend, None for the platform's own choice.
-
-    Only window layers, those that the user skips and a draft's may do that.
-    """
-    cache = vllm_config.cache_config
-    if is_draft(vllm_config):
-        return _sixteen_bits("DraftBackend", cache.skip_page_size_padded)
-    if WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window:
-        return None
-    if not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
-        raise Refused(
-            f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
-            "would stay in 16 bits; use --kv-cache-dtype auto"
-        )
-    return _sixteen_bits("SixteenBitBackend", cache.skip_page_size_padded)
-
-
-def _sixteen_bits(name: str, page: int) -> str:
-    from vllm_kvq.integration import sixteen
-
-    sixteen.SixteenBitBackend.page = page
-    return f"{sixteen.__name__}.{name}"
+    return bool(vllm_config.cache_config.kv_cache_dtype_skip_layers or settings_of(vllm_config).skip_layers)
 
 
 # what vLLM asks of a backend before it makes a layer, and what it is called in a sentence

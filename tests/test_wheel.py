@@ -1,0 +1,108 @@
+"""The wheel holds what a serving process and the user's commands need, works by itself, and holds no instruments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+INSTRUMENTS = ("oracle", "fuzz", "soak", "ptx", "demo", "proof", "probe")
+PARTS = ("bench", "eval", "formats", "integration", "kernels", "triton_kernels", "csrc/cpu", "csrc/cuda")
+
+
+def tracked(folder: str) -> set[str]:
+    """The repository's own files below a folder."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: a build leaves folders behind."""
+    source, out = (tmp_path_factory.mktemp(name) for name in ("source", "out"))
+    for name in tracked("."):
+        copy = source / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            copy.symlink_to(os.readlink(ROOT / name))
+        elif (ROOT / name).is_file():
+            copy.write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(out), str(source)], check=True, timeout=300)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def run(unpacked: Path, *arguments: str) -> str:
+    """Python's output, with the unpacked wheel on the path and the checkout not."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=unpacked,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+
+
+def test_it_holds_nothing_else(names: set[str]) -> None:
+    assert {name.split("/")[0] for name in names} == {"vllm_kvq", "vllm_kvq-0.1.0.dist-info"}
+    assert [name for name in names if any(word in name for word in INSTRUMENTS)] == []
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_it_holds_every_file_of(part: str, names: set[str]) -> None:
+    """Also of folders that are links in the checkout."""
+    at_the_top = part.startswith(("csrc", "triton_kernels"))
+    wanted = {f"vllm_kvq/{name}" for name in tracked(part)} if at_the_top else tracked(f"vllm_kvq/{part}")
+    assert wanted
+    assert {name for name in names if name.startswith(f"vllm_kvq/{part}/")} == wanted
+
+
+def test_the_compilers_find_their_sources(unpacked: Path) -> None:
+    code = (
+        "from vllm_kvq.kernels import build; from vllm_kvq.kernels.gpu import build as cuda\n"
+        "for folder in (build.source_dir(), cuda.source_dir()):\n"
+        "    print(*(p for p in folder.rglob('*') if p.is_file()), sep='\\n')"
+    )
+    found = {str(Path(line).relative_to(unpacked / "vllm_kvq")) for line in run(unpacked, "-c", code).splitlines()}
+    assert found == tracked("csrc/cpu") | tracked("csrc/cuda")
+
+
+def test_it_works_by_itself(unpacked: Path) -> None:
+    code = (
+        "import vllm_kvq, vllm_kvq.kernels.gpu.step, vllm_kvq.kernels.cpu.step, importlib.util as u\n"
+        "print(vllm_kvq.__file__); print(u.find_spec('vllm_kvq.triton_kernels.decode').origin)\n"
+        "print(u.find_spec('triton_kernels'))"
+    )
+    package = unpacked / "vllm_kvq"
+    assert run(unpacked, "-c", code).splitlines() == [
+        str(package / "__init__.py"),
+        str(package / "triton_kernels" / "decode.py"),
+        "None",
+    ]
+    assert "squat2    SQuat, 2-bit keys" in run(unpacked, "-m", "vllm_kvq", "formats")

@@ -1,0 +1,61 @@
+"""What vLLM asks its platform, answered for our formats: may this be served, and which backend serves a layer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+
+from vllm_kvq.formats import FORMATS
+from vllm_kvq.integration import validate
+from vllm_kvq.integration.drafts import is_draft
+from vllm_kvq.integration.kept import WINDOWS
+from vllm_kvq.integration.served import Served, apply
+
+BACKEND = "vllm_kvq.integration.backend.KVQBackend"
+# vLLM wants paths; and the module of these imports vLLM's CPU attention, which is not there on other platforms.
+SKIPPED_LAYER = "vllm_kvq.integration.sixteen.SixteenBitBackend"
+DRAFT_LAYER = "vllm_kvq.integration.sixteen.DraftBackend"
+
+
+def configure(vllm_config: Any) -> None:
+    """Refuse this configuration, or make it one that serves our format. vLLM calls it for every copy that it makes."""
+    cache = vllm_config.cache_config
+    if cache is None or cache.cache_dtype not in FORMATS:
+        return
+    try:
+        validate.check(vllm_config)
+    except ValueError as error:
+        if Path(sys.argv[0]).name == "vllm":
+            # the bare sentence instead of a traceback
+            raise SystemExit(f"vllm-kvq: {error}") from None
+        raise
+    if vllm_config.model_config is not None:
+        apply(Served.of(vllm_config), vllm_config)
+
+
+def backend_of(asked: Any) -> str | None:
+    """The backend of a layer, by vLLM's AttentionSelectorConfig; None: the platform's own choice."""
+    if asked.kv_cache_dtype in FORMATS:
+        validate.check_selection(asked)
+        return BACKEND
+    current = get_current_vllm_config_or_none()
+    if current is None:
+        return None
+    if is_draft(current):
+        return DRAFT_LAYER
+    return other_backend(current.cache_config, asked) if current.cache_config.cache_dtype in FORMATS else None
+
+
+def other_backend(cache: Any, asked: Any) -> str | None:
+    """The same for a layer that vLLM gave another dtype than ours, which it may do with kept layers alone."""
+    if WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window:
+        return None
+    if not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
+        raise validate.Refused(
+            f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
+            "would stay in 16 bits; use --kv-cache-dtype auto"
+        )
+    return SKIPPED_LAYER

@@ -1,0 +1,158 @@
+"""What a server serves: one frozen object, made here from vLLM's configuration, and nowhere else.
+
+`platform.py` makes it in the process that the user sees and has `apply` write into vLLM's configuration what vLLM has
+to know. Workers receive that configuration and make the same object from it while they load the model: it follows from
+the configuration alone, and nothing that `apply` writes changes it. (Once vLLM has allocated its caches it is too late:
+`block_size` is then that of the smallest group, a draft's for example.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_kvq.formats import Geometry, PageFormat
+from vllm_kvq.formats.settings import OPTIONS
+from vllm_kvq.formats.table import DEFAULT_N
+from vllm_kvq.integration.drafts import Draft
+from vllm_kvq.integration.kept import SMALLEST_BLOCK, Layers, fitting_block
+from vllm_kvq.integration.setup import bind, settings_of
+from vllm_kvq.kernels.slots import SlotGeometry
+
+logger = init_logger("vllm.kvq")
+CPU_BLOCK = 128
+LARGEST_N = int(OPTIONS["N"].high)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of one kind, and what a request of the maximum length takes in each of them."""
+
+    layers: int
+    blocks: int
+    plain_bytes: int
+    """What it would take in a plain 16-bit cache."""
+
+
+@dataclass(frozen=True)
+class Served:
+    format: PageFormat
+    """With its options, N, W and S. What only the model tells, a layer's number and RoPE's pairs, is not in it yet."""
+    slots: SlotGeometry
+    """The KV heads of one rank, their size and dtype, the bytes of a page, and how sidecars are cut."""
+    layers: Layers
+    """Which layers are packed, and which stay in 16 bits and why."""
+    draft: Draft | None
+    prefix_caching: bool
+    no_prefix_caching: str | None
+    """Why it is off whatever the user says."""
+    max_len: int
+    window_tokens: int
+    """The most tokens of a long request that a layer with a sliding window holds."""
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Served:
+        """Raises ValueError, with a sentence, where the parts of the configuration do not fit together."""
+        cache, model = vllm_config.cache_config, vllm_config.model_config
+        heads = model.get_num_kv_heads(vllm_config.parallel_config)
+        layers, draft = Layers.of(vllm_config), Draft.of(vllm_config)
+        token_bytes = 2 * heads * model.get_head_size() * model.dtype.itemsize if layers.kept else 0
+        fmt = _format(vllm_config, heads, layers, max(token_bytes, draft.token_bytes if draft else 0))
+        window = model.get_sliding_window() or model.max_model_len
+        return cls(
+            fmt,
+            SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens),
+            layers,
+            draft,
+            prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,
+            no_prefix_caching="some layers stay in 16 bits" if layers.kept else None,
+            max_len=model.max_model_len,
+            window_tokens=window - 1 + vllm_config.scheduler_config.max_num_batched_tokens,
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page of the pool in one layer."""
+        return self.slots.page_bytes
+
+    @property
+    def padded(self) -> bool:
+        """Whether there are 16-bit layers beside packed ones: their blocks are padded to our pages."""
+        return bool(self.layers.kept) or self.draft is not None
+
+    @property
+    def exempt(self) -> tuple[str, ...]:
+        """What stays in 16 bits, as the start-up line names it."""
+        return (*self.layers.kept, *(("draft",) if self.draft else ()))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        slots, length = self.slots, self.max_len
+        plain = 4 * slots.heads * slots.head_size
+        block = fitting_block(slots.page_bytes, slots.slot_bytes)
+        packed = -(-length // self.format.N) + slots.sidecar_blocks + slots.sink_blocks
+        kinds = [Kind(self.layers.packed, packed, length * plain)]
+        if skipped := len(self.layers.skipped):
+            kinds.append(Kind(skipped, -(-length // block), length * plain))
+        if windows := len(self.layers.windows):
+            # as vLLM counts a window: one block more, because it may begin in the middle of one
+            seen = min(self.window_tokens, length)
+            kinds.append(Kind(windows, -(-seen // block) + 1, seen * plain))
+        if draft := self.draft:
+            own = fitting_block(slots.page_bytes, draft.token_bytes, self.format.N)
+            kinds.append(Kind(draft.layers, -(-length // own), length * 4 * draft.heads * draft.head_size))
+        return tuple(kinds)
+
+
+def _format(vllm_config: Any, heads: int, layers: Layers, token_bytes: int) -> PageFormat:
+    """The format, in blocks that are large enough for 16-bit layers of `token_bytes` a token (0: there are none)."""
+    model = vllm_config.model_config
+    block, chosen = _block(vllm_config)
+
+    def of(size: int) -> PageFormat:
+        return bind(vllm_config, Geometry(model.get_head_size(), size, model.dtype))
+
+    fmt = of(block)
+    if problem := layers.problem():
+        raise ValueError(problem)
+    while heads * fmt.record_bytes < SMALLEST_BLOCK * token_bytes:
+        if 2 * fmt.N > LARGEST_N:
+            raise ValueError(f"no block of up to {LARGEST_N} tokens holds {SMALLEST_BLOCK} tokens in 16 bits")
+        fmt = of(2 * fmt.N)
+    if block != fmt.N and chosen:
+        beside = "layers in 16 bits" if layers.kept else "the draft's layers in 16 bits"
+        raise ValueError(f"block size {block} is too small beside {beside}; set --block-size {fmt.N}")
+    return fmt
+
+
+def _block(vllm_config: Any) -> tuple[int, bool]:
+    """The block size to begin with, and whether the user chose it."""
+    cache, option = vllm_config.cache_config, settings_of(vllm_config).N
+    if option is not None or cache.user_specified_block_size:
+        return option or cache.block_size, True
+    from vllm.platforms import current_platform
+
+    # vLLM's own default on the CPU (0.32 sets it, 0.33 leaves it open), ours elsewhere
+    return (CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N), False
+
+
+def apply(served: Served, vllm_config: Any) -> None:
+    """Write into vLLM's configuration what it has to know, and nothing else does. Ledger: compat.py."""
+    cache = vllm_config.cache_config
+    # As if the user had set it: otherwise vLLM asks the backend for a block size once the model is loaded, when formats
+    # are bound to this one.
+    cache.block_size, cache.user_specified_block_size = served.format.N, True
+    if not served.padded:
+        return
+    # vLLM's pool has pages of one size, and on the CPU vLLM does not align 16-bit layers with others itself.
+    cache.skip_page_size_padded = served.page_bytes
+    # The layers whose dtype vLLM then makes "auto": window layers are not in the user's list.
+    cache.kv_cache_dtype_skip_layers = list(served.layers.kept)
+    if served.draft is not None and vllm_config.speculative_config.kv_cache_dtype is None:
+        # Otherwise vLLM hands the target's dtype to the draft, too.
+        vllm_config.speculative_config.kv_cache_dtype = "auto"
+    if cache.enable_prefix_caching and not served.prefix_caching:
+        logger.warning_once("kvq: prefix caching is switched off: %s", served.no_prefix_caching)
+    cache.enable_prefix_caching = served.prefix_caching
