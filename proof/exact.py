@@ -12,12 +12,12 @@ Exact = tuple[torch.Tensor, torch.Tensor]
 def pack_like_a_step(
     fmt: PageFormat, key: torch.Tensor, value: torch.Tensor, context: int, state: torch.Tensor | None, device: str
 ) -> tuple[torch.Tensor, int]:
-    """One request's pages as `cuda.pack` makes them, behind a page that is nobody's, and how many elements it replaced.
+    """One request's pages as `CUDA.pack` makes them, behind a page that is nobody's, and how many elements it replaced.
 
     Of key and value (tokens, heads, head_size) those before `context` lie in the ring, the others are the step's own.
     Slabs that end before `context` stay empty.
     """
-    from vllm_kvq.kernels.gpu import cuda
+    from vllm_kvq.kernels.gpu.cuda import CUDA
     from vllm_kvq.kernels.slots import SlotGeometry
 
     tokens, heads, _ = key.shape
@@ -40,7 +40,7 @@ def pack_like_a_step(
     plan, table, side_table, side, k, v, pages, faults = (
         x.to(device) for x in (plan, *tables, side, *new, pages, faults)
     )
-    cuda.pack(fmt, slots, plan, table, side_table, side, k, v, pages, faults, -(-len(k) // fmt.unit))
+    CUDA.pack(fmt, slots, plan, table, side_table, side, k, v, pages, faults, -(-len(k) // fmt.unit))
     return pages.cpu(), int(faults[1])
 
 
