@@ -1,44 +1,30 @@
 """A small scheduler whose random traffic two implementations of a layer serve, each in caches of its own: arrivals,
 chunks, decoding with rejected drafts, prefix hits, preemption and reuse of blocks, padded requests.
 
-The first one is the integration's host plan. After every step both must hold the same bytes and give the same answers.
+The first one is planned on the host. After every step both must hold the same bytes and give the same answers.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
-
-pytest.importorskip("vllm")
 
 from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.integration.layer import PackedLayer
-from vllm_kvq.integration.sidecar import Sidecar, Sinks, SlotGeometry
 from vllm_kvq.kernels.cpu import attend as cpu
-from vllm_kvq.kernels.torch import plan as host
+from vllm_kvq.kernels.paths import Wish, kernels_for
+from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Caches, StepBatch
+from vllm_kvq.kernels.torch.step import Planned, PlannedStep
 
 H, SHARE, SPEC, WIDTH = 2, 2, 2, 40
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What vLLM says of a step."""
-
-    start: torch.Tensor
-    seq: torch.Tensor
-    pages: torch.Tensor
-    side: torch.Tensor
-    sinks: torch.Tensor
-    lengths: tuple[int, ...]
 
 
 class Implementation(Protocol):
@@ -46,7 +32,7 @@ class Implementation(Protocol):
     """Packs with the first one's kernels, so that all bytes of the pages are equal."""
 
     def run(
-        self, step: StepInputs, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+        self, batch: StepBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
     ) -> None: ...
 
     def check_padding(self, output: torch.Tensor) -> None:
@@ -74,7 +60,7 @@ class World:
     fmt: PageFormat
     seed: int
     build: Callable[[World], Implementation]
-    """Makes the second implementation; its caches are `side[1]`, `sinks[1]` and `pages[1]`."""
+    """Makes the second implementation; its caches are `caches(1)`."""
     blocks: int = 300
     requests: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
@@ -94,13 +80,12 @@ class World:
         for x in self.sinks:
             x.fill_(torch.nan)
         self.pages = pages
-        sidecar, sinks = Sidecar(fmt, self.slots), Sinks(fmt, self.slots) if fmt.S else None
-        sidecar.bind_kv_cache(self.side[0])
-        if sinks is not None:
-            sinks.bind_kv_cache(self.sinks[0])
         self.scale = fmt.geometry.head_size**-0.5
-        self.layer = PackedLayer(fmt, "layer", H, self.scale, SPEC, sidecar, sinks, device)
+        self.step = PlannedStep(fmt, self.slots, SPEC, self.scale, device, kernels_for(fmt, Wish("cpu")))
         self.other = self.build(self)
+
+    def caches(self, i: int) -> Caches:
+        return Caches(self.pages[i].flatten(2), self.side[i], self.sinks[i] if self.fmt.S else None)
 
     # -- scheduler -------------------------------------------------------------------------------------------------
     def take(self, count: int, zero: bool) -> list[int]:
@@ -184,18 +169,19 @@ class World:
         side, sinks = side[:, : self.slots.sidecar_blocks], sinks[:, : self.slots.sink_blocks]
 
         want = torch.zeros_like(query)
-        batch = host.Batch.of(start.numpy(), seq.numpy(), pages.numpy(), side.numpy(), sinks.numpy())
-        plan = self.layer.plan(batch, [])
-        ring = self.layer.update(plan, query, key, value, self.pages[0])
+        batch = StepBatch(start, start, seq, pages, side, sinks if self.fmt.S else None, max(lengths))
+        caches = self.caches(0)
+        plan = self.step.plan(batch.derived(Planned), caches)
+        ring, _ = self.step.update(plan, caches, query, key, value)
         # a device's floats are compared with floats, not with the fixed point of this processor's integer kernels
         isa = cpu.isa() if self.other.exact else cpu.ISAS.index("portable")
         with mock.patch.object(cpu, "isa", return_value=isa):
-            self.layer.attend(plan, ring, query, key, value, self.pages[0], want)
+            self.step.attend(plan, caches, ring, query, key, value, want)
 
         # two rows beyond the last request's, as a padded graph has them
         wide = [torch.cat([x, torch.full_like(x[:2], torch.nan)]) for x in (query, key, value)]
         got = torch.full_like(wide[0], torch.nan)
-        self.other.run(StepInputs(start, seq, pages, side, sinks, tuple(lengths)), *wide, got)
+        self.other.run(replace(batch), *wide, got)
         self.other.check_padding(got[len(query) :])
         for r, c in zip(requests, counts, strict=True):
             r.tokens += c

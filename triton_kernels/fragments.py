@@ -24,8 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.kernels.gpu.launch import old_triton
 from vllm_kvq.triton_kernels.lang import INTERPRETED
+from vllm_kvq.triton_kernels.version import old_triton
 
 JOINS_MATTER: tl.constexpr = tl.constexpr(old_triton() and not INTERPRETED.value)
 

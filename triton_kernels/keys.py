@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvq.triton_kernels import kinds
 from vllm_kvq.triton_kernels.fragments import (
     columns_of_lanes,
     fragment_channels,
@@ -25,9 +26,9 @@ from vllm_kvq.triton_kernels.fragments import (
 )
 from vllm_kvq.triton_kernels.lang import SUBNORMAL, load_some
 
-CHANNEL: tl.constexpr = tl.constexpr(0)
-HYBRID: tl.constexpr = tl.constexpr(1)
-POLAR: tl.constexpr = tl.constexpr(2)
+CHANNEL: tl.constexpr = tl.constexpr(kinds.CHANNEL)
+HYBRID: tl.constexpr = tl.constexpr(kinds.HYBRID)
+POLAR: tl.constexpr = tl.constexpr(kinds.POLAR)
 
 
 @triton.constexpr_function

@@ -67,7 +67,13 @@ def pack_kernel(
     K_CODES: tl.constexpr,
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
-    K_PAGE: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_RADIUS: tl.constexpr,
+    K_NORM: tl.constexpr,
+    K_ANGLE0: tl.constexpr,
+    K_ANGLE_STEP: tl.constexpr,
+    K_RADIUS0: tl.constexpr,
+    K_RADIUS_STEP: tl.constexpr,
     RANK: tl.constexpr,
     UPDATE: tl.constexpr,
     LAMBDA: tl.constexpr,
@@ -83,6 +89,7 @@ def pack_kernel(
     V_CODES: tl.constexpr,
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
+    V_SLOT: tl.constexpr,
 ):
     """See the module. Grid: (requests * units, HEADS); `units` is the most that the longest chunk can complete."""
     request, head = tl.program_id(0) // units, tl.program_id(1)
@@ -110,7 +117,7 @@ def pack_kernel(
                 side_ptr + all_ring + head * HEAD, all_ringed & real, key_ptr + all_row * key_token + head * key_head,
                 (all_ringed == 0) & real, words_ptr + record, halves_ptr + record * 2,
                 HEAD, D, SLABS, SLABS_AT, SLAB_WORDS, K_BITS, RADIUS_BITS, PAPER, ROTARY, INTERLEAVED, K_BLOCK,
-                K_CODES, K_SCALE, K_PAGE, K_ZERO, TOKENS,
+                K_CODES, K_RADIUS, K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP, TOKENS,
             )  # fmt: skip
         for i in range(UNIT // 32):
             slab = (unit * (UNIT // 32) + i) % SLABS
@@ -133,9 +140,9 @@ def pack_kernel(
                 )  # fmt: skip
             elif KEYS == HYBRID:
                 damage += hybrid_keys(
-                    k_ring, ringed, k_new, fresh, base, base16, halves_ptr + record * 2 + K_PAGE, follows,
+                    k_ring, ringed, k_new, fresh, base, base16, halves_ptr + record * 2 + K_NORM, follows,
                     side_table, side_floats_ptr, side_blocks, side_words, head,
-                    HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_ZERO, SPB, WORDS,
+                    HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_SLOT, SPB, WORDS,
                 )  # fmt: skip
             if VALUES == TOKEN:
                 damage += token_values(
@@ -144,7 +151,7 @@ def pack_kernel(
                 )  # fmt: skip
             else:
                 damage += hybrid_values(
-                    v_ring, ringed, v_new, fresh, base, base16, HEAD, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_ZERO
+                    v_ring, ringed, v_new, fresh, base, base16, HEAD, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_SLOT
                 )
             tl.store(bytes_ptr + record * 4 + 16 + slab, tl.full((), 1, tl.uint8))
         tl.store(words_ptr + record, MAGIC)

@@ -84,8 +84,10 @@ def _chunk(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CHUNK: tl.constexpr,
-    PAGE: tl.constexpr,
-    FIELD: tl.constexpr,
+    ANGLE0: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    RADIUS0: tl.constexpr,
+    RADIUS_STEP: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """(angle codes, radius codes, replaced elements) of chunk INDEX of pairs; its parameters go to the page."""
@@ -102,7 +104,7 @@ def _chunk(
     pair = INDEX * CHUNK + at
     if PAPER:
         step = positive_half(levels(longest, RADIUS_BITS))
-        tl.store(page16 + PAGE + pair, step.to(tl.float16))
+        tl.store(page16 + RADIUS_STEP + pair, step.to(tl.float16))
         cell = tl.full(phi.shape, FULL / (1 << BITS), tl.float32)
         a = ((tl.div_rn(phi, cell) + ROUND) - ROUND).to(tl.int32) & ((1 << BITS) - 1)
         r, step = tl.broadcast(r, step[None, :])
@@ -113,10 +115,10 @@ def _chunk(
         phi0, r0 = low.to(tl.float16).to(tl.float32), tl.minimum(shortest, 65504.0).to(tl.float16).to(tl.float32)
         arc = positive_half((FULL - gap) / (1 << BITS))
         step = positive_half((longest - shortest) / (1 << RADIUS_BITS))
-        tl.store(page16 + PAGE + pair, phi0.to(tl.float16))
-        tl.store(page16 + PAGE + FIELD + pair, arc.to(tl.float16))
-        tl.store(page16 + PAGE + 2 * FIELD + pair, r0.to(tl.float16))
-        tl.store(page16 + PAGE + 3 * FIELD + pair, step.to(tl.float16))
+        tl.store(page16 + ANGLE0 + pair, phi0.to(tl.float16))
+        tl.store(page16 + ANGLE_STEP + pair, arc.to(tl.float16))
+        tl.store(page16 + RADIUS0 + pair, r0.to(tl.float16))
+        tl.store(page16 + RADIUS_STEP + pair, step.to(tl.float16))
         # measured from the middle of the gap, so that the rounding of phi0 can't wrap an angle around the circle
         rise = phi - phi0[None, :] + gap[None, :] * 0.5
         rise = tl.where(rise < 0, rise + FULL, tl.where(rise >= FULL, rise - FULL, rise)) - gap[None, :] * 0.5
@@ -170,8 +172,10 @@ def polar_keys(
     CHUNK: tl.constexpr,
     CODES: tl.constexpr,
     RADIUS: tl.constexpr,
-    PAGE: tl.constexpr,
-    FIELD: tl.constexpr,
+    ANGLE0: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    RADIUS0: tl.constexpr,
+    RADIUS_STEP: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """One page; `ring`, `new` and their masks are of TOKENS tokens. CHUNK pairs lie in one plane."""
@@ -182,7 +186,7 @@ def polar_keys(
         for i in tl.static_range(chunks):
             a, c, bad = _chunk(
                 ring, ringed, new, fresh, page16, i, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY, INTERLEAVED,
-                CHUNK, PAGE, FIELD, unit,
+                CHUNK, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP, unit,
             )  # fmt: skip
             damage += bad
             _store(words_ptr, a | (c << 4), i * CHUNK, SLABS_AT, SLAB_WORDS, CODES, unit)
@@ -194,7 +198,7 @@ def polar_keys(
             for k in tl.static_range(planes):
                 a, c, bad = _chunk(
                     ring, ringed, new, fresh, page16, o + k * width, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY,
-                    INTERLEAVED, CHUNK, PAGE, FIELD, unit,
+                    INTERLEAVED, CHUNK, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP, unit,
                 )  # fmt: skip
                 damage += bad
                 angles, radii = angles + (a,), radii + (c,)

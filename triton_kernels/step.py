@@ -1,15 +1,16 @@
 # ruff: noqa: SIM102  (an `if` over constants must stand alone: only then is its branch left out)
 """The ends of one layer's step: `begin` decides for every request what happens, `commit` keeps its new tokens.
 
-    begin    per request from query_start, seq_lens and the sidecar's header (the rules of integration/plan.py):
+    begin    per request from query_start, seq_lens and the sidecar's header (kernels/torch/plan.py has the same rules):
              context c = length - q, start = c for a fresh (zero) header, boundary B = max(floor((c - W) / P) P, start);
              then the state of a new request (InnerQ's norm, QJL's energies, SQuat's subspace of a short prompt)
              and its sinks
     commit   the newest min(q, R) tokens into the ring, and the header
 
-`begin` runs before packing and attention, `commit` after them: what it overwrites in the ring is still read by a long
-chunk. Nothing is decided on the host. A request is left alone when it has no new tokens, when one of its sidecar
-blocks is block 0 or out of range, and when its header belongs to other tokens, which is counted as a fault.
+`begin` runs before packing and attention (pack.py, attend.py, full_precision.py and csrc/cuda/pack.h read its plan),
+`commit` after them: what it overwrites in the ring is still read by a long chunk. Nothing is decided on the host. A
+request is left alone when it has no new tokens, when one of its sidecar blocks is block 0 or out of range, and when its
+header belongs to other tokens, which is counted as a fault.
 
 A slot of a companion is one token's raw keys and values [2][HEADS][HEAD]; slot s of a request lies in its block
 s // SPB. Slot 0 holds the header, then the state in float32, from RING_AT on the ring, position p at p % RING.
@@ -22,9 +23,9 @@ import triton.language as tl
 
 from vllm_kvq.triton_kernels.lang import clean, row_sum
 
-HEADER: tl.constexpr = tl.constexpr(0x4B565153)  # integration/sidecar.py
+HEADER: tl.constexpr = tl.constexpr(0x4B565153)  # kernels/slots.py
 
-# rows of the plan, (8, requests) int32
+# rows of the plan, (8, requests) int32, which packing, attention and `commit` read
 FIRST: tl.constexpr = tl.constexpr(0)
 COUNT: tl.constexpr = tl.constexpr(1)  # new tokens; 0: leave the request alone
 CONTEXT: tl.constexpr = tl.constexpr(2)

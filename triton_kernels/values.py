@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvq.triton_kernels import kinds
 from vllm_kvq.triton_kernels.fragments import (
     columns_of_lanes,
     fragment_channels,
@@ -29,8 +30,8 @@ from vllm_kvq.triton_kernels.fragments import (
 )
 from vllm_kvq.triton_kernels.lang import SUBNORMAL
 
-TOKEN: tl.constexpr = tl.constexpr(0)
-HYBRID: tl.constexpr = tl.constexpr(1)
+TOKEN: tl.constexpr = tl.constexpr(kinds.TOKEN)
+HYBRID: tl.constexpr = tl.constexpr(kinds.HYBRID_VALUES)
 
 
 @triton.constexpr_function

@@ -4,7 +4,7 @@
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
-#include "decode.h"
+#include "attend.h"
 #include "pack.h"
 #include "query.h"
 
@@ -152,13 +152,13 @@ kvq::Sketches read_sketches(const TensorView& inner, const TensorView& outer, do
 }
 
 template <int D, int TILES>
-void attend(const kvq::QueryParams& q, const kvq::DecodeParams& d, int64_t stream) {
+void attend(const kvq::QueryParams& q, const kvq::AttendParams& d, int64_t stream) {
   using S = kvq::Slab<D>;
   const int programs = d.rows.requests * d.rows.tiles * d.rows.heads;
   const int chunks = (S::M + 127) / 128 + (S::MO + 127) / 128;
   launch<2 + TILES, D>(kvq::query_kernel<D, TILES>, programs, chunks, 128, (D + 1) * 8 * TILES * 4 + S::N * 4, stream, q);
-  launch<TILES, D>(kvq::decode_kernel<D, TILES>, programs, d.splits, 32 * kvq::warps_for(D),
-                   kvq::Decode<D, TILES>::SHARED, stream, d);
+  launch<TILES, D>(kvq::attend_kernel<D, TILES>, programs, d.splits, 32 * kvq::warps_for(D),
+                   kvq::Attend<D, TILES>::SHARED, stream, d);
 }
 
 // Rounds up so that every part of the workspace is aligned.
@@ -178,7 +178,7 @@ void attend_table(TensorView layout, TensorView inner, TensorView outer, double 
   begin();
   const Layout l = read_layout(layout);
   kvq::QueryParams q{};
-  kvq::DecodeParams d{};
+  kvq::AttendParams d{};
   q.pages = d.pages = read_pages(pages, l);
   require(query.ndim() == 3 && query.size(2) == l.d && query.stride(2) == 1,
           "query must be (tokens, heads, head size) with dense rows");

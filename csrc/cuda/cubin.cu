@@ -1,7 +1,7 @@
 // One kernel alone, for one architecture: what proof.tables.compile_table reads. KVQ_PART chooses it, KVQ_D its head size.
 #if KVQ_PART <= 2
-#include "decode.h"
-template __global__ void kvq::decode_kernel<KVQ_D, KVQ_PART>(kvq::DecodeParams);
+#include "attend.h"
+template __global__ void kvq::attend_kernel<KVQ_D, KVQ_PART>(kvq::AttendParams);
 #elif KVQ_PART <= 4
 #include "query.h"
 template __global__ void kvq::query_kernel<KVQ_D, KVQ_PART - 2>(kvq::QueryParams);

@@ -86,7 +86,7 @@ struct QueryParams {
   uint32_t* index;  // (programs, 4): the outlier channels that `operand` leaves out; all ones: none
 };
 
-struct DecodeParams {
+struct AttendParams {
   Rows rows;
   Pages pages;
   Table table;

@@ -39,7 +39,7 @@ struct Outliers {
 
 // Builds the operand for other outlier channels, in shared memory; all lanes of a warp together.
 template <int D, int TILES>
-KVQ_DEV void build_operand(char* target, const DecodeParams& p, int program, const Outliers<D>& out) {
+KVQ_DEV void build_operand(char* target, const AttendParams& p, int program, const Outliers<D>& out) {
   using S = Slab<D>;
   const int g = lane() >> 2, t = lane() & 3;
   KVQ_ROLLED for (int tile = 0; tile < TILES; ++tile) {

@@ -15,7 +15,7 @@ def pack_like_a_step(
     Of the keys and values (tokens, heads, head_size) the tokens before `context` lie in the ring, the others are the
     step's own. Slabs that end before `context` stay empty.
     """
-    from vllm_kvq.kernels.gpu import cuda
+    from vllm_kvq.kernels.gpu.cuda import CUDA
     from vllm_kvq.kernels.slots import SlotGeometry
 
     tokens, heads, _ = key.shape
@@ -38,5 +38,5 @@ def pack_like_a_step(
     plan, table, side_table, side, k, v, pages, faults = (
         x.to(device) for x in (plan, *tables, side, *new, pages, faults)
     )
-    cuda.pack(fmt, slots, plan, table, side_table, side, k, v, pages, faults, -(-len(k) // fmt.unit))
+    CUDA.pack(fmt, slots, plan, table, side_table, side, k, v, pages, faults, -(-len(k) // fmt.unit))
     return pages.cpu(), int(faults[1])

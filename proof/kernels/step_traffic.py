@@ -1,4 +1,4 @@
-"""A layer's device step over simple traffic, held against the reference cache; needs neither vLLM nor a test runner.
+"""The GPU's step over simple traffic, held against the reference cache; needs neither vLLM nor a test runner.
 
 Two requests with prompts of different lengths, then decoding; `graph=True` replays one captured CUDA graph for every
 decode step, and without a graph decoding runs where a host synchronisation is an error.
@@ -14,8 +14,9 @@ from proof.kernels.exact import relative_error
 from proof.oracle.reference import ReferenceCache
 from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.kernels.gpu.step import Batch, Caches, DeviceStep
+from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Caches, StepBatch
 
 
 @dataclass
@@ -31,7 +32,8 @@ class StepTraffic:
     def __post_init__(self) -> None:
         fmt, device, dtype = self.fmt, self.device, self.fmt.geometry.dtype
         self.slots = SlotGeometry.of(fmt, self.heads, 0)
-        self.step = DeviceStep(fmt, self.slots, 0, device)
+        self.scale = fmt.geometry.head_size**-0.5
+        self.step = GPUStep(fmt, self.slots, 0, self.scale, device)
         self.each = self.width + self.slots.sidecar_blocks + self.slots.sink_blocks
         blocks = 1 + 2 * self.each
         elements = self.slots.page_bytes // dtype.itemsize
@@ -42,7 +44,6 @@ class StepTraffic:
         cuts = [self.width, self.slots.sidecar_blocks, self.slots.sink_blocks]
         self.tables = [x.contiguous() for x in ids.split(cuts, 1)]
         self.references = [ReferenceCache(fmt, self.heads) for _ in range(2)]
-        self.scale = fmt.geometry.head_size**-0.5
         self.rng = torch.Generator().manual_seed(0)
 
     def data(self, lengths: tuple[int, ...]) -> list[torch.Tensor]:
@@ -55,11 +56,12 @@ class StepTraffic:
     def _pairs(self, lengths: tuple[int, ...]) -> list[tuple[int, ReferenceCache]]:
         return list(zip(lengths, self.references, strict=True))
 
-    def batch(self, lengths: tuple[int, ...]) -> Batch:
+    def batch(self, lengths: tuple[int, ...]) -> StepBatch:
         start = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
         seq = torch.tensor([len(r.key) + n for n, r in self._pairs(lengths)], dtype=torch.int32)
         pages, side, sinks = self.tables
-        return Batch(start.to(self.device), seq.to(self.device), pages, side, sinks if self.fmt.S else None, lengths)
+        on_device, sinks = start.to(self.device), sinks if self.fmt.S else None
+        return StepBatch(start, on_device, seq.to(self.device), pages, side, sinks, max(lengths))
 
     def judge(self, got: torch.Tensor, lengths: tuple[int, ...], data: list[torch.Tensor]) -> None:
         at = 0
@@ -94,7 +96,7 @@ class StepTraffic:
                 self._strictly(batch, fixed, out)
             self.judge(out, one, data)
 
-    def _strictly(self, batch: Batch, fixed: list[torch.Tensor], out: torch.Tensor) -> None:
+    def _strictly(self, batch: StepBatch, fixed: list[torch.Tensor], out: torch.Tensor) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
@@ -103,15 +105,15 @@ class StepTraffic:
             if self.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
 
-    def _capture(self, batch: Batch, fixed: list[torch.Tensor], out: torch.Tensor) -> torch.cuda.CUDAGraph:
+    def _capture(self, batch: StepBatch, fixed: list[torch.Tensor], out: torch.Tensor) -> torch.cuda.CUDAGraph:
         # kernels are compiled by a step of padded requests, which touches no cache
-        self._run(replace(batch, query_start=torch.zeros_like(batch.query_start)), fixed, out)
+        self._run(replace(batch, device_start=torch.zeros_like(batch.device_start)), fixed, out)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._run(batch, fixed, out)
         return graph
 
-    def _run(self, batch: Batch, data: list[torch.Tensor], out: torch.Tensor) -> None:
+    def _run(self, batch: StepBatch, data: list[torch.Tensor], out: torch.Tensor) -> None:
         query, key, value = data
-        self.step.run(batch, self.caches, query, key, value, out, self.scale)
+        self.step.run(batch, self.caches, query, key, value, out)

@@ -4,8 +4,8 @@
     python -m proof mutants --all              with those that compile C++ or start engines, hours
     python -m proof mutants --only "rescale"   those with this text in their name
 
-Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests fail
-without it.
+Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests
+fail without it.
 """
 
 from __future__ import annotations

@@ -103,9 +103,10 @@ ALIGNED += ("side_words", "side_elements", "sink_elements")
 
 def decode_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels.gpu.launch import MIN_ROWS, attend_launch, most_rows
-    from vllm_kvq.kernels.gpu.triton import constants as layout
-    from vllm_kvq.triton_kernels.decode import attend_kernel
+    from vllm_kvq.kernels.gpu.launch import MIN_ROWS
+    from vllm_kvq.kernels.gpu.triton_layout import attend_launch, most_rows
+    from vllm_kvq.kernels.gpu.triton_layout import constants as layout
+    from vllm_kvq.triton_kernels.attend import attend_kernel
 
     for name in ("squat2", "squat4", "innerq2", "polar4", "polar3"):
         for d in (64, 128, 256):
@@ -140,18 +141,22 @@ def step_variants(target: int) -> Iterator[Variant]:
     import torch
 
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, pack_launch, raw_launch
-    from vllm_kvq.kernels.gpu.step import DeviceStep
+    from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch
+    from vllm_kvq.kernels.gpu.step import GPUStep
+    from vllm_kvq.kernels.gpu.triton import pack_arguments
+    from vllm_kvq.kernels.gpu.triton_layout import pack_launch
     from vllm_kvq.kernels.slots import SlotGeometry
+    from vllm_kvq.triton_kernels.full_precision import full_precision_kernel
     from vllm_kvq.triton_kernels.pack import pack_kernel
-    from vllm_kvq.triton_kernels.raw import raw_kernel
     from vllm_kvq.triton_kernels.step import begin_kernel, commit_kernel
 
     for name in ("squat2", "squat4", "kivi2", "innerq2", "polar4", "polar3"):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
-            step = DeviceStep(fmt, SlotGeometry.of(fmt, 8, 2), 2, torch.device("cpu"))
-            yield Variant(f"pack {name} d={d}", pack_kernel, step.pack_constants(), pack_launch(fmt, target).options)
+            slots = SlotGeometry.of(fmt, 8, 2)
+            step = GPUStep(fmt, slots, 2, 1.0, torch.device("cpu"))
+            packing = pack_arguments(fmt, slots)
+            yield Variant(f"pack {name} d={d}", pack_kernel, packing, pack_launch(fmt, target).options)
             if d != 128 and name != "innerq2":
                 continue
             if name in ("squat2", "innerq2", "polar4"):
@@ -159,8 +164,8 @@ def step_variants(target: int) -> Iterator[Variant]:
             if name == "innerq2":  # with sinks: the most that there is
                 yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), SLOT_LAUNCH.options)
                 for rows, use in ((4, "decode"), (256, "prompt")):
-                    raw = step.raw_constants(4, rows)
-                    yield Variant(f"{use} in full precision d={d}", raw_kernel, raw, raw_launch(fmt).options)
+                    sizes, options = step.full_precision_constants(4, rows), full_precision_launch(fmt).options
+                    yield Variant(f"{use} in full precision d={d}", full_precision_kernel, sizes, options)
 
 
 def variants(target: int) -> list[Variant]:

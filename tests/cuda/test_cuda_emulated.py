@@ -203,7 +203,7 @@ def test_blocks_that_are_nobodys_are_neither_read_nor_written() -> None:
     table = torch.tensor([[0, 0], [9, -1], [2, 2]], dtype=torch.int32)
     side_table = torch.tensor([[0], [7], [-3]], dtype=torch.int32).expand(3, slots.sidecar_blocks).contiguous()
     faults = torch.zeros(2, dtype=torch.int32)
-    cuda.pack(fmt, slots, plan, table, side_table, side, key, value, pages, faults, 1)
+    CUDA.pack(fmt, slots, plan, table, side_table, side, key, value, pages, faults, 1)
     assert not pages[:2].any()
     fields = fmt.read(pages, torch.tensor([2]))
     assert (fields["k_norm"][..., :16] == 0).all()

@@ -14,8 +14,8 @@ def stale_page(engine: Any) -> None:
     layers = packed_layers(engine)
     assert layers
     for layer in layers:
-        layer.kernels = replace(layer.kernels, pack=_keeping_old(layer.kernels.pack))
-        layer.decode_step = None  # it packs without them
+        layer.step = step = getattr(layer.step, "planned", layer.step)  # the decode step in one call packs by itself
+        step.kernels = replace(step.kernels, pack=_keeping_old(step.kernels.pack))
 
 
 def _keeping_old(pack: Any) -> Any:

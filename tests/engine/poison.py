@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.kernels.cpu.step import DecodeBatch
-from vllm_kvq.kernels.torch.plan import Batch
+from vllm_kvq.kernels.cpu.step import CPUStep
+from vllm_kvq.kernels.step import Caches, StepBatch
+from vllm_kvq.kernels.torch.plan import Requests
+from vllm_kvq.kernels.torch.step import Planned, PlannedStep
 
 NAN = 0xFF
 
@@ -20,36 +22,42 @@ def packed_layers(engine: Any) -> list[Any]:
     return [packed for packed in found if packed is not None]
 
 
+def parts(layer: Any) -> tuple[PlannedStep, CPUStep]:
+    """The halves of a layer's step: what is planned on the host, and the decode step in one call."""
+    return layer.step.planned, layer.step
+
+
 class _Poisoned:
     """While a layer attends, all of its pool is poisoned that this step's positions do not call for."""
 
     def __init__(self, layer: Any, reach: int) -> None:
         self.layer, self.reach = layer, reach
-        self.plan, self.attend, self.decode = layer.plan, layer.attend, layer.decode
-        layer.plan, layer.attend, layer.decode = self._plan, self._attend, self._decode
+        planned, step = parts(layer)
+        self.plan, self.attend, self.decode = planned.plan, planned.attend, step.decode
+        planned.plan, planned.attend, step.decode = self._plan, self._attend, self._decode
 
-    def _plan(self, batch: Any, plans: Any) -> Any:
-        self.batch = batch
-        return self.plan(batch, plans)
+    def _plan(self, planned: Planned, caches: Caches) -> Any:
+        self.requests = planned.requests
+        return self.plan(planned, caches)
 
-    def _attend(self, plan: Any, ring: Any, q: Any, k: Any, v: Any, kv_cache: torch.Tensor, output: Any) -> Any:
-        pages = self.layer.pages(kv_cache)
+    def _attend(self, plan: Any, caches: Caches, *tensors: torch.Tensor) -> Any:
+        pages = caches.pages
         saved = pages.clone()
         start = plan.header[:, 1].tolist()
         pages.copy_(self._pool(saved, start))
         try:
-            return self.attend(plan, ring, q, k, v, kv_cache, output)
+            return self.attend(plan, caches, *tensors)
         finally:
             pages.copy_(saved)
 
-    def _decode(self, step: DecodeBatch, q: Any, k: Any, v: Any, kv_cache: torch.Tensor, output: Any) -> bool:
+    def _decode(self, batch: StepBatch, caches: Caches, *tensors: torch.Tensor) -> int | None:
         """Such a step packs, too: what it may write is kept as it left it, and all else is as before."""
-        tables = (step.query_start, step.seq_lens, step.table, step.side_table, step.sink_table)
-        self.batch = Batch.of(*(x.numpy() for x in tables[:4]), tables[4].numpy() if tables[4].numel() else None)
-        headers = self.layer.sidecar.headers[torch.from_numpy(self.batch.sidecar[:, 0]).long()]
+        self.requests = Requests.of(batch)
+        headers = self.layer.sidecar.slots_geometry.headers(caches.sidecar)
+        headers = headers[torch.from_numpy(self.requests.sidecar[:, 0]).long()]
         if (headers[:, 0] == 0).any():
-            return self.decode(step, q, k, v, kv_cache, output)
-        pages, fmt = self.layer.pages(kv_cache), self.layer.fmt
+            return self.decode(batch, caches, *tensors)
+        pages, fmt = caches.pages, self.layer.fmt
         start = headers[:, 1].tolist()
         saved, done = pages.clone(), self._completed(start)
         poisoned = self._pool(saved, start)
@@ -57,7 +65,7 @@ class _Poisoned:
             poisoned[page, :, : fmt.slabs_at] = saved[page, :, : fmt.slabs_at]
         pages.copy_(poisoned)
         try:
-            return self.decode(step, q, k, v, kv_cache, output)
+            return self.decode(batch, caches, *tensors)
         finally:
             own = self._own()
             saved[own] = pages[own]
@@ -69,7 +77,7 @@ class _Poisoned:
 
     def _completed(self, start: list[int]) -> list[tuple[int, int]]:
         """(page, unit in it) that this step's tokens complete and that no other request shares."""
-        fmt, batch = self.layer.fmt, self.batch
+        fmt, batch = self.layer.fmt, self.requests
         per_page = fmt.N // fmt.unit
         return [
             (int(table[unit // per_page]), unit % per_page)
@@ -79,11 +87,11 @@ class _Poisoned:
         ]
 
     def _own(self) -> torch.Tensor:
-        return torch.cat([torch.from_numpy(x).flatten().long() for x in (self.batch.sidecar, self.batch.sinks)])
+        return torch.cat([torch.from_numpy(x).flatten().long() for x in (self.requests.sidecar, self.requests.sinks)])
 
     def _pool(self, saved: torch.Tensor, start: list[int]) -> torch.Tensor:
         """The formula of the design, from the scheduler's numbers and not from the plan."""
-        fmt, batch = self.layer.fmt, self.batch
+        fmt, batch = self.layer.fmt, self.requests
         first_slab, size = fmt.slabs_at, fmt.slab_region.nbytes
         pool = torch.full_like(saved, NAN)
         own = self._own()
@@ -115,8 +123,9 @@ def poison_too_much(engine: Any) -> None:
 
 def stop_poison(engine: Any) -> None:
     for layer in packed_layers(engine):
-        for name in ("plan", "attend", "decode"):
-            layer.__dict__.pop(name, None)
+        for part in parts(layer):
+            for name in ("plan", "attend", "decode"):
+                part.__dict__.pop(name, None)
 
 
 def poison_freed(engine: Any) -> int:

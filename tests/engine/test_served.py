@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-
 from proof.models.architectures import named
+
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.integration import platform, report, validate
 from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.served import Served, apply
+from vllm_kvq.kernels.paths import Path as KernelPath
 
 pytestmark = pytest.mark.engine
 Bare = Callable[..., Any]
@@ -131,7 +132,7 @@ def test_what_is_written_and_printed(case: str, bare: Bare) -> None:
         apply(served, vllm_config)
         assert told(vllm_config) == written
         validate.check(vllm_config)
-    assert report.start_line(served, 1000, "C++") == line
+    assert report.start_line(served, 1000) == line
     assert parse_capacity(line) is not None
 
     # a worker's copy; prefix caching is off there for whatever reason, and nothing else is known to have been written
@@ -177,10 +178,9 @@ def test_another_dtype_is_left_alone(model: Path) -> None:
     assert told(made) == "128 False None [] True None"
 
 
-def test_the_line_stays_parseable(bare: Bare) -> None:
-    served = Served.of(bare(**CASES["plain"][0]))
-    with pytest.raises(ValueError, match="single words"):
-        report.start_line(served, 1000, "the PyTorch kernels")
+def test_the_line_stays_parseable() -> None:
+    with pytest.raises(ValueError, match="one word"):
+        KernelPath("the PyTorch kernels")
 
 
 def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,14 +188,17 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
     arguments, _, line = CASES["plain"]
     vllm_config = bare(**{**arguments, "max_model_len": 1024})
     served = Served.of(vllm_config)
+    slow = dataclasses.replace(served, path=KernelPath("PyTorch", "there is no compiler"))
     vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size = 256, 32
     said: list[str] = []
     for level in ("info", "warning"):
         monkeypatch.setattr(report.logger, level, lambda text, *values: said.append(text % values))
     for first in (True, False):
         monkeypatch.setattr("vllm.distributed.parallel_state.is_global_first_rank", lambda first=first: first)
-        report.report_start(served, vllm_config, "C++", "here is why.", 1000)
-    assert said == [line, "kvq: here is why."]
+        report.report_start(served, vllm_config, 1000)
+        report.report_start(slow, vllm_config, 1000)
+    why = f"kvq: {served.format.name} is served by the slower PyTorch path: there is no compiler"
+    assert said == [line, line.replace("path=C++", "path=PyTorch"), why]
 
 
 def test_each_layer_has_its_own_page_size() -> None:

@@ -15,10 +15,13 @@ import pytest
 import torch
 
 from proof.kernels import sanitize
-from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu import attend as cpu
-from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.paths import Wish, path_for, step_for
+from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Caches, Step, StepBatch
+from vllm_kvq.kernels.torch.step import PlannedStep
 
 
 def cross_compiler() -> list[str] | None:
@@ -49,20 +52,35 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
     # the real functions, uncached: the library that this process may already have is not theirs
     monkeypatch.setattr(cpu, "load", build.load.__wrapped__)
     monkeypatch.setattr(cpu, "library", functools.cache(cpu.library.__wrapped__))
-    fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32))
-    pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
-    key, value = torch.randn(2, 1, 32, 64)
-    fmt.write(pages, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), fmt.encode(key, value, None))
-    zero = torch.zeros(1, dtype=torch.int64)
-    arguments = fmt, torch.randn(1, 1, 2, 64), pages, zero, zero, zero, zero + 32, 0.125
+    fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32), {"W": 32})
+    slots, cpu_device = SlotGeometry.of(fmt, 1, 0), torch.device("cpu")
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            got = cpu.attend_packed(*arguments)
-    torch.testing.assert_close(got, attend.attend_packed(*arguments), rtol=0, atol=0)
+        paths = [path_for(fmt, Wish("cpu")) for _ in range(2)]
+        served = [step_for(path, fmt, slots, 0, 0.125, cpu_device) for path in paths]
+    assert [path.name for path in paths] == ["PyTorch", "PyTorch"]
+    assert "can't be built" in (served[0][1].why or "")
+    got, want = (_prompt(step, fmt, slots) for step in (served[0][0], PlannedStep(fmt, slots, 0, 0.125, cpu_device)))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
     warnings = [r.getMessage() for r in caplog.records if "no C++ kernels" in r.getMessage()]
     assert len(warnings) == 1
     assert "no-such-compiler" in warnings[0]
     assert "\n" not in warnings[0]
+
+
+def _prompt(step: Step, fmt: PageFormat, slots: SlotGeometry) -> torch.Tensor:
+    """A prompt in two chunks: the output of the second, whose history is packed."""
+    pages = torch.zeros(8, 1, fmt.record_bytes, dtype=torch.uint8)
+    caches = Caches(pages, torch.zeros(8, slots.page_bytes // 4), None)
+    ids = torch.arange(1, 8, dtype=torch.int32)[None]
+    query, key, value = torch.randn(3, 100, 1, 64, generator=torch.Generator().manual_seed(0))
+    out = torch.empty_like(query)
+    for first, last in ((0, 90), (90, 100)):
+        start, seq = (torch.tensor(x, dtype=torch.int32) for x in ([0, last - first], [last]))
+        batch = StepBatch(start, start, seq, ids[:, :4], ids[:, 4:], None, last - first)
+        tokens = (x[first:last] for x in (query, key, value))
+        assert step.run(batch, caches, *tokens, out[first:last]) == 0
+    assert pages.any()
+    return out
 
 
 def test_one_compiles_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A decode step planned and done in one C++ call against the integration's host plan with the same kernels."""
+"""A decode step planned and done in one C++ call against one that is planned on the host, with the same kernels."""
 
 from __future__ import annotations
 
@@ -6,43 +6,38 @@ from dataclasses import replace
 
 import pytest
 import torch
-from traffic import SPEC, H, Request, StepInputs, World, simulate
+from traffic import SPEC, Request, World, simulate
 
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.sidecar import Sidecar, Sinks
 from vllm_kvq.kernels.cpu import attend as cpu
-from vllm_kvq.kernels.cpu.step import DecodeBatch
-from vllm_kvq.kernels.torch import plan as host
+from vllm_kvq.kernels.cpu.step import CPUStep
+from vllm_kvq.kernels.paths import Path
+from vllm_kvq.kernels.step import StepBatch
+from vllm_kvq.kernels.torch.step import Planned
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 
 
 class InOneCall:
-    """A layer that decodes in one call, and plans what takes a plan."""
+    """A step that decodes in one call, and plans what takes a plan."""
 
     exact = True
 
     def __init__(self, world: World) -> None:
         fmt, self.world = world.fmt, world
+        self.step = CPUStep(fmt, world.slots, SPEC, world.scale)
         sidecar, sinks = Sidecar(fmt, world.slots), Sinks(fmt, world.slots) if fmt.S else None
         sidecar.bind_kv_cache(world.side[1])
         if sinks is not None:
             sinks.bind_kv_cache(world.sinks[1])
-        self.layer = PackedLayer(fmt, "layer", H, world.scale, SPEC, sidecar, sinks, torch.device("cpu"))
+        self.layer = PackedLayer(fmt, "layer", world.scale, sidecar, sinks, self.step, Path("C++"))
         self.decoded = 0
 
-    def run(self, step: StepInputs, *tensors: torch.Tensor) -> None:
-        layer, pages = self.layer, self.world.pages[1]
-        query, key, value, output = tensors
-        batch = DecodeBatch(step.start, step.seq, step.pages, step.side, step.sinks)
-        if layer.decode(batch, query, key, value, pages, output):
-            self.decoded += 1
-            return
-        arrays = (x.numpy() for x in (step.start, step.seq, step.pages, step.side, step.sinks))
-        plan = layer.plan(host.Batch.of(*arrays), [])
-        ring = layer.update(plan, query, key, value, pages)
-        layer.attend(plan, ring, query, key, value, pages, output)
+    def run(self, batch: StepBatch, *tensors: torch.Tensor) -> None:
+        self.layer.run(batch, *tensors[:3], self.world.pages[1], tensors[3])
+        self.decoded += Planned not in batch.kept
 
     def check_padding(self, output: torch.Tensor) -> None:
         assert output.isnan().all()
@@ -80,13 +75,13 @@ def decoding() -> World:
     return served("squat2", 64, 32, torch.float32, W=32, S=5)
 
 
-def inputs(world: World, requests: list[Request]) -> tuple[DecodeBatch, tuple[torch.Tensor, ...]]:
+def inputs(world: World, requests: list[Request]) -> tuple[StepBatch, tuple[torch.Tensor, ...]]:
     n = len(requests)
     start = torch.arange(n + 1, dtype=torch.int32)
     seq = torch.tensor([r.tokens + 1 for r in requests], dtype=torch.int32)
     tables = [world.table([getattr(r, x) for r in requests], 0) for x in ("pages", "side", "sinks")]
     new = world.data(requests, [1] * n)
-    return DecodeBatch(start, seq, *tables), (*new[:3], world.pages[1], torch.full_like(new[0], 7.0))
+    return StepBatch(start, start, seq, *tables, 1), (*new[:3], world.pages[1], torch.full_like(new[0], 7.0))
 
 
 def snapshot(world: World) -> list[torch.Tensor]:
@@ -95,14 +90,15 @@ def snapshot(world: World) -> list[torch.Tensor]:
 
 def test_a_new_request_and_a_chunk_are_left_alone(decoding: World) -> None:
     batch, tensors = inputs(decoding, decoding.requests)
-    before, layer = snapshot(decoding), decoding.other.layer
+    before, step = snapshot(decoding), decoding.other.step
+    caches, tensors = decoding.caches(1), (*tensors[:3], tensors[-1])
     fresh = batch.side_table.clone()
     fresh[-1, : decoding.slots.sidecar_blocks] = torch.tensor(decoding.take(decoding.slots.sidecar_blocks, True))
-    assert not layer.decode(replace(batch, side_table=fresh), *tensors)
+    assert step.decode(replace(batch, side_table=fresh), caches, *tensors) is None
     longer, seq = batch.query_start.clone(), batch.seq_lens.clone()
     longer[-1] += SPEC + 1
     seq[-1] += SPEC + 1
-    assert not layer.decode(replace(batch, query_start=longer, seq_lens=seq), *tensors)
+    assert step.decode(replace(batch, query_start=longer, seq_lens=seq), caches, *tensors) is None
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(decoding), strict=True))
     assert tensors[-1].eq(7).all()
 
@@ -133,7 +129,7 @@ def test_what_does_not_fit_is_refused(
         batch = replace(batch, side_table=batch.side_table[-1:], sink_table=batch.sink_table[-1:])
     before = snapshot(decoding)
     with pytest.raises(error, match=words):
-        decoding.other.layer.decode(batch, *tensors)
+        decoding.other.layer.run(batch, *tensors)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(decoding), strict=True))
     assert tensors[-1].eq(7).all()
 
@@ -144,7 +140,7 @@ def test_a_page_that_was_never_packed(decoding: World) -> None:
     table = batch.table.clone()
     table[0, 1] = empty
     with pytest.raises(RuntimeError, match="never packed"):
-        decoding.other.layer.decode(replace(batch, table=table), *tensors)
+        decoding.other.layer.run(replace(batch, table=table), *tensors)
 
 
 def test_geometry_must_fit() -> None:
@@ -155,9 +151,9 @@ def test_geometry_must_fit() -> None:
     batch, (query, key, value, pages, out) = inputs(world, world.requests)
     layer = world.other.layer
     with pytest.raises(ValueError, match="out has the wrong shape"):
-        layer.decode(batch, query, key, value, pages, out[:0])
+        layer.run(batch, query, key, value, pages, out[:0])
     with pytest.raises(ValueError, match="different tokens"):
-        layer.decode(batch, query, key[:0], value[:0], pages, out)
+        layer.run(batch, query, key[:0], value[:0], pages, out)
 
 
 @pytest.mark.parametrize("name", ["squat2", "qjl3", "polar4"])

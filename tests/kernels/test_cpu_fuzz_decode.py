@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvq.kernels.cpu import attend as cpu
-from vllm_kvq.kernels.cpu.step import DecodeBatch, DecodeStep
+from vllm_kvq.kernels.cpu.step import CPUStep
 from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
+from vllm_kvq.kernels.step import Caches, StepBatch
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 INT32 = st.sampled_from([-(1 << 31), -40, -1, 0, 1 << 20, (1 << 31) - 1])
@@ -60,12 +61,12 @@ def test_any_batch(isa: int, case: tuple[str, Any], data: st.DataObject) -> None
     begin = torch.tensor([0, *new]).cumsum(0).int()
     query = torch.randn(tokens, s["heads"] * s["group"], s["d"], generator=rng).to(dtype)
     key, value = (torch.randn(tokens, s["heads"], s["d"], generator=rng).to(dtype) for _ in range(2))
-    step = DecodeStep(fmt, slots, drafts, 0.1)
-    batch = DecodeBatch(begin, seq, table, ids, sink_table)
+    step = CPUStep(fmt, slots, drafts, 0.1)
+    batch = StepBatch(begin, begin, seq, table, ids, sink_table, max(new))
     before = pages.clone(), side.clone()
     output = torch.full_like(query, 7.0)
     try:
-        served = step.run(batch, pages, side, sinks, query, key, value, output)
+        served = step.decode(batch, Caches(pages, side, sinks), query, key, value, output)
     except (IndexError, RuntimeError):
         if not wild:
             raise

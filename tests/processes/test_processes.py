@@ -38,7 +38,7 @@ def test_copies_of_a_kv_head_stay_equal(farm: Farm) -> None:
 @pytest.mark.wide
 def test_copies_of_a_kv_head_stay_equal_on_the_gpus_path(tmp_path: Path) -> None:
     """Each rank sees the other's queries before it computes SQuat's subspace. Triton's kernels are interpreted."""
-    farm = Farm(tmp_path, VARIABLES | {"VLLM_KVQ_DEVICE_PATH": "1"}, few_tokens())
+    farm = Farm(tmp_path, VARIABLES | {"VLLM_KVQ_GPU_PATH": "1"}, few_tokens())
     try:
         check_copies(same_tokens(farm, "tp2", "squat2", model="one head", error=1e-3))
     finally:

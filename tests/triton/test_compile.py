@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels.gpu.triton import constants
+from vllm_kvq.kernels.gpu.triton_layout import constants
 
 ROOT = Path(__file__).resolve().parents[2]
 

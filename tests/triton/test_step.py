@@ -1,37 +1,33 @@
-"""A layer's whole step on the device against the integration's host plan with the CPU's kernels: tests/traffic.py."""
+"""The GPU's step, under Triton's interpreter, against one planned on the host with C++ kernels: tests/traffic.py."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from traffic import SPEC, StepInputs, World, simulate
+from traffic import SPEC, World, simulate
 
 from proof.kernels.exact import relative_error
 from proof.kernels.step_traffic import StepTraffic
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.integration.sidecar import SlotGeometry
-from vllm_kvq.kernels.gpu.step import Batch, Caches, DeviceStep
+from vllm_kvq.kernels.gpu.step import GPUStep
+from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Caches, StepBatch
 
 wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 
 
-class OnDevice:
+class OnGPU:
     exact = False
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.step = DeviceStep(world.fmt, world.slots, SPEC, torch.device("cpu"))
+        self.step = GPUStep(world.fmt, world.slots, SPEC, world.scale, torch.device("cpu"))
 
-    def run(self, step: StepInputs, *tensors: torch.Tensor) -> None:
-        world = self.world
-        sinks = world.fmt.S > 0
-        batch = Batch(step.start, step.seq, step.pages, step.side, step.sinks if sinks else None, step.lengths)
-        caches = Caches(world.pages[1].flatten(2), world.side[1], world.sinks[1] if sinks else None)
-        self.step.run(batch, caches, *tensors, world.scale)
+    def run(self, batch: StepBatch, *tensors: torch.Tensor) -> None:
+        assert self.step.run(batch, self.world.caches(1), *tensors) == 0
 
     def check_padding(self, output: torch.Tensor) -> None:
         assert (output == 0).all()
@@ -51,7 +47,7 @@ class OnDevice:
     ],
 )
 def test_random_traffic(name: str, d: int, n: int, dtype: torch.dtype, options: dict[str, object]) -> None:
-    world = simulate(OnDevice, name, d, n, dtype, **options)
+    world = simulate(OnGPU, name, d, n, dtype, **options)
     assert not int(world.other.step.faults[0])
 
 
@@ -61,7 +57,7 @@ def test_copies_of_a_kv_head_stay_equal() -> None:
     slots, scale = SlotGeometry.of(fmt, 1, 0), 0.125
     each = 5 + slots.sidecar_blocks
     ids = torch.arange(1, 1 + 2 * each, dtype=torch.int32).view(2, each)
-    everyone = [StepWorld(fmt, slots, ids) for _ in range(3)]
+    everyone = [StepWorld(fmt, slots, ids, scale) for _ in range(3)]
     rng = torch.Generator().manual_seed(0)
     seq = torch.zeros(2, dtype=torch.int32)
     for counts in ((1, 70), (1, 1)):  # a prompt of one token comes first, as a decode step does
@@ -69,11 +65,9 @@ def test_copies_of_a_kv_head_stay_equal() -> None:
         key, value = (torch.randn(sum(counts), 1, 64, generator=rng) for _ in range(2))
         start = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
         seq = seq + torch.tensor(counts, dtype=torch.int32)
-        batch = Batch(start, seq, ids[:, :5].contiguous(), ids[:, 5:].contiguous(), None, counts)
-        whole = everyone[0].run(batch, query, key, value, scale, None)
-        halves = [
-            w.run(batch, query[:, 2 * i : 2 * i + 2], key, value, scale, query) for i, w in enumerate(everyone[1:])
-        ]
+        batch = StepBatch(start, start, seq, ids[:, :5].contiguous(), ids[:, 5:].contiguous(), None, max(counts))
+        whole = everyone[0].run(batch, query, key, value, query)
+        halves = [w.run(batch, query[:, 2 * i : 2 * i + 2], key, value, query) for i, w in enumerate(everyone[1:])]
         assert relative_error(torch.cat(halves, 1), whole.double()) < 1e-3
     caches = [w.caches for w in everyone]
     assert caches[0].pages.any()
@@ -83,16 +77,18 @@ def test_copies_of_a_kv_head_stay_equal() -> None:
 
 
 class StepWorld:
-    def __init__(self, fmt: PageFormat, slots: SlotGeometry, ids: torch.Tensor) -> None:
+    def __init__(self, fmt: PageFormat, slots: SlotGeometry, ids: torch.Tensor, scale: float) -> None:
         blocks = 1 + ids.numel()
         pages = torch.zeros(blocks, 1, fmt.record_bytes, dtype=torch.uint8)
         self.caches = Caches(pages, torch.zeros(blocks, slots.page_bytes // 4), None)
-        self.step = DeviceStep(fmt, slots, 0, torch.device("cpu"))
+        self.step = GPUStep(fmt, slots, 0, scale, torch.device("cpu"), None, lambda query: self.everyone)
 
-    def run(self, batch: Batch, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        key, value, scale, all_queries = rest
+    def run(
+        self, batch: StepBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, everyone: torch.Tensor
+    ) -> torch.Tensor:
+        self.everyone = everyone
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self.step.run(batch, self.caches, query, key, value, out, scale, None, all_queries)
+        self.step.run(batch, self.caches, query, key, value, out)
         return out
 
 

@@ -231,12 +231,13 @@ def line(
 def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
     """All that a prompt of one chunk costs beyond its attention: begin, pack, commit."""
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels.gpu.step import Batch, Caches, DeviceStep
+    from vllm_kvq.kernels.gpu.step import GPUStep
     from vllm_kvq.kernels.slots import SlotGeometry
+    from vllm_kvq.kernels.step import Caches, StepBatch
 
     fmt = get_format(name).bind(Geometry(HEAD, N, torch.bfloat16))
     slots = SlotGeometry.of(fmt, HEADS, 0)
-    step = DeviceStep(fmt, slots, 0, device)
+    step = GPUStep(fmt, slots, 0, HEAD**-0.5, device)
     counts = [-(-tokens // N), slots.sidecar_blocks, slots.sink_blocks]
     blocks = 1 + sum(counts)
     table, side, sinks = (
@@ -246,7 +247,7 @@ def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
     pools = [torch.zeros(blocks, slots.page_bytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2)]
     caches = Caches(pages, pools[0], pools[1] if fmt.S else None)
     ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-    batch = Batch(ends, ends[1:].clone(), table, side, sinks if fmt.S else None, (tokens,))
+    batch = StepBatch(ends.cpu(), ends, ends[1:].clone(), table, side, sinks if fmt.S else None, tokens)
     query = torch.randn(tokens, HEADS * SHARE, HEAD, dtype=torch.bfloat16, device=device)
     key, value = (torch.randn(tokens, HEADS, HEAD, dtype=torch.bfloat16, device=device) for _ in range(2))
 
@@ -254,7 +255,7 @@ def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
         plan = step._begin(batch, caches, query, key, value)
         if step.fits_queries:
             step._fit(batch, caches, plan, query, 0)
-        step._pack_units(batch, caches, plan, key, value)
+        step._pack(batch, caches, plan, key, value)
 
     # the header stays zero, so that every call is the first of its request
     return [call]

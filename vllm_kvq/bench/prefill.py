@@ -2,7 +2,7 @@
 
     python -m vllm_kvq bench prefill --format all --context 4096
 
-One layer, one request, bf16, through the very code that serves (`integration.layer.PackedLayer`):
+One layer, one request, bf16, through the very code that serves (`kernels.torch.step.PlannedStep` with the C++ kernels):
 
   * prompt: all `--context` tokens at once. fit: the request's state (SQuat's subspace, ...). pack: everything else
     that updates the caches. Their share is of the time that vLLM's own CPU attention takes for the same prompt
@@ -18,13 +18,16 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.formats import FORMATS, Geometry, get_format
+from vllm_kvq.kernels.paths import Wish, kernels_for
+from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Caches, StepBatch
+from vllm_kvq.kernels.torch.plan import StepPlan
+from vllm_kvq.kernels.torch.step import Planned, PlannedStep
 
 BLOCK = 128
 
@@ -66,51 +69,52 @@ class Packed:
     """One packed layer with the caches of one request."""
 
     def __init__(self, name: str, heads: int, d: int, tokens: int) -> None:
-        from vllm_kvq.integration.layer import PackedLayer
-        from vllm_kvq.integration.sidecar import Sidecar, Sinks, SlotGeometry
+        from vllm_kvq.integration.prompts import Asked, prompts_for
 
-        fmt = get_format(name).bind(Geometry(d, BLOCK, torch.bfloat16))
+        fmt, cpu = get_format(name).bind(Geometry(d, BLOCK, torch.bfloat16)), torch.device("cpu")
         slots = SlotGeometry.of(fmt, heads, 0)
         pages = -(-tokens // BLOCK)
         pool = torch.zeros(1 + pages + slots.sidecar_blocks + slots.sink_blocks, slots.page_bytes // 2).bfloat16()
-        self.cache = pool.view(len(pool), heads, 1, -1)
-        sidecar, sinks = Sidecar(fmt, slots), Sinks(fmt, slots) if fmt.S else None
-        for companion in (sidecar, sinks):
-            if companion is not None:
-                companion.bind_kv_cache(pool[:, None])
-        self.layer = PackedLayer(fmt, name, heads, d**-0.5, 0, sidecar, sinks, torch.device("cpu"))
-        ids = 1 + np.arange(len(pool) - 1)[None]
-        first = pages + slots.sidecar_blocks
-        self.pages, self.sidecar, self.sinks = ids[:, :pages], ids[:, pages:first], ids[:, first:]
+        self.caches = Caches(pool.view(torch.uint8).unflatten(1, (heads, -1)), pool, pool if fmt.S else None)
+        kernels, causal = kernels_for(fmt, Wish("cpu")), prompts_for(Asked(cpu, torch.bfloat16, d, False))
+        self.step = PlannedStep(fmt, slots, 0, d**-0.5, cpu, kernels, causal)
+        ids = torch.arange(1, len(pool), dtype=torch.int32)[None]
+        self.tables = ids.split([pages, slots.sidecar_blocks, slots.sink_blocks], 1)
 
-    def plan(self, context: int, new: int) -> Any:
-        from vllm_kvq.kernels.torch.plan import Batch
-
-        start, end = np.array([0, new]), np.array([context + new])
-        return self.layer.plan(Batch.of(start, end, self.pages, self.sidecar, self.sinks), [])
+    def plan(self, context: int, new: int) -> StepPlan:
+        start, end = (torch.tensor(x, dtype=torch.int32) for x in ([0, new], [context + new]))
+        pages, sidecar, sinks = self.tables
+        batch = StepBatch(start, start, end, pages, sidecar, None if self.caches.sinks is None else sinks, new)
+        return self.step.plan(Planned.of(batch), self.caches)
 
     def forget(self) -> None:
-        self.layer.sidecar.headers.zero_()
+        self.step.slots.headers(self.caches.sidecar).zero_()
 
+    def fit(self, plan: StepPlan, query: torch.Tensor, key: torch.Tensor) -> None:
+        slots = self.step.slots.cut(self.caches.sidecar)
+        for fit in plan.fits:
+            self.step.fit(fit, slots, query, key)
 
-def fit_all(layer: Any, plan: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    for fit in plan.fits:
-        layer._fit(fit, query, key)
+    def update(self, plan: StepPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.step.update(plan, self.caches, query, key, value)[0]
+
+    def attend(self, plan: StepPlan, ring: torch.Tensor, *tensors: torch.Tensor) -> None:
+        self.step.attend(plan, self.caches, ring, *tensors)
 
 
 def prompt_row(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plain: Plain, rounds: int) -> str:
     packed = Packed(name, k.shape[1], k.shape[2], len(k))
-    layer, out = packed.layer, torch.empty_like(q)
+    out = torch.empty_like(q)
     times: dict[str, list[float]] = {"vLLM": [], "fit": [], "pack": [], "ours": []}
     for turn in range(rounds + 1):
         packed.forget()
         plan = packed.plan(0, len(q))
         got = {"vLLM": seconds(plain.attend)}
-        got["fit"] = seconds(lambda: fit_all(layer, plan, q, k))  # noqa: B023
-        whole = seconds(lambda: layer.update(plan, q, k, v, packed.cache))  # noqa: B023
+        got["fit"] = seconds(lambda: packed.fit(plan, q, k))  # noqa: B023
+        whole = seconds(lambda: packed.update(plan, q, k, v))  # noqa: B023
         got["pack"] = whole - got["fit"]
-        ring = layer.sidecar.slots[plan.ring_read]
-        got["ours"] = seconds(lambda: layer.attend(plan, ring, q, k, v, packed.cache, out))  # noqa: B023
+        ring = packed.step.slots.cut(packed.caches.sidecar)[plan.ring_read]
+        got["ours"] = seconds(lambda: packed.attend(plan, ring, q, k, v, out))  # noqa: B023
         for label, took in got.items():
             if turn:
                 times[label].append(took)
@@ -130,16 +134,16 @@ def chunk_row(
 ) -> str:
     heads, d = k.shape[1:]
     packed = Packed(name, heads, d, context + len(q))
-    layer, out = packed.layer, torch.empty_like(q)
+    out = torch.empty_like(q)
     for at in range(0, context, 4096):
         n = min(4096, context - at)
         query, (key, value) = torch.randn(n, q.shape[1], d).bfloat16(), torch.randn(2, n, heads, d).bfloat16()
-        layer.update(packed.plan(at, n), query, key, value, packed.cache)
+        packed.update(packed.plan(at, n), query, key, value)
     plan = packed.plan(context, len(q))
-    ring = layer.update(plan, q, k, v, packed.cache)
+    ring = packed.update(plan, q, k, v)
     ours, theirs = [], []
     for turn in range(rounds + 1):
-        a, b = seconds(plain.attend), seconds(lambda: layer.attend(plan, ring, q, k, v, packed.cache, out))
+        a, b = seconds(plain.attend), seconds(lambda: packed.attend(plan, ring, q, k, v, out))
         if turn:
             theirs.append(a)
             ours.append(b)

@@ -7,6 +7,7 @@ paged cache. The new token's own key and value are written by neither.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.kernels import kernels_for
+from vllm_kvq.kernels.paths import Wish, kernels_for
 
 Step = Callable[[], object]
 VLLM_BLOCK = 128
@@ -95,7 +96,7 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int, seed: int) -> torch.Ten
 
 def kvq_candidate(shape: Shape, name: str) -> Candidate:
     fmt = get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16))
-    kernels = kernels_for(torch.device("cpu"))
+    kernels = kernels_for(fmt, Wish.of("cpu", os.environ))
     # what a request of this length has packed, and what it keeps in full precision
     boundary = max(0, (shape.context - fmt.W) // fmt.unit * fmt.unit)
     sinks = min(fmt.S, boundary)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+import os
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
@@ -20,23 +20,22 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvq.formats import FORMATS, PageFormat
+from vllm_kvq.formats import FORMATS, Geometry, PageFormat
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.integration import device as device_path
-from vllm_kvq.integration.device import FaultWatch
+from vllm_kvq.integration.faults import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
-from vllm_kvq.integration.setup import bind_layer, layer_of
+from vllm_kvq.integration.setup import bind, bind_layer, layer_of
 from vllm_kvq.integration.sidecar import LAYOUTS
 from vllm_kvq.integration.validate import Refused, check_layer
-from vllm_kvq.kernels.cpu.step import DecodeBatch
-from vllm_kvq.kernels.gpu.step import Batch as DeviceBatch
-from vllm_kvq.kernels.torch.plan import Batch, StepPlan
+from vllm_kvq.kernels.gpu.step import GPUStep
+from vllm_kvq.kernels.paths import Wish, path_for
+from vllm_kvq.kernels.step import StepBatch
 
 
 @dataclass
 class KVQMetadata:
-    """One step's batch, and the plans made for it (one in practice: all layers agree)."""
+    """What vLLM says of a step to the packed layers of one KV cache group."""
 
     query_start: torch.Tensor
     """On the host."""
@@ -45,12 +44,21 @@ class KVQMetadata:
     block_table: torch.Tensor
     longest: int
     """New tokens of the request that has most."""
-    decode_batch: DecodeBatch | None = None
-    planned: bool = False
-    """This step takes a plan, as an earlier layer found."""
-    batch: Batch | None = None
-    device_batch: DeviceBatch | None = None
-    plans: list[StepPlan] = field(default_factory=list)
+    batch: StepBatch | None = None
+
+    def joined(self, tables: Any, packed: PackedLayer) -> StepBatch:
+        """With the block tables of the companions, which are in groups of their own: made by the first layer."""
+        if self.batch is None:
+            self.batch = StepBatch(
+                self.query_start,
+                self.device_start,
+                self.seq_lens,
+                self.block_table,
+                tables[packed.sidecar_name].block_table,
+                None if packed.sink_name is None else tables[packed.sink_name].block_table,
+                self.longest,
+            )
+        return self.batch
 
 
 class KVQMetadataBuilder(AttentionMetadataBuilder):
@@ -60,25 +68,28 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if kv_cache_spec.block_size != kv_cache_spec.tokens_per_state:
             raise RuntimeError("vLLM enlarged the packed layers' blocks to the pages of other layers")
-        # decodes and verified drafts first, prompts behind them: on the device each kind has its own launch
-        if device_path.wanted(device.type):
+        # decodes and verified drafts first, prompts behind them: on the GPU's path each kind has its own launch
+        if Wish.of(device.type, os.environ).on_gpu:
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.watches: list[FaultWatch] | None = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Decode and verification steps decide everything on the device; prompts are attended outside of graphs."""
-        device = vllm_config.device_config.device_type
-        if device_path.serves(vllm_config, kv_cache_spec.head_size, kv_cache_spec.block_size, device):
-            return AttentionCGSupport.UNIFORM_BATCH
-        return AttentionCGSupport.NEVER
+        """On the GPU's path decode and verification steps decide everything on the device; prompts are attended outside
+        of graphs."""
+        wish = Wish.of(vllm_config.device_config.device_type, os.environ)
+        if not wish.on_gpu:
+            return AttentionCGSupport.NEVER
+        geometry = Geometry(kv_cache_spec.head_size, kv_cache_spec.block_size, vllm_config.model_config.dtype)
+        path = path_for(bind(vllm_config, geometry), wish)
+        return AttentionCGSupport.UNIFORM_BATCH if path.on_gpu else AttentionCGSupport.NEVER
 
     def _watch(self) -> None:
         if self.watches is None:
             layers = self.vllm_config.compilation_config.static_forward_context
             packed = [getattr(layers[name].impl, "packed", None) for name in self.layer_names]
-            steps = {id(p.device.step): p.device.step for p in packed if p is not None and p.device is not None}
-            self.watches = [FaultWatch(step) for step in steps.values()]
+            steps = {id(p.step): p.step for p in packed if p is not None}
+            self.watches = [FaultWatch(step) for step in steps.values() if isinstance(step, GPUStep)]
         for watch in self.watches:
             watch.poll()
 
@@ -197,61 +208,9 @@ class KVQImpl(AttentionImpl):
             raise RuntimeError(
                 "the sidecar companion of this layer is missing: process_weights_after_loading did not run"
             )
-        step, tables = attn_metadata, get_forward_context().attn_metadata
-        out = output.view(-1, self.num_heads, self.head_size)
-        if packed.device is not None:
-            if step.device_batch is None:
-                step.device_batch = _device_batch(step, tables, packed)
-            packed.device.forward(step.device_batch, query, key, value, kv_cache, out)
-            return output
-        if not step.planned and step.longest <= packed.planner.decode_queries:
-            if step.decode_batch is None:
-                step.decode_batch = _decode_batch(step, tables, packed)
-            if packed.decode(step.decode_batch, query, key, value, kv_cache, out):
-                return output
-        step.planned = True
-        if step.batch is None:
-            step.batch = _batch(step, tables, packed)
-        if len(step.batch.new):
-            plan = packed.plan(step.batch, step.plans)
-            ring = packed.update(plan, query, key, value, kv_cache)
-            packed.attend(plan, ring, query, key, value, kv_cache, out)
+        batch = attn_metadata.joined(get_forward_context().attn_metadata, packed)
+        packed.run(batch, query, key, value, kv_cache, output.view(-1, self.num_heads, self.head_size))
         return output
-
-
-def _device_batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> DeviceBatch:
-    requests = len(step.seq_lens)
-    lengths = step.query_start.diff()[:requests].tolist()
-    return DeviceBatch(
-        step.device_start[: requests + 1],
-        step.seq_lens,
-        step.block_table,
-        tables[packed.sidecar_name].block_table,
-        None if packed.sink_name is None else tables[packed.sink_name].block_table,
-        tuple(lengths),
-    )
-
-
-def _decode_batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> DecodeBatch:
-    sinks = torch.empty(0, dtype=torch.int32) if packed.sink_name is None else tables[packed.sink_name].block_table
-    sidecar = tables[packed.sidecar_name].block_table
-    return DecodeBatch(step.query_start, step.seq_lens, step.block_table, sidecar, sinks)
-
-
-def _batch(step: KVQMetadata, tables: Any, packed: PackedLayer) -> Batch:
-    def table(name: str | None) -> np.ndarray | None:
-        return None if name is None else tables[name].block_table.cpu().numpy()
-
-    sidecar = table(packed.sidecar_name)
-    if sidecar is None:
-        raise RuntimeError("the sidecar companion is missing")
-    return Batch.of(
-        step.query_start.numpy(),
-        step.seq_lens.cpu().numpy(),
-        step.block_table.cpu().numpy(),
-        sidecar,
-        table(packed.sink_name),
-    )
 
 
 def _layer_index(name: str) -> int:

@@ -7,21 +7,30 @@ one process. (What depends on keys or on a seed alone is equal anyway.)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+AllQueries = Callable[[torch.Tensor], torch.Tensor]
 
-def copies_of_a_head(vllm_config: Any) -> int:
-    """How many ranks hold each KV head."""
+
+def all_queries_of(vllm_config: Any) -> AllQueries | None:
+    """What extends a rank's queries by those of the copies; None where every KV head lies on one rank."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    return max(1, ranks // vllm_config.model_config.get_total_num_kv_heads())
+    copies = max(1, ranks // vllm_config.model_config.get_total_num_kv_heads())
+    return None if copies == 1 else _gatherer(copies)
+
+
+@functools.cache
+def _gatherer(copies: int) -> AllQueries:
+    """The same function for all layers: they share a step if they have equal arguments."""
+    return functools.partial(queries_of_all_copies, copies=copies)
 
 
 def queries_of_all_copies(query: torch.Tensor, copies: int) -> torch.Tensor:
     """(tokens, heads, d) of this rank -> (tokens, copies * heads, d), in the order of one process."""
-    if copies == 1:
-        return query
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -13,14 +13,12 @@ from vllm_kvq.integration.served import Served
 logger = init_logger("vllm.kvq")
 
 
-def start_line(served: Served, blocks: int, path: str) -> str:
+def start_line(served: Served, blocks: int) -> str:
     """Capacity as vLLM counts it: tokens of requests of the maximum length, with their sidecars and sink pages.
 
     A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
     smallest kind of layers, or as the largest where they hardly differ.
     """
-    if len(path.split()) != 1:
-        raise ValueError(f"path is {path!r}; the line's values are single words")
     fmt, slots, kinds = served.format, served.slots, served.kinds
     smallest, largest = min(k.layers for k in kinds), max(k.layers for k in kinds)
     size = largest if largest < 1.5 * smallest else smallest
@@ -31,23 +29,24 @@ def start_line(served: Served, blocks: int, path: str) -> str:
     sidecar = (slots.sidecar_blocks + slots.sink_blocks) * served.page_bytes
     return (
         f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
-        f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} path={path} "
+        f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
+        f"path={served.path.name} "
         f"capacity_tokens={int(capacity)} bf16_tokens={int(plain)} ratio={capacity / plain:.2f} "
         f"(requests of {served.max_len} tokens)"
     )
 
 
-def report_start(served: Served, vllm_config: Any, path: str, problem: str | None, blocks: int) -> None:
-    """`path`: which kernels serve; `problem`: one sentence on why faster ones do not; `blocks`: of the pool."""
+def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
+    """Once vLLM has decided how many `blocks` the pool has."""
     from vllm.distributed.parallel_state import is_global_first_rank
 
     if not is_global_first_rank():
         return
     # --max-model-len auto: vLLM chose it after the model was loaded
     served = replace(served, max_len=vllm_config.model_config.max_model_len)
-    logger.info("%s", start_line(served, blocks, path))
-    if problem is not None:
-        logger.warning("kvq: %s", problem)
+    logger.info("%s", start_line(served, blocks))
+    if served.path.why is not None:
+        logger.warning("kvq: %s is served by the slower %s path: %s", served.format.name, *astuple(served.path))
 
 
 class Damage:

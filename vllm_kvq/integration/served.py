@@ -8,6 +8,7 @@ the configuration alone, and nothing that `apply` writes changes it. (Once vLLM 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
 from vllm_kvq.integration.kept import SMALLEST_BLOCK, Layers, fitting_block
 from vllm_kvq.integration.setup import bind, settings_of
+from vllm_kvq.kernels.paths import Path, Wish, path_for
 from vllm_kvq.kernels.slots import SlotGeometry
 
 logger = init_logger("vllm.kvq")
@@ -51,6 +53,8 @@ class Served:
     max_len: int
     window_tokens: int
     """The most tokens of a long request that a layer with a sliding window holds."""
+    path: Path
+    """Which kernels serve the packed layers, and why faster ones do not."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> Served:
@@ -70,6 +74,7 @@ class Served:
             no_prefix_caching="some layers stay in 16 bits" if layers.kept else None,
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.scheduler_config.max_num_batched_tokens,
+            path=path_for(fmt, Wish.of(vllm_config.device_config.device_type, os.environ)),
         )
 
     @property

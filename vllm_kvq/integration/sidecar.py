@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.spec import CompanionSpec, SidecarSpec, SinkSpec
-from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
+from vllm_kvq.kernels.slots import SlotGeometry
 
-__all__ = ["MAGIC", "Sidecar", "Sinks", "SlotGeometry"]
+__all__ = ["Sidecar", "Sinks", "SlotGeometry"]
 
 SIDECAR_SUFFIX = ".kvq_sidecar"
 SINK_SUFFIX = ".kvq_sinks"
@@ -67,11 +67,7 @@ class Companion(torch.nn.Module, AttentionLayerBase):
         super().__init__()
         self.fmt, self.slots_geometry = fmt, slots
         self.kv_cache = torch.tensor([])
-        self.slots = torch.tensor([])
-        self.tokens = self.slots, self.slots
-        """Keys and values, (blocks, slots per block, heads, head_size) each."""
-        self.no_tokens = self.tokens
-        self.blocks = self.no_blocks = self.slots
+        self.blocks = torch.tensor([])
         """(blocks, elements) of the model's dtype."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -94,27 +90,17 @@ class Companion(torch.nn.Module, AttentionLayerBase):
         }
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Keep (blocks, slots per block, 2, heads, head_size) of the raw pool."""
-        geo = self.slots_geometry
         self.kv_cache = kv_cache
         self.blocks = kv_cache.flatten(1).view(self.fmt.geometry.dtype)
-        self.no_blocks = self.blocks[:0]
-        flat = self.blocks[:, : geo.slots_per_block * geo.slot_bytes // geo.itemsize]
-        self.slots = flat.unflatten(1, (-1, 2, geo.heads, geo.head_size))
-        self.tokens = self.slots[:, :, 0], self.slots[:, :, 1]
-        self.no_tokens = self.tokens[0][:0], self.tokens[1][:0]
 
 
 class Sidecar(Companion):
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, report: Callable[[int], None] | None = None) -> None:
         super().__init__(fmt, slots)
         self.report = report
-        self.headers = torch.tensor([])
-        """(blocks, 3) int32: the header slot of every block, meaningful in a request's first one."""
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         super().bind_kv_cache(kv_cache)
-        self.headers = kv_cache.flatten(1)[:, : 12 // self.slots_geometry.itemsize].view(torch.int32)
         if self.report is not None:
             self.report(kv_cache.shape[0])
 
@@ -122,19 +108,6 @@ class Sidecar(Companion):
         return SidecarSpec(
             **self._spec_fields(), blocks_per_request=self.slots_geometry.sidecar_blocks, window=self.fmt.W
         )
-
-    def read_state(self, block: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """(n, state_slots) locations -> (n, heads, state_rows, d) float32."""
-        geo, fmt = self.slots_geometry, self.fmt
-        raw = self.slots[block, slot].flatten(1).view(torch.float32)[:, : geo.state_bytes // 4]
-        return raw.reshape(-1, geo.heads, fmt.state_rows, fmt.geometry.d)
-
-    def write_state(self, block: torch.Tensor, slot: torch.Tensor, state: torch.Tensor) -> None:
-        """The inverse for one request: (state_slots,) locations, (heads, state_rows, d) float32."""
-        geo = self.slots_geometry
-        raw = torch.zeros(geo.state_slots * geo.slot_bytes // 4, device=state.device)
-        raw[: geo.state_bytes // 4] = state.flatten()
-        self.slots[block, slot] = raw.view(self.fmt.geometry.dtype).view_as(self.slots[block, slot])
 
 
 class Sinks(Companion):

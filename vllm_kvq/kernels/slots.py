@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from vllm_kvq.formats import PageFormat
 
@@ -73,6 +74,27 @@ class SlotGeometry:
     @property
     def sink_blocks(self) -> int:
         return -(-self.sinks // self.slots_per_block)
+
+    # -- views of a pool, (blocks, elements) of the model's dtype ---------------------------------------------------
+    def cut(self, blocks: torch.Tensor) -> torch.Tensor:
+        """(blocks, slots per block, 2, heads, head_size)."""
+        whole = blocks[:, : self.slots_per_block * self.slot_bytes // self.itemsize]
+        return whole.unflatten(1, (-1, 2, self.heads, self.head_size))
+
+    def headers(self, blocks: torch.Tensor) -> torch.Tensor:
+        """(blocks, 3) int32: the header slot of every block, meaningful in a request's first one."""
+        return blocks[:, : 12 // self.itemsize].view(torch.int32)
+
+    def read_state(self, slots: torch.Tensor, block: torch.Tensor, slot: torch.Tensor, rows: int) -> torch.Tensor:
+        """Of `cut` blocks, at (n, state_slots) locations -> (n, heads, rows, d) float32."""
+        raw = slots[block, slot].flatten(1).view(torch.float32)[:, : self.state_bytes // 4]
+        return raw.reshape(len(block), self.heads, rows, -1)
+
+    def write_state(self, slots: torch.Tensor, block: torch.Tensor, slot: torch.Tensor, state: torch.Tensor) -> None:
+        """The inverse for one request: (state_slots,) locations, (heads, rows, d) float32."""
+        raw = torch.zeros(self.state_slots * self.slot_bytes // 4, device=state.device)
+        raw[: self.state_bytes // 4] = state.flatten()
+        slots[block, slot] = raw.view(slots.dtype).view(len(slot), *slots.shape[2:])
 
     def locate(self, table: np.ndarray, request: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(block, slot in the block) of each request's slot; `table` is (requests, blocks)."""

@@ -2,9 +2,9 @@
 
     attend_packed(fmt, query, pages, page_ids, owner, low, high, scale) -> (out, lse)
 
-The library is built and loaded at the first call. Where that fails (no compiler), one warning is logged and
-the PyTorch kernels answer instead. $VLLM_KVQ_ISA = portable | avx2 | avx512bw | avx512 lowers the instruction set, for
-tests.
+The library is built and loaded at the first call. Where that fails (no compiler), one warning is logged, and the
+PyTorch path serves whole steps instead (kernels/paths.py). $VLLM_KVQ_ISA = portable | avx2 | avx512bw | avx512 lowers
+the instruction set, for tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.squat import ChannelKeys
 from vllm_kvq.formats.values import RawValues, TokenValues
 from vllm_kvq.kernels.build import BuildError, load
-from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
 from vllm_kvq.kernels.torch.pack import Pair
 
@@ -159,6 +158,14 @@ def supports(fmt: PageFormat) -> bool:
     return bind(fmt) is not None and library() is not None
 
 
+def bound_to(fmt: PageFormat) -> tuple[Any, Any]:
+    """The format as the library wants it, and the library."""
+    bound, lib = bind(fmt), library()
+    if bound is None or lib is None:
+        raise ValueError(f"{fmt.name} has no C++ kernels here; the PyTorch kernels serve it")
+    return bound, lib
+
+
 def attend_packed(
     fmt: PageFormat,
     query: torch.Tensor,
@@ -174,9 +181,7 @@ def attend_packed(
     query (n, q, Hq, head_size) of any float type and with any outer strides, pages (B, H, record_bytes) with
     any outer strides. IndexError for a page id or an owner out of range.
     """
-    bound, lib = bind(fmt), library()
-    if bound is None or lib is None:
-        return attend.attend_packed(fmt, query, pages, page_ids, owner, low, high, scale)
+    bound, lib = bound_to(fmt)
     if query.stride(-1) != 1:
         query = query.contiguous()
     lists = (x.to(torch.int64).contiguous() for x in (page_ids, owner, low, high))
@@ -190,9 +195,7 @@ def attend_packed(
 def all_packed(
     fmt: PageFormat, pages: torch.Tensor, page_ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> bool:
-    bound, lib = bind(fmt), library()
-    if bound is None or lib is None:
-        return attend.all_packed(fmt, pages, page_ids, low, high)
+    bound, lib = bound_to(fmt)
     return lib.unpacked_page(bound.layout, pages, page_ids, low, high) < 0
 
 
@@ -207,13 +210,10 @@ def attend_raw(
 
     query (n, q, Hq, d), key and value (n, t, H, d), seen (n, q, t) booleans.
     """
-    lib = library()
-    if lib is None:
-        return attend.attend_raw(query, key, value, seen, scale)
     n, q, heads, d = query.shape
     out, lse = torch.empty(n * q, heads, d), torch.empty(n, q, heads)
     rows = torch.arange(n * key.shape[1]).view(n, -1)
-    _raw(lib, out, torch.arange(n * q), lse, query, (key, value), (key[:0], value[:0]), rows, seen, scale, [])
+    _raw(library(), out, torch.arange(n * q), lse, query, (key, value), (key[:0], value[:0]), rows, seen, scale, [])
     return out.view(n, q, heads, d), lse
 
 
@@ -229,11 +229,7 @@ def attend_into(
     parts: list[Partial],
 ) -> None:
     """`attend.attend_into` without copies, for at most two other parts. IndexError for a row beyond its tensor."""
-    lib = library()
-    if lib is None:
-        attend.attend_into(output, output_rows, query, pool, more, rows, seen, scale, parts)
-    else:
-        _raw(lib, output, output_rows, _NONE, query, pool, more, rows, seen, scale, parts)
+    _raw(library(), output, output_rows, _NONE, query, pool, more, rows, seen, scale, parts)
 
 
 def attend_step(
@@ -253,10 +249,7 @@ def attend_step(
     scale: float,
 ) -> bool:
     """`attend.attend_step` in one call and one parallel loop. IndexError as in `attend_packed` and `attend_into`."""
-    bound, lib = bind(fmt), library()
-    if bound is None or lib is None:
-        lists = page_ids, owner, low, high
-        return attend.attend_step(fmt, output, output_rows, query, pages, *lists, pool, more, rows, seen, scale)
+    bound, lib = bound_to(fmt)
     if query.stride(-1) != 1:
         query = query.contiguous()
     # no loops: at short contexts a step costs what its call costs

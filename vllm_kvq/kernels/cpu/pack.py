@@ -1,4 +1,4 @@
-"""Packing and fitting in C++ (csrc/cpu/pack.h), with the contract of `kernels.pack`.
+"""Packing and fitting in C++ (csrc/cpu/pack.h), with the contract of kernels/torch/pack.py.
 
 Codes and parameters are those of the PyTorch codecs for the same float32 input, except where a sum of another order
 falls on the other side of a cell border: SQuat's blocks after the first, QJL's signs and norms, and PolarQuant's
@@ -7,13 +7,15 @@ angles, whose arctangent is another one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys
 from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.squat import SQuatKeys
-from vllm_kvq.kernels.cpu.attend import bind, isa, library
+from vllm_kvq.kernels.cpu.attend import bound_to, isa, library
 from vllm_kvq.kernels.torch import pack as reference
 from vllm_kvq.kernels.torch.pack import Pair, Units
 
@@ -23,9 +25,7 @@ _NO_STATE = torch.zeros(0, dtype=torch.float32)
 def pack(
     fmt: PageFormat, pages: torch.Tensor, units: Units, old: Pair, new: Pair, state: torch.Tensor | None
 ) -> torch.Tensor | int:
-    bound, lib = bind(fmt), library()
-    if bound is None or lib is None:
-        return reference.pack(fmt, pages, units, old, new, state)
+    bound, lib = bound_to(fmt)
     k = fmt.keys
     squat = (k.lam, k.block) if isinstance(k, SQuatKeys) else (1.0, 16)
     tables = (bound.layout, bound.constants, bound.pairs)
@@ -36,11 +36,8 @@ def pack(
 
 
 def store(pool: Pair, rows: torch.Tensor, new: Pair, source: torch.Tensor) -> None:
-    lib = library()
-    if lib is None:
-        return reference.store(pool, rows, new, source)
+    lib: Any = library()
     lib.store_tokens(*pool, rows, *(x.unsqueeze(1) for x in new), source)
-    return None
 
 
 def fit(fmt: PageFormat, query: torch.Tensor, key: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:

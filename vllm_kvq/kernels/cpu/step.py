@@ -1,42 +1,62 @@
-"""One layer's whole decode step in one C++ call (csrc/cpu/decode.h): no plan, no index tensors.
+"""A layer's step in C++: a decode step in one call (csrc/cpu/decode.h), all others planned on the host.
 
-Serves steps whose requests all have history, and at most 1 + speculative tokens of new ones. The others are planned by
-integration/plan.py.
+The one call makes no plan and no index tensors. It serves steps whose requests all have history and at most 1 +
+speculative new tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.squat import SQuatKeys
+from vllm_kvq.kernels.cpu import attend, pack
 from vllm_kvq.kernels.cpu.attend import bind, isa, library
 from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Caches, Causal, StepBatch
+from vllm_kvq.kernels.torch.step import Kernels, Planned, PlannedStep
 
 _NOT_DECODING = -1
+_NO_SINKS = torch.empty(0, dtype=torch.int32)
+
+CPU = Kernels(
+    attend.attend_packed,
+    attend.attend_raw,
+    attend.attend_into,
+    attend.attend_step,
+    attend.all_packed,
+    pack.pack,
+    pack.store,
+    pack.fit,
+)
 
 
-@dataclass(frozen=True)
-class DecodeBatch:
-    """The requests of one step as vLLM holds them, int32 on the host; padded ones have no tokens or block 0."""
-
-    query_start: torch.Tensor
-    seq_lens: torch.Tensor
-    table: torch.Tensor
-    side_table: torch.Tensor
-    sink_table: torch.Tensor
-    """Empty where the format keeps no sinks."""
+def why_not(fmt: PageFormat) -> str | None:
+    """One sentence if C++ can't serve this format here."""
+    if library() is None:
+        return "the C++ kernels can't be built here (the log says why)"
+    return None if bind(fmt) is not None else f"{fmt.name} has no C++ kernels for its keys or values"
 
 
-class DecodeStep:
-    """The step of one layer. `create` answers None where the library does not serve the format."""
+class CPUStep:
+    """`kernels.step.Step` of one layer."""
 
-    def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, scale: float) -> None:
-        bound, self._lib = bind(fmt), library()
+    def __init__(
+        self,
+        fmt: PageFormat,
+        slots: SlotGeometry,
+        num_spec: int,
+        scale: float,
+        causal: Causal | None = None,
+        all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        bound = bind(fmt)
+        self._lib: Any = library()
         if bound is None or self._lib is None:
-            raise ValueError(f"{fmt.name} has no C++ kernels here")
+            raise ValueError(why_not(fmt))
         k = fmt.keys
         # in the order of `Companions` in csrc/cpu/decode.h
         cut = torch.tensor(
@@ -48,33 +68,41 @@ class DecodeStep:
         )
         squat = (k.lam, k.block) if isinstance(k, SQuatKeys) else (1.0, 16)
         self._constants = (bound.layout, bound.constants, bound.pairs, cut, *squat)
-        self._scale, self._isa = scale, isa()
-
-    @classmethod
-    def create(cls, fmt: PageFormat, slots: SlotGeometry, num_spec: int, scale: float) -> DecodeStep | None:
-        return None if bind(fmt) is None or library() is None else cls(fmt, slots, num_spec, scale)
+        self._scale, self._isa, self._most = scale, isa(), 1 + num_spec
+        self.planned = PlannedStep(fmt, slots, num_spec, scale, torch.device("cpu"), CPU, causal, all_queries)
 
     def run(
         self,
-        batch: DecodeBatch,
-        pages: torch.Tensor,
-        sidecar: torch.Tensor,
-        sinks: torch.Tensor,
+        batch: StepBatch,
+        caches: Caches,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> int:
+        # once a layer found that this step takes a plan, the others need not ask
+        if batch.longest <= self._most and Planned not in batch.kept:
+            replaced = self.decode(batch, caches, query, key, value, output)
+            if replaced is not None:
+                return replaced
+        return self.planned.run(batch, caches, query, key, value, output)
+
+    def decode(
+        self,
+        batch: StepBatch,
+        caches: Caches,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> int | None:
-        """The number of elements that were replaced before packing; None, and nothing is done, for other steps.
-
-        pages (blocks, H, record bytes) uint8, sidecar and sinks (blocks, elements); query and output (T, Hq,
-        head_size), key and value (T, H, head_size), their last dimension dense. RuntimeError for a stale sidecar or
-        an unpacked page, IndexError for an id beyond its cache.
-        """
-        replaced = self._lib.decode_step(  # type: ignore[union-attr]
+        """The elements that were replaced before packing; None, and nothing is done, where the step takes a plan."""
+        sinks = _NO_SINKS if batch.sink_table is None else batch.sink_table
+        replaced = self._lib.decode_step(
             *self._constants,
-            *(batch.query_start, batch.seq_lens, batch.table, batch.side_table, batch.sink_table),
-            *(query, key.unsqueeze(1), value.unsqueeze(1), pages, sidecar, sinks, output),
+            *(batch.query_start, batch.seq_lens, batch.table, batch.side_table, sinks),
+            *(query, key.unsqueeze(1), value.unsqueeze(1), caches.pages, caches.sidecar),
+            *(caches.sidecar[:0] if caches.sinks is None else caches.sinks, output),
             *(self._scale, torch.get_num_threads(), self._isa),
         )
         return None if replaced == _NOT_DECODING else int(replaced)

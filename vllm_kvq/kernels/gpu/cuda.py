@@ -1,15 +1,14 @@
-"""CUDA kernels for QJL (csrc/cuda): `CUDA`, of kernels/paged.py, and `pack`, what a step completes.
+"""CUDA kernels for QJL (csrc/cuda): `CUDA`, of paged.py.
 
-No GPU has run them yet. They are compiled for sm_80 to sm_120, and the same source runs on CPU tensors lane by lane
-(csrc/cuda/emulate.h): CPU tensors here mean that emulation, which is for tests. Every launch takes its sizes from
-shapes and its lengths from the device, so a CUDA graph may keep it.
+On CPU tensors the same source runs lane by lane (csrc/cuda/emulate.h), which is for tests. Every launch takes its sizes
+from shapes and its lengths from the device, so a CUDA graph may keep it.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -56,8 +55,7 @@ def bind(fmt: PageFormat, device: torch.device) -> Bound:
     if found is None:
         if refusal := CUDA.why_not(fmt):
             raise ValueError(refusal)
-        k, at = fmt.keys, fmt.slab_region.offset
-        assert isinstance(k, SketchKeys)
+        k, at = cast(SketchKeys, fmt.keys), fmt.slab_region.offset
         names = ("k_bits", "k_norm", "ko_bits", "ko_norm", "ko_index", "v_codes", "v_scale", "v_zero")
         sizes = (fmt.geometry.head_size, fmt.record_bytes, fmt.slabs, fmt.slabs_at, k.m, k.m_out, k.n)
         layout = torch.tensor([*sizes, fmt.slab_region.nbytes, *(at(n) for n in names)])
@@ -99,11 +97,13 @@ def _device(device: torch.device) -> Any:
 
 
 class CudaKernels(PagedKernels):
+    name = "CUDA"
+
     def why_not(self, fmt: PageFormat) -> str | None:
-        k, v = fmt.keys, fmt.values
-        if not isinstance(k, SketchKeys):
+        # by their exact classes: a subclass may store something else
+        if type(fmt.keys) is not SketchKeys:
             return f"{fmt.name} has no CUDA kernels, they are for QJL keys; its kernels are Triton's or PyTorch's"
-        d = fmt.geometry.head_size
+        k, v, d = fmt.keys, fmt.values, fmt.geometry.head_size
         if d not in HEAD_SIZES:
             return (
                 f"the CUDA kernels for QJL know head sizes 64, 128 and 256, not {d}; use another format for this model"
@@ -113,11 +113,15 @@ class CudaKernels(PagedKernels):
                 f"the CUDA kernels for QJL are compiled for m={2 * d}, m_out={d}, outliers={d // 16} at head size {d}; "
                 f"leave these options out (they are {k.m}, {k.m_out}, {k.n})"
             )
-        if not isinstance(v, TokenValues) or (v.bits, v.group) != (2, 32):
+        if type(v) is not TokenValues or (v.bits, v.group) != (2, 32):
             return (
                 "the CUDA kernels for QJL read per-token values of 2 bits in groups of 32; leave the value options out"
             )
         return None
+
+    def prepare(self, fmt: PageFormat, device: torch.device) -> None:
+        library(device)
+        bind(fmt, device)
 
     def splits_of(
         self, fmt: PageFormat, requests: int, q: int, query_heads: int, table: torch.Tensor, pages: torch.Tensor
@@ -166,32 +170,27 @@ class CudaKernels(PagedKernels):
                     *(out, lse, _stream(pages.device)),
                 )
 
+    def pack(
+        self,
+        fmt: PageFormat,
+        slots: SlotGeometry,
+        plan: torch.Tensor,
+        table: torch.Tensor,
+        side_table: torch.Tensor,
+        side: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        faults: torch.Tensor,
+        units: int,
+    ) -> None:
+        bound, lib = bind(fmt, pages.device), library(pages.device)
+        with _device(pages.device):
+            lib.pack(
+                *(bound.layout, bound.inner, bound.outer, pages, plan, table, side_table, side, slots.slots_per_block),
+                *(slots.ring, slots.ring_at, fmt.W, int(fmt.state_rows > 0), key, value, faults, units),
+                _stream(pages.device),
+            )
+
 
 CUDA = CudaKernels()
-
-
-def pack(
-    fmt: PageFormat,
-    slots: SlotGeometry,
-    plan: torch.Tensor,
-    table: torch.Tensor,
-    side_table: torch.Tensor,
-    side: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    faults: torch.Tensor,
-    units: int,
-) -> None:
-    """Packs the slabs that a step completes, decided on the device: triton_kernels/pack.py for QJL.
-
-    `plan` (8, requests) is `begin`'s, `side` the sidecar's pool (blocks, elements) of the keys' type, `units` the most
-    slabs that a request completes. faults[1] counts elements that were not finite.
-    """
-    bound, lib = bind(fmt, pages.device), library(pages.device)
-    with _device(pages.device):
-        lib.pack(
-            *(bound.layout, bound.inner, bound.outer, pages, plan, table, side_table, side, slots.slots_per_block),
-            *(slots.ring, slots.ring_at, fmt.W, int(fmt.state_rows > 0), key, value, faults, units),
-            _stream(pages.device),
-        )

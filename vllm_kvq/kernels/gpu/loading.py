@@ -31,7 +31,7 @@ def load() -> None:
     if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and emulated() is None:
         os.environ["TRITON_INTERPRET"] = "1"
     try:
-        for name in ("step", "pack", "decode", "raw", "merge"):
+        for name in ("step", "pack", "attend", "full_precision", "merge"):
             importlib.import_module(f"vllm_kvq.triton_kernels.{name}")
     finally:
         if before is None:

@@ -1,29 +1,60 @@
-"""Attention over packed pages as every kind of GPU kernel offers it (kernels/triton.py, kernels/cuda.py).
+"""What every kind of GPU kernel does with packed pages (triton.py, cuda.py).
 
+    pack             the units that a step completes: ring and new tokens -> pages
     launch_attend    into tensors of the caller, sizes from shapes, lengths from the device: fit for a CUDA graph
     attend_table     the same with results of its own
-    attend_packed    a list of pages, as the PyTorch and CPU kernels take it (kernels/attend.py)
+    attend_packed    a list of pages, as the PyTorch and C++ kernels take it (kernels/torch/attend.py)
 
-Their parts are joined by one merge, Triton's.
+The parts of an attention are joined by one merge, Triton's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.gpu.launch import merge_launch, power_of_two
+from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.torch.attend import Partial
 
 
 class PagedKernels(ABC):
     """One kind of kernels; what it does not know (`why_not`) others serve."""
 
+    name: ClassVar[str]
+
     @abstractmethod
     def why_not(self, fmt: PageFormat) -> str | None:
         """One sentence if these kernels can't serve this format, and what to do about it."""
+
+    @abstractmethod
+    def prepare(self, fmt: PageFormat, device: torch.device) -> None:
+        """Load all that a launch needs, now and not in the first request or while a graph is captured. BuildError,
+        one sentence, if it can't be had."""
+
+    @abstractmethod
+    def pack(
+        self,
+        fmt: PageFormat,
+        slots: SlotGeometry,
+        plan: torch.Tensor,
+        table: torch.Tensor,
+        side_table: torch.Tensor,
+        side: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        faults: torch.Tensor,
+        units: int,
+    ) -> None:
+        """Packs the units that a step completes: which ones is decided on the device.
+
+        `plan` (8, requests) is `begin`'s (triton_kernels/step.py), `side` the sidecar's pool (blocks, elements) of the
+        keys' type, `units` the most that a request completes. faults[1] counts elements that were replaced.
+        """
 
     @abstractmethod
     def splits_of(

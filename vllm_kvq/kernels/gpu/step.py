@@ -1,137 +1,85 @@
 """One layer's whole step on a GPU: nothing is decided on the host, nothing is read back.
 
     begin     what happens to each request, from query_start, seq_lens and the sidecar's header; state and sinks
-    pack      units that are complete now: ring and chunk -> pages
+    pack      units that are complete now: ring and new tokens -> pages
     attend    packed pages by block table; sinks, ring and the new tokens in place; one merge
     commit    the newest tokens into the ring, and the header
 
-Grids follow from shapes and from the longest query alone, so a CUDA graph may replay a step whose lengths, tables and
-headers have changed. Cache tensors are taken anew in every call. On CPU tensors the same code runs under Triton's
-interpreter: that is how it is tested. No GPU has run it yet.
+Pages are packed and attended by the kernels that know the format (Triton's or CUDA's), all else by Triton's. Grids
+follow from shapes and from the longest query alone, so a CUDA graph may replay a step whose lengths, tables and headers
+have changed. Cache tensors are taken anew in every call. On CPU tensors the same code runs under Triton's interpreter:
+that is how it is tested.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.innerq import HybridKeys
-from vllm_kvq.formats.polar import PolarKeys
-from vllm_kvq.formats.qjl import SketchKeys
-from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
-from vllm_kvq.kernels.gpu import cuda
 from vllm_kvq.kernels.gpu.cuda import CUDA
-from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, pack_launch, power_of_two, raw_launch, raw_rows
+from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch, full_precision_rows, power_of_two
 from vllm_kvq.kernels.gpu.loading import interpreted, load
 from vllm_kvq.kernels.gpu.paged import PagedKernels, merge_parts
-from vllm_kvq.kernels.gpu.triton import TRITON, capability, constants, typed, value_block
+from vllm_kvq.kernels.gpu.triton import TRITON, slots_constants
+from vllm_kvq.kernels.gpu.triton_layout import state_constants
 from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Caches, Causal, StepBatch
 
-Prefill = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(query, key, value, query_start on the device, its host copy, longest, scale) -> out (T, Hq, d), lse (T, Hq)."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The requests of one step. Tensors are on the device; `lengths` is the host's copy of the query lengths."""
-
-    query_start: torch.Tensor
-    seq_lens: torch.Tensor
-    table: torch.Tensor
-    side_table: torch.Tensor
-    sink_table: torch.Tensor | None
-    lengths: tuple[int, ...]
-    """Upper bounds on a device that shortens drafts by itself. Padded requests have 0."""
-
-    @property
-    def requests(self) -> int:
-        return len(self.lengths)
-
-    def part(self, first: int, last: int) -> Batch:
-        at = slice(first, last)
-        sinks = None if self.sink_table is None else self.sink_table[at]
-        return Batch(
-            self.query_start[first : last + 1], self.seq_lens[at], self.table[at], self.side_table[at], sinks,
-            self.lengths[at],
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Caches:
-    """One layer's caches as vLLM holds them now."""
-
-    pages: torch.Tensor
-    """(blocks, H, record bytes) uint8."""
-    sidecar: torch.Tensor
-    """(blocks, elements) of the model's dtype, the last dimension dense."""
-    sinks: torch.Tensor | None
+KINDS: tuple[PagedKernels, ...] = (TRITON, CUDA)
 
 
 def kernels_of(fmt: PageFormat) -> PagedKernels | None:
     """What packs and attends this format's pages; everything else of a step is Triton's for all formats."""
-    return next((k for k in (TRITON, CUDA) if k.supports(fmt)), None)
+    return next((k for k in KINDS if k.supports(fmt)), None)
 
 
-def supports(fmt: PageFormat) -> bool:
-    return kernels_of(fmt) is not None
+def why_not(fmt: PageFormat) -> str:
+    """One sentence, for a format that no kind of kernels knows."""
+    return "; ".join(k.why_not(fmt) or "" for k in KINDS)
 
 
-def pack_constants(fmt: PageFormat) -> dict[str, Any]:
-    """The Triton pack kernel's compile-time constants of a format's layout."""
-    k, known = fmt.keys, constants(fmt)
-    if known is None:
-        raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
-    names: tuple[str, ...] = ("HEAD", "D", "SLABS", "SLABS_AT", "SLAB_WORDS", "KEYS", "K_BITS", "K_CODES", "K_SCALE")
-    names += ("K_ZERO", "K_PAGE", "ROTARY", "INTERLEAVED", "RADIUS_BITS", "PAPER")
-    names += ("VALUES", "V_BITS", "V_GROUP", "V_CODES", "V_SCALE", "V_ZERO")
-    own = {name: known[name] for name in names} | {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0}
-    own["V_BLOCK"] = value_block(fmt)
-    if isinstance(k, SQuatKeys):
-        own |= {"RANK": k.state_rows, "UPDATE": k.block, "LAMBDA": k.lam}
-    if isinstance(k, ChannelKeys):
-        block = math.gcd(k.d * k.bits // 8, own["UPDATE"])
-    elif isinstance(k, HybridKeys):
-        block = math.gcd(k.d * k.bits // 8, 32)
-    else:
-        assert isinstance(k, PolarKeys)
-        block = math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16)
-    return own | {"K_BLOCK": block & -block, "UNIT": fmt.unit, "W": fmt.W, "TOKENS": power_of_two(fmt.unit)}
+class GPUStep:
+    """`kernels.step.Step` of all layers that share a format, a cut of their companions and a scale.
 
+    Requests of up to 1 + num_spec new tokens come first, as vLLM orders them; if they do not, everything is served as
+    prompts. `causal` attends the new tokens of prompts; None: the kernel that attends what is in full precision does.
+    `all_queries` extends queries by those of other ranks that hold a copy of the same KV heads.
+    """
 
-class DeviceStep:
-    """The step of all layers that share a format and a cut of their companions."""
-
-    def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        fmt: PageFormat,
+        slots: SlotGeometry,
+        num_spec: int,
+        scale: float,
+        device: torch.device,
+        causal: Causal | None = None,
+        all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         kernels = kernels_of(fmt)
         if kernels is None:
-            raise ValueError(f"{TRITON.why_not(fmt)}; {CUDA.why_not(fmt)}")
+            raise ValueError(why_not(fmt))
         load()
-        self.kernels = kernels
-        if kernels is CUDA:  # now, not in the first request or in a graph's capture; says so if it can't be built
-            cuda.library(device)
-            cuda.bind(fmt, device)
-        self.fmt, self.slots, self.num_spec = fmt, slots, num_spec
-        size = fmt.geometry.dtype.itemsize
-        words = slots.slot_bytes // 4
-        self._cut = {"SPB": slots.slots_per_block, "SLOT": slots.slot_bytes // size}
-        self._ring = {"RING": slots.ring, "RING_AT": slots.ring_at}
-        self._words = {"WORDS": words}
-        self.interpreted = interpreted()
+        kernels.prepare(fmt, device)
+        self.fmt, self.slots, self.num_spec, self.scale, self.kernels = fmt, slots, num_spec, scale, kernels
+        self.causal, self.all_queries = causal, all_queries
+        cut = slots_constants(slots)
+        self._cut = {name: cut[name] for name in ("SPB", "SLOT")}
+        self._words = {"WORDS": cut["WORDS"]}
+        self._ring = {name: cut[name] for name in ("RING", "RING_AT")}
         self._columns = {"HEAD": fmt.geometry.head_size, "COLUMNS": power_of_two(fmt.geometry.d)}
-        self._layout = pack_constants(fmt) if kernels is TRITON else {}
-        self._rank = fmt.state_rows if isinstance(fmt.keys, SQuatKeys) else 0
+        self._state = state_constants(fmt)
+        self.interpreted = interpreted()
         self.faults = torch.zeros(2, dtype=torch.int32, device=device)
         """Steps of requests whose sidecar was stale, and elements that had to be replaced before packing."""
 
     @property
     def fits_queries(self) -> bool:
         """Whether a request's state depends on its prompt's queries, and not on its keys alone."""
-        return self._rank > 0
+        return self.fmt.state_rows > 0 and self.fmt.keys.fits_queries
 
     @property
     def decode_queries(self) -> int:
@@ -139,37 +87,29 @@ class DeviceStep:
 
     def run(
         self,
-        batch: Batch,
+        batch: StepBatch,
         caches: Caches,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        scale: float,
-        prefill: Prefill | None = None,
-        all_queries: torch.Tensor | None = None,
-    ) -> None:
-        """query (T, Hq, head_size), key and value (T, H, head_size) -> output (T, Hq, head_size), dense.
-
-        `all_queries`: those of other ranks that hold a copy of the same KV heads, too (`fits_queries`).
-        Requests of up to 1 + num_spec queries come first, as vLLM orders them; if they do not, everything is served
-        as prefill. `prefill` attends the new tokens of longer chunks causally; None: the Triton kernel does.
-        """
+    ) -> int:
         if not batch.requests or not len(query):
-            return
+            return 0
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        fit_query = query if all_queries is None else all_queries
+        fit_query = self.all_queries(query) if self.all_queries is not None and self.fits_queries else query
         plan = self._begin(batch, caches, fit_query, key, value)
         decodes = next((i for i, q in enumerate(batch.lengths) if q > self.decode_queries), batch.requests)
-        if decodes < batch.requests and self._rank:
+        if decodes < batch.requests and self.fits_queries:
             self._fit(batch, caches, plan, fit_query, decodes)
-        self._pack_units(batch, caches, plan, key, value)
-        self._attend(batch, caches, plan, decodes, query, key, value, output, scale, prefill)
+        self._pack(batch, caches, plan, key, value)
+        self._attend(batch, caches, plan, decodes, query, key, value, output)
         self._commit(batch, caches, plan, key, value)
+        return 0
 
     # -- parts -----------------------------------------------------------------------------------------------------
     def _begin(
-        self, batch: Batch, caches: Caches, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, batch: StepBatch, caches: Caches, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         from vllm_kvq.triton_kernels.step import begin_kernel
 
@@ -179,7 +119,18 @@ class DeviceStep:
         sinks, sink_table = _or(caches.sinks, side), _or(batch.sink_table, batch.side_table)
         share = query.shape[1] // self.slots.heads
         begin_kernel[(n, self.slots.heads)](
-            *(batch.query_start, batch.seq_lens, batch.side_table, sink_table, words, floats, sinks, query, key, value),
+            *(
+                batch.device_start,
+                batch.seq_lens,
+                batch.side_table,
+                sink_table,
+                words,
+                floats,
+                sinks,
+                query,
+                key,
+                value,
+            ),
             *(plan, self.faults, n, batch.side_table.stride(0), sink_table.stride(0), side.shape[0], sinks.shape[0]),
             *(words.stride(0), sinks.stride(0), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
             **self.begin_constants(share),
@@ -189,27 +140,15 @@ class DeviceStep:
 
     def begin_constants(self, share: int) -> dict[str, Any]:
         fmt = self.fmt
-        return (
-            self._columns
-            | self._cut
-            | self._words
-            | {
-                "HEADS": self.slots.heads,
-                "SHARE": share,
-                "D": fmt.geometry.d,
-                "UNIT": fmt.unit,
-                "W": fmt.W,
-                "S": fmt.S,
-                "SPEC": self.num_spec,
-                "SIDE_BLOCKS": self.slots.sidecar_blocks,
-                "NORM": isinstance(fmt.keys, HybridKeys),
-                "ENERGY": isinstance(fmt.keys, SketchKeys) and fmt.state_rows > 0,
-                "RANK": self._rank,
-                "ROWS": max(16, power_of_two(self.decode_queries * share)),
-            }
-        )
+        heads = {"HEADS": self.slots.heads, "SHARE": share, "D": fmt.geometry.d}
+        rules = {"UNIT": fmt.unit, "W": fmt.W, "S": fmt.S, "SPEC": self.num_spec}
+        sizes = {
+            "SIDE_BLOCKS": self.slots.sidecar_blocks,
+            "ROWS": max(16, power_of_two(self.decode_queries * share)),
+        }
+        return self._columns | self._cut | self._words | heads | rules | sizes | self._state
 
-    def _fit(self, batch: Batch, caches: Caches, plan: torch.Tensor, query: torch.Tensor, first: int) -> None:
+    def _fit(self, batch: StepBatch, caches: Caches, plan: torch.Tensor, query: torch.Tensor, first: int) -> None:
         """SQuat's subspace after one more chunk of a prompt, in float64. Only prefill steps come here."""
         fmt, slots, heads = self.fmt, self.slots, self.slots.heads
         rows, d = fmt.state_rows, fmt.geometry.d
@@ -237,47 +176,16 @@ class DeviceStep:
         fits = alive & torch.tensor([q > self.decode_queries for q in batch.lengths[first:]], device=query.device)
         floats[block, column] = torch.where(fits[:, None], after, before)
 
-    def _pack_units(
-        self, batch: Batch, caches: Caches, plan: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    def _pack(
+        self, batch: StepBatch, caches: Caches, plan: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        from vllm_kvq.triton_kernels.pack import pack_kernel
-
-        fmt, side, pages, n = self.fmt, caches.sidecar, caches.pages, batch.requests
-        units = (max(batch.lengths) + fmt.unit - 1) // fmt.unit
-        if self.kernels is CUDA:
-            tables = batch.table, batch.side_table
-            cuda.pack(fmt, self.slots, plan, *tables, side, key, value, pages, self.faults, units)
-            return
-        words, halves = typed(pages)
-        floats = side.view(torch.float32)
-        pack_kernel[(n * units, self.slots.heads)](
-            *(
-                plan,
-                batch.table,
-                batch.side_table,
-                side,
-                floats,
-                key,
-                value,
-                words,
-                halves,
-                pages,
-                self.faults,
-                n,
-                units,
-            ),
-            *(batch.table.stride(0), batch.table.shape[1], batch.side_table.stride(0), pages.shape[0], side.shape[0]),
-            *(floats.stride(0), side.stride(0), *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
-            **self.pack_constants(),
-            **pack_launch(fmt, capability(pages.device)).options,
-        )
-
-    def pack_constants(self) -> dict[str, Any]:
-        return self._cut | self._words | self._ring | self._layout | {"HEADS": self.slots.heads}
+        units = (max(batch.lengths) + self.fmt.unit - 1) // self.fmt.unit
+        tables = plan, batch.table, batch.side_table
+        self.kernels.pack(self.fmt, self.slots, *tables, caches.sidecar, key, value, caches.pages, self.faults, units)
 
     def _attend(
         self,
-        batch: Batch,
+        batch: StepBatch,
         caches: Caches,
         plan: torch.Tensor,
         decodes: int,
@@ -285,8 +193,6 @@ class DeviceStep:
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        scale: float,
-        prefill: Prefill | None,
     ) -> None:
         n, heads = batch.requests, query.shape[1]
         parts = [(0, decodes), (decodes, n)]
@@ -296,7 +202,7 @@ class DeviceStep:
             for (a, b), most in zip(parts, longest, strict=True)
         ]
         packed = max(splits)
-        own = decodes < n and prefill is not None
+        own = decodes < n and self.causal is not None
         out = query.new_empty(packed + 1 + own, *query.shape, dtype=torch.float32)
         lse = query.new_empty(out.shape[:-1], dtype=torch.float32)
         if own or (0 < decodes < n and len(set(splits)) > 1):  # not every part is written for every row
@@ -304,58 +210,67 @@ class DeviceStep:
         for (a, b), count, most in zip(parts, splits, longest, strict=True):
             if b == a:
                 continue
-            some, alone = batch.part(a, b), own and a == decodes
             self.kernels.launch_attend(
-                self.fmt, query[None], caches.pages, some.table, plan[4, a:b], plan[5, a:b], out[:count], lse[:count],
-                scale, some.query_start, most,
+                self.fmt, query[None], caches.pages, batch.table[a:b], plan[4, a:b], plan[5, a:b], out[:count],
+                lse[:count], self.scale, batch.device_start[a : b + 1], most,
             )  # fmt: skip
-            self._raw(some, caches, plan, a, most, query, key, value, out[packed], lse[packed], scale, alone)
-        if own and prefill is not None:
+            new = not (own and a == decodes)
+            self._full_precision(batch, caches, plan, (a, b), most, query, key, value, out[packed], lse[packed], new)
+        if own and self.causal is not None:
             first = sum(batch.lengths[:decodes])
-            lengths = batch.lengths[decodes:]
-            start = batch.query_start[decodes:] - first
-            new, new_lse = prefill(query[first:], key[first:], value[first:], start, lengths, scale)
-            out[-1, first : first + len(new)], lse[-1, first : first + len(new)] = new, new_lse
-        merge_parts(out, lse, output, batch.query_start[n:])
+            start = batch.device_start[decodes : n + 1] - first
+            tokens = (x[first:] for x in (query, key, value))
+            attended, its_lse = self.causal(*tokens, start, batch.lengths[decodes:], self.scale)
+            if its_lse is None:
+                raise TypeError("attention among the new tokens of a chunk must tell its log-sum-exp")
+            mine = slice(first, first + len(attended))
+            out[-1, mine], lse[-1, mine] = attended, its_lse
+        merge_parts(out, lse, output, batch.device_start[n:])
 
-    def _raw(
+    def _full_precision(
         self,
-        batch: Batch,
+        batch: StepBatch,
         caches: Caches,
         plan: torch.Tensor,
-        first: int,
+        part: tuple[int, int],
         longest: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        scale: float,
-        without_new: bool,
+        new: bool,
     ) -> None:
-        from vllm_kvq.triton_kernels.raw import raw_kernel
+        """What the requests [part) keep in full precision: sinks, ring and, with `new`, their new tokens."""
+        from vllm_kvq.triton_kernels.full_precision import full_precision_kernel
 
+        first, last = part
         side, share = caches.sidecar, query.shape[1] // self.slots.heads
-        sinks, sink_table = _or(caches.sinks, side), _or(batch.sink_table, batch.side_table)
-        sizes = self.raw_constants(share, longest, not without_new)
+        side_table = batch.side_table[first:last]
+        sinks = _or(caches.sinks, side)
+        sink_table = side_table if batch.sink_table is None else batch.sink_table[first:last]
+        sizes = self.full_precision_constants(share, longest, new)
         tiles = -(-longest * share // sizes["M"])
-        raw_kernel[(batch.requests * self.slots.heads * tiles,)](
-            *(plan[:, first:], batch.query_start, batch.side_table, sink_table, side, sinks, query, key, value),
-            *(out, lse, scale, plan.shape[1], longest, batch.side_table.stride(0), sink_table.stride(0), side.shape[0]),
+        full_precision_kernel[((last - first) * self.slots.heads * tiles,)](
+            *(plan[:, first:], batch.device_start[first:], side_table, sink_table, side, sinks, query, key, value),
+            *(out, lse, self.scale, plan.shape[1], longest, side_table.stride(0), sink_table.stride(0), side.shape[0]),
             *(sinks.shape[0], side.stride(0), sinks.stride(0), *query.stride()[:2], *key.stride()[:2]),
             *value.stride()[:2],
             **sizes,
-            **raw_launch(self.fmt).options,
+            **full_precision_launch(self.fmt).options,
         )
 
-    def raw_constants(self, share: int, longest: int, new: bool = True) -> dict[str, Any]:
+    def full_precision_constants(self, share: int, longest: int, new: bool = True) -> dict[str, Any]:
         own = {"HEADS": self.slots.heads, "SHARE": share, "S": self.fmt.S, "NEW": new, "WIDE": self.interpreted}
         # float32 is exact: its products do not go through tf32
         exact = self.fmt.geometry.dtype == torch.float32
-        tile = {"M": raw_rows(self.fmt, longest * share), "TOKENS": 32, "PRECISION": "ieee" if exact else "tf32"}
+        rows = full_precision_rows(self.fmt, longest * share)
+        tile = {"M": rows, "TOKENS": 32, "PRECISION": "ieee" if exact else "tf32"}
         return self._columns | self._cut | self._ring | own | tile
 
-    def _commit(self, batch: Batch, caches: Caches, plan: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _commit(
+        self, batch: StepBatch, caches: Caches, plan: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
         from vllm_kvq.triton_kernels.step import commit_kernel
 
         side, n = caches.sidecar, batch.requests

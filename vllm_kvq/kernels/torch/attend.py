@@ -3,8 +3,8 @@
     part i:  o_i = softmax(s_i) V_i,  l_i = log sum exp s_i,  s_i = scale * q . k
     merge:   o = sum_i exp(l_i - l) o_i,  l = log sum_i exp l_i
 
-These are the kernels of every device that has none of its own, and what every other kernel is compared with. They
-take whole tensors: no loop runs per token, per head or (in decode) per request.
+They serve every codec on every device, and every other kernel is compared with them. They take whole tensors: no loop
+runs per token, per head or (in a decode step) per request.
 """
 
 from __future__ import annotations
@@ -93,6 +93,32 @@ def attend_into(
     key, value = (torch.where(wanted, gather(*x, rows.clamp_min(0)), 0) for x in zip(pool, more, strict=True))
     out = merge([attend_raw(query, key, value, there, scale), *parts])
     output[output_rows] = out.to(output.dtype)
+
+
+def causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: torch.Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+) -> Partial:
+    """`kernels.step.Causal`: one prompt at a time, by those of PyTorch's fused kernels that return the log-sum-exp."""
+    share = query.shape[1] // key.shape[1]
+    outs, lses, at = [], [], 0
+    for n in lengths:
+        if not n:
+            continue
+        q, k, v = (x[at : at + n].transpose(0, 1)[None] for x in (query, key, value))
+        k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+        if query.is_cuda:
+            got = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True, scale=scale)
+        else:
+            got = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        outs.append(got[0][0].transpose(0, 1))
+        lses.append(got[1][0, :, :n].transpose(0, 1))  # its rows are padded to a multiple of 32
+        at += n
+    return torch.cat(outs), torch.cat(lses)
 
 
 def attend_packed(

@@ -1,6 +1,6 @@
 """What a step stores: raw tokens packed into pages, and a prompt's state; vectorised PyTorch.
 
-These are the kernels of every device that has none of its own, and what every other kernel is compared with.
+They serve every codec on every device, and every other kernel is compared with them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ For a request with context c (tokens before this step), q new tokens and L = c +
                those lie in pages shared with other requests
     ring       the newest min(q, R) tokens replace the oldest
 
-All arrays are built for all requests at once with ragged ranges; nothing loops over tokens.
+All arrays are built for all requests at once with ragged ranges; nothing loops over tokens. The GPU decides the same
+things in triton_kernels/step.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
+from vllm_kvq.kernels.step import StepBatch
 from vllm_kvq.kernels.torch.pack import Units
 
 Index = tuple[torch.Tensor, torch.Tensor]
@@ -35,8 +37,8 @@ def ragged(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The requests of one step as the scheduler sees them: host arrays, one row per request with new tokens."""
+class Requests:
+    """The requests of a step that have new tokens, one row each, in arrays on the host."""
 
     first_row: np.ndarray
     """Row of each request's first new token in the step's query, key and value."""
@@ -47,29 +49,22 @@ class Batch:
     sinks: np.ndarray
 
     @classmethod
-    def of(
-        cls,
-        query_start: np.ndarray,
-        seq_lens: np.ndarray,
-        pages: np.ndarray,
-        sidecar: np.ndarray,
-        sinks: np.ndarray | None,
-    ) -> Batch:
-        new = np.diff(query_start)
+    def of(cls, batch: StepBatch) -> Requests:
+        start, sidecar = batch.query_start.numpy(), batch.side_table.cpu().numpy()
+        new = np.diff(start)
         # padding rows and vLLM's dummy runs: no tokens, or block 0 as the sidecar
         keep = (new > 0) & (sidecar[: len(new), 0] != 0)
         if not sidecar[: len(new)][keep].all():
             raise RuntimeError("a request has an incomplete sidecar")
-        pick = [x[: len(new)][keep] for x in (seq_lens, pages, sidecar)]
-        empty = np.zeros((len(pick[0]), 0), np.int64)
-        return cls(
-            query_start[:-1][keep],
-            new[keep],
-            pick[0] - new[keep],
-            pick[1],
-            pick[2],
-            empty if sinks is None else sinks[: len(new)][keep],
-        )
+
+        def pick(x: torch.Tensor) -> np.ndarray:
+            return x.cpu().numpy()[: len(new)][keep]
+
+        lengths = pick(batch.seq_lens)
+        empty = np.zeros((len(lengths), 0), np.int64)
+        sinks = empty if batch.sink_table is None else pick(batch.sink_table)
+        context = lengths - new[keep]
+        return cls(start[:-1][keep], new[keep], context, pick(batch.table), pick(batch.side_table), sinks)
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,8 @@ class Group:
     run: slice | None
     """The same as one slice of the step's tokens, where they are."""
     chunk: bool
+    start: torch.Tensor
+    """(n + 1,) int32: where the queries of each request begin among the group's."""
     held: torch.Tensor | None
     """(n, t) rows of tokens in full precision: of the ring's pool (a chunk: of its copy), then of the sinks' pool;
     negative where there is none. None: nothing precedes the new tokens."""
@@ -130,21 +127,23 @@ class StepPlan:
 
 
 class Planner:
-    """Builds plans for one format and one set of companions; every layer of the model shares it."""
+    """Builds plans for one format and one cut of the companions."""
 
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, device: torch.device) -> None:
         self.fmt, self.slots, self.num_spec, self.device = fmt, slots, num_spec, device
         self.decode_queries = 1 + num_spec
         """More new tokens than these are a chunk of a prompt."""
 
-    def plan(self, batch: Batch, headers: torch.Tensor, blocks: int) -> StepPlan:
-        """`headers` are the layer's (n, 3) sidecar headers of the batch's requests, `blocks` those of its pool."""
-        fmt, slots = self.fmt, self.slots
-        c, q = batch.context, batch.new
-        magic, start, upcoming = headers.cpu().numpy().astype(np.int64).T
+    def plan(self, requests: Requests, headers: torch.Tensor) -> StepPlan:
+        """`headers` are those of all blocks of the layer's sidecar pool."""
+        fmt, slots, pool = self.fmt, self.slots, len(headers) * self.slots.slots_per_block
+        header_block = self._long(requests.sidecar[:, 0])
+        found = headers[header_block]
+        c, q = requests.context, requests.new
+        magic, start, upcoming = found.cpu().numpy().astype(np.int64).T
         fresh = magic == 0
         start = np.where(fresh, c, start)
-        self._check(batch, fresh, magic, start, upcoming)
+        self._check(requests, fresh, magic, start, upcoming)
         end = c + q
         boundary = np.maximum(np.maximum((c - fmt.W) // fmt.unit * fmt.unit, start), 0)
         sinks = np.minimum(fmt.S, boundary)
@@ -156,50 +155,50 @@ class Planner:
         put_owner, put_pos = ragged(c, np.where(start == 0, np.minimum(fmt.S, end), 0))
         prefill = fresh | chunk
         return StepPlan(
-            self._long(batch.sidecar[:, 0]),
+            header_block,
             torch.from_numpy(header).to(self.device),
-            headers,
-            self._index(batch.sidecar, ring_owner, slots.ring_at + ring_pos % slots.ring),
-            self._long(self._ring_row(batch, keep_owner, keep_pos)),
-            self._long(batch.first_row[keep_owner] + keep_pos - c[keep_owner]),
-            self._long(self._row(batch.sinks, put_owner, put_pos)),
-            self._long(batch.first_row[put_owner] + put_pos - c[put_owner]),
-            *self._units(batch, start, blocks * slots.slots_per_block),
-            self._fits(batch, prefill, fresh) if fmt.state_rows else [],
-            self._groups(batch, boundary, sinks, blocks * slots.slots_per_block),
+            found,
+            self._index(requests.sidecar, ring_owner, slots.ring_at + ring_pos % slots.ring),
+            self._long(self._ring_row(requests, keep_owner, keep_pos)),
+            self._long(requests.first_row[keep_owner] + keep_pos - c[keep_owner]),
+            self._long(self._row(requests.sinks, put_owner, put_pos)),
+            self._long(requests.first_row[put_owner] + put_pos - c[put_owner]),
+            *self._units(requests, start, pool),
+            self._fits(requests, prefill, fresh) if fmt.state_rows else [],
+            self._groups(requests, boundary, sinks, pool),
         )
 
     def _check(
-        self, batch: Batch, fresh: np.ndarray, magic: np.ndarray, start: np.ndarray, upcoming: np.ndarray
+        self, requests: Requests, fresh: np.ndarray, magic: np.ndarray, start: np.ndarray, upcoming: np.ndarray
     ) -> None:
-        rewound = upcoming - batch.context
-        stale = (magic != MAGIC) | (rewound < 0) | (rewound > self.num_spec) | (start < 0) | (start > batch.context)
+        rewound = upcoming - requests.context
+        stale = (magic != MAGIC) | (rewound < 0) | (rewound > self.num_spec) | (start < 0) | (start > requests.context)
         stale &= ~fresh
         if stale.any():
             i = int(stale.argmax())
             raise RuntimeError(
                 f"stale sidecar: magic {magic[i]:#x}, positions from {start[i]}, next position {upcoming[i]}, "
-                f"but {batch.context[i]} tokens are computed"
+                f"but {requests.context[i]} tokens are computed"
             )
         if (start % self.fmt.unit).any():
             raise RuntimeError(f"a prefix hit resumes at {start.tolist()}, not at a multiple of {self.fmt.unit} tokens")
 
     # -- parts -----------------------------------------------------------------------------------------------------
-    def _units(self, batch: Batch, start: np.ndarray, pool: int) -> tuple[Units | None, Index | None]:
+    def _units(self, requests: Requests, start: np.ndarray, pool: int) -> tuple[Units | None, Index | None]:
         fmt, p = self.fmt, self.fmt.unit
-        c, end = batch.context, batch.context + batch.new
+        c, end = requests.context, requests.context + requests.new
         shared = np.where(start > 0, (start + fmt.W) // p, 0)
         first, last = np.maximum(c // p, shared), end // p
         owner, unit = ragged(first, last)
         if not len(unit):
             return None, None
         per_page = fmt.N // p
-        page = batch.pages[owner, unit // per_page]
+        page = requests.pages[owner, unit // per_page]
         position = unit[:, None] * p + np.arange(p)
         who = np.broadcast_to(owner[:, None], position.shape)
         old = position < c[who]
-        rows = pool + batch.first_row[who] + position - c[who]
-        rows[old] = self._ring_row(batch, who[old], position[old])
+        rows = pool + requests.first_row[who] + position - c[who]
+        rows[old] = self._ring_row(requests, who[old], position[old])
         # the page's first unit was packed in an earlier step
         follows = unit // per_page * per_page < first[owner]
         owners, mine = np.unique(owner, return_inverse=True)
@@ -210,23 +209,23 @@ class Planner:
             self._long(mine),
             torch.from_numpy(follows).to(self.device),
         )
-        return units, self._state(batch, owners) if fmt.state_rows else None
+        return units, self._state(requests, owners) if fmt.state_rows else None
 
-    def _fits(self, batch: Batch, prefill: np.ndarray, fresh: np.ndarray) -> list[Fit]:
+    def _fits(self, requests: Requests, prefill: np.ndarray, fresh: np.ndarray) -> list[Fit]:
         fits = []
         for i in np.flatnonzero(prefill):
-            block, slot = self._state(batch, np.array([i]))
-            row = int(batch.first_row[i])
-            fits.append(Fit(slice(row, row + int(batch.new[i])), (block[0], slot[0]), bool(fresh[i])))
+            block, slot = self._state(requests, np.array([i]))
+            row = int(requests.first_row[i])
+            fits.append(Fit(slice(row, row + int(requests.new[i])), (block[0], slot[0]), bool(fresh[i])))
         return fits
 
-    def _groups(self, batch: Batch, boundary: np.ndarray, sinks: np.ndarray, pool: int) -> list[Group]:
-        c = batch.context
+    def _groups(self, requests: Requests, boundary: np.ndarray, sinks: np.ndarray, pool: int) -> list[Group]:
+        c = requests.context
         page_first = self.fmt.S // self.fmt.N
         groups = []
-        for q in np.unique(batch.new):
-            mine = np.flatnonzero(batch.new == q)
-            rows = batch.first_row[mine, None] + np.arange(q)
+        for q in np.unique(requests.new):
+            mine = np.flatnonzero(requests.new == q)
+            rows = requests.first_row[mine, None] + np.arange(q)
             owner, page = ragged(
                 np.full(len(mine), page_first),
                 np.where(boundary[mine] > self.fmt.S, -(-boundary[mine] // self.fmt.N), 0),
@@ -235,15 +234,16 @@ class Planner:
             chunk = bool(q > self.decode_queries)
             held = seen = None
             if c[mine].any():
-                held, seen = self._held(batch, mine, boundary, sinks, pool, 0 if chunk else int(q))
+                held, seen = self._held(requests, mine, boundary, sinks, pool, 0 if chunk else int(q))
             groups.append(
                 Group(
                     self._long(rows),
                     _run(rows),
                     chunk,
+                    torch.arange(0, rows.size + 1, int(q), dtype=torch.int32, device=self.device),
                     None if held is None else self._long(held),
                     None if seen is None else torch.from_numpy(seen).to(self.device),
-                    self._long(batch.pages[mine[owner], page]),
+                    self._long(requests.pages[mine[owner], page]),
                     self._long(owner),
                     self._long(np.maximum(self.fmt.S - origin, 0)),
                     self._long(np.minimum(boundary[mine[owner]] - origin, self.fmt.N)),
@@ -252,10 +252,10 @@ class Planner:
         return groups
 
     def _held(
-        self, batch: Batch, mine: np.ndarray, boundary: np.ndarray, sinks: np.ndarray, pool: int, new: int
+        self, requests: Requests, mine: np.ndarray, boundary: np.ndarray, sinks: np.ndarray, pool: int, new: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """`Group.held` and `Group.seen`: sinks, then the ring with the `new` newest tokens in it; 0 for a chunk."""
-        c, queries = batch.context, int(batch.new[mine[0]])
+        c, queries = requests.context, int(requests.new[mine[0]])
         ns, count = sinks[mine, None], (c - boundary)[mine, None] + new
         j = np.broadcast_to(np.arange(int((ns + count).max()))[None], (len(mine), int((ns + count).max())))
         position = boundary[mine, None] + j - ns
@@ -264,30 +264,30 @@ class Planner:
         held = np.full(j.shape, -1, np.int64)
         ring = there & ~early
         if new:
-            held[ring] = self._ring_row(batch, who[ring], position[ring])
+            held[ring] = self._ring_row(requests, who[ring], position[ring])
         else:
             # the copy holds the chunks' rings one after the other, by request
-            copied = np.where(batch.new > self.decode_queries, c - boundary, 0)
+            copied = np.where(requests.new > self.decode_queries, c - boundary, 0)
             pool = int(copied.sum())
             held[ring] = (np.cumsum(copied) - copied)[who[ring]] + position[ring] - boundary[who[ring]]
-        held[early] = pool + self._row(batch.sinks, who[early], j[early])
+        held[early] = pool + self._row(requests.sinks, who[early], j[early])
         # history is seen by every query, a new token by itself and the later ones
         seen = there[:, None] & ((position - c[mine, None])[:, None] <= np.arange(queries)[None, :, None])
         return held, seen
 
     # -- indices ---------------------------------------------------------------------------------------------------
-    def _ring_row(self, batch: Batch, owner: np.ndarray, position: np.ndarray) -> np.ndarray:
+    def _ring_row(self, requests: Requests, owner: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Row in the sidecar's pool of positions that lie in the ring."""
-        return self._row(batch.sidecar, owner, self.slots.ring_at + position % self.slots.ring)
+        return self._row(requests.sidecar, owner, self.slots.ring_at + position % self.slots.ring)
 
     def _row(self, table: np.ndarray, owner: np.ndarray, slot: np.ndarray) -> np.ndarray:
         """Row in a companion's pool: block * slots per block + slot in the block."""
         block, inner = self.slots.locate(table, owner, slot)
         return block.astype(np.int64) * self.slots.slots_per_block + inner
 
-    def _state(self, batch: Batch, owner: np.ndarray) -> Index:
+    def _state(self, requests: Requests, owner: np.ndarray) -> Index:
         slot = np.broadcast_to(1 + np.arange(self.slots.state_slots), (len(owner), self.slots.state_slots))
-        return self._index(batch.sidecar, owner[:, None], slot)
+        return self._index(requests.sidecar, owner[:, None], slot)
 
     def _index(self, table: np.ndarray, owner: np.ndarray, slot: np.ndarray) -> Index:
         block, inner = self.slots.locate(table, owner, slot)

@@ -4,7 +4,8 @@
                              j < low + c - B             ring, position B + j - low
                              beyond (only with NEW)      the step's tokens, seen by themselves and by later ones
 
-The output is one more part of the merge. With NEW = False the step's own tokens are left to a prefill kernel.
+The output is one more part of the merge. With NEW = False the step's own tokens are left to a
+kernel that is made for prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm_kvq.triton_kernels.step import BOUNDARY, CONTEXT, COUNT, LOW, slot_off
 
 
 @triton.jit
-def raw_kernel(
+def full_precision_kernel(
     plan_ptr,
     query_start_ptr,
     side_table_ptr,

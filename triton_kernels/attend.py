@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Attention over packed pages: decode and, with more rows, a chunk of a prompt over its packed history.
+"""Attention over packed pages: of a decode step and, with more rows, of a chunk of a prompt over its packed history.
 
     part of split s:   o_s = sum_t p_t v_t / sum_t p_t,   l_s = log sum_t exp(x_t),   x_t = scale q . k_t,
                        p_t = exp(x_t - max x),   t over the split's tokens in [low, high)
@@ -75,7 +75,13 @@ def attend_kernel(
     K_CODES: tl.constexpr,
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
-    K_PAGE: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_RADIUS: tl.constexpr,
+    K_NORM: tl.constexpr,
+    K_ANGLE0: tl.constexpr,
+    K_ANGLE_STEP: tl.constexpr,
+    K_RADIUS0: tl.constexpr,
+    K_RADIUS_STEP: tl.constexpr,
     VALUES: tl.constexpr,
     V_BITS: tl.constexpr,
     V_GROUP: tl.constexpr,
@@ -84,6 +90,7 @@ def attend_kernel(
     V_CODES: tl.constexpr,
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
+    V_SLOT: tl.constexpr,
 ):
     """See the module. Grid: (requests * heads * row tiles, splits)."""
     tiles = (queries * SHARE + M - 1) // M
@@ -165,19 +172,19 @@ def attend_kernel(
         elif KEYS == HYBRID:
             sums = hybrid_scores(
                 q, k_words, k_halves, base16, full, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M,
-                K_CODES, K_SCALE, K_ZERO, K_PAGE,
+                K_CODES, K_SCALE, K_SLOT, K_NORM,
             )  # fmt: skip
         elif TABLE > 0:
             sums = polar_lookup(
                 q, k_words, base16, TABLE,
-                D, TURN, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_SCALE, PAPER,
-                K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
+                D, TURN, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_RADIUS, PAPER,
+                K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP
             )  # fmt: skip
         else:
             sums = polar_scores(
                 q, k_words, base16, full,
-                D, TURN, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_SCALE, PAPER,
-                K_PAGE, K_PAGE + K_ZERO, K_PAGE + 2 * K_ZERO, K_PAGE + (0 if PAPER else 3 * K_ZERO)
+                D, TURN, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_RADIUS, PAPER,
+                K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP
             )  # fmt: skip
         scores, live = (), ()
         for j in tl.static_range(TURN):
@@ -213,7 +220,7 @@ def attend_kernel(
             else:
                 acc, sums = hybrid_values(
                     weights, acc, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, live[j], full,
-                    D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO,
+                    D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_SLOT,
                 )  # fmt: skip
                 if EXTRA == 8:
                     sums = tl.split(tl.permute(tl.reshape(sums, (2, 8, M)), (1, 2, 0)))[0]

@@ -8,6 +8,7 @@ which some are rejected.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.integration import prefill, validate
+from vllm_kvq.integration import prompts, validate
+from vllm_kvq.integration.prompts import Asked
 from vllm_kvq.kernels.gpu import build as build_cuda
 
 pytestmark = pytest.mark.engine
@@ -45,7 +47,7 @@ def traffic() -> list[Trace]:
 @pytest.mark.parametrize("name", HERE)
 def test_tokens_are_the_references(name: str, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = FORMATS[name]
-    monkeypatch.setenv("VLLM_KVQ_DEVICE_PATH", "1")
+    monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
     todo = traffic()
     engine = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "speculative_config": NGRAM, "max_model_len": 256}
@@ -71,14 +73,17 @@ def test_qjl_without_nvcc_is_refused_before_weights_load(monkeypatch: pytest.Mon
     assert validate.kernels_problem(squat, (9, 0)) is None
 
 
-def test_prefill_by_sdpa() -> None:
+def test_prompts_by_sdpa() -> None:
     """The last entry of the table serves any device; its log-sum-exp is what the merge needs."""
-    assert [c.problem(torch.device("cpu"), torch.float32, 64) is None for c in prefill.CHOICES] == [False, False, True]
+    asked = Asked(torch.device("cpu"), torch.float32, 64, merged=True)
+    assert [c.problem(asked) is None for c in prompts.CHOICES] == [False, False, False, True]
+    alone = replace(asked, merged=False)
+    assert [c.problem(alone) is None for c in prompts.CHOICES] == [True, False, False, True]
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(9, h, 64, generator=rng) for h in (4, 2, 2))
     lengths = (5, 0, 3)
     start = torch.tensor([0, 5, 5, 8])
-    out, lse = prefill.prefill_for(torch.device("cpu"), torch.float32, 64)(query, key, value, start, lengths, 0.3)
+    out, lse = prompts.prompts_for(asked)(query, key, value, start, lengths, 0.3)
     assert out.shape == (8, 4, 64)
     for first, last in ((0, 5), (5, 8)):
         for t in range(first, last):

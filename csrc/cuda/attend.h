@@ -17,7 +17,7 @@ namespace kvq {
 constexpr int warps_for(int d) { return d == 256 ? 2 : 4; }
 
 template <int D, int TILES>
-struct Decode {
+struct Attend {
   using S = Slab<D>;
   static constexpr int WARPS = warps_for(D), ROWS = 8 * TILES;
   static constexpr int STAGE = HEADER_BYTES + S::BYTES;
@@ -161,7 +161,7 @@ struct Decode {
       }
   }
 
-  KVQ_DEV static void store_block(const DecodeParams& p, int request, int tile, int head, int split) {
+  KVQ_DEV static void store_block(const AttendParams& p, int request, int tile, int head, int split) {
     const char* memory = shared_memory();
     const int64_t all = p.rows.tokens * p.rows.heads * p.rows.share;
     for (int i = thread_index(); i < ROWS * D; i += WARPS * 32) {
@@ -184,7 +184,7 @@ struct Decode {
     }
   }
 
-  KVQ_DEV static void run(const DecodeParams& p) {
+  KVQ_DEV static void run(const AttendParams& p) {
     const int program = block_x(), split = block_y();
     const int head = program % p.rows.heads, tile = program / p.rows.heads % p.rows.tiles;
     const int request = program / p.rows.heads / p.rows.tiles;
@@ -277,8 +277,8 @@ struct Decode {
 };
 
 template <int D, int TILES>
-KVQ_GLOBAL(32 * warps_for(D), TILES == 1 ? 3 : 1) decode_kernel(const DecodeParams p) {
-  Decode<D, TILES>::run(p);
+KVQ_GLOBAL(32 * warps_for(D), TILES == 1 ? 3 : 1) attend_kernel(const AttendParams p) {
+  Attend<D, TILES>::run(p);
 }
 
 }  // namespace kvq

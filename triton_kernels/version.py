@@ -1,0 +1,13 @@
+"""Which Triton this is."""
+
+from __future__ import annotations
+
+import functools
+
+
+@functools.cache
+def old_triton() -> bool:
+    """Before 3.7 (torch 2.11 has 3.6): what lies in which lane, and how many registers it takes, is another matter."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)

@@ -1,0 +1,175 @@
+"""Causal attention among the new tokens of prompts: one table of who may do it, and the first that can does.
+
+What lies before a chunk is merged with it by its log-sum-exp. The GPU's path merges always; steps that are planned on
+the host ask for prompts that nothing precedes alone, and attend later chunks with kernels of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_kvq.kernels.step import Causal
+from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.torch.attend import Partial
+
+logger = init_logger("vllm.kvq")
+
+BLOCK = 128
+"""Tokens of a block of the scratch cache that vLLM's CPU attention reads."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    device: torch.device
+    dtype: torch.dtype
+    head_size: int
+    merged: bool
+    """Whether the log-sum-exp is needed."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    problem: Callable[[Asked], str | None]
+    """Why it can't serve what is asked."""
+    attend: Causal
+
+
+def _cpu_problem(asked: Asked) -> str | None:
+    if asked.device.type != "cpu":
+        return f"not for {asked.device.type}"
+    return "it does not tell the log-sum-exp" if asked.merged else None
+
+
+@functools.cache
+def _register_operators() -> None:
+    """vLLM's engine has done so; its wheel holds one library per processor, and a second one can't be loaded."""
+    if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
+
+
+def _cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: torch.Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+) -> tuple[torch.Tensor, None]:
+    """vLLM's own CPU kernel, over a scratch cache: it knows the processor (AMX, AVX-512, NEON) better than PyTorch's,
+    which takes more than twice as long, and a prompt costs what it costs without us. Prompts of one length."""
+    _register_operators()
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    n, q, query_heads, d = len(lengths), lengths[0], query.shape[1], query.shape[2]
+    heads, dtype = key.shape[1], query.dtype
+    isa, blocks = _get_attn_isa(dtype, BLOCK, d), -(-q // BLOCK)
+    cache = torch.empty(n * blocks, heads, 2 * BLOCK, d, dtype=dtype)
+    cache[blocks - 1 :: blocks] = 0  # what lies behind a request's end is read, though not used
+    keys, values = cache.chunk(2, dim=2)
+    table = torch.arange(n * blocks, dtype=torch.int32).view(n, blocks)
+    slots = (BLOCK * blocks * torch.arange(n)[:, None] + torch.arange(q)).flatten()
+    ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
+    ends = torch.full((n,), q, dtype=torch.int32)
+    schedule = ops.cpu_attn_get_scheduler_metadata(n, query_heads, heads, d, ends, dtype, start, True, -1, isa, True)
+    out = torch.empty(n * q, query_heads, d, dtype=dtype)
+    ops.cpu_attention_with_kv_cache(
+        *(query, keys, values, out, start, ends, scale, True, None, -1, table, 0.0, schedule, None)
+    )
+    return out, None
+
+
+def _half_on_cuda(asked: Asked) -> str | None:
+    if asked.device.type != "cuda":
+        return "no CUDA device"
+    return None if asked.dtype in (torch.float16, torch.bfloat16) else f"{asked.dtype} is not a 16-bit type"
+
+
+def _flash_problem(asked: Asked) -> str | None:
+    if problem := _half_on_cuda(asked):
+        return problem
+    from vllm.v1.attention.backends import fa_utils
+
+    if not fa_utils.is_flash_attn_varlen_func_available():
+        return "this vLLM has none"
+    known = fa_utils.get_flash_attn_version(head_size=asked.head_size)
+    return None if known else f"none for heads of {asked.head_size}"
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: torch.Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+) -> Partial:
+    from vllm.v1.attention.backends import fa_utils
+
+    total, longest = sum(lengths), max(lengths)
+    out, lse = fa_utils.flash_attn_varlen_func(
+        *(x[:total] for x in (query, key, value)),
+        max_seqlen_q=longest,
+        cu_seqlens_q=start,
+        max_seqlen_k=longest,
+        cu_seqlens_k=start,
+        softmax_scale=scale,
+        causal=True,
+        return_softmax_lse=True,
+        fa_version=fa_utils.get_flash_attn_version(head_size=query.shape[-1]),
+    )[:2]
+    return out, lse.transpose(0, 1)  # (Hq, T) there
+
+
+def _xformers_problem(asked: Asked) -> str | None:
+    if problem := _half_on_cuda(asked):
+        return problem
+    return None if importlib.util.find_spec("xformers") else "xformers is not installed (extra 'xformers')"
+
+
+def _xformers(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: torch.Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+) -> Partial:
+    from xformers.ops import fmha
+
+    total, heads = sum(lengths), key.shape[1]
+    q = query[:total].unflatten(1, (heads, -1))[None]  # (1, T, H, g, d)
+    k, v = (x[:total][None, :, :, None].expand(q.shape) for x in (key, value))
+    mask = fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens([n for n in lengths if n])
+    out, lse = fmha.memory_efficient_attention_partial(q, k, v, attn_bias=mask, scale=scale)
+    return out[0].flatten(1, 2), lse[0].flatten(0, 1)[:, :total].transpose(0, 1)
+
+
+CHOICES = (
+    Choice("vLLM's CPU attention", _cpu_problem, _cpu),
+    Choice("vLLM's flash attention", _flash_problem, _flash),
+    Choice("xFormers", _xformers_problem, _xformers),
+    Choice("PyTorch's SDPA", lambda asked: None, attend.causal),
+)
+
+
+@functools.cache
+def prompts_for(asked: Asked) -> Causal:
+    """The first choice without a problem; the log says which, and why not the ones before it."""
+    passed = []
+    for choice in CHOICES:
+        problem = choice.problem(asked)
+        if problem is None:
+            break
+        passed.append(f"{choice.name}: {problem}")
+    logger.info("kvq: prompts are attended by %s%s", choice.name, f" ({'; '.join(passed)})" if passed else "")
+    return choice.attend

@@ -1,0 +1,296 @@
+"""What the Triton kernels know of a codec: its kind, where its fields lie, how its kernels are launched.
+
+One table for keys, one for values and one for the states that a prompt leaves, by the exact class of the codec: a
+subclass may store something else. A format whose codecs are in the first two is packed and attended by Triton.
+
+Constants of the kernels have one meaning each. Offsets of a slab's fields are counted in 32-bit words or in float16
+numbers from the slab's first byte, those of a page's fields in float16 numbers from the page's:
+
+    K_CODES   words    codes; PolarQuant's angles, or angles and radii where they share a byte
+    K_SCALE   halves   scales of SQuat, KIVI, InnerQ               V_CODES   words    codes
+    K_ZERO    halves   zeros of SQuat and KIVI                     V_SCALE   halves   scales
+    K_SLOT    words    InnerQ's zeros or signs                     V_ZERO    halves   zeros per token
+    K_RADIUS  words    PolarQuant's radii                          V_SLOT    words    InnerQ's zeros or signs
+    K_NORM    halves   of the page: InnerQ's norm
+    K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP   of the page, halves: PolarQuant's grid
+
+A constant that a kind does not have is 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.codec import KeyCodec
+from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
+from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
+from vllm_kvq.formats.qjl import SketchKeys
+from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
+from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, power_of_two
+from vllm_kvq.triton_kernels.kinds import CHANNEL, HYBRID, HYBRID_VALUES, POLAR, TOKEN
+from vllm_kvq.triton_kernels.version import old_triton
+
+Constants = dict[str, Any]
+
+STEPS = (16, 12, 8, 4)
+"""Channels, or pairs, of one step of 16 of the matrix products: the most that fit."""
+
+
+# -- where fields lie --------------------------------------------------------------------------------------------------
+def _words(fmt: PageFormat, name: str) -> int:
+    return fmt.slab_region.offset(name) // 4
+
+
+def _halves(fmt: PageFormat, name: str) -> int:
+    return fmt.slab_region.offset(name) // 2
+
+
+def _page_halves(fmt: PageFormat, name: str) -> int:
+    return (fmt.slabs_at - fmt.page_region.nbytes + fmt.page_region.offset(name)) // 2
+
+
+def _channel_attend(fmt: PageFormat, k: ChannelKeys) -> Constants:
+    chunk = next(c for c in STEPS if k.d * k.bits // 8 % c == 0)  # in one plane
+    codes = {"K_BITS": k.bits, "K_CHUNK": chunk, "OPERANDS": k.d // chunk, "K_CODES": _words(fmt, "k_codes")}
+    return codes | {"K_SCALE": _halves(fmt, "k_scale"), "K_ZERO": _halves(fmt, "k_zero")}
+
+
+def _hybrid_attend(fmt: PageFormat, k: HybridKeys) -> Constants:
+    chunk = math.gcd(k.d * k.bits // 8, 16)  # in one plane and in one group
+    codes = {"K_BITS": k.bits, "K_CHUNK": chunk, "OPERANDS": k.d // chunk, "K_CODES": _words(fmt, "k_codes")}
+    slot = {"K_SCALE": _halves(fmt, "k_scale"), "K_SLOT": _words(fmt, "k_slot")}
+    return codes | slot | {"K_NORM": _page_halves(fmt, "k_inner_norm")}
+
+
+def _polar_attend(fmt: PageFormat, k: PolarKeys) -> Constants:
+    # in one plane, or in whole ones
+    planes = [k.pairs] if k.nibbles else [k.pairs * k.m // 8, k.pairs * k.n // 8]
+    chunk = next(c for c in STEPS if all(p % c == 0 or c % p == 0 for p in planes))
+    codes = {"K_BITS": k.m, "RADIUS_BITS": k.n, "K_CHUNK": chunk, "OPERANDS": 2 * k.pairs // chunk}
+    if k.nibbles:
+        codes |= {"K_CODES": _words(fmt, "k_polar")}
+    else:
+        codes |= {"K_CODES": _words(fmt, "k_angle"), "K_RADIUS": _words(fmt, "k_radius")}
+    pairing = {"ROTARY": fmt.geometry.rotary, "INTERLEAVED": fmt.geometry.pairing == "interleaved"}
+    return codes | pairing | {f"K_{f.name[2:].upper()}": _page_halves(fmt, f.name) for f in k.page_fields}
+
+
+def _paper_attend(fmt: PageFormat, k: PaperPolarKeys) -> Constants:
+    return _polar_attend(fmt, k) | {"PAPER": True}
+
+
+# -- what packing takes beside them ------------------------------------------------------------------------------------
+def _channel_pack(k: ChannelKeys) -> Constants:
+    return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, k.d))}
+
+
+def _squat_pack(k: SQuatKeys) -> Constants:
+    block = math.gcd(k.d * k.bits // 8, k.block)
+    return {"K_BLOCK": _largest_power(block), "RANK": k.state_rows, "UPDATE": k.block, "LAMBDA": k.lam}
+
+
+def _hybrid_pack(k: HybridKeys) -> Constants:
+    return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, GROUP))}
+
+
+def _polar_pack(k: PolarKeys) -> Constants:
+    return {"K_BLOCK": _largest_power(math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16))}
+
+
+def _largest_power(n: int) -> int:
+    """The largest power of two that divides n."""
+    return n & -n
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+# One warp keeps every product within a warp, and two slabs in a turn are fewer instructions. Where that needs more
+# registers than a thread has, it is one slab, half of InnerQ's denominators, or more warps. All of these were found by
+# trying: what spills differs from chip to chip.
+def _large(d: int, rows: int) -> bool:
+    return d > 64 and rows > MIN_ROWS
+
+
+def _channel_crowded(k: ChannelKeys, rows: int, chip: int) -> bool:
+    return _large(k.d, rows) or (k.d > 128 and k.bits != 2)
+
+
+def _hybrid_crowded(k: HybridKeys, rows: int, chip: int) -> bool:
+    return _large(k.d, rows) or k.d > 128
+
+
+def _polar_crowded(k: PolarKeys, rows: int, chip: int) -> bool:
+    return _large(k.d, rows) or k.d > 128 or (not k.nibbles and k.d == 128 and 100 <= chip < 120)
+
+
+def _hybrid_extra(k: HybridKeys, chip: int) -> int:
+    return 8 if old_triton() or (k.d > 128 and chip < 100) else 16
+
+
+def _slab_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
+    return Launch(4, stages=3, fused=False)
+
+
+def _squat_launch(fmt: PageFormat, k: SQuatKeys, chip: int) -> Launch:
+    """More warps where the subspace takes registers; from 9.0 on it is a larger limit that makes it."""
+    if k.bits * k.d <= 256:
+        return _slab_launch(fmt, k, chip)
+    if chip < 90 or old_triton():
+        return Launch(16 if k.d > 128 else 8, stages=3, fused=False)
+    return Launch(4 if k.d <= 128 and chip >= 100 else 8, stages=3, free=False, fused=False)
+
+
+def _page_launch(fmt: PageFormat, k: PolarKeys, chip: int) -> Launch:
+    """A page of PolarQuant is sorted as a whole."""
+    return Launch(min(16, max(4 if k.d < 128 else 8, power_of_two(fmt.unit) // 16)), stages=3, fused=False)
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class KeyEntry:
+    """What the kernels know of one class of key codecs."""
+
+    kind: int
+    attend: Callable[[PageFormat, Any], Constants]
+    pack: Callable[[Any], Constants]
+    """Of the codec: what packing takes beside the constants of `attend`."""
+    crowded: Callable[[Any, int, int], bool]
+    """(codec, rows, chip): two slabs in a turn take too many registers."""
+    launch: Callable[[PageFormat, Any, int], Launch]
+    """Of packing, on a chip."""
+    wide_rows: int = MAX_ROWS
+    """Rows of a program above 128 channels: 16 only where they take fewer instructions than two programs of 8."""
+    extra: Callable[[Any, int], int] = lambda k, chip: 16
+    """(codec, chip) -> `Launch.extra`."""
+    looks_up: bool = False
+    """Whether scores may be looked up in a table of angles."""
+
+
+KEYS: dict[type, KeyEntry] = {
+    ChannelKeys: KeyEntry(CHANNEL, _channel_attend, _channel_pack, _channel_crowded, _slab_launch, MIN_ROWS),
+    SQuatKeys: KeyEntry(CHANNEL, _channel_attend, _squat_pack, _channel_crowded, _squat_launch, MIN_ROWS),
+    HybridKeys: KeyEntry(
+        HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, MIN_ROWS, extra=_hybrid_extra
+    ),
+    PolarKeys: KeyEntry(POLAR, _polar_attend, _polar_pack, _polar_crowded, _page_launch, looks_up=True),
+    PaperPolarKeys: KeyEntry(POLAR, _paper_attend, _polar_pack, _polar_crowded, _page_launch, looks_up=True),
+}
+
+
+def _token_values(fmt: PageFormat, v: TokenValues) -> Constants:
+    return {"V_GROUP": v.group, "V_ZERO": _halves(fmt, "v_zero")}
+
+
+def _hybrid_values(fmt: PageFormat, v: HybridValues) -> Constants:
+    return {"V_GROUP": GROUP, "V_SLOT": _words(fmt, "v_slot")}
+
+
+VALUES: dict[type, tuple[int, Callable[[PageFormat, Any], Constants]]] = {
+    TokenValues: (TOKEN, _token_values),
+    HybridValues: (HYBRID_VALUES, _hybrid_values),
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """What `begin` (triton_kernels/step.py) keeps of a prompt."""
+
+    of_keys: str | None = None
+    """"NORM", of the largest magnitudes, or "ENERGY", of the squares."""
+    of_queries: bool = False
+    """SQuat's subspace, whose rank is the number of state rows."""
+
+
+STATES: dict[type, State] = {
+    HybridKeys: State("NORM"),
+    SketchKeys: State("ENERGY"),
+    SQuatKeys: State(of_queries=True),
+}
+
+
+# -- what the launches read --------------------------------------------------------------------------------------------
+NONE = dict.fromkeys(
+    (
+        *("K_SCALE", "K_ZERO", "K_SLOT", "K_RADIUS", "K_NORM"),
+        *("K_ANGLE0", "K_ANGLE_STEP", "K_RADIUS0", "K_RADIUS_STEP", "ROTARY", "RADIUS_BITS", "V_ZERO", "V_SLOT"),
+    ),
+    0,
+) | {"INTERLEAVED": False, "PAPER": False}
+
+
+@functools.lru_cache(maxsize=64)
+def constants(fmt: PageFormat) -> Constants | None:
+    """Compile-time constants of attention: this record's layout. None for a codec that the kernels do not know."""
+    if type(fmt.keys) not in KEYS or type(fmt.values) not in VALUES:
+        return None
+    keys, (kind, of_values), v = KEYS[type(fmt.keys)], VALUES[type(fmt.values)], cast(Any, fmt.values)
+    shape = {
+        "HEAD": fmt.geometry.head_size,
+        "D": fmt.geometry.d,
+        "SLABS": fmt.slabs,
+        "SLABS_AT": fmt.slabs_at // 4,
+        "SLAB_WORDS": fmt.slab_region.nbytes // 4,
+        "KEYS": keys.kind,
+        "VALUES": kind,
+        "V_BITS": v.bits,
+        "V_CODES": _words(fmt, "v_codes"),
+        "V_SCALE": _halves(fmt, "v_scale"),
+    }
+    found = NONE | shape | keys.attend(fmt, fmt.keys) | of_values(fmt, v)
+    # channels of a block that lies in one plane and in one group, at most four per lane
+    block = min(32, _largest_power(math.gcd(v.d * v.bits // 8, found["V_GROUP"])))
+    return found | {"V_BLOCK": block, "V_PLACES": max(16, block)}
+
+
+@functools.lru_cache(maxsize=64)
+def pack_constants(fmt: PageFormat) -> Constants:
+    """Compile-time constants of packing. ValueError for a codec that the kernels do not know."""
+    known = constants(fmt)
+    if known is None:
+        raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
+    own = {name: x for name, x in known.items() if name not in ("K_CHUNK", "OPERANDS", "V_PLACES")}
+    none = {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0}
+    unit = {"UNIT": fmt.unit, "W": fmt.W, "TOKENS": power_of_two(fmt.unit)}
+    return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | unit
+
+
+def state_constants(fmt: PageFormat) -> Constants:
+    """Compile-time constants of `begin`: what it keeps of a prompt."""
+    state = STATES.get(type(fmt.keys), State()) if fmt.state_rows else State()
+    rank = fmt.state_rows if state.of_queries else 0
+    return {"NORM": state.of_keys == "NORM", "ENERGY": state.of_keys == "ENERGY", "RANK": rank}
+
+
+def most_rows(fmt: PageFormat) -> int:
+    return KEYS[type(fmt.keys)].wide_rows if fmt.geometry.d > 128 else MAX_ROWS
+
+
+def rows_for(fmt: PageFormat, rows: int) -> int:
+    """Rows per program: all of a decode step, a tile of a longer chunk."""
+    return min(most_rows(fmt), max(MIN_ROWS, power_of_two(rows)))
+
+
+def attend_launch(fmt: PageFormat, rows: int, chip: int, table: int = 0) -> Launch:
+    k, d = fmt.keys, fmt.geometry.d
+    if table:
+        return Launch(max(2, d // 32))
+    if d > 128 and rows > MIN_ROWS:
+        return Launch(2)
+    entry = KEYS[type(k)]
+    one = entry.crowded(k, rows, chip) or fmt.slabs % 2
+    return Launch(1, 1 if one else 2, extra=entry.extra(k, chip))
+
+
+def pack_launch(fmt: PageFormat, chip: int) -> Launch:
+    return KEYS[type(fmt.keys)].launch(fmt, fmt.keys, chip)
+
+
+def looks_up(fmt: PageFormat) -> bool:
+    """Whether scores may be looked up in a table, a few angles at a time."""
+    entry, k = KEYS.get(type(fmt.keys)), cast(Any, fmt.keys)
+    return entry is not None and entry.looks_up and k.m <= 4

@@ -1,0 +1,116 @@
+"""Which implementation of `kernels.step.Step` serves a layer, and why a faster one does not.
+
+    GPU        on a GPU, where Triton or CUDA kernels know the format      gpu/step.py
+    C++        on a CPU, where the library knows the format                cpu/step.py
+    PyTorch    everywhere                                                  torch/step.py
+
+A path serves a format's whole step or nothing of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.cpu import step as cpu
+from vllm_kvq.kernels.gpu import step as gpu
+from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Causal, Step
+from vllm_kvq.kernels.torch.step import TORCH, Kernels, PlannedStep
+
+CPP, PYTORCH = "C++", "PyTorch"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for: where the tensors are, and what the environment says."""
+
+    device_type: str
+    kernels: str = "auto"
+    """$VLLM_KVQ_KERNELS: "auto", or "torch" to leave C++ out."""
+    gpu_path: bool = False
+    """$VLLM_KVQ_GPU_PATH=1: the GPU's path on CPU tensors, under Triton's interpreter and the CUDA kernels' emulation.
+    Slow, for tests."""
+
+    def __post_init__(self) -> None:
+        if self.kernels not in ("auto", "torch"):
+            raise ValueError(f"VLLM_KVQ_KERNELS is {self.kernels!r}; it is 'auto' or 'torch'")
+
+    @classmethod
+    def of(cls, device_type: str, environment: Mapping[str, str]) -> Wish:
+        kernels = environment.get("VLLM_KVQ_KERNELS", "auto")
+        return cls(device_type, kernels, environment.get("VLLM_KVQ_GPU_PATH") == "1")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether formats that can take the GPU's path."""
+        return self.device_type == "cuda" or self.gpu_path
+
+
+@dataclass(frozen=True)
+class Path:
+    name: str
+    """"GPU/Triton", "GPU/CUDA", "C++" or "PyTorch": one word, as the start-up line has it."""
+    why: str | None = None
+    """Why a faster path does not serve; None if there is none."""
+
+    def __post_init__(self) -> None:
+        if len(self.name.split()) != 1:
+            raise ValueError(f"a path's name is one word, not {self.name!r}")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.name.startswith("GPU")
+
+
+def path_for(fmt: PageFormat, wish: Wish) -> Path:
+    problems = []
+    if wish.on_gpu:
+        kernels = gpu.kernels_of(fmt)
+        if kernels is not None:
+            return Path(f"GPU/{kernels.name}")
+        problems.append(gpu.why_not(fmt))
+    if wish.device_type == "cpu":
+        problem = "VLLM_KVQ_KERNELS=torch leaves C++ out" if wish.kernels == "torch" else cpu.why_not(fmt)
+        if problem is None:
+            return Path(CPP, "; ".join(problems) or None)
+        problems.append(problem)
+    return Path(PYTORCH, "; ".join(problems) or None)
+
+
+def kernels_for(fmt: PageFormat, wish: Wish) -> Kernels:
+    """What planned steps call, on any path that is not the GPU's."""
+    return cpu.CPU if path_for(fmt, wish).name == CPP else TORCH
+
+
+def step_for(
+    path: Path,
+    fmt: PageFormat,
+    slots: SlotGeometry,
+    num_spec: int,
+    scale: float,
+    device: torch.device,
+    causal: Callable[[bool], Causal | None] = lambda merged: None,
+    all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Step:
+    """A layer's step on this path.
+
+    `causal(merged)` attends the new tokens of prompts, with their log-sum-exp if `merged`; the default leaves them to
+    the path's own kernels. `all_queries` extends queries by those of other ranks that hold a copy of the same KV heads.
+    Layers on the GPU's path share a step, and with it the counters of its kernels, if their arguments are equal.
+    """
+    if path.on_gpu:
+        return _gpu_step(fmt, slots, num_spec, scale, device, causal(True), all_queries)
+    if path.name == CPP:
+        return cpu.CPUStep(fmt, slots, num_spec, scale, causal(False), all_queries)
+    return PlannedStep(fmt, slots, num_spec, scale, device, TORCH, causal(False), all_queries)
+
+
+@functools.cache
+def _gpu_step(*arguments: Any) -> gpu.GPUStep:
+    return gpu.GPUStep(*arguments)

@@ -1,0 +1,109 @@
+"""One layer's step, as all backends serve it: what goes in, what it changes, what comes out.
+
+    update    the step's new tokens go into pages (units that are complete now), sink pages and the sidecar
+    attend    every new token attends sinks, packed pages, the recent tokens and the new ones up to itself
+
+The caches of all requests are updated before the first one is attended: a request may hit a page that another one
+completes in this very step. Three implementations, which `kernels/paths.py` chooses from:
+
+    torch/step.py    planned on the host, PyTorch kernels; what every other one is compared with
+    cpu/step.py      C++: a decode step in one call, all others planned like PyTorch's
+    gpu/step.py      Triton and CUDA: nothing is decided on the host
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+D = TypeVar("D", covariant=True)
+
+
+class Derived(Protocol[D]):
+    """A class whose instances are made from a batch."""
+
+    def of(self, batch: StepBatch) -> D: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """The requests of one step as vLLM hands them over: int32, the same for all layers of the model.
+
+    Rows without new tokens, or with block 0 as their sidecar, are padding.
+    """
+
+    query_start: torch.Tensor
+    """(requests + 1,) on the host: request i has the rows [query_start[i], query_start[i + 1]) of the step's tokens."""
+    device_start: torch.Tensor
+    """The same on the device."""
+    seq_lens: torch.Tensor
+    """(requests,) tokens of each request, its new ones included."""
+    table: torch.Tensor
+    """(requests, pages) packed pages."""
+    side_table: torch.Tensor
+    """(requests, blocks) blocks of the sidecars."""
+    sink_table: torch.Tensor | None
+    """(requests, blocks) sink pages; None where the format keeps no sinks."""
+    longest: int
+    """New tokens of the request that has most."""
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What steps have derived from this batch, by its type: made for one layer, used by all."""
+
+    def derived(self, kind: Derived[D]) -> D:
+        """`kind.of(self)`, made once."""
+        found = self.kept.get(kind)
+        if found is None:
+            found = self.kept[kind] = kind.of(self)
+        return found
+
+    @property
+    def requests(self) -> int:
+        return len(self.seq_lens)
+
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The requests' new tokens, as the host knows them: upper bounds where the device shortens drafts by itself."""
+        return tuple(self.query_start.diff()[: self.requests].tolist())
+
+
+@dataclass(eq=False)
+class Caches:
+    """One layer's caches as vLLM holds them now; a step keeps none of them."""
+
+    pages: torch.Tensor
+    """(blocks, H, record bytes) uint8."""
+    sidecar: torch.Tensor
+    """(blocks, elements) of the model's dtype, the last dimension dense; cut as kernels/slots.py says."""
+    sinks: torch.Tensor | None
+    """Alike; None where the format keeps no sinks."""
+
+
+class Step(Protocol):
+    def run(
+        self,
+        batch: StepBatch,
+        caches: Caches,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> int:
+        """query (T, Hq, head_size), key and value (T, H, head_size) -> output (T, Hq, head_size).
+
+        Returns how many elements of keys and values were not finite or too large and had to be replaced before
+        packing, as far as the host knows: on a GPU they are counted there (`GPUStep.faults`). RuntimeError for a
+        sidecar that belongs to other tokens and for a page that was never packed, IndexError for a block beyond its
+        cache.
+        """
+
+
+Causal = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""Causal attention among the new tokens of prompts: (query, key, value, start, lengths, scale) -> (out, lse).
+
+query (T, Hq, d), key and value (T, H, d): the prompts one after the other, as many tokens each as `lengths` says;
+`start` has their first rows, and the number of all, int32 on the device. out (T, Hq, d) and the log-sum-exp (T, Hq), or
+None in its place by a kernel that does not return it."""
