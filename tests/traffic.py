@@ -24,6 +24,7 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.sidecar import Sidecar, Sinks, SlotGeometry
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import ISAS, isa
 from vllm_kvq.kernels.torch import plan as host
 
 H, SHARE, SPEC, WIDTH = 2, 2, 2, 40
@@ -188,8 +189,8 @@ class World:
         plan = self.layer.plan(batch, [])
         ring = self.layer.update(plan, query, key, value, self.pages[0])
         # a device's floats are compared with floats, not with the fixed point of this processor's integer kernels
-        isa = cpu.isa() if self.other.exact else cpu.ISAS.index("portable")
-        with mock.patch.object(cpu, "isa", return_value=isa):
+        level = isa() if self.other.exact else ISAS.index("portable")
+        with mock.patch.object(cpu, "isa", return_value=level):
             self.layer.attend(plan, ring, query, key, value, self.pages[0], want)
 
         # two rows beyond the last request's, as a padded graph has them

@@ -30,12 +30,12 @@ void read_query(kvq::Attend& a, const TensorView& query, int64_t heads, double s
   a.scale = float(scale);
 }
 
-void read_packed(kvq::Attend& a, const TensorView& layout, const TensorView& constants, const TensorView& pairs,
+void read_packed(kvq::Attend& a, const TensorView& layout,
                  const TensorView& pages, const TensorView& page_ids, const TensorView& owner, const TensorView& low,
                  const TensorView& high) {
   kvq::Packed& p = a.packed;
   p.layout = read_layout(layout);
-  p.constants = read_constants(p.layout, constants, pairs);
+  p.constants = read_constants(layout, p.layout);
   read_records(pages, p.layout);
   require(pages.size(1) == a.heads && p.layout.head_size == a.head_size, "pages and queries have different heads");
   p.pages = pages.size(0);
@@ -68,13 +68,13 @@ void run(const kvq::Attend& a) {
   }
 }
 
-void attend_packed(TensorView layout, TensorView constants, TensorView pairs, TensorView query, TensorView pages,
+void attend_packed(TensorView layout, TensorView query, TensorView pages,
                    TensorView page_ids, TensorView owner, TensorView low, TensorView high, double scale,
                    TensorView out, TensorView lse, int64_t threads, int64_t isa) {
   kvq::Attend a{};
   read_threads(a, threads, isa);
   read_query(a, query, pages.ndim() == 3 ? pages.size(1) : 0, scale);
-  read_packed(a, layout, constants, pairs, pages, page_ids, owner, low, high);
+  read_packed(a, layout, pages, page_ids, owner, low, high);
   read_dense_output(a, out, lse);
   run(a);
 }
@@ -145,14 +145,14 @@ int64_t first_unpacked(const kvq::Packed& p) {
 
 // A decode step: packed pages and full-precision tokens at once. Returns the index in the list of a page that has an
 // unpacked slab among its attended ones, and then does nothing; or -1.
-int64_t attend_step(TensorView layout, TensorView constants, TensorView pairs, TensorView query, TensorView pages,
+int64_t attend_step(TensorView layout, TensorView query, TensorView pages,
                     TensorView page_ids, TensorView owner, TensorView low, TensorView high, TensorView key,
                     TensorView value, TensorView more_key, TensorView more_value, TensorView rows, TensorView seen,
                     double scale, TensorView out, TensorView out_rows, int64_t threads, int64_t isa) {
   kvq::Attend a{};
   read_threads(a, threads, isa);
   read_query(a, query, key.ndim() == 4 ? key.size(2) : 0, scale);
-  read_packed(a, layout, constants, pairs, pages, page_ids, owner, low, high);
+  read_packed(a, layout, pages, page_ids, owner, low, high);
   read_raw(a, key, value, more_key, more_value, rows, seen);
   read_output(a, out, out_rows);
   const int64_t unpacked = first_unpacked(a.packed);
@@ -196,13 +196,13 @@ int64_t unpacked_page(TensorView layout, TensorView pages, TensorView page_ids, 
 }
 
 // Units (see kvq::Pack); `state` (owners, heads, state_rows, d) float32, empty without one. Returns replaced elements.
-int64_t pack(TensorView layout, TensorView constants, TensorView pairs, TensorView pages, TensorView page,
+int64_t pack(TensorView layout, TensorView pages, TensorView page,
              TensorView unit, TensorView rows, TensorView owner, TensorView follows, TensorView old_key,
-             TensorView old_value, TensorView key, TensorView value, TensorView state, double lambda, int64_t block,
-             int64_t threads, int64_t isa) {
+             TensorView old_value, TensorView key, TensorView value, TensorView state, int64_t threads,
+             int64_t isa) {
   kvq::Pack p{};
   p.layout = read_layout(layout);
-  p.constants = read_constants(p.layout, constants, pairs);
+  p.constants = read_constants(layout, p.layout);
   read_records(pages, p.layout);
   p.records = data<uint8_t>(pages);
   p.pages = pages.size(0);
@@ -230,8 +230,6 @@ int64_t pack(TensorView layout, TensorView constants, TensorView pairs, TensorVi
     p.owners = state.size(0);
     p.state_rows = state.size(2);
   }
-  p.lambda = lambda;
-  p.block = block;
   require_isa(threads, isa);
   p.threads = int(threads);
   p.isa = int(isa);
@@ -242,11 +240,12 @@ int64_t pack(TensorView layout, TensorView constants, TensorView pairs, TensorVi
   }
 }
 
-// rows (tokens, query heads, head_size); out (KV heads, d, d) float64: Gram matrices, (KV heads, d) float64: sums of
-// squares, or (KV heads, d) float32: the largest magnitudes
-void reduce_rows(TensorView rows, TensorView out, int64_t threads, int64_t isa) {
+// rows (tokens, query heads, head_size); out (KV heads, d, ...) of `bits` bits per number
+kvq::Reduce read_reduce(const TensorView& rows, const TensorView& out, int dimensions, int bits, int64_t threads,
+                        int64_t isa) {
   kvq::Reduce r{};
-  require(rows.ndim() == 3 && rows.stride(2) == 1 && out.ndim() >= 2 && dense(out), "rows must be dense");
+  require(rows.ndim() == 3 && rows.stride(2) == 1, "rows must be (tokens, heads, head_size), and dense");
+  require(is(out, kDLFloat, bits) && out.ndim() == dimensions && dense(out), "out has the wrong shape or type");
   r.tokens = rows.size(0);
   r.head_size = rows.size(2);
   r.heads = out.size(0);
@@ -262,18 +261,29 @@ void reduce_rows(TensorView rows, TensorView out, int64_t threads, int64_t isa) 
   require_isa(threads, isa);
   r.threads = int(threads);
   r.isa = int(isa);
-  if (out.ndim() == 3) {
-    require(is(out, kDLFloat, 64) && out.size(2) == r.d, "Gram matrices are float64 (heads, d, d)");
-    r.sums = data<double>(out);
-    kvq::gram(r);
-  } else if (is(out, kDLFloat, 64)) {
-    r.sums = data<double>(out);
-    kvq::squares(r);
-  } else {
-    require(is(out, kDLFloat, 32) && out.ndim() == 2, "magnitudes are float32 (heads, d)");
-    r.top = data<float>(out);
-    kvq::largest(r);
-  }
+  return r;
+}
+
+// out (KV heads, d, d) float64
+void gram(TensorView rows, TensorView out, int64_t threads, int64_t isa) {
+  kvq::Reduce r = read_reduce(rows, out, 3, 64, threads, isa);
+  require(out.size(2) == r.d, "Gram matrices are square");
+  r.sums = data<double>(out);
+  kvq::gram(r);
+}
+
+// out (KV heads, d) float64
+void squares(TensorView rows, TensorView out, int64_t threads, int64_t isa) {
+  kvq::Reduce r = read_reduce(rows, out, 2, 64, threads, isa);
+  r.sums = data<double>(out);
+  kvq::squares(r);
+}
+
+// out (KV heads, d) float32
+void largest(TensorView rows, TensorView out, int64_t threads, int64_t isa) {
+  kvq::Reduce r = read_reduce(rows, out, 2, 32, threads, isa);
+  r.top = data<float>(out);
+  kvq::largest(r);
 }
 
 int64_t best_isa() { return kvq::best_isa(); }
@@ -286,5 +296,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_step, attend_step);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_tokens, store_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(unpacked_page, unpacked_page);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pack, pack);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(reduce_rows, reduce_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gram, gram);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(squares, squares);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(largest, largest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, best_isa);

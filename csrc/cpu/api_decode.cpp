@@ -12,7 +12,7 @@ const int32_t* ints(const TensorView& t, int64_t at_least, const char* what) {
 }
 
 // (requests, blocks), any row stride; a table that nobody needs may be empty
-kvq::Table read_table(const TensorView& t, int64_t requests) {
+kvq::Table read_block_table(const TensorView& t, int64_t requests) {
   if (t.numel() == 0) return {nullptr, 0, 0};
   require(is(t, kDLInt, 32) && t.ndim() == 2 && t.size(0) >= requests && (t.stride(1) == 1 || t.size(1) == 1),
           "block tables must be int32 (requests, blocks) with dense rows");
@@ -32,9 +32,7 @@ kvq::Tokens read_slots(const TensorView& pool, const kvq::Decode& d) {
 }
 
 kvq::Companions read_cut(const TensorView& t, const kvq::Layout& l) {
-  require(is(t, kDLInt, 64) && dense(t) && t.numel() == kvq::COMPANION_FIELDS, "the cut has another number of fields");
-  kvq::Companions c;
-  std::memcpy(&c, t.data_ptr(), sizeof c);
+  const auto c = read_fields<kvq::Companions>(t);
   const int64_t unit = l.keys == kvq::Keys::polar ? l.tokens : kvq::SLAB;
   require(c.unit == unit && c.window % unit == 0 && c.sinks >= 0 && c.drafts >= 0, "the window does not fit the layout");
   require(c.slots_per_block > 0 && c.ring >= c.window + c.unit + c.drafts &&
@@ -44,23 +42,20 @@ kvq::Companions read_cut(const TensorView& t, const kvq::Layout& l) {
 }
 
 // query (tokens, query heads, head_size), key and value (tokens, 1, heads, head_size), out as query
-int64_t decode_step(TensorView layout, TensorView constants, TensorView pairs, TensorView cut, double lambda,
-                    int64_t block, TensorView query_start, TensorView seq_lens, TensorView table,
+int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, TensorView seq_lens, TensorView table,
                     TensorView side_table, TensorView sink_table, TensorView query, TensorView key, TensorView value,
                     TensorView pages, TensorView side, TensorView sinks, TensorView out, double scale, int64_t threads,
                     int64_t isa) {
   kvq::Decode d{};
   d.layout = read_layout(layout);
-  d.constants = read_constants(d.layout, constants, pairs);
+  d.constants = read_constants(layout, d.layout);
   d.cut = read_cut(cut, d.layout);
-  d.lambda = lambda;
-  d.block = block;
   d.requests = seq_lens.numel();
   d.query_start = ints(query_start, d.requests + 1, "query_start must be dense int32, one longer than seq_lens");
   d.seq_lens = ints(seq_lens, d.requests, "seq_lens must be dense int32");
-  d.pages_of = read_table(table, d.requests);
-  d.side_of = read_table(side_table, d.requests);
-  d.sinks_of = read_table(sink_table, d.requests);
+  d.pages_of = read_block_table(table, d.requests);
+  d.side_of = read_block_table(side_table, d.requests);
+  d.sinks_of = read_block_table(sink_table, d.requests);
 
   read_records(pages, d.layout);
   d.records = data<uint8_t>(pages);

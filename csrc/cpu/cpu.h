@@ -49,6 +49,12 @@ inline int best_isa() {
   return best;
 }
 
+#if defined(__x86_64__)
+constexpr int ISAS = 4;
+#else
+constexpr int ISAS = 1;
+#endif
+
 inline const Isa& isa(int level) {
 #if defined(__x86_64__)
   if (level == 3) return avx512_isa;

@@ -210,8 +210,6 @@ class Decoder {
     p.state = state.empty() ? nullptr : state.data();
     p.owners = int64_t(owners_.size());
     p.state_rows = c_.state_rows;
-    p.lambda = d_.lambda;
-    p.block = d_.block;
     p.threads = d_.threads;
     p.isa = d_.isa;
     return pack(p);

@@ -16,24 +16,27 @@ struct Table {
   int64_t at(int64_t request, int64_t column) const { return column < width ? ids[request * stride + column] : -1; }
 };
 
-// How companions are cut and used, see kernels/slots.py: plain 64-bit fields in the order of kernels/cpu_decode.py.
-struct Companions {
-  int64_t unit;    // P
-  int64_t window;  // W
-  int64_t sinks;   // S
-  int64_t drafts;  // speculative tokens of a step at most
-  int64_t ring, ring_at, state_slots, slots_per_block, blocks;  // blocks: of a request's sidecar
-  int64_t state_rows;
-};
+// How companions, sidecar and sink pages, are cut and used (kernels/slots.py). Filled by name, as Layout is.
+#define KVQ_COMPANION_FIELDS(FIELD)                                            \
+  FIELD(int64_t, unit)            /* P */                                      \
+  FIELD(int64_t, window)          /* W */                                      \
+  FIELD(int64_t, sinks)           /* S */                                      \
+  FIELD(int64_t, drafts)          /* speculative tokens of a step at most */   \
+  FIELD(int64_t, ring)            /* R */                                      \
+  FIELD(int64_t, ring_at)                                                      \
+  FIELD(int64_t, state_slots)                                                  \
+  FIELD(int64_t, state_rows)                                                   \
+  FIELD(int64_t, slots_per_block)                                              \
+  FIELD(int64_t, blocks)          /* of a request's sidecar */
 
-constexpr int COMPANION_FIELDS = sizeof(Companions) / sizeof(int64_t);
+struct Companions {
+  KVQ_COMPANION_FIELDS(KVQ_MEMBER)
+};
 
 struct Decode {
   Layout layout;
   Constants constants;
   Companions cut;
-  double lambda;  // SQuat
-  int64_t block;
   // The batch: tokens [query_start[i], query_start[i + 1]) are request i's, the last of seq_lens[i].
   int64_t requests;
   const int32_t *query_start, *seq_lens;

@@ -75,7 +75,7 @@ class Packer {
       pulls_.reset(new float[p_.owners * p_.heads * p_.state_rows * l_.d]);
       parallel(p_.threads, p_.owners * p_.heads, [&](int64_t i) {
         const int64_t size = p_.state_rows * l_.d;
-        pull_of(p_.state + i * size, p_.state_rows, l_.d, p_.block, p_.lambda, pulls_.get() + i * size);
+        pull_of(p_.state + i * size, p_.state_rows, l_.d, l_.squat_block, l_.lambda, pulls_.get() + i * size);
       });
     }
     const int64_t count = int64_t(runs.size());
@@ -91,7 +91,7 @@ class Packer {
 
   void check() const {
     const int64_t limit = p_.old.rows() + p_.fresh.rows();
-    if (corrected() && (p_.state_rows > MAX_RANK || p_.block < 16 || p_.block % 16))
+    if (corrected() && (p_.state_rows > MAX_RANK || l_.squat_block < 16 || l_.squat_block % 16))
       throw std::out_of_range("SQuat's rank or block is out of range");
     for (int64_t i = 0; i < p_.units; ++i) {
       inside(p_.page[i], p_.pages, "page id");
@@ -123,7 +123,6 @@ class Packer {
       if (pulls_) u.pull = pulls_.get() + at;
     }
     u.state_rows = p_.state_rows;
-    u.block = p_.block;
     u.follows = p_.state && p_.follows[i];
     u.work = reinterpret_cast<char*>(value + tokens * d);
     isa_.pack(u);

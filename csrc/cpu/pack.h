@@ -23,9 +23,6 @@ struct Pack {
   Dtype dtype;
   const float* state;  // (owners, heads, state_rows, d), null where the keys follow none
   int64_t owners, state_rows;
-  // SQuat
-  double lambda;
-  int64_t block;
   int threads, isa;
 };
 
@@ -74,7 +71,7 @@ struct PackUnit {
   uint8_t* slabs;      // of the unit
   const float* state;  // [state_rows][d] or null
   const float* pull;   // SQuat: M_{t-1} U_t of blocks 2 .. T, [state_rows][d], the first block's columns unused
-  int64_t state_rows, block;
+  int64_t state_rows;
   bool follows;
   char* work;          // `work_bytes`, 64-byte aligned
 };

@@ -60,9 +60,9 @@ def main() -> int:
 
 def fuzz(model: str, options: argparse.Namespace) -> int:
     from proof.fuzz.session import Session, minimal
-    from vllm_kvq.kernels.cpu import attend as cpu
+    from vllm_kvq.kernels.cpu.library import library
 
-    cpu.library()  # compiled before an engine is waited for, where they have changed
+    library()  # compiled before an engine is waited for, where they have changed
     session = Session(model, options.seed, 60 * options.minutes, options.format, options.jobs)
     session.run()
     rows = {name: _row(count) for name, count in session.counts.items()}

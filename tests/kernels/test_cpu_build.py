@@ -18,6 +18,7 @@ from proof import sanitize
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import layout, library
 from vllm_kvq.kernels.torch import attend
 
 
@@ -47,8 +48,10 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
     # the real functions, uncached: the library that this process may already have is not theirs
-    monkeypatch.setattr(cpu, "load", build.load.__wrapped__)
-    monkeypatch.setattr(cpu, "library", functools.cache(cpu.library.__wrapped__))
+    monkeypatch.setattr(library, "load", build.load.__wrapped__)
+    uncached = functools.cache(library.library.__wrapped__)
+    for module in (cpu, layout):
+        monkeypatch.setattr(module, "library", uncached)
     fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32))
     pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
     key, value = torch.randn(2, 1, 32, 64)

@@ -14,6 +14,7 @@ import torch
 
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu import pack as cpu_pack
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import DecodeStep
 from vllm_kvq.kernels.torch import attend, pack
 from vllm_kvq.kernels.torch.attend import Partial, merge
@@ -67,6 +68,6 @@ def kernels_for(device: torch.device) -> Kernels:
     if wanted not in ("auto", "torch"):
         raise ValueError(f"VLLM_KVQ_KERNELS is {wanted!r}; it is 'auto' or 'torch'")
     if wanted == "auto" and device.type == "cpu":
-        cpu.library()  # built and loaded now, not when the first request waits
+        library()  # built and loaded now, not when the first request waits
         return CPU
     return TORCH

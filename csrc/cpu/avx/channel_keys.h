@@ -30,13 +30,13 @@ struct ChannelKeys {
   static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
     const Layout& l = *task.layout;
-    fold<R>(task.query + row * D, slab.data + l.key_at[1], slab.data + l.key_at[2], work);
+    fold<R>(task.query + row * D, slab.data + l.k_scale, slab.data + l.k_zero, work);
     float* scores = task.scores + row * BLOCK + column;
     const auto finish = [&](auto r, int token, Reals s) KVQ_LAMBDA {
       const Reals step = L::all(work.step[r]), offset = L::all(work.offset[r]);
       store(scores + r * BLOCK + token, fmadd(s, step, offset));
     };
-    dot_keys<D, BITS, R>(slab.data + l.key_at[0], work.q8, task.prefetch, finish);
+    dot_keys<D, BITS, R>(slab.data + l.k_codes, work.q8, task.prefetch, finish);
   }
 
   template <int R>

@@ -53,7 +53,7 @@ struct HybridKeys2 {
 
   static void score(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
-    if (task.prepared != slab.page) prepare(task, slab.page + task.layout->page_at[0], work);
+    if (task.prepared != slab.page) prepare(task, slab.page + task.layout->k_inner_norm, work);
     task.prepared = slab.page;
     row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row, work); });
   }
@@ -89,7 +89,7 @@ struct HybridKeys2 {
   static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row, const Work& work) {
     constexpr int X = R * PARTS, T = VECTORS<X>;
     const Layout& l = *task.layout;
-    const uint8_t* codes = slab.data + l.key_at[0];
+    const uint8_t* codes = slab.data + l.k_codes;
     const int8_t* q8 = work.q8[row / 4][0][0];
     for (int token = 0; token < SLAB; token += WIDTH * T) {
       Reals scores[R][T];
@@ -98,7 +98,7 @@ struct HybridKeys2 {
         HybridParameters p[T];
         unroll<T>([&](auto t) KVQ_LAMBDA {
           const int at = g * SLAB + token + WIDTH * t;
-          p[t].read(slab.data + l.key_at[1] + 2 * at, slab.data + l.key_at[2] + 4 * at);
+          p[t].read(slab.data + l.k_scale + 2 * at, slab.data + l.k_slot + 4 * at);
         });
         Ints acc[X][T];
         clear(acc);

@@ -68,9 +68,9 @@ struct HybridValues2 {
     HybridParameters p[T];
     unroll<T>([&](auto t) KVQ_LAMBDA {
       const int at = c + WIDTH * t;
-      codes[t] = slab.data + l.value_at[0] + at % stride * 4;
+      codes[t] = slab.data + l.v_codes + at % stride * 4;
       shift[t] = L::all32(int(at / stride) * 2);
-      p[t].read(slab.data + l.value_at[1] + 2 * at, slab.data + l.value_at[2] + 4 * at);
+      p[t].read(slab.data + l.v_scale + 2 * at, slab.data + l.v_slot + 4 * at);
       unroll<X>([&](auto x) KVQ_LAMBDA { acc[x][t] = Ints{}; });
     });
     const int8_t* weights = work.weights[0][0] + s * SLAB;

@@ -56,15 +56,15 @@ struct PolarKeys {
     }
     task.prepared = slab.page;
     if constexpr (RADIUS_BITS == 4) {
-      spread<8>(slab.data + l.key_at[0], [&](int p, __m256i codes) KVQ_LAMBDA {
+      spread<8>(slab.data + l.k_polar, [&](int p, __m256i codes) KVQ_LAMBDA {
         const __m256i nibble = _mm256_set1_epi8(15);
         store_bytes(work.angle_codes[p], _mm256_and_si256(codes, nibble));
         store_bytes(work.radius_codes[p], _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble));
       });
     } else {
       const auto into = [](uint8_t (*to)[32]) { return [to](int p, __m256i codes) { store_bytes(to[p], codes); }; };
-      spread<4>(slab.data + l.key_at[0], into(work.angle_codes));
-      spread<2>(slab.data + l.key_at[1], into(work.radius_codes));
+      spread<4>(slab.data + l.k_angle, into(work.angle_codes));
+      spread<2>(slab.data + l.k_radius, into(work.radius_codes));
     }
     look_up(work, task.prefetch);
     row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, column, row, work); });
@@ -74,15 +74,15 @@ struct PolarKeys {
   static __attribute__((noinline)) void read_grid(const Layout& l, const uint8_t* page, Work& work) {
     const __m256 half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(32767.0f);
     for (int p = 0; p < PAIRS; p += 8) {
-      const auto grid = [&](int i) { return Lanes8::load_halves(page + l.page_at[i] + 2 * p); };
-      const __m256 angle_step = grid(1), radius_step = grid(3);
-      const __m256 radius0 = _mm256_fmadd_ps(half, radius_step, grid(2));
+      const auto grid = [&](int64_t field) { return Lanes8::load_halves(page + field + 2 * p); };
+      const __m256 angle_step = grid(l.k_angle_step), radius_step = grid(l.k_radius_step);
+      const __m256 radius0 = _mm256_fmadd_ps(half, radius_step, grid(l.k_radius0));
       const __m256 steps = _mm256_set1_ps(float((1 << RADIUS_BITS) - 1));
       const __m256 longest = _mm256_max_ps(_mm256_fmadd_ps(steps, radius_step, radius0), _mm256_set1_ps(1e-30f));
       const __m256 factor = _mm256_div_ps(_mm256_set1_ps(LONGEST), longest);
       _mm256_storeu_ps(work.unit + p, _mm256_mul_ps(longest, _mm256_set1_ps(1 / LONGEST)));
       __m256 s, c, turn_s, turn_c, sines[CODES];
-      sine_cosine(_mm256_fmadd_ps(half, angle_step, grid(0)), s, c);
+      sine_cosine(_mm256_fmadd_ps(half, angle_step, grid(l.k_angle0)), s, c);
       sine_cosine(angle_step, turn_s, turn_c);
       by_pair(work.cosine, p, [&](int a) {
         const __m256 cosine = c;

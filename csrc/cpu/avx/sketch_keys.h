@@ -30,7 +30,7 @@ struct SketchKeys {
   static void score(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
     const Layout& l = *task.layout;
-    const uint8_t* index = slab.data + l.key_at[4];
+    const uint8_t* index = slab.data + l.ko_index;
     if (!work.prepared || std::memcmp(work.index, index, l.outliers)) {
       row_tiles(task.rows, [&](auto r, int row) { prepare<decltype(r)::value>(task, index, row, work); });
       std::memcpy(work.index, index, l.outliers);
@@ -86,14 +86,14 @@ struct SketchKeys {
   static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row, const Work& work) {
     const Layout& l = *task.layout;
     float* scores = task.scores + row * BLOCK + column;
-    work.inner.template add<R>(slab.data + l.key_at[0], row, task.prefetch, [&](auto r, int token, Reals s) KVQ_LAMBDA {
+    work.inner.template add<R>(slab.data + l.k_bits, row, task.prefetch, [&](auto r, int token, Reals s) KVQ_LAMBDA {
       const Reals step = L::all(work.inner.step[row + r] * task.constants->sketch_scale);
-      store(scores + r * BLOCK + token, s * step * L::load_halves(slab.data + l.key_at[1] + 2 * token));
+      store(scores + r * BLOCK + token, s * step * L::load_halves(slab.data + l.k_norm + 2 * token));
     });
-    work.outer.template add<R>(slab.data + l.key_at[2], row, task.prefetch, [&](auto r, int token, Reals s) KVQ_LAMBDA {
+    work.outer.template add<R>(slab.data + l.ko_bits, row, task.prefetch, [&](auto r, int token, Reals s) KVQ_LAMBDA {
       const Reals step = L::all(work.outer.step[row + r] * task.constants->outer_scale);
       float* to = scores + r * BLOCK + token;
-      store(to, fmadd(s * step, L::load_halves(slab.data + l.key_at[3] + 2 * token), L::load(to)));
+      store(to, fmadd(s * step, L::load_halves(slab.data + l.ko_norm + 2 * token), L::load(to)));
     });
   }
 };

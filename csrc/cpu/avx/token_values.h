@@ -68,9 +68,9 @@ struct TokenValues {
 
   static void find_widest(const Layout& l, const Slab* slabs, int count, int groups, Work& work) {
     for (int t = 0; t < count * SLAB; t += WIDTH) {
-      Reals widest = parameters(slabs, l.value_at[1], 0, t, work);
+      Reals widest = parameters(slabs, l.v_scale, 0, t, work);
       for (int g = 1; g < groups; ++g)
-        widest = maximum(widest, parameters(slabs, l.value_at[1], g, t, work));
+        widest = maximum(widest, parameters(slabs, l.v_scale, g, t, work));
       store(work.widest + t, widest);
     }
   }
@@ -106,8 +106,8 @@ struct TokenValues {
     for (int t = 0; t < count * SLAB; t += SLAB) {
       Reals scale[PER_SLAB], zero[PER_SLAB];
       unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
-        scale[v] = parameters(slabs, l.value_at[1], g, t + WIDTH * v, work);
-        zero[v] = parameters(slabs, l.value_at[2], g, t + WIDTH * v, work);
+        scale[v] = parameters(slabs, l.v_scale, g, t + WIDTH * v, work);
+        zero[v] = parameters(slabs, l.v_zero, g, t + WIDTH * v, work);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         Reals x[PER_SLAB];
@@ -132,7 +132,7 @@ struct TokenValues {
     int64_t at[T];
     Ints shift[T], sums[R][T];
     unroll<T>([&](auto t) KVQ_LAMBDA {
-      at[t] = l.value_at[0] + (c + WIDTH * t) % stride * 4;
+      at[t] = l.v_codes + (c + WIDTH * t) % stride * 4;
       shift[t] = L::all32(int((c + WIDTH * t) / stride) * BITS);
       unroll<R>([&](auto r) KVQ_LAMBDA { sums[r][t] = Ints{}; });
     });

@@ -25,7 +25,7 @@ struct ChannelKeys {
   static void score(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
     const Layout& l = *task.layout;
-    const uint8_t *codes = slab.data + l.key_at[0], *scale = slab.data + l.key_at[1], *zero = slab.data + l.key_at[2];
+    const uint8_t *codes = slab.data + l.k_codes, *scale = slab.data + l.k_scale, *zero = slab.data + l.k_zero;
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
       fold<R>(task.query + row * D, scale, zero, work);

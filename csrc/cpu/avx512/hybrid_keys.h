@@ -55,7 +55,7 @@ struct HybridKeys2 {
 
   static void score(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
-    if (task.prepared != slab.page) prepare(task, slab.page + task.layout->page_at[0], work);
+    if (task.prepared != slab.page) prepare(task, slab.page + task.layout->k_inner_norm, work);
     task.prepared = slab.page;
     row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row, work); });
   }
@@ -88,13 +88,13 @@ struct HybridKeys2 {
   template <int R>
   static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row, const Work& work) {
     const Layout& l = *task.layout;
-    const uint8_t* codes = slab.data + l.key_at[0];
+    const uint8_t* codes = slab.data + l.k_codes;
     const int8_t* q8 = work.q8[row / 4][0][0];
     __m512 scores[R][2];
     unroll<R>([&](auto r) KVQ_LAMBDA { scores[r][0] = scores[r][1] = _mm512_setzero_ps(); });
     for (int g = 0; g < GROUPS; ++g) {
-      const HybridParameters low(slab.data + l.key_at[1] + g * 64, slab.data + l.key_at[2] + g * 128);
-      const HybridParameters high(slab.data + l.key_at[1] + g * 64 + 32, slab.data + l.key_at[2] + g * 128 + 64);
+      const HybridParameters low(slab.data + l.k_scale + g * 64, slab.data + l.k_slot + g * 128);
+      const HybridParameters high(slab.data + l.k_scale + g * 64 + 32, slab.data + l.k_slot + g * 128 + 64);
       __m512i sums[CHAINS<R>][R * PARTS][2];
       auto& acc = sums[0];
       unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {

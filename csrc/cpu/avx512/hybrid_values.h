@@ -69,10 +69,10 @@ struct HybridValues2 {
     __m512 total[R][2];  // in units of `step`
     unroll<R>([&](auto r) KVQ_LAMBDA { total[r][0] = total[r][1] = _mm512_setzero_ps(); });
     for (int s = 0; s < count; ++s) {
-      const uint8_t *data = slabs[s].data, *codes = data + l.value_at[0];
+      const uint8_t *data = slabs[s].data, *codes = data + l.v_codes;
       const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
-      const HybridParameters low(data + l.value_at[1] + 2 * c, data + l.value_at[2] + 4 * c);
-      const HybridParameters high(data + l.value_at[1] + 2 * c + 32, data + l.value_at[2] + 4 * c + 64);
+      const HybridParameters low(data + l.v_scale + 2 * c, data + l.v_slot + 4 * c);
+      const HybridParameters high(data + l.v_scale + 2 * c + 32, data + l.v_slot + 4 * c + 64);
       const int8_t* weights = work.weights[0][0] + s * SLAB;
       const char* ahead = prefetch.take<SLAB / 4>();
       __m512i sums[CHAINS<R>][R * PARTS][2];

@@ -92,9 +92,9 @@ struct PolarKeys {
   static __attribute__((noinline)) void read_grid(const Layout& l, const uint8_t* page, Work& work) {
     alignas(64) uint16_t least[PAIRS], span[PAIRS];  // of the radii, in units of 1 / 256
     for (int p = 0; p < PAIRS; p += 16) {
-      const auto grid = [&](int i) __attribute__((always_inline)) { return load_halves(page + l.page_at[i] + 2 * p); };
-      const __m512 half = _mm512_set1_ps(0.5f), angle_step = grid(1), radius_step = grid(3);
-      const __m512 first = _mm512_fmadd_ps(half, radius_step, grid(2));
+      const auto grid = [&](int64_t field) KVQ_LAMBDA { return load_halves(page + field + 2 * p); };
+      const __m512 half = _mm512_set1_ps(0.5f), angle_step = grid(l.k_angle_step), radius_step = grid(l.k_radius_step);
+      const __m512 first = _mm512_fmadd_ps(half, radius_step, grid(l.k_radius0));
       const __m512 last = _mm512_fmadd_ps(radius_step, _mm512_set1_ps(float(STEPS - 1)), first);
       const __m512 widest = _mm512_set1_ps(65280.0f);
       const __m512i low = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_mul_ps(first, widest), last));
@@ -103,7 +103,7 @@ struct PolarKeys {
 
       const __m512 unit = _mm512_mul_ps(last, _mm512_set1_ps(1 / 255.0f));
       __m512 s[CODES / 2], c[CODES / 2], middle_s, middle_c;
-      sine_cosine(_mm512_fmadd_ps(angle_step, _mm512_set1_ps(CODES / 2), grid(0)), middle_s, middle_c);
+      sine_cosine(_mm512_fmadd_ps(angle_step, _mm512_set1_ps(CODES / 2), grid(l.k_angle0)), middle_s, middle_c);
       _mm512_store_ps(work.middle_sine + p, _mm512_mul_ps(middle_s, unit));
       _mm512_store_ps(work.middle_cosine + p, _mm512_mul_ps(middle_c, unit));
       // half a step is at most a 32nd of a turn, then turned by one step, by two, by four
@@ -234,8 +234,8 @@ struct PolarKeys {
     const Layout& l = *task.layout;
     const auto& table = work.table[row / 4];
     for (int half = 0; half < 2; ++half) {
-      const uint8_t* angle_codes = slab.data + l.key_at[0] + half * 64;
-      const uint8_t* radius_codes = RADIUS_BITS == 4 ? angle_codes : slab.data + l.key_at[1] + half * 64;
+      const uint8_t* angle_codes = slab.data + (RADIUS_BITS == 4 ? l.k_polar : l.k_angle) + half * 64;
+      const uint8_t* radius_codes = RADIUS_BITS == 4 ? angle_codes : slab.data + l.k_radius + half * 64;
       __m512i acc[R * 3][2];  // r_hi T_hi, r_hi T_lo, r_lo T_hi, of even and odd quads if the rows are few
       constexpr int CHAINS = R <= 2 ? 2 : 1;
       unroll<R * 3>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });

@@ -143,7 +143,7 @@ struct SketchKeys {
   static void score(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
     const Layout& l = *task.layout;
-    const uint8_t* index = slab.data + l.key_at[4];
+    const uint8_t* index = slab.data + l.ko_index;
     if (!work.prepared || std::memcmp(work.index, index, l.outliers)) {
       row_tiles(task.rows, [&](auto r, int row) { prepare<decltype(r)::value>(task, index, row, work); });
       std::memcpy(work.index, index, l.outliers);
@@ -194,11 +194,11 @@ struct SketchKeys {
     const Layout& l = *task.layout;
     const Constants& constants = *task.constants;
     __m512 inner[R][2], outer[R][2];
-    work.inner.template add<R>(slab.data + l.key_at[0], row, task.prefetch, inner);
-    work.outer.template add<R>(slab.data + l.key_at[2], row, task.prefetch, outer);
+    work.inner.template add<R>(slab.data + l.k_bits, row, task.prefetch, inner);
+    work.outer.template add<R>(slab.data + l.ko_bits, row, task.prefetch, outer);
     for (int half = 0; half < 2; ++half) {
-      const __m512 inner_norm = load_halves(slab.data + l.key_at[1] + 32 * half);
-      const __m512 outer_norm = load_halves(slab.data + l.key_at[3] + 32 * half);
+      const __m512 inner_norm = load_halves(slab.data + l.k_norm + 32 * half);
+      const __m512 outer_norm = load_halves(slab.data + l.ko_norm + 32 * half);
       unroll<R>([&](auto r) KVQ_LAMBDA {
         const __m512 x = _mm512_set1_ps(work.inner.step[row + r] * constants.sketch_scale);
         const __m512 y = _mm512_set1_ps(work.outer.step[row + r] * constants.outer_scale);

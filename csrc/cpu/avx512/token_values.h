@@ -55,7 +55,7 @@ struct TokenValues {
 
   static void find_widest(const Layout& l, const Slab* slabs, int count, int groups, Work& work) {
     for (int s = 0; s < count; ++s) {
-      const uint8_t* p = slabs[s].data + l.value_at[1];
+      const uint8_t* p = slabs[s].data + l.v_scale;
       const __mmask16 first = work.attended[2 * s], second = work.attended[2 * s + 1];
       __m512 widest[2] = {parameters(p, first), parameters(p + 32, second)};
       for (int g = 1; g < groups; ++g) {
@@ -104,8 +104,8 @@ struct TokenValues {
       __m512 scale[4], zero[4];
       unroll<4>([&](auto v) KVQ_LAMBDA {
         const __mmask16 attended = work.attended[2 * s + v];
-        scale[v] = parameters(data[v / 2] + l.value_at[1] + v % 2 * 32, attended);
-        zero[v] = parameters(data[v / 2] + l.value_at[2] + v % 2 * 32, attended);
+        scale[v] = parameters(data[v / 2] + l.v_scale + v % 2 * 32, attended);
+        zero[v] = parameters(data[v / 2] + l.v_zero + v % 2 * 32, attended);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         __m512 x[4];
@@ -134,7 +134,7 @@ struct TokenValues {
       unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
     });
     for (int s = 0; s < count; ++s) {
-      const uint8_t* codes = slabs[s].data + l.value_at[0];
+      const uint8_t* codes = slabs[s].data + l.v_codes;
       const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
       const int8_t* weights = work.weights[group][0][0] + s * SLAB;
       const char* ahead = prefetch.take<SLAB / 4>();  // at once: a branch amid the sums would move them about

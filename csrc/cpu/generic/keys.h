@@ -49,10 +49,10 @@ inline void score(Task& task, const Slab& slab, int column) {
   const float* query = task.query;
   if (l.keys == Keys::sketch) {
     const Constants& constants = *task.constants;
-    unpack_signs(slab.data + l.key_at[0], slab.data + l.key_at[1], l.sketch_rows, constants.sketch_scale, k);
-    unpack_signs(slab.data + l.key_at[2], slab.data + l.key_at[3], l.outer_rows, constants.outer_scale,
+    unpack_signs(slab.data + l.k_bits, slab.data + l.k_norm, l.sketch_rows, constants.sketch_scale, k);
+    unpack_signs(slab.data + l.ko_bits, slab.data + l.ko_norm, l.outer_rows, constants.outer_scale,
                  k + l.sketch_rows * SLAB);
-    for (int r = 0; r < task.rows; ++r) sketch_features(task, slab.data + l.key_at[4], r, extra + r * features);
+    for (int r = 0; r < task.rows; ++r) sketch_features(task, slab.data + l.ko_index, r, extra + r * features);
     query = extra;
   } else {
     unpack_keys(task, slab, extra, k);

@@ -16,12 +16,12 @@ namespace generic {
 // QJL's k[c][t] of a slab; `work` has sketch_floats(l).
 inline void rebuild_sketched(const Layout& l, const Constants& constants, const Slab& slab, float* work, float* k) {
   const int d = int(l.d), m = int(l.sketch_rows), outer_m = int(l.outer_rows), n = int(l.outliers);
-  unpack_signs(slab.data + l.key_at[0], slab.data + l.key_at[1], m, constants.sketch_scale, work);
+  unpack_signs(slab.data + l.k_bits, slab.data + l.k_norm, m, constants.sketch_scale, work);
   multiply(constants.sketch, m, d, m, work, SLAB, k, SLAB);
-  unpack_signs(slab.data + l.key_at[2], slab.data + l.key_at[3], outer_m, constants.outer_scale, work);
+  unpack_signs(slab.data + l.ko_bits, slab.data + l.ko_norm, outer_m, constants.outer_scale, work);
   float* outliers = work + outer_m * SLAB;
   multiply(constants.outer, outer_m, n, outer_m, work, SLAB, outliers, SLAB);
-  const uint8_t* index = slab.data + l.key_at[4];
+  const uint8_t* index = slab.data + l.ko_index;
   for (int i = 0; i < n; ++i) std::memcpy(k + (index[i] < d ? index[i] : 0) * SLAB, outliers + i * SLAB, 4 * SLAB);
 }
 

@@ -53,11 +53,11 @@ inline void put_raw(float x, Dtype dtype, uint8_t* to, int64_t at) {
 inline void pack_raw_keys(const PackUnit& u) {
   const Layout& l = *u.layout;
   for (int64_t c = 0; c < l.d; ++c)
-    for (int t = 0; t < SLAB; ++t) put_raw(u.key[t * l.d + c], l.raw_dtype, u.slabs + l.key_at[0], c * SLAB + t);
+    for (int t = 0; t < SLAB; ++t) put_raw(u.key[t * l.d + c], l.raw_dtype, u.slabs + l.k_raw, c * SLAB + t);
 }
 
 inline void pack_raw_values(const Layout& l, const float* value, uint8_t* slab) {
-  for (int64_t i = 0; i < SLAB * l.d; ++i) put_raw(value[i], l.raw_dtype, slab + l.value_at[0], i);
+  for (int64_t i = 0; i < SLAB * l.d; ++i) put_raw(value[i], l.raw_dtype, slab + l.v_raw, i);
 }
 
 inline size_t pack_work_bytes(const Layout& l, int64_t tokens) {

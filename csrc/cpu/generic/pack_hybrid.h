@@ -44,9 +44,9 @@ inline void hybrid_codes(const float* x, int64_t stride, int bits, int32_t* code
 inline void pack_hybrid_values(const Layout& l, const float* value, uint8_t* slab, char* work) {
   int32_t* codes = reinterpret_cast<int32_t*>(work);
   for (int64_t c = 0; c < l.d; c += SLAB)
-    hybrid_codes(value + c, l.d, int(l.value_bits), codes + c, l.d, slab + l.value_at[1] + 2 * c,
-                 slab + l.value_at[2] + 4 * c);
-  put_value_codes(codes, l.d, int(l.value_bits), slab + l.value_at[0]);
+    hybrid_codes(value + c, l.d, int(l.value_bits), codes + c, l.d, slab + l.v_scale + 2 * c,
+                 slab + l.v_slot + 4 * c);
+  put_value_codes(codes, l.d, int(l.value_bits), slab + l.v_codes);
 }
 
 // The norm as stored (`usable_norm`): 1 for a dead channel, at least 1/64.
@@ -57,7 +57,7 @@ inline void pack_hybrid_keys(const PackUnit& u) {
   int32_t* codes = reinterpret_cast<int32_t*>(u.work);  // [32][d]
   float norm[256], block[SLAB * SLAB];
   int32_t turned[SLAB * SLAB];
-  uint8_t* stored = u.record + l.page_at[0];
+  uint8_t* stored = u.record + l.k_inner_norm;
   for (int64_t c = 0; c < l.d; c += LANES) {
     Floats n = splat(1.0f);
     if (u.follows) {
@@ -78,12 +78,12 @@ inline void pack_hybrid_keys(const PackUnit& u) {
   for (int64_t first = 0; first < l.d; first += SLAB) {
     for (int t = 0; t < SLAB; ++t)
       for (int c = 0; c < SLAB; ++c) block[c * SLAB + t] = u.key[t * l.d + first + c] / norm[first + c];
-    hybrid_codes(block, SLAB, int(l.key_bits), turned, SLAB, u.slabs + l.key_at[1] + 2 * first,
-                 u.slabs + l.key_at[2] + 4 * first);
+    hybrid_codes(block, SLAB, int(l.key_bits), turned, SLAB, u.slabs + l.k_scale + 2 * first,
+                 u.slabs + l.k_slot + 4 * first);
     for (int t = 0; t < SLAB; ++t)
       for (int c = 0; c < SLAB; ++c) codes[t * l.d + first + c] = turned[c * SLAB + t];
   }
-  put_key_codes(codes, l.d, int(l.key_bits), u.slabs + l.key_at[0]);
+  put_key_codes(codes, l.d, int(l.key_bits), u.slabs + l.k_codes);
 }
 
 }  // namespace generic

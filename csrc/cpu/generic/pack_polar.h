@@ -119,11 +119,12 @@ inline void pack_polar(const PackUnit& u) {
       std::memcpy(radii + t * LANES, r, sizeof r);
     }
     const PolarGrid g = polar_grid(l, angles, radii, tokens, sorted);
-    if (l.paper) {
-      store_halves(u.record + l.page_at[0] + 2 * p, g.radius_step);
-    } else {
-      const Floats parameters[4] = {g.angle0, g.angle_step, g.radius0, g.radius_step};
-      for (int i = 0; i < 4; ++i) store_halves(u.record + l.page_at[i] + 2 * p, parameters[i]);
+    uint8_t* page = u.record + 2 * p;
+    store_halves(page + l.k_radius_step, g.radius_step);
+    if (!l.paper) {
+      store_halves(page + l.k_angle0, g.angle0);
+      store_halves(page + l.k_angle_step, g.angle_step);
+      store_halves(page + l.k_radius0, g.radius0);
     }
     for (int64_t t = 0; t < tokens; ++t) {
       const Floats phi = load(angles + t * LANES), r = load(radii + t * LANES);
@@ -144,10 +145,10 @@ inline void pack_polar(const PackUnit& u) {
     uint8_t* slab = u.slabs + t / SLAB * l.slab_bytes;
     if (l.key_bits == 4 && l.radius_bits == 4) {
       for (int64_t i = t * pairs; i < (t + SLAB) * pairs; ++i) angle[i] |= radius[i] << 4;
-      put_key_codes(angle + t * pairs, pairs, 8, slab + l.key_at[0]);
+      put_key_codes(angle + t * pairs, pairs, 8, slab + l.k_polar);
     } else {
-      put_key_codes(angle + t * pairs, pairs, int(l.key_bits), slab + l.key_at[0]);
-      put_key_codes(radius + t * pairs, pairs, int(l.radius_bits), slab + l.key_at[1]);
+      put_key_codes(angle + t * pairs, pairs, int(l.key_bits), slab + l.k_angle);
+      put_key_codes(radius + t * pairs, pairs, int(l.radius_bits), slab + l.k_radius);
     }
   }
 }

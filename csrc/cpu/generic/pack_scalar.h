@@ -134,11 +134,11 @@ inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t
 // The recursion of formats/squat.py: x_t = k_t - pull_t^T z, z += U_t (y_t - k_t).
 inline void pack_channel(const PackUnit& u) {
   const Layout& l = *u.layout;
-  const int64_t d = l.d, block = u.pull ? u.block : d;
+  const int64_t d = l.d, block = u.pull ? l.squat_block : d;
   const int rank = int(u.state_rows);
   int32_t* codes = reinterpret_cast<int32_t*>(u.work);
   float *x = reinterpret_cast<float*>(codes + SLAB * d), *error = x + SLAB * d, *z = error + SLAB * d;
-  uint8_t *scale = u.slabs + l.key_at[1], *zero = u.slabs + l.key_at[2];
+  uint8_t *scale = u.slabs + l.k_scale, *zero = u.slabs + l.k_zero;
   if (u.pull) std::memset(z, 0, 4 * SLAB * 16);
   for (int64_t start = 0; start < d; start += block) {
     const int64_t end = start + block < d ? start + block : d;
@@ -162,7 +162,7 @@ inline void pack_channel(const PackUnit& u) {
         z[t * 16 + r] += sum(dot);
       }
   }
-  put_key_codes(codes, d, int(l.key_bits), u.slabs + l.key_at[0]);
+  put_key_codes(codes, d, int(l.key_bits), u.slabs + l.k_codes);
 }
 
 inline float smallest(Floats v) {
@@ -190,8 +190,8 @@ inline void pack_token_values(const Layout& l, const float* value, uint8_t* slab
     }
     for (int t = 0; t < SLAB; t += LANES) {
       const Floats s = positive_half((load(hi + t) - load(lo + t)) / top), z = half(load(lo + t));
-      store_halves(slab + l.value_at[1] + 2 * (g * SLAB + t), s);
-      store_halves(slab + l.value_at[2] + 2 * (g * SLAB + t), z);
+      store_halves(slab + l.v_scale + 2 * (g * SLAB + t), s);
+      store_halves(slab + l.v_zero + 2 * (g * SLAB + t), z);
       store(hi + t, s);
       store(lo + t, z);
     }
@@ -201,7 +201,7 @@ inline void pack_token_values(const Layout& l, const float* value, uint8_t* slab
         std::memcpy(codes + t * l.d + c, &code, sizeof code);
       }
   }
-  put_value_codes(codes, l.d, int(l.value_bits), slab + l.value_at[0]);
+  put_value_codes(codes, l.d, int(l.value_bits), slab + l.v_codes);
 }
 
 }  // namespace generic

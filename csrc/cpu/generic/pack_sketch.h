@@ -63,7 +63,7 @@ inline void pack_sketch(const PackUnit& u) {
   float *inner = reinterpret_cast<float*>(u.work), *outer = inner + SLAB * l.d, *features = outer + SLAB * SLAB;
   float* panel = features + SLAB * SLAB;
   int32_t* signs = reinterpret_cast<int32_t*>(panel + l.d * SLAB);
-  uint8_t* index = u.slabs + l.key_at[4];
+  uint8_t* index = u.slabs + l.ko_index;
   outlier_channels(u.key, u.state, l.d, l.outliers, index);
   std::memcpy(inner, u.key, 4 * size_t(SLAB) * l.d);
   std::memset(outer, 0, 4 * SLAB * SLAB);
@@ -73,9 +73,9 @@ inline void pack_sketch(const PackUnit& u) {
       inner[t * l.d + index[i]] = 0;
     }
   put_signs(inner, l.d, l.d, u.constants->sketch, l.sketch_rows, features, panel, signs,
-            u.slabs + l.key_at[0], u.slabs + l.key_at[1]);
+            u.slabs + l.k_bits, u.slabs + l.k_norm);
   put_signs(outer, SLAB, l.outliers, u.constants->outer, l.outer_rows, features, panel, signs,
-            u.slabs + l.key_at[2], u.slabs + l.key_at[3]);
+            u.slabs + l.ko_bits, u.slabs + l.ko_norm);
 }
 
 }  // namespace generic

@@ -86,19 +86,19 @@ struct HybridGroups {
 
 inline void unpack_channel(const Layout& l, const Slab& slab, float* k) {
   float scale[256], zero[256];
-  read_halves(slab.data + l.key_at[1], int(l.d), scale);
-  read_halves(slab.data + l.key_at[2], int(l.d), zero);
-  unpack_key_codes(slab.data + l.key_at[0], int(l.d), int(l.key_bits), [&](int c, int t, Ints code) {
+  read_halves(slab.data + l.k_scale, int(l.d), scale);
+  read_halves(slab.data + l.k_zero, int(l.d), zero);
+  unpack_key_codes(slab.data + l.k_codes, int(l.d), int(l.key_bits), [&](int c, int t, Ints code) {
     store(k + c * SLAB + t, zero[c] + to_floats(code) * scale[c]);
   });
 }
 
 inline void unpack_hybrid(const Layout& l, const Slab& slab, float* k) {
   const int d = int(l.d), bits = int(l.key_bits);
-  const HybridGroups groups(slab.data + l.key_at[1], slab.data + l.key_at[2], d, bits);  // by 32 channels, then tokens
+  const HybridGroups groups(slab.data + l.k_scale, slab.data + l.k_slot, d, bits);  // by 32 channels, then tokens
   float norm[256];
-  read_halves(slab.page + l.page_at[0], d, norm);
-  unpack_key_codes(slab.data + l.key_at[0], d, bits, [&](int c, int t, Ints code) {
+  read_halves(slab.page + l.k_inner_norm, d, norm);
+  unpack_key_codes(slab.data + l.k_codes, d, bits, [&](int c, int t, Ints code) {
     store(k + c * SLAB + t, groups.value(c / SLAB * SLAB + t, c % SLAB, code) * norm[c]);
   });
 }
@@ -115,14 +115,18 @@ inline void unpack_signs(const uint8_t* bits, const uint8_t* norms, int rows, fl
 // The page's tables: cos and sin of all angles of a pair, from the first one by rotation, and its radii.
 inline void polar_tables(const Layout& l, const uint8_t* page, float* cosines, float* sines, float* radii) {
   const int pairs = l.d / 2, angles = 1 << l.key_bits, steps = 1 << l.radius_bits;
-  float grid[4][128];
+  float angle0[128], angle_step[128], first_radius[128], radius_step[128];
   const float turn = 6.28318530718f;
-  for (int i = 0; i < (l.paper ? 1 : 4); ++i) read_halves(page + l.page_at[i], pairs, grid[i]);
+  read_halves(page + l.k_radius_step, pairs, radius_step);
+  if (!l.paper) {
+    read_halves(page + l.k_angle0, pairs, angle0);
+    read_halves(page + l.k_angle_step, pairs, angle_step);
+    read_halves(page + l.k_radius0, pairs, first_radius);
+  }
   for (int p = 0; p < pairs; ++p) {
-    const float step = l.paper ? turn / angles : grid[1][p];
-    const float first = l.paper ? 0.0f : grid[0][p] + 0.5f * step;
-    const float radius_step = l.paper ? grid[0][p] : grid[3][p];
-    const float radius0 = l.paper ? 0.0f : grid[2][p] + 0.5f * radius_step;
+    const float step = l.paper ? turn / angles : angle_step[p];
+    const float first = l.paper ? 0.0f : angle0[p] + 0.5f * step;
+    const float radius0 = l.paper ? 0.0f : first_radius[p] + 0.5f * radius_step[p];
     const float c = __builtin_cosf(step), s = __builtin_sinf(step);
     float x = __builtin_cosf(first), y = __builtin_sinf(first);
     for (int a = 0; a < angles; ++a) {
@@ -132,7 +136,7 @@ inline void polar_tables(const Layout& l, const uint8_t* page, float* cosines, f
       y = x * s + y * c;
       x = turned;
     }
-    for (int r = 0; r < steps; ++r) radii[p * 16 + r] = radius0 + float(r) * radius_step;
+    for (int r = 0; r < steps; ++r) radii[p * 16 + r] = radius0 + float(r) * radius_step[p];
   }
 }
 
@@ -148,7 +152,7 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
   task.prepared = slab.page;
   uint8_t angle[128 * SLAB], radius[128 * SLAB];
   if (l.key_bits == 4 && l.radius_bits == 4) {
-    unpack_key_codes(slab.data + l.key_at[0], pairs, 8, [&](int p, int t, Ints code) {
+    unpack_key_codes(slab.data + l.k_polar, pairs, 8, [&](int p, int t, Ints code) {
       for (int i = 0; i < LANES; ++i) angle[p * SLAB + t + i] = code[i] & 15, radius[p * SLAB + t + i] = code[i] >> 4;
     });
   } else {
@@ -157,8 +161,8 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
         for (int i = 0; i < LANES; ++i) to[p * SLAB + t + i] = uint8_t(code[i]);
       };
     };
-    unpack_key_codes(slab.data + l.key_at[0], pairs, l.key_bits, put(angle));
-    unpack_key_codes(slab.data + l.key_at[1], pairs, l.radius_bits, put(radius));
+    unpack_key_codes(slab.data + l.k_angle, pairs, l.key_bits, put(angle));
+    unpack_key_codes(slab.data + l.k_radius, pairs, l.radius_bits, put(radius));
   }
   for (int p = 0; p < pairs; ++p) {
     float *x = k + constants.pairs[p] * SLAB, *y = k + constants.pairs[pairs + p] * SLAB;
@@ -178,7 +182,7 @@ inline void unpack_keys(Task& task, const Slab& slab, float* tables, float* k) {
     case Keys::channel: return unpack_channel(l, slab, k);
     case Keys::hybrid: return unpack_hybrid(l, slab, k);
     case Keys::polar: return unpack_polar(task, slab, tables, k);
-    case Keys::raw: return read_raw(slab.data + l.key_at[0], l.raw_dtype, int(l.d) * SLAB, k);
+    case Keys::raw: return read_raw(slab.data + l.k_raw, l.raw_dtype, int(l.d) * SLAB, k);
     case Keys::sketch: return;
   }
 }
@@ -210,13 +214,13 @@ inline void unpack_value_codes(const uint8_t* codes, int d, int bits, Put put) {
 
 inline void unpack_token_values(const Layout& l, const Slab& slab, float* v) {
   const int d = int(l.d), width = int(l.group);
-  unpack_value_codes(slab.data + l.value_at[0], d, int(l.value_bits), [&](int t, int c, Ints code, int count) {
+  unpack_value_codes(slab.data + l.v_codes, d, int(l.value_bits), [&](int t, int c, Ints code, int count) {
     store_some(v + t * d + c, to_floats(code), count);
   });
   for (int first = 0, g = 0; first < d; first += width, ++g) {
     float scale[SLAB], zero[SLAB];
-    read_halves(slab.data + l.value_at[1] + g * 2 * SLAB, SLAB, scale);
-    read_halves(slab.data + l.value_at[2] + g * 2 * SLAB, SLAB, zero);
+    read_halves(slab.data + l.v_scale + g * 2 * SLAB, SLAB, scale);
+    read_halves(slab.data + l.v_zero + g * 2 * SLAB, SLAB, zero);
     const int last = first + width < d ? first + width : d;
     for (int t = slab.low; t < slab.high; ++t) {
       float* row = v + t * d;
@@ -229,8 +233,8 @@ inline void unpack_token_values(const Layout& l, const Slab& slab, float* v) {
 
 inline void unpack_hybrid_values(const Layout& l, const Slab& slab, float* v) {
   const int d = int(l.d), bits = int(l.value_bits);
-  const HybridGroups channels(slab.data + l.value_at[1], slab.data + l.value_at[2], d, bits);
-  unpack_value_codes(slab.data + l.value_at[0], d, bits, [&](int t, int c, Ints code, int count) {
+  const HybridGroups channels(slab.data + l.v_scale, slab.data + l.v_slot, d, bits);
+  unpack_value_codes(slab.data + l.v_codes, d, bits, [&](int t, int c, Ints code, int count) {
     store_some(v + t * d + c, channels.value(c, t, code), count);
   });
 }
@@ -240,7 +244,7 @@ inline void unpack_values(const Layout& l, const Slab& slab, float* v) {
   switch (l.values) {
     case Values::token: return unpack_token_values(l, slab, v);
     case Values::hybrid: return unpack_hybrid_values(l, slab, v);
-    case Values::raw: return read_raw(slab.data + l.value_at[0], l.raw_dtype, int(l.d) * SLAB, v);
+    case Values::raw: return read_raw(slab.data + l.v_raw, l.raw_dtype, int(l.d) * SLAB, v);
   }
 }
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.squat import SQuatKeys
-from vllm_kvq.kernels.cpu.attend import bind, isa, library
+from vllm_kvq.kernels.cpu.layout import bind, companions, supports
+from vllm_kvq.kernels.cpu.library import isa, library
 from vllm_kvq.kernels.slots import SlotGeometry
 
 _NOT_DECODING = -1
@@ -37,22 +37,12 @@ class DecodeStep:
         bound, self._lib = bind(fmt), library()
         if bound is None or self._lib is None:
             raise ValueError(f"{fmt.name} has no C++ kernels here")
-        k = fmt.keys
-        # in the order of `Companions` in csrc/cpu/decode.h
-        cut = torch.tensor(
-            [
-                *(fmt.unit, fmt.W, fmt.S, num_spec),
-                *(slots.ring, slots.ring_at, slots.state_slots, slots.slots_per_block, slots.sidecar_blocks),
-                fmt.state_rows,
-            ]
-        )
-        squat = (k.lam, k.block) if isinstance(k, SQuatKeys) else (1.0, 16)
-        self._constants = (bound.layout, bound.constants, bound.pairs, cut, *squat)
+        self._constants = (bound, companions(fmt, slots, num_spec))
         self._scale, self._isa = scale, isa()
 
     @classmethod
     def create(cls, fmt: PageFormat, slots: SlotGeometry, num_spec: int, scale: float) -> DecodeStep | None:
-        return None if bind(fmt) is None or library() is None else cls(fmt, slots, num_spec, scale)
+        return None if not supports(fmt) else cls(fmt, slots, num_spec, scale)
 
     def run(
         self,
