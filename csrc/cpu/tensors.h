@@ -1,4 +1,5 @@
-// Tensors as the exported functions get them: DLPack views, whose shapes and types are checked here, as plain pointers.
+// Tensors as the exported functions (*/api.cpp) get them from apache-tvm-ffi: DLPack views, whose shapes and types are
+// checked here, as plain pointers. A C++ exception becomes Python's.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
@@ -7,8 +8,8 @@
 
 #include <cstring>
 
-#include "attend.h"
-#include "cpu.h"
+#include "tokens.h"
+#include "isa/isa.h"
 
 namespace kvq_api {
 
