@@ -1,66 +1,108 @@
-// What the kernels know of a format: kinds of codecs and where their fields lie in a record.
+// What the kernels know of a format: the kinds of its codecs, its sizes, and where its fields lie.
 //
-// vllm_kvq/kernels/cpu.py fills a Layout from a PageFormat; the byte layouts themselves are described at the top of
-// the modules in vllm_kvq/formats.
+// Each list below is written once. It makes the enum or the struct, and the names that the library exports, from which
+// vllm_kvq/kernels/cpu/layout.py fills a Layout. What the bytes of a field mean is said at the top of its codec's file in
+// vllm_kvq/formats.
 #pragma once
 
 #include <cstdint>
 
 namespace kvq {
 
-constexpr int SLAB = 32;         // tokens that are packed together
-constexpr int BLOCK_SLABS = 4;   // slabs between two updates of the running softmax
+constexpr int SLAB = 32;        // tokens that are packed together
+constexpr int BLOCK_SLABS = 4;  // slabs between two updates of the running softmax
 constexpr int BLOCK = BLOCK_SLABS * SLAB;
 
-enum class Keys : int64_t {
-  channel,  // SQuat, KIVI    at: codes, scale, zero
-  hybrid,   // InnerQ         at: codes, scale, slot                          page: norm
-  sketch,   // QJL            at: bits, norm, outer bits, outer norm, index
-  polar,    // PolarQuant     at: codes | angle, radius                       page: angle0, angle step, radius0, radius step
-  raw,      // lossless       at: keys
-};
+// KIND(name)
+#define KVQ_KEY_KINDS(KIND)        \
+  KIND(channel) /* SQuat, KIVI */  \
+  KIND(hybrid)  /* InnerQ */       \
+  KIND(sketch)  /* QJL */          \
+  KIND(polar)   /* PolarQuant */   \
+  KIND(raw)     /* lossless */
 
-enum class Values : int64_t {
-  token,   // per token       at: codes, scale, zero
-  hybrid,  // InnerQ          at: codes, scale, slot
-  raw,     // 16 or 32 bits   at: values
-};
+#define KVQ_VALUE_KINDS(KIND)      \
+  KIND(token)  /* per token */     \
+  KIND(hybrid) /* InnerQ */        \
+  KIND(raw)    /* 16 or 32 bits */
 
-enum class Dtype : int64_t { f32, f16, bf16 };
+#define KVQ_DTYPES(KIND) KIND(f32) KIND(f16) KIND(bf16)
 
-// Plain 64-bit fields in the order of `Layout` in cpu.py: the struct is filled by one copy of an int64 array.
+#define KVQ_ENUMERATOR(name) name,
+enum class Keys : int64_t { KVQ_KEY_KINDS(KVQ_ENUMERATOR) };
+enum class Values : int64_t { KVQ_VALUE_KINDS(KVQ_ENUMERATOR) };
+enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
+#undef KVQ_ENUMERATOR
+
+// FIELD(type, name), 8 bytes each; 0 where a codec has no such thing.
+#define KVQ_LAYOUT_FIELDS(FIELD)                                                                            \
+  FIELD(int64_t, bytes)        /* of the layout with its tables */                                          \
+  FIELD(int64_t, head_size)    /* channels of the model */                                                  \
+  FIELD(int64_t, d)            /* channels as stored, a multiple of 32 */                                   \
+  FIELD(int64_t, tokens)       /* N */                                                                      \
+  FIELD(int64_t, record_bytes)                                                                              \
+  FIELD(int64_t, slabs_at)     /* bytes before the first slab */                                            \
+  FIELD(int64_t, slab_bytes)                                                                                \
+  FIELD(Dtype, raw_dtype)      /* of elements that are kept as they are */                                  \
+                                                                                                            \
+  FIELD(Keys, keys)                                                                                         \
+  FIELD(int64_t, key_bits)     /* of a code; polar: of an angle */                                          \
+  FIELD(int64_t, radius_bits)                                                                               \
+  FIELD(int64_t, paper)        /* polar: the paper's grid, whose only parameter is the step of the radii */ \
+  FIELD(int64_t, sketch_rows)  /* m */                                                                      \
+  FIELD(int64_t, outer_rows)   /* m_out */                                                                  \
+  FIELD(int64_t, outliers)     /* n */                                                                      \
+  FIELD(double, sketch_scale)  /* c(d) / m */                                                               \
+  FIELD(double, outer_scale)   /* c(n) / m_out */                                                           \
+  FIELD(double, lambda)        /* SQuat */                                                                  \
+  FIELD(int64_t, squat_block)  /* SQuat: channels that are quantized before the others follow */            \
+                                                                                                            \
+  FIELD(Values, values)                                                                                     \
+  FIELD(int64_t, value_bits)                                                                                \
+  FIELD(int64_t, group)        /* channels that share the parameters of a token */                          \
+                                                                                                            \
+  /* fields of the slab, bytes from its start */                                                            \
+  FIELD(int64_t, k_codes)                                                                                   \
+  FIELD(int64_t, k_scale)                                                                                   \
+  FIELD(int64_t, k_zero)                                                                                    \
+  FIELD(int64_t, k_slot)                                                                                    \
+  FIELD(int64_t, k_bits)                                                                                    \
+  FIELD(int64_t, k_norm)                                                                                    \
+  FIELD(int64_t, ko_bits)                                                                                   \
+  FIELD(int64_t, ko_norm)                                                                                   \
+  FIELD(int64_t, ko_index)                                                                                  \
+  FIELD(int64_t, k_polar)      /* an angle and a radius of 4 bits each */                                   \
+  FIELD(int64_t, k_angle)                                                                                   \
+  FIELD(int64_t, k_radius)                                                                                  \
+  FIELD(int64_t, k_raw)                                                                                     \
+  FIELD(int64_t, v_codes)                                                                                   \
+  FIELD(int64_t, v_scale)                                                                                   \
+  FIELD(int64_t, v_zero)                                                                                    \
+  FIELD(int64_t, v_slot)                                                                                    \
+  FIELD(int64_t, v_raw)                                                                                     \
+                                                                                                            \
+  /* fields of the page, bytes from its start */                                                            \
+  FIELD(int64_t, k_inner_norm)                                                                              \
+  FIELD(int64_t, k_angle0)                                                                                  \
+  FIELD(int64_t, k_angle_step)                                                                              \
+  FIELD(int64_t, k_radius0)                                                                                 \
+  FIELD(int64_t, k_radius_step)                                                                             \
+                                                                                                            \
+  /* tables that belong to a format but to no page, bytes from the start of the layout that they follow */  \
+  FIELD(int64_t, sketch)       /* QJL: S transposed, float32 [d][m] */                                      \
+  FIELD(int64_t, outer)        /* QJL: S' transposed, float32 [n][m_out] */                                 \
+  FIELD(int64_t, pairs)        /* polar: the x and the y channel of each pair, int32 [2][d / 2] */
+
+#define KVQ_MEMBER(type, name) type name;
 struct Layout {
-  int64_t head_size;     // channels of the model
-  int64_t d;             // channels as stored, a multiple of 32
-  int64_t tokens;        // N
-  int64_t record_bytes;
-  int64_t slabs_at;      // bytes before the first slab
-  int64_t slab_bytes;
-  Keys keys;
-  int64_t key_bits;      // scalar codes; polar: bits of the angle
-  int64_t radius_bits;   // polar
-  int64_t paper;         // polar: the fixed grid, whose only parameter is the radius step
-  int64_t sketch_rows;   // m
-  int64_t outer_rows;    // m_out
-  int64_t outliers;      // n
-  Values values;
-  int64_t value_bits;
-  int64_t group;         // channels per group of the per-token values
-  Dtype raw_dtype;
-  int64_t key_at[5];     // from the start of a slab
-  int64_t page_at[4];    // from the start of the record
-  int64_t value_at[3];   // from the start of a slab
+  KVQ_LAYOUT_FIELDS(KVQ_MEMBER)
 };
 
-constexpr int LAYOUT_FIELDS = sizeof(Layout) / sizeof(int64_t);
-
-// Tables that belong to a format but to no page.
+// The tables, and their scales as the kernels multiply with them.
 struct Constants {
-  const float* sketch;     // QJL: S transposed, [d][m]
-  const float* outer;      // QJL: S' transposed, [n][m_out]
-  float sketch_scale;      // c(d) / m
-  float outer_scale;       // c(n) / m_out
-  const int32_t* pairs;    // polar: [2][d / 2], the x and the y channel of each pair
+  const float *sketch, *outer;
+  float sketch_scale, outer_scale;
+  const int32_t* pairs;
 };
 
 }  // namespace kvq

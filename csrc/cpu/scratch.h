@@ -1,11 +1,12 @@
 // Memory that threads of the driver use while they compute.
 #pragma once
 
+#include <cstddef>
 #include <cstdlib>
 
-#include "kernel.h"
-
 namespace kvq {
+
+static inline size_t align64(size_t bytes) { return (bytes + 63) & ~size_t(63); }
 
 // Scratch memory of a thread, kept between calls.
 class Scratch {

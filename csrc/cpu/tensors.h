@@ -1,4 +1,5 @@
-// Tensors as the exported functions get them: DLPack views, whose shapes and types are checked here, as plain pointers.
+// Tensors as the exported functions (*/api.cpp) get them from apache-tvm-ffi: DLPack views, whose shapes and types are
+// checked here, as plain pointers. A C++ exception becomes Python's.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
@@ -7,8 +8,8 @@
 
 #include <cstring>
 
-#include "attend.h"
-#include "cpu.h"
+#include "tokens.h"
+#include "isa/isa.h"
 
 namespace kvq_api {
 
@@ -49,32 +50,42 @@ inline kvq::Dtype float_type(const TensorView& t) {
   return kvq::Dtype::bf16;
 }
 
-// `constants` holds, for QJL, the two scales and the transposed sketches; `pairs` PolarQuant's channel pairs.
-inline kvq::Constants read_constants(const kvq::Layout& l, const TensorView& constants, const TensorView& pairs) {
-  require(is(constants, kDLFloat, 32) && dense(constants), "constants must be a dense float32 tensor");
-  require(is(pairs, kDLInt, 32) && dense(pairs), "pairs must be a dense int32 tensor");
+// A struct of 8-byte fields, whose bytes kernels/cpu/layout.py has filled by name.
+template <class Fields>
+Fields read_fields(const TensorView& t) {
+  require(is(t, kDLUInt, 8) && dense(t) && t.numel() >= int64_t(sizeof(Fields)), "fields must be dense bytes, and all of them");
+  Fields f;
+  std::memcpy(&f, t.data_ptr(), sizeof f);
+  return f;
+}
+
+// `count` numbers of 4 bytes that follow a layout.
+template <class T>
+const T* read_table(const TensorView& layout, int64_t at, int64_t count) {
+  static_assert(sizeof(T) == 4);
+  require(at >= int64_t(sizeof(kvq::Layout)) && at % 4 == 0 && count >= 0 && at + 4 * count <= layout.numel(),
+          "a table does not lie behind its layout");
+  return reinterpret_cast<const T*>(data<const char>(layout) + at);
+}
+
+inline kvq::Constants read_constants(const TensorView& layout, const kvq::Layout& l) {
   kvq::Constants c{};
   if (l.keys == kvq::Keys::sketch) {
-    const int64_t inner = l.d * l.sketch_rows, outer = l.outliers * l.outer_rows;
-    require(constants.numel() == 2 + inner + outer, "the sketches do not fit the layout");
-    const float* p = data<const float>(constants);
-    c.sketch_scale = p[0];
-    c.outer_scale = p[1];
-    c.sketch = p + 2;
-    c.outer = c.sketch + inner;
+    c.sketch = read_table<float>(layout, l.sketch, l.d * l.sketch_rows);
+    c.outer = read_table<float>(layout, l.outer, l.outliers * l.outer_rows);
+    c.sketch_scale = float(l.sketch_scale);
+    c.outer_scale = float(l.outer_scale);
   }
   if (l.keys == kvq::Keys::polar) {
-    require(pairs.numel() == l.d, "the channel pairs do not fit the layout");
-    c.pairs = data<const int32_t>(pairs);
+    c.pairs = read_table<int32_t>(layout, l.pairs, l.d);
     for (int64_t i = 0; i < l.d; ++i) require(c.pairs[i] >= 0 && c.pairs[i] < l.d, "a channel pair is out of range");
   }
   return c;
 }
 
 inline kvq::Layout read_layout(const TensorView& t) {
-  require(is(t, kDLInt, 64) && dense(t) && t.numel() == kvq::LAYOUT_FIELDS, "the layout has another number of fields");
-  kvq::Layout l;
-  std::memcpy(&l, t.data_ptr(), sizeof l);
+  const auto l = read_fields<kvq::Layout>(t);
+  require(l.bytes == t.numel(), "the layout has another size");
   require(l.d > 0 && l.d <= 256 && l.d % kvq::SLAB == 0 && l.head_size <= l.d, "unsupported head size");
   require(l.tokens > 0 && l.tokens % kvq::SLAB == 0, "unsupported page size");
   require(l.slabs_at + l.tokens / kvq::SLAB * l.slab_bytes <= l.record_bytes, "the slabs do not fit the record");

@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def fuzz(model: str, options: argparse.Namespace) -> int:
     from proof.fuzz.session import Session, minimal
-    from vllm_kvq.kernels.cpu import attend as cpu
+    from vllm_kvq.kernels.cpu.library import library
 
-    cpu.library()  # compiles them where they have changed: the time limits of the engines do not allow for that
+    library()  # compiles where they have changed: the time limits of the engines do not allow for that
     session = Session(model, options.seed, 60 * options.minutes, options.format, options.jobs)
     session.run()
     rows = {name: _row(count) for name, count in session.counts.items()}

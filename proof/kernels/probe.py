@@ -19,7 +19,7 @@ from pathlib import Path
 
 from proof import inside
 from vllm_kvq.kernels.build import BuildError, build
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import ISAS, isa
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def pretend() -> bool:
     if not lib.probe_pretend():
         return False
     try:
-        return cpu.ISAS[cpu.isa()] == "avx512"
+        return ISAS[isa()] == "avx512"
     finally:
         lib.probe_stop_pretending()
 

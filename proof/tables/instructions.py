@@ -24,7 +24,7 @@ from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.vllm_build import baselines
 from vllm_kvq.formats import FORMATS, Geometry, get_format
 from vllm_kvq.kernels.build import BuildError, build
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 
 BLOCK = 128
 CONTEXTS = (2048, 3072)
@@ -67,7 +67,7 @@ def per_element(make: dict[int, Candidate], code: tuple[int, int], head_size: in
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     torch.set_num_threads(1)
-    if cpu.library() is None:
+    if library() is None:
         print("no C++ kernels here (see the warning above): nothing to count", file=sys.stderr)
         return 1
     try:
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     shapes = {c: shape_of(args, c) for c in CONTEXTS}
     print(
-        f"{cpu.ISAS[cpu.isa()]}, head size {args.head_size}, {args.query_heads} query heads per KV head: "
+        f"{ISAS[isa()]}, head size {args.head_size}, {args.query_heads} query heads per KV head: "
         "instructions per cached element"
     )
     if not args.no_baseline:

@@ -13,6 +13,7 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
 
@@ -21,7 +22,7 @@ TOLERANCE = {"qjl3": 1e-2}
 
 torch.set_num_threads(2)  # as CI has
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 
 def outlier_data(tokens: int, heads: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,8 @@ from proof.kernels import sanitize
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import layout, library
+from vllm_kvq.kernels.cpu import step as cpu_step
 from vllm_kvq.kernels.paths import Wish, path_for, step_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Step, StepBatch
@@ -36,10 +38,10 @@ def cross_compiler() -> list[str] | None:
 @pytest.mark.skipif(cross_compiler() is None, reason="no aarch64-linux-gnu-g++ and no ziglang")
 def test_compiles_for_aarch64(tmp_path: Path) -> None:
     includes, _, _ = build._ffi()
-    for source in sorted(build.source_dir().glob("*.cpp")):
+    for source in build.sources(build.source_dir()):
         command = [*(cross_compiler() or []), *build.FLAGS, "-O1", "-Werror", *(f"-isystem{i}" for i in includes)]
         done = subprocess.run(
-            [*command, "-c", str(source), "-o", str(tmp_path / f"{source.stem}.o")], capture_output=True, text=True
+            [*command, "-c", str(source), "-o", str(tmp_path / "object.o")], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-3000:]
 
@@ -50,16 +52,18 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
     # the real functions, uncached: the library that this process may already have is not theirs
-    monkeypatch.setattr(cpu, "load", build.load.__wrapped__)
-    monkeypatch.setattr(cpu, "library", functools.cache(cpu.library.__wrapped__))
+    monkeypatch.setattr(library, "load", build.load.__wrapped__)
+    uncached = functools.cache(library.library.__wrapped__)
+    for module in (cpu, layout, cpu_step):
+        monkeypatch.setattr(module, "library", uncached)
     fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32), {"W": 32})
     slots, cpu_device = SlotGeometry.of(fmt, 1, 0), torch.device("cpu")
     with caplog.at_level(logging.WARNING):
         paths = [path_for(fmt, Wish("cpu")) for _ in range(2)]
         served = [step_for(path, fmt, slots, 0, 0.125, cpu_device) for path in paths]
     assert [path.name for path in paths] == ["PyTorch", "PyTorch"]
-    assert "can't be built" in (served[0][1].why or "")
-    got, want = (_prompt(step, fmt, slots) for step in (served[0][0], PlannedStep(fmt, slots, 0, 0.125, cpu_device)))
+    assert "can't be built" in (paths[0].why or "")
+    got, want = (_prompt(step, fmt, slots) for step in (served[0], PlannedStep(fmt, slots, 0, 0.125, cpu_device)))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     warnings = [r.getMessage() for r in caplog.records if "no C++ kernels" in r.getMessage()]
     assert len(warnings) == 1
@@ -98,7 +102,7 @@ touch "$2"
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
     with ThreadPoolExecutor(3) as pool:
         built = {future.result() for future in [pool.submit(build.build) for _ in range(3)]}
-    sources = [str(path) for path in build.source_dir().glob("*.cpp")]
+    sources = [str(path) for path in build.source_dir().rglob("*.cpp")]
     lines = asked.read_text().splitlines()
     assert len(built) == 1
     assert built.pop().exists()

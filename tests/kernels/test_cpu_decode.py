@@ -11,13 +11,14 @@ from traffic import SPEC, Request, World, simulate
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.sidecar import Sidecar, Sinks
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import layout
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPUStep
 from vllm_kvq.kernels.paths import Path
 from vllm_kvq.kernels.step import StepBatch
 from vllm_kvq.kernels.torch.step import Planned
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 
 class InOneCall:
@@ -162,8 +163,8 @@ def test_tables_do_not_follow_the_default_type(name: str) -> None:
     fmt = get_format(name).bind(Geometry(64, 64, torch.bfloat16), {})
     torch.set_default_dtype(torch.bfloat16)
     try:
-        bound = cpu._bind(fmt)
+        bound = layout.lay_out(fmt, layout.Names.of(library()))
     finally:
         torch.set_default_dtype(torch.float32)
     assert bound is not None
-    assert (bound.constants.dtype, bound.pairs.dtype) == (torch.float32, torch.int32)
+    assert torch.equal(bound, layout.bind(fmt))

@@ -20,22 +20,19 @@ from hypothesis import strategies as st
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.fields import Field
 from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.layout import bind
+from vllm_kvq.kernels.cpu.library import library
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 
 def attend(fmt: PageFormat, isa: int, threads: int, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cpu.attend_packed`, with an instruction set and a number of threads of its own."""
-    tables = cpu.bind(fmt)
     query, pages, *lists = arguments
     n, q, heads, head_size = query.shape
     out, lse = torch.full((n, q, heads, head_size), 7.0), torch.full((n, q, heads), 7.0)
     lists = [torch.tensor(x, dtype=torch.int64) for x in lists]
-    cpu.library().attend_packed(
-        *(getattr(tables, field) for field in tables.__dataclass_fields__),
-        *(query, pages, *lists, head_size**-0.5, out, lse, threads, isa),
-    )
+    library().attend_packed(bind(fmt), query, pages, *lists, head_size**-0.5, out, lse, threads, isa)
     return out, lse
 
 
@@ -161,7 +158,7 @@ def test_any_rows_of_full_precision_tokens(isa: int, data: st.DataObject) -> Non
     tensors = query, *pools[0], *pools[1], rows, seen.view(torch.uint8), d**-0.5, *parts, *at
     if t and int(rows.max()) >= limit:
         with pytest.raises(IndexError):
-            cpu.library().attend_raw(*tensors)
+            library().attend_raw(*tensors)
         return
     there = seen & (rows >= 0)[:, None]
     wanted = set(rows[there.any(1)].tolist())
@@ -169,6 +166,6 @@ def test_any_rows_of_full_precision_tokens(isa: int, data: st.DataObject) -> Non
         first = row < blocks * slots
         for x in pools[0 if first else 1]:
             x.flatten(0, 1)[row if first else row - blocks * slots] = torch.nan
-    cpu.library().attend_raw(*tensors)
+    library().attend_raw(*tensors)
     assert out.isfinite().all()
     assert (torch.isneginf(lse) == ~there.any(-1, keepdim=True)).all()

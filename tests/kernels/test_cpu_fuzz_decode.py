@@ -12,12 +12,12 @@ from cpu_fuzzing import CASES, bound, fuzz, shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPUStep
 from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
 from vllm_kvq.kernels.step import Caches, StepBatch
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 INT32 = st.sampled_from([-(1 << 31), -40, -1, 0, 1 << 20, (1 << 31) - 1])
 
 

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu import pack as cpu_pack
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend as reference_attend
 from vllm_kvq.kernels.torch import pack as reference
 from vllm_kvq.kernels.torch.pack import Pair, Units
 
 pytestmark = [
-    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(library() is None, reason="no C++ compiler"),
     pytest.mark.usefixtures("isa"),
 ]
 

@@ -10,8 +10,8 @@ import torch
 
 from vllm_kvq.bench.pools import outlier_data, state_for
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu import pack as cpu_pack
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import pack as reference
 from vllm_kvq.kernels.torch.pack import Pair, Units
 
@@ -23,7 +23,7 @@ MOVED = {"squat": 2e-4, "qjl": 1e-3, "polar": 2e-4}
 A parameter that moves by one float16 takes a group of codes with it, hence more than the 1e-5 of single codes.
 """
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 
 def tokens(fmt: PageFormat, dtype: torch.dtype, seed: int) -> tuple[Pair, Pair, Units]:

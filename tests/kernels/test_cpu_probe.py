@@ -15,11 +15,12 @@ from proof.kernels import probe
 from proof.tables import instructions
 from vllm_kvq.kernels.build import build
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import ISAS, library
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="x86-64 Linux"),
-    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(library() is None, reason="no C++ compiler"),
 ]
 
 
@@ -54,7 +55,7 @@ def test_more_query_heads_take_more_instructions(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_vnni_kernels_on_any_avx512() -> None:
-    if cpu.ISAS[int(cpu.library().best_isa())] == "avx512":  # type: ignore[union-attr]
+    if ISAS[int(library().best_isa())] == "avx512":  # type: ignore[union-attr]
         pytest.skip("this processor has them: the other tests run them")
     tests = ["test_cpu_step.py", "test_cpu_attend.py"]
     chosen = "avx512 and not avx512bw and (test_one_call or (heads_and_groups and 4-128) or (test_pages_ranges and 32))"

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
 
 pytestmark = [
-    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(library() is None, reason="no C++ compiler"),
     pytest.mark.usefixtures("isa"),
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import library
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ cpu.attend_packed(fmt, torch.ones(1, 1, 1, 64), torch.from_numpy(two), one, 0 * 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None or cpu.library() is None, reason="sanitizers need g++")
+@pytest.mark.skipif(shutil.which("g++") is None or library() is None, reason="sanitizers need g++")
 def test_nothing_reads_or_writes_outside_its_tensors() -> None:
     caught = sanitized("-c", BEYOND)
     assert caught.returncode == 97, caught.stderr[-3000:]

@@ -12,10 +12,11 @@ from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
 
 pytestmark = [
-    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(library() is None, reason="no C++ compiler"),
     pytest.mark.usefixtures("isa"),
 ]
 HEADS, GQA, D, PAGES = 2, 4, 128, 5

@@ -30,7 +30,7 @@ from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import BASELINES, baselines
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 
 TARGETS = {
     "squat2": (8.0, 5.0),
@@ -88,7 +88,7 @@ def owed_by(name: str, isa: str) -> dict[str, float]:
 def line(row: Row, targets: bool) -> str:
     text = f"  {row.name:8} {row.ms:9.3f} ms  best {row.best:9.3f}  {row.gb_per_s:6.1f} GB/s  {row.floor:5.1f} x copy"
     text += "".join(f"  {ratio:6.2f} x {base}" for base, ratio in row.ratio.items())
-    owed = owed_by(row.name, cpu.ISAS[cpu.isa()])
+    owed = owed_by(row.name, ISAS[isa()])
     if targets and owed and row.ratio:
         missed = [f"{1 - row.ratio[b] / t:.0%} below {t:g} x {b}" for b, t in owed.items() if row.ratio[b] < t]
         text += "  " + (", ".join(missed) or "target met")
@@ -98,19 +98,19 @@ def line(row: Row, targets: bool) -> str:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     torch.set_num_threads(args.threads)
-    if cpu.library() is None:
+    if library() is None:
         print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
         return 1
-    isa = cpu.ISAS[cpu.isa()]
+    name = ISAS[isa()]
     bandwidth = copy_bandwidth()
-    print(f"{isa}, {args.threads} threads, copying memory {bandwidth / 1e9:.0f} GB/s (read and written)")
+    print(f"{name}, {args.threads} threads, copying memory {bandwidth / 1e9:.0f} GB/s (read and written)")
     measured: Measured = []
     for context in args.context:
         shape = shape_of(args, context)
         candidates: dict[str, Candidate] = {}
         if not args.no_baseline:
-            candidates = {name: vllm_candidate(shape, dtype) for name, dtype in baselines().items()}
-        candidates |= {name: kvq_candidate(shape, name) for name in args.format}
+            candidates = {n: vllm_candidate(shape, dtype) for n, dtype in baselines().items()}
+        candidates |= {n: kvq_candidate(shape, n) for n in args.format}
         rows = compare(candidates, args.rounds, bandwidth)
         measured.append((shape, rows))
         print(
@@ -121,10 +121,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(line(row, args.batch * context >= 32768), flush=True)
     print_slopes(measured)
     if args.csv:
-        write_csv(args.csv, measured, args.threads, isa)
+        write_csv(args.csv, measured, args.threads, name)
     if args.plot:
         heads = f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}, batch {args.batch}"
-        plot(args.plot, measured, f"{heads}, {args.threads} thread(s), {isa}")
+        plot(args.plot, measured, f"{heads}, {args.threads} thread(s), {name}")
     return 0
 
 

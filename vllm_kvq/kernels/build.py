@@ -41,7 +41,7 @@ ISA_FLAGS = {
     "avx512bw": _AVX512,
     "avx512": [*_AVX512, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16"],  # bf16: only called where present
 }
-"""By the end of a source's name: isa_avx2.cpp, pack_avx2.cpp, ..."""
+"""By the name of a source: isa/avx2.cpp, ..."""
 
 
 EXTRA_FLAGS = "VLLM_KVQ_CXXFLAGS"
@@ -74,11 +74,15 @@ def extra_flags() -> list[str]:
     return os.environ.get(EXTRA_FLAGS, "").split()
 
 
+def sources(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.cpp"))
+
+
 def flags_of(source: Path) -> list[str]:
     x86 = platform.machine() in ("x86_64", "AMD64")
     return [
         *FLAGS,
-        *(ISA_FLAGS.get(source.stem.rpartition("_")[2], []) if x86 else []),
+        *(ISA_FLAGS.get(source.stem, []) if x86 else []),
         *extra_flags(),
     ]
 
@@ -143,11 +147,11 @@ def build(name: str = "cpu") -> Path:
             if target.exists():
                 return target
             include = [f"-isystem{i}" for i in includes]
-            sources = sorted(directory.glob("*.cpp"))
-            objects = [f"{tmp}/{source.stem}.o" for source in sources]
+            every = sources(directory)
+            objects = [f"{tmp}/{source.parent.name}-{source.stem}.o" for source in every]
             lines = [
                 [*command, *flags_of(source), *include, "-c", str(source), "-o", target]
-                for source, target in zip(sources, objects, strict=True)
+                for source, target in zip(every, objects, strict=True)
             ]
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 list(pool.map(_run, lines))

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.innerq import HybridKeys
-from vllm_kvq.formats.qjl import SketchKeys
-from vllm_kvq.formats.squat import SQuatKeys
-from vllm_kvq.kernels.cpu.attend import bound_to, isa, library
+from vllm_kvq.kernels.cpu.attend import bound_to
+from vllm_kvq.kernels.cpu.layout import reduction
+from vllm_kvq.kernels.cpu.library import isa, library
 from vllm_kvq.kernels.torch import pack as reference
 from vllm_kvq.kernels.torch.pack import Pair, Units
 
@@ -26,13 +25,10 @@ def pack(
     fmt: PageFormat, pages: torch.Tensor, units: Units, old: Pair, new: Pair, state: torch.Tensor | None
 ) -> torch.Tensor | int:
     bound, lib = bound_to(fmt)
-    k = fmt.keys
-    squat = (k.lam, k.block) if isinstance(k, SQuatKeys) else (1.0, 16)
-    tables = (bound.layout, bound.constants, bound.pairs)
     lists = (units.page, units.unit, units.rows, units.owner, units.follows.view(torch.uint8))
     late = tuple(x.unsqueeze(1) for x in new)
     mine = _NO_STATE if state is None else state.contiguous()
-    return int(lib.pack(*tables, pages, *lists, *old, *late, mine, *squat, torch.get_num_threads(), isa()))
+    return int(lib.pack(bound, pages, *lists, *old, *late, mine, torch.get_num_threads(), isa()))
 
 
 def store(pool: Pair, rows: torch.Tensor, new: Pair, source: torch.Tensor) -> None:
@@ -41,20 +37,12 @@ def store(pool: Pair, rows: torch.Tensor, new: Pair, source: torch.Tensor) -> No
 
 
 def fit(fmt: PageFormat, query: torch.Tensor, key: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-    lib, codec, heads, d = library(), fmt.keys, key.shape[1], fmt.geometry.d
-    if lib is not None and isinstance(codec, SQuatKeys):
-        gram = torch.empty(heads, d, d, dtype=torch.float64)
-        lib.reduce_rows(_dense(query), gram, torch.get_num_threads(), isa())
-        return codec.fit_gram(gram, state)
-    if lib is not None and isinstance(codec, SketchKeys):
-        sums = torch.empty(heads, d, dtype=torch.float64)
-        lib.reduce_rows(_dense(key), sums, torch.get_num_threads(), isa())
-        return codec.fit_sums(sums.float(), len(key), state)
-    if lib is not None and isinstance(codec, HybridKeys):
-        top = torch.empty(heads, d)
-        lib.reduce_rows(_dense(key), top, torch.get_num_threads(), isa())
-        return codec.fit_top(top.unsqueeze(1), state)
-    return reference.fit(fmt, query, key, state)
+    lib, needed = library(), reduction(fmt)
+    if lib is None or needed is None:
+        return reference.fit(fmt, query, key, state)
+    found = torch.empty(needed.shape(key.shape[1], fmt.geometry.d), dtype=needed.dtype)
+    getattr(lib, needed.name)(_dense(query if needed.of_queries else key), found, torch.get_num_threads(), isa())
+    return needed.finish(fmt.keys, found, len(key), state)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.squat import SQuatKeys
 from vllm_kvq.kernels.cpu import attend, pack
-from vllm_kvq.kernels.cpu.attend import bind, isa, library
+from vllm_kvq.kernels.cpu.layout import bind, companions
+from vllm_kvq.kernels.cpu.library import isa, library
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Causal, StepBatch
 from vllm_kvq.kernels.torch.step import Kernels, Planned, PlannedStep
@@ -57,17 +57,7 @@ class CPUStep:
         self._lib: Any = library()
         if bound is None or self._lib is None:
             raise ValueError(why_not(fmt))
-        k = fmt.keys
-        # in the order of `Companions` in csrc/cpu/decode.h
-        cut = torch.tensor(
-            [
-                *(fmt.unit, fmt.W, fmt.S, num_spec),
-                *(slots.ring, slots.ring_at, slots.state_slots, slots.slots_per_block, slots.sidecar_blocks),
-                fmt.state_rows,
-            ]
-        )
-        squat = (k.lam, k.block) if isinstance(k, SQuatKeys) else (1.0, 16)
-        self._constants = (bound.layout, bound.constants, bound.pairs, cut, *squat)
+        self._constants = (bound, companions(fmt, slots, num_spec))
         self._scale, self._isa, self._most = scale, isa(), 1 + num_spec
         self.planned = PlannedStep(fmt, slots, num_spec, scale, torch.device("cpu"), CPU, causal, all_queries)
 

@@ -1,0 +1,75 @@
+// Attention of queries over what they see of packed pages and of full-precision tokens, without Python: plain pointers,
+// so that tests and fuzzers can call it too.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "../tokens.h"
+#include "kernel.h"
+
+namespace kvq {
+
+constexpr float LOG2_E = 1.44269504089f;
+
+// Packed pages: records (pages, heads), strides in bytes, and the list of attended ones.
+struct Packed {
+  Layout layout;
+  Constants constants;
+  int64_t pages;
+  const uint8_t* records;
+  int64_t page_stride, head_stride;
+  int64_t listed = 0;
+  const int64_t *page_ids, *owner, *low, *high;
+};
+
+// Full-precision tokens, `tokens` per request.
+struct Raw {
+  Tokens pool, more;
+  Dtype dtype;
+  int64_t tokens = 0;
+  const int64_t* rows;  // (requests, tokens): row of `pool` (block * slots + slot), then of `more`; negative: absent
+  const uint8_t* seen;  // (requests, queries, tokens)
+};
+
+struct Attend {
+  // queries (requests, queries, query_heads, head_size), innermost stride 1, the others in elements
+  int64_t requests, queries, query_heads, head_size, heads;
+  const void* query;
+  Dtype query_dtype;
+  int64_t query_strides[3];
+  Packed packed;  // listed == 0: none
+  Raw raw;        // tokens == 0: none
+  float scale;
+  // Other parts of the same attention, outputs (requests, queries, query_heads, head_size) and their log-sum-exps,
+  // dense; null where there are none. They are merged into the output.
+  const float *prior_out[2], *prior_lse[2];
+  // Row (request, query) is out_rows[..], or row request * queries + query where that is null, of
+  // (out_count, query_heads, head_size), strides in elements.
+  void* out;
+  Dtype out_dtype;
+  int64_t out_count, out_strides[2];
+  const int64_t* out_rows;
+  float* lse;  // (requests, queries, query_heads) without the prior parts, or null; -inf where nothing was attended
+  int threads, isa;  // see cpu.h
+};
+
+// Throws std::out_of_range before anything is read or written if an index leaves its tensor.
+void attend(const Attend& a);
+
+// Where a full-precision token lies: key + head * key_head bytes, or null.
+struct Place {
+  const char *key, *value;
+  int64_t key_head, value_head;
+};
+// Of all requests' tokens, once for all heads: each costs a division.
+std::vector<Place> locate_raw(const Attend& a);
+
+// One KV head of one request over its full-precision tokens, `places` of them; query rows [first, first + rows):
+// out [rows][d], top and total as in kernel.h. `work` holds raw_work_floats(rows, d) numbers.
+void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int64_t head, int64_t first, int64_t rows,
+                     float* out, float* top, float* total, float* work);
+inline int64_t raw_work_floats(int64_t rows, int64_t d) { return rows * d + 2 * SLAB * d + ROWS * SLAB + rows * d / 2; }
+
+}  // namespace kvq

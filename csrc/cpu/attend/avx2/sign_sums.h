@@ -1,0 +1,86 @@
+// <f, +-1 bits> of one-bit codes, by table.
+//
+// Bit p of byte b is row b + p STRIDE of the sketch, so a nibble of byte b stands for four features, and its part of the
+// sum is one of 16: +-f_1 +-f_2 +-f_3 +-f_4. Two byte shuffles (low and high bytes) look up 16 bits for every code of a
+// vector, two interleavings put them together, two additions count them in: six instructions, where byte products of
+// features in two parts would take 16.
+//
+// Sums stay in 16 bits, so a row's unit is chosen such that the magnitudes of its N rounded features add up to no more
+// than 32767: whatever bits a page holds, they can't overflow. Rounding is then about 1e-3 of a typical sum.
+#pragma once
+
+#include "../kernel.h"
+#include "nibble_sums.h"
+
+namespace {
+namespace integer {
+
+using namespace kvq;
+
+// The signs of a nibble's bits: of[bit][code].
+struct NibbleSigns {
+  alignas(32) int16_t of[4][16];
+  constexpr NibbleSigns() : of() {
+    for (int code = 0; code < 16; ++code)
+      for (int bit = 0; bit < 4; ++bit) of[bit][code] = code >> bit & 1 ? 1 : -1;
+  }
+};
+constexpr NibbleSigns NIBBLE_SIGNS;
+
+template <int N>
+struct SignSums {
+  static constexpr int STRIDE = N / 8, QUADS = N / 32;
+
+  alignas(64) uint8_t table[ROWS][QUADS][2][2][4][16];  // [row][quad][nibble][low, high bytes][byte % 4][code]
+  float step[ROWS];
+
+  // Tables of row `row` from its N features.
+  void fill(int row, const float* f) {
+    Reals magnitudes[4] = {};
+    for (int j = 0; j < N; j += WIDTH) magnitudes[0] = magnitudes[0] + absolute(L::load(f + j));
+    const float total = _mm_cvtss_f32(reduce4<Add>(magnitudes)) + 1e-30f, most = 32767.0f - N;  // rounding adds 1/2 each
+    step[row] = total / most;
+    alignas(64) int32_t fixed[N];
+    for (int j = 0; j < N; j += WIDTH) store_bytes(fixed + j, to_ints(L::load(f + j) * L::all(most / total)));
+    const __m256i byte = _mm256_set1_epi16(255);
+    for (int b = 0; b < STRIDE; ++b)
+      for (int nibble = 0; nibble < 2; ++nibble) {
+        __m256i sums = _mm256_setzero_si256();
+        unroll<4>([&](auto bit) KVQ_LAMBDA {
+          const __m256i feature = _mm256_set1_epi16(short(fixed[b + (4 * nibble + bit) * STRIDE]));
+          sums = add16(sums, _mm256_sign_epi16(feature, Lanes8::load_bytes(NIBBLE_SIGNS.of[bit])));
+        });
+        const __m256i bytes = _mm256_packus_epi16(sums & byte, _mm256_srli_epi16(sums, 8));
+        const __m256i parts = _mm256_permute4x64_epi64(bytes, 0xD8);
+        auto& to = table[row][b / 4][nibble];
+        _mm_store_si128((__m128i*)to[0][b % 4], _mm256_castsi256_si128(parts));
+        _mm_store_si128((__m128i*)to[1][b % 4], _mm256_extracti128_si256(parts, 1));
+      }
+  }
+
+  // Calls finish(row, token, sums of the WIDTH tokens from there on) for R rows from `row` on.
+  template <int R, class Finish>
+  KVQ_INLINE void add(const uint8_t* bits, int row, Prefetch& prefetch, Finish finish) const {
+    NibbleSums acc[R];
+    for (int quad = 0; quad < QUADS; ++quad) {
+      Ints bytes[NibbleSums::VECTORS_OF_BYTES];
+      NibbleSums::turn(bits + quad * 128, bytes);
+      prefetch.lines<2>();
+      unroll<2>([&](auto nibble) KVQ_LAMBDA {
+        unroll<NibbleSums::VECTORS_OF_BYTES>([&](auto v) KVQ_LAMBDA {
+          const Ints codes = shift_right<4 * nibble>(bytes[v]) & L::all8(15);
+          unroll<R>([&](auto r) KVQ_LAMBDA {
+            const auto& parts = table[row + r][quad][nibble];
+            acc[r].template add<v>(parts[0][0], parts[1][0], codes);
+          });
+        });
+      });
+    }
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      unroll<PER_SLAB>([&](auto t) KVQ_LAMBDA { finish(r, WIDTH * t, acc[r].template tokens<t>()); });
+    });
+  }
+};
+
+}  // namespace integer
+}  // namespace

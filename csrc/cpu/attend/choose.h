@@ -1,0 +1,72 @@
+// Which integer kernel serves which layout; the generic float kernels serve the rest.
+//
+// `Set` names the kernels of an instruction set: Channel<D, BITS>, Hybrid<D>, Sketch<D>, Polar<D, RADIUS_BITS>,
+// Token<BITS>, HybridValues; and LANES, the 32-bit lanes of its vectors.
+#pragma once
+
+#include "float32/table.h"
+
+namespace {
+namespace unrolled {
+
+using namespace kvq;
+
+template <class K>
+constexpr KeyKernel key_kernel() {
+  return {K::work_bytes, K::begin, K::score};
+}
+
+template <class K>
+constexpr ValueKernel value_kernel() {
+  return {K::work_bytes, K::add};
+}
+
+template <int D>
+struct Size {
+  static constexpr int d = D;
+};
+
+// f(Size<D>) for the head sizes whose planes are whole vectors.
+template <class F>
+inline KeyKernel by_head_size(const Layout& l, int rows, F&& f) {
+  switch (l.d) {
+#ifndef KVQ_SANITIZED
+    case 64: return f(Size<64>{});
+#endif
+    case 128: return f(Size<128>{});
+#ifndef KVQ_SANITIZED
+    case 256: return f(Size<256>{});
+#endif
+    default: return float32::keys(l, rows);
+  }
+}
+
+template <class Set>
+inline KeyKernel choose_keys(const Layout& l, int rows) {
+  return by_head_size(l, rows, [&](auto size) -> KeyKernel {
+    constexpr int D = decltype(size)::d;
+    const bool channel = l.keys == Keys::channel, polar = l.keys == Keys::polar && !l.paper && l.key_bits == 4;
+    if (channel && l.key_bits == 2) return key_kernel<typename Set::template Channel<D, 2>>();
+    if (channel && l.key_bits == 4) return key_kernel<typename Set::template Channel<D, 4>>();
+    if (l.keys == Keys::hybrid && l.key_bits == 2) return key_kernel<typename Set::template Hybrid<D>>();
+    if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && l.outer_rows == l.d && l.outliers <= 32)
+      return key_kernel<typename Set::template Sketch<D>>();
+    if (polar && l.radius_bits == 4) return key_kernel<typename Set::template Polar<D, 4>>();
+    if (polar && l.radius_bits == 2) return key_kernel<typename Set::template Polar<D, 2>>();
+    return float32::keys(l, rows);
+  });
+}
+
+template <class Set>
+inline ValueKernel choose_values(const Layout& l, int rows) {
+  const bool whole_planes = l.d * l.value_bits / 8 % Set::LANES == 0, whole_groups = l.group % 32 == 0;
+  if (l.values == Values::token && whole_planes && whole_groups) {
+    if (l.value_bits == 2) return value_kernel<typename Set::template Token<2>>();
+    if (l.value_bits == 4) return value_kernel<typename Set::template Token<4>>();
+  }
+  if (l.values == Values::hybrid && l.value_bits == 2 && whole_planes) return value_kernel<typename Set::HybridValues>();
+  return float32::values(l, rows);
+}
+
+}  // namespace unrolled
+}  // namespace

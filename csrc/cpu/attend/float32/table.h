@@ -1,0 +1,38 @@
+// The kernels of this directory as a table (see kernel.h).
+#pragma once
+
+#include "keys.h"
+#include "many.h"
+#include "raw.h"
+#include "softmax.h"
+#include "values.h"
+
+namespace {
+namespace float32 {
+
+inline kvq::KeyKernel keys(const kvq::Layout&, int) { return {key_bytes, begin_keys, score}; }
+
+inline kvq::ValueKernel values(const kvq::Layout&, int) { return {value_bytes, add}; }
+
+inline void project(const float* query, int rows, int64_t d, const float* sketch, int64_t m, float* features) {
+  for (int64_t j = 0; j < m; j += kvq::SLAB) multiply(query, d, rows, d, sketch + j, m, features + j, m);
+}
+
+// Measured: with fewer rows, unpacking for all of them costs more than it saves.
+inline int64_t many_rows(const Layout& l) {
+  switch (l.keys) {
+    case Keys::channel: return 48;
+    case Keys::hybrid: return 96;
+    case Keys::polar: return 192;
+    case Keys::sketch: return 384;
+    case Keys::raw: break;
+  }
+  return 32;
+}
+
+inline int64_t never(const Layout&) { return INT64_MAX; }
+
+constexpr kvq::ManyKernel many_kernel = {many_rows, many_bytes, many};
+
+}  // namespace float32
+}  // namespace

@@ -1,0 +1,76 @@
+// SQuat and KIVI keys: one scale and zero per channel and slab.
+//
+//     q . k_t = sum_c (q_c scale_c) code_ct + sum_c q_c zero_c
+//
+// The scales go into the query once per slab, which then becomes fixed point; the zeros make one number per row.
+#pragma once
+
+#include "dot_keys.h"
+
+namespace {
+namespace integer {
+
+template <int D, int BITS>
+struct ChannelKeys {
+  static constexpr int PARTS = 2;
+
+  struct Work {
+    alignas(64) int8_t q8[PARTS * 4 * D];
+    float step[4], offset[4];  // of a tile's rows: score = step * integer + offset
+  };
+
+  static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
+  static void begin(Task&) {}
+
+  static void score(Task& task, const Slab& slab, int column) {
+    row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row); });
+  }
+
+  template <int R>
+  static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row) {
+    Work& work = *reinterpret_cast<Work*>(task.key_work);
+    const Layout& l = *task.layout;
+    fold<R>(task.query + row * D, slab.data + l.k_scale, slab.data + l.k_zero, work);
+    float* scores = task.scores + row * BLOCK + column;
+    const auto finish = [&](auto r, int token, Reals s) KVQ_LAMBDA {
+      const Reals step = L::all(work.step[r]), offset = L::all(work.offset[r]);
+      store(scores + r * BLOCK + token, fmadd(s, step, offset));
+    };
+    dot_keys<D, BITS, R>(slab.data + l.k_codes, work.q8, task.prefetch, finish);
+  }
+
+  template <int R>
+  KVQ_INLINE static void fold(const float* query, const uint8_t* scale, const uint8_t* zero, Work& work) {
+    Reals largest[4], zeros[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = zeros[r] = Reals{}; });
+    for (int c = 0; c < D; c += WIDTH) {
+      const Reals s = L::load_halves(scale + 2 * c), z = L::load_halves(zero + 2 * c);
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        const Reals q = L::load(query + r * D + c);
+        largest[r] = maximum(largest[r], absolute(q * s));
+        zeros[r] = fmadd(q, z, zeros[r]);
+      });
+    }
+    const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
+    alignas(16) float factors[4];
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
+    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
+    _mm_storeu_ps(work.offset, reduce4<Add>(zeros));
+    for (int c = 0; c < D; c += 32) {
+      Reals s[PER_SLAB];
+      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { s[v] = L::load_halves(scale + 2 * (c + WIDTH * v)); });
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        const Reals factor = L::all(factors[r]);
+        Reals x[PER_SLAB];
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          const Reals q = L::load(query + r * D + c + WIDTH * v);
+          x[v] = q * s[v] * factor;
+        });
+        pack32(x, work.q8 + r * D + c, work.q8 + (R + r) * D + c);
+      });
+    }
+  }
+};
+
+}  // namespace integer
+}  // namespace

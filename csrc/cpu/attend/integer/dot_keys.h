@@ -1,0 +1,55 @@
+// The inner product of plane-quad key codes with fixed-point rows, for SQuat and KIVI.
+//
+//     sum_c codes[c][t] q8[r][c]         for 32 tokens
+#pragma once
+
+#include "../kernel.h"
+#include "../../isa/lanes.h"
+
+namespace {
+namespace integer {
+
+using namespace kvq;
+
+// n channels (compile-time: then all offsets into q8 are), rows q8[2 parts][R][n]. Calls finish(row, token, sums of the
+// WIDTH tokens from there on) for every row.
+template <int N, int BITS, int R, class Finish>
+KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefetch, Finish finish) {
+  constexpr int PLANES = 8 / BITS, STRIDE = N / PLANES, WORDS = STRIDE / 4, X = 2 * R, T = VECTORS<X>;
+  constexpr int CHUNK = divisor(WORDS, SUMS<BITS> / PLANES);  // words between two widenings
+  static_assert(CHUNK * PLANES <= SUMS<BITS>);
+  const Ints mask = L::all8((1 << BITS) - 1);
+  for (int token = 0; token < SLAB; token += WIDTH * T) {
+    Ints sums[R][T];
+    clear(sums);
+    for (int first = 0; first < WORDS; first += CHUNK) {
+      Ints acc[X][T];
+      clear(acc);
+      for (int word = first; word < first + CHUNK; ++word) {
+        Ints w[T];
+        unroll<T>([&](auto t) KVQ_LAMBDA { w[t] = L::load_bytes(codes + word * 128 + token * 4 + 4 * WIDTH * t); });
+        const int8_t* q = q8 + word * 4;
+        prefetch.lines<1>();
+        unroll<PLANES>([&](auto plane) KVQ_LAMBDA {
+          Ints c[T];
+          unroll<T>([&](auto t) KVQ_LAMBDA { c[t] = shift_right<BITS * plane>(w[t]) & mask; });
+          unroll<X>([&](auto x) KVQ_LAMBDA {
+            const Ints b = quad(q + x * N + plane * STRIDE);
+            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], c[t], b); });
+          });
+        });
+      }
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        unroll<T>([&](auto t) KVQ_LAMBDA {
+          sums[r][t] = add32(sums[r][t], join(acc[r][t], acc[R + r][t]));
+        });
+      });
+    }
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      unroll<T>([&](auto t) KVQ_LAMBDA { finish(r, token + WIDTH * t, to_reals(sums[r][t])); });
+    });
+  }
+}
+
+}  // namespace integer
+}  // namespace

@@ -1,0 +1,141 @@
+// InnerQ keys, 2 bits: per token and group of 32 channels a scale and either a zero or 32 sign bits.
+//
+//     q . k_t = sum_g ( |scale_gt| sum_c q'_c u_ct + zero_gt sum_c q'_c ),    q' = q * norm
+//     symmetric:  u = code + 4 sign,  zero = -4 |scale|        asymmetric:  u = code
+//
+// so the sign is one more bit of an unsigned code. q' becomes fixed point once per norm, which changes at most from
+// page to page; scales multiply a vector of tokens' partial scores at once.
+#pragma once
+
+#include "../kernel.h"
+#include "../../isa/lanes.h"
+
+namespace {
+namespace integer {
+
+using namespace kvq;
+
+// The parameters of WIDTH groups: what a slot holds depends on the sign of the scale.
+struct HybridParameters {
+  Reals scale, zero;
+  Ints signs;
+
+  KVQ_INLINE void read(const uint8_t* scales, const uint8_t* slots) {
+    const Reals stored = L::load_halves(scales);
+    const Ints slot = L::load_bytes(slots);
+    scale = absolute(stored);
+    zero = if_negative(stored, stored * L::all(4.0f), slot);
+    signs = where_negative(stored, slot);
+  }
+};
+
+// The codes of one quad: two bits from the bytes, the third from the sign words. (word >> quad) & 0x01010101 are the
+// quad's signs, so shifted to bit 2 that is a shift by quad - 2.
+template <int QUAD>
+KVQ_INLINE Ints hybrid_codes(Ints shifted_bytes, Ints signs) {
+  const Ints aligned = QUAD < 2 ? shift_left<QUAD < 2 ? 2 - QUAD : 0>(signs) : shift_right<QUAD < 2 ? 0 : QUAD - 2>(signs);
+  return (shifted_bytes & L::all8(3)) | (aligned & L::all8(4));
+}
+
+template <int D>
+struct HybridKeys2 {
+  static constexpr int PARTS = 2, GROUPS = D / 32, STRIDE = D / 4;
+  static_assert(8 <= SUMS<3>);  // quads of a group
+
+  struct Work {
+    uint16_t norm[D];
+    float step[ROWS][GROUPS], sum[ROWS][GROUPS];  // of a row's group: scale of its fixed point, sum of q'
+    alignas(64) int8_t q8[ROWS / 4][PARTS][4][D];
+  };
+
+  static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
+  static void begin(Task&) {}
+
+  static void score(Task& task, const Slab& slab, int column) {
+    Work& work = *reinterpret_cast<Work*>(task.key_work);
+    if (task.prepared != slab.page) prepare(task, slab.page + task.layout->k_inner_norm, work);
+    task.prepared = slab.page;
+    row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row, work); });
+  }
+
+  static void prepare(const Task& task, const uint8_t* norm, Work& work) {
+    if (task.prepared && !std::memcmp(work.norm, norm, sizeof work.norm)) return;
+    std::memcpy(work.norm, norm, sizeof work.norm);
+    for (int row = 0; row < task.rows; ++row)
+      for (int g = 0; g < GROUPS; ++g) {
+        const int c = 32 * g;
+        int8_t* hi = work.q8[row / 4][0][row % 4] + c;
+        int8_t* lo = work.q8[row / 4][1][row % 4] + c;
+        Reals x[PER_SLAB], largest = Reals{};
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          const Reals q = L::load(task.query + row * D + c + WIDTH * v);
+          x[v] = q * L::load_halves(norm + 2 * (c + WIDTH * v));
+          largest = maximum(largest, absolute(x[v]));
+        });
+        const float top = reduce<Max>(largest) + 1e-30f;
+        work.step[row][g] = top / RANGE;
+        Reals total = Reals{};
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          x[v] = x[v] * L::all(RANGE / top);
+          // the sum of the rounded q', so that its errors multiply k and not the larger u
+          total = total + rounded(x[v]);
+        });
+        work.sum[row][g] = work.step[row][g] * reduce<Add>(total);
+        pack32(x, hi, lo);
+      }
+  }
+
+  template <int R>
+  static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row, const Work& work) {
+    constexpr int X = R * PARTS, T = VECTORS<X>;
+    const Layout& l = *task.layout;
+    const uint8_t* codes = slab.data + l.k_codes;
+    const int8_t* q8 = work.q8[row / 4][0][0];
+    for (int token = 0; token < SLAB; token += WIDTH * T) {
+      Reals scores[R][T];
+      clear(scores);
+      for (int g = 0; g < GROUPS; ++g) {
+        HybridParameters p[T];
+        unroll<T>([&](auto t) KVQ_LAMBDA {
+          const int at = g * SLAB + token + WIDTH * t;
+          p[t].read(slab.data + l.k_scale + 2 * at, slab.data + l.k_slot + 4 * at);
+        });
+        Ints acc[X][T];
+        clear(acc);
+        // a group's channels lie in one plane, or its halves in two
+        const Ints by[2] = {L::all32(32 * g / STRIDE * 2), L::all32((32 * g + 16) / STRIDE * 2)};
+        const char* ahead = task.prefetch.template take<2>();
+        unroll<8>([&](auto e) KVQ_LAMBDA {
+          const int c = 32 * g + 4 * e;
+          const uint8_t* word = codes + c % STRIDE * 32 + token * 4;
+          Ints code[T];
+          unroll<T>([&](auto t) KVQ_LAMBDA {
+            code[t] = hybrid_codes<e>(shift_right(L::load_bytes(word + 4 * WIDTH * t), by[e / 4]), p[t].signs);
+          });
+          if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
+          unroll<X>([&](auto x) KVQ_LAMBDA {
+            constexpr int part = x / R, r = x % R;
+            const Ints b = quad(q8 + (part * 4 + r) * D + c);
+            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
+          });
+        });
+        unroll<R>([&](auto r) KVQ_LAMBDA {
+          const Reals step = L::all(work.step[row + r][g]), sum = L::all(work.sum[row + r][g]);
+          unroll<T>([&](auto t) KVQ_LAMBDA {
+            const Reals zeros = fmadd(p[t].zero, sum, scores[r][t]);
+            const Reals x = to_reals(join(acc[r][t], acc[R + r][t]));
+            scores[r][t] = fmadd(x, p[t].scale * step, zeros);
+          });
+        });
+      }
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        unroll<T>([&](auto t) KVQ_LAMBDA {
+          store(task.scores + (row + r) * BLOCK + column + token + WIDTH * t, scores[r][t]);
+        });
+      });
+    }
+  }
+};
+
+}  // namespace integer
+}  // namespace

@@ -1,0 +1,177 @@
+// Per-token values: one scale and zero per token and group of channels.
+//
+//     sum_t p_t v_tc = sum_t (p_t scale_tg) code_tc + sum_t p_t zero_tg          g = the group of channel c
+//
+// The scales go into the softmax weights once per block, which then become fixed point per row and group. Channels
+// are taken up to 32 at a time, which share their weights because groups are multiples of 32.
+#pragma once
+
+#include "../kernel.h"
+#include "../../isa/lanes.h"
+
+namespace {
+namespace integer {
+
+using namespace kvq;
+
+// -1 from the middle on, or before it: shifted, the tokens of a slab from one on, or up to one
+alignas(64) constexpr struct Step {
+  int32_t of[2 * SLAB];
+  constexpr explicit Step(bool up) : of() {
+    for (int i = 0; i < 2 * SLAB; ++i) of[i] = (i >= SLAB) == up ? -1 : 0;
+  }
+} UP(true), DOWN(false);
+
+template <int BITS>
+struct TokenValues {
+  static constexpr int PARTS = 2, GROUPS = 8;
+  static constexpr int RUN = SUMS<BITS> / (SLAB / 4) < BLOCK_SLABS ? SUMS<BITS> / (SLAB / 4) : BLOCK_SLABS;
+  static_assert(RUN >= 1);  // slabs between two widenings
+
+  struct Work {
+    alignas(64) float widest[BLOCK];     // the largest scale of a token
+    alignas(64) float scaled[4][BLOCK];  // p in fixed-point units, of a tile's rows
+    alignas(64) int8_t weights[PARTS][4][GROUPS][BLOCK];
+    alignas(16) float offset[GROUPS][4];
+    float step[4];
+    alignas(64) int32_t attended[BLOCK];  // -1 where attended, else 0
+  };
+
+  static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
+  static int groups_of(const Layout& l) { return int((l.d + l.group - 1) / l.group); }
+
+  static void add(Task& task, const Slab* slabs, int count) {
+    Work& work = *reinterpret_cast<Work*>(task.value_work);
+    const Layout& l = *task.layout;
+    for (int s = 0; s < count; ++s)
+      for (int t = 0; t < SLAB; t += WIDTH)
+        store_bytes(work.attended + s * SLAB + t, L::load_bytes(UP.of + SLAB - slabs[s].low + t) &
+                                                      L::load_bytes(DOWN.of + SLAB - slabs[s].high + t));
+    const int groups = groups_of(l);  // a division, and what follows writes bytes, which may be anything
+    find_widest(l, slabs, count, groups, work);
+    row_tiles(task.rows, [&](auto r, int row) {
+      constexpr int R = decltype(r)::value;
+      scale_weights<R>(task, row, count, work);
+      for (int g = 0; g < groups; ++g) weigh<R>(l, slabs, count, g, work);
+      by_stride(l.d * BITS / 8, [&](auto stride) KVQ_LAMBDA {
+        for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
+          multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
+      });
+    });
+  }
+
+  // WIDTH tokens' parameters of a group; 0 where unattended: their weight is 0, but 0 times NaN would not be
+  KVQ_INLINE static Reals parameters(const Slab* slabs, int64_t at, int group, int t, const Work& work) {
+    const Reals stored = L::load_halves(slabs[t / SLAB].data + at + (group * SLAB + t % SLAB) * 2);
+    return keep(stored, L::load_bytes(work.attended + t));
+  }
+
+  static void find_widest(const Layout& l, const Slab* slabs, int count, int groups, Work& work) {
+    for (int t = 0; t < count * SLAB; t += WIDTH) {
+      Reals widest = parameters(slabs, l.v_scale, 0, t, work);
+      for (int g = 1; g < groups; ++g)
+        widest = maximum(widest, parameters(slabs, l.v_scale, g, t, work));
+      store(work.widest + t, widest);
+    }
+  }
+
+  // The fixed-point unit of a row follows its largest p * scale, not the largest scale: an outlier token that nobody
+  // looks at must not cost the others their precision.
+  template <int R>
+  KVQ_INLINE static void scale_weights(const Task& task, int row, int count, Work& work) {
+    const float* p = task.scores + row * BLOCK;
+    Reals largest[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = Reals{}; });
+    for (int t = 0; t < count * SLAB; t += WIDTH) {
+      const Reals widest = L::load(work.widest + t);
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        largest[r] = maximum(largest[r], L::load(p + r * BLOCK + t) * widest);
+      });
+    }
+    const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
+    alignas(16) float factors[4];
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
+    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const Reals factor = L::all(factors[r]);
+      for (int t = 0; t < count * SLAB; t += WIDTH)
+        store(work.scaled[r] + t, L::load(p + r * BLOCK + t) * factor);
+    });
+  }
+
+  template <int R>
+  KVQ_INLINE static void weigh(const Layout& l, const Slab* slabs, int count, int g, Work& work) {
+    Reals zeros[4];
+    unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = Reals{}; });
+    for (int t = 0; t < count * SLAB; t += SLAB) {
+      Reals scale[PER_SLAB], zero[PER_SLAB];
+      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+        scale[v] = parameters(slabs, l.v_scale, g, t + WIDTH * v, work);
+        zero[v] = parameters(slabs, l.v_zero, g, t + WIDTH * v, work);
+      });
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        Reals x[PER_SLAB];
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+          const Reals p = L::load(work.scaled[r] + t + WIDTH * v);
+          zeros[r] = fmadd(p, zero[v], zeros[r]);
+          x[v] = p * scale[v];
+        });
+        pack32(x, work.weights[0][r][g] + t, work.weights[1][r][g] + t);
+      });
+    }
+    _mm_store_ps(work.offset[g], _mm_mul_ps(reduce4<Add>(zeros), _mm_loadu_ps(work.step)));
+  }
+
+  // WIDTH T channels from c on, R rows; stride: channels of a plane
+  template <int R, class Stride>
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
+                                                 Work& work, Prefetch& prefetch, float* out) {
+    constexpr int X = R * PARTS, T = VECTORS<X>;
+    const int group = int(c / l.group);
+    const Ints mask = L::all8((1 << BITS) - 1);
+    int64_t at[T];
+    Ints shift[T], sums[R][T];
+    unroll<T>([&](auto t) KVQ_LAMBDA {
+      at[t] = l.v_codes + (c + WIDTH * t) % stride * 4;
+      shift[t] = L::all32(int((c + WIDTH * t) / stride) * BITS);
+      unroll<R>([&](auto r) KVQ_LAMBDA { sums[r][t] = Ints{}; });
+    });
+    for (int first = 0; first < count; first += RUN) {
+      Ints acc[X][T];
+      clear(acc);
+      for (int s = first; s < first + RUN && s < count; ++s) {
+        const int8_t* weights = work.weights[0][0][group] + s * SLAB;
+        const char* ahead = prefetch.take<2>();  // at once: a branch amid the sums would move them about
+        unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
+          Ints code[T];
+          unroll<T>([&](auto t) KVQ_LAMBDA {
+            const Ints bytes = L::load_bytes(slabs[s].data + at[t] + e * stride * 4);
+            code[t] = shift_right(bytes, shift[t]) & mask;
+          });
+          if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
+          unroll<X>([&](auto x) KVQ_LAMBDA {
+            constexpr int part = x / R, r = x % R;
+            const Ints b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + e * 4);
+            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
+          });
+        });
+      }
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        unroll<T>([&](auto t) KVQ_LAMBDA {
+          sums[r][t] = add32(sums[r][t], join(acc[r][t], acc[R + r][t]));
+        });
+      });
+    }
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const Reals step = L::all(work.step[r]), offset = L::all(work.offset[group][r]);
+      unroll<T>([&](auto t) KVQ_LAMBDA {
+        float* to = out + r * l.d + WIDTH * t;
+        const Reals sum = L::load(to) + offset;
+        store(to, fmadd(to_reals(sums[r][t]), step, sum));
+      });
+    });
+  }
+};
+
+}  // namespace integer
+}  // namespace

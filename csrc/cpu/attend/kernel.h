@@ -1,0 +1,144 @@
+// The interface between the driver (attend.cpp) and the kernels of one instruction set.
+//
+// A task is one KV head of one request, up to ROWS of its query rows and a run of pages. The driver feeds it blocks of
+// up to BLOCK_SLABS slabs; for every block
+//
+//     keys->score      S = q K^T                                   one slab at a time, for all rows
+//     softmax          m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
+//     values->add      O = O + P V
+//
+// with queries premultiplied by scale * log2(e), so that 2^x serves as the exponential.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../layout.h"
+#include "../scratch.h"
+
+namespace kvq {
+
+constexpr int ROWS = 64;
+
+struct Slab {
+  const uint8_t* page;  // start of the record
+  const uint8_t* data;  // start of the slab
+  int low, high;        // tokens [low, high) of the slab are attended
+};
+
+// The slabs of the next block. Kernels pull a few lines per step, the keys about half of them and the values the
+// rest: the hardware can't guess the next page, and a burst of requests would wait for itself.
+struct Prefetch {
+  const char* at = nullptr;
+  const char* end = nullptr;
+  const Slab* next = nullptr;
+  const Slab* last = nullptr;
+  int64_t slab_bytes = 0;
+
+  // The next COUNT lines, for the caller to prefetch one by one. Up to COUNT - 1 of them lie beyond the end, which is
+  // harmless: a prefetch can't fault. When nothing is left: lines that are cached anyway.
+  template <int COUNT>
+  __attribute__((always_inline)) const char* take() {
+    if (at >= end) {
+      if (next == last) return reinterpret_cast<const char*>(this);
+      // a page's first slab with what lies before it, the page's own parameters
+      const bool first = next->data - next->page < slab_bytes;
+      at = reinterpret_cast<const char*>(first ? next->page : next->data);
+      end = reinterpret_cast<const char*>(next->data) + slab_bytes;
+      ++next;
+    }
+    const char* lines = at;
+    at += 64 * COUNT;
+    // a page's slabs follow each other: no line twice, none left out
+    if (at > end && next != last && reinterpret_cast<const char*>(next->data) == end) {
+      end += slab_bytes;
+      ++next;
+    }
+    return lines;
+  }
+
+  template <int COUNT>
+  __attribute__((always_inline)) void lines() {
+    const char* from = take<COUNT>();
+    for (int i = 0; i < COUNT; ++i) __builtin_prefetch(from + 64 * i, 0, 3);
+  }
+
+  __attribute__((always_inline)) void everything() {
+    while (at < end || next != last) lines<8>();
+  }
+};
+
+struct Task {
+  const Layout* layout;
+  const Constants* constants;
+  int rows;
+  const float* query;     // [rows][d]
+  const float* features;  // QJL: S q, [rows][m]
+  float* scores;          // [rows][BLOCK]
+  float* out;             // [rows][d]
+  float* top;             // [rows]  m
+  float* total;           // [rows]  l
+  char* key_work;         // key_bytes and value_bytes of the kernels, 64-byte aligned, private to the thread
+  char* value_work;
+  const uint8_t* prepared;  // the page that key_work was prepared for, null at first
+  Prefetch prefetch;
+};
+
+struct KeyKernel {
+  size_t (*work_bytes)(const Layout&);
+  void (*begin)(Task&);
+  void (*score)(Task&, const Slab&, int column);  // scores of 32 tokens into column .. column + 31 of every row
+};
+
+struct ValueKernel {
+  size_t (*work_bytes)(const Layout&);
+  void (*add)(Task&, const Slab*, int count);
+};
+
+constexpr int RAW_AHEAD = 8;  // full-precision tokens whose keys are on their way while one is multiplied
+
+// A head's tokens lie a whole token apart, which no hardware prefetcher follows. Always inlined: a call that does nothing
+// but prefetch has no effect that g++ would keep.
+static inline __attribute__((always_inline)) void prefetch_token(const void* token, int bytes) {
+  for (int at = 0; token && at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(token) + at);
+}
+
+// Up to 32 full-precision tokens of a KV head and up to ROWS of its query rows, with the same running softmax.
+struct RawTask {
+  int rows, first_row, group;  // row r of the task is query (first_row + r) / group
+  int head_size, d;            // d: head_size rounded up to 32
+  Dtype dtype;
+  int tokens;
+  const void* key[SLAB];       // null where a token is absent
+  const void* value[SLAB];
+  bool gathered;               // `work` holds the keys and values already
+  bool all_seen;               // 32 tokens, none absent, and every query sees them
+  const uint8_t* seen;         // seen[query * seen_stride + token]
+  int64_t seen_stride;
+  const float* query;          // [rows][d]
+  const uint16_t* query_bits;  // the same before `unit` = scale * log2(e), [rows][d] bf16; null: not to be used
+  float unit;
+  float* work;                 // 2 [32][d] + [rows][32]
+  float *out, *top, *total;    // as in Task
+};
+
+// Attention of many rows, at least `rows`, to packed blocks: all of a block at once. Task.rows has no limit, scores is
+// for ROWS of them, and key_work has work_bytes.
+struct ManyKernel {
+  int64_t (*rows)(const Layout&);
+  size_t (*work_bytes)(const Layout&);
+  void (*attend)(Task&, const Slab*, int count);
+};
+
+// Attention as one instruction set does it (isa/isa.h). `keys` and `values` always find a kernel.
+struct AttendKernels {
+  KeyKernel (*keys)(const Layout&, int rows);
+  ValueKernel (*values)(const Layout&, int rows);
+  void (*softmax)(Task&, const Slab*, int count);
+  void (*add_raw)(RawTask&);
+  // QJL's features: S q for `rows` rows
+  void (*project)(const float* query, int rows, int64_t d, const float* sketch, int64_t m, float* features);
+  ManyKernel many;
+};
+
+}  // namespace kvq

@@ -1,0 +1,75 @@
+// The running softmax of a block (formulas in kernel.h).
+#pragma once
+
+#include "../kernel.h"
+#include "../../isa/vnni.h"
+
+namespace {
+namespace vnni {
+
+using namespace kvq;
+
+inline void attended_tokens(const Slab* slabs, int count, __mmask16* masks) {
+  for (int s = 0; s < count; ++s) {
+    const uint32_t tokens = (~0u >> (SLAB - slabs[s].high)) & (~0u << slabs[s].low);
+    masks[2 * s] = __mmask16(tokens);
+    masks[2 * s + 1] = __mmask16(tokens >> 16);
+  }
+}
+
+// R rows; beyond a shorter block's end nothing is attended, so weights there are 0.
+template <int R>
+KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended) {
+  constexpr int WIDTH = BLOCK / 16;
+  float* scores = task.scores + row * BLOCK;
+  __m512 best[4];
+  unroll<4>([&](auto r) KVQ_LAMBDA { best[r] = _mm512_set1_ps(-1e30f); });
+  unroll<WIDTH>([&](auto i) KVQ_LAMBDA {
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      best[r] = _mm512_mask_max_ps(best[r], attended[i], best[r], _mm512_load_ps(scores + r * BLOCK + i * 16));
+    });
+  });
+  alignas(16) float tops[4], totals[4];
+  _mm_store_ps(tops, reduce4<Max>(best));
+  bool rising = false;
+  unroll<R>([&](auto r) KVQ_LAMBDA {
+    const float old = task.top[row + r];
+    rising |= tops[r] > old;
+    tops[r] = tops[r] > old ? tops[r] : old;
+  });
+  __m512 total[4];
+  unroll<4>([&](auto r) KVQ_LAMBDA { total[r] = _mm512_setzero_ps(); });
+  unroll<R>([&](auto r) KVQ_LAMBDA {
+    const __m512 top = _mm512_set1_ps(tops[r]);
+    unroll<WIDTH>([&](auto i) KVQ_LAMBDA {
+      float* at = scores + r * BLOCK + i * 16;
+      const __m512 p = exp2(_mm512_sub_ps(_mm512_load_ps(at), top), attended[i]);
+      _mm512_store_ps(at, p);
+      total[r] = _mm512_add_ps(total[r], p);
+    });
+  });
+  _mm_store_ps(totals, reduce4<Add>(total));
+  if (rising) {
+    const int64_t d = task.layout->d;
+    for (int r = 0; r < R; ++r) {
+      const float fall = task.top[row + r] - tops[r];
+      const __m512 shrink = exp2(_mm512_set1_ps(fall < -1000.0f ? -1000.0f : fall));
+      task.total[row + r] *= _mm512_cvtss_f32(shrink);
+      task.top[row + r] = tops[r];
+      for (int64_t c = 0; c < d; c += 16) {
+        float* o = task.out + (row + r) * d + c;
+        _mm512_storeu_ps(o, _mm512_mul_ps(_mm512_loadu_ps(o), shrink));
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) task.total[row + r] += totals[r];
+}
+
+inline void softmax(Task& task, const Slab* slabs, int count) {
+  __mmask16 attended[BLOCK / 16] = {};
+  attended_tokens(slabs, count, attended);
+  row_tiles(task.rows, [&](auto r, int row) { softmax_tile<decltype(r)::value>(task, row, attended); });
+}
+
+}  // namespace vnni
+}  // namespace

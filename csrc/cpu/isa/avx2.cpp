@@ -1,0 +1,15 @@
+// Kernels for AVX2 with FMA and F16C: integer products where the layout allows, float32 elsewhere.
+// Compiled with those flags; only called where isa.h has seen them on the processor.
+#if defined(__x86_64__)
+#define KVQ_LANES 8
+#include "../attend/avx2/table.h"
+#include "../pack/table.h"
+#include "isa.h"
+
+namespace kvq {
+const Isa avx2_isa = {"avx2",
+                      {integer::keys, integer::values, float32::softmax, float32::add_raw, float32::project,
+                       float32::many_kernel},
+                      float32::pack_kernels};
+}
+#endif

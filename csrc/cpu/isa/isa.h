@@ -1,0 +1,81 @@
+// The instruction sets that the library is compiled for, and which of them this processor has.
+#pragma once
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "../attend/kernel.h"
+#include "../pack/kernel.h"
+
+namespace kvq {
+
+#if defined(__x86_64__)
+// clang 14's builtin does not know the name
+inline bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+// 0 portable, 1 AVX2 with FMA and F16C, 2 AVX-512 with BW, 3 also with VNNI and VBMI. The compiler's builtin also asks
+// whether the operating system saves the registers.
+inline int find_best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2") || !has_f16c())
+    return 0;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+      !__builtin_cpu_supports("avx512dq"))
+    return 1;
+  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") ? 3 : 2;
+#else
+  return 0;
+#endif
+}
+
+// Products of bf16 numbers, beside level 3 (Zen 4, Cooper Lake and Sapphire Rapids have them, Ice Lake doesn't).
+inline bool has_bf16() {
+#if defined(__x86_64__)
+  static const bool has = __builtin_cpu_supports("avx512bf16");
+  return has;
+#else
+  return false;
+#endif
+}
+
+// Asked once: every call of the library checks its argument, and virtual machines take microseconds over CPUID.
+inline int best_isa() {
+  static const int best = find_best_isa();
+  return best;
+}
+
+// One translation unit of this folder.
+struct Isa {
+  const char* name;
+  AttendKernels attend;
+  PackKernels pack;
+};
+
+extern const Isa portable_isa;
+#if defined(__x86_64__)
+extern const Isa avx2_isa, avx512bw_isa, avx512_isa;
+#endif
+
+#if defined(__x86_64__)
+constexpr int ISAS = 4;
+#else
+constexpr int ISAS = 1;
+#endif
+
+inline const Isa& isa(int level) {
+#if defined(__x86_64__)
+  if (level == 3) return avx512_isa;
+  if (level == 2) return avx512bw_isa;
+  if (level == 1) return avx2_isa;
+#endif
+  (void)level;
+  return portable_isa;
+}
+
+}  // namespace kvq

@@ -1,0 +1,49 @@
+// Loops of the integer kernels whose arrays must stay in registers.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#define KVQ_INLINE inline __attribute__((always_inline))
+#define KVQ_LAMBDA __attribute__((always_inline))
+
+namespace {
+namespace unrolled {
+
+// Calls f(std::integral_constant<int, i>) for i in [0, N): loops whose arrays must stay in registers.
+template <int N, class F, int... I>
+KVQ_INLINE void unroll_over(F&& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+KVQ_INLINE void unroll(F&& f) {
+  unroll_over<N>(f, std::make_integer_sequence<int, N>{});
+}
+
+// Calls f(std::integral_constant<int, R>, first row) for tiles of up to 4 rows.
+template <class F>
+KVQ_INLINE void row_tiles(int rows, F&& f) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, r);
+  switch (rows - r) {
+    case 3: f(std::integral_constant<int, 3>{}, r); break;
+    case 2: f(std::integral_constant<int, 2>{}, r); break;
+    case 1: f(std::integral_constant<int, 1>{}, r); break;
+    default: break;
+  }
+}
+
+// Calls f(stride): as a constant where the head size is 64, 128 or 256, so that addresses are, too.
+template <class F>
+KVQ_INLINE void by_stride(int64_t stride, F&& f) {
+  switch (stride) {
+    case 16: f(std::integral_constant<int64_t, 16>{}); break;
+    case 32: f(std::integral_constant<int64_t, 32>{}); break;
+    case 64: f(std::integral_constant<int64_t, 64>{}); break;
+    case 128: f(std::integral_constant<int64_t, 128>{}); break;
+    default: f(stride);
+  }
+}
+
+}  // namespace unrolled
+}  // namespace

@@ -1,0 +1,48 @@
+// The names that Python fills the library's structs by, from the lists that make them.
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <string>
+#include <type_traits>
+
+#include "isa/isa.h"
+#include "step/decode.h"
+
+namespace {
+
+// "name name ...", the number of a name being its place; fields say their type, too, in the letters of Python's
+// `struct`: "name:q name:d ...".
+std::string names(const std::string& of) {
+  using namespace kvq;
+  std::string text;
+#define KVQ_NAME(name) text += #name " ";
+#define KVQ_FIELD(type, name)    \
+  static_assert(sizeof(type) == 8); \
+  text += std::is_same_v<type, double> ? #name ":d " : #name ":q ";
+  if (of == "layout") {
+    KVQ_LAYOUT_FIELDS(KVQ_FIELD)
+  } else if (of == "companions") {
+    KVQ_COMPANION_FIELDS(KVQ_FIELD)
+  } else if (of == "keys") {
+    KVQ_KEY_KINDS(KVQ_NAME)
+  } else if (of == "values") {
+    KVQ_VALUE_KINDS(KVQ_NAME)
+  } else if (of == "dtypes") {
+    KVQ_DTYPES(KVQ_NAME)
+  } else if (of == "isas") {
+    for (int level = 0; level < kvq::ISAS; ++level) text += std::string(kvq::isa(level).name) + " ";
+  } else {
+    TVM_FFI_THROW(ValueError) << "nothing here is called " << of;
+  }
+  return text;
+}
+
+tvm::ffi::String exported_names(tvm::ffi::String of) { return names(of); }
+
+int64_t best_isa() { return kvq::best_isa(); }
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(names, exported_names);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, best_isa);

@@ -1,0 +1,110 @@
+"""The names that the library and its table of codecs must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
+from vllm_kvq.formats.fields import Field
+from vllm_kvq.formats.squat import ChannelKeys
+from vllm_kvq.kernels.cpu import layout
+from vllm_kvq.kernels.cpu.library import ISAS, library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+
+
+class Edited:
+    """The library, with some of its names replaced."""
+
+    def __init__(self, what: str, old: str, new: str) -> None:
+        self.what, self.old, self.new = what, old, new
+
+    def names(self, what: str) -> str:
+        text = str(library().names(what))  # type: ignore[union-attr]
+        if what == self.what:
+            assert self.old in text
+            text = text.replace(self.old, self.new, 1)
+        return text
+
+
+def bound(name: str) -> PageFormat:
+    return get_format(name).bind(Geometry(64, 64, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new", "says"),
+    [
+        ("layout", "k_zero:q ", "", "has no k_zero"),
+        ("layout", "k_zero:q ", "k_naught:q ", "has no k_zero"),
+        ("layout", "k_zero:q ", "k_zero:q k_naught:q ", "also has k_naught"),
+        ("layout", "k_zero:q ", "k_scale:q ", "names k_scale more than once"),
+        ("keys", "sketch", "sketched", "kinds of keys"),
+        ("values", "hybrid ", "", "kinds of values"),
+        ("values", "hybrid", "token", "kinds of values"),
+        ("dtypes", "f16 ", "", "types are"),
+    ],
+)
+def test_names_that_only_one_side_knows(what: str, old: str, new: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        layout.Names.of(Edited(what, old, new))
+
+
+@pytest.mark.parametrize("old", ["ring_at:q ", "window:q "])
+def test_companions_are_filled_by_name(old: str) -> None:
+    names = layout.Names.of(Edited("companions", old, ""))
+    given = dict.fromkeys(layout.Names.of(library()).companions.names, 0)
+    with pytest.raises(ValueError, match=f"companions has no {old[:-3]}"):
+        names.companions.fill(given, "companions")
+
+
+def test_the_order_does_not_matter() -> None:
+    """Two fields that change places in the library's list are filled where they now are."""
+    fmt, real = bound("kivi2"), layout.Names.of(library())
+    swapped = layout.Names.of(Edited("layout", "k_scale:q k_zero:q", "k_zero:q k_scale:q"))
+    a, b = (layout.lay_out(fmt, names)[: 8 * len(real.layout.names)].view(torch.int64) for names in (real, swapped))  # type: ignore[index]
+    scale, zero = (real.layout.names.index(n) for n in ("k_scale", "k_zero"))
+    assert a[scale] != a[zero]
+    assert (a[scale], a[zero]) == (b[zero], b[scale])
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_every_format_is_served(name: str) -> None:
+    assert layout.supports(bound(name))
+
+
+def test_a_codec_of_another_class_is_not_mistaken_for_ours() -> None:
+    class Others(ChannelKeys):
+        pass
+
+    fmt = bound("kivi2")
+    other = replace(fmt, keys=Others(fmt.geometry, 2))
+    assert layout.bind(other) is None
+    assert layout.reduction(other) is None
+
+
+def test_a_codec_that_stores_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = bound("kivi2")
+    more = (*fmt.keys.slab_fields, Field("k_more", torch.uint8, (64,)))
+    monkeypatch.setattr(ChannelKeys, "slab_fields", more)
+    with pytest.raises(ValueError, match="ChannelKeys stores"):
+        layout.lay_out(fmt, layout.Names.of(library()))
+
+
+def test_a_layout_of_another_size_is_refused() -> None:
+    fmt, lib = bound("polar4"), library()
+    assert lib is not None
+    whole = layout.bind(fmt)
+    assert whole is not None
+    zero, pages = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    assert lib.unpacked_page(whole, pages, zero, zero, zero) == -1
+    for wrong in (whole[:16], whole[:-4], torch.cat([whole, whole[:4]])):
+        with pytest.raises(ValueError, match=r"layout|fields"):
+            lib.unpacked_page(wrong, pages, zero, zero, zero)
+
+
+def test_instruction_sets_are_counted_alike() -> None:
+    known = str(library().names("isas")).split()  # type: ignore[union-attr]
+    assert tuple(known) == ISAS[: len(known)]

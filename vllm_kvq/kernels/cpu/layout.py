@@ -1,0 +1,299 @@
+"""What the C++ library knows of a codec: the one table of the CPU backend.
+
+    codec class -> kind, numbers, fields of its pages, tables, the reduction behind `fit`
+
+`bind` fills the library's `Layout` (csrc/cpu/layout.h) by the names that the library exports. A name that only one
+side knows is an error, when the library is first asked and again for every format, so the two can't drift apart.
+Classes are looked up by their exact type: a subclass may store something else.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.innerq import HybridKeys, HybridValues
+from vllm_kvq.formats.lossless import RawKeys
+from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
+from vllm_kvq.formats.qjl import SketchKeys
+from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
+from vllm_kvq.formats.values import RawValues, TokenValues
+from vllm_kvq.kernels.cpu.library import library
+from vllm_kvq.kernels.slots import SlotGeometry
+
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What `fit` needs of all tokens of a chunk: a sum of the library's, and the state made of it."""
+
+    name: str
+    """The library's function, (tokens, heads, head_size) -> `shape`."""
+    of_queries: bool
+    dtype: torch.dtype
+    shape: Callable[[int, int], tuple[int, ...]]
+    """Of KV heads and d."""
+    finish: Callable[[Any, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    """(codec, what was summed, tokens, state before) -> state."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the library serves one codec class."""
+
+    name: str
+    """Among the library's kinds of keys, or of values."""
+    fields: tuple[tuple[str, ...], ...]
+    """The fields of a slab and a page, where options decide one tuple for each choice."""
+    numbers: Mapping[str, str | int] = field(default_factory=dict)
+    """Names of the layout -> the codec's attribute, or a constant."""
+    tables: Callable[[Any], dict[str, np.ndarray]] | None = None
+    table_names: tuple[str, ...] = ()
+    reduction: Reduction | None = None
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.numbers, *self.table_names, *(name for choice in self.fields for name in choice)}
+
+    def numbers_of(self, codec: Any) -> dict[str, float]:
+        return {k: getattr(codec, v) if isinstance(v, str) else v for k, v in self.numbers.items()}
+
+
+def _sketches(codec: SketchKeys) -> dict[str, np.ndarray]:
+    cpu = torch.device("cpu")
+    return {
+        "sketch": codec.sketch(cpu).T.contiguous().numpy(),
+        "outer": codec.sketch_out(cpu).T.contiguous().numpy(),
+    }
+
+
+def _pairs(codec: PolarKeys) -> dict[str, np.ndarray]:
+    return {"pairs": torch.stack([codec.x, codec.y]).to(torch.int32).numpy()}
+
+
+_GRAM = Reduction(
+    "gram", True, torch.float64, lambda heads, d: (heads, d, d), lambda k, gram, _, state: k.fit_gram(gram, state)
+)
+_SQUARES = Reduction(
+    "squares",
+    False,
+    torch.float64,
+    lambda heads, d: (heads, d),
+    lambda k, sums, tokens, state: k.fit_sums(sums.float(), tokens, state),
+)
+_LARGEST = Reduction(
+    "largest",
+    False,
+    torch.float32,
+    lambda heads, d: (heads, d),
+    lambda k, top, _, state: k.fit_top(top.unsqueeze(1), state),
+)
+
+_CHANNEL = (("k_codes", "k_scale", "k_zero"),)
+_GRID = ("k_angle0", "k_angle_step", "k_radius0", "k_radius_step")
+
+KEYS: dict[type, Kind] = {
+    ChannelKeys: Kind("channel", _CHANNEL, {"key_bits": "bits"}),
+    SQuatKeys: Kind(
+        "channel", _CHANNEL, {"key_bits": "bits", "lambda": "lam", "squat_block": "block"}, reduction=_GRAM
+    ),
+    HybridKeys: Kind(
+        "hybrid", (("k_codes", "k_scale", "k_slot", "k_inner_norm"),), {"key_bits": "bits"}, reduction=_LARGEST
+    ),
+    SketchKeys: Kind(
+        "sketch",
+        (("k_bits", "k_norm", "ko_bits", "ko_norm", "ko_index"),),
+        {
+            "key_bits": 1,
+            "sketch_rows": "m",
+            "outer_rows": "m_out",
+            "outliers": "n",
+            "sketch_scale": "scale",
+            "outer_scale": "scale_out",
+        },
+        _sketches,
+        ("sketch", "outer"),
+        _SQUARES,
+    ),
+    PolarKeys: Kind(
+        "polar",
+        (("k_polar", *_GRID), ("k_angle", "k_radius", *_GRID)),
+        {"key_bits": "m", "radius_bits": "n"},
+        _pairs,
+        ("pairs",),
+    ),
+    PaperPolarKeys: Kind(
+        "polar",
+        (("k_polar", "k_radius_step"), ("k_angle", "k_radius", "k_radius_step")),
+        {"key_bits": "m", "radius_bits": "n", "paper": 1},
+        _pairs,
+        ("pairs",),
+    ),
+    RawKeys: Kind("raw", (("k_raw",),)),
+}
+VALUES: dict[type, Kind] = {
+    TokenValues: Kind("token", (("v_codes", "v_scale", "v_zero"),), {"value_bits": "bits", "group": "group"}),
+    HybridValues: Kind("hybrid", (("v_codes", "v_scale", "v_slot"),), {"value_bits": "bits"}),
+    RawValues: Kind("raw", (("v_raw",),)),
+}
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A struct of the library's: its fields in order, 8 bytes each, as letters of `struct`."""
+
+    names: tuple[str, ...]
+    letters: str
+
+    @classmethod
+    def parse(cls, text: str) -> Fields:
+        names, letters = zip(*(part.split(":") for part in text.split()), strict=True)
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            raise ValueError(f"the library names {', '.join(repeated)} more than once")
+        return cls(names, "".join(letters))
+
+    def check(self, given: Iterable[str], what: str) -> None:
+        """ValueError where the names are not exactly the library's."""
+        unknown, missing = sorted(set(given) - {*self.names}), sorted({*self.names} - set(given))
+        if unknown:
+            raise ValueError(f"the library's {what} has no {', '.join(unknown)}")
+        if missing:
+            raise ValueError(f"the library's {what} also has {', '.join(missing)}")
+
+    def fill(self, values: Mapping[str, float], what: str) -> bytes:
+        self.check(values, what)
+        return struct.pack(f"={self.letters}", *(values[name] for name in self.names))
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the library calls things, agreed with this module's tables."""
+
+    layout: Fields
+    companions: Fields
+    keys: tuple[str, ...]
+    values: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+    HEAD: ClassVar[frozenset[str]] = frozenset(
+        ["bytes", "head_size", "d", "tokens", "record_bytes", "slabs_at", "slab_bytes", "raw_dtype", "keys", "values"]
+    )
+    """What every format has; the other names of a layout belong to codecs."""
+
+    def __post_init__(self) -> None:
+        kinds = [*KEYS.values(), *VALUES.values()]
+        self.layout.check(self.HEAD.union(*(kind.names for kind in kinds)), "layout")
+        for table, known, what in ((KEYS, self.keys, "keys"), (VALUES, self.values, "values")):
+            if {kind.name for kind in table.values()} != {*known} or len({*known}) < len(known):
+                raise ValueError(f"the library's kinds of {what} are {', '.join(known)}")
+        if {*DTYPES.values()} != {*self.dtypes}:
+            raise ValueError(f"the library's types are {', '.join(self.dtypes)}")
+
+    @classmethod
+    def of(cls, lib: Any) -> Names:
+        def words(what: str) -> str:
+            return str(lib.names(what))
+
+        kinds = (tuple(words(what).split()) for what in ("keys", "values", "dtypes"))
+        return cls(Fields.parse(words("layout")), Fields.parse(words("companions")), *kinds)
+
+
+@functools.cache
+def _names() -> Names:
+    return Names.of(library())
+
+
+_ALIGNMENT = 64
+
+
+def lay_out(fmt: PageFormat, names: Names) -> torch.Tensor | None:
+    """The bytes of the library's `Layout`, with its tables behind; None for a codec that it does not know."""
+    keys, values = KEYS.get(type(fmt.keys)), VALUES.get(type(fmt.values))
+    if keys is None or values is None:
+        return None
+    slab, page = fmt.slab_region, fmt.page_region
+    offsets = {f.name: at for f, at in zip(slab.fields, slab.offsets, strict=True)}
+    offsets |= {f.name: fmt.slabs_at - page.nbytes + at for f, at in zip(page.fields, page.offsets, strict=True)}
+    for codec, kind in ((fmt.keys, keys), (fmt.values, values)):
+        declared = {f.name for f in codec.slab_fields + codec.page_fields}
+        if declared not in [{*choice} for choice in kind.fields]:
+            raise ValueError(f"{type(codec).__name__} stores {', '.join(sorted(declared))}, unlike the library")
+    tables = keys.tables(fmt.keys) if keys.tables else {}
+    end = 8 * len(names.layout.names)
+    placed = {}
+    for name, table in tables.items():
+        placed[name] = end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end += table.nbytes
+    given: dict[str, float] = {
+        "bytes": end,
+        "head_size": fmt.geometry.head_size,
+        "d": fmt.geometry.d,
+        "tokens": fmt.N,
+        "record_bytes": fmt.record_bytes,
+        "slabs_at": fmt.slabs_at,
+        "slab_bytes": slab.nbytes,
+        "raw_dtype": names.dtypes.index(DTYPES[fmt.geometry.dtype]),
+        "keys": names.keys.index(keys.name),
+        "values": names.values.index(values.name),
+    }
+    given |= keys.numbers_of(fmt.keys) | values.numbers_of(fmt.values) | offsets | placed
+    absent = dict.fromkeys((n for kind in (*KEYS.values(), *VALUES.values()) for n in kind.names), 0)
+    memory = np.zeros(end, np.uint8)
+    head = names.layout.fill(absent | given, "layout")
+    memory[: len(head)] = np.frombuffer(head, np.uint8)
+    for name, at in placed.items():
+        memory[at : at + tables[name].nbytes] = np.frombuffer(tables[name].tobytes(), np.uint8)
+    return torch.from_numpy(memory)
+
+
+# by identity, with the format held so that its id stays its own: hashing all settings would cost more than a
+# call
+_bound: dict[int, tuple[PageFormat, torch.Tensor | None]] = {}
+
+
+def bind(fmt: PageFormat) -> torch.Tensor | None:
+    """The format as every call of the library wants it; None where the PyTorch kernels serve it."""
+    found = _bound.get(id(fmt))
+    if found is None:
+        if library() is None:
+            return None
+        found = _bound[id(fmt)] = (fmt, lay_out(fmt, _names()))
+    return found[1]
+
+
+def supports(fmt: PageFormat) -> bool:
+    """Whether the library serves this format."""
+    return library() is not None and bind(fmt) is not None
+
+
+def reduction(fmt: PageFormat) -> Reduction | None:
+    """What `fit` sums of a prompt's chunk; None for codecs that the library does not know, or that fit nothing."""
+    kind = KEYS.get(type(fmt.keys))
+    return kind.reduction if kind else None
+
+
+def companions(fmt: PageFormat, slots: SlotGeometry, num_spec: int) -> torch.Tensor:
+    """The library's `Companions` (csrc/cpu/decode.h)."""
+    given = {
+        "unit": fmt.unit,
+        "window": fmt.W,
+        "sinks": fmt.S,
+        "drafts": num_spec,
+        "ring": slots.ring,
+        "ring_at": slots.ring_at,
+        "state_slots": slots.state_slots,
+        "state_rows": fmt.state_rows,
+        "slots_per_block": slots.slots_per_block,
+        "blocks": slots.sidecar_blocks,
+    }
+    return torch.frombuffer(bytearray(_names().companions.fill(given, "companions")), dtype=torch.uint8)
