@@ -17,10 +17,9 @@ def start_line(served: Served, blocks: int, path: str) -> str:
     """Capacity as vLLM counts it: tokens of requests of the maximum length, with their sidecars and sink pages.
 
     A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
-    smallest kind of layers, or as the largest where they hardly differ.
+    smallest kind of layers, or as the largest where they hardly differ. A value is one word, so that programs can read
+    the line (`bench/server.py`).
     """
-    if len(path.split()) != 1:
-        raise ValueError(f"path is {path!r}; the line's values are single words")
     fmt, slots, kinds = served.format, served.slots, served.kinds
     smallest, largest = min(k.layers for k in kinds), max(k.layers for k in kinds)
     size = largest if largest < 1.5 * smallest else smallest
@@ -31,14 +30,14 @@ def start_line(served: Served, blocks: int, path: str) -> str:
     sidecar = (slots.sidecar_blocks + slots.sink_blocks) * served.page_bytes
     return (
         f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
-        f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} path={path} "
-        f"capacity_tokens={int(capacity)} bf16_tokens={int(plain)} ratio={capacity / plain:.2f} "
+        f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
+        f"path={path.replace(' ', '')} capacity_tokens={int(capacity)} bf16_tokens={int(plain)} ratio={capacity / plain:.2f} "
         f"(requests of {served.max_len} tokens)"
     )
 
 
 def report_start(served: Served, vllm_config: Any, path: str, problem: str | None, blocks: int) -> None:
-    """`path`: which kernels serve; `problem`: one sentence on why faster ones do not; `blocks`: of the pool."""
+    """`path`: which kernels serve; `problem`: why faster ones do not; `blocks`: how many the pool has."""
     from vllm.distributed.parallel_state import is_global_first_rank
 
     if not is_global_first_rank():
@@ -47,7 +46,7 @@ def report_start(served: Served, vllm_config: Any, path: str, problem: str | Non
     served = replace(served, max_len=vllm_config.model_config.max_model_len)
     logger.info("%s", start_line(served, blocks, path))
     if problem is not None:
-        logger.warning("kvq: %s", problem)
+        logger.warning("kvq: %s is served by the slower %s path: %s", served.format.name, path, problem)
 
 
 class Damage:
