@@ -31,8 +31,8 @@ def start_line(served: Served, blocks: int, path: str) -> str:
     return (
         f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
-        f"path={path.replace(' ', '')} capacity_tokens={int(capacity)} bf16_tokens={int(plain)} ratio={capacity / plain:.2f} "
-        f"(requests of {served.max_len} tokens)"
+        f"path={path.replace(' ', '')} capacity_tokens={int(capacity)} bf16_tokens={int(plain)} "
+        f"ratio={capacity / plain:.2f} (requests of {served.max_len} tokens)"
     )
 
 
