@@ -174,7 +174,8 @@ def test_another_dtype_is_left_alone(model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     made = EngineArgs(model=str(model), max_model_len=256, additional_config={"kvq": 3}).create_engine_config()
-    assert told(made) == "128 False None [] True None"
+    # the block size is vLLM's own, which is another one in 0.33
+    assert told(made).partition(" ")[2] == "False None [] True None"
 
 
 def test_every_value_is_one_word(bare: Bare) -> None:
