@@ -20,6 +20,7 @@ WHAT_VLLM_FINDS = """
 import json, sys
 from vllm.utils import import_utils
 found = import_utils.has_triton_kernels()
+import vllm.model_executor.layers.fused_moe.config  # looks into the package, and logs what it misses
 module = sys.modules.get("triton_kernels")
 print(json.dumps([found, getattr(module, "__file__", None)]))
 """
@@ -30,8 +31,11 @@ sys.path = [p for p in sys.path if not os.path.isdir(os.path.join(p or ".", "tri
 """
 
 
-def child(code: str, folder: Path, *path: Path) -> Any:
-    """What a process that was started in this folder, with these folders on the path, prints last."""
+MISSES = "Failed to import Triton kernels"
+
+
+def child(code: str, folder: Path, *path: Path) -> tuple[Any, str]:
+    """Of a process that was started in this folder, with these folders on the path: its last line, and its log."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -41,8 +45,7 @@ def child(code: str, folder: Path, *path: Path) -> Any:
         check=True,
         timeout=120,
     )
-    assert "No module named 'triton_kernels" not in done.stderr + done.stdout
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
 def test_the_folder_is_no_regular_package() -> None:
@@ -54,17 +57,36 @@ def test_the_folder_is_no_regular_package() -> None:
 
 
 def test_vllm_finds_what_it_finds_in_an_empty_folder(tmp_path: Path) -> None:
-    elsewhere = child(WITHOUT_FOLDERS + WHAT_VLLM_FINDS, tmp_path)
-    assert child(WITH_PLUGIN + WHAT_VLLM_FINDS, ROOT, ROOT) == elsewhere
-    # the control: without the plugin it would find our folder
-    assert child(WHAT_VLLM_FINDS, ROOT, ROOT) != elsewhere
+    elsewhere, log = child(WITHOUT_FOLDERS + WHAT_VLLM_FINDS, tmp_path)
+    assert MISSES not in log
+    here, log = child(WITH_PLUGIN + WHAT_VLLM_FINDS, ROOT, ROOT)
+    assert here == elsewhere
+    assert "triton_kernels" not in log
+    # the control: without the plugin it takes our folder for the package, and misses what is not in it
+    here, log = child(WHAT_VLLM_FINDS, ROOT, ROOT)
+    assert here != elsewhere
+    assert MISSES in log
+
+
+def test_vllm_does_not_look_before_it_loads_plugins() -> None:
+    """Whatever a process imports first: a script, `vllm serve`, `python -m`, an engine or a worker."""
+    code = """
+import json, sys
+import vllm.entrypoints.cli.main, vllm.entrypoints.cli.serve, vllm.entrypoints.openai.api_server
+import vllm.v1.engine.core, vllm.v1.executor.multiproc_executor
+from vllm import LLM
+print(json.dumps("vllm.model_executor.layers.fused_moe.config" in sys.modules))
+"""
+    looked, log = child(code, ROOT, ROOT)
+    assert not looked
+    assert "triton_kernels" not in log
 
 
 def test_a_real_package_later_on_the_path_wins(tmp_path: Path) -> None:
     (tmp_path / "triton_kernels").mkdir()
     real = tmp_path / "triton_kernels" / "__init__.py"
     real.write_text("")
-    assert child(WITH_PLUGIN + WHAT_VLLM_FINDS, ROOT, ROOT, tmp_path) == [True, str(real)]
+    assert child(WITH_PLUGIN + WHAT_VLLM_FINDS, ROOT, ROOT, tmp_path)[0] == [True, str(real)]
 
 
 def test_another_checkout_is_hidden_and_a_foreign_folder_is_not(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from proof.models.architectures import named
+from proof.models import named
 
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.integration import platform, report, validate
@@ -175,7 +175,8 @@ def test_another_dtype_is_left_alone(model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     made = EngineArgs(model=str(model), max_model_len=256, additional_config={"kvq": 3}).create_engine_config()
-    assert told(made) == "128 False None [] True None"
+    # the block size is vLLM's own, which is another one in 0.33
+    assert told(made).partition(" ")[2] == "False None [] True None"
 
 
 def test_the_line_stays_parseable() -> None:

@@ -17,7 +17,8 @@ def start_line(served: Served, blocks: int) -> str:
     """Capacity as vLLM counts it: tokens of requests of the maximum length, with their sidecars and sink pages.
 
     A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
-    smallest kind of layers, or as the largest where they hardly differ.
+    smallest kind of layers, or as the largest where they hardly differ. A value is one word, so that programs can read
+    the line (`bench/server.py`).
     """
     fmt, slots, kinds = served.format, served.slots, served.kinds
     smallest, largest = min(k.layers for k in kinds), max(k.layers for k in kinds)

@@ -42,7 +42,7 @@ def _bind(name: str, options: str, geometry: Geometry) -> PageFormat:
 def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype) -> PageFormat:
     """The format of one attention layer, once the model exists: its rotary embeddings say which channels they pair."""
     pairing, rotary, settings = "half", None, settings_of(vllm_config)
-    if needs_pairs(settings):
+    if _needs_pairs(settings):
         pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.pairing)
     return bind(vllm_config, Geometry(head_size, vllm_config.cache_config.block_size, dtype, layer, pairing, rotary))
 
@@ -53,7 +53,7 @@ def layer_of(vllm_config: Any, impl: Any) -> tuple[str, Any]:
     return next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is impl)
 
 
-def needs_pairs(settings: Settings) -> bool:
+def _needs_pairs(settings: Settings) -> bool:
     """Whether the format's keys are stored in RoPE's channel pairs."""
     return settings.keys == "polar"
 
@@ -63,7 +63,7 @@ def _pairing(model: Any, head_size: int, wanted: str | None) -> tuple[str, int |
     if wanted is not None:
         dims = {dim for style, dim in styles if style == wanted}
         return wanted, dims.pop() if len(dims) == 1 else _rotary_dim(model.hf_text_config, head_size)
-    if problem := pairing_problem(model):
+    if problem := _unknown_pairs(model):
         raise ValueError(problem)
     if len(styles) != 1:
         raise ValueError(
@@ -72,8 +72,15 @@ def _pairing(model: Any, head_size: int, wanted: str | None) -> tuple[str, int |
     return styles.pop()
 
 
-def pairing_problem(model: Any) -> str | None:
-    """Why PolarQuant can't know which channels belong together, as far as the configuration tells."""
+def pairing_problem(vllm_config: Any) -> str | None:
+    """Why the format can't know which channels RoPE pairs, as far as the configuration tells."""
+    settings = settings_of(vllm_config)
+    if not _needs_pairs(settings) or settings.pairing is not None:
+        return None
+    return _unknown_pairs(vllm_config.model_config)
+
+
+def _unknown_pairs(model: Any) -> str | None:
     config = model.hf_text_config.to_dict()
     if not any(value for key, value in config.items() if "rope" in key or "rotary" in key):
         return _pairing_sentence("the model has no RoPE")

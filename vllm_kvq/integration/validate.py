@@ -11,7 +11,7 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.drafts import draft_problem
 from vllm_kvq.integration.kept import window_problem
 from vllm_kvq.integration.served import Served
-from vllm_kvq.integration.setup import needs_pairs, pairing_problem, settings_of
+from vllm_kvq.integration.setup import pairing_problem, settings_of
 from vllm_kvq.kernels.gpu import build as build_cuda
 from vllm_kvq.kernels.gpu.cuda import CUDA
 from vllm_kvq.kernels.gpu.step import kernels_of
@@ -42,8 +42,7 @@ def _format_problem(vllm_config: Any) -> str | None:
     """Why this model's heads and layers can't be packed so, or not by kernels of this GPU."""
     from vllm.platforms import current_platform
 
-    settings, model = settings_of(vllm_config), vllm_config.model_config
-    if needs_pairs(settings) and settings.pairing is None and (problem := pairing_problem(model)):
+    if problem := pairing_problem(vllm_config):
         return problem
     try:
         served = Served.of(vllm_config)
@@ -77,17 +76,9 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
         (text.model_type == "gpt_oss", "learned attention sinks", plain),
         (model.uses_alibi, "ALiBi", plain),
-        (
-            text.model_type == "falcon",
-            "Falcon models, whose layers vLLM does not tell the KV cache dtype",
-            plain,
-        ),
+        (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
-        (
-            gpu := _gpu_problem(current_platform),
-            gpu or "",
-            plain,
-        ),
+        (gpu := _gpu_problem(current_platform), gpu or "", plain),
         (
             _skips(vllm_config) and not current_platform.is_cpu(),
             "layers in 16 bits (skip_layers) on this platform",
@@ -98,16 +89,8 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
             "KV connectors",
             "drop --kv-transfer-config and --kv-offloading-size, or " + plain,
         ),
-        (
-            parallel.decode_context_parallel_size > 1,
-            "decode context parallelism",
-            "use --tensor-parallel-size",
-        ),
-        (
-            parallel.prefill_context_parallel_size > 1,
-            "prefill context parallelism",
-            "use --tensor-parallel-size",
-        ),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism", "use --tensor-parallel-size"),
         (draft := draft_problem(vllm_config), *(draft or ("", ""))),
         (vllm_config.cache_config.prefix_match_unit is not None, "--prefix-match-unit", "leave it out"),
     ]
