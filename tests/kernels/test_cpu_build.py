@@ -52,7 +52,7 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
     fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32))
     pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
     key, value = torch.randn(2, 1, 32, 64)
-    fmt.write(pages, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), fmt.encode(key, value, None))
+    fmt.write(pages, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), fmt.pack(key, value, None))
     zero = torch.zeros(1, dtype=torch.int64)
     arguments = fmt, torch.randn(1, 1, 2, 64), pages, zero, zero, zero, zero + 32, 0.125
     with caplog.at_level(logging.WARNING):

@@ -101,7 +101,7 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
     index = torch.arange(some * units)
     packed = torch.zeros(some, heads, fmt.record_bytes, dtype=torch.uint8)
     repeated = None if state is None else state.repeat(some * units, 1, 1)
-    fmt.write(packed, index // units, index % units, fmt.encode(k, v, repeated))
+    fmt.write(packed, index // units, index % units, fmt.pack(k, v, repeated))
     return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
 
 

@@ -58,7 +58,7 @@ def symmetric_share(head_size: int) -> tuple[float, float]:
     _, key, value = attention_data(head_size)
     page = FORMATS["innerq2"].bind(Geometry(head_size, 64))
     k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
-    fields = page.encode(k, v, page.keys.fit(k, k, None))
+    fields = page.pack(k, v, page.keys.fit(k, k, None))
     keys, values = (fields[n].signbit().double().mean().item() for n in ("k_scale", "v_scale"))
     return keys, values
 

@@ -28,8 +28,8 @@ def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype)
     options = kvq_options(vllm_config)
     settings = get_format(cache.cache_dtype).settings(options)
     pairing, rotary = "half", None
-    if settings.keys == "polar":
-        pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.pairing)
+    if settings.keys.pairs_channels:
+        pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.get("pairing"))
     return _bind(
         cache.cache_dtype,
         json.dumps(options, sort_keys=True),

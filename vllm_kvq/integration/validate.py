@@ -52,7 +52,7 @@ def _check(vllm_config: Any) -> None:
     if problems := _refusals(vllm_config):
         all_of_them = ", ".join(what for what, _ in problems)
         raise Refused(f"--kv-cache-dtype {name} does not support {all_of_them}; {problems[0][1]}")
-    if settings.keys == "polar" and settings.pairing is None and (problem := pairing_problem(model)):
+    if settings.keys.pairs_channels and not settings.get("pairing") and (problem := pairing_problem(model)):
         raise Refused(f"--kv-cache-dtype {name}: {problem}")
     _check_geometry(name, vllm_config, model.get_head_size(), cache.block_size or DEFAULT_N, model.dtype)
     try:

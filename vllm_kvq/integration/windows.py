@@ -18,7 +18,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.formats.settings import OPTIONS
+from vllm_kvq.formats.settings import BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import draft_token_bytes
 from vllm_kvq.integration.setup import kvq_options
@@ -80,8 +80,8 @@ def keep_sixteen_bits(vllm_config: Any) -> None:
     fitting = block
     while (page := _page(vllm_config, heads, head_size, fitting, model.dtype)) < plain:
         fitting *= 2
-        if fitting > OPTIONS["N"].high:
-            raise ValueError(f"no block of up to {OPTIONS['N'].high:g} tokens holds {SMALLEST_BLOCK} tokens in 16 bits")
+        if fitting > BLOCK.high:
+            raise ValueError(f"no block of up to {BLOCK.high:g} tokens holds {SMALLEST_BLOCK} tokens in 16 bits")
     if fitting != block and cache.user_specified_block_size:
         beside = "layers in 16 bits" if kept else "the draft's layers in 16 bits"
         raise ValueError(f"block size {block} is too small beside {beside}; set --block-size {fitting}")
