@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from vllm_kvq.bench.figures import Measured, plot, write_csv
-from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
+from vllm_kvq.bench.steps import Candidate, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import BASELINES, baselines
 from vllm_kvq.formats import FORMATS
@@ -104,6 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
     isa = cpu.ISAS[cpu.isa()]
     bandwidth = copy_bandwidth()
     print(f"{isa}, {args.threads} threads, copying memory {bandwidth / 1e9:.0f} GB/s (read and written)")
+    for name in args.format:
+        if not cpu.supports(bound_format(shape_of(args, args.context[0]), name)):
+            print(f"{name}: the C++ kernels don't know its codecs; the PyTorch kernels are timed")
     measured: Measured = []
     for context in args.context:
         shape = shape_of(args, context)

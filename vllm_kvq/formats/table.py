@@ -110,7 +110,7 @@ def third_parties() -> ThirdParties:
         source = f"{point.value} of {point.dist.name}" if point.dist else point.value
         try:
             found = point.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             problems[point.name] = f"KV cache format {point.name!r} ({source}) can't be imported: {reason}"
             continue
