@@ -25,7 +25,7 @@ def test_file_states_the_defaults(name: str) -> None:
     assert config["kv-cache-dtype"] == name
     options = config["additional-config"]["kvq"]
     assert options, "an empty list of options would pass the comparison below and say nothing"
-    assert FORMATS[name].settings(options) == FORMATS[name].defaults
+    assert FORMATS[name].settings(options) == FORMATS[name].settings()
 
 
 def test_vllm_reads_it_as_our_options() -> None:
@@ -36,4 +36,4 @@ def test_vllm_reads_it_as_our_options() -> None:
     arguments = FlexibleArgumentParser().load_config_file(str(CONFIGS / "squat2.yaml"))
     assert arguments[:2] == ["--kv-cache-dtype", "squat2"]
     assert arguments[2] == "--additional-config"
-    assert FORMATS["squat2"].settings(yaml.safe_load(arguments[3])["kvq"]) == FORMATS["squat2"].defaults
+    assert FORMATS["squat2"].settings(yaml.safe_load(arguments[3])["kvq"]) == FORMATS["squat2"].settings()

@@ -110,8 +110,9 @@ def _row(count: Any) -> dict[str, int]:
 
 def table(rows: Mapping[str, Mapping[str, int]]) -> str:
     width = {c: max(len(c), *(len(str(row[c])) for row in rows.values())) for c in COLUMNS}
-    lines = [f"{'':10}" + "  ".join(c.rjust(width[c]) for c in COLUMNS)]
-    lines += [f"{name:10}" + "  ".join(str(row[c]).rjust(width[c]) for c in COLUMNS) for name, row in rows.items()]
+    first = 2 + max(map(len, rows))
+    lines = [f"{'':{first}}" + "  ".join(c.rjust(width[c]) for c in COLUMNS)]
+    lines += [f"{name:{first}}" + "  ".join(str(row[c]).rjust(width[c]) for c in COLUMNS) for name, row in rows.items()]
     return "\n".join(lines)
 
 

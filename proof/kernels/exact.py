@@ -28,7 +28,7 @@ def exact_attention(
         if last <= first:
             continue
         ids = table[i, first // fmt.N : -(-last // fmt.N)].long()
-        fields = fmt.decode(fmt.read(pages, ids))
+        fields = fmt.unpack(fmt.read(pages, ids))
         offset = first // fmt.N * fmt.N
         keys, values = (
             x.unflatten(0, (-1, heads)).transpose(0, 1).flatten(1, 2)[:, first - offset : last - offset, :d].double()

@@ -94,7 +94,7 @@ class ReferenceCache:
                 self.page_state[page] = self.state
             state = self.page_state[page] if fmt.keys.page_fields else self.state
             k, v = (fmt.widen(x[at])[0].transpose(0, 1) for x in (self.key, self.value))
-            k, v = fmt.decode(fmt.encode(k, v, state))
+            k, v = fmt.unpack(fmt.pack(k, v, state))
             d = fmt.geometry.head_size
             self.packed[unit] = k.transpose(0, 1)[..., :d], v.transpose(0, 1)[..., :d]
 

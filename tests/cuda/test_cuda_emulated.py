@@ -112,7 +112,7 @@ def test_one_set_of_outlier_channels_and_a_change_of_it() -> None:
     prompt = get_format("qjl3").bind(fmt.geometry)
     for page, first in ((1, 0), (3, 128)):
         units = (x[:, first : first + 64].unflatten(1, (2, 32)).transpose(0, 1).flatten(0, 1) for x in (key, value))
-        prompt.write(mine, torch.tensor([page] * 2), torch.arange(2), prompt.encode(*units, state))
+        prompt.write(mine, torch.tensor([page] * 2), torch.arange(2), prompt.pack(*units, state))
     at = fmt.slabs_at + fmt.slab_region.offset("ko_index")
     sets = [mine[p, 0, at : at + 8].tolist() for p in (1, 2, 3)]
     assert sets[0] == sets[2] != sets[1]
@@ -179,7 +179,7 @@ def test_packed_bytes_agree_but_for_rounding(d: int, n: int, dtype: torch.dtype,
     page, slab = 1 + rows[:, 0] // n, rows[:, 0] % n // 32
     want = torch.zeros_like(got)
     by_head = (fmt.widen(x[rows])[0].transpose(1, 2).flatten(0, 1) for x in (key, value))
-    fmt.write(want, page, slab, fmt.encode(*by_head, None if prompt is None else prompt.repeat(2, 1, 1)))
+    fmt.write(want, page, slab, fmt.pack(*by_head, None if prompt is None else prompt.repeat(2, 1, 1)))
     assert torch.equal(want[..., : fmt.slabs_at], got[..., : fmt.slabs_at])
     a, b = (fmt.read(x, page) for x in (want, got))
     for name in ("ko_index", "v_codes", "v_scale", "v_zero"):

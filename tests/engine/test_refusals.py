@@ -127,5 +127,5 @@ def test_unpacked_slabs_are_recognised() -> None:
     fmt = FORMATS["squat2"].bind(Geometry(64, 64))
     pages = torch.zeros(2, 1, fmt.record_bytes, dtype=torch.uint8)
     k, v = (fmt.widen(torch.randn(1, 32, 64))[0] for _ in range(2))
-    fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.encode(k, v, None))
+    fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.pack(k, v, None))
     assert fmt.packed_slabs(pages, torch.tensor([1, 0])).tolist() == [[True, False], [False, False]]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from proof.models import named
 
+from proof.models import named
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.integration import platform, report, validate
 from vllm_kvq.integration.kept import Layers

@@ -198,7 +198,7 @@ def test_more_bits_are_better() -> None:
 
 
 def test_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    error_table.main()
+    error_table.main([])
     out = capsys.readouterr().out
     for label, _, _ in error_table.ROWS:
         assert f"\n{label} " in out

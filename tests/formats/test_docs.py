@@ -7,7 +7,7 @@ import pytest
 
 from vllm_kvq.eval import error_table
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.formats.settings import OPTIONS, Option
+from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
 
 DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 
@@ -20,27 +20,17 @@ def rows(heading: str) -> list[list[str]]:
     return [[c.strip().strip("`") for c in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def allowed(option: Option, name: str) -> str:
-    if name == "skip_layers":
-        return "list of layer indices"
-    if option.choices:
-        return ", ".join(str(c) for c in option.choices)
-    step = f", multiple of {option.multiple}" if option.multiple > 1 else ""
-    return f"{option.low:g} to {option.high:g}{step}"
-
-
 def test_options_table() -> None:
-    want = [
-        [
-            name,
-            option.help,
-            "all" if "*" in option.codecs else ", ".join(option.codecs),
-            allowed(option, name),
-        ]
-        for name, option in OPTIONS.items()
-    ]
+    want = [[o.name, o.help, ", ".join(codecs) or "all", o.allowed] for o, codecs in declared_options()]
     printed = "\n".join(f"| `{n}` | {h} | {c} | {a} |" for n, h, c, a in want)
     assert rows("Options") == want, f"the table should be\n{printed}"
+
+
+def test_codecs_table() -> None:
+    halves = (("keys", key_codecs()), ("values", value_codecs()))
+    want = [[half, codec.name, codec.title] for half, codecs in halves for codec in codecs.values()]
+    printed = "\n".join(f"| {h} | `{n}` | {t} |" for h, n, t in want)
+    assert rows("Codecs") == want, f"the table should be\n{printed}"
 
 
 def test_bits_table() -> None:
@@ -57,7 +47,7 @@ def test_bits_table() -> None:
 def test_padding_table() -> None:
     want = [
         [name, *(f"{FORMATS[name].bits_per_element(d, 64):.2f}" for d in (80, 96, 112, 128))]
-        for name in ("squat2", "squat4", "qjl3", "polar4", "polar3", "innerq2")
+        for name in (n for n, f in FORMATS.items() if f.public and f.keys.name != "kivi")  # those cost what squat's do
     ]
     printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
     assert rows("Head sizes") == want, f"the table should be\n{printed}"

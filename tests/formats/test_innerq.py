@@ -15,6 +15,7 @@ from vllm_kvq.formats.innerq import HybridKeys, HybridValues, hybrid_decode, hyb
 from vllm_kvq.formats.planes import unpack_sign_words
 
 GROUPS = hnp.arrays(np.float32, (3, 32), elements=st.floats(-1000, 1000, width=32))
+TWO_BITS = {"key_bits": 2, "value_bits": 2}
 ANY = hnp.arrays(np.float32, (2, 32), elements=st.floats(-32768, 32768, width=32, allow_subnormal=True))
 
 
@@ -136,7 +137,7 @@ def changed(codec: HybridKeys | HybridValues, token: int, channel: int) -> torch
 
 def test_groups_run_along_the_inner_dimension() -> None:
     """Keys: 32 channels of one token. Values: 32 tokens of one channel."""
-    keys, values = HybridKeys(Geometry(128, 64), 2), HybridValues(Geometry(128, 64), 2)
+    keys, values = HybridKeys(Geometry(128, 64), TWO_BITS), HybridValues(Geometry(128, 64), TWO_BITS)
     at = changed(keys, 37, 70)
     assert set(at[:, 0].tolist()) == {37}
     assert at[:, 1].min() >= 64
@@ -151,7 +152,7 @@ def test_groups_run_along_the_inner_dimension() -> None:
 # -- norms
 # -----------------------------------------------------------------------------------------------------------
 def test_norm_is_the_prompts() -> None:
-    codec = HybridKeys(Geometry(64, 64), 2)
+    codec = HybridKeys(Geometry(64, 64), TWO_BITS)
     g = torch.Generator().manual_seed(0)
     prompt = torch.randn(2, 100, 64, generator=g)
     state = codec.fit(prompt, prompt, None)
@@ -179,20 +180,20 @@ def test_a_page_carries_on_with_its_own_norm() -> None:
     x = torch.randn(2, 32, 64, generator=g)
     pages = torch.zeros(1, 2, fmt.record_bytes, dtype=torch.uint8)
     page = torch.tensor([0])
-    fmt.write(pages, page, torch.tensor([0]), fmt.encode(x, x, state))
+    fmt.write(pages, page, torch.tensor([0]), fmt.pack(x, x, state))
     kept = fmt.keys.page_state(fmt.read_page_fields(pages[page].flatten(0, 1)))
     assert kept is not None
     assert torch.equal(kept[:, 0], usable_norm(state[:, 0]))
-    assert torch.equal(fmt.encode(x, x, kept)["k_inner_norm"], kept[:, 0])
-    fmt.write(pages, page, torch.tensor([1]), fmt.encode(x, x, kept))
-    key, _ = fmt.decode(fmt.read(pages, page))
+    assert torch.equal(fmt.pack(x, x, kept)["k_inner_norm"], kept[:, 0])
+    fmt.write(pages, page, torch.tensor([1]), fmt.pack(x, x, kept))
+    key, _ = fmt.unpack(fmt.read(pages, page))
     assert torch.equal(key[:, :32], key[:, 32:])
 
 
 def test_norm_guards() -> None:
     norm = usable_norm(torch.tensor([0.0, 1e-30, 1e-3, 2.0**-6, 0.5, 181.0]))
     assert norm.tolist() == [1.0, 2.0**-6, 2.0**-6, 2.0**-6, 0.5, 181.0]
-    codec = HybridKeys(Geometry(64, 64), 2)
+    codec = HybridKeys(Geometry(64, 64), TWO_BITS)
     x = torch.randn(1, 64, 64)
     x[..., 7] = 0
     state = codec.fit(x, x, None)
@@ -204,5 +205,5 @@ def test_norm_guards() -> None:
 
 
 def test_no_state_means_no_norm() -> None:
-    codec = HybridKeys(Geometry(64, 64), 2)
+    codec = HybridKeys(Geometry(64, 64), TWO_BITS)
     assert (codec.pack(torch.randn(3, 32, 64), None)["k_inner_norm"] == 1).all()

@@ -9,9 +9,10 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.settings import OPTIONS, Settings
-from vllm_kvq.formats.table import KEYS, VALUES
+from vllm_kvq.formats.settings import Settings
+from vllm_kvq.formats.table import declared_options, key_codecs, readers, value_codecs
 
+OPTIONS = {option.name: option for option, _ in declared_options()}
 # a format that reads the option
 READER = {
     "r": "squat2", "lambda": "squat2", "g": "squat2", "key_bits": "squat2", "m": "qjl3", "m_out": "qjl3",
@@ -71,20 +72,29 @@ def test_ranges(option: str) -> None:
         # page)
         value = int(value) if spec.multiple else value
         settings = FORMATS[reader(option)].settings({option: value})
+        assert value in (getattr(settings, option, None), settings.get(option))
         if option != "S":
             FORMATS[reader(option)].bind(Geometry(256, 64), {option: value})
-        assert value in vars(settings).values()
 
 
 def test_every_option_is_a_setting_with_a_default_in_range() -> None:
+    names = {"keys", "values"}
     for fmt in FORMATS.values():
         assert isinstance(fmt.settings(), Settings)
-        assert fmt.settings({}) == fmt.defaults
-    names = {f.metadata.get("option", n) for n, f in Settings.__dataclass_fields__.items()}
+        settings = fmt.settings({})
+        assert settings == fmt.settings()
+        assert (settings.keys, settings.values) == (fmt.keys, fmt.values)
+        common = {n: x for n, x in vars(settings).items() if n not in ("keys", "values", "own")}
+        for name, value in (common | dict(settings.own)).items():
+            assert value == fmt.defaults.get(name, OPTIONS[name].default)
+            if value is not None:
+                OPTIONS[name].check(value)
+        names |= {*common, *dict(settings.own)}
     assert names == set(OPTIONS)
-    for name, option in OPTIONS.items():
-        assert option.help, name
-        assert set(option.codecs) <= {"*", *KEYS, *VALUES}
+    assert len(OPTIONS) == len(declared_options()), "two options have the same name"
+    for option, codecs in declared_options():
+        assert option.help, option.name
+        assert set(codecs) <= {*key_codecs(), *value_codecs()}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -103,18 +113,18 @@ def test_unknown_options(option: Any) -> None:
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.public])
 def test_options_of_other_methods_are_refused(name: str) -> None:
     """Never accepted and ignored."""
-    used = {FORMATS[name].defaults.keys, FORMATS[name].defaults.values}
+    used = {FORMATS[name].keys.name, FORMATS[name].values.name}
     sample = {"r": 8, "lambda": 1e-3, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
               "outlier_choice": "slab", "mode": "paper",
               "angle_bits": 4, "radius_bits": 4, "pairing": "half",
               "key_bits": 2, "value_bits": 2, "group": 32}  # fmt: skip
     for option, value in sample.items():
-        if used & set(OPTIONS[option].codecs):
+        if used & set(readers()[option]):
             FORMATS[name].bind(Geometry(128, 64), {option: value})
         else:
             message = refusal(name, {option: value})
             assert f"option {option!r} is not read by {name}" in message
-            assert all(codec in message for codec in OPTIONS[option].codecs)
+            assert message.endswith(f"it belongs to {', '.join(readers()[option])}")
 
 
 def test_changing_a_codec_brings_its_options() -> None:

@@ -127,18 +127,18 @@ def units(fmt: PageFormat, n: int, seed: int = 0) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(n * HEADS, fmt.unit, fmt.geometry.d, generator=g) for _ in range(2))
     state = torch.rand(HEADS, fmt.state_rows, fmt.geometry.d, generator=g).repeat(n, 1, 1) if fmt.state_rows else None
-    fields = fmt.encode(k, v, state)
+    fields = fmt.pack(k, v, state)
     # `lossless` leaves the rounding to the model's dtype to the store
     return {f.name: fields[f.name].to(f.dtype) for f in fmt.page_region.fields + fmt.slab_region.fields}
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "lossless"])
-def test_encode_returns_what_will_be_read_back(name: str) -> None:
+def test_pack_returns_what_will_be_read_back(name: str) -> None:
     """No parameter is rounded by the store any more: codes were chosen against the stored ones."""
     fmt = bind(name, 64, 64)
     g = torch.Generator().manual_seed(5)
     k, v = (torch.randn(2, fmt.unit, 64, generator=g) * 3 for _ in range(2))
-    fields = fmt.encode(k, v, torch.rand(2, fmt.state_rows, 64, generator=g) if fmt.state_rows else None)
+    fields = fmt.pack(k, v, torch.rand(2, fmt.state_rows, 64, generator=g) if fmt.state_rows else None)
     assert set(fields) == {f.name for f in fmt.page_region.fields + fmt.slab_region.fields}
     for f in fmt.page_region.fields + fmt.slab_region.fields:
         x = fields[f.name]
@@ -161,10 +161,10 @@ def test_units_in_any_order(name: str, d: int) -> None:
         rows = (batch[:, None] * HEADS + torch.arange(HEADS)).flatten()
         fmt.write(pages, page, unit, {k: v[rows] for k, v in fields.items()})
     got = fmt.read(pages, torch.tensor([4, 1, 3]))
-    key, value = fmt.decode(got)
+    key, value = fmt.unpack(got)
     assert key.shape == value.shape == (3 * HEADS, fmt.N, fmt.geometry.d)
     # (page, unit, head) -> (page, head, unit)
-    want = [x.unflatten(0, (3, -1, HEADS)).transpose(1, 2).reshape(key.shape) for x in fmt.decode(fields)]
+    want = [x.unflatten(0, (3, -1, HEADS)).transpose(1, 2).reshape(key.shape) for x in fmt.unpack(fields)]
     assert torch.equal(key, want[0])
     assert torch.equal(value, want[1])
     assert fmt.packed_slabs(pages, torch.tensor([4, 1, 3])).all()
@@ -185,8 +185,8 @@ def test_partial_pages(name: str) -> None:
     for slab in (0, 2):
         start = fmt.slabs_at + slab * size
         assert not pages[1, :, start : start + size].any()
-    key, _ = fmt.decode(fmt.read(pages, torch.tensor([1])))
-    want, _ = fmt.decode(fields)
+    key, _ = fmt.unpack(fmt.read(pages, torch.tensor([1])))
+    want, _ = fmt.unpack(fields)
     assert torch.equal(key[:, 96:128], want[:HEADS])
     assert torch.equal(key[:, 32:64], want[HEADS:])
 

@@ -18,6 +18,10 @@ ANGLES = st.floats(-PI, PI, width=32)
 SEAM = [PI, -PI, np.nextafter(np.float32(math.pi), np.float32(0)).item(), 0.0, -0.0]
 
 
+def bits(m: int, n: int) -> dict[str, int]:
+    return {"angle_bits": m, "radius_bits": n}
+
+
 def keys_of(phi: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     """(N, pairs) angles and radii -> (1, N, 2 pairs) rotate-half keys."""
     return torch.cat([r * phi.cos(), r * phi.sin()], dim=-1)[None].float()
@@ -74,7 +78,7 @@ def test_rope_moves_angles_of_pairs_and_keeps_radii(pairing: str, rotary: int) -
 @pytest.mark.parametrize("rotary", [128, 64])
 def test_an_outlier_disturbs_its_own_pair_only(codec_class: type[PolarKeys], pairing: str, rotary: int) -> None:
     geometry = Geometry(128, 64, pairing=pairing, rotary_dim=rotary)
-    codec = codec_class(geometry, 4, 4)
+    codec = codec_class(geometry, bits(4, 4))
     key = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(1))
     far = key.clone()
     far[0, 9, 33] = 1e4
@@ -113,7 +117,7 @@ def test_cluster_at_the_seam_has_a_small_arc() -> None:
 def check_bound(phi: torch.Tensor, r: torch.Tensor, m: int, n: int) -> None:
     """|angle error| <= dphi / 2 and |radius error| <= dr / 2, but for the float16 rounding of the
     parameters."""
-    codec = PolarKeys(Geometry(2 * phi.shape[1], len(phi)), m, n)
+    codec = PolarKeys(Geometry(2 * phi.shape[1], len(phi)), bits(m, n))
     x = keys_of(phi, r)
     fields = codec.pack(x, None)
     hat = codec.unpack(fields)[0]
@@ -154,7 +158,7 @@ def test_grouped_error_bound_with_seam_and_axes(seed: int, size: float) -> None:
 def test_axes_exactly(codec_class: type[PolarKeys]) -> None:
     """(+-1, 0), (0, +-1) and signed zeros, alone and together on a page."""
     points = [(1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0), (-1.0, -0.0), (1.0, -0.0), (0.0, 0.0)]
-    codec = codec_class(Geometry(64, 32), 4, 4)
+    codec = codec_class(Geometry(64, 32), bits(4, 4))
     for choice in [points, *([p] for p in points)]:
         xy = torch.tensor(choice * 32)[:32]
         key = torch.cat([xy[:, :1].expand(-1, 32), xy[:, 1:].expand(-1, 32)], dim=-1)[None]
@@ -167,7 +171,7 @@ def test_the_widest_gap_is_cut() -> None:
     g = torch.Generator().manual_seed(0)
     phi = 0.5 * torch.randn(64, 32, generator=g, dtype=torch.float64)
     r = 5 + torch.rand(64, 32, generator=g, dtype=torch.float64)
-    codec = PolarKeys(Geometry(64, 64), 4, 4)
+    codec = PolarKeys(Geometry(64, 64), bits(4, 4))
     error = []
     for centre in (0.0, math.pi):
         key = keys_of(phi + centre, r)
@@ -185,7 +189,7 @@ def test_paper_grid(m: int, n: int) -> None:
     phi = TURN * (torch.rand(64, 32, generator=g, dtype=torch.float64) - 0.5)
     phi[:5, 0] = torch.tensor([math.pi, -math.pi, 0, math.pi / 2, -math.pi / 2])
     key = keys_of(phi, 1 + 9 * torch.rand(64, 32, generator=g, dtype=torch.float64))
-    codec = PaperPolarKeys(Geometry(64, 64), m, n)
+    codec = PaperPolarKeys(Geometry(64, 64), bits(m, n))
     fields = codec.pack(key, None)
     (phi, r), (phi_hat, r_hat) = polar_of(key[0]), polar_of(codec.unpack(fields)[0])
     step, s = TURN / 2**m, r.amax(0) / (2**n - 1)
@@ -201,15 +205,15 @@ def test_paper_grid(m: int, n: int) -> None:
 
 
 def test_paper_page_stores_one_number_per_pair() -> None:
-    codec = PaperPolarKeys(Geometry(128, 64), 4, 4)
+    codec = PaperPolarKeys(Geometry(128, 64), bits(4, 4))
     assert [(f.name, f.nbytes) for f in codec.page_fields] == [("k_radius_step", 128)]
-    assert sum(f.nbytes for f in PolarKeys(Geometry(128, 64), 4, 4).page_fields) == 512
+    assert sum(f.nbytes for f in PolarKeys(Geometry(128, 64), bits(4, 4)).page_fields) == 512
 
 
 # -- codes in bytes
 # --------------------------------------------------------------------------------------------------
 def test_nibbles_hold_angle_low_and_radius_high() -> None:
-    codec = PolarKeys(Geometry(64, 32), 4, 4)
+    codec = PolarKeys(Geometry(64, 32), bits(4, 4))
     key = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(3))
     data = codec.pack(key, None)["k_polar"][0, 0]
     fields = codec.pack(key, None)
@@ -225,5 +229,5 @@ def test_nibbles_hold_angle_low_and_radius_high() -> None:
 
 
 def test_six_bits_take_six_bits() -> None:
-    codec = PolarKeys(Geometry(128, 64), 4, 2)
+    codec = PolarKeys(Geometry(128, 64), bits(4, 2))
     assert [f.nbytes for f in codec.slab_fields] == [32 * 64 * 4 // 8, 32 * 64 * 2 // 8]

@@ -111,7 +111,7 @@ def test_an_outlier_stays_in_its_pack_unit(name: str, value: float) -> None:
         if page.state_rows:
             state = page.keys.fit(query.reshape(2, -1, 128), key.transpose(0, 1), None)
             state = state.repeat_interleave(128 // page.unit, 0)
-        out = page.decode(page.encode(*wide, state))
+        out = page.unpack(page.pack(*wide, state))
         return out[0].reshape(2, 128, 128), out[1].reshape(2, 128, 128)
 
     before = through(key, val)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from vllm_kvq.formats import Geometry
+from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters
-from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
+from vllm_kvq.formats.squat import SQuatKeys
 
 LAMBDA = 1e-3
 Quantizer = Callable[[torch.Tensor], torch.Tensor]
@@ -22,6 +23,10 @@ def rounding(bits: int) -> Quantizer:
         return torch.addcmul(zero, affine_codes(x, scale, zero, bits), scale).double()
 
     return apply
+
+
+def squat_keys(d: int, bits: int = 2, rank: int = 5, g: int | None = None) -> SQuatKeys:
+    return SQuatKeys(Geometry(d, 64), {"key_bits": bits, "r": rank, "lambda": LAMBDA, "g": g})
 
 
 def smooth(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +93,7 @@ def test_the_update_is_the_papers(d: int, blocks: int, monkeypatch: pytest.Monke
     k, u = example(d)
     _, want = dense(k, u, d // blocks, smooth)
     recorder = Recorder(monkeypatch, smooth)
-    SQuatKeys(Geometry(d, 64), 2, 5, LAMBDA, d // blocks)._quantize(k[None, None], u[None])
+    squat_keys(d, g=d // blocks)._quantize(k[None, None], u[None])
     assert len(recorder.fed) == blocks
     got = torch.cat(recorder.fed, dim=-1)[0, 0]
     assert torch.allclose(got.double(), want, atol=2e-4), (got - want).abs().max()
@@ -116,7 +121,7 @@ def test_codes_are_the_papers(bits: int, blocks: int, strength: float) -> None:
     k, u = example(128, seed=1, strength=strength)
     g = 128 // blocks
     k_hat, fed = dense(k, u, g, rounding(bits))
-    codec = SQuatKeys(Geometry(128, 64), bits, 5, LAMBDA, g)
+    codec = squat_keys(128, bits, g=g)
     codes, scale, zero = codec._quantize(k[None, None], u[None])
     got = torch.addcmul(zero, codes, scale)[0, 0].double()
     wrong = (got - k_hat).abs() > 1e-6 * (1 + k_hat.abs())
@@ -136,7 +141,7 @@ def test_correction_takes_the_error_out_of_the_subspace() -> None:
     k, u = example(128, seed=2)
     for blocks, most in ((2, 0.85), (4, 0.7), (8, 0.6)):
         # the error of the last block stays: nothing is left to take it back
-        codec = SQuatKeys(Geometry(128, 64), 2, 5, LAMBDA, 128 // blocks)
+        codec = squat_keys(128, g=128 // blocks)
         plain = codec.unpack(codec.pack(k[None], None))[0] - k
         squat = codec.unpack(codec.pack(k[None], u[None]))[0] - k
         assert (squat @ u.T).norm() < most * (plain @ u.T).norm()
@@ -144,7 +149,7 @@ def test_correction_takes_the_error_out_of_the_subspace() -> None:
 
 
 def test_every_slab_and_unit_has_its_own_state() -> None:
-    codec = SQuatKeys(Geometry(64, 64), 2, 5, LAMBDA, 32)
+    codec = squat_keys(64, g=32)
     g = torch.Generator().manual_seed(3)
     k, u = torch.randn(3, 64, 64, generator=g), 30 * torch.randn(3, 5, 64, generator=g)
     both = codec.unpack(codec.pack(k, u))
@@ -156,11 +161,11 @@ def test_every_slab_and_unit_has_its_own_state() -> None:
 
 @pytest.mark.parametrize("d", [64, 80, 96, 112, 128, 192, 256])
 def test_last_block_may_be_smaller(d: int) -> None:
-    geometry = Geometry(d, 64)
+    stored = Geometry(d, 64).d
     for g in (16, 48, 112):
-        if g < geometry.d:
-            codec = SQuatKeys(geometry, 2, 5, LAMBDA, g)
-            k, u = example(geometry.d)
+        if g < stored:
+            codec = squat_keys(d, g=g)
+            k, u = example(stored)
             k_hat = codec.unpack(codec.pack(k[None], u[None]))[0]
             assert (k_hat - k).norm() < 0.8 * (k - k.mean(0)).norm()
 
@@ -175,7 +180,7 @@ def queries(n: int, d: int, rank: int | None, seed: int = 0) -> torch.Tensor:
 
 def fit(chunks: list[torch.Tensor], rank: int = 5) -> torch.Tensor:
     d = chunks[0].shape[-1]
-    codec = SQuatKeys(Geometry(d, 64), 2, rank, LAMBDA, d // 2)
+    codec = squat_keys(d, rank=rank, g=d // 2)
     state = None
     for chunk in chunks:
         state = codec.fit(chunk, torch.zeros(2, 1, d), state)
@@ -231,7 +236,7 @@ def test_degenerate_queries(value: float) -> None:
     u = fit([torch.full((2, 40, 64), value)])
     assert u.isfinite().all()
     k, _ = example(64)
-    codec = SQuatKeys(Geometry(64, 64), 2, 5, LAMBDA, 32)
+    codec = squat_keys(64, g=32)
     hat = codec.unpack(codec.pack(k[None], u[:1]))
     assert hat.isfinite().all()
     if value == 0:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
-from vllm_kvq.formats.settings import OPTIONS
+from vllm_kvq.formats.table import declared_options
 
 HOSTILE = [
     "__class__",
@@ -30,7 +30,7 @@ SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats
 JSON = st.recursive(
     SCALARS, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=9), x, max_size=4), max_leaves=12
 )
-NAMES = st.sampled_from([*OPTIONS, *HOSTILE]) | st.text(max_size=12)
+NAMES = st.sampled_from([*(option.name for option, _ in declared_options()), *HOSTILE]) | st.text(max_size=12)
 
 
 def answer(make: Callable[[], Any]) -> Any:

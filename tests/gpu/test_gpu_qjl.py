@@ -88,7 +88,7 @@ def test_pack() -> None:
         page, slab = 1 + rows[:, 0] // 64, rows[:, 0] % 64 // 32
         want = torch.zeros_like(got)
         by_head = (fmt.widen(x[rows])[0].transpose(1, 2).flatten(0, 1) for x in (key, value))
-        fmt.write(want, page, slab, fmt.encode(*by_head, None))
+        fmt.write(want, page, slab, fmt.pack(*by_head, None))
         a, b = (fmt.read(x, page) for x in (want, got))
         for name in ("ko_index", "v_codes", "v_scale", "v_zero"):
             assert torch.equal(a[name], b[name]), f"{name} d={d} {dtype}"

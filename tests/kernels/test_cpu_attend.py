@@ -48,7 +48,7 @@ def packed_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torc
     k, v = (fmt.widen(x)[0].unflatten(1, (pages * units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
     repeated = None if state is None else state.repeat(pages * units, 1, 1)
     index = torch.arange(pages * units)
-    fmt.write(pool, 1 + index // units, index % units, fmt.encode(k, v, repeated))
+    fmt.write(pool, 1 + index // units, index % units, fmt.pack(k, v, repeated))
     pool[0] = 0xFF
     return pool
 
@@ -61,7 +61,7 @@ def reference(
     n, q, query_heads, d = query.shape
     heads = pool.shape[1]
     out, lse = torch.zeros(n, q, query_heads, d).double(), torch.full((n, q, query_heads), -math.inf).double()
-    key, value = (x.double().unflatten(0, (len(ids), heads))[..., :d] for x in fmt.decode(fmt.read(pool, ids)))
+    key, value = (x.double().unflatten(0, (len(ids), heads))[..., :d] for x in fmt.unpack(fmt.read(pool, ids)))
     for r in range(n):
         parts = [(key[i, :, low[i] : high[i]], value[i, :, low[i] : high[i]]) for i in range(len(ids)) if owner[i] == r]
         if not parts:

@@ -86,15 +86,15 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
     assert torch.equal(want[..., :64], got[..., :64])  # magic and flags
     ids = torch.arange(1, 5)
     a, b = fmt.read(want, ids), fmt.read(got, ids)
-    allowed = MOVED.get(fmt.settings.keys, 0.0)
+    allowed = MOVED.get(fmt.keys.name, 0.0)
     for name, field in a.items():
         x, y = field.contiguous(), b[name].contiguous()
         whole = {torch.float16: torch.int16, torch.float32: torch.int32}.get(x.dtype, x.dtype)
         moved = float((x.view(whole) != y.view(whole)).float().mean())
         assert moved <= (allowed if name.startswith("k") else 0.0), f"{name}: {moved:.2e} of the elements differ"
-    for x, y in zip(fmt.decode(a), fmt.decode(b), strict=True):
+    for x, y in zip(fmt.unpack(a), fmt.unpack(b), strict=True):
         assert y.isfinite().all()
-        if fmt.settings.keys != "qjl":
+        if fmt.keys.name != "qjl":
             assert (x - y).norm() <= 3e-2 * x.norm()
     # nothing outside the listed units was written
     assert not got[0].any()

@@ -180,7 +180,7 @@ def test_extreme_scales_stay_finite(name: str, magnitude: float) -> None:
     pages = torch.zeros(2, 1, fmt.record_bytes, dtype=torch.uint8)
     key = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(0)) * magnitude
     state = torch.ones(1, 1, 64) if fmt.state_rows else None
-    fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.encode(key, key, state))
+    fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.pack(key, key, state))
     query = queries(1, 1, 1, 64) * magnitude
     one = torch.tensor([[1]]), torch.tensor([0]), torch.tensor([32])
     out, lse = kernels.attend_table(fmt, query, pages, *one, 0.125)

@@ -26,11 +26,12 @@ from pathlib import Path
 import torch
 
 from vllm_kvq.bench.figures import Measured, plot, write_csv
-from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
+from vllm_kvq.bench.steps import Candidate, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import BASELINES, baselines
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
+from vllm_kvq.kernels.cpu.step import why_not
 
 TARGETS = {
     "squat2": (8.0, 5.0),
@@ -104,6 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
     name = ISAS[isa()]
     bandwidth = copy_bandwidth()
     print(f"{name}, {args.threads} threads, copying memory {bandwidth / 1e9:.0f} GB/s (read and written)")
+    for format_name in args.format:
+        if problem := why_not(bound_format(shape_of(args, args.context[0]), format_name)):
+            print(f"{problem}: the PyTorch kernels are timed")
     measured: Measured = []
     for context in args.context:
         shape = shape_of(args, context)

@@ -35,6 +35,6 @@ def random_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torc
     repeated = None if state is None else state.repeat(units, 1, 1)
     index = torch.arange(units)
     per_page = fmt.N // fmt.unit
-    fmt.write(pool, 1 + index // per_page, index % per_page, fmt.encode(k, v, repeated))
+    fmt.write(pool, 1 + index // per_page, index % per_page, fmt.pack(k, v, repeated))
     pool[0] = 0xFF
     return pool

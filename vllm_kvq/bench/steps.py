@@ -94,8 +94,12 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int, seed: int) -> torch.Ten
     return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
 
 
+def bound_format(shape: Shape, name: str) -> PageFormat:
+    return get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16))
+
+
 def kvq_candidate(shape: Shape, name: str) -> Candidate:
-    fmt = get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16))
+    fmt = bound_format(shape, name)
     kernels = kernels_for(fmt, Wish.of("cpu", os.environ))
     # what a request of this length has packed, and what it keeps in full precision
     boundary = max(0, (shape.context - fmt.W) // fmt.unit * fmt.unit)

@@ -1,4 +1,4 @@
-"""Score errors of all formats on the synthetic data: `python -m vllm_kvq.eval.error_table`.
+"""Score errors of formats on the synthetic data: `vllm-kvq eval error`.
 
 The relative error of q . K when every token is quantized, without windows and sinks, for queries that the
 format has not seen: SQuat's subspace is fitted on the first half of the queries, the error is measured on the
@@ -7,6 +7,8 @@ second.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq.eval.synthetic import attention_data, score_error
@@ -28,8 +30,15 @@ ROWS: list[Row] = [
     ("kivi4", "kivi4", {}),
     ("squat4", "squat4", {}),
 ]
+"""The built-in formats, and variants worth a row of their own."""
 SEEDS = 4
 CASES = [(128, False), (128, True), (64, False), (64, True)]
+
+
+def rows() -> list[Row]:
+    """Those above, and other packages' formats as they are."""
+    listed = {name for _, name, _ in ROWS}
+    return ROWS + [(f.name, f.name, {}) for f in FORMATS.values() if f.public and f.name not in listed]
 
 
 def options_for(options: dict[str, Any], head_size: int) -> dict[str, Any]:
@@ -58,18 +67,24 @@ def symmetric_share(head_size: int) -> tuple[float, float]:
     _, key, value = attention_data(head_size)
     page = FORMATS["innerq2"].bind(Geometry(head_size, 64))
     k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
-    fields = page.encode(k, v, page.keys.fit(k, k, None))
+    fields = page.pack(k, v, page.keys.fit(k, k, None))
     keys, values = (fields[n].signbit().double().mean().item() for n in ("k_scale", "v_scale"))
     return keys, values
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="vllm-kvq eval error", description=__doc__.partition("\n")[0])
+    known = dict.fromkeys(name for _, name, _ in rows())
+    parser.add_argument("--format", nargs="+", choices=list(known), default=list(known), help="all unless named")
+    chosen = parser.parse_args(arguments).format
     cases = [f"d={d}{' + RoPE' if rope else ''}" for d, rope in CASES]
     print(f"{'format':<22}{'bits/key':>9}" + "".join(f"{c:>15}" for c in cases))
-    for label, name, options in ROWS:
+    for label, name, options in rows():
+        if name not in chosen:
+            continue
         errors = [error(name, options, d, rope) for d, rope in CASES]
         print(f"{label:<22}{key_bits(name, options, 128):>9.2f}" + "".join(f"{e:>15.3f}" for e in errors))
-    for d in (64, 128):
+    for d in (64, 128) if "innerq2" in chosen else ():
         keys, values = symmetric_share(d)
         print(f"innerq2, d={d}: {keys:.1%} of the key groups and {values:.1%} of the value groups are symmetric")
 

@@ -1,18 +1,22 @@
-"""What a codec is: one half (keys or values) of a format, bound to one head geometry.
+"""What a codec is: one half (keys or values) of a format.
 
-A codec turns (U, T, d) float32 into named fields and back, where U runs over pack units times KV heads and T is the
-pack unit (32 tokens, or a whole page for codecs whose parameters span it). It knows nothing of pages, requests or
+Its class declares a name, the options that it reads, and what it is good for; `bind` makes it for one head geometry.
+A bound codec turns (U, T, d) float32 into named fields and back, where U runs over pack units times KV heads and T is
+the pack unit (32 tokens, or a whole page for codecs whose parameters span it). It knows nothing of pages, requests or
 positions.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 
 from vllm_kvq.formats.fields import Field, Packed, round_up
+from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
@@ -62,11 +66,32 @@ class Geometry:
 class Codec(ABC):
     """See the module's docstring. Field names carry the prefix "k_" or "v_"."""
 
+    name: ClassVar[str]
+    """What users write: `{"keys": "squat"}`."""
+
+    title: ClassVar[str]
+    """What it stores, in a few words for tables."""
+
+    options: ClassVar[tuple[Option, ...]] = ()
+    """What it reads, beside the options that every format has."""
+
+    public: ClassVar[bool] = True
+    """Whether users may choose it, in whatever format."""
+
     page_wide = False
     """Whether parameters span the page, so that only a complete page can be packed."""
 
     state_rows = 0
     """Rows of d float32 that a request carries per KV head (SQuat's U, InnerQ's norm)."""
+
+    @abstractmethod
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        """`options` are its own, complete; ValueError where the head can't have them."""
+
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        """The codec for one head; a class whose options choose among others overrides it."""
+        return cls(geometry, options)
 
     @property
     @abstractmethod
@@ -88,6 +113,9 @@ class Codec(ABC):
 
 
 class KeyCodec(Codec):
+    pairs_channels: ClassVar[bool] = False
+    """Whether it depends on which channels RoPE rotates together (`geometry.pairing`); it then reads `PAIRING`, too."""
+
     fits_queries = False
     """Whether `fit` looks at the queries: widening a long prompt's for nothing costs more than the fit."""
 

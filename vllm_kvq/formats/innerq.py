@@ -23,10 +23,14 @@ Slab (32 tokens; d = 128, b = 2): keys 1792, values 1792 bytes, 3.5 bits per ele
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from vllm_kvq.formats.codec import Codec, Geometry, KeyCodec, ValueCodec
+from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS
 from vllm_kvq.formats.planes import (
     SLAB,
     key_code_shape,
@@ -39,6 +43,7 @@ from vllm_kvq.formats.planes import (
     value_code_shape,
 )
 from vllm_kvq.formats.quant import affine_codes, affine_parameters, half, positive_half
+from vllm_kvq.formats.table import Format
 
 GROUP = 32
 """Fixed: the slot's 32 bits hold one sign per element."""
@@ -76,14 +81,15 @@ def usable_norm(norm: torch.Tensor) -> torch.Tensor:
     return torch.where(norm > 0, half(norm).clamp_min(2.0**-6), 1.0)
 
 
-class _Hybrid(Codec):
-    def __init__(self, geometry: Geometry, bits: int) -> None:
-        self.d, self.bits = geometry.d, bits
-        self.groups = geometry.d // GROUP
-
-
-class HybridKeys(_Hybrid, KeyCodec):
+class HybridKeys(KeyCodec):
+    name = "innerq"
+    title = "per token over 32 channels, after division by the prompt's channel norms"
+    options = (KEY_BITS,)
     state_rows = 1
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        self.d, self.bits = geometry.d, options["key_bits"]
+        self.groups = geometry.d // GROUP
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:
@@ -126,7 +132,14 @@ class HybridKeys(_Hybrid, KeyCodec):
         return x.flatten(1, 2) * fields["k_inner_norm"].float()[:, None]
 
 
-class HybridValues(_Hybrid, ValueCodec):
+class HybridValues(ValueCodec):
+    name = "innerq"
+    title = "per channel over 32 tokens"
+    options = (VALUE_BITS,)
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        self.d, self.bits = geometry.d, options["value_bits"]
+
     @property
     def slab_fields(self) -> tuple[Field, ...]:
         return (
@@ -143,3 +156,6 @@ class HybridValues(_Hybrid, ValueCodec):
         codes = unpack_values(fields["v_codes"], self.bits).float().transpose(-2, -1)
         x = hybrid_decode(codes, fields["v_scale"].float(), fields["v_slot"], self.bits)
         return x.transpose(-2, -1).flatten(1, 2)
+
+
+FORMATS = (Format("innerq2", "InnerQ, hybrid", HybridKeys, HybridValues, {"S": 32, "W": 96}),)

@@ -8,15 +8,24 @@ integration's fault and not quantization. Not for use: it saves nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.table import Format
+from vllm_kvq.formats.values import RawValues
 
 
 class RawKeys(KeyCodec):
-    def __init__(self, geometry: Geometry) -> None:
+    name = "lossless"
+    title = "as they are, in the model's dtype"
+    public = False
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.dtype = geometry.d, geometry.dtype
 
     @property
@@ -28,3 +37,6 @@ class RawKeys(KeyCodec):
 
     def unpack(self, fields: Packed) -> torch.Tensor:
         return fields["k_raw"].float().transpose(-2, -1).flatten(1, 2)
+
+
+FORMATS = (Format("lossless", "bit-exact, for tests", RawKeys, RawValues, public=False),)

@@ -97,11 +97,11 @@ class PageFormat:
         clean, replaced = sanitize(x)
         return torch.nn.functional.pad(clean, (0, self.geometry.d - self.geometry.head_size)), replaced
 
-    def encode(self, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor | None) -> Packed:
+    def pack(self, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor | None) -> Packed:
         """Widened (U, T, d) keys and values of one pack unit each -> all fields."""
         return {**self.keys.pack(key, state), **self.values.pack(value, None)}
 
-    def decode(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpack(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """All fields -> (U, T, d) keys and values."""
         return self.keys.unpack(fields), self.values.unpack(fields)
 

@@ -25,13 +25,18 @@ Slab (32 tokens; d = 128): m4n4 2048 bytes, m4n2 1536 bytes
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.option import PAIRING, Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
 from vllm_kvq.formats.quant import half, positive_half
+from vllm_kvq.formats.table import Format
+from vllm_kvq.formats.values import TokenValues
 
 TURN = 2 * math.pi
 
@@ -47,14 +52,29 @@ def pair_order(geometry: Geometry) -> torch.Tensor:
 
 
 class PolarKeys(KeyCodec):
+    """The grouped grid."""
+
+    name = "polar"
+    title = "radius and angle of the channel pairs that RoPE rotates together"
+    options = (
+        Option("mode", "PolarQuant's grid", "grouped", choices=("grouped", "paper")),
+        Option("angle_bits", "PolarQuant's angle bits", 4, choices=(2, 4)),
+        Option("radius_bits", "PolarQuant's radius bits", 4, choices=(2, 4)),
+        PAIRING,
+    )
+    pairs_channels = True
     page_wide = True
 
-    def __init__(self, geometry: Geometry, angle_bits: int, radius_bits: int) -> None:
-        self.d, self.m, self.n = geometry.d, angle_bits, radius_bits
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> PolarKeys:
+        return (PaperPolarKeys if options["mode"] == "paper" else PolarKeys)(geometry, options)
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        self.d, self.m, self.n = geometry.d, options["angle_bits"], options["radius_bits"]
         self.pairs = geometry.d // 2
         self.x, self.y = pair_order(geometry)
         self.inverse = torch.cat([self.x, self.y]).argsort()
-        self.nibbles = angle_bits == radius_bits == 4
+        self.nibbles = self.m == self.n == 4
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:
@@ -128,3 +148,9 @@ def shortest_arc(phi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     gaps = torch.cat([s[:, :1] + TURN - s[:, -1:], s[:, 1:] - s[:, :-1]], dim=1)
     gap, at = gaps.max(dim=1, keepdim=True)
     return s.gather(1, at).squeeze(1), gap.squeeze(1)
+
+
+FORMATS = (
+    Format("polar4", "PolarQuant m4n4", PolarKeys, TokenValues, {"value_bits": 4, "group": 128, "W": 128}),
+    Format("polar3", "PolarQuant m4n2", PolarKeys, TokenValues, {"radius_bits": 2, "W": 128}),
+)

@@ -36,14 +36,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
 from vllm_kvq.formats.quant import half
+from vllm_kvq.formats.table import Format
+from vllm_kvq.formats.values import TokenValues
 
 
 def sphere_constant(d: int) -> float:
@@ -79,13 +84,23 @@ def orthonormal(a: np.ndarray) -> np.ndarray:
 
 
 class SketchKeys(KeyCodec):
-    def __init__(
-        self, geometry: Geometry, m: int, m_out: int, outliers: int, seed: int, choice: str = "prompt"
-    ) -> None:
-        self.d, self.m, self.m_out, self.n = geometry.d, m, m_out, outliers
-        self.state_rows = 2 if choice == "prompt" else 0
-        self.seed = (seed * 1_000_003 + 2 * geometry.layer) % 2**31
-        self.scale, self.scale_out = sphere_constant(self.d) / m, sphere_constant(self.n) / m_out
+    name = "qjl"
+    title = "sign bits of a random sketch and norms; outlier channels with their own"
+    options = (
+        Option("m", "sign bits of QJL's inlier sketch", low=32, high=2048, multiple=32),
+        Option("m_out", "sign bits of QJL's outlier sketch", low=32, high=2048, multiple=32),
+        Option("outliers", "outlier channels of QJL", low=1, high=32),
+        Option("outlier_choice", "what decides on them: the prompt, or each slab", "prompt", ("prompt", "slab")),
+        Option("seed", "seed of QJL's sketches", 42, low=0, high=2**31 - 1),
+    )
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        self.d = geometry.d
+        self.m, self.m_out = options["m"] or 2 * self.d, options["m_out"] or self.d
+        self.n = options["outliers"] or self.d // 16
+        self.state_rows = 2 if options["outlier_choice"] == "prompt" else 0
+        self.seed = (options["seed"] * 1_000_003 + 2 * geometry.layer) % 2**31
+        self.scale, self.scale_out = sphere_constant(self.d) / self.m, sphere_constant(self.n) / self.m_out
 
     def sketch(self, device: torch.device) -> torch.Tensor:
         return sketch(self.m, self.d, self.seed).to(device)
@@ -163,3 +178,6 @@ class SketchKeys(KeyCodec):
     def _index(self, fields: Packed) -> torch.Tensor:
         index = fields["ko_index"].long().unsqueeze(-2)
         return index.expand(*index.shape[:-2], SLAB, self.n)
+
+
+FORMATS = (Format("qjl3", "QJL, sign sketches", SketchKeys, TokenValues, {"W": 128}),)

@@ -27,22 +27,20 @@ def roundtrip(
         )
     tokens, heads, head_size = key.shape
     fmt = get_format(name)
-    s = fmt.settings(options)
     dtype = key.dtype if key.dtype in (torch.float16, torch.bfloat16) else torch.float32
-    pairing = s.pairing or "half"
-    page = fmt.bind(Geometry(head_size, s.N or DEFAULT_N, dtype, pairing=pairing), options)
+    page = fmt.bind(Geometry(head_size, fmt.settings(options).N or DEFAULT_N, dtype), options)
     if tokens == 0:
         return key.clone(), value.clone()
     (k, _), (v, _) = page.widen(key.transpose(0, 1)), page.widen(value.transpose(0, 1))
     state = None
-    if page.state_rows and (query is not None or s.keys != "squat"):
+    if page.state_rows and (query is not None or not page.keys.fits_queries):
         state = page.keys.fit(_grouped(page.widen(query)[0], heads) if query is not None else k, k, None)
     at = torch.arange(round_up(tokens, page.unit)).clamp_max(tokens - 1)
     units = len(at) // page.unit
     k, v = (x[:, at].reshape(heads * units, page.unit, -1) for x in (k, v))
     if state is not None:
         state = state.repeat_interleave(units, dim=0)
-    k, v = page.decode(page.encode(k, v, state))
+    k, v = page.unpack(page.pack(k, v, state))
     k, v = (x.reshape(heads, -1, page.geometry.d)[:, :tokens, :head_size].transpose(0, 1) for x in (k, v))
     return k.to(key.dtype), v.to(value.dtype)
 

@@ -1,74 +1,53 @@
-"""SQuat keys (and KIVI's, which are SQuat's without the subspace).
+"""SQuat: KIVI's keys, corrected by the subspace of the prompt's queries; values as KIVI's.
 
-Per channel, groups of G = 32 tokens, asymmetric rounding. With U (r x d) spanning the prompt's queries, the channels
-are quantized block by block, and every block first takes back what the blocks before it did to the scores of those
-queries (METHODS, "SQuat"; x, y, k are columns of one token):
+With U (r x d) spanning the prompt's queries, the channels are quantized block by block, and every block first takes
+back what the blocks before it did to the scores of those queries (x, y, k are columns of one token):
 
     M_t = (I / lambda + U_R U_R^T)^-1          R = channels of blocks t+1 .. T
     x_t = k_t - U_t^T M_{t-1} z,   y_t = deq(quant(x_t)),   z += U_t (y_t - k_t)      z = 0 before block 1
 
 which equals the paper's update with its d x d matrices and needs only U.
 
-Slab (32 tokens; d = 128, b = 2): 1536 bytes, 3.0 bits per element
+The bytes are KIVI's (kivi.py): the correction is in the codes, and a page is read without U.
 
-    k_scale  f16  [d]                           256   per channel in natural order: a kernel folds them into q,
-    k_zero   f16  [d]                           256     once per slab and query
-    k_codes  u8   [d b / 32 quads][32][4]      1024   plane-quad: the channel is the reduction dimension of q K
-
-A page is read without U: the correction is in the codes.
+State: r rows, U of the prompt so far.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
-
-
-class ChannelKeys(KeyCodec):
-    """KIVI: per channel over 32 tokens."""
-
-    def __init__(self, geometry: Geometry, bits: int) -> None:
-        self.d, self.bits = geometry.d, bits
-
-    @property
-    def slab_fields(self) -> tuple[Field, ...]:
-        return (
-            Field("k_scale", torch.float16, (self.d,)),
-            Field("k_zero", torch.float16, (self.d,)),
-            Field("k_codes", torch.uint8, key_code_shape(self.d, self.bits)),
-        )
-
-    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        codes, scale, zero = self._quantize(x.unflatten(1, (-1, SLAB)), state)
-        return {
-            "k_scale": scale.squeeze(-2),
-            "k_zero": zero.squeeze(-2),
-            "k_codes": pack_keys(codes, self.bits),
-        }
-
-    def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(U, s, 32, d) -> codes of that shape, scale and zero (U, s, 1, d)."""
-        scale, zero = affine_parameters(x, -2, self.bits)
-        return affine_codes(x, scale, zero, self.bits), scale, zero
-
-    def unpack(self, fields: Packed) -> torch.Tensor:
-        codes = unpack_keys(fields["k_codes"], self.bits).float()
-        scale, zero = (fields[n].float().unsqueeze(-2) for n in ("k_scale", "k_zero"))
-        return torch.addcmul(zero, codes, scale).flatten(1, 2)
+from vllm_kvq.formats.codec import Geometry
+from vllm_kvq.formats.kivi import ChannelKeys
+from vllm_kvq.formats.option import KEY_BITS, Option
+from vllm_kvq.formats.table import Format
+from vllm_kvq.formats.values import TokenValues
 
 
 class SQuatKeys(ChannelKeys):
-    """The query-subspace correction on top of `ChannelKeys`."""
-
+    name = "squat"
+    title = "as kivi, corrected by the subspace of the prompt's queries"
+    options = (
+        KEY_BITS,
+        Option("r", "rank of SQuat's query subspace", 5, low=1, high=16),
+        Option("lambda", "SQuat's regularisation; 0.1 destroys accuracy", 1e-3, low=1e-6, high=0.1, multiple=0),
+        Option("g", "channels per block of SQuat's update", low=16, high=128, multiple=16),
+    )
     fits_queries = True
 
-    def __init__(self, geometry: Geometry, bits: int, rank: int, lam: float, block: int) -> None:
-        super().__init__(geometry, bits)
-        self.state_rows, self.lam, self.block = rank, lam, min(block, geometry.d)
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        super().__init__(geometry, options)
+        self.state_rows, self.lam = options["r"], options["lambda"]
+        # two blocks at d = 128, never one: that is plain KIVI
+        self.block = options["g"] or min(64, geometry.d // 2)
+        if self.block >= geometry.d:
+            raise ValueError(
+                f"option 'g' is {self.block}, the whole head of {geometry.d} channels: that is KIVI; "
+                "use kivi2 or a smaller g"
+            )
 
     def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """U = diag(S[:r]) Vh[:r] of the stacked prompt queries, from the eigenvectors of their Gram matrix.
@@ -114,3 +93,9 @@ class SQuatKeys(ChannelKeys):
         eye = torch.eye(self.state_rows, dtype=rest.dtype, device=rest.device)
         factor, _ = torch.linalg.cholesky_ex(eye / self.lam + rest @ rest.transpose(-2, -1))
         return torch.cholesky_solve(u_t.double(), factor).float()
+
+
+FORMATS = (
+    Format("squat2", "SQuat, 2-bit keys", SQuatKeys, TokenValues, {"W": 32}),
+    Format("squat4", "SQuat, 4-bit keys", SQuatKeys, TokenValues, {"key_bits": 4, "value_bits": 4, "W": 32}),
+)

@@ -1,75 +1,82 @@
-"""The one table of formats. Command line, docs, tests, kernels and the integration look everything up here."""
+"""The one table of formats. Command line, docs, tests, kernels and the integration look everything up here.
+
+A format is declared at the end of its method's file. The table finds it through an entry point: the built-in ones
+through those below, third parties' through those that their packages have in the group `vllm_kvq.formats` (value: a
+`Format`, or a tuple of them). Third parties' packages are imported as soon as a name is looked up that is not built in,
+or all names are wanted. One that can't be used is told of in a warning, and in the error when its name is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import functools
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NoReturn
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
-from vllm_kvq.formats.fields import round_up
-from vllm_kvq.formats.innerq import HybridKeys, HybridValues
-from vllm_kvq.formats.lossless import RawKeys
+from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.page import PageFormat
-from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
-from vllm_kvq.formats.qjl import SketchKeys
-from vllm_kvq.formats.settings import Settings
-from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
-from vllm_kvq.formats.values import RawValues, TokenValues
+from vllm_kvq.formats.settings import COMMON, Settings, check_names
 
+logger = logging.getLogger("vllm_kvq")
 DEFAULT_N = 64
-
-
-def _squat(geo: Geometry, s: Settings) -> KeyCodec:
-    # two blocks at d = 128, never one (that is plain KIVI)
-    block = s.g or min(64, geo.d // 2)
-    if block >= geo.d:
-        raise ValueError(
-            f"option 'g' is {block}, the whole head of {geo.d} channels: that is KIVI; use kivi2 or a smaller g"
-        )
-    return SQuatKeys(geo, s.key_bits, s.r, s.lam, block)
-
-
-def _qjl(geo: Geometry, s: Settings) -> KeyCodec:
-    sizes = s.m or 2 * geo.d, s.m_out or round_up(geo.d, 32), s.outliers or geo.d // 16
-    return SketchKeys(geo, *sizes, s.seed, s.outlier_choice)
-
-
-def _polar(geo: Geometry, s: Settings) -> KeyCodec:
-    codec = PolarKeys if s.mode == "grouped" else PaperPolarKeys
-    return codec(geo, s.angle_bits, s.radius_bits)
-
-
-KEYS: dict[str, Callable[[Geometry, Settings], KeyCodec]] = {
-    "squat": _squat,
-    "kivi": lambda geo, s: ChannelKeys(geo, s.key_bits),
-    "qjl": _qjl,
-    "polar": _polar,
-    "innerq": lambda geo, s: HybridKeys(geo, s.key_bits),
-    "lossless": lambda geo, s: RawKeys(geo),
-}
-VALUES: dict[str, Callable[[Geometry, Settings], ValueCodec]] = {
-    "token": lambda geo, s: TokenValues(geo, s.value_bits, s.group),
-    "innerq": lambda geo, s: HybridValues(geo, s.value_bits),
-    "raw": lambda geo, s: RawValues(geo),
-}
+GROUP = "vllm_kvq.formats"
+BUILT_IN = tuple(
+    EntryPoint(name, f"vllm_kvq.formats.{name}:FORMATS", GROUP)
+    for name in ("squat", "qjl", "polar", "innerq", "kivi", "lossless")
+)
+VLLM_DTYPES = (
+    "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",
+    "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit",
+    "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
+)  # fmt: skip
+"""What vLLM's --kv-cache-dtype takes without us."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One entry of the table: the name that users type, and its default settings."""
+    """The name that users type, the two codecs, and defaults where they are not the options' own."""
 
     name: str
     title: str
-    defaults: Settings
+    keys: type[KeyCodec]
+    values: type[ValueCodec]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     public: bool = True
+    """Whether lists for users name it."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
+            raise ValueError(f"format name {self.name!r} is not made of small letters, digits and underscores")
+        unread = set(self.defaults) - {option.name for option in (*COMMON, *self._own)}
+        if unread:
+            raise ValueError(f"format {self.name!r} sets option {min(unread)!r}, which its codecs don't declare")
+        Settings.of(self.keys, self.values, self.defaults)
+
+    @property
+    def _own(self) -> tuple[Option, ...]:
+        return (*self.keys.options, *self.values.options)
 
     def settings(self, options: Mapping[str, Any] | None = None) -> Settings:
-        return self.defaults.with_options(self.name, options or {})
+        """The user's options, each of which must be known, in range and read by a codec in use, over the defaults."""
+        chosen = dict(options or {})
+        keys = key_codecs()[_chosen_codec("keys", chosen)] if "keys" in chosen else self.keys
+        values = value_codecs()[_chosen_codec("values", chosen)] if "values" in chosen else self.values
+        check_names(self.name, keys, values, chosen, readers)
+        # a default carries over to another codec if that declares the very same option
+        own, shared = {option.name: option for option in self._own}, {*keys.options, *values.options}
+        defaults = {name: x for name, x in self.defaults.items() if name not in own or own[name] in shared}
+        return Settings.of(keys, values, {**defaults, **chosen})
 
     def bind(self, geometry: Geometry, options: Mapping[str, Any] | None = None) -> PageFormat:
         s = self.settings(options)
-        return PageFormat(self.name, geometry, s, KEYS[s.keys](geometry, s), VALUES[s.values](geometry, s))
+        if pairing := s.get("pairing"):
+            geometry = replace(geometry, pairing=pairing)
+        keys, values = s.keys.bind(geometry, s.of_codec(s.keys)), s.values.bind(geometry, s.of_codec(s.values))
+        return PageFormat(self.name, geometry, s, keys, values)
 
     def bits_per_element(self, head_size: int, block_size: int = DEFAULT_N, **options: Any) -> float:
         """Bits per cached element, keys and values averaged, counted from the byte layout with all overhead."""
@@ -80,25 +87,130 @@ class Format:
         return 16 / self.bits_per_element(head_size, block_size, **options)
 
 
-def _table(*formats: Format) -> dict[str, Format]:
-    return {f.name: f for f in formats}
+# -- where formats come from -----------------------------------------------------------------------------------------
+@functools.cache
+def _built_in() -> dict[str, Format]:
+    return {fmt.name: fmt for point in BUILT_IN for fmt in point.load()}
 
 
-FORMATS: dict[str, Format] = _table(
-    Format("squat2", "SQuat, 2-bit keys", Settings("squat", "token", W=32)),
-    Format("squat4", "SQuat, 4-bit keys", Settings("squat", "token", key_bits=4, value_bits=4, W=32)),
-    Format("qjl3", "QJL, sign sketches", Settings("qjl", "token", W=128)),
-    Format("polar4", "PolarQuant m4n4", Settings("polar", "token", value_bits=4, group=128, W=128)),
-    Format("polar3", "PolarQuant m4n2", Settings("polar", "token", radius_bits=2, W=128)),
-    Format("innerq2", "InnerQ, hybrid", Settings("innerq", "innerq", S=32, W=96)),
-    Format("kivi2", "KIVI, 2-bit", Settings("kivi", "token", W=32)),
-    Format("kivi4", "KIVI, 4-bit", Settings("kivi", "token", key_bits=4, value_bits=4, W=32)),
-    Format("lossless", "bit-exact, for tests", Settings("lossless", "raw"), public=False),
-)
+@dataclass(frozen=True)
+class ThirdParties:
+    formats: Mapping[str, Format]
+    problems: Mapping[str, str]
+    """Why what was declared under a name can't be used, in a sentence."""
+
+
+@functools.cache
+def third_parties() -> ThirdParties:
+    """What other packages declare; whatever is wrong with one of them leaves the others alone."""
+    formats: dict[str, Format] = {}
+    sources: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for point in entry_points(group=GROUP):
+        source = f"{point.value} of {point.dist.name}" if point.dist else point.value
+        try:
+            found = point.load()
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            problems[point.name] = f"KV cache format {point.name!r} ({source}) can't be imported: {reason}"
+            continue
+        declared = found if isinstance(found, tuple) else (found,)
+        if not declared or not all(isinstance(fmt, Format) for fmt in declared):
+            problems[point.name] = f"KV cache format {point.name!r} ({source}) is neither a Format nor a tuple of them"
+            continue
+        for fmt in declared:
+            if problem := _taken(fmt, formats, sources):
+                problems[fmt.name] = f"KV cache format {fmt.name!r} ({source}) can't be used: {problem}"
+            else:
+                formats[fmt.name], sources[fmt.name] = fmt, source
+    for problem in problems.values():
+        logger.warning("%s", problem)
+    return ThirdParties({n: f for n, f in formats.items() if n not in problems}, problems)
+
+
+def _taken(fmt: Format, formats: Mapping[str, Format], sources: Mapping[str, str]) -> str | None:
+    """Which of a format's names stands for something else already."""
+    if fmt.name in _built_in():
+        return "the name is that of a built-in format, which is used instead"
+    if fmt.name in VLLM_DTYPES:
+        return "the name is one of vLLM's own KV cache dtypes"
+    if fmt.name in formats:
+        return f"{sources[fmt.name]} has the same name"
+    others = [*_built_in().values(), *formats.values()]
+    if any(other.keys.name == fmt.keys.name and other.keys is not fmt.keys for other in others):
+        return f"another key codec has the name {fmt.keys.name!r}"
+    if any(other.values.name == fmt.values.name and other.values is not fmt.values for other in others):
+        return f"another value codec has the name {fmt.values.name!r}"
+    return None
+
+
+class _Formats(Mapping[str, Format]):
+    def __getitem__(self, name: str) -> Format:
+        return _built_in().get(name) or third_parties().formats[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _built_in()
+        yield from third_parties().formats
+
+    def __len__(self) -> int:
+        return len(_built_in()) + len(third_parties().formats)
+
+
+FORMATS: Mapping[str, Format] = _Formats()
 
 
 def get_format(name: str) -> Format:
     if name not in FORMATS:
-        known = ", ".join(f.name for f in FORMATS.values() if f.public)
-        raise ValueError(f"unknown KV cache format {name!r}; known formats are {known}")
+        _refuse(name)
     return FORMATS[name]
+
+
+def _refuse(name: str) -> NoReturn:
+    if problem := third_parties().problems.get(name):
+        raise ValueError(problem)
+    known = ", ".join(f.name for f in FORMATS.values() if f.public)
+    raise ValueError(f"unknown KV cache format {name!r}; known formats are {known}")
+
+
+# -- what all of them declare ----------------------------------------------------------------------------------------
+def key_codecs() -> dict[str, type[KeyCodec]]:
+    """By the name that the option `keys` takes."""
+    return {fmt.keys.name: fmt.keys for fmt in FORMATS.values() if fmt.keys.public}
+
+
+def value_codecs() -> dict[str, type[ValueCodec]]:
+    """By the name that the option `values` takes."""
+    return {fmt.values.name: fmt.values for fmt in FORMATS.values() if fmt.values.public}
+
+
+def codec_options() -> tuple[Option, Option]:
+    """`keys` and `values`, which choose the codecs."""
+    return (
+        Option("keys", "key codec", choices=tuple(key_codecs())),
+        Option("values", "value codec", choices=tuple(value_codecs())),
+    )
+
+
+def _chosen_codec(half: str, options: dict[str, Any]) -> str:
+    name = options.pop(half)
+    if name is None:
+        raise ValueError(f"option {half!r} is null; leave it out to get the default")
+    next(option for option in codec_options() if option.name == half).check(name)
+    return str(name)
+
+
+def declared_options() -> list[tuple[Option, tuple[str, ...]]]:
+    """Every option that users may set, with the codecs that read it; none are named where every format does."""
+    found: dict[Option, list[str]] = {option: [] for option in (*codec_options(), *COMMON)}
+    for codec in (*key_codecs().values(), *value_codecs().values()):
+        for option in codec.options:
+            found.setdefault(option, []).append(codec.name)
+    return [(option, tuple(dict.fromkeys(names))) for option, names in found.items()]
+
+
+def readers() -> dict[str, tuple[str, ...]]:
+    """Name of an option -> the codecs that read it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for option, names in declared_options():
+        found[option.name] = tuple(dict.fromkeys((*found.get(option.name, ()), *names)))
+    return found

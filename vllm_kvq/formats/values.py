@@ -13,17 +13,28 @@ The last group is smaller where G does not divide d.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from vllm_kvq.formats.codec import Geometry, ValueCodec
 from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.option import VALUE_BITS, Option
 from vllm_kvq.formats.planes import SLAB, pack_values, unpack_values, value_code_shape
 from vllm_kvq.formats.quant import affine_codes, affine_parameters
 
 
 class TokenValues(ValueCodec):
-    def __init__(self, geometry: Geometry, bits: int, group: int) -> None:
-        self.d, self.bits, self.group = geometry.d, bits, min(group, geometry.d)
+    name = "token"
+    title = "per token over groups of channels"
+    options = (
+        VALUE_BITS,
+        Option("group", "channels per group of the per-token values", 32, low=16, high=256, multiple=16),
+    )
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        self.d, self.bits, self.group = geometry.d, options["value_bits"], min(options["group"], geometry.d)
         self.groups = -(-self.d // self.group)
 
     @property
@@ -64,7 +75,10 @@ class RawValues(ValueCodec):
     Slab: v_raw  [32 tokens][d]: natural order, because no code has to be unpacked.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    name = "raw"
+    title = "as they are, in the model's dtype"
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.dtype = geometry.d, geometry.dtype
 
     @property

@@ -48,8 +48,11 @@ def _cpu_problem(asked: Asked) -> str | None:
 
 
 @functools.cache
-def _register_operators() -> None:
-    """vLLM's engine has done so; its wheel holds one library per processor, and a second one can't be loaded."""
+def _prepare() -> None:
+    """What vLLM's engine has done before it attends, and other processes have not."""
+    # Linux has a process ask before its first AMX instruction, which otherwise ends it
+    torch.cpu._init_amx()
+    # its wheel holds one library per processor, and a second one can't be loaded
     if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         from vllm.platforms import current_platform
 
@@ -66,7 +69,7 @@ def _cpu(
 ) -> tuple[torch.Tensor, None]:
     """vLLM's own CPU kernel, over a scratch cache: it knows the processor (AMX, AVX-512, NEON) better than PyTorch's,
     which takes more than twice as long, and a prompt costs what it costs without us. Prompts of one length."""
-    _register_operators()
+    _prepare()
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_kvq.formats import Geometry, PageFormat
-from vllm_kvq.formats.settings import OPTIONS
+from vllm_kvq.formats.settings import BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
 from vllm_kvq.integration.kept import SMALLEST_BLOCK, Layers, fitting_block
@@ -25,7 +25,7 @@ from vllm_kvq.kernels.slots import SlotGeometry
 
 logger = init_logger("vllm.kvq")
 CPU_BLOCK = 128
-LARGEST_N = int(OPTIONS["N"].high)
+LARGEST_N = int(BLOCK.high)
 
 
 @dataclass(frozen=True)

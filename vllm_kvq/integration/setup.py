@@ -43,7 +43,7 @@ def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype)
     """The format of one attention layer, once the model exists: its rotary embeddings say which channels they pair."""
     pairing, rotary, settings = "half", None, settings_of(vllm_config)
     if _needs_pairs(settings):
-        pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.pairing)
+        pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.get("pairing"))
     return bind(vllm_config, Geometry(head_size, vllm_config.cache_config.block_size, dtype, layer, pairing, rotary))
 
 
@@ -55,7 +55,7 @@ def layer_of(vllm_config: Any, impl: Any) -> tuple[str, Any]:
 
 def _needs_pairs(settings: Settings) -> bool:
     """Whether the format's keys are stored in RoPE's channel pairs."""
-    return settings.keys == "polar"
+    return settings.keys.pairs_channels
 
 
 def _pairing(model: Any, head_size: int, wanted: str | None) -> tuple[str, int | None]:
@@ -75,7 +75,7 @@ def _pairing(model: Any, head_size: int, wanted: str | None) -> tuple[str, int |
 def pairing_problem(vllm_config: Any) -> str | None:
     """Why the format can't know which channels RoPE pairs, as far as the configuration tells."""
     settings = settings_of(vllm_config)
-    if not _needs_pairs(settings) or settings.pairing is not None:
+    if not _needs_pairs(settings) or settings.get("pairing") is not None:
         return None
     return _unknown_pairs(vllm_config.model_config)
 

@@ -271,11 +271,6 @@ def bind(fmt: PageFormat) -> torch.Tensor | None:
     return found[1]
 
 
-def supports(fmt: PageFormat) -> bool:
-    """Whether the library serves this format."""
-    return library() is not None and bind(fmt) is not None
-
-
 def reduction(fmt: PageFormat) -> Reduction | None:
     """What `fit` sums of a prompt's chunk; None for codecs that the library does not know, or that fit nothing."""
     kind = KEYS.get(type(fmt.keys))

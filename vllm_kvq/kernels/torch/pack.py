@@ -58,7 +58,7 @@ def pack(
             if kept is not None:
                 mine = torch.where(follows.repeat_interleave(heads)[:, None, None], kept, mine)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        fmt.write(pages, page, unit, fmt.encode(k, v, mine))
+        fmt.write(pages, page, unit, fmt.pack(k, v, mine))
     return replaced
 
 

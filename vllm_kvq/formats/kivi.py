@@ -1,0 +1,66 @@
+"""KIVI: keys per channel over 32 tokens, values per token over groups of channels (values.py), both asymmetric.
+
+    zero = min, scale = (max - min) / (2^b - 1), code = round((x - zero) / scale)   over 32 tokens of one channel
+
+Slab of the keys (32 tokens; d = 128, b = 2): 1536 bytes, 3.0 bits per element
+
+    k_scale  f16  [d]                           256   per channel in natural order: a kernel folds them into q,
+    k_zero   f16  [d]                           256     once per slab and query
+    k_codes  u8   [d b / 32 quads][32][4]      1024   plane-quad: the channel is the reduction dimension of q K
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_kvq.formats.codec import Geometry, KeyCodec
+from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.option import KEY_BITS, Option
+from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
+from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.table import Format
+from vllm_kvq.formats.values import TokenValues
+
+
+class ChannelKeys(KeyCodec):
+    name = "kivi"
+    title = "per channel over 32 tokens"
+    options: ClassVar[tuple[Option, ...]] = (KEY_BITS,)
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        self.d, self.bits = geometry.d, options["key_bits"]
+
+    @property
+    def slab_fields(self) -> tuple[Field, ...]:
+        return (
+            Field("k_scale", torch.float16, (self.d,)),
+            Field("k_zero", torch.float16, (self.d,)),
+            Field("k_codes", torch.uint8, key_code_shape(self.d, self.bits)),
+        )
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        codes, scale, zero = self._quantize(x.unflatten(1, (-1, SLAB)), state)
+        return {
+            "k_scale": scale.squeeze(-2),
+            "k_zero": zero.squeeze(-2),
+            "k_codes": pack_keys(codes, self.bits),
+        }
+
+    def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(U, s, 32, d) -> codes of that shape, scale and zero (U, s, 1, d)."""
+        scale, zero = affine_parameters(x, -2, self.bits)
+        return affine_codes(x, scale, zero, self.bits), scale, zero
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        codes = unpack_keys(fields["k_codes"], self.bits).float()
+        scale, zero = (fields[n].float().unsqueeze(-2) for n in ("k_scale", "k_zero"))
+        return torch.addcmul(zero, codes, scale).flatten(1, 2)
+
+
+FORMATS = (
+    Format("kivi2", "KIVI, 2-bit", ChannelKeys, TokenValues, {"W": 32}),
+    Format("kivi4", "KIVI, 4-bit", ChannelKeys, TokenValues, {"key_bits": 4, "value_bits": 4, "W": 32}),
+)

@@ -1,0 +1,72 @@
+"""Options: what a codec, or the cache around it, lets users set."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: its name as users write it, what it means, and the values it may take.
+
+    `default` None leaves the choice to whoever reads the option: to the head size, to the model, or to vLLM.
+    """
+
+    name: str
+    help: str
+    default: Any = None
+    choices: tuple[Any, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    multiple: int = 1
+    """Of what a whole number must be a multiple; 0 where any number will do."""
+
+    def __post_init__(self) -> None:
+        if self.default is not None:
+            self.check(self.default)
+
+    def check(self, value: Any) -> None:
+        if self.choices:
+            # 2.0 == 2 and True == 1, but neither is a choice
+            if value not in self.choices or type(value) is not type(self.choices[0]):
+                raise ValueError(f"option {self.name!r} is {value!r}; it takes one of {list(self.choices)}")
+            return
+        whole = self.multiple > 0
+        good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not good or not self.low <= value <= self.high or (whole and value % self.multiple):
+            step = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
+            kind = "a whole number" if whole else "a number"
+            raise ValueError(
+                f"option {self.name!r} is {value!r}; it takes {kind} from {self.low:g} to {self.high:g}{step}"
+            )
+
+    @property
+    def allowed(self) -> str:
+        """The values it takes, as the table of options prints them."""
+        if self.choices:
+            return ", ".join(map(str, self.choices))
+        step = f", multiple of {self.multiple}" if self.multiple > 1 else ""
+        return f"{self.low:g} to {self.high:g}{step}"
+
+
+@dataclass(frozen=True)
+class LayerList(Option):
+    """An option that names layers of the model."""
+
+    def check(self, value: Any) -> None:
+        layers = isinstance(value, (list, tuple))
+        if not layers or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value):
+            raise ValueError(f"option {self.name!r} is {value!r}; it takes a list of layer indices from 0")
+
+    @property
+    def allowed(self) -> str:
+        return "list of layer indices"
+
+
+# -- options that several codecs share -------------------------------------------------------------------------------
+KEY_BITS = Option("key_bits", "bits per key code", 2, choices=(2, 4))
+VALUE_BITS = Option("value_bits", "bits per value code", 2, choices=(2, 4))
+PAIRING = Option("pairing", "RoPE's channel pairs, from the model unless set", choices=("half", "interleaved"))
+"""Of codecs with `pairs_channels`. What the user sets replaces the geometry's pairing."""
