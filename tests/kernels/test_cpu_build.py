@@ -18,6 +18,7 @@ from proof import sanitize
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import step as cpu_step
 from vllm_kvq.kernels.paths import Wish, step_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Step, StepBatch
@@ -51,7 +52,9 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
     # the real functions, uncached: the library that this process may already have is not theirs
     monkeypatch.setattr(cpu, "load", build.load.__wrapped__)
-    monkeypatch.setattr(cpu, "library", functools.cache(cpu.library.__wrapped__))
+    uncached = functools.cache(cpu.library.__wrapped__)
+    for module in (cpu, cpu_step):
+        monkeypatch.setattr(module, "library", uncached)
     fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32), {"W": 32})
     slots, cpu_device = SlotGeometry.of(fmt, 1, 0), torch.device("cpu")
     with caplog.at_level(logging.WARNING):
@@ -68,9 +71,10 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
 
 def _prompt(step: Step, fmt: PageFormat, slots: SlotGeometry) -> torch.Tensor:
     """A prompt in two chunks: the output of the second, whose history is packed."""
-    pages = torch.zeros(8, 1, fmt.record_bytes, dtype=torch.uint8)
-    caches = Caches(pages, torch.zeros(8, slots.page_bytes // 4), None)
-    ids = torch.arange(1, 8, dtype=torch.int32)[None]
+    blocks = 5 + slots.sidecar_blocks
+    pages = torch.zeros(blocks, 1, fmt.record_bytes, dtype=torch.uint8)
+    caches = Caches(pages, torch.zeros(blocks, slots.page_bytes // 4), None)
+    ids = torch.arange(1, blocks, dtype=torch.int32)[None]
     query, key, value = torch.randn(3, 100, 1, 64, generator=torch.Generator().manual_seed(0))
     out = torch.empty_like(query)
     for first, last in ((0, 90), (90, 100)):

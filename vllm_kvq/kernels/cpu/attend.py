@@ -3,8 +3,8 @@
     attend_packed(fmt, query, pages, page_ids, owner, low, high, scale) -> (out, lse)
 
 The library is built and loaded at the first call. Where that fails (no compiler), one warning is logged, and the
-PyTorch path serves whole steps instead (kernels/paths.py). $VLLM_KVQ_ISA = portable | avx2 | avx512bw | avx512 lowers the instruction set, for
-tests.
+PyTorch path serves whole steps instead (kernels/paths.py). $VLLM_KVQ_ISA = portable | avx2 | avx512bw | avx512 lowers
+the instruction set, for tests.
 """
 
 from __future__ import annotations
