@@ -102,7 +102,7 @@ def bare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bare:
             config.save_pretrained(where := tmp_path / "model")
             arguments |= {"skip_tokenizer_init": True, "dtype": "float32"}
         if method := arguments.pop("draft", None):
-            from proof.demo.draft import random_draft
+            from proof.models.draft import random_draft
 
             draft = random_draft(tmp_path / "draft", model, method=method)
             arguments["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": 3}

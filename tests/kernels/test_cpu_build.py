@@ -73,9 +73,10 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
 
 def _prompt(step: Step, fmt: PageFormat, slots: SlotGeometry) -> torch.Tensor:
     """A prompt in two chunks: the output of the second, whose history is packed."""
-    pages = torch.zeros(8, 1, fmt.record_bytes, dtype=torch.uint8)
-    caches = Caches(pages, torch.zeros(8, slots.page_bytes // 4), None)
-    ids = torch.arange(1, 8, dtype=torch.int32)[None]
+    blocks = 5 + slots.sidecar_blocks
+    pages = torch.zeros(blocks, 1, fmt.record_bytes, dtype=torch.uint8)
+    caches = Caches(pages, torch.zeros(blocks, slots.page_bytes // 4), None)
+    ids = torch.arange(1, blocks, dtype=torch.int32)[None]
     query, key, value = torch.randn(3, 100, 1, 64, generator=torch.Generator().manual_seed(0))
     out = torch.empty_like(query)
     for first, last in ((0, 90), (90, 100)):

@@ -14,7 +14,6 @@ from vllm_kvq.integration.sidecar import Sidecar, Sinks
 from vllm_kvq.kernels.cpu import layout
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPUStep
-from vllm_kvq.kernels.paths import Path
 from vllm_kvq.kernels.step import StepBatch
 from vllm_kvq.kernels.torch.step import Planned
 
@@ -33,7 +32,7 @@ class InOneCall:
         sidecar.bind_kv_cache(world.side[1])
         if sinks is not None:
             sinks.bind_kv_cache(world.sinks[1])
-        self.layer = PackedLayer(fmt, "layer", world.scale, sidecar, sinks, self.step, Path("C++"))
+        self.layer = PackedLayer(fmt, "layer", world.scale, sidecar, sinks, self.step)
         self.decoded = 0
 
     def run(self, batch: StepBatch, *tensors: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ def test_a_codec_of_another_class_is_not_mistaken_for_ours() -> None:
         pass
 
     fmt = bound("kivi2")
-    other = replace(fmt, keys=Others(fmt.geometry, 2))
+    other = replace(fmt, keys=Others(fmt.geometry, {"key_bits": 2}))
     assert layout.bind(other) is None
     assert layout.reduction(other) is None
 
