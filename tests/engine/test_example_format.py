@@ -12,7 +12,6 @@ from typing import Any
 import example_format
 import pytest
 
-
 pytestmark = pytest.mark.engine
 NAME = "int4_hadamard"
 HERE = Path(__file__).parent
