@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from vllm_kvq.eval.error_table import symmetric_share
 from vllm_kvq.formats import FORMATS, Geometry
-from vllm_kvq.formats.innerq import HybridKeys, HybridValues, hybrid_decode, hybrid_encode, usable_norm
+from vllm_kvq.formats.innerq import HybridKeys, HybridValues, hybrid_dequantize, hybrid_quantize, usable_norm
 from vllm_kvq.formats.planes import unpack_sign_words
 
 GROUPS = hnp.arrays(np.float32, (3, 32), elements=st.floats(-1000, 1000, width=32))
@@ -34,8 +34,8 @@ def brute_force(x: np.ndarray, bits: int) -> tuple[float, float]:
 
 
 def check_choice(x: np.ndarray, bits: int) -> None:
-    codes, scale, slot = hybrid_encode(torch.from_numpy(x), bits)
-    decoded = hybrid_decode(codes.float(), scale, slot, bits).numpy().astype(np.float64)
+    codes, scale, slot = hybrid_quantize(torch.from_numpy(x), bits)
+    decoded = hybrid_dequantize(codes.float(), scale, slot, bits).numpy().astype(np.float64)
     for i, group in enumerate(x):
         affine, symmetric = brute_force(group, bits)
         size = float(np.square(group.astype(np.float64)).sum())
@@ -62,7 +62,7 @@ def test_each_group_takes_the_better_mode_on_gaussians(bits: int, shift: float) 
 def test_symmetric_mode_wins_most_groups() -> None:
     """It carries one more bit: codes from -3 to 3 against 0 to 3."""
     x = torch.from_numpy(np.random.RandomState(1).standard_normal((20000, 32)).astype(np.float32))
-    assert hybrid_encode(x, 2)[1].signbit().float().mean() > 0.999
+    assert hybrid_quantize(x, 2)[1].signbit().float().mean() > 0.999
     for d in (64, 128):
         keys, values = symmetric_share(d)
         assert 0.9 < keys < 1
@@ -71,33 +71,33 @@ def test_symmetric_mode_wins_most_groups() -> None:
 
 def test_one_sided_groups_are_asymmetric() -> None:
     x = torch.rand(500, 32) + 5
-    assert not hybrid_encode(x, 2)[1].signbit().any()
+    assert not hybrid_quantize(x, 2)[1].signbit().any()
 
 
 @given(ANY, st.sampled_from([2, 4]))
 def test_what_is_stored_is_legal(x: np.ndarray, bits: int) -> None:
-    codes, scale, slot = hybrid_encode(torch.from_numpy(x), bits)
+    codes, scale, slot = hybrid_quantize(torch.from_numpy(x), bits)
     assert codes.min() >= 0
     assert codes.max() < 2**bits
     assert slot.dtype == torch.int32
     assert (scale.abs() >= 2.0**-24).all()
     assert torch.equal(scale.half().float(), scale)
-    assert hybrid_decode(codes.float(), scale, slot, bits).isfinite().all()
+    assert hybrid_dequantize(codes.float(), scale, slot, bits).isfinite().all()
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0, 1e-40, -1e-45, 1e-38, -32768.0, 3.0000002, -0.1])
 def test_slot_keeps_every_float32_zero(zero: float) -> None:
     slot = torch.tensor([zero]).view(torch.int32)
     codes = torch.arange(32) % 4
-    x = hybrid_decode(codes[None].float(), torch.tensor([0.5]), slot, 2)
+    x = hybrid_dequantize(codes[None].float(), torch.tensor([0.5]), slot, 2)
     want = np.float32(zero) + codes.numpy().astype(np.float32) * np.float32(0.5)
     np.testing.assert_array_equal(x[0].numpy(), want)
 
 
 @pytest.mark.parametrize("value", [-0.0, 1e-40, -1e-45, 0.0])
 def test_groups_of_next_to_nothing(value: float) -> None:
-    codes, scale, slot = hybrid_encode(torch.full((1, 32), value), 2)
-    assert hybrid_decode(codes.float(), scale, slot, 2).abs().max() <= 1e-7
+    codes, scale, slot = hybrid_quantize(torch.full((1, 32), value), 2)
+    assert hybrid_dequantize(codes.float(), scale, slot, 2).abs().max() <= 1e-7
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -110,17 +110,17 @@ def test_symmetric_slot_holds_every_sign_pattern(bits: int) -> None:
     x = torch.from_numpy((v * 0.25).astype(np.float32))
     x[:, 5] = top * 0.25  # so that the scale is 0.25
     x[:, 6] = -top * 0.25
-    codes, scale, slot = hybrid_encode(x, bits)
+    codes, scale, slot = hybrid_quantize(x, bits)
     assert (scale == -0.25).all()
     assert torch.equal(unpack_sign_words(slot), x >= 0)
     assert torch.equal(codes, (x * 4).int() & top)
-    assert torch.equal(hybrid_decode(codes.float(), scale, slot, bits), x)
+    assert torch.equal(hybrid_dequantize(codes.float(), scale, slot, bits), x)
     # one unsigned (b + 1)-bit code, as the kernels read it
     assert torch.equal(codes + unpack_sign_words(slot) * 2**bits - 2**bits, (x * 4).int())
 
 
 def test_sign_word_that_is_a_nan() -> None:
-    x = hybrid_decode(torch.full((1, 32), 3.0), torch.tensor([-0.5]), torch.tensor([-1], dtype=torch.int32), 2)
+    x = hybrid_dequantize(torch.full((1, 32), 3.0), torch.tensor([-0.5]), torch.tensor([-1], dtype=torch.int32), 2)
     assert (x == 1.5).all()
 
 
@@ -167,7 +167,7 @@ def test_norm_is_the_prompts() -> None:
     fields = codec.pack(later, state)
     assert torch.equal(fields["k_inner_norm"], state[:, 0].half().float())
     grouped = (later / state.half().float()).unflatten(1, (2, 32)).unflatten(-1, (2, 32))
-    _, scale, _ = hybrid_encode(grouped, 2)
+    _, scale, _ = hybrid_quantize(grouped, 2)
     assert torch.equal(fields["k_scale"], scale.transpose(-2, -1))
 
 

@@ -132,6 +132,18 @@ def test_changing_a_codec_brings_its_options() -> None:
     assert "not read by squat2" in refusal("squat2", {"keys": "kivi", "r": 4})
 
 
+def test_pairing_replaces_that_of_the_geometry() -> None:
+    bound = FORMATS["polar4"].bind(Geometry(128, 64, pairing="half"), {"pairing": "interleaved"})
+    assert bound.geometry.pairing == "interleaved"
+    assert bound.keys.y[:2].tolist() == [1, 3]  # type: ignore[attr-defined]
+    assert FORMATS["polar4"].bind(Geometry(128, 64, pairing="interleaved")).geometry.pairing == "interleaved"
+
+
+def test_an_option_of_the_other_half_only() -> None:
+    """QJL's keys have no `key_bits`, though InnerQ's values come from a method whose keys do."""
+    assert "'key_bits' is not read by qjl3" in refusal("qjl3", {"values": "innerq", "key_bits": 2})
+
+
 def test_the_test_codec_is_no_choice() -> None:
     assert "'keys' is 'lossless'" in refusal("squat2", {"keys": "lossless"})
 

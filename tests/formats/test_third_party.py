@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +127,28 @@ def test_a_broken_package(code: str, install: Install, caplog: pytest.LogCapture
     assert BROKEN[code] in refusal("bad")
     assert refusal("bad").startswith("KV cache format 'bad' (kvq_bad:FORMAT of kvq_bad) ")
     assert [record.message for record in caplog.records] == [refusal("bad")]
+
+
+@pytest.mark.engine
+def test_what_vllm_says_of_a_broken_package(install: Install, tmp_path: Path) -> None:
+    """The sentence stands above vLLM's refusal of the name, and sound packages are among vLLM's choices."""
+    pytest.importorskip("vllm")
+    install("kvq_bad", "raise RuntimeError('no licence')", "bad")
+    install("kvq_one", IMPORTS + 'FORMAT = Format("one", "First", Keys, TokenValues)')
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [Path(sys.executable).parent / "vllm", "serve", "x", "--kv-cache-dtype", "bad"],
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode != 0
+    sentence = "KV cache format 'bad' (kvq_bad:FORMAT of kvq_bad) can't be imported: RuntimeError: no licence"
+    assert run.stderr.count(sentence) == 1
+    choices = run.stderr.partition("invalid choice: 'bad'")[2]
+    assert "'one'" in choices
+    assert "'squat2'" in choices
 
 
 def test_built_in_formats_need_no_other_package(install: Install) -> None:

@@ -1,6 +1,6 @@
 """What a codec is: one half (keys or values) of a format.
 
-Its class declares a name, the options that it reads, and what it is good for; `bind` makes it for one head geometry.
+Its class declares a name and the options that it reads; `bind` makes it for one head geometry.
 A bound codec turns (U, T, d) float32 into named fields and back, where U runs over pack units times KV heads and T is
 the pack unit (32 tokens, or a whole page for codecs whose parameters span it). It knows nothing of pages, requests or
 positions.

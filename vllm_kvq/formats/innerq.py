@@ -49,7 +49,7 @@ GROUP = 32
 """Fixed: the slot's 32 bits hold one sign per element."""
 
 
-def hybrid_encode(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def hybrid_quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(..., 32) -> codes (..., 32), scale (...) whose sign is the mode, slot (...) int32."""
     top = 2**bits - 1
     scale, zero = affine_parameters(x, -1, bits)
@@ -67,7 +67,7 @@ def hybrid_encode(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     return codes, torch.where(symmetric, -wide, scale).squeeze(-1), slot
 
 
-def hybrid_decode(codes: torch.Tensor, scale: torch.Tensor, slot: torch.Tensor, bits: int) -> torch.Tensor:
+def hybrid_dequantize(codes: torch.Tensor, scale: torch.Tensor, slot: torch.Tensor, bits: int) -> torch.Tensor:
     symmetric = scale.signbit().unsqueeze(-1)
     signed = codes + (unpack_sign_words(slot).float() - 1) * 2**bits
     zero = slot.contiguous().view(torch.float32).unsqueeze(-1)
@@ -114,7 +114,7 @@ class HybridKeys(KeyCodec):
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
         norm = torch.ones_like(x[:, 0]) if state is None else usable_norm(state[:, 0])
         grouped = (x / norm[:, None]).unflatten(1, (-1, SLAB)).unflatten(-1, (self.groups, GROUP))
-        codes, scale, slot = hybrid_encode(grouped, self.bits)
+        codes, scale, slot = hybrid_quantize(grouped, self.bits)
         return {
             "k_codes": pack_keys(codes.flatten(-2), self.bits),
             "k_scale": scale.transpose(-2, -1),
@@ -128,7 +128,7 @@ class HybridKeys(KeyCodec):
     def unpack(self, fields: Packed) -> torch.Tensor:
         codes = unpack_keys(fields["k_codes"], self.bits).float().unflatten(-1, (self.groups, GROUP))
         scale, slot = (fields[n].transpose(-2, -1) for n in ("k_scale", "k_slot"))
-        x = hybrid_decode(codes, scale.float(), slot, self.bits).flatten(-2)
+        x = hybrid_dequantize(codes, scale.float(), slot, self.bits).flatten(-2)
         return x.flatten(1, 2) * fields["k_inner_norm"].float()[:, None]
 
 
@@ -149,12 +149,12 @@ class HybridValues(ValueCodec):
         )
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        codes, scale, slot = hybrid_encode(x.unflatten(1, (-1, SLAB)).transpose(-2, -1), self.bits)
+        codes, scale, slot = hybrid_quantize(x.unflatten(1, (-1, SLAB)).transpose(-2, -1), self.bits)
         return {"v_codes": pack_values(codes.transpose(-2, -1), self.bits), "v_scale": scale, "v_slot": slot}
 
     def unpack(self, fields: Packed) -> torch.Tensor:
         codes = unpack_values(fields["v_codes"], self.bits).float().transpose(-2, -1)
-        x = hybrid_decode(codes, fields["v_scale"].float(), fields["v_slot"], self.bits)
+        x = hybrid_dequantize(codes, fields["v_scale"].float(), fields["v_slot"], self.bits)
         return x.transpose(-2, -1).flatten(1, 2)
 
 

@@ -1,9 +1,9 @@
-"""`lossless`: the oracle. Keys and values are stored bit for bit, in pages of another size than vLLM's own.
+"""`lossless`: for tests. Keys and values are stored bit for bit, in pages of another size than vLLM's own.
 
-    k_raw  model dtype  [d][32 tokens]   channel-major, so that a mix-up of keys and values can't go unnoticed
+    k_raw  model dtype  [d][32 tokens]   channel-major, so that keys taken for values can't go unnoticed
 
-With it, in float32, greedy tokens must equal plain vLLM's in every scenario; whatever goes wrong then is the
-integration's fault and not quantization. Not for use: it saves nothing.
+With it, in float32, greedy tokens must equal plain vLLM's in every scenario: a difference is a fault of the integration
+and can't be blamed on quantization. It saves no memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PolarQuant keys: radius and angle of the channel pairs that RoPE rotates together.
+"""PolarQuant: keys as radius and angle of the channel pairs that RoPE rotates together, values per token (values.py).
 
 A pair is (i, i + d/2) for rotate-half models and (2i, 2i + 1) for interleaved ones; r = |pair|, phi = atan2(y, x).
 Two modes, with m bits of angle and n bits of radius:
@@ -7,7 +7,8 @@ Two modes, with m bits of angle and n bits of radius:
   grouped   mid-rise cells, per pair and page:  phi = phi0 + (code + 1/2) dphi,  r = r0 + (code + 1/2) dr
             where phi0 is the first angle after the widest gap on the circle, so that the range is the shortest arc
 
-(The published dequantisation of the paper mode subtracts pi, which its encoding never added: it returns -K.)
+(The paper's dequantisation leaves out the shift by pi that its own encoding applies: taken literally, it returns -K.
+Here neither shifts.)
 
 The parameters span the page of N tokens, so a page is packed when it is complete.
 
@@ -87,7 +88,7 @@ class PolarKeys(KeyCodec):
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
         a, b = x[..., self.x], x[..., self.y]
-        angle, radius, parameters = self._encode(torch.atan2(b, a), torch.hypot(a, b))
+        angle, radius, parameters = self._quantize(torch.atan2(b, a), torch.hypot(a, b))
         angle, radius = (c.unflatten(1, (-1, SLAB)).to(torch.uint8) for c in (angle, radius))
         if self.nibbles:
             return {"k_polar": pack_keys(angle | (radius << 4), 8), **parameters}
@@ -99,10 +100,10 @@ class PolarKeys(KeyCodec):
             angle, radius = both & 15, both >> 4
         else:
             angle, radius = unpack_keys(fields["k_angle"], self.m), unpack_keys(fields["k_radius"], self.n)
-        phi, r = self._decode(angle.float().flatten(1, 2), radius.float().flatten(1, 2), fields)
+        phi, r = self._dequantize(angle.float().flatten(1, 2), radius.float().flatten(1, 2), fields)
         return torch.cat([r * phi.cos(), r * phi.sin()], dim=-1)[..., self.inverse]
 
-    def _encode(self, phi: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Packed]:
+    def _quantize(self, phi: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Packed]:
         """(U, N, pairs) angles and radii -> their codes and the page's parameters."""
         low, gap = shortest_arc(phi)
         phi0 = half(low)
@@ -115,7 +116,9 @@ class PolarKeys(KeyCodec):
         radius = ((r - r0[:, None]) / dr[:, None]).floor().clamp(0, 2**self.n - 1)
         return angle, radius, {"k_angle0": phi0, "k_angle_step": dphi, "k_radius0": r0, "k_radius_step": dr}
 
-    def _decode(self, angle: torch.Tensor, radius: torch.Tensor, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dequantize(
+        self, angle: torch.Tensor, radius: torch.Tensor, fields: Packed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         phi0, dphi, r0, dr = (fields[f.name].float()[:, None] for f in self.page_fields)
         return phi0 + (angle + 0.5) * dphi, r0 + (radius + 0.5) * dr
 
@@ -132,13 +135,15 @@ class PaperPolarKeys(PolarKeys):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("k_radius_step", torch.float16, (self.pairs,)),)
 
-    def _encode(self, phi: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Packed]:
+    def _quantize(self, phi: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Packed]:
         s = positive_half(r.amax(1) / (2**self.n - 1))
         angle = torch.remainder((phi / (TURN / 2**self.m)).round(), 2**self.m)
         radius = (r / s[:, None]).round().clamp(0, 2**self.n - 1)
         return angle, radius, {"k_radius_step": s}
 
-    def _decode(self, angle: torch.Tensor, radius: torch.Tensor, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dequantize(
+        self, angle: torch.Tensor, radius: torch.Tensor, fields: Packed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return angle * (TURN / 2**self.m), radius * fields["k_radius_step"].float()[:, None]
 
 

@@ -1,4 +1,6 @@
-"""QJL keys: one sign bit per row of a random sketch, and norms. Queries are never quantized to one bit.
+"""QJL: keys as one sign bit per row of a random sketch, and norms; values per token (values.py).
+
+Queries are never quantized to one bit:
 
     bits = sign(S k_in),  bits' = sign(S' k_out)
     q . k  ~  c(d)/m |k_in| <S q_in, bits>  +  c(n)/m' |k_out| <S' q_out, bits'>

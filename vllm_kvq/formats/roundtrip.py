@@ -18,8 +18,8 @@ def roundtrip(
 
     key and value are (tokens, heads, head_size), query (tokens, query heads, head_size): the prompt's queries, from
     which SQuat fits its subspace (without them there is none to protect, and SQuat is KIVI). For QJL key_hat is the
-    linear reconstruction, so that q . key_hat is its estimator. `options` are the format's own, plus `pairing` and
-    `N`. Incomplete groups at the end are completed by repeating the last token.
+    linear reconstruction, so that q . key_hat is its estimator. `options` are the
+    format's. Incomplete groups at the end are completed by repeating the last token.
     """
     if key.shape != value.shape or key.dim() != 3:
         raise ValueError(

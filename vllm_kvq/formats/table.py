@@ -3,7 +3,7 @@
 A format is declared at the end of its method's file. The table finds it through an entry point: the built-in ones
 through those below, third parties' through those that their packages have in the group `vllm_kvq.formats` (value: a
 `Format`, or a tuple of them). Third parties' packages are imported as soon as a name is looked up that is not built in,
-or all names are wanted. One that can't be used is told of in a warning, and in the error when its name is used.
+or all names are wanted. One that can't be used is reported in a warning, and in the error when its name is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values: per token, asymmetric, groups of G channels (all methods but InnerQ); and uncompressed ones.
+"""Values of all methods but InnerQ: per token, asymmetric, in groups of G channels; and uncompressed ones.
 
     zero = min, scale = (max - min) / (2^b - 1), code = round((x - zero) / scale)   over G channels of one token
 
@@ -9,6 +9,10 @@ Slab (32 tokens; d = 128, b = 2, G = 32):
     v_zero   f16  [d / G][32 tokens]             256     softmax weights with one load
 
 The last group is smaller where G does not divide d.
+
+Uncompressed (PolarQuant's main setting in float16 and bfloat16, and `lossless` in any dtype):
+
+    v_raw  model dtype  [32 tokens][d]   natural order, because no code has to be unpacked
 """
 
 from __future__ import annotations
@@ -70,11 +74,6 @@ class TokenValues(ValueCodec):
 
 
 class RawValues(ValueCodec):
-    """Values as they are, in the model's dtype (float16 or bfloat16: PolarQuant's main setting; any: `lossless`).
-
-    Slab: v_raw  [32 tokens][d]: natural order, because no code has to be unpacked.
-    """
-
     name = "raw"
     title = "as they are, in the model's dtype"
 
