@@ -2,6 +2,7 @@
 # make test     the test suite
 # make fuzz     random traces on real engines, every token judged: make fuzz SEED=1 MINUTES=10
 # make soak     a real server under mixed load: make soak MINUTES=10
+# make mutants  faults planted one at a time, each of which the tests must notice: make mutants ALL=1 for the slow ones
 # make lint     ruff and the import contracts;  make types: mypy;  make format: ruff rewrites the files
 #
 # Variables: FORMAT=squat2|qjl3|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
@@ -14,6 +15,7 @@ MODEL ?=
 ONCE ?=
 SEED ?= 0
 MINUTES ?= 10
+ALL ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
 
@@ -21,7 +23,7 @@ VENV := .venv/bin
 export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: run test fuzz soak lint types format bootstrap kernels clean
+.PHONY: run test fuzz soak mutants lint types format bootstrap kernels clean
 .DEFAULT_GOAL := run
 
 bootstrap:
@@ -41,6 +43,9 @@ test: kernels
 
 fuzz soak: kernels
 	@$(VENV)/python -m proof $@ --seed $(SEED) --minutes $(MINUTES)
+
+mutants: kernels
+	@$(VENV)/python -m proof mutants $(if $(filter-out 0,$(ALL)),--all)
 
 lint: bootstrap
 	@$(VENV)/python -m ruff check .

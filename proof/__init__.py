@@ -4,7 +4,7 @@
     fuzz/       random traces for the oracle, and the smallest one that fails
     soak/       a real server under mixed load
     kernels/    what kernels are held against; instructions counted, sanitizers
-    mutants/        faults planted on purpose, one at a time: does a test notice?
+    mutants/    faults planted on purpose, one at a time: does a test notice?
     ptx/        a GPU that executes the compilers' output, on a CPU
     models/     tiny checkpoints of every architecture that is served or refused
     tables/     instructions, registers, traffic: the numbers of the documents' tables

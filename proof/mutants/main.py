@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,14 +127,14 @@ def plant(faults: Iterable[Fault], roots: list[Path], pytest: Pytest, say: Calla
     return outcome
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m proof mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true", help="the slow ones, too")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their name or file")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies at a time (cores)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     chosen = [f for f in FAULTS if (options.all or not f.slow) and options.only in f"{f.name} {f.file}"]
     if not chosen or options.jobs < 1:
         parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
@@ -146,7 +146,3 @@ def main() -> int:
         outcome = plant(chosen, roots, run_pytest, lambda line: print(line, flush=True))
     print(f"{outcome.line()} of {len(chosen)} faults, {(time.monotonic() - start) / 60:.1f} minutes")
     return outcome.status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""Faults in vllm_kvq/formats."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+FAULTS: tuple[Fault, ...] = ()

@@ -1,0 +1,7 @@
+"""Faults in what judges: fuzz, soak, oracle, bench, the command line."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+FAULTS: tuple[Fault, ...] = ()
