@@ -1,0 +1,57 @@
+"""docs/architecture.md: its commands run, what it names exists, and its arrows are the contracts that `make lint` checks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOC = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line.split("#")[0].strip() for block in re.findall(r"```sh\n(.*?)```", DOC, re.S) for line in block.splitlines()
+]
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) == DOC.count("    # ") == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command: str) -> None:
+    words = command.split()
+    if words[0] == "make":  # CI has run it before the tests: here only that there is such a target
+        words.insert(1, "--dry-run")
+    else:
+        words[0] = sys.executable
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
+
+
+def test_every_file_and_folder_exists() -> None:
+    named = set(re.findall(r"[\w./-]+/(?:[\w-]+\.(?:py|md))?", DOC)) | set(re.findall(r"\]\(([^)#]+)\)", DOC))
+    assert len(named) > 15
+    places = (ROOT, ROOT / "docs", ROOT / "vllm_kvq", ROOT / "vllm_kvq" / "kernels")
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
+
+
+def test_every_name_in_the_three_ways_exists() -> None:
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "vllm_kvq").glob("*/*.py"))
+    named = set(re.findall(r"\b(?:KVQImpl|Step|StepBatch|Served|PageFormat|Format)\b", DOC))
+    assert len(named) == 6
+    assert [name for name in sorted(named) if f"class {name}" not in sources] == []
+
+
+def test_the_boxes_are_the_contract() -> None:
+    """From top to bottom, as the first picture has them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    boxes = [name.split(".")[-1] for layer in layers[1:] for name in layer.split(" | ")]
+    picture = DOC[DOC.index("vllm_kvq/cli.py") : DOC.index("csrc/  triton")]
+    places = [picture.index(box) for box in boxes]
+    assert places == sorted(places)
