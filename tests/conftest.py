@@ -22,9 +22,9 @@ settings.load_profile("kvq")
 LONGEST = (
     "kernels/test_cpu_sanitizers.py",
     "triton/test_step.py",
-    "engine/test_device_path.py",
+    "engine/test_gpu_path.py",
     "engine/test_fuzz.py",
-    "triton/test_decode.py",
+    "triton/test_attend.py",
     "triton/test_compile.py",
     "test_bench.py",
     "engine/test_http.py",
