@@ -8,7 +8,7 @@
 #                                     kernels emulated on the CPU
 #
 # $PYTHON chooses the interpreter. What is not there (nvcc, compute-sanitizer) is named and left out; what fails makes the
-# exit status 1. No GPU has run this yet.
+# exit status 1.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
@@ -38,7 +38,7 @@ step() {
 }
 
 if [[ "${1:-}" == "--dry-run" ]]; then
-  step "Triton kernels" 300 "$PYTHON" tests/gpu/test_gpu_decode.py --dry-run
+  step "Triton kernels" 300 "$PYTHON" tests/gpu/test_gpu_attend.py --dry-run
   step "a layer's step" 300 "$PYTHON" tests/gpu/test_gpu_step.py --dry-run
   step "CUDA kernels" 300 "$PYTHON" tests/gpu/test_gpu_qjl.py --dry-run
   step "decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run
@@ -70,7 +70,7 @@ for process in "${compiling[@]}"; do
   wait "$process" || { status=1; echo "FAILED: compiling a format's kernels"; }
 done
 echo "== compiled (at $SECONDS s)"
-step "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_decode.py
+step "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_attend.py
 step "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
 ((${#without[@]})) || step "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
 # shellcheck disable=SC2068  (an emptied name disappears)

@@ -10,7 +10,7 @@
 #   MODEL=PATH, PORT=8000, EACH=240 (seconds that a format may take; a large model needs more)
 #
 # --dry-run prints the commands. Whether a GPU machine allows an installation is its own matter: where it doesn't, use
-# WHEELS or SITE. No GPU has run this yet.
+# WHEELS or SITE.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"

@@ -1,7 +1,4 @@
-"""The Triton kernels on a real device: as a pytest module, or `python3 tests/gpu/test_gpu_decode.py [--dry-run]`.
-
-No GPU has run this yet.
-"""
+"""The Triton kernels on a real device: as a pytest module, or `python3 tests/gpu/test_gpu_attend.py [--dry-run]`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """QJL's CUDA kernels on a real device: as a pytest module, or `python3 tests/gpu/test_gpu_qjl.py [--quick]`.
 
-`--quick` is the part that compute-sanitizer can go through in a minute. No GPU has run this yet.
+`--quick` is the part that compute-sanitizer can go through in a minute.
 """
 
 from __future__ import annotations

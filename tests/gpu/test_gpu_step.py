@@ -1,7 +1,4 @@
-"""A layer's whole step on a real device: as a pytest module, or `python3 tests/gpu/test_gpu_step.py [--dry-run]`.
-
-No GPU has run this yet.
-"""
+"""A layer's whole step on a real device: as a pytest module, or `python3 tests/gpu/test_gpu_step.py [--dry-run]`."""
 
 from __future__ import annotations
 

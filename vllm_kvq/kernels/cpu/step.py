@@ -20,7 +20,7 @@ from vllm_kvq.kernels.step import Caches, Causal, StepBatch
 from vllm_kvq.kernels.torch.step import Kernels, Planned, PlannedStep
 
 _NOT_DECODING = -1
-_NO_SINKS = torch.empty(0, dtype=torch.int32)
+_NO_TABLE = torch.empty(0, dtype=torch.int32)
 
 CPU = Kernels(
     attend.attend_packed,
@@ -59,6 +59,8 @@ class CPUStep:
             raise ValueError(why_not(fmt))
         self._constants = (bound, companions(fmt, slots, num_spec))
         self._scale, self._isa, self._most = scale, isa(), 1 + num_spec
+        # made once: at short contexts a decode step costs what its call costs
+        self._no_sinks = torch.empty(0, slots.page_bytes // slots.itemsize, dtype=fmt.geometry.dtype)
         self.planned = PlannedStep(fmt, slots, num_spec, scale, torch.device("cpu"), CPU, causal, all_queries)
 
     def run(
@@ -87,12 +89,12 @@ class CPUStep:
         output: torch.Tensor,
     ) -> int | None:
         """The elements that were replaced before packing; None, and nothing is done, where the step takes a plan."""
-        sinks = _NO_SINKS if batch.sink_table is None else batch.sink_table
         replaced = self._lib.decode_step(
             *self._constants,
-            *(batch.query_start, batch.seq_lens, batch.table, batch.side_table, sinks),
+            *(batch.query_start, batch.seq_lens, batch.table, batch.side_table),
+            _NO_TABLE if batch.sink_table is None else batch.sink_table,
             *(query, key.unsqueeze(1), value.unsqueeze(1), caches.pages, caches.sidecar),
-            *(caches.sidecar[:0] if caches.sinks is None else caches.sinks, output),
+            *(self._no_sinks if caches.sinks is None else caches.sinks, output),
             *(self._scale, torch.get_num_threads(), self._isa),
         )
         return None if replaced == _NOT_DECODING else int(replaced)

@@ -1,0 +1,120 @@
+"""Which path serves a format, why a faster one does not, and that codecs are known by their exact class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.codec import KeyCodec
+from vllm_kvq.formats.fields import Packed
+from vllm_kvq.formats.lossless import RawKeys
+from vllm_kvq.formats.squat import SQuatKeys
+from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.step import CPU, CPUStep
+from vllm_kvq.kernels.gpu.step import kernels_of
+from vllm_kvq.kernels.paths import Path, Wish, kernels_for, path_for, step_for
+from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.torch.step import TORCH, PlannedStep
+
+has_library = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+HERE = torch.device("cpu")
+
+
+def bound(name: str) -> PageFormat:
+    return get_format(name).bind(Geometry(64, 64, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("name", "wish", "path", "why"),
+    [
+        pytest.param("squat2", Wish("cpu"), "C++", None, marks=has_library),
+        ("squat2", Wish("cpu", "torch"), "PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out"),
+        ("squat2", Wish("cuda"), "GPU: Triton", None),
+        ("squat2", Wish("cpu", gpu_path=True), "GPU: Triton", None),
+        ("qjl3", Wish("cuda"), "GPU: CUDA", None),
+        ("lossless", Wish("cuda"), "PyTorch", "has no Triton kernel for its keys or values"),
+        pytest.param("lossless", Wish("cpu", gpu_path=True), "C++", "has no CUDA kernels", marks=has_library),
+        ("squat2", Wish("xpu"), "PyTorch", None),
+    ],
+)
+def test_path(name: str, wish: Wish, path: str, why: str | None) -> None:
+    found = path_for(bound(name), wish)
+    assert found.name == path
+    assert found.on_gpu == path.startswith("GPU")
+    assert found.why is None if why is None else why in str(found.why)
+    if not found.on_gpu:
+        assert kernels_for(bound(name), wish) is (CPU if path == "C++" else TORCH)
+
+
+def test_the_environment_is_read_and_checked() -> None:
+    assert Wish.of("cpu", {}) == Wish("cpu")
+    assert Wish.of("cpu", {"VLLM_KVQ_KERNELS": "torch", "VLLM_KVQ_GPU_PATH": "1"}) == Wish("cpu", "torch", True)
+    with pytest.raises(ValueError, match="VLLM_KVQ_KERNELS is 'cpp'; it is 'auto' or 'torch'"):
+        Wish.of("cpu", {"VLLM_KVQ_KERNELS": "cpp"})
+
+
+class OtherKeys(SQuatKeys):
+    """A third party's: it may store what its parent does not."""
+
+
+def test_a_subclass_is_served_by_pytorch_as_a_whole() -> None:
+    """On every device, until a backend's table names it."""
+    fmt = bound("squat2")
+    k = fmt.keys
+    assert isinstance(k, SQuatKeys)
+    other = replace(fmt, keys=OtherKeys(fmt.geometry, k.bits, k.state_rows, k.lam, k.block))
+    assert kernels_of(fmt) is not None
+    assert kernels_of(other) is None
+    assert path_for(other, Wish("cuda")).name == "PyTorch"
+
+
+class ForeignKeys(KeyCodec):
+    """A third party's, which no backend knows: `lossless` under another name."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.raw = RawKeys(geometry)
+        self.slab_fields = self.raw.slab_fields
+
+    slab_fields = ()
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return self.raw.pack(x, state)
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        return self.raw.unpack(fields)
+
+
+@has_library
+def test_a_codec_that_no_backend_knows_is_served_by_pytorch_as_a_whole() -> None:
+    fmt = bound("lossless")
+    foreign = replace(fmt, keys=ForeignKeys(fmt.geometry))
+    step, path = step_for(foreign, SlotGeometry.of(foreign, 2, 0), 0, 0.125, HERE, Wish("cpu"))
+    assert path == Path("PyTorch", "lossless has no C++ kernels for its keys or values")
+    assert isinstance(step, PlannedStep)
+    assert step.kernels is TORCH
+    with pytest.raises(ValueError, match="no C\\+\\+ kernels"):
+        CPUStep(foreign, SlotGeometry.of(foreign, 2, 0), 0, 0.125)
+
+
+def test_steps() -> None:
+    fmt = bound("squat2")
+    slots = SlotGeometry.of(fmt, 2, 0)
+    asked: list[bool] = []
+
+    def causal(merged: bool) -> None:
+        asked.append(merged)
+
+    step, path = step_for(fmt, slots, 0, 0.125, HERE, Wish("cpu", "torch"), causal)
+    assert isinstance(step, PlannedStep)
+    assert path == Path("PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out")
+    if cpu.library() is not None:
+        assert isinstance(step_for(fmt, slots, 0, 0.125, HERE, Wish("cpu"), causal)[0], CPUStep)
+    assert not any(asked)
+    pytest.importorskip("triton")
+    gpu = [step_for(fmt, slots, 0, scale, HERE, Wish("cpu", gpu_path=True), causal)[0] for scale in (0.5, 0.5, 0.25)]
+    assert asked[-3:] == [True] * 3
+    # one step, and with it one set of counters, for all layers that are alike
+    assert gpu[0] is gpu[1] is not gpu[2]
