@@ -4,7 +4,7 @@
 
 runs a Python command in a process whose kernels take the processor for one with AVX-512 VNNI and VBMI. What it lacks
 is executed by a signal handler: the same results, thousands of times slower, so of use for tests and for counting.
-Only this process believes it, and in it only our library. x86-64 Linux.
+No other process is affected, and in this one only our library. x86-64 Linux.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def count(step: Callable[[], object], code: tuple[int, int]) -> int:
 def pretend() -> bool:
     """Loads our kernels as on a processor with VNNI and VBMI. False where that can't be done."""
     lib = library()
-    build()  # no other program should be asked who the processor is
+    build()  # before CPUID is answered here, for the compiler asks it, too
     if not lib.probe_pretend():
         return False
     try:

@@ -1,7 +1,7 @@
-"""One layer's whole decode step in one C++ call (csrc/cpu/decode.h): no plan, no index tensors.
+"""One layer's whole decode step in one C++ call (csrc/cpu/step/decode.h): no plan, no index tensors.
 
 Serves steps whose requests all have history, and at most 1 + speculative tokens of new ones. The others are planned by
-integration/plan.py.
+kernels/torch/plan.py.
 """
 
 from __future__ import annotations
