@@ -1,5 +1,5 @@
-// Half precision without compiler or instruction-set support. In an unnamed namespace on purpose: each translation
-// unit is compiled for its own instruction set, and the linker must not merge their copies.
+// Half precision without support by compiler or instruction set. The unnamed namespace keeps a copy in each translation
+// unit: they are compiled for different instruction sets, and the linker must not choose one of them for all.
 #pragma once
 
 #include <cstdint>

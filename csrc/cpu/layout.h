@@ -1,8 +1,8 @@
 // What the kernels know of a format: the kinds of its codecs, its sizes, and where its fields lie.
 //
 // Each list below is written once. It makes the enum or the struct, and the names that the library exports, from which
-// vllm_kvq/kernels/cpu/layout.py fills a Layout. What the bytes of a field mean is said at the top of its codec's file in
-// vllm_kvq/formats.
+// vllm_kvq/kernels/cpu/layout.py fills a Layout. What the bytes of a field mean is said at the top of its codec's file
+// in vllm_kvq/formats.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Memory that threads of the driver use while they compute.
+// Memory that the threads of a driver use while they compute.
 #pragma once
 
 #include <cstddef>

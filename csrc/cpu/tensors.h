@@ -53,7 +53,8 @@ inline kvq::Dtype float_type(const TensorView& t) {
 // A struct of 8-byte fields, whose bytes kernels/cpu/layout.py has filled by name.
 template <class Fields>
 Fields read_fields(const TensorView& t) {
-  require(is(t, kDLUInt, 8) && dense(t) && t.numel() >= int64_t(sizeof(Fields)), "fields must be dense bytes, and all of them");
+  require(is(t, kDLUInt, 8) && dense(t) && t.numel() >= int64_t(sizeof(Fields)),
+          "fields must be dense bytes, and all of them");
   Fields f;
   std::memcpy(&f, t.data_ptr(), sizeof f);
   return f;
@@ -100,7 +101,7 @@ inline void read_records(const TensorView& pages, const kvq::Layout& l) {
 
 // tokens (blocks, slots, heads, head_size)
 inline kvq::Tokens read_tokens(const TensorView& key, const TensorView& value, int64_t heads, int64_t head_size,
-                        kvq::Dtype dtype) {
+                               kvq::Dtype dtype) {
   require(key.ndim() == 4 && value.ndim() == 4, "tokens must be (blocks, slots, heads, head_size)");
   kvq::Tokens t{key.data_ptr(), value.data_ptr(), key.size(0), key.size(1), {}, {}};
   for (const TensorView* x : {&key, &value})

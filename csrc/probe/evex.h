@@ -20,7 +20,7 @@ class Evex {
  public:
   explicit Evex(Frame& frame) : frame_(frame), p_(frame.rip()) {}
 
-  // false: not one of them, nothing has changed
+  // false: it is none of the five, and nothing has changed
   bool execute() {
     // 0F38 map, prefix 66, W0
     if (p_[0] != 0x62 || (p_[1] & 7) != 2 || (p_[2] & 0x83) != 1) return false;

@@ -4,7 +4,7 @@
 //
 //   counting     the trap flag: a SIGTRAP after each instruction
 //   VNNI, VBMI   SIGILL: the instruction is done on the registers in the signal's frame (evex.h)
-//   CPUID        made to fault (arch_prctl), answered with two more bits: what is loaded meanwhile believes them
+//   CPUID        made to fault (arch_prctl) and answered with two more bits, for whatever asks meanwhile
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -96,7 +96,7 @@ EXPORT uint64_t probe_counted() {
   return watch.inside;
 }
 
-// From here on this thread is told of VNNI and VBMI, and the process executes them. False: this processor has no
+// From here on CPUID reports VNNI and VBMI to this thread, and the process executes them. False: this processor has no
 // AVX-512, or CPUID can't be made to fault here.
 EXPORT int probe_pretend() {
   __builtin_cpu_init();
@@ -108,7 +108,7 @@ EXPORT int probe_pretend() {
   return 0;
 }
 
-// CPUID tells the truth again; the instructions stay.
+// CPUID answers as the processor does again; the instructions are still executed.
 EXPORT void probe_stop_pretending() {
   fault_on_cpuid(false);
   sigaction(SIGSEGV, &before, nullptr);

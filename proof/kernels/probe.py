@@ -57,7 +57,7 @@ def count(step: Callable[[], object], code: tuple[int, int]) -> int:
 def pretend() -> bool:
     """Loads our kernels as on a processor with VNNI and VBMI. False where that can't be done."""
     lib = library()
-    build()  # compiled before the processor's answers are changed
+    build()  # before CPUID is answered here, because the compiler asks it, too
     if not lib.probe_pretend():
         return False
     try:

@@ -28,7 +28,7 @@ from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 
 BLOCK = 128
 CONTEXTS = (2048, 3072)
-"""Both are whole tasks, so that no task is split in another way."""
+"""Multiples of a task's tokens, so that both are split alike."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

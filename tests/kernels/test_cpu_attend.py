@@ -156,7 +156,7 @@ def test_a_prefix_chunk(isa: int, name: str) -> None:
 @pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
 @pytest.mark.parametrize("d", [64, 80, 128, 256])
 def test_a_chunk_of_many_rows(isa: int, name: str, d: int) -> None:
-    """Enough of them that pages are unpacked for all at once (`many` in csrc/cpu/generic)."""
+    """Enough of them that pages are unpacked for all at once (csrc/cpu/attend/float32/many.h)."""
     run(name, d, 4, 64, [300, 90], q=100, heads=1, low=20, seed=d)
     run(name, d, 8, 32, [70], q=150, heads=1)  # 1200 rows: more than one task has
 

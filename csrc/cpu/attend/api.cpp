@@ -29,9 +29,8 @@ void read_query(kvq::Attend& a, const TensorView& query, int64_t heads, double s
   a.scale = float(scale);
 }
 
-void read_packed(kvq::Attend& a, const TensorView& layout,
-                 const TensorView& pages, const TensorView& page_ids, const TensorView& owner, const TensorView& low,
-                 const TensorView& high) {
+void read_packed(kvq::Attend& a, const TensorView& layout, const TensorView& pages, const TensorView& page_ids,
+                 const TensorView& owner, const TensorView& low, const TensorView& high) {
   kvq::Packed& p = a.packed;
   p.layout = read_layout(layout);
   p.constants = read_constants(layout, p.layout);
@@ -67,9 +66,9 @@ void run(const kvq::Attend& a) {
   }
 }
 
-void attend_packed(TensorView layout, TensorView query, TensorView pages,
-                   TensorView page_ids, TensorView owner, TensorView low, TensorView high, double scale,
-                   TensorView out, TensorView lse, int64_t threads, int64_t isa) {
+void attend_packed(TensorView layout, TensorView query, TensorView pages, TensorView page_ids, TensorView owner,
+                   TensorView low, TensorView high, double scale, TensorView out, TensorView lse, int64_t threads,
+                   int64_t isa) {
   kvq::Attend a{};
   read_threads(a, threads, isa);
   read_query(a, query, pages.ndim() == 3 ? pages.size(1) : 0, scale);
@@ -144,10 +143,10 @@ int64_t first_unpacked(const kvq::Packed& p) {
 
 // A decode step: packed pages and full-precision tokens at once. Returns the index in the list of a page that has an
 // unpacked slab among its attended ones, and then does nothing; or -1.
-int64_t attend_step(TensorView layout, TensorView query, TensorView pages,
-                    TensorView page_ids, TensorView owner, TensorView low, TensorView high, TensorView key,
-                    TensorView value, TensorView more_key, TensorView more_value, TensorView rows, TensorView seen,
-                    double scale, TensorView out, TensorView out_rows, int64_t threads, int64_t isa) {
+int64_t attend_step(TensorView layout, TensorView query, TensorView pages, TensorView page_ids, TensorView owner,
+                    TensorView low, TensorView high, TensorView key, TensorView value, TensorView more_key,
+                    TensorView more_value, TensorView rows, TensorView seen, double scale, TensorView out,
+                    TensorView out_rows, int64_t threads, int64_t isa) {
   kvq::Attend a{};
   read_threads(a, threads, isa);
   read_query(a, query, key.ndim() == 4 ? key.size(2) : 0, scale);

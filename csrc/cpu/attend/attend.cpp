@@ -1,7 +1,7 @@
-// The driver: lists, tasks, and the merge of what they found.
-//
 //     task i:  O_i = sum_t 2^(s_t - m_i) v_t,  l_i = sum_t 2^(s_t - m_i),  m_i = max_t s_t
 //     merge:   m = max m_i,  out = sum_i 2^(m_i - m) O_i / l,  l = sum_i 2^(m_i - m) l_i,  lse = (m + log2 l) ln 2
+//
+// The driver: lists, tasks, and the merge of their results.
 //
 // A task is one KV head of one request and up to ROWS, or MANY_ROWS, of its query rows (queries x query heads of the KV
 // head, in that order), over a run of packed pages or over the full-precision tokens. Whoever finishes the last task of
@@ -221,7 +221,8 @@ class Driver {
     Slabs slabs(*this, share.head, piece.first, piece.first + piece.count);
     Slab block[BLOCK_SLABS], ahead[BLOCK_SLABS];
     int next = slabs.take(ahead);
-    Prefetch{nullptr, nullptr, ahead, ahead + next, l_.slab_bytes}.everything();  // nobody asked for the first block
+    // no kernel has prefetched the first block
+    Prefetch{nullptr, nullptr, ahead, ahead + next, l_.slab_bytes}.everything();
     for (int r = 0; r < rows; ++r) read_query(share.request, share.head, share.row + r, query + r * l_.d);
 
     Task task{};

@@ -1,5 +1,5 @@
-// Attention of queries over what they see of packed pages and of full-precision tokens, without Python: plain pointers,
-// so that tests and fuzzers can call it too.
+// Attention of queries over packed pages and full-precision tokens, without Python: plain pointers in, plain pointers
+// out.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ struct Attend {
   int64_t out_count, out_strides[2];
   const int64_t* out_rows;
   float* lse;  // (requests, queries, query_heads) without the prior parts, or null; -inf where nothing was attended
-  int threads, isa;  // see cpu.h
+  int threads, isa;  // see isa.h
 };
 
 // Throws std::out_of_range before anything is read or written if an index leaves its tensor.

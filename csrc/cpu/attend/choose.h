@@ -1,4 +1,4 @@
-// Which integer kernel serves which layout; the generic float kernels serve the rest.
+// Which integer kernel serves which layout; the float32 kernels serve the rest.
 //
 // `Set` names the kernels of an instruction set: Channel<D, BITS>, Hybrid<D>, Sketch<D>, Polar<D, RADIUS_BITS>,
 // Token<BITS>, HybridValues; and LANES, the 32-bit lanes of its vectors.

@@ -26,8 +26,9 @@ struct Slab {
   int low, high;        // tokens [low, high) of the slab are attended
 };
 
-// The slabs of the next block. Kernels pull a few lines per step, the keys about half of them and the values the
-// rest: the hardware can't guess the next page, and a burst of requests would wait for itself.
+// The slabs of the next block. Kernels prefetch a few of their cache lines at every step, the keys' kernel about half
+// and the values' the rest: the hardware can't guess the next page, and all lines at once would be more than it fetches
+// at a time.
 struct Prefetch {
   const char* at = nullptr;
   const char* end = nullptr;
@@ -36,7 +37,7 @@ struct Prefetch {
   int64_t slab_bytes = 0;
 
   // The next COUNT lines, for the caller to prefetch one by one. Up to COUNT - 1 of them lie beyond the end, which is
-  // harmless: a prefetch can't fault. When nothing is left: lines that are cached anyway.
+  // harmless because a prefetch can't fault. When nothing is left, lines that are in the cache anyway.
   template <int COUNT>
   __attribute__((always_inline)) const char* take() {
     if (at >= end) {
@@ -49,7 +50,7 @@ struct Prefetch {
     }
     const char* lines = at;
     at += 64 * COUNT;
-    // a page's slabs follow each other: no line twice, none left out
+    // a page's slabs follow each other, so go on with the next one: no line twice, none left out
     if (at > end && next != last && reinterpret_cast<const char*>(next->data) == end) {
       end += slab_bytes;
       ++next;
@@ -97,8 +98,8 @@ struct ValueKernel {
 
 constexpr int RAW_AHEAD = 8;  // full-precision tokens whose keys are on their way while one is multiplied
 
-// A head's tokens lie a whole token apart, which no hardware prefetcher follows. Always inlined: a call that does nothing
-// but prefetch has no effect that g++ would keep.
+// A head's tokens lie a whole token apart, which no hardware prefetcher follows. Always inlined: a call that does
+// nothing but prefetch has no effect that g++ would keep.
 static inline __attribute__((always_inline)) void prefetch_token(const void* token, int bytes) {
   for (int at = 0; token && at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(token) + at);
 }

@@ -1,5 +1,5 @@
-// Full-precision tokens: a task walks all tokens that any of its rows sees. (Rings and sinks are short, and a prompt
-// chunk has many row blocks: no splits.)
+// Full-precision tokens: a task takes all tokens that any of its rows sees. They are never split into several tasks:
+// rings and sinks are short, and a prompt's chunk has many blocks of rows.
 #include <algorithm>
 #include <cstring>
 

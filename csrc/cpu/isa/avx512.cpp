@@ -2,6 +2,7 @@
 // float32 elsewhere.
 #if defined(__x86_64__)
 #define KVQ_LANES 16
+#define KVQ_VNNI
 #include "../attend/vnni/table.h"
 #include "../pack/table.h"
 #include "isa.h"
@@ -9,7 +10,7 @@
 namespace kvq {
 // vpdpbusd multiplies twice as many bytes as an FMA multiplies floats, queries' two bytes counted: no `many` here
 const Isa avx512_isa = {"avx512",
-                        {vnni::keys, vnni::values, vnni::softmax, vnni::add_raw, float32::project,
+                        {integer::keys, integer::values, integer::softmax, integer::add_raw, float32::project,
                          {float32::never, float32::many_bytes, float32::many}},
                         float32::pack_kernels};
 }

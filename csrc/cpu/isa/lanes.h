@@ -1,11 +1,6 @@
-// Building blocks of the kernels for processors without VNNI: AVX2 (8 lanes) and AVX-512 BW (16), from one source.
-//
-// Integer products: vpmaddubsw multiplies unsigned codes with signed bytes and adds neighbours into 16 bits, which are
-// summed there and widened by vpmaddwd before they can overflow:
-//
-//     |code_a w_a + code_b w_b| <= 2 * 128 * (2^bits - 1)     2 bits: 768   3 bits: 1792   4 bits: 3840
-//
-// so one product never saturates (32767), and SUMS<bits> of them may be added up, whatever bytes a page holds.
+// Building blocks of the integer kernels, from one source for three instruction sets: vectors of 8 lanes (AVX2) or 16
+// (AVX-512), and products of bytes by vpmaddubsw (maddubs.h) or, where a translation unit defines KVQ_VNNI, by vpdpbusd
+// (vnni.h).
 #pragma once
 
 #include <cstdint>
@@ -28,7 +23,7 @@ using L = Lanes8;
 using Reals = L::Reals;
 using Ints = L::Ints;
 constexpr int WIDTH = L::LANES;       // floats per vector
-constexpr int PER_SLAB = 32 / WIDTH;  // vectors of a slab's 32 tokens, and of what pack32 packs
+constexpr int PER_SLAB = 32 / WIDTH;  // vectors of a slab's 32 tokens
 
 // The same 4 bytes in all lanes: 4 steps of a reduction for one row.
 KVQ_INLINE Ints quad(const void* p) {
@@ -36,9 +31,6 @@ KVQ_INLINE Ints quad(const void* p) {
   std::memcpy(&word, p, 4);
   return L::all32(word);
 }
-
-template <int BITS>
-constexpr int SUMS = 32767 / (2 * 128 * ((1 << BITS) - 1));
 
 // The largest divisor of `count` that is at most `limit`.
 constexpr int divisor(int count, int limit) {
@@ -53,29 +45,24 @@ constexpr int divisor(int count, int limit) {
 template <int X>
 constexpr int VECTORS = WIDTH == 16 ? PER_SLAB : X > 4 ? 1 : X > 2 ? 2 : 4;
 
-// Sums that are added up in the order of the program: g++ chooses another, for which it keeps all that is to be added
-// on the stack.
-template <class Vector>
-KVQ_INLINE void sum16(Vector& acc, Vector x) {
-  acc = add16(acc, x);
-  asm("" : "+v"(acc));
-}
-template <class Vector>
-KVQ_INLINE void sum32(Vector& acc, Vector x) {
-  acc = add32(acc, x);
-  asm("" : "+v"(acc));
-}
-
-// acc += codes * weights, neighbours added
-KVQ_INLINE void dot(Ints& acc, Ints codes, Ints weights) { sum16(acc, multiply_bytes(codes, weights)); }
-
-// 16-bit sums to 32 bits; for two parts 256 hi + lo.
-KVQ_INLINE Ints widen(Ints sums) { return multiply_pairs(sums, L::all16(1)); }
-KVQ_INLINE Ints join(Ints hi, Ints lo) { return add32(multiply_pairs(hi, L::all16(256)), widen(lo)); }
-
 template <int R, int T, class Vector>
 KVQ_INLINE void clear(Vector (&x)[R][T]) {
   unroll<R>([&](auto r) KVQ_LAMBDA { unroll<T>([&](auto t) KVQ_LAMBDA { x[r][t] = Vector{}; }); });
+}
+
+// Sums of one row are kept in several accumulators where a product must wait for the one before it in the same: the
+// first of them gets the others' sums.
+template <int CHAINS, int X, int T>
+KVQ_INLINE void add_chains(Ints (&acc)[CHAINS][X][T]) {
+  unroll<CHAINS - 1>([&](auto chain) KVQ_LAMBDA {
+    unroll<X>([&](auto x) KVQ_LAMBDA {
+      unroll<T>([&](auto t) KVQ_LAMBDA { acc[0][x][t] = add32(acc[0][x][t], acc[chain + 1][x][t]); });
+    });
+  });
+}
+template <int CHAINS, int X, int T>
+KVQ_INLINE void clear(Ints (&acc)[CHAINS][X][T]) {
+  unroll<CHAINS>([&](auto chain) KVQ_LAMBDA { clear(acc[chain]); });
 }
 
 struct Add {
@@ -97,8 +84,15 @@ KVQ_INLINE float reduce(Vector x) {
   return _mm_cvtss_f32(reduce4<Op>(all));
 }
 
-// Fixed point of magnitude up to RANGE: x = 256 hi + lo, both bytes signed (15 bits and a sign).
+// Fixed point of magnitude up to RANGE in two parts: x = 256 hi + lo, both bytes signed (15 bits and a sign).
+constexpr int PARTS = 2;
 constexpr float RANGE = 32600.0f;
 
 }  // namespace integer
 }  // namespace
+
+#ifdef KVQ_VNNI
+#include "vnni.h"
+#else
+#include "maddubs.h"
+#endif

@@ -25,6 +25,14 @@ struct Lanes16 {
   KVQ_INLINE static Ints low_table(const uint8_t* tables, int i) { return load_bytes(tables + 64 * i); }
   KVQ_INLINE static Ints high_table(const uint8_t* tables, int i) { return load_bytes(tables + 64 * i + 64); }
 
+  using Attended = __mmask16;
+  KVQ_INLINE static Attended attended(int low, int high, int first) {
+    return Attended(((~0u >> (32 - high)) & (~0u << low)) >> first);
+  }
+  KVQ_INLINE static Reals load_halves(const void* p, Attended lanes) {
+    return _mm512_maskz_cvtph_ps(lanes, _mm256_loadu_si256((const __m256i*)p));
+  }
+
   KVQ_INLINE static Reals all(float x) { return _mm512_set1_ps(x); }
   KVQ_INLINE static Ints all8(int x) { return _mm512_set1_epi8(char(x)); }
   KVQ_INLINE static Ints all16(int x) { return _mm512_set1_epi16(short(x)); }
@@ -41,17 +49,20 @@ KVQ_INLINE void store_apart(void* p, int apart, __m512i v) {
 KVQ_INLINE __m512 fmadd(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
 KVQ_INLINE __m512 maximum(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 KVQ_INLINE __m512 absolute(__m512 x) { return _mm512_abs_ps(x); }
+KVQ_INLINE __m512 max_abs(__m512 a, __m512 b) { return _mm512_range_ps(a, b, 0b1011); }
 KVQ_INLINE __m512 rounded(__m512 x) { return _mm512_roundscale_ps(x, 0); }
 KVQ_INLINE __m512 to_reals(__m512i x) { return _mm512_cvtepi32_ps(x); }
 KVQ_INLINE __m512i to_ints(__m512 x) { return _mm512_cvtps_epi32(x); }
 
-KVQ_INLINE __m512 keep(__m512 x, __m512i mask) { return _mm512_and_ps(x, _mm512_castsi512_ps(mask)); }
 KVQ_INLINE __m512i where_negative(__m512 sign, __m512i x) {
   return _mm512_maskz_mov_epi32(_mm512_movepi32_mask(_mm512_castps_si512(sign)), x);
 }
-KVQ_INLINE __m512 if_negative(__m512 sign, __m512 then, __m512i otherwise) {
-  return _mm512_mask_mov_ps(_mm512_castsi512_ps(otherwise), _mm512_movepi32_mask(_mm512_castps_si512(sign)), then);
+KVQ_INLINE __m512 times_if_negative(__m512 x, __m512 factor, __m512i otherwise) {
+  const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
+  return _mm512_mask_mul_ps(_mm512_castsi512_ps(otherwise), negative, x, factor);
 }
+
+KVQ_INLINE __m512i or_masked(__m512i a, __m512i b, __m512i mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xF8); }
 
 template <int BITS>
 KVQ_INLINE __m512i shift_right(__m512i x) {

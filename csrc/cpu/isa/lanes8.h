@@ -10,6 +10,16 @@ namespace integer {
 
 using namespace unrolled;
 
+constexpr int SLAB_TOKENS = 32;
+
+// -1 from the middle on, or before it: shifted, the tokens of a slab from one on, or up to one
+alignas(64) constexpr struct Step {
+  int32_t of[2 * SLAB_TOKENS];
+  constexpr explicit Step(bool up) : of() {
+    for (int i = 0; i < 2 * SLAB_TOKENS; ++i) of[i] = (i >= SLAB_TOKENS) == up ? -1 : 0;
+  }
+} UP(true), DOWN(false);
+
 struct Lanes8 {
   using Reals = __m256;
   using Ints = __m256i;
@@ -31,6 +41,15 @@ struct Lanes8 {
   KVQ_INLINE static Ints low_table(const uint8_t* tables, int i) { return twice(tables + 32 * i); }
   KVQ_INLINE static Ints high_table(const uint8_t* tables, int i) { return twice(tables + 32 * i + 16); }
 
+  // Which of a vector of tokens are attended, all of [low, high) of their slab: -1 or 0 per lane.
+  using Attended = __m256i;
+  KVQ_INLINE static Attended attended(int low, int high, int first) {
+    return load_bytes(UP.of + SLAB_TOKENS - low + first) & load_bytes(DOWN.of + SLAB_TOKENS - high + first);
+  }
+  KVQ_INLINE static Reals load_halves(const void* p, Attended lanes) {
+    return _mm256_and_ps(load_halves(p), _mm256_castsi256_ps(lanes));
+  }
+
   KVQ_INLINE static Reals all(float x) { return _mm256_set1_ps(x); }
   KVQ_INLINE static Ints all8(int x) { return _mm256_set1_epi8(char(x)); }
   KVQ_INLINE static Ints all16(int x) { return _mm256_set1_epi16(short(x)); }
@@ -46,18 +65,23 @@ KVQ_INLINE __m256 fmadd(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a
 KVQ_INLINE __m256 maximum(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 KVQ_INLINE __m128 maximum(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
 KVQ_INLINE __m256 absolute(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+// max(a, |b|) of a >= 0
+KVQ_INLINE __m256 max_abs(__m256 a, __m256 b) { return maximum(a, absolute(b)); }
 KVQ_INLINE __m256 rounded(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 KVQ_INLINE __m256 to_reals(__m256i x) { return _mm256_cvtepi32_ps(x); }
 KVQ_INLINE __m256i to_ints(__m256 x) { return _mm256_cvtps_epi32(x); }
 
-KVQ_INLINE __m256 keep(__m256 x, __m256i mask) { return _mm256_and_ps(x, _mm256_castsi256_ps(mask)); }
 // of `sign`'s lanes with the sign bit set
 KVQ_INLINE __m256i where_negative(__m256 sign, __m256i x) {
   return _mm256_srai_epi32(_mm256_castps_si256(sign), 31) & x;
 }
-KVQ_INLINE __m256 if_negative(__m256 sign, __m256 then, __m256i otherwise) {
-  return _mm256_blendv_ps(_mm256_castsi256_ps(otherwise), then, sign);
+// x * factor where x is negative
+KVQ_INLINE __m256 times_if_negative(__m256 x, __m256 factor, __m256i otherwise) {
+  return _mm256_blendv_ps(_mm256_castsi256_ps(otherwise), x * factor, x);
 }
+
+// a | (b & mask)
+KVQ_INLINE __m256i or_masked(__m256i a, __m256i b, __m256i mask) { return a | (b & mask); }
 
 template <int BITS>
 KVQ_INLINE __m256i shift_right(__m256i x) {

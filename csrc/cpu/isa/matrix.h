@@ -1,4 +1,6 @@
-// Small float32 matrix products with the right factor in cache: C[r][0..31] = sum_c A[r][c] B[c][0..31].
+//     C[r][0..31] = sum_c A[r][c] B[c][0..31]
+//
+// Small float32 matrix products whose right factor lies in the cache.
 #pragma once
 
 #include "../layout.h"

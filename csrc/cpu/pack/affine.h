@@ -1,4 +1,7 @@
-// Scalar codes: SQuat's and KIVI's keys, values per token; and the primitives of formats/quant.py.
+//     code = round(clamp((x - zero) / scale, 0, 2^bits - 1))        x ~ zero + code scale
+//
+// Affine codes: SQuat's and KIVI's keys (formats/squat.py), values per token (formats/values.py), and the arithmetic of
+// formats/quant.py that all packers share.
 #pragma once
 
 #include "../half.h"
@@ -71,7 +74,7 @@ inline Floats affine_code(Floats x, Floats scale, Floats zero, Floats top) {
   return nearest(max(min((x - zero) / scale, top), Floats{}));
 }
 
-// Codes [32][n] -> bytes by planes, keys: [quads][32][4] (formats/planes.py)
+// Codes [32][n] of keys to bytes (formats/planes.py).
 inline void put_key_codes(const int32_t* codes, int64_t n, int bits, uint8_t* to) {
   const int planes = 8 / bits;
   const int64_t stride = n / planes;
@@ -87,7 +90,7 @@ inline void put_key_codes(const int32_t* codes, int64_t n, int bits, uint8_t* to
   }
 }
 
-// Values: [8 token quads][channels of a plane][4]
+// The same of values.
 inline void put_value_codes(const int32_t* codes, int64_t n, int bits, uint8_t* to) {
   const int planes = 8 / bits;
   const int64_t stride = n / planes;

@@ -28,10 +28,9 @@ void store_tokens(TensorView to_key, TensorView to_value, TensorView rows, Tenso
 }
 
 // Units (see kvq::Pack); `state` (owners, heads, state_rows, d) float32, empty without one. Returns replaced elements.
-int64_t pack(TensorView layout, TensorView pages, TensorView page,
-             TensorView unit, TensorView rows, TensorView owner, TensorView follows, TensorView old_key,
-             TensorView old_value, TensorView key, TensorView value, TensorView state, int64_t threads,
-             int64_t isa) {
+int64_t pack(TensorView layout, TensorView pages, TensorView page, TensorView unit, TensorView rows, TensorView owner,
+             TensorView follows, TensorView old_key, TensorView old_value, TensorView key, TensorView value,
+             TensorView state, int64_t threads, int64_t isa) {
   kvq::Pack p{};
   p.layout = read_layout(layout);
   p.constants = read_constants(layout, p.layout);

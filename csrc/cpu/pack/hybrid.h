@@ -1,4 +1,7 @@
-// InnerQ's hybrid groups (formats/innerq.py): 32 columns of a block of 32 elements each, side by side in lanes.
+//     asymmetric:  x ~ lo + code scale        symmetric:  x ~ n scale, |n| < 2^bits
+//
+// InnerQ's hybrid groups (formats/innerq.py) of 32 elements, each with the mode of the smaller error: 32 groups side by
+// side in lanes.
 #pragma once
 
 #include "affine.h"

@@ -1,4 +1,4 @@
-// Packing without Python: raw tokens, wherever they lie, into slabs of pages; and what a prompt leaves as state.
+// Packing without Python: full-precision tokens, wherever they lie, into slabs of pages.
 #pragma once
 
 #include <cstdint>

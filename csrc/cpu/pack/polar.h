@@ -1,4 +1,7 @@
-// PolarQuant's keys (formats/polar.py): a whole page, 16 pairs at a time in lanes.
+//     (x, y) = r (cos phi, sin phi)
+//     angle code:  floor((phi - angle0) / angle_step)        radius code:  floor((r - radius0) / radius_step)
+//
+// PolarQuant's keys (formats/polar.py): a whole page, as many pairs of channels as there are lanes at a time.
 #pragma once
 
 #include "affine.h"

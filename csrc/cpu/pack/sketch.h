@@ -1,4 +1,6 @@
-// QJL's keys (formats/qjl.py): outlier channels, norms, and the signs of two sketches.
+//     bits = sign(S x_in), sign(S' x_out)        norms |x_in|, |x_out|
+//
+// QJL's keys (formats/qjl.py): the outlier channels of a slab, and the signs and norms of two sketches.
 #pragma once
 
 #include "affine.h"

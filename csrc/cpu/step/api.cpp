@@ -31,7 +31,7 @@ kvq::Tokens read_slots(const TensorView& pool, const kvq::Decode& d) {
           {pool.stride(0), 2 * row, d.layout.head_size}};
 }
 
-kvq::Companions read_cut(const TensorView& t, const kvq::Layout& l) {
+kvq::Companions read_companions(const TensorView& t, const kvq::Layout& l) {
   const auto c = read_fields<kvq::Companions>(t);
   const int64_t unit = l.keys == kvq::Keys::polar ? l.tokens : kvq::SLAB;
   require(c.unit == unit && c.window % unit == 0 && c.sinks >= 0 && c.drafts >= 0, "the window does not fit the layout");
@@ -44,12 +44,12 @@ kvq::Companions read_cut(const TensorView& t, const kvq::Layout& l) {
 // query (tokens, query heads, head_size), key and value (tokens, 1, heads, head_size), out as query
 int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, TensorView seq_lens, TensorView table,
                     TensorView side_table, TensorView sink_table, TensorView query, TensorView key, TensorView value,
-                    TensorView pages, TensorView side, TensorView sinks, TensorView out, double scale, int64_t threads,
-                    int64_t isa) {
+                    TensorView pages, TensorView side, TensorView sinks, TensorView out, double scale, int64_t
+                    threads, int64_t isa) {
   kvq::Decode d{};
   d.layout = read_layout(layout);
   d.constants = read_constants(layout, d.layout);
-  d.cut = read_cut(cut, d.layout);
+  d.cut = read_companions(cut, d.layout);
   d.requests = seq_lens.numel();
   d.query_start = ints(query_start, d.requests + 1, "query_start must be dense int32, one longer than seq_lens");
   d.seq_lens = ints(seq_lens, d.requests, "seq_lens must be dense int32");

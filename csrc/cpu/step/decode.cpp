@@ -1,4 +1,4 @@
-// With context c, q new tokens, and the first own position `start` of a request (integration/plan.py):
+// With context c, q new tokens, and the first own position `start` of a request (kernels/torch/plan.py):
 //
 //     boundary   B = max(floor((c - W) / P) P, start, 0): history below it is read packed, from it on from the ring
 //     sinks      positions below min(S, B) come from the sink pages

@@ -1,5 +1,5 @@
 // One decode step of one layer in one call: requests with history and a few new tokens each are planned, packed,
-// stored and attended here. Any other step is planned in Python (integration/plan.py, whose words are used here).
+// stored and attended here. Any other step is planned in Python (kernels/torch/plan.py, whose words are used here).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace kvq {
 
-// Block ids of requests, (requests, width), -1 stands for none.
+// Block ids of requests, (requests, width); -1: none.
 struct Table {
   const int32_t* ids;
   int64_t stride, width;

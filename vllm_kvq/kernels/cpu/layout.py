@@ -278,7 +278,7 @@ def reduction(fmt: PageFormat) -> Reduction | None:
 
 
 def companions(fmt: PageFormat, slots: SlotGeometry, num_spec: int) -> torch.Tensor:
-    """The library's `Companions` (csrc/cpu/decode.h)."""
+    """The library's `Companions` (csrc/cpu/step/decode.h)."""
     given = {
         "unit": fmt.unit,
         "window": fmt.W,

@@ -1,4 +1,4 @@
-"""A layer's step in C++: a decode step in one call (csrc/cpu/decode.h), all others planned on the host.
+"""A layer's step in C++: a decode step in one call (csrc/cpu/step/decode.h), all others planned on the host.
 
 The one call makes no plan and no index tensors. It serves steps whose requests all have history and at most 1 +
 speculative new tokens.

@@ -1,7 +1,7 @@
-// 16-bit sums of 32 tokens, to which table entries of their 4-bit codes are added (see sign_sums.h).
+//     sums[t] += table[code_t]         16 bits for 32 tokens, codes of 4 bits (see sign_sums.h)
 //
-//     turn(p, bytes)            32 tokens' 4 bytes in turn -> VECTORS_OF_BYTES vectors, the same byte of tokens side by side
-//     add<v>(low, high, codes)  += the entries' low and high bytes, tables of bytes 0 .. 3, 16 codes each
+//     turn(p, bytes)            32 words of 4 bytes -> vectors, the same byte of all tokens side by side
+//     add<v>(low, high, codes)  adds the entries' low and high bytes; tables of bytes 0 .. 3, 16 codes each
 //     tokens<t>()               the sums of tokens WIDTH t .. WIDTH (t + 1) - 1
 #pragma once
 

@@ -1,14 +1,15 @@
-// PolarQuant keys, 4-bit angles with 4- or 2-bit radii, unpacked to 16-bit integers once per slab for all rows.
-//
 //     q . k_t = sum_p q_p . k_pt,    k_pt = r_pt (cos phi_pt, sin phi_pt)
 //
-// Every page has 16 cosines, sines and radii per pair of channels. They are looked up 32 tokens at a time (two byte
-// shuffles make 16 bits) and multiplied with vpmulhrsw. vpmaddwd then takes a pair of WIDTH tokens: as many channels per
-// instruction as the hi and lo bytes of the other formats, without a table per query row. What is done per page or
-// per query, and turning the codes around, takes 8 lanes everywhere.
+// PolarQuant's keys (formats/polar.py), 4-bit angles with 4- or 2-bit radii, unpacked to 16-bit integers once per slab
+// for all rows.
 //
-// A pair's radii are in its own unit, its largest radius / LONGEST, which goes into the query. Eight pairs fit into 32
-// bits: |sum of 8 q_p . k_p| <= 8 * LONGEST * LARGEST < 2^31 (from other bytes than the packer's, sums may wrap).
+// A page has 16 cosines, 16 sines and up to 16 radii per pair of channels. They are looked up for 32 tokens at a time
+// (two byte shuffles make 16 bits) and multiplied by vpmulhrsw. vpmaddwd then multiplies one pair of WIDTH tokens: as
+// many channels per instruction as the other formats take with two bytes per factor, and without a table per query row.
+// What is done once per page or per query, and turning the codes around, works on 8 lanes for both vector sizes.
+//
+// A pair's radii are in units of its largest radius / LONGEST, and this unit goes into the query. Eight pairs fit into
+// 32 bits: |sum of 8 q_p . k_p| <= 8 * LONGEST * LARGEST < 2^31. In a damaged page sums may wrap.
 #pragma once
 
 #include "../kernel.h"

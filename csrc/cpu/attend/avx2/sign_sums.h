@@ -1,12 +1,12 @@
-// <f, +-1 bits> of one-bit codes, by table.
+//     <f, +-1 bits>         by tables of the 16 sums +-f_1 +-f_2 +-f_3 +-f_4
 //
-// Bit p of byte b is row b + p STRIDE of the sketch, so a nibble of byte b stands for four features, and its part of the
-// sum is one of 16: +-f_1 +-f_2 +-f_3 +-f_4. Two byte shuffles (low and high bytes) look up 16 bits for every code of a
-// vector, two interleavings put them together, two additions count them in: six instructions, where byte products of
+// Bit p of byte b is row b + p STRIDE of the sketch, so a nibble of byte b stands for four features, and its part of
+// the sum is one of 16. Two byte shuffles (low and high bytes) look up 16 bits for every code of a vector, two
+// interleavings put the bytes together, and two additions add them up: six instructions, where byte products of
 // features in two parts would take 16.
 //
-// Sums stay in 16 bits, so a row's unit is chosen such that the magnitudes of its N rounded features add up to no more
-// than 32767: whatever bits a page holds, they can't overflow. Rounding is then about 1e-3 of a typical sum.
+// Sums stay in 16 bits, so a row's unit is chosen such that the magnitudes of its N rounded features add up to at most
+// 32767: they can't overflow, whatever bits a page holds. The rounding is about 1e-3 of a typical sum.
 #pragma once
 
 #include "../kernel.h"

@@ -1,9 +1,8 @@
-// QJL keys: sign bits of a sketch, with features of the query in fixed point (see sign_sums.h and formats/qjl.py).
-//
 //     q . k_t = c/m |k_in| <f, bits> + c'/m' |k_out| <f', bits'>,   f = S q - S_out q_out,  f' = S' q_out
 //
-// Every slab names its outlier channels. f is made anew where they change, which is seldom: those of a request are
-// chosen once.
+// QJL's keys (formats/qjl.py): sign bits of a sketch, with features of the query in fixed point (sign_sums.h). Every
+// slab names its outlier channels. f is computed anew where they change, which is rare: those of a request are chosen
+// once.
 #pragma once
 
 #include "sign_sums.h"

@@ -1,13 +1,13 @@
-// The kernels of this instruction set (see ../choose.h).
+// The integer kernels without VNNI, of AVX2 and, with wider vectors, of AVX-512 BW (see ../choose.h).
 #pragma once
 
 #include "../choose.h"
 #include "../integer/channel_keys.h"
 #include "../integer/hybrid_keys.h"
-#include "../integer/hybrid_values.h"
+#include "hybrid_values.h"
 #include "polar_keys.h"
 #include "sketch_keys.h"
-#include "../integer/token_values.h"
+#include "token_values.h"
 
 namespace {
 namespace integer {

@@ -1,9 +1,7 @@
-// Keys of every format, unpacked to float32: the portable path, and what serves option combinations that have no
-// kernel of their own.
-//
 //     S[r][t] = sum_c q[r][c] k[c][t]
 //
-// A slab is unpacked once, channel by channel with its 32 tokens side by side, then multiplied with all rows.
+// Keys of every format, unpacked to float32: for any processor, and for options that have no integer kernel. A slab is
+// unpacked once, channel by channel with its 32 tokens side by side, and then multiplied with all rows.
 #pragma once
 
 #include "../../isa/matrix.h"

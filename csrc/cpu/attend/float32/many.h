@@ -1,10 +1,10 @@
-// Many query rows, as a prompt's chunk has: a block of slabs is unpacked to float32 once and multiplied with all rows,
-// ROWS at a time, so that unpacking costs next to nothing and the products run at the processor's full rate.
-//
 //     S = q k,  P = 2^(S - m),  O = O + P v          k[slab][c][t], v[c / 32][t][c % 32]
 //
+// Many query rows, such as a prompt's chunk has: a block of slabs is unpacked to float32 once and multiplied with all
+// rows, ROWS at a time. Unpacking then costs next to nothing, and the products run at the processor's full rate.
+//
 // QJL's keys become vectors like the others': a key's estimate is S_in^T sign |k| c(d) / m in all channels but the
-// slab's outliers, which are S'^T sign' |k_out| c(n) / m_out, and q k_t is then the same sum in another order.
+// slab's outliers, where it is S'^T sign' |k_out| c(n) / m_out. q . k_t is then the same sum in another order.
 #pragma once
 
 #include "keys.h"

@@ -1,4 +1,6 @@
-// Attention over full-precision tokens, 32 at a time, gathered by address (see RawTask in kernel.h).
+//     s_t = q . k_t,  P = 2^(s - m),  O = O + P v
+//
+// Attention over full-precision tokens, 32 at a time, wherever they lie (see RawTask in ../kernel.h).
 #pragma once
 
 #include "keys.h"
@@ -82,7 +84,8 @@ struct Together {
   static constexpr int count = T;
 };
 
-// some(Together<T>, t, keys) for all tokens, two at a time; the key of an absent one is another's, and hidden afterwards.
+// some(Together<T>, t, keys) for all tokens, two at a time; the key of an absent one is another's, and hidden
+// afterwards.
 template <class Some>
 inline void by_twos(const RawTask& task, Some some) {
   const int bytes = task.head_size * (task.dtype == Dtype::f32 ? 4 : 2);

@@ -1,4 +1,6 @@
-// The running softmax of a block (formulas in kernel.h).
+//     m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
+//
+// The running softmax of a block of slabs (see ../kernel.h).
 #pragma once
 
 #include "../kernel.h"

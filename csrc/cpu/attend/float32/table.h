@@ -1,4 +1,4 @@
-// The kernels of this directory as a table (see kernel.h).
+// The float32 kernels as a table (see ../kernel.h).
 #pragma once
 
 #include "keys.h"

@@ -1,6 +1,6 @@
-// Values of every format, unpacked to float32 (see keys.h).
-//
 //     O[r][c] += sum_t P[r][t] v[t][c]
+//
+// Values of every format, unpacked to float32 (see keys.h).
 #pragma once
 
 #include "keys.h"

@@ -1,8 +1,7 @@
-// SQuat and KIVI keys: one scale and zero per channel and slab.
-//
 //     q . k_t = sum_c (q_c scale_c) code_ct + sum_c q_c zero_c
 //
-// The scales go into the query once per slab, which then becomes fixed point; the zeros make one number per row.
+// SQuat's and KIVI's keys (formats/squat.py): one scale and one zero per channel and slab. The scales are multiplied
+// into the query once per slab, which is then rounded to fixed point; the zeros add up to one number per row.
 #pragma once
 
 #include "dot_keys.h"
@@ -12,8 +11,6 @@ namespace integer {
 
 template <int D, int BITS>
 struct ChannelKeys {
-  static constexpr int PARTS = 2;
-
   struct Work {
     alignas(64) int8_t q8[PARTS * 4 * D];
     float step[4], offset[4];  // of a tile's rows: score = step * integer + offset
@@ -47,7 +44,7 @@ struct ChannelKeys {
       const Reals s = L::load_halves(scale + 2 * c), z = L::load_halves(zero + 2 * c);
       unroll<R>([&](auto r) KVQ_LAMBDA {
         const Reals q = L::load(query + r * D + c);
-        largest[r] = maximum(largest[r], absolute(q * s));
+        largest[r] = max_abs(largest[r], q * s);
         zeros[r] = fmadd(q, z, zeros[r]);
       });
     }
@@ -56,17 +53,17 @@ struct ChannelKeys {
     _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
     _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
     _mm_storeu_ps(work.offset, reduce4<Add>(zeros));
-    for (int c = 0; c < D; c += 32) {
-      Reals s[PER_SLAB];
-      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { s[v] = L::load_halves(scale + 2 * (c + WIDTH * v)); });
+    for (int c = 0; c < D; c += PACK) {
+      Reals s[PACK / WIDTH];
+      unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA { s[v] = L::load_halves(scale + 2 * (c + WIDTH * v)); });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         const Reals factor = L::all(factors[r]);
-        Reals x[PER_SLAB];
-        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+        Reals x[PACK / WIDTH];
+        unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA {
           const Reals q = L::load(query + r * D + c + WIDTH * v);
-          x[v] = q * s[v] * factor;
+          x[v] = fixed(q * s[v], factor);
         });
-        pack32(x, work.q8 + r * D + c, work.q8 + (R + r) * D + c);
+        pack(x, work.q8 + r * D + c, work.q8 + (R + r) * D + c);
       });
     }
   }

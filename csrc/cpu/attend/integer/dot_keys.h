@@ -1,6 +1,6 @@
-// The inner product of plane-quad key codes with fixed-point rows, for SQuat and KIVI.
+//     sum_c codes[c][t] q8[r][c]         for the 32 tokens t of a slab
 //
-//     sum_c codes[c][t] q8[r][c]         for 32 tokens
+// The inner product of key codes, stored in planes (formats/planes.py), with rows in fixed point.
 #pragma once
 
 #include "../kernel.h"
@@ -11,8 +11,8 @@ namespace integer {
 
 using namespace kvq;
 
-// n channels (compile-time: then all offsets into q8 are), rows q8[2 parts][R][n]. Calls finish(row, token, sums of the
-// WIDTH tokens from there on) for every row.
+// N is a constant so that all offsets into q8[part][row][N] are. Calls finish(row, token, sums of WIDTH tokens from
+// that token on) for every row.
 template <int N, int BITS, int R, class Finish>
 KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefetch, Finish finish) {
   constexpr int PLANES = 8 / BITS, STRIDE = N / PLANES, WORDS = STRIDE / 4, X = 2 * R, T = VECTORS<X>;
@@ -23,25 +23,27 @@ KVQ_INLINE void dot_keys(const uint8_t* codes, const int8_t* q8, Prefetch& prefe
     Ints sums[R][T];
     clear(sums);
     for (int first = 0; first < WORDS; first += CHUNK) {
-      Ints acc[X][T];
+      Ints acc[CHAINS<R>][X][T];
       clear(acc);
+      const char* ahead = prefetch.take<LINES * CHUNK>();
       for (int word = first; word < first + CHUNK; ++word) {
         Ints w[T];
         unroll<T>([&](auto t) KVQ_LAMBDA { w[t] = L::load_bytes(codes + word * 128 + token * 4 + 4 * WIDTH * t); });
         const int8_t* q = q8 + word * 4;
-        prefetch.lines<1>();
+        for (int i = 0; i < LINES; ++i) __builtin_prefetch(ahead + 64 * (LINES * (word - first) + i), 0, 3);
         unroll<PLANES>([&](auto plane) KVQ_LAMBDA {
           Ints c[T];
           unroll<T>([&](auto t) KVQ_LAMBDA { c[t] = shift_right<BITS * plane>(w[t]) & mask; });
           unroll<X>([&](auto x) KVQ_LAMBDA {
             const Ints b = quad(q + x * N + plane * STRIDE);
-            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], c[t], b); });
+            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[plane % CHAINS<R>][x][t], c[t], b); });
           });
         });
       }
+      add_chains(acc);
       unroll<R>([&](auto r) KVQ_LAMBDA {
         unroll<T>([&](auto t) KVQ_LAMBDA {
-          sums[r][t] = add32(sums[r][t], join(acc[r][t], acc[R + r][t]));
+          sums[r][t] = add32(sums[r][t], join(acc[0][r][t], acc[0][R + r][t]));
         });
       });
     }

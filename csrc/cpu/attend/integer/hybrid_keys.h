@@ -1,10 +1,9 @@
-// InnerQ keys, 2 bits: per token and group of 32 channels a scale and either a zero or 32 sign bits.
-//
 //     q . k_t = sum_g ( |scale_gt| sum_c q'_c u_ct + zero_gt sum_c q'_c ),    q' = q * norm
 //     symmetric:  u = code + 4 sign,  zero = -4 |scale|        asymmetric:  u = code
 //
-// so the sign is one more bit of an unsigned code. q' becomes fixed point once per norm, which changes at most from
-// page to page; scales multiply a vector of tokens' partial scores at once.
+// InnerQ's keys with 2 bits (formats/innerq.py): per token and group g of 32 channels a scale, and either a zero or 32
+// sign bits. So the sign is one more bit of an unsigned code. q' is rounded to fixed point once per norm, which changes
+// at most from page to page. Scales multiply the partial scores of a vector of tokens.
 #pragma once
 
 #include "../kernel.h"
@@ -24,7 +23,7 @@ struct HybridParameters {
     const Reals stored = L::load_halves(scales);
     const Ints slot = L::load_bytes(slots);
     scale = absolute(stored);
-    zero = if_negative(stored, stored * L::all(4.0f), slot);
+    zero = times_if_negative(stored, L::all(4.0f), slot);
     signs = where_negative(stored, slot);
   }
 };
@@ -34,12 +33,12 @@ struct HybridParameters {
 template <int QUAD>
 KVQ_INLINE Ints hybrid_codes(Ints shifted_bytes, Ints signs) {
   const Ints aligned = QUAD < 2 ? shift_left<QUAD < 2 ? 2 - QUAD : 0>(signs) : shift_right<QUAD < 2 ? 0 : QUAD - 2>(signs);
-  return (shifted_bytes & L::all8(3)) | (aligned & L::all8(4));
+  return or_masked(shifted_bytes & L::all8(3), aligned, L::all8(4));
 }
 
 template <int D>
 struct HybridKeys2 {
-  static constexpr int PARTS = 2, GROUPS = D / 32, STRIDE = D / 4;
+  static constexpr int GROUPS = D / 32, STRIDE = D / 4;
   static_assert(8 <= SUMS<3>);  // quads of a group
 
   struct Work {
@@ -62,26 +61,27 @@ struct HybridKeys2 {
     if (task.prepared && !std::memcmp(work.norm, norm, sizeof work.norm)) return;
     std::memcpy(work.norm, norm, sizeof work.norm);
     for (int row = 0; row < task.rows; ++row)
-      for (int g = 0; g < GROUPS; ++g) {
-        const int c = 32 * g;
-        int8_t* hi = work.q8[row / 4][0][row % 4] + c;
-        int8_t* lo = work.q8[row / 4][1][row % 4] + c;
-        Reals x[PER_SLAB], largest = Reals{};
-        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
-          const Reals q = L::load(task.query + row * D + c + WIDTH * v);
-          x[v] = q * L::load_halves(norm + 2 * (c + WIDTH * v));
-          largest = maximum(largest, absolute(x[v]));
+      for (int c = 0; c < D; c += PACK) {
+        Reals x[PACK / WIDTH];
+        unroll<PACK / 32>([&](auto i) KVQ_LAMBDA {
+          constexpr int first = i * PER_SLAB;
+          const int g = c / 32 + i;
+          Reals largest = Reals{}, total = Reals{};
+          unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+            const int at = c + WIDTH * (first + v);
+            x[first + v] = L::load(task.query + row * D + at) * L::load_halves(norm + 2 * at);
+            largest = max_abs(largest, x[first + v]);
+          });
+          const float top = reduce<Max>(largest) + 1e-30f;
+          work.step[row][g] = top / RANGE;
+          unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+            x[first + v] = fixed(x[first + v], L::all(RANGE / top));
+            // the sum of the rounded q', so that its errors multiply k and not the larger u
+            total = total + integer_of(x[first + v]);
+          });
+          work.sum[row][g] = work.step[row][g] * reduce<Add>(total);
         });
-        const float top = reduce<Max>(largest) + 1e-30f;
-        work.step[row][g] = top / RANGE;
-        Reals total = Reals{};
-        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
-          x[v] = x[v] * L::all(RANGE / top);
-          // the sum of the rounded q', so that its errors multiply k and not the larger u
-          total = total + rounded(x[v]);
-        });
-        work.sum[row][g] = work.step[row][g] * reduce<Add>(total);
-        pack32(x, hi, lo);
+        pack(x, work.q8[row / 4][0][row % 4] + c, work.q8[row / 4][1][row % 4] + c);
       }
   }
 
@@ -100,11 +100,11 @@ struct HybridKeys2 {
           const int at = g * SLAB + token + WIDTH * t;
           p[t].read(slab.data + l.k_scale + 2 * at, slab.data + l.k_slot + 4 * at);
         });
-        Ints acc[X][T];
+        Ints acc[CHAINS<R>][X][T];
         clear(acc);
         // a group's channels lie in one plane, or its halves in two
         const Ints by[2] = {L::all32(32 * g / STRIDE * 2), L::all32((32 * g + 16) / STRIDE * 2)};
-        const char* ahead = task.prefetch.template take<2>();
+        const char* ahead = task.prefetch.template take<LINES_OF_8>();
         unroll<8>([&](auto e) KVQ_LAMBDA {
           const int c = 32 * g + 4 * e;
           const uint8_t* word = codes + c % STRIDE * 32 + token * 4;
@@ -112,18 +112,19 @@ struct HybridKeys2 {
           unroll<T>([&](auto t) KVQ_LAMBDA {
             code[t] = hybrid_codes<e>(shift_right(L::load_bytes(word + 4 * WIDTH * t), by[e / 4]), p[t].signs);
           });
-          if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
+          if (e % (8 / LINES_OF_8) == 0) __builtin_prefetch(ahead + e * LINES_OF_8 / 8 * 64, 0, 3);
           unroll<X>([&](auto x) KVQ_LAMBDA {
             constexpr int part = x / R, r = x % R;
             const Ints b = quad(q8 + (part * 4 + r) * D + c);
-            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
+            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[e % CHAINS<R>][x][t], code[t], b); });
           });
         });
+        add_chains(acc);
         unroll<R>([&](auto r) KVQ_LAMBDA {
           const Reals step = L::all(work.step[row + r][g]), sum = L::all(work.sum[row + r][g]);
           unroll<T>([&](auto t) KVQ_LAMBDA {
             const Reals zeros = fmadd(p[t].zero, sum, scores[r][t]);
-            const Reals x = to_reals(join(acc[r][t], acc[R + r][t]));
+            const Reals x = to_reals(join(acc[0][r][t], acc[0][R + r][t]));
             scores[r][t] = fmadd(x, p[t].scale * step, zeros);
           });
         });

@@ -1,22 +1,20 @@
-// PolarQuant keys, 4-bit angles with 4- or 2-bit radii, by table.
-//
 //     q . k_t = sum_p r_pt (x_p cos phi_pt + y_p sin phi_pt),    (x_p, y_p) the query's pair p
-//
-// Per page and row the 16 values x_p cos + y_p sin of every pair are computed in fixed point (hi and lo bytes); so do the 16
-// radii, unsigned 16 bits in the pair's own unit, which goes into the former:
-//
 //     r T = (r_hi + r_lo / 256) (256 T_hi + T_lo) ~ r_hi (256 T_hi + T_lo) + r_lo T_hi
 //
-// One byte shuffle looks up 64 codes, one dot product takes 4 pairs of 16 tokens. A table register holds 4 pairs:
-// byte 4 code + pair % 4.
+// PolarQuant's keys (formats/polar.py), 4-bit angles with 4- or 2-bit radii, by tables. Per page and row, T holds the
+// 16 values x_p cos + y_p sin of every pair in fixed point, in two bytes; the 16 radii are unsigned numbers of 16 bits,
+// in a unit of their pair that goes into T.
+//
+// One byte shuffle looks up 64 codes; one dot product takes 4 pairs of 16 tokens. A table register holds 4 pairs: byte
+// 4 code + pair % 4.
 #pragma once
 
 #include "../kernel.h"
-#include "../../isa/vnni.h"
+#include "../../isa/lanes.h"
 #include "trigonometry.h"
 
 namespace {
-namespace vnni {
+namespace integer {
 
 using namespace kvq;
 
@@ -55,7 +53,7 @@ constexpr Fractions FRACTIONS(STEPS);
 
 template <int D, int RADIUS_BITS>
 struct PolarKeys {
-  static constexpr int PARTS = 2, PAIRS = D / 2, QUADS = PAIRS / 4, CODES = 16, STEPS = 1 << RADIUS_BITS;
+  static constexpr int PAIRS = D / 2, QUADS = PAIRS / 4, CODES = 16, STEPS = 1 << RADIUS_BITS;
 
   struct Work {
     alignas(64) int8_t table[ROWS / 4][PARTS][4][QUADS][64];
@@ -92,7 +90,7 @@ struct PolarKeys {
   static __attribute__((noinline)) void read_grid(const Layout& l, const uint8_t* page, Work& work) {
     alignas(64) uint16_t least[PAIRS], span[PAIRS];  // of the radii, in units of 1 / 256
     for (int p = 0; p < PAIRS; p += 16) {
-      const auto grid = [&](int64_t field) KVQ_LAMBDA { return load_halves(page + field + 2 * p); };
+      const auto grid = [&](int64_t field) KVQ_LAMBDA { return L::load_halves(page + field + 2 * p); };
       const __m512 half = _mm512_set1_ps(0.5f), angle_step = grid(l.k_angle_step), radius_step = grid(l.k_radius_step);
       const __m512 first = _mm512_fmadd_ps(half, radius_step, grid(l.k_radius0));
       const __m512 last = _mm512_fmadd_ps(radius_step, _mm512_set1_ps(float(STEPS - 1)), first);
@@ -126,12 +124,12 @@ struct PolarKeys {
     }
     for (int q = 0; q < QUADS; ++q) {
       const __m512i wide = four(span + 4 * q), from = four(least + 4 * q);
-      const auto radii = [&](int code) __attribute__((always_inline)) {
-        return _mm512_add_epi16(_mm512_mulhi_epu16(wide, load_bytes(FRACTIONS<STEPS>.of[code])), from);
+      const auto radii = [&](int code) KVQ_LAMBDA {
+        return _mm512_add_epi16(_mm512_mulhi_epu16(wide, L::load_bytes(FRACTIONS<STEPS>.of[code])), from);
       };
       const __m512i a = radii(0), b = STEPS > 8 ? radii(8) : a;
-      _mm512_store_si512(work.radius[0][q], _mm512_permutex2var_epi8(a, load_bytes(HIGH.of), b));
-      _mm512_store_si512(work.radius[1][q], _mm512_permutex2var_epi8(a, load_bytes(LOW.of), b));
+      _mm512_store_si512(work.radius[0][q], _mm512_permutex2var_epi8(a, L::load_bytes(HIGH.of), b));
+      _mm512_store_si512(work.radius[1][q], _mm512_permutex2var_epi8(a, L::load_bytes(LOW.of), b));
     }
   }
 
@@ -145,7 +143,7 @@ struct PolarKeys {
 
   // 8 codes' values of 16 pairs, rounded, to[4 quads][code][pair % 4]
   KVQ_INLINE static void by_quads(const __m512 (&value)[8], int16_t (*to)[8][4]) {
-    const __m512i index = load_bytes(HALVES.of);
+    const __m512i index = L::load_bytes(HALVES.of);
     __m512i two[4];  // of 2 codes each: [4 quads][code][4 pairs]
     unroll<4>([&](auto i) KVQ_LAMBDA {
       const __m512i a = _mm512_cvtps_epi32(value[2 * i]);
@@ -161,8 +159,8 @@ struct PolarKeys {
   }
 
   // table[quad][4 a + j] = fixed point of x cos + y sin of pair 4 quad + j at angle a. With (u, v) the query's pair
-  // seen from the middle angle, angles of equal distance t to it share two products: u cos t +- v sin t. R rows at once:
-  // their chains of maximum, root and quotient would wait for themselves.
+  // seen from the middle angle, angles of equal distance t to it share two products: u cos t +- v sin t. R rows at
+  // once: their chains of maximum, root and quotient would wait for themselves.
   template <int R>
   static __attribute__((noinline)) void fill_tables(int row, Work& work) {
     alignas(64) float u[R][PAIRS], v[R][PAIRS];
@@ -181,23 +179,23 @@ struct PolarKeys {
     }
     const __m128 top = _mm_sqrt_ps(reduce4<Max>(largest));
     alignas(16) float factors[4], steps[4];
-    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE<PARTS>), top));
-    _mm_store_ps(steps, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE<PARTS>)));
+    _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
+    _mm_store_ps(steps, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
     alignas(32) int16_t u16[R][PAIRS], v16[R][PAIRS];
     unroll<R>([&](auto r) KVQ_LAMBDA {
       work.step[row + r] = steps[r];
       const __m512 factor = _mm512_set1_ps(factors[r]);
       for (int p = 0; p < PAIRS; p += 16) {
-        const auto fixed = [&](const float* f) __attribute__((always_inline)) {
+        const auto fixed = [&](const float* f) KVQ_LAMBDA {
           return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(f + p), factor)));
         };
         _mm256_store_si256((__m256i*)(u16[r] + p), fixed(u[r]));
         _mm256_store_si256((__m256i*)(v16[r] + p), fixed(v[r]));
       }
     });
-    const __m512i low = load_bytes(MIRRORED_LOW.of), high = load_bytes(MIRRORED_HIGH.of);
+    const __m512i low = L::load_bytes(MIRRORED_LOW.of), high = L::load_bytes(MIRRORED_HIGH.of);
     for (int q = 0; q < QUADS; ++q) {
-      const __m512i cosine = load_bytes(work.cosine[q]), sine = load_bytes(work.sine[q]);
+      const __m512i cosine = L::load_bytes(work.cosine[q]), sine = L::load_bytes(work.sine[q]);
       unroll<R>([&](auto r) KVQ_LAMBDA {
         const __m512i uc = _mm512_mulhrs_epi16(four(u16[r] + 4 * q), cosine);
         const __m512i vs = _mm512_mulhrs_epi16(four(v16[r] + 4 * q), sine);
@@ -214,14 +212,14 @@ struct PolarKeys {
   template <int Q>
   KVQ_INLINE static __m512i angles(const uint8_t* codes) {
     constexpr int plane = RADIUS_BITS == 4 ? 0 : Q / (QUADS / 2), at = RADIUS_BITS == 4 ? Q : Q % (QUADS / 2);
-    const __m512i w = load_bytes(codes + at * 128);
+    const __m512i w = L::load_bytes(codes + at * 128);
     return index(plane == 0 ? _mm512_slli_epi32(w, 2) : _mm512_srli_epi32(w, 2), 0x3C);
   }
   template <int Q>
   KVQ_INLINE static __m512i radii(const uint8_t* codes) {
-    if constexpr (RADIUS_BITS == 4) return index(_mm512_srli_epi32(load_bytes(codes + Q * 128), 2), 0x3C);
+    if constexpr (RADIUS_BITS == 4) return index(_mm512_srli_epi32(L::load_bytes(codes + Q * 128), 2), 0x3C);
     constexpr int plane = Q / (QUADS / 4), at = Q % (QUADS / 4);
-    const __m512i w = load_bytes(codes + at * 128);
+    const __m512i w = L::load_bytes(codes + at * 128);
     if constexpr (plane == 0) return index(_mm512_slli_epi32(w, 2), 0x0C);
     return index(_mm512_srli_epi32(w, plane == 0 ? 0 : 2 * plane - 2), 0x0C);
   }
@@ -243,29 +241,29 @@ struct PolarKeys {
       const char* ahead = task.prefetch.template take<QUADS + QUADS / 4>();
       unroll<QUADS>([&](auto q) KVQ_LAMBDA {
         const __m512i angle = angles<q>(angle_codes), radius = radii<q>(radius_codes);
-        const __m512i radius_hi = _mm512_permutexvar_epi8(radius, load_bytes(work.radius[0][q]));
-        const __m512i radius_lo = _mm512_permutexvar_epi8(radius, load_bytes(work.radius[1][q]));
+        const __m512i radius_hi = _mm512_permutexvar_epi8(radius, L::load_bytes(work.radius[0][q]));
+        const __m512i radius_lo = _mm512_permutexvar_epi8(radius, L::load_bytes(work.radius[1][q]));
         __builtin_prefetch(ahead + 64 * q, 0, 3);
         if (q % 4 == 0) __builtin_prefetch(ahead + 64 * (QUADS + q / 4), 0, 3);
         unroll<R>([&](auto r) KVQ_LAMBDA {
-          const __m512i hi = _mm512_permutexvar_epi8(angle, load_bytes(table[0][r][q]));
+          const __m512i hi = _mm512_permutexvar_epi8(angle, L::load_bytes(table[0][r][q]));
           constexpr int chain = q % CHAINS;
           dot(acc[r][chain], radius_hi, hi);
-          dot(acc[R + r][chain], radius_hi, _mm512_permutexvar_epi8(angle, load_bytes(table[1][r][q])));
+          dot(acc[R + r][chain], radius_hi, _mm512_permutexvar_epi8(angle, L::load_bytes(table[1][r][q])));
           dot(acc[2 * R + r][chain], radius_lo, hi);
         });
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        const auto total = [&](int x) __attribute__((always_inline)) {
+        const auto total = [&](int x) KVQ_LAMBDA {
           return CHAINS == 2 ? _mm512_add_epi32(acc[x][0], acc[x][1]) : acc[x][0];
         };
         // in units of T_lo r_hi; r_lo T_hi is 256 / 256 of one
-        const __m512 s = _mm512_mul_ps(join(total(r), _mm512_add_epi32(total(R + r), total(2 * R + r))), _mm512_set1_ps(work.step[row + r]));
-        _mm512_storeu_ps(task.scores + (row + r) * BLOCK + column + 16 * half, s);
+        const Reals sum = to_reals(join(total(r), add32(total(R + r), total(2 * R + r))));
+        store(task.scores + (row + r) * BLOCK + column + 16 * half, sum * L::all(work.step[row + r]));
       });
     }
   }
 };
 
-}  // namespace vnni
+}  // namespace integer
 }  // namespace

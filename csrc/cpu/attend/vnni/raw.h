@@ -1,12 +1,13 @@
-// Scores of full-precision tokens by AVX512_BF16, where processor, query and cache have it and heads are whole vectors.
-//
 //     s_t = unit * (q . k_t)                    products of two bf16 numbers are exact in float32
+//
+// Scores of full-precision tokens by AVX512_BF16, where the processor has it, query and cache are bf16 and heads are
+// whole vectors.
 #pragma once
 
 #include "../float32/raw.h"
 
 namespace {
-namespace vnni {
+namespace integer {
 
 template <int R, int T>
 inline void bf16_scores(const RawTask& task, int first, int t, const void* const* key, float* scores) {
@@ -41,5 +42,5 @@ inline void add_raw(RawTask& task) {
   });
 }
 
-}  // namespace vnni
+}  // namespace integer
 }  // namespace

@@ -1,21 +1,28 @@
-// QJL keys: sign bits of a sketch, with 8-bit features of the query (see formats/qjl.py).
-//
 //     q . k_t = c/m |k_in| <f, bits> + c'/m' |k_out| <f', bits'>,   f = S q - S_out q_out,  f' = S' q_out
 //
-// Four signs are one nibble, and their part of <f, bits> is one of 16 sums +-f_1 +-f_2 +-f_3 +-f_4: a byte shuffle
-// looks up 64 of them, a dot product with their units adds those of a token. So 128 products cost one instruction, and
-// only the finished sums are rounded to 8 bits.
+// QJL's keys (formats/qjl.py): sign bits of a sketch, with features of the query in 8 bits.
 //
-// f depends on a slab's outlier channels. Its tables are made anew whenever these differ from the slab's before.
+// Four signs are one nibble, and their part of <f, bits> is one of 16 sums +-f_1 +-f_2 +-f_3 +-f_4. A byte shuffle
+// looks up 64 of them, and a dot product with their units adds those of a token. So 128 products cost one instruction,
+// and only the finished sums are rounded to 8 bits.
+//
+// f depends on a slab's outlier channels. Its tables are computed anew where these differ from the slab's before.
 #pragma once
 
 #include "../kernel.h"
-#include "../../isa/vnni.h"
+#include "../../isa/lanes.h"
 
 namespace {
-namespace vnni {
+namespace integer {
 
 using namespace kvq;
+
+// For a vector with several uses: g++ would rather load it again for each.
+KVQ_INLINE __m512i load_once(const void* p) {
+  __m512i v = L::load_bytes(p);
+  asm("" : "+v"(v));
+  return v;
+}
 
 // The signs of 4-bit codes, as pairs of 16-bit numbers for bits 0 1 and bits 2 3.
 struct NibbleSigns {
@@ -79,8 +86,8 @@ struct SignSums {
           _mm512_mask_storeu_epi32(pairs[i] + b, LANES16, _mm512_mask_blend_epi16(0xAAAAAAAAu, fixed(2 * i), high));
         }
       }
-    const __m512i signs0 = load_bytes(NIBBLE_SIGNS.of[0]), signs1 = load_bytes(NIBBLE_SIGNS.of[1]);
-    const __m512i second = load_bytes(SECOND_BYTES.of), half = _mm512_set1_epi32(128);
+    const __m512i signs0 = L::load_bytes(NIBBLE_SIGNS.of[0]), signs1 = L::load_bytes(NIBBLE_SIGNS.of[1]);
+    const __m512i second = L::load_bytes(SECOND_BYTES.of), half = _mm512_set1_epi32(128);
     for (int quad = 0; quad < QUADS; ++quad)
       for (int nibble = 0; nibble < 2; ++nibble) {
         __m512i sums[4];
@@ -101,14 +108,14 @@ struct SignSums {
     __m512i acc[2][R][2];  // [nibble]: a dot product must wait for the one before it in the same accumulator
     unroll<2 * R>([&](auto x) KVQ_LAMBDA { acc[x / R][x % R][0] = acc[x / R][x % R][1] = _mm512_setzero_si512(); });
     for (int quad = 0; quad < QUADS; ++quad) {
-      const __m512i w0 = load_bytes(bits + quad * 128), w1 = load_bytes(bits + quad * 128 + 64);
+      const __m512i w0 = L::load_bytes(bits + quad * 128), w1 = L::load_bytes(bits + quad * 128 + 64);
       prefetch.lines<LINES>();
       unroll<2>([&](auto nibble) KVQ_LAMBDA {
         const __m512i i0 = index(nibble ? _mm512_srli_epi32(w0, 4) : w0);
         const __m512i i1 = index(nibble ? _mm512_srli_epi32(w1, 4) : w1);
         unroll<R>([&](auto r) KVQ_LAMBDA {
           const __m512i t = load_once(table[row / 4][quad][nibble][r]);
-          const __m512i units = vnni::quad((const int8_t*)scale[row / 4][quad][nibble][r]);
+          const __m512i units = integer::quad(scale[row / 4][quad][nibble][r]);
           dot(acc[nibble][r][0], units, _mm512_permutexvar_epi8(i0, t));
           dot(acc[nibble][r][1], units, _mm512_permutexvar_epi8(i1, t));
         });
@@ -197,8 +204,8 @@ struct SketchKeys {
     work.inner.template add<R>(slab.data + l.k_bits, row, task.prefetch, inner);
     work.outer.template add<R>(slab.data + l.ko_bits, row, task.prefetch, outer);
     for (int half = 0; half < 2; ++half) {
-      const __m512 inner_norm = load_halves(slab.data + l.k_norm + 32 * half);
-      const __m512 outer_norm = load_halves(slab.data + l.ko_norm + 32 * half);
+      const __m512 inner_norm = L::load_halves(slab.data + l.k_norm + 32 * half);
+      const __m512 outer_norm = L::load_halves(slab.data + l.ko_norm + 32 * half);
       unroll<R>([&](auto r) KVQ_LAMBDA {
         const __m512 x = _mm512_set1_ps(work.inner.step[row + r] * constants.sketch_scale);
         const __m512 y = _mm512_set1_ps(work.outer.step[row + r] * constants.outer_scale);
@@ -211,5 +218,5 @@ struct SketchKeys {
   }
 };
 
-}  // namespace vnni
+}  // namespace integer
 }  // namespace

@@ -1,13 +1,26 @@
-// The running softmax of a block (formulas in kernel.h).
+//     m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
+//
+// The running softmax of a block of slabs (see ../kernel.h).
 #pragma once
 
 #include "../kernel.h"
-#include "../../isa/vnni.h"
+#include "../../isa/lanes.h"
 
 namespace {
-namespace vnni {
+namespace integer {
 
 using namespace kvq;
+
+// 2^x for x <= 0, relative error 3e-6 (weights have 15 bits), in some lanes, 0 in the others; 0 far below.
+KVQ_INLINE __m512 exp2(__m512 x, __mmask16 lanes = 0xFFFF) {
+  const __m512 n = _mm512_roundscale_ps(x, 0), f = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(9.5701017e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.59178603e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40247448e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93121815e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.99999261e-1f));
+  return _mm512_maskz_scalef_ps(lanes, p, n);
+}
 
 inline void attended_tokens(const Slab* slabs, int count, __mmask16* masks) {
   for (int s = 0; s < count; ++s) {
@@ -71,5 +84,5 @@ inline void softmax(Task& task, const Slab* slabs, int count) {
   row_tiles(task.rows, [&](auto r, int row) { softmax_tile<decltype(r)::value>(task, row, attended); });
 }
 
-}  // namespace vnni
+}  // namespace integer
 }  // namespace

@@ -1,9 +1,9 @@
-// The kernels of this instruction set (see ../choose.h).
+// The integer kernels of AVX-512 with VNNI and VBMI (see ../choose.h).
 #pragma once
 
 #include "../choose.h"
-#include "channel_keys.h"
-#include "hybrid_keys.h"
+#include "../integer/channel_keys.h"
+#include "../integer/hybrid_keys.h"
 #include "hybrid_values.h"
 #include "polar_keys.h"
 #include "raw.h"
@@ -12,7 +12,7 @@
 #include "token_values.h"
 
 namespace {
-namespace vnni {
+namespace integer {
 
 struct Set {
   static constexpr int LANES = 16;
@@ -32,5 +32,5 @@ struct Set {
 inline KeyKernel keys(const Layout& l, int rows) { return unrolled::choose_keys<Set>(l, rows); }
 inline ValueKernel values(const Layout& l, int rows) { return unrolled::choose_values<Set>(l, rows); }
 
-}  // namespace vnni
+}  // namespace integer
 }  // namespace

@@ -1,10 +1,10 @@
 // Sine and cosine of 16 angles up to a few turns, absolute error 3e-7.
 #pragma once
 
-#include "../../isa/vnni.h"
+#include "../../isa/lanes.h"
 
 namespace {
-namespace vnni {
+namespace integer {
 
 // |r| <= pi/4: Taylor series of both.
 KVQ_INLINE void small_sine_cosine(__m512 r, __m512& sine, __m512& cosine) {
@@ -30,12 +30,12 @@ KVQ_INLINE void sine_cosine(__m512 x, __m512& sine, __m512& cosine) {
   const __mmask16 swap = _mm512_test_epi32_mask(quadrant, one);
   const __m512i negative_sine = _mm512_slli_epi32(_mm512_and_si512(quadrant, two), 30);
   const __m512i negative_cosine = _mm512_slli_epi32(_mm512_and_si512(_mm512_add_epi32(quadrant, one), two), 30);
-  const auto flip = [](__m512 v, __m512i sign) __attribute__((always_inline)) {
+  const auto flip = [](__m512 v, __m512i sign) KVQ_LAMBDA {
     return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(v), sign));
   };
   sine = flip(_mm512_mask_mov_ps(s, swap, c), negative_sine);
   cosine = flip(_mm512_mask_mov_ps(c, swap, s), negative_cosine);
 }
 
-}  // namespace vnni
+}  // namespace integer
 }  // namespace

@@ -1,16 +1,18 @@
-// InnerQ values, 2 bits: per channel and slab a scale and either a zero or 32 sign bits (see hybrid_keys.h).
-//
 //     sum_t p_t v_tc = |scale_c| sum_t p_t u_tc + zero_c sum_t p_t         per slab
+//
+// InnerQ's values with 2 bits (formats/innerq.py): per channel and slab a scale, and either a zero or 32 sign bits; u
+// as in integer/hybrid_keys.h. Each slab is added to the output: AVX2 has no registers for its sums over slabs.
+//
+// This kernel has a twin in ../vnni. As one source, g++ 12 spilled the sums of the VNNI kernel: innerq2 rose from 0.455
+// to 0.482 instructions per cached element with 4 query heads.
 #pragma once
 
-#include "hybrid_keys.h"
+#include "../integer/hybrid_keys.h"
 
 namespace {
 namespace integer {
 
 struct HybridValues2 {
-  static constexpr int PARTS = 2;
-
   struct Work {
     alignas(64) int8_t weights[PARTS][4][BLOCK];
     float step[4], sum[BLOCK_SLABS][4];  // of a tile's rows: fixed-point unit, sum of a slab's weights
@@ -50,9 +52,9 @@ struct HybridValues2 {
         Reals x[PER_SLAB];
         unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
           x[v] = L::load(p + r * BLOCK + t + WIDTH * v) * L::all(factors[r]);
-          sums[r] = sums[r] + rounded(x[v]);
+          sums[r] = sums[r] + integer_of(x[v]);
         });
-        pack32(x, work.weights[0][r] + t, work.weights[1][r] + t);
+        pack(x, work.weights[0][r] + t, work.weights[1][r] + t);
       });
       _mm_storeu_ps(work.sum[t / SLAB], _mm_mul_ps(step, reduce4<Add>(sums)));
     }
