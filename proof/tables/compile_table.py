@@ -1,6 +1,6 @@
 """Compiles the Triton and CUDA kernels for every target without a GPU, and reads what the binaries need.
 
-    python -m proof compile                      the table, as it stands in docs/kernels.md
+    python -m proof compile                      the table, as it stands in docs/results/gpu-compile.md
     python -m proof compile --targets 90 --check  exit status 1 on a spill, without matrix instructions,
                                                                or with more instructions per element than LIMITS
 
