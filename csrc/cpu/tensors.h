@@ -89,6 +89,12 @@ inline kvq::Layout read_layout(const TensorView& t) {
   require(l.bytes == t.numel(), "the layout has another size");
   require(l.d > 0 && l.d <= 256 && l.d % kvq::SLAB == 0 && l.head_size <= l.d, "unsupported head size");
   require(l.tokens > 0 && l.tokens % kvq::SLAB == 0, "unsupported page size");
+  const bool sketch = l.keys == kvq::Keys::sketch, polar = l.keys == kvq::Keys::polar;
+  require(l.keys == kvq::Keys::raw || (l.key_bits >= 1 && l.key_bits <= 8), "keys have no codes");
+  require(!sketch || (l.sketch_rows > 0 && l.outer_rows > 0 && l.outliers > 0), "the sketch has no rows");
+  require(!polar || (l.radius_bits >= 1 && l.radius_bits <= 8), "radii have no codes");
+  require(l.values == kvq::Values::raw || (l.value_bits >= 1 && l.value_bits <= 8), "values have no codes");
+  require(l.values != kvq::Values::token || l.group > 0, "values have no groups");
   require(l.slabs_at + l.tokens / kvq::SLAB * l.slab_bytes <= l.record_bytes, "the slabs do not fit the record");
   return l;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import pytest
@@ -103,6 +104,42 @@ def test_a_layout_of_another_size_is_refused() -> None:
     for wrong in (whole[:16], whole[:-4], torch.cat([whole, whole[:4]])):
         with pytest.raises(ValueError, match=r"layout|fields"):
             lib.unpacked_page(wrong, pages, zero, zero, zero)
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "number"),
+    [
+        ("kivi2", "KEYS", "key_bits"),
+        ("polar3", "KEYS", "radius_bits"),
+        ("qjl3", "KEYS", "outer_rows"),
+        ("qjl3", "VALUES", "value_bits"),
+        ("kivi2", "VALUES", "group"),
+    ],
+)
+def test_a_kind_without_one_of_its_numbers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, table: str, number: str
+) -> None:
+    """As another kind gives the number, the names alone agree; what the library reads is then 0."""
+    fmt, lib = bound(name), library()
+    assert lib is not None
+    known = getattr(layout, table)
+    codec = type(fmt.keys if table == "KEYS" else fmt.values)
+    less = {k: v for k, v in known[codec].numbers.items() if k != number}
+    assert len(less) == len(known[codec].numbers) - 1
+    names = layout.Names.of(lib)
+    monkeypatch.setitem(known, codec, replace(known[codec], numbers=less))
+    zero, pages = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    with monkeypatch.context() as patched:
+        # the check of names is not what is tested here
+        patched.setattr(layout.Fields, "check", lambda *_: None)
+        patched.setattr(layout.Fields, "fill", _filled_with_zeros)
+        wrong = layout.lay_out(fmt, names)
+    with pytest.raises(ValueError, match=r"codes|rows|groups"):
+        lib.unpacked_page(wrong, pages, zero, zero, zero)
+
+
+def _filled_with_zeros(fields: layout.Fields, values: dict[str, float], what: str) -> bytes:
+    return struct.pack(f"={fields.letters}", *(values.get(name, 0) for name in fields.names))
 
 
 def test_instruction_sets_are_counted_alike() -> None:
