@@ -1,4 +1,4 @@
-// Where the bytes of a QJL slab lie (vllm_kvq/formats/qjl.py, values.py), and what a launch is told.
+// Where the bytes of a QJL slab lie (vllm_kvq/formats/qjl.py, values.py), and what a launch is given.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 //   v: zero = min, scale = (max - min) / 3, code = round((x - zero) / scale)     per token and group of 32 channels
 //
 // What triton_kernels/pack.py decides for other formats is decided here: which slabs end in (context, context + count],
-// that those of a prefix hit's pages are left alone, that block 0 and blocks out of range are nobody's, and whether a
+// that those of a prefix hit's pages are left alone, that block 0 and blocks out of range belong to no request, and whether a
 // token lies in the ring or among the step's own.
 #pragma once
 
@@ -24,7 +24,7 @@ struct Pack {
   static constexpr int SHARED = SOURCES_AT + 32 * 8;
   static constexpr int64_t NOWHERE = INT64_MIN;
 
-  // Where a request's slot begins in the sidecar's pool, in bytes; -1 if its block is nobody's.
+  // Where a request's slot begins in the sidecar's pool, in bytes; -1 if its block belongs to no request.
   KVQ_DEV static int64_t slot_at(const PackParams& p, int request, int slot) {
     const Sidecar& s = p.side;
     const int64_t block = load_index(s.table, s.wide_table, request * s.row + slot / s.slots_per_block);

@@ -16,7 +16,7 @@ class CudaVariant:
     head_size: int
     warps: int
     shared: int
-    decode: bool = False
+    attends: bool = False
 
 
 def variants() -> Iterator[CudaVariant]:
@@ -24,7 +24,7 @@ def variants() -> Iterator[CudaVariant]:
         warps, slab = (2 if d == 256 else 4), slab_bytes(d)
         for tiles in (1, 2):
             shared = warps * (2 * (64 + slab) + tiles * 48 * d)
-            yield CudaVariant(f"decode qjl3 d={d} rows={8 * tiles}", tiles, d, warps, shared, True)
+            yield CudaVariant(f"attend qjl3 d={d} rows={8 * tiles}", tiles, d, warps, shared, True)
         for tiles in (1, 2):
             yield CudaVariant(f"query qjl3 d={d} rows={8 * tiles}", 2 + tiles, d, 4, 32 * tiles * (d + 1) + d // 4)
         yield CudaVariant(f"pack qjl3 d={d}", 5, d, 8, pack_bytes(d))

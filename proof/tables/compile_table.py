@@ -4,7 +4,7 @@
     python -m proof compile --targets 90 --check  exit status 1 on a spill, without matrix instructions,
                                                                or with more instructions per element than LIMITS
 
-A column of a target has registers, instructions per element of a decode kernel, and the stack (where spilled registers
+A column of a target has registers, instructions per element of a kernel over pages, and the stack (where spilled registers
 go) if there is any; `shared` and `matrix` (matrix instructions in the inner loop) are the most of all targets.
 
 Registers, shared memory and stack come from `cuobjdump -res-usage`, instructions from `nvdisasm`, both shipped with
@@ -33,9 +33,9 @@ TARGETS = (80, 86, 89, 90, 100, 120)
 MATRIX = re.compile(r"\b(HMMA|UTCHMMA|UTCQMMA|QGMMA|HGMMA|OMMA)")
 COLUMNS = ("kernel", "warps", "shared", "matrix")
 
-LIMITS = {f"decode {name} d=128 rows=8": 3.0 for name in ("squat2", "innerq2", "qjl3")} | {
-    "decode polar4 d=128 rows=8": 4.5,
-    "decode polar3 d=128 rows=8": 4.5,
+LIMITS = {f"attend {name} d=128 rows=8": 3.0 for name in ("squat2", "innerq2", "qjl3")} | {
+    "attend polar4 d=128 rows=8": 4.5,
+    "attend polar3 d=128 rows=8": 4.5,
 }
 """Instructions per element on sm_90: the goal for 2-bit keys and values, and what must not get worse."""
 
@@ -49,7 +49,7 @@ class Variant:
     constants: dict[str, Any]
     options: dict[str, int]
     elements: int = 0
-    """Cached elements per turn of the inner loop; 0: not a decode kernel."""
+    """Cached elements per turn of the inner loop; 0: not a kernel over pages."""
 
     @property
     def warps(self) -> int:
@@ -101,7 +101,7 @@ ALIGNED += ("side_words", "side_elements", "sink_elements")
 """Strides that are multiples of 16 in every cache, beside all pointers."""
 
 
-def decode_variants(target: int) -> Iterator[Variant]:
+def attend_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.launch import MIN_ROWS
     from vllm_kvq.kernels.gpu.triton_layout import attend_launch, most_rows
@@ -119,7 +119,7 @@ def decode_variants(target: int) -> Iterator[Variant]:
                 launch = attend_launch(fmt, rows, target, table)
                 constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": table}
                 yield Variant(
-                    f"lookup {name} d={d} rows={table}" if table else f"decode {name} d={d} rows={rows}",
+                    f"lookup {name} d={d} rows={table}" if table else f"attend {name} d={d} rows={rows}",
                     attend_kernel,
                     constants | {"TURN": launch.turn, "EXTRA": launch.extra},
                     launch.options,
@@ -169,7 +169,7 @@ def step_variants(target: int) -> Iterator[Variant]:
 
 
 def variants(target: int) -> list[Variant]:
-    return [*decode_variants(target), *merge_variants(), *step_variants(target)]
+    return [*attend_variants(target), *merge_variants(), *step_variants(target)]
 
 
 def build(variant: Variant, target: int) -> Any:
@@ -205,7 +205,7 @@ def usage(compiled: Any) -> Usage:
 def cuda_usage(variant: CudaVariant, target: int) -> Usage:
     with tempfile.TemporaryDirectory() as directory:
         registers, stack, sass = read_cubin(str(compile_cuda.build(variant, target, Path(directory))))
-    loop = shortest_cycle(sass) if variant.decode else []
+    loop = shortest_cycle(sass) if variant.attends else []
     return Usage(registers, variant.shared, stack, sum(bool(MATRIX.search(i)) for i in loop), len(loop))
 
 
@@ -214,7 +214,7 @@ def line(cells: Iterable[object], targets: int) -> None:
 
 
 def report(targets: list[int], only: list[str]) -> bool:
-    """Prints the Triton kernels' rows; whether every kernel is without spills and every decode loop multiplies."""
+    """Prints the Triton kernels' rows; whether every kernel is without spills and every loop over pages multiplies."""
     good = True
     for same in zip(*(variants(target) for target in targets), strict=True):
         variant = same[0]
@@ -251,8 +251,8 @@ def report_cuda(targets: list[int], only: list[str]) -> bool:
         if any(part in variant.name for part in only):
             used = {target: cuda_usage(variant, target) for target in targets}
             # a warp takes a slab of 32 tokens per turn
-            per = {target: 1 / (2 * variant.head_size) for target in targets if variant.decode}
-            good &= row(variant.name, str(variant.warps), used, per, variant.decode)
+            per = {target: 1 / (2 * variant.head_size) for target in targets if variant.attends}
+            good &= row(variant.name, str(variant.warps), used, per, variant.attends)
     return good
 
 
@@ -264,7 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
     parser.add_argument("--without-cuda", action="store_true", help="leave out what nvcc compiles")
     parser.add_argument(
-        "--check", action="store_true", help="fail on a spill, a decode loop without matrix products or above LIMITS"
+        "--check",
+        action="store_true",
+        help="fail on a spill, a loop over pages without matrix products or above LIMITS",
     )
     args = parser.parse_args(argv)
     line([*COLUMNS, *(f"sm_{target}" for target in args.targets)], len(args.targets))

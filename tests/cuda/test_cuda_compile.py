@@ -17,7 +17,7 @@ needs_nvcc = pytest.mark.skipif(build_cuda.nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize("target", build_cuda.ARCHITECTURES)
 def test_decode_has_no_spills_and_few_instructions(target: int) -> None:
     """The variant of 32 query heads on 8 KV heads of 128 channels; the goal was 3 instructions per element."""
-    variant = next(v for v in compile_cuda.variants() if v.name == "decode qjl3 d=128 rows=8")
+    variant = next(v for v in compile_cuda.variants() if v.name == "attend qjl3 d=128 rows=8")
     u = compile_table.cuda_usage(variant, target)
     assert u.stack == 0
     # 24 steps of 16 sketch rows and 16 products of value codes for 2 x 16 tokens, 2 for zeros
@@ -26,7 +26,7 @@ def test_decode_has_no_spills_and_few_instructions(target: int) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", ["query qjl3 d=128 rows=16", "pack qjl3 d=256", "decode qjl3 d=256 rows=16"])
+@pytest.mark.parametrize("name", ["query qjl3 d=128 rows=16", "pack qjl3 d=256", "attend qjl3 d=256 rows=16"])
 def test_other_kernels_have_no_spills(name: str) -> None:
     variant = next(v for v in compile_cuda.variants() if v.name == name)
     assert compile_table.cuda_usage(variant, 90).stack == 0

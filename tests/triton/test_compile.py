@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
         (
             "90",
             [
-                *(f"decode {name} d=128 rows=8" for name in ("squat2", "innerq2", "polar4")),
+                *(f"attend {name} d=128 rows=8" for name in ("squat2", "innerq2", "polar4")),
                 *("lookup polar4 d=128", "pack innerq2 d=128", "decode in full precision d=128"),
             ],
         ),
-        ("80", ["decode squat2 d=128 rows=8"]),
+        ("80", ["attend squat2 d=128 rows=8"]),
     ],
 )
 def test_no_spills_and_few_instructions(target: str, kernels: list[str]) -> None:

@@ -41,7 +41,7 @@ TARGETS = {
     "polar4": (6.5, 4.3),
     "polar3": (6.0, 4.0),
 }
-"""Times faster than vLLM's bf16 and fp8 that a kernel owes from 32k tokens on (or 8 requests of 4k), on two threads
+"""Times faster than vLLM's bf16 and fp8 that a kernel is to be from 32k tokens on (or 8 requests of 4k), on two threads
 of a processor with VNNI."""
 AVX2_TARGET = 2.5
 """The same on AVX2, against vLLM's own build for it."""

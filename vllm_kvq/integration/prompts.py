@@ -44,7 +44,7 @@ class Choice:
 def _cpu_problem(asked: Asked) -> str | None:
     if asked.device.type != "cpu":
         return f"not for {asked.device.type}"
-    return "it does not tell the log-sum-exp" if asked.merged else None
+    return "it returns no log-sum-exp" if asked.merged else None
 
 
 @functools.cache

@@ -41,7 +41,7 @@ class Kind:
 @dataclass(frozen=True)
 class Served:
     format: PageFormat
-    """With its options, N, W and S. What only the model tells, a layer's number and RoPE's pairs, is not in it yet."""
+    """With its options, N, W and S. A layer's number and RoPE's pairs, known once the model is loaded, are not in it."""
     slots: SlotGeometry
     """The KV heads of one rank, their size and dtype, the bytes of a page, and how sidecars are cut."""
     layers: Layers

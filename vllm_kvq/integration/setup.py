@@ -73,7 +73,7 @@ def _pairing(model: Any, head_size: int, wanted: str | None) -> tuple[str, int |
 
 
 def pairing_problem(vllm_config: Any) -> str | None:
-    """Why the format can't know which channels RoPE pairs, as far as the configuration tells."""
+    """Why the format can't know which channels RoPE pairs, as far as the configuration says."""
     settings = settings_of(vllm_config)
     if not _needs_pairs(settings) or settings.get("pairing") is not None:
         return None

@@ -12,8 +12,6 @@ from vllm_kvq.integration.drafts import draft_problem
 from vllm_kvq.integration.kept import window_problem
 from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.setup import pairing_problem, settings_of
-from vllm_kvq.kernels.gpu import build as build_cuda
-from vllm_kvq.kernels.gpu.cuda import CUDA
 from vllm_kvq.kernels.gpu.step import kernels_of
 
 LEAST_CAPABILITY = (8, 0)
@@ -54,7 +52,8 @@ def _format_problem(vllm_config: Any) -> str | None:
 
 def kernels_problem(fmt: PageFormat, capability: tuple[int, int]) -> str | None:
     """Why kernels that nvcc compiles (QJL's) can't be had for such a GPU: better now than after loading weights."""
-    return build_cuda.problem(capability) if kernels_of(fmt) is CUDA else None
+    kernels = kernels_of(fmt)
+    return None if kernels is None else kernels.unavailable(capability)
 
 
 def _refusals(vllm_config: Any) -> list[tuple[str, str]]:

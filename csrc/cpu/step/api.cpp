@@ -11,7 +11,7 @@ const int32_t* ints(const TensorView& t, int64_t at_least, const char* what) {
   return data<const int32_t>(t);
 }
 
-// (requests, blocks), any row stride; a table that nobody needs may be empty
+// (requests, blocks), any row stride; a table that the format does not need may be empty
 kvq::Table read_block_table(const TensorView& t, int64_t requests) {
   if (t.numel() == 0) return {nullptr, 0, 0};
   require(is(t, kDLInt, 32) && t.ndim() == 2 && t.size(0) >= requests && (t.stride(1) == 1 || t.size(1) == 1),

@@ -119,6 +119,9 @@ class CudaKernels(PagedKernels):
             )
         return None
 
+    def unavailable(self, capability: tuple[int, int]) -> str | None:
+        return build_cuda.problem(capability)
+
     def prepare(self, fmt: PageFormat, device: torch.device) -> None:
         library(device)
         bind(fmt, device)

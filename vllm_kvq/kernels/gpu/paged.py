@@ -30,6 +30,10 @@ class PagedKernels(ABC):
     def why_not(self, fmt: PageFormat) -> str | None:
         """One sentence if these kernels can't serve this format, and what to do about it."""
 
+    def unavailable(self, capability: tuple[int, int]) -> str | None:
+        """One sentence if these kernels can't be had here for a GPU of this compute capability."""
+        return None
+
     @abstractmethod
     def prepare(self, fmt: PageFormat, device: torch.device) -> None:
         """Load all that a launch needs, now and not in the first request or while a graph is captured. BuildError,

@@ -222,7 +222,7 @@ class GPUStep:
             tokens = (x[first:] for x in (query, key, value))
             attended, its_lse = self.causal(*tokens, start, batch.lengths[decodes:], self.scale)
             if its_lse is None:
-                raise TypeError("attention among the new tokens of a chunk must tell its log-sum-exp")
+                raise TypeError("attention among the new tokens of a chunk must return its log-sum-exp")
             mine = slice(first, first + len(attended))
             out[-1, mine], lse[-1, mine] = attended, its_lse
         merge_parts(out, lse, output, batch.device_start[n:])

@@ -88,7 +88,7 @@ def attend_into(
         output[output_rows] = merge(parts).to(output.dtype)
         return
     there = seen & (rows >= 0)[:, None]
-    # a row that nobody sees may hold anything, even NaN, which times 0 would still be NaN
+    # a row that no query sees may hold anything, even NaN, which times 0 would still be NaN
     wanted = there.any(1)[..., None, None]
     key, value = (torch.where(wanted, gather(*x, rows.clamp_min(0)), 0) for x in zip(pool, more, strict=True))
     out = merge([attend_raw(query, key, value, there, scale), *parts])
@@ -251,7 +251,7 @@ def _unpack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(p, H, N, F) key features and (p, H, N, d) values; seen (p, N) booleans.
 
-    A slab that nobody sees may hold anything that the block's last owner left: NaN, which times 0 would still be NaN,
+    A slab that no query sees may hold anything that the block's last owner left: NaN, which times 0 would still be NaN,
     and indices that point nowhere. It is read as zeros.
     """
     data = pages[ids]
