@@ -12,14 +12,15 @@ from vllm_kvq.formats.codec import KeyCodec
 from vllm_kvq.formats.fields import Packed
 from vllm_kvq.formats.lossless import RawKeys
 from vllm_kvq.formats.squat import SQuatKeys
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPU, CPUStep
 from vllm_kvq.kernels.gpu.step import kernels_of
 from vllm_kvq.kernels.paths import Path, Wish, kernels_for, path_for, step_for
 from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.step import Step
 from vllm_kvq.kernels.torch.step import TORCH, PlannedStep
 
-has_library = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+has_library = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 HERE = torch.device("cpu")
 
 
@@ -32,9 +33,9 @@ def bound(name: str) -> PageFormat:
     [
         pytest.param("squat2", Wish("cpu"), "C++", None, marks=has_library),
         ("squat2", Wish("cpu", "torch"), "PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out"),
-        ("squat2", Wish("cuda"), "GPU: Triton", None),
-        ("squat2", Wish("cpu", gpu_path=True), "GPU: Triton", None),
-        ("qjl3", Wish("cuda"), "GPU: CUDA", None),
+        ("squat2", Wish("cuda"), "GPU/Triton", None),
+        ("squat2", Wish("cpu", gpu_path=True), "GPU/Triton", None),
+        ("qjl3", Wish("cuda"), "GPU/CUDA", None),
         ("lossless", Wish("cuda"), "PyTorch", "has no Triton kernel for its keys or values"),
         pytest.param("lossless", Wish("cpu", gpu_path=True), "C++", "has no CUDA kernels", marks=has_library),
         ("squat2", Wish("xpu"), "PyTorch", None),
@@ -63,19 +64,17 @@ class OtherKeys(SQuatKeys):
 def test_a_subclass_is_served_by_pytorch_as_a_whole() -> None:
     """On every device, until a backend's table names it."""
     fmt = bound("squat2")
-    k = fmt.keys
-    assert isinstance(k, SQuatKeys)
-    other = replace(fmt, keys=OtherKeys(fmt.geometry, k.bits, k.state_rows, k.lam, k.block))
+    other = replace(fmt, keys=OtherKeys(fmt.geometry, fmt.settings.of_codec(SQuatKeys)))
     assert kernels_of(fmt) is not None
     assert kernels_of(other) is None
-    assert path_for(other, Wish("cuda")).name == "PyTorch"
+    assert path_for(other, Wish("cuda")).name == path_for(other, Wish("cpu")).name == "PyTorch"
 
 
 class ForeignKeys(KeyCodec):
     """A third party's, which no backend knows: `lossless` under another name."""
 
     def __init__(self, geometry: Geometry) -> None:
-        self.raw = RawKeys(geometry)
+        self.raw = RawKeys(geometry, {})
         self.slab_fields = self.raw.slab_fields
 
     slab_fields = ()
@@ -91,7 +90,8 @@ class ForeignKeys(KeyCodec):
 def test_a_codec_that_no_backend_knows_is_served_by_pytorch_as_a_whole() -> None:
     fmt = bound("lossless")
     foreign = replace(fmt, keys=ForeignKeys(fmt.geometry))
-    step, path = step_for(foreign, SlotGeometry.of(foreign, 2, 0), 0, 0.125, HERE, Wish("cpu"))
+    path = path_for(foreign, Wish("cpu"))
+    step = step_for(path, foreign, SlotGeometry.of(foreign, 2, 0), 0, 0.125, HERE)
     assert path == Path("PyTorch", "lossless has no C++ kernels for its keys or values")
     assert isinstance(step, PlannedStep)
     assert step.kernels is TORCH
@@ -107,14 +107,16 @@ def test_steps() -> None:
     def causal(merged: bool) -> None:
         asked.append(merged)
 
-    step, path = step_for(fmt, slots, 0, 0.125, HERE, Wish("cpu", "torch"), causal)
-    assert isinstance(step, PlannedStep)
-    assert path == Path("PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out")
-    if cpu.library() is not None:
-        assert isinstance(step_for(fmt, slots, 0, 0.125, HERE, Wish("cpu"), causal)[0], CPUStep)
+    def made(wish: Wish, scale: float = 0.125) -> Step:
+        return step_for(path_for(fmt, wish), fmt, slots, 0, scale, HERE, causal)
+
+    assert isinstance(made(Wish("cpu", "torch")), PlannedStep)
+    assert path_for(fmt, Wish("cpu", "torch")) == Path("PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out")
+    if library() is not None:
+        assert isinstance(made(Wish("cpu")), CPUStep)
     assert not any(asked)
     pytest.importorskip("triton")
-    gpu = [step_for(fmt, slots, 0, scale, HERE, Wish("cpu", gpu_path=True), causal)[0] for scale in (0.5, 0.5, 0.25)]
+    gpu = [made(Wish("cpu", gpu_path=True), scale) for scale in (0.5, 0.5, 0.25)]
     assert asked[-3:] == [True] * 3
     # one step, and with it one set of counters, for all layers that are alike
     assert gpu[0] is gpu[1] is not gpu[2]

@@ -41,7 +41,7 @@ class Kind:
 @dataclass(frozen=True)
 class Served:
     format: PageFormat
-    """With its options, N, W and S. A layer's number and RoPE's pairs, known once the model is loaded, are not in it."""
+    """With its options, N, W and S. It lacks what only the loaded model has: a layer's number, RoPE's pairs."""
     slots: SlotGeometry
     """The KV heads of one rank, their size and dtype, the bytes of a page, and how sidecars are cut."""
     layers: Layers
