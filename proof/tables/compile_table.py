@@ -5,7 +5,8 @@
                                                                or with more instructions per element than LIMITS
 
 A column of a target has registers, instructions per element of a kernel over pages, and the stack (where spilled
-registers go) if there is any; `shared` and `matrix` (matrix instructions in the inner loop) are the most of all targets.
+registers go) if there is any; `shared` and `matrix` (matrix instructions in the inner loop) are the most of all
+targets.
 
 Registers, shared memory and stack come from `cuobjdump -res-usage`, instructions from `nvdisasm`, both shipped with
 Triton. The inner loop is the longest backward branch; its instructions are counted per
