@@ -19,7 +19,7 @@ QUANT = (
     _fault(
         "codes round down", "quant", ".round().clamp(0, 2**bits - 1)", ".floor().clamp(0, 2**bits - 1)", "-k innerq"
     ),
-    _fault("codes may pass the last one", "quant", ".round().clamp(0, 2**bits - 1)", ".round()", "innerq.py"),
+    _fault("codes may pass the last one", "quant", ".round().clamp(0, 2**bits - 1)", ".round()", "robustness.py"),
     _fault("a range has one step too many", "quant", "(hi - lo) / (2**bits - 1)", "(hi - lo) / 2**bits", "-k squat"),
     _fault("codes fit parameters before float16", "quant", "half(lo)\n", "lo\n", "-k squat"),
     _fault("nan becomes the largest number", "quant", "nan=0.0", "nan=LIMIT", "robustness.py"),
@@ -111,7 +111,7 @@ INNERQ = (
     _fault("InnerQ forgets earlier chunks", "innerq", "torch.maximum(state, norm)", "norm", "-k innerq"),
     _fault("the norm without its root", "innerq", "norm = top.sqrt()", "norm = top", "-k innerq"),
     _fault("the worse mode wins", "innerq", "keepdim=True) < error", "keepdim=True) > error", "-k innerq"),
-    _fault("one code below the smallest", "innerq", ".clamp(-top, top)", ".clamp(-top - 1, top)", "innerq.py"),
+    _fault("nought is negative", "innerq", "pack_sign_words(signed >= 0)", "pack_sign_words(signed > 0)", "innerq.py"),
     _fault(
         "a norm is rounded after the keys were divided",
         "innerq",
