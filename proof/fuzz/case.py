@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from proof.oracle.trace import Trace
+from proof.oracle.trace import Trace, whole
+from vllm_kvq.formats import Geometry, get_format
 
 PLAIN = "auto"
 MAX_LEN = 640
 PLENTY = 24
 """Requests of the maximum length that a pool without a limit holds."""
-MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64}
+MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}
 """The model of every run: two layers, so that a wrong read in the first changes what the second stores."""
 
 
@@ -33,6 +34,25 @@ class Setup:
     policy: str = "fcfs"
     prefix_caching: bool = True
     kernels: str = "torch"
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_size", 1), ("budget", 1), ("max_seqs", 1), ("drafts", 0), ("lookup_min", 1)):
+            whole(name, getattr(self, name), least)
+        for name, choices in (
+            ("policy", ("fcfs", "priority")),
+            ("kernels", ("auto", "torch")),
+            ("draft_model", (False, True)),
+            ("prefix_caching", (False, True)),
+        ):
+            value = getattr(self, name)
+            if value not in choices or type(value) is not type(choices[0]):
+                raise ValueError(f"{name} is {value!r}; it takes one of {list(choices)}")
+        if self.pool is not None and (type(self.pool) not in (int, float) or not 1 <= self.pool <= 1000):
+            raise ValueError(f"pool is {self.pool!r}; it takes a number from 1 to 1000, or null")
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"options is {self.options!r}; it takes an object of options")
+        if self.format != PLAIN:
+            get_format(str(self.format)).bind(Geometry(MODEL["head_dim"], self.block_size), self.options)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -82,6 +102,16 @@ class Case:
     setup: Setup
     traces: tuple[Trace, ...]
 
+    def __post_init__(self) -> None:
+        for trace in self.traces:
+            if len({r.name for r in trace.requests}) < len(trace.requests):
+                raise ValueError("two requests of a trace have the same name")
+            for r in trace.requests:
+                if max(r.prompt) >= MODEL["vocab"]:
+                    raise ValueError(f"request {r.name!r} has token {max(r.prompt)}; the model knows {MODEL['vocab']}")
+                if len(r.prompt) + r.max_tokens > MAX_LEN:
+                    raise ValueError(f"request {r.name!r} may become longer than {MAX_LEN} tokens")
+
     def with_traces(self, traces: tuple[Trace, ...]) -> Case:
         """The first trace always begins with an empty prefix cache."""
         first = tuple(replace(t, reset=True) if i == 0 else t for i, t in enumerate(traces))
@@ -96,8 +126,15 @@ class Case:
         return {"setup": asdict(self.setup), "traces": [_short(t) for t in self.traces]}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Case:
-        return cls(Setup(**data["setup"]), ()).with_traces(tuple(Trace.from_json(t) for t in data["traces"]))
+    def from_json(cls, data: Any) -> Case:
+        """The inverse of `to_json`; ValueError for anything else."""
+        try:
+            setup, traces = Setup(**data["setup"]), tuple(Trace.from_json(t) for t in data["traces"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"it is no case ({type(error).__name__}: {error})") from error
+        if not traces:
+            raise ValueError("it has no trace")
+        return cls(setup, ()).with_traces(traces)
 
 
 def _short(trace: Trace) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--jobs and --minutes must be positive")
     try:
         case = Case.from_json(json.loads(options.replay.read_text())) if options.replay else None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         parser.error(f"--replay {options.replay} holds no case: {error}")
     os.environ["OMP_NUM_THREADS"] = "1"
     # engines that are no longer needed are killed, and multiprocessing warns of the semaphores that they leave behind

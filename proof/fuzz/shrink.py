@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from proof.fuzz.case import Case, Setup
+from proof.fuzz.case import Case
 from proof.oracle.trace import Request, Trace
 
 Fails = Callable[[Case], bool]
@@ -50,8 +50,9 @@ class Shrinker:
             self._drop_requests()
             for at in self._places():
                 self._plainer_request(at)
-            for setup in _plainer_setups(self.case.setup):
-                self._try(replace(self.case, setup=setup))
+            # each needs an engine of its own, so there are few
+            for change in _PLAINER_SETUP:
+                self._try(replace(self.case, setup=replace(self.case.setup, **change)))
         return self.case
 
     def _try(self, candidate: Case) -> bool:
@@ -150,9 +151,3 @@ def _without(case: Case, gone: set[At]) -> Case:
         if kept:
             traces.append(Trace(kept, trace.reset))
     return case.with_traces(tuple(traces))
-
-
-def _plainer_setups(setup: Setup) -> Iterator[Setup]:
-    """Each needs an engine of its own, so there are few."""
-    for change in _PLAINER_SETUP:
-        yield replace(setup, **change)

@@ -4,4 +4,215 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-FAULTS: tuple[Fault, ...] = ()
+HOME = "vllm_kvq/formats"
+TESTS = "tests/formats"
+PAPERS = f"{TESTS}/test_papers.py"
+
+
+def _fault(name: str, module: str, before: str, after: str, tests: str) -> Fault:
+    """`tests`: of tests/formats, or of test_papers.py where it is an option."""
+    where = f"{PAPERS} {tests}" if tests.startswith("-k") else f"{TESTS}/test_{tests}"
+    return Fault(name, f"{HOME}/{module}.py", before, after, where)
+
+
+QUANT = (
+    _fault(
+        "codes round down", "quant", ".round().clamp(0, 2**bits - 1)", ".floor().clamp(0, 2**bits - 1)", "-k innerq"
+    ),
+    _fault("codes may pass the last one", "quant", ".round().clamp(0, 2**bits - 1)", ".round()", "robustness.py"),
+    _fault("a range has one step too many", "quant", "(hi - lo) / (2**bits - 1)", "(hi - lo) / 2**bits", "-k squat"),
+    _fault("codes fit parameters before float16", "quant", "half(lo)\n", "lo\n", "-k squat"),
+    _fault("nan becomes the largest number", "quant", "nan=0.0", "nan=LIMIT", "robustness.py"),
+    _fault("the scale of equal values is zero", "quant", "half(x).clamp_min(TINY)", "half(x)", "robustness.py"),
+    _fault("a norm is infinite in float16", "quant", "x.clamp(-65504.0, 65504.0).half()", "x.half()", "robustness.py"),
+    _fault("only nan is counted as replaced", "quant", "(clean != f).sum()", "f.isnan().sum()", "robustness.py"),
+)
+SQUAT = (
+    _fault("lambda the wrong way up", "squat", "eye / self.lam", "eye * self.lam", "-k squat"),
+    _fault("the error is added once more", "squat", "block - z @ self._pull", "block + z @ self._pull", "-k squat"),
+    _fault("the newest error on the original keys", "squat", "s) - x[..., at]", "s) - block", "squat.py"),
+    _fault("the block itself is not open", "squat", "u[..., start:]", "u[..., start + self.block :]", "-k squat"),
+    _fault("singular values are squared", "squat", ".clamp_min(0).sqrt()", ".clamp_min(0)", "-k squat"),
+    _fault(
+        "SQuat keeps the first chunk's subspace",
+        "squat",
+        "gram = gram + before",
+        "gram = before",
+        "-k squat",
+    ),
+    _fault(
+        "a chunk weighs twice what came before",
+        "squat",
+        "gram = gram + before.transpose",
+        "gram = 2 * gram + before.transpose",
+        "-k squat",
+    ),
+    _fault(
+        "the weakest directions",
+        "squat",
+        "eigenvalues[:, -self.state_rows :].flip(-1)",
+        "eigenvalues[:, : self.state_rows]",
+        "-k squat",
+    ),
+)
+QJL = (
+    _fault(
+        "the Gaussian's constant on the sphere",
+        "qjl",
+        "math.sqrt(math.pi / d) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))",
+        "math.sqrt(math.pi / 2)",
+        "-k qjl_constant",
+    ),
+    _fault(
+        "the outliers' constant is the head's", "qjl", "sphere_constant(self.n)", "sphere_constant(self.d)", "-k qjl"
+    ),
+    _fault("the inliers' norm is the key's", "qjl", "half(inner.norm(dim=-1))", "half(x.norm(dim=-1))", "-k qjl"),
+    _fault("QJL forgets earlier chunks", "qjl", "state is None else state + new", "state is None else new", "-k qjl"),
+    _fault("a prompt of 32 tokens is too short", "qjl", "state[:, 1, :1] >= SLAB", "state[:, 1, :1] > SLAB", "-k qjl"),
+    _fault(
+        "norms of the outliers count twice in a score",
+        "qjl",
+        "self._outliers(fields) - rows @",
+        "self._outliers(fields) + rows @",
+        "-k qjl",
+    ),
+    _fault("sketches of two layers overlap", "qjl", "+ 2 * geometry.layer", "+ geometry.layer", "qjl.py"),
+    _fault("outliers in any order", "qjl", ".indices.sort(dim=-1).values", ".indices", "qjl.py"),
+)
+POLAR = (
+    _fault("angles at the edge of their cell", "polar", "phi0 + (angle + 0.5)", "phi0 + angle", "polar.py"),
+    _fault("radii at the edge of their cell", "polar", "r0 + (radius + 0.5)", "r0 + radius", "polar.py"),
+    _fault(
+        "the gap is looked for one angle too far",
+        "polar",
+        "torch.cat([s[:, :1] + TURN - s[:, -1:], s[:, 1:] - s[:, :-1]], dim=1)",
+        "torch.cat([s[:, 1:] - s[:, :-1], s[:, :1] + TURN - s[:, -1:]], dim=1)",
+        "polar.py",
+    ),
+    _fault(
+        "an angle wraps around the circle",
+        "polar",
+        "torch.remainder(phi - phi0[:, None] + gap[:, None] / 2, TURN) - gap[:, None] / 2",
+        "torch.remainder(phi - phi0[:, None], TURN)",
+        "polar.py",
+    ),
+    _fault(
+        "the paper's angles are clamped",
+        "polar",
+        "torch.remainder((phi / (TURN / 2**self.m)).round(), 2**self.m)",
+        "(phi / (TURN / 2**self.m)).round().clamp(0, 2**self.m - 1)",
+        "polar.py",
+    ),
+    _fault("neighbours of pairs", "polar", "(2 * first, 2 * first + 1)", "(first, first + 1)", "polar.py"),
+    _fault("pairs across the whole head", "polar", "first + rotary // 2)", "first + d // 2)", "polar.py"),
+)
+INNERQ = (
+    _fault("a dead channel's norm is not floored", "innerq", ".clamp_min(2.0**-6)", "", "innerq.py"),
+    _fault("InnerQ forgets earlier chunks", "innerq", "torch.maximum(state, norm)", "norm", "-k innerq"),
+    _fault("the norm without its root", "innerq", "norm = top.sqrt()", "norm = top", "-k innerq"),
+    _fault("the worse mode wins", "innerq", "keepdim=True) < error", "keepdim=True) > error", "-k innerq"),
+    _fault("nought is negative", "innerq", "pack_sign_words(signed >= 0)", "pack_sign_words(signed > 0)", "innerq.py"),
+    _fault(
+        "a norm is rounded after the keys were divided",
+        "innerq",
+        "half(norm).clamp_min",
+        "norm.clamp_min",
+        "innerq.py",
+    ),
+)
+LAYOUT = (
+    _fault(
+        "a group's last channel is left out",
+        "values",
+        "slice(g * self.group, (g + 1) * self.group)",
+        "slice(g * self.group, (g + 1) * self.group - 1)",
+        "accuracy.py -k within_bounds",
+    ),
+    _fault(
+        "scales lie token by token",
+        "values",
+        "torch.cat(scales, -1).transpose(-2, -1)",
+        "torch.cat(scales, -1).reshape(*x.shape[:-2], self.groups, SLAB)",
+        "accuracy.py -k within_bounds",
+    ),
+    _fault(
+        "planes of neighbouring channels",
+        "planes",
+        "split[..., i, :] << (bits * i)",
+        "split[..., p - i, :] << (bits * i)",
+        "planes.py",
+    ),
+    _fault("a page of another making is read", "page", " & (head[:, :4].view(torch.int32) == MAGIC)", "", "page.py"),
+    _fault(
+        "a window is rounded down",
+        "page",
+        "round_up(self.settings.W, self.unit)",
+        "self.settings.W // self.unit * self.unit",
+        "page.py",
+    ),
+    _fault(
+        "head padding is not counted",
+        "page",
+        "(2 * self.N * self.geometry.head_size)",
+        "(2 * self.N * self.geometry.d)",
+        "page.py",
+    ),
+    _fault(
+        "records on 64-byte boundaries",
+        "page",
+        "self.slab_region.nbytes, 128)",
+        "self.slab_region.nbytes, 64)",
+        "page.py",
+    ),
+    _fault(
+        "fields touch each other",
+        "fields",
+        "end = round_up(end + f.nbytes, ALIGN)",
+        "end = end + f.nbytes",
+        "fields.py",
+    ),
+)
+OPTIONS = (
+    _fault("true is a number", "option", "and not isinstance(value, bool)\n        if", "\n        if", "options.py"),
+    _fault(
+        "the largest value is refused",
+        "option",
+        "self.low <= value <= self.high",
+        "self.low <= value < self.high",
+        "options.py",
+    ),
+    _fault(
+        "an option is accepted and ignored",
+        "settings",
+        "if name not in read:\n",
+        "if name not in readers():\n",
+        "options.py",
+    ),
+    _fault("a null is a default", "settings", "if value is None:", "if value is ...:", "options.py"),
+    _fault(
+        "a default of another codec's option",
+        "table",
+        "if name not in own or own[name] in shared",
+        "if True",
+        "options.py",
+    ),
+    _fault("the factor upside down", "table", "16 / self.bits_per_element", "self.bits_per_element", "docs.py"),
+)
+ROUNDTRIP = (
+    _fault("the first token fills the last group", "roundtrip", ".clamp_max(tokens - 1)", " % tokens", "robustness.py"),
+    _fault(
+        "heads take each other's state",
+        "roundtrip",
+        "state.repeat_interleave(units, dim=0)",
+        "state.repeat(units, 1, 1)",
+        "accuracy.py",
+    ),
+    _fault(
+        "query heads of another KV head",
+        "roundtrip",
+        "query.reshape(tokens, heads, query_heads // heads, d).transpose(0, 1)",
+        "query.reshape(tokens, query_heads // heads, heads, d).transpose(0, 2)",
+        "accuracy.py",
+    ),
+)
+FAULTS: tuple[Fault, ...] = (*QUANT, *SQUAT, *QJL, *POLAR, *INNERQ, *LAYOUT, *OPTIONS, *ROUNDTRIP)

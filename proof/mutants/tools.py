@@ -4,4 +4,185 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-FAULTS: tuple[Fault, ...] = ()
+SOAK = "tests/test_soak.py -k 'not short'"
+VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
+FIGURES = "tests/test_figures.py"
+
+FAULTS: tuple[Fault, ...] = (
+    # soak
+    Fault("the soak ignores its clients' errors", "proof/soak/main.py", "tally.failed(error)", "pass", SOAK),
+    Fault("the soak always passes", "proof/soak/main.py", "int(bool(report.problems()))", "0", SOAK),
+    Fault("all of the soak is warm-up", "proof/soak/main.py", "20 * options.minutes", "0", SOAK),
+    Fault(
+        "late requests are not waited for",
+        "proof/soak/main.py",
+        "if not now.running and not now.waiting:",
+        "if True:",
+        SOAK,
+    ),
+    Fault(
+        "the log is read after the end",
+        "proof/soak/main.py",
+        "complaints = [line for line in server.read_log().splitlines() if ERROR.search(line)]\n"
+        "        status = server.stop()\n",
+        "status = server.stop()\n"
+        "        complaints = [line for line in server.read_log().splitlines() if ERROR.search(line)]\n",
+        SOAK,
+    ),
+    Fault(
+        "memory that shrinks is growth",
+        "proof/soak/watch.py",
+        "self.end / self.begin - 1",
+        "self.begin / self.end - 1",
+        SOAK,
+    ),
+    Fault(
+        "blocks in use at the end",
+        "proof/soak/report.py",
+        "if self.final.used_blocks:",
+        "if self.final.used_blocks < 0:",
+        SOAK,
+    ),
+    Fault(
+        "a stop string may stand in an answer",
+        "proof/soak/client.py",
+        "if word in answer.texts[at]",
+        "if word == answer.texts[at]",
+        SOAK,
+    ),
+    Fault("answers that end early", "proof/soak/client.py", "and tokens != most", "and tokens > most", SOAK),
+    # fuzz
+    Fault(
+        "the fuzzer's exit status is always 0", "proof/fuzz/main.py", "int(session.finding is not None)", "0", VERDICTS
+    ),
+    Fault("a replay's exit status is always 0", "proof/fuzz/main.py", "int(bool(verdict.mismatches))", "0", VERDICTS),
+    Fault(
+        "a session goes on after a mismatch",
+        "proof/fuzz/session.py",
+        "return self._found(Case(setup, tuple(new)), Case(setup, tuple(traces)), verdict)\n            if this",
+        "pass\n            if this",
+        VERDICTS,
+    ),
+    Fault(
+        "a lane that breaks is forgotten",
+        "proof/fuzz/session.py",
+        "            raise self.error\n",
+        "            self.stop.set()\n",
+        VERDICTS,
+    ),
+    Fault(
+        "an engine that fails is no mismatch",
+        "proof/fuzz/attempt.py",
+        'Verdict(mismatches=[f"the engine failed: {error}"])',
+        "Verdict()",
+        VERDICTS,
+    ),
+    Fault(
+        "the fuzzer does not look for leaks",
+        "proof/fuzz/attempt.py",
+        "[leak for r in results for leak in leaks(r)]",
+        "[]",
+        VERDICTS,
+    ),
+    Fault("every difference is a tie", "proof/fuzz/attempt.py", "found) < near", "found) > -1", VERDICTS),
+    Fault(
+        "a plainer setup is taken back",
+        "proof/fuzz/shrink.py",
+        "replace(self.case.setup, **change)",
+        "replace(self.path[0].setup, **change)",
+        VERDICTS,
+    ),
+    # oracle
+    Fault("no block leaks", "proof/oracle/verdict.py", "[] if before == after", "[] if before >= after", VERDICTS),
+    Fault(
+        "only the first tokens are compared",
+        "proof/oracle/compare.py",
+        "if a[:length] != b[:length]:",
+        "if a[:2] != b[:2]:",
+        VERDICTS,
+    ),
+    Fault(
+        "answers may end early",
+        "proof/oracle/compare.py",
+        "  length = min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))",
+        "  length = min(len(a), len(b))",
+        VERDICTS,
+    ),
+    Fault("all mismatches are ties", "proof/oracle/judge.py", "> statistics.stdev(wrong[c])", "> 1e9", VERDICTS),
+    Fault("none is a tie by its distance", "proof/oracle/judge.py", "> statistics.stdev(wrong[c])", "> 0", VERDICTS),
+    Fault(
+        "a broken history is trusted",
+        "proof/oracle/judge.py",
+        "if history.problems:",
+        "if not history.lives:",
+        VERDICTS,
+    ),
+    Fault(
+        "the reference likes the least likely token",
+        "proof/oracle/judge.py",
+        "logits.amax(1) -",
+        "logits.amin(1) -",
+        "tests/test_verdicts.py -k by_the_reference",
+    ),
+    # bench and eval
+    Fault(
+        "bench's ratio is upside down",
+        "vllm_kvq/bench/timing.py",
+        "statistics.median(b / t for",
+        "statistics.median(t / b for",
+        FIGURES,
+    ),
+    Fault(
+        "bench's times are those of the best round",
+        "vllm_kvq/bench/timing.py",
+        "middle = statistics.median(times[name])",
+        "middle = min(times[name])",
+        FIGURES,
+    ),
+    Fault(
+        "targets are met from below",
+        "vllm_kvq/bench/attention.py",
+        "if row.ratio[b] < t]",
+        "if row.ratio[b] > t]",
+        FIGURES,
+    ),
+    Fault("a copy's bytes are counted once", "vllm_kvq/bench/timing.py", "2 * len(source) /", "len(source) /", FIGURES),
+    Fault("decoding counts its prompt", "vllm_kvq/bench/decode.py", " - _seconds(llm, prompts, 1)", "", FIGURES),
+    Fault("decode's exit status", "vllm_kvq/bench/decode.py", "return 1 if slow else 0", "return 0", FIGURES),
+    Fault(
+        "serve's ratio is upside down",
+        "vllm_kvq/bench/serve.py",
+        "statistics.median(a.step / b.step",
+        "statistics.median(b.step / a.step",
+        FIGURES,
+    ),
+    Fault(
+        "a warm first token is taken for a cold one",
+        "vllm_kvq/bench/serve.py",
+        "(statistics.median(pair[i].first for pair in cold)",
+        "(statistics.median(pair[i].first for pair in turns)",
+        FIGURES,
+    ),
+    Fault(
+        "a chunk's ratio is upside down",
+        "vllm_kvq/bench/prefill.py",
+        "statistics.median(a / b for a, b",
+        "statistics.median(b / a for a, b",
+        FIGURES,
+    ),
+    Fault("a GPU's ratio is upside down", "vllm_kvq/bench/gpu.py", "{x / took:.2f}", "{took / x:.2f}", FIGURES),
+    Fault(
+        "errors of queries that were fitted",
+        "vllm_kvq/eval/error_table.py",
+        "score_error(new, key",
+        "score_error(seen, key",
+        FIGURES,
+    ),
+    Fault(
+        "errors relative to the wrong scores",
+        "vllm_kvq/eval/synthetic.py",
+        "/ exact.norm()",
+        "/ scores(query, key_hat).norm()",
+        FIGURES,
+    ),
+)

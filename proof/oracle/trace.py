@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+LARGEST = 2**31 - 1
+
+
+def whole(what: str, value: Any, least: int) -> None:
+    """Refuses what is no whole number from `least` to LARGEST."""
+    if type(value) is not int or not least <= value <= LARGEST:
+        raise ValueError(f"{what} is {value!r}; it takes a whole number from {least} to {LARGEST}")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -23,8 +31,24 @@ class Request:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.prompt or self.max_tokens < 1 or self.n < 1 or self.arrival < 0:
-            raise ValueError(f"request {self.name!r} needs a prompt, max_tokens >= 1, n >= 1 and arrival >= 0")
+        for what, least in (("max_tokens", 1), ("n", 1), ("arrival", 0)):
+            whole(what, getattr(self, what), least)
+        if not all(isinstance(x, tuple) for x in (self.prompt, self.stop, self.stop_token_ids)):
+            raise ValueError(f"request {self.name!r} takes tuples of tokens and of words")
+        if not self.prompt:
+            raise ValueError(f"request {self.name!r} needs a prompt")
+        for token in (*self.prompt, *self.stop_token_ids):
+            whole("a token", token, 0)
+        if self.abort_after is not None:
+            whole("abort_after", self.abort_after, 1)
+        for what, kind in (("name", str), ("priority", int), ("seed", int)):
+            value = getattr(self, what)
+            if type(value) is not kind and not (what == "seed" and value is None):
+                raise ValueError(f"{what} is {value!r}; it takes a {kind.__name__}")
+        if type(self.temperature) not in (int, float) or not 0 <= self.temperature <= 10:
+            raise ValueError(f"temperature is {self.temperature!r}; it takes a number from 0 to 10")
+        if not all(isinstance(word, str) and word for word in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; it takes words")
 
 
 @dataclass(frozen=True)
@@ -37,11 +61,16 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
+        """ValueError, TypeError, KeyError or AttributeError where it is no trace."""
+
         def request(fields: dict[str, Any]) -> Request:
             lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
             return Request(**{**fields, **lists})
 
-        return cls(tuple(request(r) for r in data["requests"]), data.get("reset", False))
+        requests, reset = tuple(request(r) for r in data["requests"]), data.get("reset", False)
+        if not requests or not isinstance(reset, bool):
+            raise ValueError(f"a trace needs requests, and 'reset' true or false, not {reset!r}")
+        return cls(requests, reset)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -23,9 +23,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 
-from proof.soak.client import place
+from proof.soak.client import BadAnswer, place
 from proof.soak.load import MAX_LEN, MODEL, VOCAB, Load, Order
 from proof.soak.report import TOTAL, Report, Tally
 from proof.soak.watch import Trend, metrics, tree_rss, trend
@@ -94,11 +95,14 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
         server.wait_until_healthy(START_SECONDS)
         print(f"soak: {options.format}, {options.minutes:g} minutes, {options.clients} clients", flush=True)
         samples = _drive(server, tally, options)
-        _drain(server.url)
-        place(
-            server.url, Order((20, 21), 1)
-        )  # the metrics are those of the last step: this one, with no other request beside it
-        final = metrics(server.url)
+        try:
+            _drain(server.url)
+            # the metrics are those of the last step: this one, with no other request beside it
+            place(server.url, Order((20, 21), 1))
+            final = metrics(server.url)
+        except (OSError, HTTPException, BadAnswer) as error:
+            tail = server.read_log().splitlines()[-20:]
+            raise ServerError(f"the server does not answer after the last client: {error}", tail) from error
         # read before the server is stopped: its API process may see the engine end first, which it calls an error
         complaints = [line for line in server.read_log().splitlines() if ERROR.search(line)]
         status = server.stop()

@@ -132,6 +132,20 @@ def test_changing_a_codec_brings_its_options() -> None:
     assert "not read by squat2" in refusal("squat2", {"keys": "kivi", "r": 4})
 
 
+def test_defaults_follow_their_option_to_another_codec() -> None:
+    """And stay behind where the codec has no such option."""
+    settings = FORMATS["squat4"].settings
+    assert settings({"keys": "kivi"}).get("key_bits") == 4
+    assert settings({"keys": "qjl"}).get("key_bits") is None
+    assert settings({"keys": "qjl"}).get("value_bits") == 4
+    assert FORMATS["polar4"].settings({"values": "innerq"}).get("group") is None
+    assert FORMATS["polar4"].settings({"values": "raw"}).get("value_bits") is None
+    for fmt in FORMATS.values():
+        for keys in key_codecs():
+            for values in value_codecs():
+                assert fmt.bind(Geometry(128, 64), {"keys": keys, "values": values}).bits_per_element > 2
+
+
 def test_pairing_replaces_that_of_the_geometry() -> None:
     bound = FORMATS["polar4"].bind(Geometry(128, 64, pairing="half"), {"pairing": "interleaved"})
     assert bound.geometry.pairing == "interleaved"

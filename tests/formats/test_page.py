@@ -191,6 +191,17 @@ def test_partial_pages(name: str) -> None:
     assert torch.equal(key[:, 32:64], want[HEADS:])
 
 
+@pytest.mark.parametrize("head", [0, MAGIC - 1, MAGIC ^ (1 << 31)])
+def test_what_is_no_page_is_not_packed(head: int) -> None:
+    """Flags alone don't make one: blocks hold whatever vLLM kept in them before."""
+    fmt = bind("squat2", 64, 128)
+    pages = torch.zeros(1, HEADS, fmt.record_bytes, dtype=torch.uint8)
+    fmt.write(pages, torch.tensor([0]), torch.tensor([2]), units(fmt, 1))
+    assert fmt.packed_slabs(pages, torch.tensor([0])).tolist() == [[False, False, True, False]]
+    pages[:, :, :4] = torch.tensor([head & 0xFFFFFFFF]).view(torch.uint8)[:4]
+    assert not fmt.packed_slabs(pages, torch.tensor([0])).any()
+
+
 def test_page_wide_formats_are_packed_whole() -> None:
     fmt = bind("polar4", 64, 128)
     assert fmt.unit == 128

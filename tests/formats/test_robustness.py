@@ -226,3 +226,31 @@ def test_inputs_are_not_modified(name: str, d: int) -> None:
         assert torch.equal(x, y)
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["kivi2", "kivi4"])
+def test_a_group_far_from_zero_leaves_its_neighbours_alone(name: str) -> None:
+    """In float16 its zero is off by more than its range: codes must not run over into other channels' bits."""
+    x = normal(32, 1, 64)
+    plain = roundtrip(name, x, x)
+    for channel in (0, 17, 63):
+        far = x.clone()
+        far[:, :, channel] = 3001.9 + 0.01 * x[:, :, channel]
+        key, _ = roundtrip(name, far, x)
+        others = torch.arange(64) != channel
+        assert torch.equal(key[..., others], plain[0][..., others])
+    # values: groups of 32 channels of a token
+    far = x.clone()
+    far[5, :, 32:] = 3001.9 + 0.01 * x[5, :, 32:]
+    _, value = roundtrip(name, x, far)
+    assert torch.equal(value[5, :, :32], plain[1][5, :, :32])
+    assert ((value - far)[5, :, 32:].abs() < 2).all()
+
+
+@pytest.mark.parametrize("name", ["kivi2", "polar4", "innerq2"])
+@pytest.mark.parametrize("tokens", [1, 33, 95])
+def test_the_last_token_completes_its_group(name: str, tokens: int) -> None:
+    key, value = normal(tokens, 2, 64), normal(tokens, 2, 64, seed=1)
+    longer = [torch.cat([x, x[-1:].expand(128 - tokens, -1, -1)]) for x in (key, value)]
+    for short, long in zip(roundtrip(name, key, value), roundtrip(name, *longer), strict=True):
+        assert torch.equal(short, long[:tokens])

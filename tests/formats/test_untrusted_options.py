@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
-from vllm_kvq.formats.table import declared_options
+from vllm_kvq.formats.settings import Settings
+from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
 
 HOSTILE = [
     "__class__",
@@ -30,6 +31,7 @@ SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats
 JSON = st.recursive(
     SCALARS, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=9), x, max_size=4), max_leaves=12
 )
+CODECS = {"keys": key_codecs(), "values": value_codecs()}
 NAMES = st.sampled_from([*(option.name for option, _ in declared_options()), *HOSTILE]) | st.text(max_size=12)
 
 
@@ -60,3 +62,28 @@ def test_anything_in_the_place_of_the_object(value: Any) -> None:
 
     got = answer(lambda: kvq_options(SimpleNamespace(additional_config={"kvq": value})))
     assert isinstance(got, dict) or one_sentence(got)
+
+
+ODD = JSON | st.binary(max_size=9) | st.dates() | st.complex_numbers() | st.tuples(JSON) | st.frozensets(SCALARS)
+KEYS = NAMES | SCALARS | st.binary(max_size=3)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(FORMATS)), st.dictionaries(KEYS, ODD, max_size=3))
+def test_any_object_of_python(name: str, options: dict[Any, Any]) -> None:
+    """`LLM(additional_config=...)` takes more than JSON has. What is taken can be bound."""
+    from vllm_kvq.integration.setup import bind, settings_of
+
+    config = SimpleNamespace(additional_config={"kvq": options}, cache_config=SimpleNamespace(cache_dtype=name))
+    got = answer(lambda: settings_of(config))
+    if isinstance(got, Settings):
+        got = answer(lambda: bind(config, Geometry(64, 64)))
+    assert isinstance(got, PageFormat) or one_sentence(got)
+
+
+@given(st.sampled_from(sorted(FORMATS)), JSON)
+def test_any_name_of_a_codec(name: str, value: Any) -> None:
+    for half in ("keys", "values"):
+        got = answer(lambda: FORMATS[name].settings({half: value}))  # noqa: B023
+        assert isinstance(got, Settings) == (isinstance(value, str) and value in CODECS[half])
+        assert isinstance(got, Settings) or one_sentence(got)

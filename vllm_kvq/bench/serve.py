@@ -32,6 +32,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_kvq.bench.random_model import random_model
@@ -158,13 +159,29 @@ def gain(share: float, kernel: float) -> float:
     return 1 / (1 - share + share / kernel)
 
 
+def model_shape(config: Any, context: int, batch: int) -> Shape:
+    """The attention of one layer, from what config.json holds; up to four layers' caches are rotated."""
+    if not isinstance(config, dict):
+        raise ValueError("it does not hold a model's configuration")
+
+    def size(name: str) -> int:
+        if type(value := config.get(name)) is not int or not 0 < value < 2**20:
+            raise ValueError(f"{name} is {value!r}; it has to be a whole number from 1 on")
+        return value
+
+    heads = size("num_attention_heads")
+    head_size = size("head_dim") if config.get("head_dim") else size("hidden_size") // heads
+    caches = min(size("num_hidden_layers"), 4)
+    return Shape(context, batch, heads, size("num_key_value_heads"), head_size, VLLM_BLOCK, caches)
+
+
 def kernel_ratio(name: str, model: Path, context: int, batch: int, rounds: int) -> float:
     """vLLM's time for the model's attention in bf16 over ours, one layer, alone in this process."""
-    config = json.loads((model / "config.json").read_text())
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_size = config.get("head_dim") or hidden // heads
-    caches = min(config["num_hidden_layers"], 4)
-    shape = Shape(context, batch, heads, config["num_key_value_heads"], head_size, VLLM_BLOCK, caches)
+    path = model / "config.json"
+    try:
+        shape = model_shape(json.loads(path.read_text(encoding="utf-8")), context, batch)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ServerError(f"{path}: {error}") from error
     candidates = {"bf16": vllm_candidate(shape, "auto"), name: kvq_candidate(shape, name)}
     return compare(candidates, rounds, 1.0)[1].ratio["bf16"]
 

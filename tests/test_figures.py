@@ -1,0 +1,257 @@
+"""What bench and eval print: ratios the right way up, verdicts on them, errors; from times and tensors made up here."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from vllm_kvq.bench import attention, decode, gpu, prefill, serve, timing
+from vllm_kvq.bench.steps import Candidate
+from vllm_kvq.bench.timing import Row
+from vllm_kvq.eval import error_table
+from vllm_kvq.eval.synthetic import score_error
+from vllm_kvq.kernels.cpu.library import ISAS
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+class Clock:
+    """Moves when a step is run."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def step(self, seconds: Callable[[int], float]) -> Callable[[], object]:
+        """One that takes so long when it is run for the so manyth time."""
+        calls = iter(range(10**6))
+
+        def run() -> None:
+            self.now += seconds(next(calls))
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(timing, "time", made)
+    return made
+
+
+def test_ratios_are_times_as_fast(clock: Clock) -> None:
+    """Of the median round: one that the machine slept through changes nothing."""
+    candidates = {
+        "bf16": Candidate([clock.step(lambda i: 0.8 if i == 5 else 0.016)], 64_000_000),
+        "fp8": Candidate([clock.step(lambda i: 0.010)], 32_000_000),
+        "squat2": Candidate([clock.step(lambda i: 0.9 if i == 9 else 0.002)] * 2, 10_000_000),
+    }
+    rows = {row.name: row for row in timing.compare(candidates, 9, bandwidth=10e9)}
+    assert rows["squat2"].ratio == pytest.approx({"bf16": 8.0, "fp8": 5.0})
+    assert rows["bf16"].ratio == pytest.approx({"bf16": 1.0, "fp8": 0.625})
+    assert (rows["squat2"].ms, rows["squat2"].best) == pytest.approx((2.0, 2.0))
+    assert rows["squat2"].gb_per_s == pytest.approx(5.0)
+    # ten million bytes take a copy one millisecond
+    assert rows["squat2"].floor == pytest.approx(2.0)
+
+
+def test_best_is_the_fastest_round(clock: Clock) -> None:
+    steps = [clock.step(lambda i: 0.004 if i < 8 else 0.006)]
+    row = timing.compare({"squat2": Candidate(steps, 1)}, 9, 1.0)[0]
+    assert (row.best, row.ms) == pytest.approx((4.0, 6.0))
+    assert row.ratio == {}
+
+
+def test_bandwidth_counts_what_is_read_and_written(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "seconds_per_step", lambda steps, repeats: 0.001)
+    assert timing.copy_bandwidth(1_000_000, 3) == pytest.approx(1e9)
+
+
+@pytest.mark.parametrize(
+    ("isa", "ratios", "verdict"),
+    [
+        ("avx512", (8.0, 5.0), "target met"),
+        ("avx512", (9.0, 5.5), "target met"),
+        ("avx512", (7.2, 5.0), "10% below 8 x bf16"),
+        ("avx512", (8.0, 4.0), "20% below 5 x fp8"),
+        ("avx512", (4.0, 2.5), "50% below 8 x bf16, 50% below 5 x fp8"),
+        ("avx2", (2.5, 0.0), "target met"),
+        ("avx2", (2.0, 0.0), "20% below 2.5 x bf16"),
+        ("portable", (0.1, 0.1), ""),
+    ],
+)
+def test_targets(isa: str, ratios: tuple[float, float], verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"avx2", "avx512"} <= set(ISAS)
+    monkeypatch.setattr(attention, "ISAS", [isa])
+    monkeypatch.setattr(attention, "isa", lambda: 0)
+    row = Row("squat2", 1.0, 1.0, 1, 1.0, dict(zip(("bf16", "fp8"), ratios, strict=True)))
+    figures = attention.line(row, False)
+    assert attention.line(row, True) == figures + (f"  {verdict}" if verdict else "")
+    assert f"{ratios[0]:.2f} x bf16" in figures
+    assert not attention.line(Row("bf16", 1.0, 1.0, 1, 1.0, {"bf16": 1.0}), True).endswith("met")
+
+
+@pytest.mark.parametrize(("least", "status"), [(0.0, 0), (1.9, 0), (2.1, 1)])
+def test_decode(least: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half a second for each of bf16's tokens, a quarter for ours; the prompt takes its time and does not count."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setattr(decode, "_engine", lambda model, dtype, *_: 0.5 if dtype == "auto" else 0.25)
+    monkeypatch.setattr(decode, "_seconds", lambda each, prompts, tokens: 7 + each * tokens)
+    monkeypatch.setattr("sys.argv", ["bench", "--model", "m", "--batch", "4", "--min-ratio", str(least)])
+    assert decode.main() == status
+    printed = capsys.readouterr().out
+    assert printed.startswith("squat2: 16 tokens/s, bf16 8 tokens/s, ratio 2.00 ")
+    assert (f"slower than {least} of bf16: squat2" in printed) == bool(status)
+
+
+def test_serve_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours takes half as long; cold first tokens and warm steps are not mixed up."""
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def turn(url: str, prompts: list[list[int]], tokens: int) -> serve.Turn:
+        warm = (url, tuple(prompts[0])) in seen
+        seen.append((url, tuple(prompts[0])))
+        scale = 1.0 if url == "plain" else 0.5
+        return serve.Turn(scale * (0.001 if warm else 0.4), scale * 0.02)
+
+    monkeypatch.setattr(serve, "take_turn", turn)
+    cell = serve.measure(("plain", "packed"), "squat2", 64, 2, Namespace(cold=2, rounds=3, tokens=8))
+    assert (cell.ratio, cell.first_ratio) == pytest.approx((2.0, 2.0))
+    assert (cell.plain, cell.packed) == (serve.Turn(0.4, 0.02), serve.Turn(0.2, 0.01))
+    # half of the step is what the context costs, and its kernel is four times as fast: 1 / (1/2 + 1/8)
+    words = cell.text(0.5, 4.0).split()
+    assert words == [
+        "64",
+        "2",
+        "20.00",
+        "10.00",
+        "2.00",
+        "100.0",
+        "200.0",
+        "400",
+        "200",
+        "2.00",
+        "50%",
+        "4.00",
+        "1.60",
+        "2.00",
+    ]
+    assert cell.text(None, 4.0).split()[-2:] == ["2.00", "4.00"]
+
+
+def test_serve_share(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The part of bf16's step that was not there at the shortest context."""
+
+    def measured(urls: Any, name: str, context: int, batch: int, args: Any) -> serve.Cell:
+        plain = serve.Turn(0.4, 0.010 if context == 64 else 0.040)
+        return serve.Cell(context, batch, plain, serve.Turn(0.2, 0.010), 1.0, 2.0)
+
+    monkeypatch.setattr(serve, "measure", measured)
+    monkeypatch.setattr(serve, "both", lambda *_: None)
+    monkeypatch.setattr(serve, "server", lambda *_: MagicMock())
+    args = Namespace(context=[256, 64], batch=[2], folder=tmp_path, tokens=8)
+    serve.against("squat2", tmp_path, MagicMock(), args, 512, {(64, 2): 2.0, (256, 2): 3.0})
+    first, second = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    assert (first[0], second[0]) == ("64", "256")
+    assert second[-4:] == ["75%", "3.00", "2.00", "4.00"]
+
+
+def test_serve_kernel(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 4, "hidden_size": 256, "num_key_value_heads": 2, "num_hidden_layers": 3})
+    )
+    monkeypatch.setattr(serve, "vllm_candidate", lambda shape, _: Candidate([clock.step(lambda i: 0.012)], 9))
+    monkeypatch.setattr(serve, "kvq_candidate", lambda shape, _: Candidate([clock.step(lambda i: 0.004)], 3))
+    assert serve.kernel_ratio("squat2", tmp_path, 64, 1, 3) == pytest.approx(3.0)
+
+
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
+    """A prompt's update takes 0.3 seconds, 0.1 of them the fit, our attention 1 second."""
+    packed = MagicMock()
+    packed.fit.return_value, packed.update.return_value, packed.attend.return_value = 0.1, 0.3, 1.0
+    monkeypatch.setattr(prefill, "Packed", lambda *_: packed)
+    monkeypatch.setattr(prefill, "seconds", lambda call: call())
+    return packed
+
+
+def test_prefill(one_layer: MagicMock) -> None:
+    """vLLM's attention takes 2 seconds."""
+    q, k, v = (torch.zeros(64, heads, 64) for heads in (4, 2, 2))
+    plain: Any = SimpleNamespace(attend=lambda: 2.0)
+    row = prefill.prompt_row("squat2", q, k, v, plain, 3)
+    assert "fit   100.0 ms  pack   200.0 ms" in row
+    assert "vLLM  2000.0 ms, ours  1000.0 ms" in row
+    assert row.endswith("fit   5.0% + pack  10.0% of vLLM's")
+    assert prefill.chunk_row("squat2", q, k, v, 128, plain, 3).endswith(" 2.00 times vLLM's speed")
+
+
+def test_gpu_rows() -> None:
+    """1 us against 3 us of bf16 and 2 of fp8; half a megabyte a microsecond is half of what a copy reads and writes."""
+    row = gpu.line("squat2", gpu.Shape(8, 1024), 1e-6, 3e-6, 2e-6, 1.5e-6, 500_000, 1e12).split()
+    assert row == ["squat2", "8", "1024", "1.0", "3.0", "2.0", "1.5", "3.00", "2.00", "0.5", "50%"]
+    assert gpu.line("x", gpu.Shape(1, 1), 1e-6, 3e-6, None, 1e-6, 1, 1e12).count("n.m.") == 2
+    text = gpu.summary("squat2", 2, [(1000, 5e-6, 4e-6), (2000, 6e-6, 6e-6), (4000, 10e-6, 12e-6)])
+    assert text.split()[-3:] == ["1.000", "break-even", "2000"]
+    assert gpu.summary("squat2", 1, [(1000, 5e-6, 4e-6)]).endswith("break-even none")
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+def test_score_error_is_relative() -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key = torch.randn(20, 4, 64, generator=g), torch.randn(30, 2, 64, generator=g)
+    assert score_error(query, key, key) == 0
+    assert score_error(query, key, 1.1 * key) == pytest.approx(0.1, rel=1e-4)
+    assert score_error(query, key, torch.zeros_like(key)) == pytest.approx(1.0)
+    # an error that no query sees is none; query heads 0 and 1 share KV head 0
+    query[:, :2, 5] = 0
+    wrong = key.clone()
+    wrong[:, 0, 5] += 100
+    assert score_error(query, key, wrong) < 1e-6
+    wrong[:, 1, 5] += 100
+    assert score_error(query, key, wrong) > 1
+
+
+def test_the_error_table_measures_on_queries_that_were_not_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves: list[torch.Tensor] = []
+
+    def roundtrip(
+        name: str, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, **options: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert (name, options) == ("squat2", {"g": 16})
+        halves.append(query)
+        return 1.25 * key, value
+
+    def measured(query: torch.Tensor, key: torch.Tensor, hat: torch.Tensor) -> float:
+        seen = halves[-1]
+        assert len(query) == len(seen) == len(key) // 2
+        assert not torch.equal(query, seen)
+        return score_error(query, key, hat)
+
+    monkeypatch.setattr(error_table, "roundtrip", roundtrip)
+    monkeypatch.setattr(error_table, "score_error", measured)
+    assert error_table.error("squat2", {"blocks": 4}, 64, False) == pytest.approx(0.25, rel=1e-4)
+    assert len(halves) == error_table.SEEDS
+    assert len({float(x.sum()) for x in halves}) == error_table.SEEDS
+
+
+def test_the_error_table_notices_a_planted_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the same format, whose keys come back a little off, has a larger error in its cell."""
+    healthy = error_table.error("kivi4", {}, 64, False)
+    real = error_table.roundtrip
+
+    def off(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = real(*args, **options)
+        return key + 0.05 * key.abs(), value
+
+    monkeypatch.setattr(error_table, "roundtrip", off)
+    assert error_table.error("kivi4", {}, 64, False) > 1.3 * healthy

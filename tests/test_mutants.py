@@ -1,0 +1,196 @@
+"""The runner that plants faults says caught, survived or unusable, and leaves the tree as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from proof.mutants import main
+from proof.mutants.catalog import FAULTS
+from proof.mutants.fault import Fault, Stale
+
+ROOT = Path(__file__).parent.parent
+TEXT = "def double(x):\n    return 2 * x\n"
+FAULT = Fault("halves", "double.py", "2 * x", "x / 2", "tests/test_double.py")
+LEAST = 60
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "double.py").write_text(TEXT)
+    return tmp_path
+
+
+def ends_with(status: int, fails_without: bool = False) -> Callable[[Path, str], int]:
+    """A pytest that ends so under the fault, and passes without one unless it is said to fail."""
+
+    def run(root: Path, arguments: str) -> int:
+        assert arguments == FAULT.tests
+        planted = (root / "double.py").read_text() == TEXT.replace("2 * x", "x / 2")
+        return status if planted else int(fails_without)
+
+    return run
+
+
+def planted(tree: Path, pytest_: Callable[[Path, str], int], *faults: Fault) -> tuple[main.Outcome, list[str]]:
+    said: list[str] = []
+    outcome = main.plant(faults or (FAULT,), [tree], pytest_, said.append)
+    assert (tree / "double.py").read_text() == TEXT
+    return outcome, said
+
+
+def test_a_fault_that_the_tests_notice(tree: Path) -> None:
+    outcome, said = planted(tree, ends_with(1))
+    assert (outcome.caught, outcome.survived, outcome.unusable, outcome.status) == (["halves"], [], [], 0)
+    assert said == ["caught    halves (double.py)"]
+    assert outcome.line() == "1 caught, 0 survived, 0 unusable"
+
+
+def test_a_fault_that_they_do_not_notice(tree: Path) -> None:
+    outcome, said = planted(tree, ends_with(0))
+    assert (outcome.caught, outcome.survived, outcome.unusable, outcome.status) == ([], ["halves"], [], 1)
+    assert said == ["survived  halves (double.py)"]
+
+
+def test_one_that_survives_is_enough(tree: Path) -> None:
+    other = Fault("triples", "double.py", "2 * x", "3 * x", FAULT.tests)
+    outcome, _ = planted(tree, ends_with(1), FAULT, other)
+    assert (outcome.caught, outcome.survived, outcome.status) == (["halves"], ["triples"], 1)
+
+
+@pytest.mark.parametrize("status", [2, 3, 4, 5, -9, 137])
+def test_tests_that_did_not_run(status: int, tree: Path) -> None:
+    """Interrupted, an internal error, wrong usage, no test of that name, killed: nothing was tested."""
+    outcome, said = planted(tree, ends_with(status))
+    assert (outcome.caught, outcome.unusable, outcome.status) == ([], ["halves"], 1)
+    assert f"status {status}: nothing was tested" in said[0]
+
+
+@pytest.mark.parametrize("control", [1, 2, 5])
+def test_tests_that_do_not_pass_without_a_fault(control: int, tree: Path) -> None:
+    outcome, said = planted(tree, lambda root, _: 1 if "x / 2" in (root / "double.py").read_text() else control)
+    assert (outcome.caught, outcome.survived, outcome.unusable, outcome.status) == ([], [], [FAULT.tests], 1)
+    assert "do not pass" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("stale", "why"),
+    [
+        (Fault("gone", "double.py", "3 * x", "x", FAULT.tests), "0 times"),
+        (Fault("twice", "double.py", "x", "y", FAULT.tests), "2 times"),
+        (Fault("no file", "triple.py", "x", "y", FAULT.tests), "does not exist"),
+    ],
+    ids=lambda x: x.name if isinstance(x, Fault) else "",
+)
+def test_a_fault_that_no_longer_applies(stale: Fault, why: str, tree: Path) -> None:
+    with pytest.raises(Stale, match=why):
+        stale.apply(tree)
+    outcome, said = planted(tree, ends_with(1), stale, FAULT)
+    assert (outcome.caught, outcome.unusable, outcome.status) == (["halves"], [stale.name], 1)
+    assert why in said[0]
+
+
+def test_the_file_is_restored_when_pytest_cannot_run(tree: Path) -> None:
+    def broken(root: Path, _: str) -> int:
+        if (root / "double.py").read_text() != TEXT:
+            raise OSError("no memory")
+        return 0
+
+    with pytest.raises(OSError, match="no memory"):
+        planted(tree, broken)
+    assert (tree / "double.py").read_text() == TEXT
+
+
+def test_nothing_caught_is_no_success() -> None:
+    assert main.Outcome().status == 1
+
+
+def test_each_tree_holds_one_fault_at_a_time(tmp_path: Path) -> None:
+    trees = [tmp_path / name for name in "ab"]
+    for each in trees:
+        each.mkdir()
+        (each / "double.py").write_text(TEXT)
+    faults = [Fault(f"plus {i}", "double.py", "2 * x", f"2 * x + {i}", FAULT.tests) for i in range(1, 9)]
+    seen: list[str] = []
+
+    def run(root: Path, _: str) -> int:
+        text = (root / "double.py").read_text()
+        seen.append(text)
+        return int(text != TEXT)
+
+    outcome = main.plant(faults, trees, run, lambda _: None)
+    assert outcome.caught == [f.name for f in faults]
+    assert sorted(seen) == sorted([TEXT, *(TEXT.replace("2 * x", f.after) for f in faults)])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"before": ""}, {"before": "x", "after": "x"}, {"tests": ""}], ids=["no text", "no change", "no tests"]
+)
+def test_faults_that_are_none(bad: dict[str, str]) -> None:
+    fields = {"name": "n", "file": "double.py", "before": "2", "after": "3", "tests": "tests"}
+    with pytest.raises(ValueError, match="changes nothing, or names no tests"):
+        Fault(**(fields | bad))
+
+
+def test_pytest_runs_in_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its sources, and pytest's own exit statuses."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # to start sooner
+    (tmp_path / "double.py").write_text(TEXT)
+    (tmp_path / "test_double.py").write_text(
+        "from double import double\ndef test() -> None:\n    assert double(3) == 6\n"
+    )
+    assert main.run_pytest(tmp_path, "test_double.py") == main.PASSED
+    assert main.run_pytest(tmp_path, "test_double.py -k nothing") not in (main.PASSED, main.FAILED)
+    FAULT.apply(tmp_path)
+    assert main.run_pytest(tmp_path, "test_double.py") == main.FAILED
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it chooses, and its exit status. The copies hold one file only."""
+    slow = Fault("sleeps", "double.py", "2 * x", "4 * x", FAULT.tests, slow=True)
+    monkeypatch.setattr(main, "FAULTS", (FAULT, slow))
+    monkeypatch.setattr(main, "copy_checkout", lambda root: root.mkdir() or (root / "double.py").write_text(TEXT))
+    for status, arguments, line in (
+        (0, [], "1 caught, 0 survived, 0 unusable of 1 faults"),
+        (1, ["--all"], "1 caught, 1 survived, 0 unusable of 2 faults"),
+        (1, ["--all", "--only", "sleeps"], "0 caught, 1 survived, 0 unusable of 1 faults"),
+        (0, ["--only", "halves", "--jobs", "1"], "1 caught, 0 survived, 0 unusable of 1 faults"),
+    ):
+        monkeypatch.setattr(main, "run_pytest", ends_with(1))
+        assert main.main(arguments) == status
+        assert line in capsys.readouterr().out
+    for wrong in (["--only", "no such fault"], ["--jobs", "0"], ["--only", "sleeps"]):
+        with pytest.raises(SystemExit) as stop:
+            main.main(wrong)
+        assert stop.value.code == 2
+
+
+def test_the_copy_has_what_git_knows(tmp_path: Path) -> None:
+    main.copy_checkout(tmp_path / "copy")
+    assert (tmp_path / "copy" / "proof" / "mutants" / "main.py").is_file()
+    assert (tmp_path / "copy" / "vllm_kvq" / "csrc").is_symlink()
+    assert not (tmp_path / "copy" / ".git").exists()
+
+
+# -- the catalog ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
+def test_every_fault_applies(fault: Fault) -> None:
+    """Exactly once; and its tests exist."""
+    assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.before) == 1
+    for word in fault.tests.split():
+        if "/" in word:
+            assert (ROOT / word.partition("::")[0]).exists(), word
+
+
+def test_names_are_unique() -> None:
+    names = [f.name for f in FAULTS]
+    assert len(set(names)) == len(names)
+
+
+def test_faults_are_enough_and_everywhere() -> None:
+    assert len(FAULTS) >= LEAST
+    files = {f.file for f in FAULTS}
+    for folder in ("vllm_kvq/formats", "vllm_kvq/kernels", "vllm_kvq/integration", "vllm_kvq/bench", "csrc", "proof"):
+        assert any(name.startswith(folder) for name in files), f"no fault is planted in {folder}"
