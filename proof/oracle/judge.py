@@ -58,6 +58,7 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
     historian, total = Historian(model.formats[0]), Verdict()
     for trace, result in zip(traces, results, strict=True):
         historian.add(trace, result)
+        historian.history.problems += result.changed
         total.requests += len(trace.requests)
         total.preemptions += result.preemptions
         total.aborts += len(result.aborted)
