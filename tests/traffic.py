@@ -1,7 +1,8 @@
 """A small scheduler whose random traffic two implementations of a layer serve, each in caches of its own: arrivals,
 chunks, decoding with rejected drafts, prefix hits, preemption and reuse of blocks, padded requests.
 
-The first one is planned on the host. After every step both must hold the same bytes and give the same answers.
+The first one is planned on the host. After every step both must hold the same bytes and give the same answers, and
+pages that a request found by a prefix hit must be as they were before it.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class World:
 
     def __post_init__(self) -> None:
         fmt = self.fmt
+        self.inside = 0
+        """Small steps, as decode steps are, over the end of what a hit computes again."""
         self.rng, self.noise = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
         self.slots = SlotGeometry.of(fmt, H, SPEC)
         self.free = list(range(1, self.blocks))
@@ -126,8 +129,11 @@ class World:
     def chunk(self, request: Request, budget: int) -> int:
         """New tokens of this step: part of the prompt, or one token with up to SPEC drafts, some of them rejected."""
         if request.tokens < request.length:
-            # a chunk over a hit reaches beyond it, as vLLM's last chunk does
             count = min(budget, request.length - request.tokens)
+            if (again := request.hit - request.tokens) > 0:
+                # the tokens of a hit that are computed again: most of them, then the last two and the first of its own
+                count = min(count, again - 2 if again > 2 else 1 + SPEC)
+                self.inside += count > again
         else:
             rejected = self.rng.randrange(min(SPEC, request.tokens - request.length, request.rejected) + 1)
             request.tokens -= rejected
@@ -161,6 +167,8 @@ class World:
         order = sorted(range(len(requests)), key=lambda i: counts[i] > 1 + SPEC)
         requests, counts = [requests[i] for i in order], [counts[i] for i in order]
         query, key, value = self.data(requests, counts)
+        found = torch.tensor([p for r in requests for p in r.pages[: r.hit // self.fmt.N]], dtype=torch.long)
+        shared = [x[found] for x in self.pages]
         lengths = [*counts, *[0] * padded]
         start = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
         seq = torch.tensor(
@@ -184,6 +192,8 @@ class World:
         got = torch.full_like(wide[0], torch.nan)
         self.other.run(replace(batch), *wide, got)
         self.other.check_padding(got[len(query) :])
+        for x, before in zip(self.pages, shared, strict=True):
+            assert torch.equal(x[found], before), "a step wrote into pages that other requests share"
         for r, c in zip(requests, counts, strict=True):
             r.tokens += c
         return got[: len(query)], want
@@ -253,4 +263,5 @@ def simulate(
             world.preempt(world.requests[1])
         world.check(*world.run(world.requests, budget, padded=step % 2))
     assert len(world.requests) == 4
+    assert world.inside > 0
     return world

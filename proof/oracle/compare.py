@@ -42,7 +42,7 @@ def compare(trace: Trace, expected: Result, got: Result) -> Verdict:
         for a, b in zip(expected.outputs[r.name], got.outputs[r.name], strict=True):
             verdict.tokens += min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
     verdict.mismatches += map(str, differences(trace, expected, got))
-    verdict.mismatches += leaks(got)
+    verdict.mismatches += [*got.changed, *leaks(got)]
     return verdict
 
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from proof.oracle.shared import SharedPages
 from proof.oracle.trace import Chunk, Request, Result, Trace
 
 ENVIRONMENT = {
@@ -44,6 +45,7 @@ class TracedEngine:
         self.engine = LLM(model, **arguments).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.steps: list[list[Chunk]] = []
+        self.shared = SharedPages(self.engine, self.scheduler)
         self.packed_group = self._find_packed_group()
         self._observe()
 
@@ -72,6 +74,7 @@ class TracedEngine:
             ]
             if step:
                 self.steps.append(step)
+            self.shared.scheduled(out.num_scheduled_tokens)
             return out
 
         self.scheduler.schedule = observed
@@ -90,11 +93,14 @@ class TracedEngine:
         waiting = sorted(trace.requests, key=lambda r: r.arrival)
         aborts = {r.name: r.abort_after for r in trace.requests if r.abort_after is not None}
         aborted: list[str] = []
+        changed: list[str] = []
         step = stopped = 0
         while waiting or self.engine.has_unfinished_requests():
             while waiting and waiting[0].arrival <= step:
                 self._add(waiting.pop(0), SamplingParams)
-            for out in self.engine.step():
+            done = self.engine.step()
+            changed += self.shared.computed()
+            for out in done:
                 for sample in out.outputs:
                     stopped += sample.finish_reason == "stop"
                     outputs[out.request_id][sample.index] = list(sample.token_ids)
@@ -107,7 +113,7 @@ class TracedEngine:
                     del aborts[out.request_id]
             step += 1
         free = before, self.free_blocks()
-        return Result(outputs, cached, self.steps, self._preemptions(), free, aborted, stopped)
+        return Result(outputs, cached, self.steps, self._preemptions(), free, aborted, stopped, changed)
 
     def _add(self, r: Request, sampling: Any) -> None:
         params = sampling(

@@ -6,6 +6,8 @@ boundary B(c), the row at position p sees
     packed   tokens t of its life or of its hit,  S <= t < B(c)
     raw      rows of its own chunk up to p, and kept rows t < c of earlier chunks with t < S or t >= B(c);
              after a hit, the sinks t < S of the life that wrote page 0
+
+and in a layer that stays in vLLM's own cache the kept rows of all earlier chunks and its own, up to p.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class Reads:
     """(rows, sinks + rows + packed tokens)."""
     fits: list[slice]
     """Rows of each chunk that moves the state."""
+    behind: torch.Tensor
+    """(rows, rows) how many positions the second lies behind the first; negative where it is not seen at all."""
 
 
 class Plan:
@@ -82,8 +86,8 @@ class Plan:
 
         c, t, who, there = (torch.tensor(x) for x in (context, position, part_of, kept))
         boundary = ((c - fmt.W) // p * p).clamp_min(life.start)[:, None]
-        before = (who < who[:, None]) & there & ((t < fmt.S) | (t >= boundary))
-        raw = before | ((who == who[:, None]) & (t <= t[:, None]))
+        earlier, own = (who < who[:, None]) & there, (who == who[:, None]) & (t <= t[:, None])
+        raw, whole = (earlier & ((t < fmt.S) | (t >= boundary))) | own, earlier | own
         index = self._unit_index[life]
         packed = torch.arange(int(boundary.max()) if len(c) else 0)
         sinks = [self._canonical[life.hit[0][0]][s] for s in range(min(fmt.S, life.start))] if life.hit else []
@@ -95,7 +99,12 @@ class Plan:
         if (units[fmt.S // p :] < 0).any():
             raise RuntimeError(f"{life.name}: a unit that was never packed would have been read")
         return Reads(
-            slice(first, first + len(c)), torch.tensor(sinks, dtype=torch.long), units.clamp_min(0), seen, fits
+            slice(first, first + len(c)),
+            torch.tensor(sinks, dtype=torch.long),
+            units.clamp_min(0),
+            seen,
+            fits,
+            torch.where(whole, t[:, None] - t, -1),
         )
 
     def _pack_events(self, number: int, life: Life, at: dict[int, int]) -> list[slice]:

@@ -117,3 +117,25 @@ class ReferenceCache:
         position = context + torch.arange(len(query))[:, None]
         scores = scores.masked_fill(torch.arange(len(k)) > position, float("-inf"))
         return torch.einsum("hqt,thd->qhd", scores.softmax(-1), v)
+
+
+class ExactCache:
+    """One request's cache of a layer that stays in vLLM's own: a chunk's token p sees (p - window, p]."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.key = self.value = torch.zeros(0)
+
+    def rewind(self, length: int) -> None:
+        self.key, self.value = self.key[:length], self.value[:length]
+
+    def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        context = len(self.key)
+        self.key = torch.cat([self.key, key]) if context else key
+        self.value = torch.cat([self.value, value]) if context else value
+        group = query.shape[1] // key.shape[1]
+        k, v = (x.float().repeat_interleave(group, dim=1) for x in (self.key, self.value))
+        scores = torch.einsum("qhd,thd->hqt", query.float(), k) * scale
+        behind = context + torch.arange(len(query))[:, None] - torch.arange(len(k))
+        unseen = (behind < 0) | (behind >= (self.window or len(k)))
+        return torch.einsum("hqt,thd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), v)

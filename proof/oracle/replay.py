@@ -6,14 +6,16 @@ The replay runs the scheduler's chunks over the engine's own tokens, so that eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from proof.oracle.attention import attending, load
-from proof.oracle.reference import CachedPage, ReferenceCache
+from proof.oracle.reference import CachedPage, ExactCache, ReferenceCache
 from vllm_kvq.formats import Geometry, get_format
 
+BESIDE_EXACT = "a prefix hit beside layers in 16 bits, which the reference does not know"
 NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
 
@@ -28,10 +30,12 @@ class ReplayModel:
         block_size: int,
         num_spec: int = 0,
         kernel_error: float = 0.0,
+        exact: Mapping[int, int | None] | None = None,
         **options: Any,
     ) -> None:
-        """`kernel_error`: relative error of the attention output that the engine's kernels declare."""
-        self.kernel_error = kernel_error
+        """`kernel_error`: relative error of the attention output that the engine's kernels declare. `exact`: the layers
+        that stay in vLLM's own cache, and how many tokens each one's window has (None: it sees all)."""
+        self.kernel_error, self.exact = kernel_error, exact or {}
         self.noise: torch.Generator | None = None
         self.network = load(path)
         config = self.network.config
@@ -53,10 +57,18 @@ class ReplayModel:
         return x + size * x.square().mean().sqrt() * torch.randn(x.shape, generator=self.noise)
 
     def request(self) -> Replay:
-        return Replay(self, [ReferenceCache(fmt, self.heads, self.num_spec) for fmt in self.formats])
+        return Replay(
+            self,
+            [
+                ExactCache(self.exact[layer]) if layer in self.exact else ReferenceCache(fmt, self.heads, self.num_spec)
+                for layer, fmt in enumerate(self.formats)
+            ],
+        )
 
     def after_hit(self, pages: list[list[CachedPage]]) -> Replay:
         """A request that found `pages` (one list of layers per page) in the prefix cache."""
+        if self.exact:
+            raise ValueError(BESIDE_EXACT)
         caches = [
             ReferenceCache.after_hit(fmt, self.heads, [page[layer] for page in pages], self.num_spec)
             for layer, fmt in enumerate(self.formats)
@@ -67,7 +79,7 @@ class ReplayModel:
 class Replay:
     """One request."""
 
-    def __init__(self, model: ReplayModel, caches: list[ReferenceCache]) -> None:
+    def __init__(self, model: ReplayModel, caches: list[Any]) -> None:
         self.model, self.caches = model, caches
 
     @property

@@ -105,6 +105,8 @@ class Result:
     aborted: list[str] = field(default_factory=list)
     stopped: int = 0
     """Samples that met a stop string or token."""
+    changed: list[str] = field(default_factory=list)
+    """Pages that were written while they were in the prefix cache, one line each."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:

@@ -31,21 +31,21 @@ class Whole:
         """(rows, heads, d) queries, keys and values of all rows -> outputs."""
         model = self.model
         q, k, v = (model.disturbed(x, NOISE) for x in (q, k, v))
-        key, value = self._packed(model.formats[layer], q, k, v)
-        group = q.shape[1] // k.shape[1]
         out = torch.empty_like(q)
+        if layer in model.exact:
+            window = model.exact[layer] or len(q)
+            for reads in self.plan.reads:
+                seen = (reads.behind >= 0) & (reads.behind < window)
+                out[reads.rows] = _softmax(q[reads.rows], k[reads.rows], v[reads.rows], seen, scale)
+            return out
+        key, value = self._packed(model.formats[layer], q, k, v)
         for reads in self.plan.reads:
             rows = reads.rows
             keys, values = (
-                torch.cat([x[reads.sinks], x[rows], packed[reads.units].transpose(1, 2).flatten(0, 1)]).transpose(0, 1)
+                torch.cat([x[reads.sinks], x[rows], packed[reads.units].transpose(1, 2).flatten(0, 1)])
                 for x, packed in ((k, key), (v, value))
             )
-            # (H, g * rows, d): all query heads of a KV head together
-            mine = q[rows].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
-            scores = (mine.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, (group, -1)) * scale
-            weights = scores.masked_fill_(~reads.seen, float("-inf")).softmax(-1)
-            part = (weights.flatten(1, 2) @ values).unflatten(1, (group, -1))
-            out[rows] = part.permute(2, 0, 1, 3).flatten(1, 2)
+            out[rows] = _softmax(q[rows], keys, values, reads.seen, scale)
         return model.disturbed(out, model.kernel_error)
 
     def _packed(
@@ -92,3 +92,14 @@ class Whole:
                 logits_to_keep=rows,
             )
         return out.logits[0]
+
+
+def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
+    """(rows, query heads, d) queries over (tokens, heads, d) keys and values, of which each sees some."""
+    k, v, group = k.transpose(0, 1), v.transpose(0, 1), q.shape[1] // k.shape[1]
+    # (H, g * rows, d): all query heads of a KV head together
+    mine = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+    scores = (mine.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, (group, -1)) * scale
+    weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+    part = (weights.flatten(1, 2) @ v).unflatten(1, (group, -1))
+    return part.permute(2, 0, 1, 3).flatten(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 import traces
 
+from proof.models import named
 from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.bench.random_model import random_model
 
 Run = Callable[..., list[Result]]
+Bare = Callable[..., Any]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,3 +53,28 @@ def plain(run: Run) -> dict[int, list[Result]]:
 @pytest.fixture(scope="session")
 def plain_samples(run: Run) -> Result:
     return run([traces.samples_and_aborts(32)], kv_cache_dtype="auto", block_size=32)[0]
+
+
+@pytest.fixture
+def bare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bare:
+    """vLLM's configuration as it is before anything of ours is written into it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr("vllm_kvq.integration.platform.apply", lambda served, vllm_config: None)
+
+    def make(**arguments: Any) -> Any:
+        where: Path = model
+        if arch := arguments.pop("model", None):
+            arch = named(arch)
+            config = replace(arch, numbers={**arch.numbers, **arguments.pop("numbers", {})}).build()
+            config.architectures = ["Gemma3ForCausalLM"]
+            config.save_pretrained(where := tmp_path / "model")
+            arguments |= {"skip_tokenizer_init": True, "dtype": "float32"}
+        if method := arguments.pop("draft", None):
+            from proof.models.draft import random_draft
+
+            draft = random_draft(tmp_path / "draft", model, method=method)
+            arguments["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+        return EngineArgs(model=str(where), **{"max_model_len": 256, **arguments}).create_engine_config()
+
+    return make

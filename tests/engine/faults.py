@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from poison import packed_layers
 
@@ -31,3 +32,26 @@ def _keeping_old(pack: Any) -> Any:
         return replaced
 
     return packed
+
+
+def repacked_hits(engine: Any) -> None:
+    """Units that a prefix hit found are packed again while their tokens are computed again."""
+    for layer in packed_layers(engine):
+        layer.step = step = getattr(layer.step, "planned", layer.step)
+        step.planner._units = _of_no_hit(step.planner._units)
+
+
+def _of_no_hit(units: Any) -> Any:
+    return lambda requests, start, pool: units(requests, np.zeros_like(start), pool)
+
+
+def rewritten_sinks(engine: Any) -> None:
+    """The sink pages of every request are written again in each step, as if they were its own."""
+    for layer in packed_layers(engine):
+        run = layer.run
+
+        def wrong(batch: Any, *tensors: Any, layer: Any = layer, run: Any = run) -> None:
+            run(batch, *tensors)
+            layer.sinks.blocks[batch.sink_table[:, 0].long(), 0] += 1
+
+        layer.run = wrong

@@ -10,9 +10,9 @@ import sys
 from dataclasses import asdict
 
 import traces
-from proof.oracle.check import judge
 
 from proof.oracle.forked import EngineProcess
+from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 
 N = 64

@@ -79,6 +79,21 @@ def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
     assert (expected.argmax(1) == got.argmax(1)).float().mean() > 0.99
 
 
+def test_equal_logits_beside_exact_layers(model: Path) -> None:
+    """One layer packed, one in 16 bits, with a window or without."""
+    rng = random.Random(3)
+    made = [life(rng, str(i), [rng.randint(10, 500) for _ in range(150 + i)], 0, []) for i in range(2)]
+    rows, logits = torch.arange(sum(len(p.tokens) for each in made for p in each.parts)), []
+    for exact in ({}, {0: None}, {0: 48}, {1: None}):
+        replay = ReplayModel(str(model), "squat2", 64, DRAFTS, exact=exact, W=0)
+        expected, got = stepwise(replay, made), Whole(replay, made).logits(rows)
+        assert ((expected - got).abs().amax(1) < 1e-2).float().mean() > 0.9
+        logits.append(got)
+    for i, one in enumerate(logits):
+        for another in logits[:i]:
+            assert ((one - another).abs().amax(1) > 1e-2).float().mean() > 0.2
+
+
 def test_another_reference_differs(model: Path) -> None:
     """The control: a window of another size moves the logits of most rows."""
     rng = random.Random(2)

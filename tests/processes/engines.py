@@ -32,7 +32,7 @@ def caches(worker: Any) -> dict[str, dict[str, Any]]:
         digest = hashlib.sha256(b"".join(x.contiguous().view(-1).numpy().tobytes() for x in kept))
         found[name] = {
             "index": packed.fmt.geometry.layer,
-            "heads": packed.heads,
+            "heads": packed.sidecar.slots_geometry.heads,
             "seed": getattr(packed.fmt.keys, "seed", None),
             "written": int(layer.kv_cache.count_nonzero()) > 0,
             "digest": digest.hexdigest(),

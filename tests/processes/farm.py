@@ -44,6 +44,7 @@ TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "
 KINDS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": TP,
+    "tp4": TP | {"tensor_parallel_size": 4},
     "pp2": PP | TRACED,
     "dp2": {"data_parallel_size": 2},
     "ray tp2": TP | RAY,

@@ -49,6 +49,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "CacheConfig.kv_cache_dtype_skip_layers",
         "CacheConfig.skip_page_size_padded",
         "CacheConfig.user_specified_block_size",
+        "VllmConfig.max_in_flight_tokens",
         "VllmConfig.num_speculative_tokens",
         "get_current_vllm_config",
         "get_current_vllm_config_or_none",

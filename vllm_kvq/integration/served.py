@@ -73,7 +73,7 @@ class Served:
             prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,
             no_prefix_caching="some layers stay in 16 bits" if layers.kept else None,
             max_len=model.max_model_len,
-            window_tokens=window - 1 + vllm_config.scheduler_config.max_num_batched_tokens,
+            window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
             path=path_for(fmt, Wish.of(vllm_config.device_config.device_type, os.environ)),
         )
 

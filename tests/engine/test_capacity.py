@@ -1,0 +1,166 @@
+"""The capacity of the start-up line against vLLM's own count, for every kind of configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from configurations import CASES, kvq
+
+from proof.models import named
+from proof.models.draft import random_draft
+from proof.oracle.forked import EngineProcess
+from vllm_kvq.bench.server import parse_capacity
+from vllm_kvq.integration import report
+from vllm_kvq.integration.served import Served, apply
+
+pytestmark = pytest.mark.engine
+Bare = Callable[..., Any]
+BLOCKS = 1000
+
+# p packed, s skipped, w with a sliding window, d a draft's
+LAYERS = {
+    "plain": "pp",
+    "sinks": "pp",
+    "option N": "pp",
+    "a skipped layer": "ps",
+    "vLLM's flag, two ranks": "ps",
+    "ngram": "pp",
+    "a draft model": "ppdd",
+    "a draft beside a skipped layer": "psd",
+    "windows": "wwwwwp",
+}
+"""The model's layers in each of the cases, and the draft's."""
+LONG = {"kv_cache_dtype": "squat2", "max_model_len": 2048, "max_num_batched_tokens": 128, "model": "Gemma-3"}
+MORE: dict[str, tuple[dict[str, Any], str]] = {
+    # a window takes what it sees, and the tokens that are scheduled but not yet settled
+    "windows in a long request": (LONG, "wwwwwp"),
+    "windows over two stages": ({**LONG, "pipeline_parallel_size": 2}, "wwwwwp"),
+    "windows and a skipped layer": (
+        {**LONG, "numbers": {"num_hidden_layers": 12}, **kvq(skip_layers=[5])},
+        "wwwwwswwwwwp",
+    ),
+    "three kinds of layers": (
+        {**LONG, "numbers": {"num_hidden_layers": 18}, **kvq(skip_layers=[5])},
+        "wwwwwswwwwwpwwwwwp",
+    ),
+}
+ALL = {name: (CASES[name][0], layers) for name, layers in LAYERS.items()} | MORE
+
+
+def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
+    """What vLLM's model runner collects from the layers of a model whose weights are loaded."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from vllm_kvq.integration.backend import bound_backend
+    from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks
+    from vllm_kvq.integration.sixteen import DraftBackend, SixteenBitBackend, padded_backend
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    page = vllm_config.cache_config.skip_page_size_padded
+    backends = {
+        "p": lambda: bound_backend(served.format),
+        "s": lambda: padded_backend(SixteenBitBackend, page),
+        "d": lambda: padded_backend(DraftBackend, page),
+        "w": lambda: CPUAttentionBackend,
+    }
+    found = {}
+    for i, kind in enumerate(kinds):
+        of, how = model, parallel
+        if kind == "d":
+            spec = vllm_config.speculative_config
+            of, how = spec.draft_model_config, spec.draft_parallel_config
+        backend, heads = backends[kind](), of.get_num_kv_heads(how)
+        layer = SimpleNamespace(
+            attn_type="decoder",
+            kv_cache_dtype=vllm_config.cache_config.cache_dtype if kind == "p" else "auto",
+            kv_cache_torch_dtype=of.dtype,
+            sliding_window=model.get_sliding_window() if kind == "w" else None,
+            attn_backend=backend,
+            num_kv_heads=heads,
+            head_size=of.get_head_size(),
+            head_size_v=of.get_head_size(),
+        )
+        spec, name = Attention.get_kv_cache_spec(layer, vllm_config), f"layers.{i}.{kind}"
+        found[name] = spec if kind == "w" else backend.customize_spec(spec)
+        if kind == "p":
+            found[name + SIDECAR_SUFFIX] = Sidecar(served.format, served.slots).get_kv_cache_spec(vllm_config)
+            if served.format.S:
+                found[name + SINK_SUFFIX] = Sinks(served.format, served.slots).get_kv_cache_spec(vllm_config)
+    return found
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
+    from vllm.v1.core import kv_cache_utils as vllm_counts
+
+    arguments, kinds = ALL[case]
+    vllm_config = bare(**arguments)
+    served = Served.of(vllm_config)
+    apply(served, vllm_config)
+    vllm_config.cache_config.num_gpu_blocks_override, vllm_config.cache_config.kv_cache_layout = BLOCKS, "LBHNC"
+    layers = specs(vllm_config, served, kinds)
+    config = vllm_counts.get_kv_cache_configs(vllm_config, [layers], [0])[0]
+    assert config.num_blocks == BLOCKS
+    said = parse_capacity(report.start_line(served, BLOCKS))
+    assert said is not None
+    concurrency = vllm_counts.get_max_concurrency_for_kv_cache_config(vllm_config, config)
+    # vLLM counts block 0, too, which it never hands out
+    length = vllm_config.model_config.max_model_len
+    assert said.tokens == int(concurrency * (BLOCKS - 1) / BLOCKS * length)
+    if "w" not in kinds:  # a plain cache of the same bytes, for as many layers and tokens
+        assert said.bf16_tokens == config.kv_cache_tensors[0].size // sum(token_bytes(x) for x in layers.values())
+
+
+def token_bytes(spec: Any) -> int:
+    """Of keys and values in 16 bits; a companion has no place in a plain cache."""
+    from vllm_kvq.integration.spec import CompanionSpec
+
+    return 0 if isinstance(spec, CompanionSpec) else 4 * spec.num_kv_heads * spec.head_size
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "packed": {"kv_cache_dtype": "innerq2", "block_size": 64},
+    "a draft beside a skipped layer": {"kv_cache_dtype": "squat2", "draft": "eagle3", **kvq(skip_layers=[0])},
+    "windows": {"kv_cache_dtype": "squat2", "model": "Gemma-3", "max_num_batched_tokens": 128},
+    "a draft model": {"kv_cache_dtype": "qjl3", "block_size": 512, "draft": "draft_model"},
+}
+WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in ("windows", "a draft model")]
+
+
+def said_and_counted(engine: Any) -> tuple[list[str], int, float]:
+    """What the engine's layers say when their cache is bound, vLLM's number of blocks, and its maximum concurrency."""
+    from vllm_kvq.integration import report
+    from vllm_kvq.integration.sidecar import Sidecar
+
+    said: list[str] = []
+    report.logger.info = lambda text, *values: said.append(text % values)
+    for layer in engine.engine.vllm_config.compilation_config.static_forward_context.values():
+        if isinstance(layer, Sidecar):
+            layer.bind_kv_cache(layer.kv_cache)
+    cache = engine.engine.vllm_config.cache_config
+    return said, cache.num_gpu_blocks, cache.kv_cache_max_concurrency
+
+
+@pytest.mark.parametrize("name", [*list(ENGINES)[:2], *WIDE])
+def test_a_real_engine_says_the_same(name: str, model: Path, tmp_path: Path) -> None:
+    """Its log has our line and vLLM's, 'Maximum concurrency', one after the other."""
+    arguments, where, length = dict(ENGINES[name]), model, 1024
+    if arguments.pop("model", None):
+        config = named("Gemma-3").build()
+        config.architectures = ["Gemma3ForCausalLM"]
+        config.save_pretrained(where := tmp_path / "model")
+        arguments |= {"skip_tokenizer_init": True, "load_format": "dummy"}
+    if method := arguments.pop("draft", None):
+        draft = random_draft(tmp_path / "draft", model, method=method)
+        arguments["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+    with EngineProcess(str(where), arguments, {}) as process:
+        said, blocks, concurrency = process.call(said_and_counted)
+    assert len(said) == 1
+    capacity = parse_capacity(said[0])
+    assert capacity is not None
+    assert capacity.tokens == int(concurrency * (blocks - 1) / blocks * length)
