@@ -92,7 +92,9 @@ class Layer:
         """Copies of all that the request has: pages, sidecar, sinks."""
         pools = (self.caches.pages, self.caches.sidecar, self.caches.sinks)
         tables = (table[request].long() for table in self.tables)
-        return [pool[ids].flatten(1).view(torch.uint8) for pool, ids in zip(pools, tables, strict=True) if pool is not None]
+        return [
+            pool[ids].flatten(1).view(torch.uint8) for pool, ids in zip(pools, tables, strict=True) if pool is not None
+        ]
 
     def headers(self) -> torch.Tensor:
         """(requests, 3) int32: magic, first own position, next position."""

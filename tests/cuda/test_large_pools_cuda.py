@@ -10,4 +10,6 @@ from vllm_kvq.kernels.torch.attend import causal
 
 
 def test_cuda() -> None:
-    compare("qjl3", lambda x: GPUStep(x.fmt, x.slots, x.drafts, x.scale, torch.device("cpu"), causal), heads=1, prompt=False)
+    compare(
+        "qjl3", lambda x: GPUStep(x.fmt, x.slots, x.drafts, x.scale, torch.device("cpu"), causal), heads=1, prompt=False
+    )

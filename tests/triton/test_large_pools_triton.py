@@ -12,4 +12,6 @@ from vllm_kvq.kernels.torch.attend import causal
 
 @pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide), "polar4"])
 def test_triton(name: str) -> None:
-    compare(name, lambda x: GPUStep(x.fmt, x.slots, x.drafts, x.scale, torch.device("cpu"), causal), heads=1, prompt=False)
+    compare(
+        name, lambda x: GPUStep(x.fmt, x.slots, x.drafts, x.scale, torch.device("cpu"), causal), heads=1, prompt=False
+    )
