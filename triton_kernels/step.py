@@ -113,7 +113,7 @@ def begin_kernel(
     start = tl.where(fresh, context, start)
     rewound = upcoming - context
     stale = ((magic != HEADER) | (rewound < 0) | (rewound > SPEC)) & (magic != 0)
-    stale = ok & (stale | (start % UNIT != 0))
+    stale = ok & (stale | (start < 0) | (start > context) | (start % UNIT != 0))
     ok = ok & (stale == 0)
     boundary = tl.maximum(tl.maximum(context - W, 0) // UNIT * UNIT, start)
     low = tl.minimum(boundary, S)

@@ -36,6 +36,7 @@ def run(target: int, *arguments: str) -> str:
         # float32, and bfloat16, whose prompts go to the matrix units of a warp group
         (90, "traffic and (innerq2 or polar3)", 2),
         (80, "float64 and (squat2-64 or innerq2-64 or polar4-64 or kivi4-64)", 4),
+        (90, "large_pools and squat2", 1),
     ],
 )
 def test_triton_kernels(target: int, chosen: str, count: int) -> None:
@@ -44,8 +45,9 @@ def test_triton_kernels(target: int, chosen: str, count: int) -> None:
 
 @pytest.mark.skipif(build_cuda.nvcc() is None, reason="no nvcc")
 def test_cuda_kernels() -> None:
-    chosen = "float64 and 64-4 or float64 and 128-8 or packed_bytes_agree and 64-"
-    assert " passed" in run(90, "tests/cuda/test_cuda_emulated.py", "-k", chosen)
+    chosen = "float64 and 64-4 or float64 and 128-8 or packed_bytes_agree and 64- or large_pools"
+    files = (f"tests/cuda/{name}.py" for name in ("test_cuda_emulated", "test_large_pools_cuda"))
+    assert "\n5 passed" in run(90, *files, "-k", chosen)
 
 
 def test_decode_loads_each_byte_once() -> None:

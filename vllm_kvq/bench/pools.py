@@ -25,12 +25,13 @@ def state_for(fmt: PageFormat, key: torch.Tensor, seed: int) -> torch.Tensor | N
     return fmt.keys.fit(fmt.widen(queries)[0], fmt.widen(key)[0], None)
 
 
-def random_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torch.Tensor:
-    """A pool of `pages` complete pages after page 0, which is 0xFF throughout: NaN and not packed."""
-    key, value = outlier_data(pages * fmt.N, heads, fmt.geometry.head_size, seed)
+def pages_of(fmt: PageFormat, key: torch.Tensor, value: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Complete pages of one request's (heads, tokens, d) keys and values after page 0, which is 0xFF throughout: NaN
+    and not packed."""
+    heads, tokens, _ = key.shape
     state = state_for(fmt, key, seed)
-    pool = torch.zeros(pages + 1, heads, fmt.record_bytes, dtype=torch.uint8)
-    units = pages * fmt.N // fmt.unit
+    pool = torch.zeros(tokens // fmt.N + 1, heads, fmt.record_bytes, dtype=torch.uint8)
+    units = tokens // fmt.unit
     k, v = (fmt.widen(x)[0].unflatten(1, (units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
     repeated = None if state is None else state.repeat(units, 1, 1)
     index = torch.arange(units)
@@ -38,3 +39,8 @@ def random_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torc
     fmt.write(pool, 1 + index // per_page, index % per_page, fmt.pack(k, v, repeated))
     pool[0] = 0xFF
     return pool
+
+
+def random_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torch.Tensor:
+    """`pages_of` random data with outliers."""
+    return pages_of(fmt, *outlier_data(pages * fmt.N, heads, fmt.geometry.head_size, seed), seed)

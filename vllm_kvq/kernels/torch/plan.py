@@ -180,8 +180,9 @@ class Planner:
                 f"stale sidecar: magic {magic[i]:#x}, positions from {start[i]}, next position {upcoming[i]}, "
                 f"but {requests.context[i]} tokens are computed"
             )
-        if (start % self.fmt.unit).any():
-            raise RuntimeError(f"a prefix hit resumes at {start.tolist()}, not at a multiple of {self.fmt.unit} tokens")
+        odd = start[start % self.fmt.unit != 0]
+        if len(odd):
+            raise RuntimeError(f"a prefix hit resumes at {odd[0]}, not at a multiple of {self.fmt.unit} tokens")
 
     # -- parts -----------------------------------------------------------------------------------------------------
     def _units(self, requests: Requests, start: np.ndarray, pool: int) -> tuple[Units | None, Index | None]:

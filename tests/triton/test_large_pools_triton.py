@@ -1,0 +1,17 @@
+"""Pools beyond 2, 4 and 8 GiB on a GPU's path, with Triton's kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from large_pools import compare
+
+from vllm_kvq.kernels.gpu.step import GPUStep
+from vllm_kvq.kernels.torch.attend import causal
+
+
+@pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide), "polar4"])
+def test_triton(name: str) -> None:
+    compare(
+        name, lambda x: GPUStep(x.fmt, x.slots, x.drafts, x.scale, torch.device("cpu"), causal), heads=1, prompt=False
+    )
