@@ -1,7 +1,7 @@
 """One layer's caches for a few requests, without a scheduler: each request has all blocks that it will ever need.
 
-With `far` the pools are as large as a real server's: blocks lie below and above 2, 4, 8 and 16 GiB, of which only what is
-touched takes memory.
+With `far` the pools are as large as a real server's: blocks lie below and above 2, 4, 8 and 16 GiB, of which only what
+is touched takes memory.
 """
 
 from __future__ import annotations

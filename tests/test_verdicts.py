@@ -302,7 +302,7 @@ class Gaps:
 
     def __init__(self, gap: Callable[[int, int], float]) -> None:
         self.formats = [get_format("squat2").bind(Geometry(64, 64, torch.float32))]
-        self.gap, self.replay, self.noise = gap, 0, None
+        self.gap, self.replay, self.noise, self.exact = gap, 0, None, None
         """`replay` 0 is the one without noise."""
 
     def perturb(self, seed: int) -> None:
