@@ -34,6 +34,8 @@ class Setup:
     policy: str = "fcfs"
     prefix_caching: bool = True
     kernels: str = "torch"
+    far: bool = False
+    """The blocks lie apart in a pool beyond 4 GiB."""
 
     def __post_init__(self) -> None:
         for name, least in (("block_size", 1), ("budget", 1), ("max_seqs", 1), ("drafts", 0), ("lookup_min", 1)):
@@ -43,6 +45,7 @@ class Setup:
             ("kernels", ("auto", "torch")),
             ("draft_model", (False, True)),
             ("prefix_caching", (False, True)),
+            ("far", (False, True)),
         ):
             value = getattr(self, name)
             if value not in choices or type(value) is not type(choices[0]):
@@ -79,7 +82,7 @@ class Setup:
         if self.format == PLAIN:
             found["num_gpu_blocks_override"] = PLENTY * -(-MAX_LEN // self.block_size)
         else:
-            found["pool"] = self.pool or PLENTY
+            found |= {"pool": self.pool or PLENTY, "far": self.far}
         if self.options:
             found["additional_config"] = {"kvq": dict(self.options)}
         if self.drafts:
@@ -94,7 +97,7 @@ class Setup:
 
     def plain(self) -> Setup:
         """The same engine with vLLM's own cache."""
-        return replace(self, format=PLAIN, options={}, pool=None, kernels="torch")
+        return replace(self, format=PLAIN, options={}, pool=None, kernels="torch", far=False)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def draw_setup(rng: Random, format_name: str) -> Setup:
         prefix_caching=rng.random() < 0.85,
         # the C++ kernels are what is served; PyTorch's are float32 throughout, which leaves fewer ties
         kernels=rng.choice(("auto", "auto", "torch")),
+        # small blocks would be millions, each an object of vLLM's
+        far=rng.random() < 0.2 and block >= 64,
     )
 
 

@@ -25,6 +25,7 @@ _PLAINER_SETUP: tuple[dict[str, Any], ...] = (
     {"pool": None, "policy": "fcfs", "budget": 2048, "max_seqs": 16, "prefix_caching": True},
     {"drafts": 0, "draft_model": False},
     {"draft_model": False},
+    {"far": False},
     {"pool": None},
     {"budget": 2048},
     {"prefix_caching": False},

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from proof.oracle.far import POOL_BYTES, far_ids, hand_out_only, sparse_zeros
 from proof.oracle.shared import SharedPages
 from proof.oracle.trace import Chunk, Request, Result, Trace
+
+if TYPE_CHECKING:
+    from vllm_kvq.kernels.slots import SlotGeometry
 
 ENVIRONMENT = {
     # the scheduler has to be in reach
@@ -25,8 +30,8 @@ ENVIRONMENT = {
 
 
 class TracedEngine:
-    def __init__(self, model: str, pool: float | None = None, **engine: Any) -> None:
-        """`pool`: as many blocks as that many requests of the maximum length need."""
+    def __init__(self, model: str, pool: float | None = None, far: bool = False, **engine: Any) -> None:
+        """`pool`: as many blocks as that many requests of the maximum length need; `far`: of a pool beyond 4 GiB."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
@@ -42,8 +47,16 @@ class TracedEngine:
         arguments = {**defaults, **engine}
         if pool is not None:
             arguments["num_gpu_blocks_override"] = blocks_of(model, pool, arguments)
-        self.engine = LLM(model, **arguments).llm_engine
+        wanted = arguments.get("num_gpu_blocks_override", 0)
+        if far:
+            arguments["num_gpu_blocks_override"] = -(-POOL_BYTES // slots_of(model, arguments).page_bytes)
+        with sparse_zeros() if far else nullcontext():
+            self.engine = LLM(model, **arguments).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
+        if far:
+            pages = next(iter(packed_pools(self.engine)))
+            stride = pages.stride(0) * pages.element_size()
+            hand_out_only(self.scheduler.kv_cache_manager.block_pool, far_ids(wanted - 1, len(pages), stride))
         self.steps: list[list[Chunk]] = []
         self.shared = SharedPages(self.engine, self.scheduler)
         self.packed_group = self._find_packed_group()
@@ -133,21 +146,32 @@ class TracedEngine:
         return len(admitted) - len(set(admitted))
 
 
-def blocks_of(model: str, pool: float, arguments: dict[str, Any]) -> int:
-    """Pages, sidecar and sinks of `pool` requests, and block 0, which vLLM never hands out."""
+def packed_pools(engine: Any) -> list[Any]:
+    """The packed pages of each layer of vLLM's engine: (blocks, ...) tensors."""
+    layers = engine.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.kv_cache for layer in layers if getattr(getattr(layer, "impl", None), "packed", None) is not None]
+
+
+def slots_of(model: str, arguments: dict[str, Any]) -> SlotGeometry:
+    """The layout of a model's packed layers."""
     import torch
 
     from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.integration.sidecar import SlotGeometry
+    from vllm_kvq.kernels.slots import SlotGeometry
 
     config = json.loads((Path(model) / "config.json").read_text())
     geometry = Geometry(config["head_dim"], arguments["block_size"], getattr(torch, arguments["dtype"]))
     options = arguments.get("additional_config", {}).get("kvq", {})
     fmt = get_format(arguments["kv_cache_dtype"]).bind(geometry, options)
-    speculation = arguments.get("speculative_config", {})
-    slots = SlotGeometry.of(fmt, config["num_key_value_heads"], speculation.get("num_speculative_tokens", 0))
-    pages = -(-arguments["max_model_len"] // fmt.N)
-    if "model" in speculation:
+    drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    return SlotGeometry.of(fmt, config["num_key_value_heads"], drafts)
+
+
+def blocks_of(model: str, pool: float, arguments: dict[str, Any]) -> int:
+    """Pages, sidecar and sinks of `pool` requests, and block 0, which vLLM never hands out."""
+    slots = slots_of(model, arguments)
+    pages = -(-arguments["max_model_len"] // arguments["block_size"])
+    if "model" in arguments.get("speculative_config", {}):
         # the draft's own cache; vLLM's least block on a CPU has 32 tokens
         pages += -(-arguments["max_model_len"] // 32)
     return 1 + int(pool * (pages + slots.sidecar_blocks + slots.sink_blocks))

@@ -6,14 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from faults import stale_page
 
-from proof.fuzz.attempt import Runners
-from proof.fuzz.case import Case
+from proof.fuzz.attempt import Runner, Runners
+from proof.fuzz.case import Case, Setup
+from proof.fuzz.draw import Drawer
 from proof.fuzz.main import DEFAULT
 from proof.fuzz.session import Session, minimal
+from proof.oracle.engine import packed_pools
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +51,34 @@ def test_a_stale_page_is_found_and_made_small(model: Path) -> None:
         runners = Runners(str(model), prepare)
         assert bool(runners.judge(again).mismatches) == wrong
         runners.close()
+
+
+def memory(engine: Any) -> tuple[int, int, int]:
+    """Bytes from one packed page to the next, of the whole pool, and those that the process holds."""
+    pages = packed_pools(engine.engine)[0]
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    stride = pages.stride(0) * pages.element_size()
+    return stride, stride * len(pages), 1024 * int(status["VmRSS"].split()[0])
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_pool_beyond_4_gib(kernels: str, model: Path) -> None:
+    """Blocks below and beyond 2 and 4 GiB; memory is taken by those alone that are used."""
+    setup = Setup("squat2", 64, pool=2.0, drafts=2, kernels=kernels, far=True)
+    drawer = Drawer(Random(5), setup)
+    runner = Runner(str(model), setup)
+    try:
+        results, verdict = runner.run([drawer.trace(f"t{i}", reset=i == 0) for i in range(2)])
+        stride, pool, resident = runner.engine("squat2").call(memory)
+    finally:
+        runner.close()
+    assert not verdict.mismatches
+    assert verdict.tokens > 100
+    used = {stride * page for result in results for step in result.steps for chunk in step for page in chunk.pages}
+    for low, high in ((1, 1 << 31), (1 << 31, 1 << 32), (1 << 32, pool)):
+        assert any(low <= at < high for at in used)
+    assert pool > 5 << 30
+    assert resident < 3 << 30
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
