@@ -62,7 +62,6 @@ KVQ_INLINE __m512 times_if_negative(__m512 x, __m512 factor, __m512i otherwise) 
   return _mm512_mask_mul_ps(_mm512_castsi512_ps(otherwise), negative, x, factor);
 }
 
-KVQ_INLINE __m512i or_masked(__m512i a, __m512i b, __m512i mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xF8); }
 
 template <int BITS>
 KVQ_INLINE __m512i shift_right(__m512i x) {

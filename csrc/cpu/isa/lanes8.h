@@ -80,9 +80,6 @@ KVQ_INLINE __m256 times_if_negative(__m256 x, __m256 factor, __m256i otherwise) 
   return _mm256_blendv_ps(_mm256_castsi256_ps(otherwise), x * factor, x);
 }
 
-// a | (b & mask)
-KVQ_INLINE __m256i or_masked(__m256i a, __m256i b, __m256i mask) { return a | (b & mask); }
-
 template <int BITS>
 KVQ_INLINE __m256i shift_right(__m256i x) {
   return _mm256_srli_epi32(x, BITS);

@@ -41,6 +41,9 @@ KVQ_INLINE Ints join(Ints hi, Ints lo) {
   return add32(multiply_pairs(hi, L::all16(256)), multiply_pairs(lo, L::all16(1)));
 }
 
+// a | (b & mask)
+KVQ_INLINE Ints or_masked(Ints a, Ints b, Ints mask) { return a | (b & mask); }
+
 // x in units of 1 / factor, to be packed; and the integer that it is rounded to.
 KVQ_INLINE Reals fixed(Reals x, Reals factor) { return x * factor; }
 KVQ_INLINE Reals integer_of(Reals fixed) { return rounded(fixed); }

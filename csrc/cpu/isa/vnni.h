@@ -22,6 +22,9 @@ KVQ_INLINE void dot(__m512i& acc, __m512i codes, __m512i weights) {
 
 KVQ_INLINE Ints join(Ints hi, Ints lo) { return add32(shift_left<8>(hi), lo); }
 
+// a | (b & mask)
+KVQ_INLINE Ints or_masked(Ints a, Ints b, Ints mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xF8); }
+
 // A float of magnitude up to RANGE plus MAGIC has the rounded integer in its low bits, + 128: 256 hi + (lo + 128).
 constexpr float MAGIC = 12582912.0f + 128.0f;
 KVQ_INLINE Reals fixed(Reals x, Reals factor) { return fmadd(x, factor, L::all(MAGIC)); }

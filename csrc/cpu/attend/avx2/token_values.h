@@ -38,8 +38,9 @@ struct TokenValues {
     Work& work = *reinterpret_cast<Work*>(task.value_work);
     const Layout& l = *task.layout;
     for (int s = 0; s < count; ++s)
-      for (int t = 0; t < SLAB; t += WIDTH)
-        work.attended[(s * SLAB + t) / WIDTH] = L::attended(slabs[s].low, slabs[s].high, t);
+      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
+        work.attended[s * PER_SLAB + v] = L::attended(slabs[s].low, slabs[s].high, WIDTH * v);
+      });
     const int groups = groups_of(l);  // a division, and what follows writes bytes, which may be anything
     find_widest(l, slabs, count, groups, work);
     row_tiles(task.rows, [&](auto r, int row) {
@@ -53,17 +54,21 @@ struct TokenValues {
     });
   }
 
-  // WIDTH tokens' parameters of a group; 0 where unattended: their weight is 0, but 0 times NaN would not be
-  KVQ_INLINE static Reals parameters(const Slab* slabs, int64_t at, int group, int t, const Work& work) {
-    return L::load_halves(slabs[t / SLAB].data + at + (group * SLAB + t % SLAB) * 2, work.attended[t / WIDTH]);
+  // The parameters at `p` of vector v of slab s; 0 where unattended: their weight is 0, but 0 times NaN would not be.
+  KVQ_INLINE static Reals parameters(const uint8_t* p, int s, int v, const Work& work) {
+    return L::load_halves(p + 2 * WIDTH * v, work.attended[s * PER_SLAB + v]);
   }
 
   static void find_widest(const Layout& l, const Slab* slabs, int count, int groups, Work& work) {
-    for (int t = 0; t < count * SLAB; t += WIDTH) {
-      Reals widest = parameters(slabs, l.v_scale, 0, t, work);
-      for (int g = 1; g < groups; ++g)
-        widest = maximum(widest, parameters(slabs, l.v_scale, g, t, work));
-      store(work.widest + t, widest);
+    for (int s = 0; s < count; ++s) {
+      const uint8_t* p = slabs[s].data + l.v_scale;
+      Reals widest[PER_SLAB];
+      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { widest[v] = parameters(p, s, v, work); });
+      for (int g = 1; g < groups; ++g) {
+        p += SLAB * 2;
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { widest[v] = maximum(widest[v], parameters(p, s, v, work)); });
+      }
+      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { store(work.widest + s * SLAB + WIDTH * v, widest[v]); });
     }
   }
 
@@ -95,11 +100,13 @@ struct TokenValues {
   KVQ_INLINE static void weigh(const Layout& l, const Slab* slabs, int count, int g, Work& work) {
     Reals zeros[4];
     unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = Reals{}; });
-    for (int t = 0; t < count * SLAB; t += SLAB) {
+    for (int s = 0; s < count; ++s) {
+      const int t = s * SLAB;
+      const uint8_t* data = slabs[s].data + g * SLAB * 2;
       Reals scale[PER_SLAB], zero[PER_SLAB];
       unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
-        scale[v] = parameters(slabs, l.v_scale, g, t + WIDTH * v, work);
-        zero[v] = parameters(slabs, l.v_zero, g, t + WIDTH * v, work);
+        scale[v] = parameters(data + l.v_scale, s, v, work);
+        zero[v] = parameters(data + l.v_zero, s, v, work);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         Reals x[PER_SLAB];
