@@ -1,7 +1,7 @@
 """One layer's caches for a few requests, without a scheduler: each request has all blocks that it will ever need.
 
-With `far` the pools are as large as a real server's: blocks lie below and above 2, 4, 8 and 16 GiB, of which only what
-is touched takes memory.
+With `far` the pools are as large as a real server's: blocks lie below and above 2, 4, 8 and 16 GiB. Only what is
+touched takes memory.
 """
 
 from __future__ import annotations
@@ -87,6 +87,12 @@ class Layer:
         step.run(self.batch(lengths), self.caches, query, key, value, output)
         self.held = [held + new for held, new in zip(self.held, lengths, strict=True)]
         return output
+
+    def hit(self, request: int, of: int, pages: int) -> None:
+        """The new request finds another's first pages, and computes the last W of their tokens again."""
+        self.tables[0][request, :pages] = self.tables[0][of, :pages]
+        self.tables[2][request] = self.tables[2][of]
+        self.held[request] = pages * self.fmt.N - self.fmt.W
 
     def blocks(self, request: int) -> list[torch.Tensor]:
         """Copies of all that the request has: pages, sidecar, sinks."""

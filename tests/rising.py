@@ -60,7 +60,7 @@ def stands_out(query: torch.Tensor, key: torch.Tensor, peak: int, scale: float) 
 # -- a whole decode step -----------------------------------------------------------------------------------------------
 CONTEXT = 300
 PEAKS = (3, 130, 255, 290, 300)
-"""A request for each: in the sinks, in the middle, at the end of what is packed, in the ring, the new token."""
+"""One request for each: in the sinks, in the middle, at the end of what is packed, in the ring, the new token."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Rising scores, a maximum in the first, a middle or the last block: every kernel, every instruction set."""
+"""Rising scores and a maximum in the first, a middle or the last block: every kernel, every instruction set."""
 
 from __future__ import annotations
 

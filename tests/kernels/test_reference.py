@@ -1,0 +1,33 @@
+"""Steps on the host against the reference cache, which knows positions only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer import Layer
+from reference_trace import worst_error
+
+from vllm_kvq.kernels.cpu.library import library
+from vllm_kvq.kernels.cpu.step import CPUStep
+from vllm_kvq.kernels.torch.step import PlannedStep
+
+FORMATS = ("squat2", "kivi4", "innerq2", "qjl3", "polar4", "polar3", "lossless")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_pytorch(name: str) -> None:
+    def build(layer: Layer) -> PlannedStep:
+        return PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"))
+
+    assert worst_error(name, build) < 1e-5
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", FORMATS)
+def test_cpp(name: str) -> None:
+    """A sum in another order moves a code now and then."""
+
+    def build(layer: Layer) -> CPUStep:
+        return CPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale)
+
+    assert worst_error(name, build) < (1e-2 if name == "qjl3" else 1e-3)

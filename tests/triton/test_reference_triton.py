@@ -1,0 +1,19 @@
+"""A GPU's step, prompts attended by another kernel, against the reference cache: a prefix hit, drafts, chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer import Layer
+from reference_trace import worst_error
+
+from vllm_kvq.kernels.gpu.step import GPUStep
+from vllm_kvq.kernels.torch.attend import causal
+
+
+@pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide)])
+def test_triton(name: str) -> None:
+    def build(layer: Layer) -> GPUStep:
+        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal)
+
+    assert worst_error(name, build, heads=1, share=1, decodes=2) < 2e-3
