@@ -1,7 +1,395 @@
-"""Faults in vllm_kvq/integration."""
+"""Faults in vllm_kvq/integration, and in what keeps pages that requests share as they are."""
 
 from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-FAULTS: tuple[Fault, ...] = ()
+ROOM = "vllm_kvq/integration"
+SERVED = "tests/engine/test_served.py"
+CAPACITY = "tests/engine/test_capacity.py -k vllms_count"
+DAMAGE = "tests/engine/test_damage.py"
+REFUSALS = "tests/engine/test_refusals.py"
+COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
+REPLICAS = "tests/engine/test_replicas.py"
+SETUP = "tests/engine/test_setup.py"
+COMPANIONS = "tests/engine/test_companions.py"
+TRAFFIC = "tests/kernels/test_cpu_decode.py -k 'random_traffic and squat2'"
+
+FAULTS: tuple[Fault, ...] = (
+    # -- what is served, and what users are told
+    Fault(
+        "the announced capacity is doubled",
+        f"{ROOM}/report.py",
+        "capacity = (blocks - 1) / per_request * served.max_len",
+        "capacity = 2 * (blocks - 1) / per_request * served.max_len",
+        CAPACITY,
+    ),
+    Fault(
+        "the announced capacity forgets skipped layers",
+        f"{ROOM}/served.py",
+        "if skipped := len(self.layers.skipped):",
+        "if (skipped := len(self.layers.skipped)) > self.layers.total:",
+        CAPACITY,
+    ),
+    Fault(
+        "the announced capacity forgets sidecars",
+        f"{ROOM}/served.py",
+        "packed = -(-length // self.format.N) + slots.sidecar_blocks + slots.sink_blocks",
+        "packed = -(-length // self.format.N)",
+        CAPACITY,
+    ),
+    Fault(
+        "a window counts one batch in flight whatever the number of stages",
+        f"{ROOM}/served.py",
+        "window - 1 + vllm_config.max_in_flight_tokens",
+        "window - 1 + vllm_config.scheduler_config.max_num_batched_tokens",
+        CAPACITY,
+    ),
+    Fault(
+        "the 16-bit cache of the same bytes counts a rank's blocks for a group of one layer",
+        f"{ROOM}/report.py",
+        "plain = blocks * size * served.page_bytes",
+        "plain = blocks * served.page_bytes",
+        CAPACITY,
+    ),
+    Fault(
+        "every rank prints the start line",
+        f"{ROOM}/report.py",
+        "    if not is_global_first_rank():\n        return\n",
+        "    is_global_first_rank()\n",
+        SERVED,
+    ),
+    Fault(
+        "the start line keeps the length from before vLLM chose it",
+        f"{ROOM}/report.py",
+        "    served = replace(served, max_len=vllm_config.model_config.max_model_len)\n",
+        "    served = replace(served, max_len=served.max_len)\n",
+        SERVED,
+    ),
+    Fault(
+        "columns of the table of formats are swapped",
+        "vllm_kvq/cli.py",
+        "{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x",
+        "{fmt.capacity_factor(d, n):.4f}  {fmt.bits_per_element(d, n):5.2f}x",
+        "tests/test_cli.py",
+    ),
+    Fault(
+        "head sizes and block sizes are mixed up in the table of formats",
+        "vllm_kvq/cli.py",
+        "{fmt.bits_per_element(d, n):.4f}",
+        "{fmt.bits_per_element(n, d):.4f}",
+        "tests/test_cli.py",
+    ),
+    Fault(
+        "prefix caching stays on beside layers in 16 bits",
+        f"{ROOM}/served.py",
+        "prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,",
+        "prefix_caching=bool(cache.enable_prefix_caching),",
+        SERVED,
+    ),
+    Fault(
+        "prefix caching is not written into vLLM's configuration",
+        f"{ROOM}/served.py",
+        "    cache.enable_prefix_caching = served.prefix_caching\n",
+        "",
+        SERVED,
+    ),
+    Fault(
+        "window layers are not handed to vLLM as skipped",
+        f"{ROOM}/served.py",
+        "cache.kv_cache_dtype_skip_layers = list(served.layers.kept)",
+        "cache.kv_cache_dtype_skip_layers = [i for i in served.layers.kept if i.isdigit()]",
+        SERVED,
+    ),
+    Fault(
+        "a window layer that is skipped, too, is counted twice",
+        f"{ROOM}/kept.py",
+        "return cls(model.get_total_num_hidden_layers(), windows, named - windows, tuple(sorted(kept)))",
+        "return cls(model.get_total_num_hidden_layers(), windows, named, tuple(sorted(kept)))",
+        SERVED,
+    ),
+    Fault(
+        "a draft's blocks need not divide ours",
+        f"{ROOM}/served.py",
+        "own = fitting_block(slots.page_bytes, draft.token_bytes, self.format.N)",
+        "own = fitting_block(slots.page_bytes, draft.token_bytes)",
+        CAPACITY,
+    ),
+    Fault(
+        "the draft takes the target's dtype",
+        f"{ROOM}/served.py",
+        'vllm_config.speculative_config.kv_cache_dtype = "auto"',
+        "vllm_config.speculative_config.kv_cache_dtype = cache.cache_dtype",
+        SERVED,
+    ),
+    Fault(
+        "a page that is exactly large enough for 16-bit layers is doubled",
+        f"{ROOM}/served.py",
+        "while heads * fmt.record_bytes < SMALLEST_BLOCK * token_bytes:",
+        "while heads * fmt.record_bytes <= 2 * SMALLEST_BLOCK * token_bytes:",
+        SERVED,
+    ),
+    Fault(
+        "all layers in 16 bits share the first one's page size",
+        f"{ROOM}/sixteen.py",
+        'return type(backend.__name__, (backend,), {"page": page, "__module__": __name__})',
+        "backend.page = page\n    return backend",
+        SERVED,
+    ),
+    # -- damage and stale sidecars
+    Fault(
+        "damage is never counted",
+        f"{ROOM}/report.py",
+        "        if not new:\n            return\n        self.total += new\n",
+        "        if new:\n            return\n        self.total += new\n",
+        DAMAGE,
+    ),
+    Fault(
+        "a layer drops what its step says of damage",
+        f"{ROOM}/layer.py",
+        "self.damage.count(self.step.run(batch, caches, query, key, value, output))",
+        "self.step.run(batch, caches, query, key, value, output)",
+        DAMAGE,
+    ),
+    Fault(
+        "the watch of a GPU's counters never raises",
+        f"{ROOM}/faults.py",
+        "        if stale:\n",
+        "        if stale < 0:\n",
+        DAMAGE,
+    ),
+    Fault(
+        "the watch of a GPU's counters counts damage again in every step",
+        f"{ROOM}/faults.py",
+        "self.damage.count(replaced - self.damage.total)",
+        "self.damage.count(replaced)",
+        DAMAGE,
+    ),
+    Fault(
+        "nobody polls a GPU's counters",
+        f"{ROOM}/backend.py",
+        "        for watch in self.watches:\n            watch.poll()\n",
+        "",
+        DAMAGE,
+    ),
+    Fault(
+        "PyTorch's packing does not count damaged values",
+        "vllm_kvq/kernels/torch/pack.py",
+        "replaced += lost_k + lost_v",
+        "replaced += lost_k",
+        DAMAGE,
+    ),
+    Fault(
+        "the host takes a sidecar of other tokens for its own",
+        "vllm_kvq/kernels/torch/plan.py",
+        "        if stale.any():\n",
+        "        if stale.all():\n",
+        f"{DAMAGE} -k 'PyTorch'",
+    ),
+    # -- refusals
+    Fault(
+        "KV connectors are served by an offloading size",
+        f"{ROOM}/validate.py",
+        "vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size",
+        "vllm_config.kv_transfer_config is not None",
+        REFUSALS,
+    ),
+    Fault(
+        "N and --block-size may disagree",
+        f"{ROOM}/validate.py",
+        "if settings.N is not None and cache.user_specified_block_size and cache.block_size != settings.N:",
+        "if settings.N is not None and not cache.user_specified_block_size and cache.block_size != settings.N:",
+        REFUSALS,
+    ),
+    Fault(
+        "a layer beyond the model's last may be skipped",
+        f"{ROOM}/kept.py",
+        "beyond = sorted(i for i in self.skipped if i >= self.total)",
+        "beyond = sorted(i for i in self.skipped if i > self.total)",
+        REFUSALS,
+    ),
+    Fault(
+        "a draft may have more layers than the smallest kind",
+        f"{ROOM}/drafts.py",
+        "if (layers := _layers(spec)) > (most := Layers.of(vllm_config).smallest_kind):",
+        "if (layers := _layers(spec)) > (most := Layers.of(vllm_config).total):",
+        REFUSALS,
+    ),
+    Fault(
+        "a layer without its companion runs without it",
+        f"{ROOM}/backend.py",
+        "        if packed is None:\n            raise RuntimeError(\n",
+        "        if packed is None:\n            return output.fill_(0)\n            raise RuntimeError(\n",
+        REFUSALS,
+    ),
+    # -- the ledger
+    Fault(
+        "a missing member is not noticed",
+        f"{ROOM}/compat.py",
+        "    if found is None or not member:\n        return found is not None\n",
+        "    if found is None or member:\n        return found is not None\n",
+        COMPAT,
+    ),
+    Fault(
+        "a private name is used and not in the ledger",
+        f"{ROOM}/compat.py",
+        '    "vllm.v1.core.kv_cache_utils": (\n',
+        '    "vllm.v1.core.kv_cache_util": (\n',
+        COMPAT,
+    ),
+    Fault(
+        "the plugin registers although vLLM lacks a name",
+        f"{ROOM}/plugin.py",
+        'init_logger("vllm.kvq").error("%s", problem)\n        return\n',
+        'init_logger("vllm.kvq").error("%s", problem)\n',
+        COMPAT,
+    ),
+    # -- copies of KV heads
+    Fault(
+        "every rank takes the queries of the first ones",
+        f"{ROOM}/replicas.py",
+        "first = group.rank_in_group // copies * copies",
+        "first = 0",
+        REPLICAS,
+    ),
+    Fault(
+        "the ranks that share a head are taken for every n-th",
+        f"{ROOM}/replicas.py",
+        "return every[:, first : first + copies].flatten(1, 2)",
+        "return every[:, group.rank_in_group % copies :: copies].flatten(1, 2)",
+        REPLICAS,
+    ),
+    Fault(
+        "copies are counted as if each rank had a head of its own",
+        f"{ROOM}/replicas.py",
+        "return None if copies == 1 else _gatherer(copies)",
+        "return None if copies <= 2 else _gatherer(copies)",
+        REPLICAS,
+    ),
+    # -- companions' blocks
+    Fault(
+        "a sidecar claims one block too few",
+        f"{ROOM}/manager.py",
+        "new = self.block_pool.get_new_blocks(self.blocks_per_request)",
+        "new = self.block_pool.get_new_blocks(max(1, self.blocks_per_request - 1))",
+        COMPANIONS,
+    ),
+    Fault(
+        "fresh sidecars are not zeroed",
+        f"{ROOM}/manager.py",
+        "        if self._record_new_block_ids and record_for_zeroing:\n",
+        "        if not self._record_new_block_ids and record_for_zeroing:\n",
+        COMPANIONS,
+    ),
+    Fault(
+        "admission forgets the pages of a hit that leave the free queue",
+        f"{ROOM}/manager.py",
+        "return self._get_num_evictable_blocks(new_computed_blocks[: self.blocks_per_request])",
+        "return 0",
+        COMPANIONS,
+    ),
+    Fault(
+        "a hit on sinks that is shorter than their pages is taken",
+        f"{ROOM}/manager.py",
+        "if length <= 0 or length // size < pages:",
+        "if length <= 0:",
+        COMPANIONS,
+    ),
+    Fault(
+        "sinks are cached before their block is complete",
+        f"{ROOM}/manager.py",
+        "if min(num_tokens, hashed) < self.block_size or",
+        "if min(num_tokens, hashed) < 1 or",
+        COMPANIONS,
+    ),
+    Fault(
+        "a hit computes no token of its window again",
+        f"{ROOM}/spec.py",
+        "        return self.window\n",
+        "        return 0\n",
+        COMPANIONS,
+    ),
+    Fault(
+        "a companion's memory is counted by a request's length",
+        f"{ROOM}/spec.py",
+        "return self.blocks_per_request * self.page_size_bytes",
+        "return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes",
+        CAPACITY,
+    ),
+    Fault(
+        "a companion's table has fewer entries than a request has blocks",
+        f"{ROOM}/spec.py",
+        "return max(self.blocks_per_request, cdiv(max_len, self.block_size))",
+        "return self.blocks_per_request",
+        COMPANIONS,
+    ),
+    # -- prompts and setup
+    Fault(
+        "vLLM's CPU attention serves where its log-sum-exp is needed",
+        f"{ROOM}/prompts.py",
+        'return "it does not tell the log-sum-exp" if asked.merged else None',
+        "return None",
+        "tests/engine/test_gpu_path.py -k by_sdpa",
+    ),
+    Fault(
+        "a longer prompt's blocks are taken for the next request's",
+        f"{ROOM}/prompts.py",
+        "slots = (BLOCK * blocks * torch.arange(n)[:, None] + torch.arange(q)).flatten()",
+        "slots = (q * torch.arange(n)[:, None] + torch.arange(q)).flatten()",
+        "tests/engine/test_prompt.py",
+    ),
+    Fault(
+        "a layer's number is the first one's for all",
+        f"{ROOM}/setup.py",
+        "Geometry(head_size, vllm_config.cache_config.block_size, dtype, layer, pairing, rotary)",
+        "Geometry(head_size, vllm_config.cache_config.block_size, dtype, 0, pairing, rotary)",
+        SETUP,
+    ),
+    Fault(
+        "the user's pairing is overruled by the model's",
+        f"{ROOM}/setup.py",
+        "    if wanted is not None:\n",
+        "    if wanted is not None and not styles:\n",
+        SETUP,
+    ),
+    # -- pages that requests share
+    Fault(
+        "the host's plan packs units of a hit again",
+        "vllm_kvq/kernels/torch/plan.py",
+        "first, last = np.maximum(c // p, shared), end // p",
+        "first, last = c // p, end // p",
+        TRAFFIC,
+    ),
+    Fault(
+        "Triton packs units of a hit again",
+        "triton_kernels/pack.py",
+        "shared = tl.where(start > 0, (start + W) // UNIT, 0)",
+        "shared = tl.where(start > 0, start // UNIT, 0)",
+        "tests/triton/test_step.py -k 'random_traffic and polar4'",
+    ),
+    Fault(
+        "CUDA packs units of a hit again",
+        "csrc/cuda/pack.h",
+        "const bool shared = start > 0 && unit < (start + p.window) / SLAB;",
+        "const bool shared = start > 0 && unit < start / SLAB;",
+        "tests/triton/test_step.py -k 'random_traffic and qjl3 and 32'",
+        slow=True,
+    ),
+    Fault(
+        "C++ packs units of a hit again in a decode step",
+        "csrc/cpu/step/decode.cpp",
+        "const int64_t shared = r.start > 0 ? (r.start + c_.window) / p : 0;",
+        "const int64_t shared = r.start > 0 ? r.start / p : 0;",
+        TRAFFIC,
+        slow=True,
+    ),
+    # -- real engines
+    Fault(
+        "prefix caching stays on beside layers in 16 bits, in an engine",
+        f"{ROOM}/served.py",
+        "prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,",
+        "prefix_caching=bool(cache.enable_prefix_caching),",
+        "tests/models/test_sixteen.py",
+        slow=True,
+    ),
+)

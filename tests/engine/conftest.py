@@ -56,11 +56,16 @@ def plain_samples(run: Run) -> Result:
 
 
 @pytest.fixture
-def bare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bare:
+def bare(configured: Bare, monkeypatch: pytest.MonkeyPatch) -> Bare:
     """vLLM's configuration as it is before anything of ours is written into it."""
-    from vllm.engine.arg_utils import EngineArgs
-
     monkeypatch.setattr("vllm_kvq.integration.platform.apply", lambda served, vllm_config: None)
+    return configured
+
+
+@pytest.fixture
+def configured(model: Path, tmp_path: Path) -> Bare:
+    """vLLM's configuration as an engine has it."""
+    from vllm.engine.arg_utils import EngineArgs
 
     def make(**arguments: Any) -> Any:
         where: Path = model

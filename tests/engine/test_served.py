@@ -74,14 +74,29 @@ def test_a_window_layer_that_is_skipped_counts_once(bare: Bare) -> None:
     assert layers.skipped == frozenset()
 
 
-def test_the_platform_does_all_of_it(model: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_the_platform_does_all_of_it(case: str, configured: Bare) -> None:
     """Without the fixture: vLLM itself gets there, and a second configuration is not affected by a first."""
-    from vllm.engine.arg_utils import EngineArgs
+    arguments, written, _ = CASES[case]
+    assert told(configured(**copy.deepcopy(arguments))) == written
+    plain, expected, _ = CASES["plain"]
+    assert told(configured(**copy.deepcopy(plain))) == expected
 
-    for case in ("a skipped layer", "plain"):
-        arguments, written, _ = CASES[case]
-        made = EngineArgs(model=str(model), max_model_len=256, **copy.deepcopy(arguments)).create_engine_config()
-        assert told(made) == written
+
+@pytest.mark.parametrize("case", CASES)
+def test_prefix_caching(case: str, configured: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off beside layers in 16 bits, and then said so once; what the user has switched off stays off."""
+    said: list[str] = []
+    monkeypatch.setattr("vllm_kvq.integration.served.logger.warning_once", lambda text, *more: said.append(text % more))
+    arguments, _, _ = CASES[case]
+    beside = "skipped" in case or "two ranks" in case or case == "windows"
+    assert configured(**copy.deepcopy(arguments)).cache_config.enable_prefix_caching is not beside
+    sentence = "kvq: prefix caching is switched off: some layers stay in 16 bits"
+    assert {*said} == ({sentence} if beside else set())
+    del said[:]
+    off = {**copy.deepcopy(arguments), "enable_prefix_caching": False}
+    assert not configured(**off).cache_config.enable_prefix_caching
+    assert not said
 
 
 def test_another_dtype_is_left_alone(model: Path) -> None:

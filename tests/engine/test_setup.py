@@ -1,0 +1,78 @@
+"""What a layer's format is bound to: its number, and the channels that RoPE pairs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvq.integration import setup
+from vllm_kvq.integration.setup import bind_layer
+
+pytestmark = pytest.mark.engine
+
+
+class Text(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def config(name: str, **options: Any) -> Any:
+    rope = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    model = SimpleNamespace(hf_text_config=Text(**rope), using_transformers_backend=lambda: False)
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=name, block_size=64),
+        additional_config={"kvq": options},
+        model_config=model,
+    )
+
+
+@pytest.fixture
+def styles(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
+    """The rotary embeddings that the model has built."""
+    built: set[tuple[str, int]] = set()
+    monkeypatch.setattr(setup.compat, "rope_styles", lambda head_size: built)
+    return built
+
+
+def test_a_layers_number_and_block() -> None:
+    made = [bind_layer(config("qjl3"), 64, layer, torch.bfloat16) for layer in (0, 5)]
+    assert [fmt.geometry.layer for fmt in made] == [0, 5]
+    assert {(fmt.N, fmt.geometry.dtype) for fmt in made} == {(64, torch.bfloat16)}
+    # QJL's sketch is seeded with the number
+    assert made[0] != made[1]
+    # the same object for the same answer, so that layers can share work
+    assert bind_layer(config("qjl3"), 64, 5, torch.bfloat16) is made[1]
+
+
+@pytest.mark.parametrize(
+    ("built", "options", "expected"),
+    [
+        ({("half", 64)}, {}, ("half", 64)),
+        ({("interleaved", 32)}, {}, ("interleaved", 32)),
+        # what the user says, and how many channels of that kind the model rotates
+        ({("interleaved", 32)}, {"pairing": "interleaved"}, ("interleaved", 32)),
+        ({("interleaved", 48)}, {"pairing": "half"}, ("half", 32)),
+        ({("half", 64), ("interleaved", 48)}, {"pairing": "interleaved"}, ("interleaved", 48)),
+        (set(), {"pairing": "half"}, ("half", 32)),
+    ],
+)
+def test_pairs(
+    built: set[tuple[str, int]], options: dict[str, str], expected: tuple[str, int], styles: set[tuple[str, int]]
+) -> None:
+    styles |= built
+    geometry = bind_layer(config("polar4", **options), 64, 0, torch.float32).geometry
+    assert (geometry.pairing, geometry.rotary_dim) == expected
+
+
+@pytest.mark.parametrize("built", [set(), {("half", 64), ("interleaved", 64)}])
+def test_unknown_pairs_are_refused(built: set[tuple[str, int]], styles: set[tuple[str, int]]) -> None:
+    styles |= built
+    with pytest.raises(ValueError, match=f"the model has {len(built) or 'no'} kinds of RoPE for head size 64"):
+        bind_layer(config("polar4"), 64, 0, torch.float32)
+
+
+def test_other_formats_ask_for_no_pairs(styles: set[tuple[str, int]]) -> None:
+    assert bind_layer(config("squat2"), 64, 0, torch.float32).geometry.pairing == "half"
