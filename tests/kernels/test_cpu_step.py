@@ -11,6 +11,7 @@ import torch
 from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
@@ -84,6 +85,21 @@ def test_an_unpacked_page_is_not_attended() -> None:
         done, output = s.run(kernels)
         assert not done
         assert output.eq(7).all()
+
+
+@pytest.mark.parametrize("kernels", [cpu, attend], ids=["C++", "PyTorch"])
+@pytest.mark.parametrize(
+    ("empty", "low", "high", "packed"),
+    [(0, 32, 64, True), (0, 31, 64, False), (0, 0, 1, False), (1, 0, 32, True), (1, 0, 33, False), (1, 63, 64, False)],
+)
+def test_each_slab_with_an_attended_token_must_be_packed(
+    kernels: Any, empty: int, low: int, high: int, packed: bool
+) -> None:
+    fmt = get_format("kivi2").bind(Geometry(D, 64, torch.float32))
+    pages = random_pages(fmt, 2, HEADS)
+    pages[2, :, FLAGS_AT + empty] = 0
+    lists = ([1, 2], [0, low], [64, high])
+    assert kernels.all_packed(fmt, pages, *(torch.tensor(x) for x in lists)) == packed
 
 
 @pytest.mark.parametrize(("column", "bad"), [(0, 6), (0, -1), (1, 4), (1, -1)])

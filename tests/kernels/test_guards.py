@@ -73,3 +73,13 @@ def test_rejected_drafts_are_no_damage(build: Callable[[Layer], Step]) -> None:
         assert output.isfinite().all()
         assert layer.headers().tolist() == [[MAGIC, 0, n + 1] for n in layer.held]
         assert (Planned in batch.kept) == isinstance(step, PlannedStep)
+
+
+def test_every_layer_looks_at_its_own_headers() -> None:
+    """What one layer planned for a batch serves the others only if their sidecars agree."""
+    sound, damaged = after_prompts(2), after_prompts(2)
+    step, data, batch = planned(TORCH)(sound), sound.random(2, 1), sound.batch([1, 1])
+    step.run(batch, sound.caches, *data, torch.empty_like(data[0]))
+    put(damaged, 1, DAMAGES["a token is missing"](damaged.held[1]))
+    with pytest.raises(RuntimeError, match="stale sidecar"):
+        step.run(batch, damaged.caches, *data, torch.empty_like(data[0]))
