@@ -327,7 +327,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "vLLM's CPU attention serves where its log-sum-exp is needed",
         f"{ROOM}/prompts.py",
-        'return "it does not tell the log-sum-exp" if asked.merged else None',
+        'return "it returns no log-sum-exp" if asked.merged else None',
         "return None",
         "tests/engine/test_gpu_path.py -k by_sdpa",
     ),
