@@ -109,10 +109,17 @@ FAULTS: tuple[Fault, ...] = (
         SERVED,
     ),
     Fault(
-        "a draft's blocks need not divide ours",
+        "the announced capacity takes the largest block for a draft, whether it divides ours or not",
         f"{ROOM}/served.py",
         "own = fitting_block(slots.page_bytes, draft.token_bytes, self.format.N)",
         "own = fitting_block(slots.page_bytes, draft.token_bytes)",
+        CAPACITY,
+    ),
+    Fault(
+        "a draft's blocks need not divide ours",
+        f"{ROOM}/sixteen.py",
+        "    aligned = True\n",
+        "    aligned = False\n",
         CAPACITY,
     ),
     Fault(
@@ -123,10 +130,10 @@ FAULTS: tuple[Fault, ...] = (
         SERVED,
     ),
     Fault(
-        "a page that is exactly large enough for 16-bit layers is doubled",
+        "blocks are doubled once more than 16-bit layers need",
         f"{ROOM}/served.py",
         "while heads * fmt.record_bytes < SMALLEST_BLOCK * token_bytes:",
-        "while heads * fmt.record_bytes <= 2 * SMALLEST_BLOCK * token_bytes:",
+        "while heads * fmt.record_bytes < 2 * SMALLEST_BLOCK * token_bytes:",
         SERVED,
     ),
     Fault(

@@ -36,6 +36,11 @@ LAYERS = {
 """The model's layers in each of the cases, and the draft's."""
 LONG = {"kv_cache_dtype": "squat2", "max_model_len": 2048, "max_num_batched_tokens": 128, "model": "Gemma-3"}
 MORE: dict[str, tuple[dict[str, Any], str]] = {
+    # 192 tokens of the draft would fit into a page, but 192 does not divide 1024
+    "a draft model, large blocks": (
+        {"kv_cache_dtype": "squat2", "block_size": 1024, "max_model_len": 4096, "draft": "draft_model"},
+        "ppdd",
+    ),
     # a window takes what it sees, and the tokens that are scheduled but not yet settled
     "windows in a long request": (LONG, "wwwwwp"),
     "windows over two stages": ({**LONG, "pipeline_parallel_size": 2}, "wwwwwp"),
