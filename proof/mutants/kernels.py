@@ -12,6 +12,7 @@ LARGE = f"{KERNELS}/test_large_pools.py"
 GUARDS = f"{KERNELS}/test_guards.py"
 LATE = f"{KERNELS}/test_late_maximum.py"
 REFERENCE = f"{KERNELS}/test_reference.py -k pytorch"
+INNERQ = f"{KERNELS}/test_reference.py -k 'pytorch and innerq2'"
 LARGE_TRITON = f"{TRITON}/test_large_pools_triton.py -k squat2"
 GUARDS_TRITON = f"{TRITON}/test_guards_triton.py"
 LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
@@ -89,7 +90,7 @@ PLANNER = (
         "vllm_kvq/kernels/torch/plan.py",
         "follows = unit // per_page * per_page < first[owner]",
         "follows = unit // per_page * per_page < 0",
-        f"{REFERENCE} and innerq2",
+        INNERQ,
     ),
     Fault(
         "slots: the ring begins in the state",
@@ -141,7 +142,7 @@ TORCH = (
         "vllm_kvq/kernels/torch/pack.py",
         "follows.any()",
         "follows.all()",
-        f"{REFERENCE} and innerq2",
+        INNERQ,
     ),
     Fault(
         "PyTorch gather: new tokens are counted from the last stored one",
