@@ -96,13 +96,13 @@ def test_the_compilers_find_their_sources(unpacked: Path) -> None:
 def test_it_works_by_itself(unpacked: Path) -> None:
     code = (
         "import vllm_kvq, vllm_kvq.kernels.gpu.step, vllm_kvq.kernels.cpu.step, importlib.util as u\n"
-        "print(vllm_kvq.__file__); print(u.find_spec('vllm_kvq.triton_kernels.decode').origin)\n"
+        "print(vllm_kvq.__file__); print(u.find_spec('vllm_kvq.triton_kernels.attend').origin)\n"
         "print(u.find_spec('triton_kernels'))"
     )
     package = unpacked / "vllm_kvq"
     assert run(unpacked, "-c", code).splitlines() == [
         str(package / "__init__.py"),
-        str(package / "triton_kernels" / "decode.py"),
+        str(package / "triton_kernels" / "attend.py"),
         "None",
     ]
     assert "squat2    SQuat, 2-bit keys" in run(unpacked, "-m", "vllm_kvq", "formats")

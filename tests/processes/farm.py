@@ -88,7 +88,8 @@ class Farm:
         self.folder, self.traces, self.count = folder, traces, itertools.count()
         self.known: dict[tuple[str, str, str], Answer] = {}
         self.models: dict[str, Path] = {}
-        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # `proof` is installed nowhere: a process that runs a script does not look into the checkout
+        path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = (folder / "driver.log").open("w")
         self.driver = subprocess.Popen(
             [sys.executable, str(HERE / "engines.py")],
