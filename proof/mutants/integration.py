@@ -20,8 +20,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the announced capacity is doubled",
         f"{ROOM}/report.py",
-        "capacity = (blocks - 1) / per_request * served.max_len",
-        "capacity = 2 * (blocks - 1) / per_request * served.max_len",
+        "capacity = blocks / per_request * served.max_len",
+        "capacity = 2 * blocks / per_request * served.max_len",
         CAPACITY,
     ),
     Fault(

@@ -102,7 +102,7 @@ def test_prefix_caching(case: str, configured: Bare, monkeypatch: pytest.MonkeyP
 def test_another_dtype_is_left_alone(model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    made = EngineArgs(model=str(model), max_model_len=256, additional_config={"kvq": 3}).create_engine_config()
+    made = EngineArgs(model=str(model), max_model_len=256).create_engine_config()
     # the block size is vLLM's own, which is another one in 0.33
     assert told(made).partition(" ")[2] == "False None [] True None"
 

@@ -64,6 +64,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.models.utils": ("extract_layer_index",),
     "vllm.platforms": ("current_platform",),
     "vllm.platforms.interface": ("Platform.check_and_update_config", "Platform.get_attn_backend_cls"),
+    "vllm.utils.cpu_resource_utils": ("get_allowed_cpu_list", "get_memory_node_info", "get_visible_memory_node"),
     "vllm.utils.math_utils": ("cdiv",),
     "vllm.utils.torch_utils": ("STR_DTYPE_TO_TORCH_DTYPE",),
     "vllm.v1.attention.backend": (

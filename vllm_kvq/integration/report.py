@@ -16,6 +16,7 @@ logger = init_logger("vllm.kvq")
 def start_line(served: Served, blocks: int) -> str:
     """Capacity as vLLM counts it: tokens of requests of the maximum length, with their sidecars and sink pages.
 
+    It is the very number of vLLM's own line "KV cache size", which counts block 0, too, although that is never handed out.
     A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
     smallest kind of layers, or as the largest where they hardly differ. A value is one word, so that programs can read
     the line (`bench/server.py`).
@@ -24,8 +25,7 @@ def start_line(served: Served, blocks: int) -> str:
     smallest, largest = min(k.layers for k in kinds), max(k.layers for k in kinds)
     size = largest if largest < 1.5 * smallest else smallest
     per_request = sum(-(-k.layers // size) * k.blocks for k in kinds)
-    # block 0 is never handed out
-    capacity = (blocks - 1) / per_request * served.max_len
+    capacity = blocks / per_request * served.max_len
     plain = blocks * size * served.page_bytes / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
     sidecar = (slots.sidecar_blocks + slots.sink_blocks) * served.page_bytes
     return (
