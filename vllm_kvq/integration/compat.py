@@ -21,6 +21,8 @@
 | front (sixteen.py)                     | group's block table, whichever group that is            | the draft's own  |
 | builtin specs registered first         | KVCacheSpecRegistry skips its builtin ones when it is   | the registry     |
 |                                        | not empty                                               | merges           |
+| CPUModelRunner._sample and             | a seeded request whose prompt comes in chunks ends the  | vLLM rewinds a   |
+| _bookkeeping_sync wrapped (seeds.py)   | engine on a CPU                                         | CPU's generator  |
 | rotary_embedding._ROPE_DICT read       | an attention layer can't see which channels RoPE pairs  | it can           |
 | CircularBufferManager's hooks          | one more block than one per request, zeroed             | a public base    |
 | sys.modules["triton_kernels"] = None   | Python takes our folder triton_kernels/ in a checkout   | it asks for a    |
