@@ -295,7 +295,7 @@ GPU = (
         "triton_kernels/pack.py",
         "((unit + 1) * UNIT <= context + count)",
         "((unit + 1) * UNIT < context + count)",
-        LARGE_TRITON,
+        REFERENCE_TRITON,
     ),
     Fault(
         "Triton packs units of a hit's shared pages anew",
