@@ -166,13 +166,6 @@ FAULTS: tuple[Fault, ...] = (
         DAMAGE,
     ),
     Fault(
-        "the watch of a GPU's counters counts damage again in every step",
-        f"{ROOM}/faults.py",
-        "self.damage.count(replaced - self.damage.total)",
-        "self.damage.count(replaced)",
-        DAMAGE,
-    ),
-    Fault(
         "nobody polls a GPU's counters",
         f"{ROOM}/backend.py",
         "        for watch in self.watches:\n            watch.poll()\n",

@@ -337,7 +337,7 @@ GPU = (
         "vllm_kvq/kernels/gpu/step.py",
         "(max(batch.lengths) + self.fmt.unit - 1) // self.fmt.unit",
         "max(batch.lengths) // self.fmt.unit",
-        LARGE_TRITON,
+        REFERENCE_TRITON,
     ),
     Fault(
         "GPU step: prompts begin at the first decode",
