@@ -93,7 +93,20 @@ FAULTS: tuple[Fault, ...] = (
         VERDICTS,
     ),
     # oracle
-    Fault("no block leaks", "proof/oracle/verdict.py", "[] if before == after", "[] if before >= after", VERDICTS),
+    Fault(
+        "no block leaks",
+        "proof/oracle/verdict.py",
+        '[] if before == after else [f"{before - after} blocks were not freed"]',
+        "[]",
+        VERDICTS,
+    ),
+    Fault(
+        "as many blocks may be gained",
+        "proof/oracle/verdict.py",
+        "[] if before == after",
+        "[] if before <= after",
+        VERDICTS,
+    ),
     Fault(
         "only the first tokens are compared",
         "proof/oracle/compare.py",
@@ -184,5 +197,20 @@ FAULTS: tuple[Fault, ...] = (
         "/ exact.norm()",
         "/ scores(query, key_hat).norm()",
         FIGURES,
+    ),
+    # mutants
+    Fault(
+        "a run that is stopped leaves its tests running",
+        "proof/mutants/main.py",
+        "            stop()\n",
+        "",
+        "tests/test_mutants.py -k 'stopped and 15'",
+    ),
+    Fault(
+        "a run that is stopped leaves the servers of its tests",
+        "proof/mutants/pytests.py",
+        "tree = psutil.Process(child.pid).children(recursive=True)",
+        "tree = psutil.Process(child.pid).children()[1:]",
+        "tests/test_mutants.py -k 'stopped and 15'",
     ),
 )
