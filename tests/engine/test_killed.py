@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -20,22 +21,31 @@ import pytest
 from proof.soak.client import BadAnswer, place, problem
 from proof.soak.load import MODEL, Order
 from proof.soak.main import ENVIRONMENT
+from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import Server, ServerError, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
-LENGTH = 2048
+LENGTH = 32768
+"""A step takes a millisecond: no answer of that length ends before its server is killed."""
 ARGUMENTS = [
     *("--kv-cache-dtype", "squat2", "--dtype", "float32", "--enforce-eager", "--served-model-name", MODEL),
     *("--max-model-len", str(LENGTH), "--max-num-seqs", "8"),
 ]
 LONG = [Order(tuple(range(10, 60 + i)), LENGTH - 100, stream=True) for i in range(3)]
 SHORT = Order(tuple(range(10, 150)), 20)
-API, ENGINE, WORKER = "VLLM::APIServer", "VLLM::EngineCore", "VLLM::Worker"
+API, ENGINE, WORKER = "vllm serve", "VLLM::EngineCore", "VLLM::Worker"
 SECONDS = 60
 """An end that takes longer is a process left behind."""
+RUNNING = re.compile(r"^vllm:num_requests_running\{.*\} (\S+)$", re.MULTILINE)
+"""One line for each engine."""
 SHARED = re.compile(r"/dev/shm/\S+")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("model") / "long", hidden=128, max_position=LENGTH)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +70,7 @@ class Tree:
         return cls(processes, {path for path in SHARED.findall(maps) if Path(path).exists()})
 
     def find(self, name: str) -> psutil.Process:
-        return next(p for p in self.processes if " ".join(p.cmdline()).startswith(name))
+        return next(p for p in self.processes if name in " ".join(p.cmdline()))
 
     def must_be_gone(self) -> None:
         _, left = psutil.wait_procs(self.processes, SECONDS)
@@ -104,9 +114,13 @@ def serve(model: Path, port: int, log: Path, *more: str) -> Server:
 
 
 def running(url: str) -> Callable[[], bool]:
-    from proof.soak.watch import metrics
+    """Whether all clients' requests are in the engines."""
 
-    return lambda: metrics(url).running == len(LONG)
+    def look() -> bool:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            return sum(map(float, RUNNING.findall(answer.read().decode()))) == len(LONG)
+
+    return look
 
 
 def wait_for(what: Callable[[], bool]) -> None:
