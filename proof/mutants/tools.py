@@ -5,6 +5,7 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 SOAK = "tests/test_soak.py -k 'not short'"
+FUZZER = "tests/test_fuzzer_verdicts.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
 FIGURES = "tests/test_figures.py"
 
@@ -53,44 +54,58 @@ FAULTS: tuple[Fault, ...] = (
     Fault("answers that end early", "proof/soak/client.py", "and tokens != most", "and tokens > most", SOAK),
     # fuzz
     Fault(
-        "the fuzzer's exit status is always 0", "proof/fuzz/main.py", "int(session.finding is not None)", "0", VERDICTS
+        "the fuzzer's exit status is always 0", "proof/fuzz/main.py", "int(session.finding is not None)", "0", FUZZER
     ),
-    Fault("a replay's exit status is always 0", "proof/fuzz/main.py", "int(bool(verdict.mismatches))", "0", VERDICTS),
+    Fault("a replay's exit status is always 0", "proof/fuzz/main.py", "int(bool(verdict.mismatches))", "0", FUZZER),
     Fault(
         "a session goes on after a mismatch",
         "proof/fuzz/session.py",
         "return self._found(Case(setup, tuple(new)), Case(setup, tuple(traces)), verdict)\n            if this",
         "pass\n            if this",
-        VERDICTS,
+        FUZZER,
     ),
     Fault(
         "a lane that breaks is forgotten",
         "proof/fuzz/session.py",
         "            raise self.error\n",
         "            self.stop.set()\n",
-        VERDICTS,
+        FUZZER,
     ),
     Fault(
         "an engine that fails is no mismatch",
         "proof/fuzz/attempt.py",
         'Verdict(mismatches=[f"the engine failed: {error}"])',
         "Verdict()",
-        VERDICTS,
+        FUZZER,
     ),
     Fault(
         "the fuzzer does not look for leaks",
         "proof/fuzz/attempt.py",
         "[leak for r in results for leak in leaks(r)]",
         "[]",
-        VERDICTS,
+        FUZZER,
     ),
-    Fault("every difference is a tie", "proof/fuzz/attempt.py", "found) < near", "found) > -1", VERDICTS),
+    Fault("every difference is a tie", "proof/fuzz/attempt.py", "found) < near", "found) > -1", FUZZER),
     Fault(
         "a plainer setup is taken back",
         "proof/fuzz/shrink.py",
         "replace(self.case.setup, **change)",
         "replace(self.path[0].setup, **change)",
-        VERDICTS,
+        FUZZER,
+    ),
+    Fault(
+        "a run of so many requests ends with its first engines",
+        "proof/fuzz/session.py",
+        "self.judged >= self.requests",
+        "self.judged > 0",
+        FUZZER,
+    ),
+    Fault(
+        "a page of results never tells of a mismatch",
+        "proof/fuzz/main.py",
+        'Mismatches: {total["mismatches"]}.',
+        "Mismatches: 0.",
+        FUZZER,
     ),
     # oracle
     Fault(
