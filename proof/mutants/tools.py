@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-SOAK = "tests/test_soak.py -k 'not short'"
+SOAK = "tests/test_soak.py tests/test_soak_command.py -k 'not short'"
 FUZZER = "tests/test_fuzzer_verdicts.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
 FIGURES = "tests/test_figures.py"
