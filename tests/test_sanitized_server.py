@@ -1,4 +1,4 @@
-"""What `proof sanitize --server` says of servers and answers that are made up here. Beside each stands a healthy run."""
+"""What `proof sanitize --server` says of servers and answers that are made up here, a healthy one among them."""
 
 from __future__ import annotations
 
@@ -97,4 +97,4 @@ def test_what_a_server_does_not_take(wrong: list[str], capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as stop:
         sanitize.main(wrong)
     assert stop.value.code == 2
-    assert "--server takes no command" in capsys.readouterr().err
+    assert "usage: python -m proof sanitize" in capsys.readouterr().err

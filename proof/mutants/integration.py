@@ -276,8 +276,15 @@ FAULTS: tuple[Fault, ...] = (
         "engines of vLLM's own cache are watched, too",
         f"{ROOM}/platform.py",
         "    cache = vllm_config.cache_config\n",
-        "    cache = vllm_config.cache_config\n    guard_engines()\n",
+        "    cache = vllm_config.cache_config\n    guard()\n",
         ORPHANS,
     ),
-    Fault("no engine is watched", f"{ROOM}/platform.py", "    guard_engines()\n", "", ORPHANS),
+    Fault(
+        "one of several API servers stays when its server is gone",
+        f"{ROOM}/orphans.py",
+        "if current_process().name.startswith(API_SERVER):",
+        "if not API_SERVER:",
+        ORPHANS,
+    ),
+    Fault("no engine is watched", f"{ROOM}/platform.py", "    guard()\n", "", ORPHANS),
 )

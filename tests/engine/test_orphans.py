@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 
 from vllm_kvq.integration import orphans
@@ -33,7 +34,7 @@ def engine(polite: bool, told: str) -> None:
 
 def watched_engine(polite: bool, told: str) -> None:
     orphans.LOOK_SECONDS, orphans.GRACE_SECONDS = LOOK, GRACE
-    orphans._vllms_own = engine
+    orphans._engine = engine
     orphans.run_engine_core(polite, told)
 
 
@@ -101,23 +102,44 @@ def test_it_ends_where_it_was_spawned(started: Started) -> None:
 
 
 @pytest.fixture
-def vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineCoreProc, "run_engine_core", staticmethod(orphans._vllms_own))
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """vLLM as it is before our formats are used; and whether this process is watched."""
+    monkeypatch.setattr(EngineCoreProc, "run_engine_core", staticmethod(orphans._engine))
+    monkeypatch.setattr(DPCoordinatorProc, "run_coordinator", staticmethod(orphans._coordinator))
+    calls: list[bool] = []
+    monkeypatch.setattr(orphans, "watch", lambda: calls.append(True))
+    return calls
 
 
-@pytest.mark.usefixtures("vllms_own")
-def test_only_our_formats_are_guarded(configured: Callable[..., Any]) -> None:
+def test_only_our_formats_are_guarded(configured: Callable[..., Any], watched: list[bool]) -> None:
     configured(kv_cache_dtype="auto")
-    assert EngineCoreProc.run_engine_core is orphans._vllms_own
+    assert EngineCoreProc.run_engine_core is orphans._engine
+    assert DPCoordinatorProc.run_coordinator is orphans._coordinator
     configured(kv_cache_dtype="squat2")
     assert EngineCoreProc.run_engine_core is orphans.run_engine_core
-    # vLLM spawns its engines with it
-    assert pickle.loads(pickle.dumps(EngineCoreProc.run_engine_core)) is orphans.run_engine_core
+    assert DPCoordinatorProc.run_coordinator is orphans.run_coordinator
+    # vLLM spawns its processes with them
+    for guarded in (EngineCoreProc.run_engine_core, DPCoordinatorProc.run_coordinator):
+        assert pickle.loads(pickle.dumps(guarded)) is guarded
+    # the user's own process is not one of vLLM's
+    assert not watched
 
 
-def test_vllms_own_is_called_with_all_that_vllm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "expected"), [("ApiServer_1", [True]), ("MainProcess", []), ("Process-1", [])])
+def test_one_of_several_api_servers(
+    name: str, expected: list[bool], watched: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "name", name)
+    orphans.guard()
+    assert watched == expected
+
+
+@pytest.mark.parametrize(("name", "own"), [("run_engine_core", "_engine"), ("run_coordinator", "_coordinator")])
+def test_vllms_own_is_called_with_all_that_vllm_gives(
+    name: str, own: str, watched: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(orphans, "_vllms_own", lambda *args, **kwargs: seen.append((args, kwargs)))
-    monkeypatch.setattr(orphans, "end_after", lambda parent: seen.append(parent))
-    orphans.run_engine_core(1, dp_rank=2)
-    assert sorted(map(str, seen)) == sorted([str(((1,), {"dp_rank": 2})), str(os.getppid())])
+    monkeypatch.setattr(orphans, own, lambda *args, **kwargs: seen.append((args, kwargs)))
+    getattr(orphans, name)(1, dp_rank=2)
+    assert seen == [((1,), {"dp_rank": 2})]
+    assert watched == [True]

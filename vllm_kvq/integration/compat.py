@@ -22,8 +22,9 @@
 | builtin specs registered first         | KVCacheSpecRegistry skips its builtin ones when it is   | the registry     |
 |                                        | not empty                                               | merges           |
 | rotary_embedding._ROPE_DICT read       | an attention layer can't see which channels RoPE pairs  | it can           |
-| EngineCoreProc.run_engine_core wrapped | the engine stays when its server is killed              | vLLM watches its |
-| (orphans.py)                           |                                                         | parent           |
+| EngineCoreProc.run_engine_core and     | the engine stays when its server is killed              | vLLM's processes |
+| DPCoordinatorProc.run_coordinator      |                                                         | watch the one    |
+| wrapped (orphans.py)                   |                                                         | that made them   |
 | CircularBufferManager's hooks          | one more block than one per request, zeroed             | a public base    |
 | sys.modules["triton_kernels"] = None   | Python takes our folder triton_kernels/ in a checkout   | it asks for a    |
 | in a checkout                          | for the package of that name that vLLM looks for        | module in it     |
@@ -107,6 +108,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "CircularBufferManager.req_to_blocks",
         "register_all_kvcache_specs",
     ),
+    "vllm.v1.engine.coordinator": ("DPCoordinatorProc.run_coordinator",),
     "vllm.v1.engine.core": ("EngineCoreProc.run_engine_core",),
     "vllm.v1.kv_cache_interface": (
         "CircularBufferSpec.is_uniform_with_collection",

@@ -12,7 +12,7 @@ from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration import validate
 from vllm_kvq.integration.drafts import is_draft
 from vllm_kvq.integration.kept import WINDOWS
-from vllm_kvq.integration.orphans import guard_engines
+from vllm_kvq.integration.orphans import guard
 from vllm_kvq.integration.served import Served, apply
 
 BACKEND = "vllm_kvq.integration.backend.KVQBackend"
@@ -35,7 +35,7 @@ def configure(vllm_config: Any) -> None:
         raise
     if vllm_config.model_config is not None:
         apply(Served.of(vllm_config), vllm_config)
-    guard_engines()
+    guard()
 
 
 def backend_of(asked: Any) -> str | None:
