@@ -7,6 +7,7 @@ from proof.mutants.fault import Fault
 KERNELS = "tests/kernels"
 LARGE = f"{KERNELS}/test_large_pools.py"
 GUARDS = f"{KERNELS}/test_guards.py"
+NO_MEMORY = f"{KERNELS}/test_no_memory.py"
 LATE = f"{KERNELS}/test_late_maximum.py"
 
 FAULTS: tuple[Fault, ...] = (
@@ -80,6 +81,22 @@ FAULTS: tuple[Fault, ...] = (
         "if (shrink != 1.0f)",
         "if (shrink > 1e-5f)",
         f"{LATE} -k 'Cpp and packed'",
+        slow=True,
+    ),
+    Fault(
+        "C++ computes in memory that it did not get",
+        "csrc/cpu/scratch.h",
+        "      if (data_ == nullptr) throw std::bad_alloc();\n",
+        "",
+        NO_MEMORY,
+        slow=True,
+    ),
+    Fault(
+        "C++: what a thread throws is lost",
+        "csrc/cpu/threads.h",
+        "  if (loop.error) std::rethrow_exception(loop.error);\n",
+        "",
+        NO_MEMORY,
         slow=True,
     ),
 )
