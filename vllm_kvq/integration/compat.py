@@ -24,6 +24,9 @@
 | CPUModelRunner._sample and             | a seeded request whose prompt comes in chunks ends the  | vLLM rewinds a   |
 | _bookkeeping_sync wrapped (seeds.py)   | engine on a CPU                                         | CPU's generator  |
 | rotary_embedding._ROPE_DICT read       | an attention layer can't see which channels RoPE pairs  | it can           |
+| EngineCoreProc.run_engine_core and     | the engine stays when its server is killed              | vLLM's processes |
+| DPCoordinatorProc.run_coordinator      |                                                         | watch the one    |
+| wrapped (orphans.py)                   |                                                         | that made them   |
 | CircularBufferManager's hooks          | one more block than one per request, zeroed             | a public base    |
 | sys.modules["triton_kernels"] = None   | Python takes our folder triton_kernels/ in a checkout   | it asks for a    |
 | in a checkout                          | for the package of that name that vLLM looks for        | module in it     |
@@ -108,6 +111,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "CircularBufferManager.req_to_blocks",
         "register_all_kvcache_specs",
     ),
+    "vllm.v1.engine.coordinator": ("DPCoordinatorProc.run_coordinator",),
+    "vllm.v1.engine.core": ("EngineCoreProc.run_engine_core",),
     "vllm.v1.kv_cache_interface": (
         "CircularBufferSpec.is_uniform_with_collection",
         "CircularBufferSpec.max_memory_usage_bytes",

@@ -12,6 +12,7 @@ from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration import validate
 from vllm_kvq.integration.drafts import is_draft
 from vllm_kvq.integration.kept import WINDOWS
+from vllm_kvq.integration.orphans import guard
 from vllm_kvq.integration.served import Served, apply
 
 BACKEND = "vllm_kvq.integration.backend.KVQBackend"
@@ -35,6 +36,7 @@ def configure(vllm_config: Any) -> None:
         raise
     if ours and vllm_config.model_config is not None:
         apply(Served.of(vllm_config), vllm_config)
+    guard()
 
 
 def _is_vllms_command() -> bool:
