@@ -191,7 +191,7 @@ def chunk_row(
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench prefill",
-        "What a prompt costs beside its own attention: fit, pack, and the attention of a later chunk over packed history.",
+        "What a prompt costs beside its own attention: fit, pack, and a later chunk's attention over packed history.",
         ("--format all --context 4096", "--format squat2 --context 4096 --chunk 512 --json"),
         "could not be done",
     )

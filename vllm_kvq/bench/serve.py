@@ -241,8 +241,7 @@ def server(model: Path, dtype: str, args: argparse.Namespace, max_len: int, log:
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench serve",
-        "`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, tokens per second, first "
-        "token.",
+        "`vllm serve` with each format beside `vllm serve` with a bf16 cache: time per token, and to the first token.",
         ("", "--format squat2 --context 512 4096 16384 --layers 1 --eager", "--model ./checkpoint --batch 1 4 --json"),
         "a server failed, and the end of its log says why",
     )

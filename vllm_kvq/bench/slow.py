@@ -3,7 +3,8 @@
     python -m vllm_kvq bench slow --threads 1
 
 The same measurement as `bench attention`, for head sizes and options that the fast kernels do not serve
-(kernels/cpu/slow.py). A ratio is the speed against vLLM's bf16 cache; for options also against the same format's defaults.
+(kernels/cpu/slow.py). A ratio is the speed against vLLM's bf16 cache, for options also the time against the same
+format's without them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import processor_name
 
+Wanted = Sequence[tuple[str, Mapping[str, Any]]]
+"""Formats and options."""
+
 HEAD_SIZES = (80, 96, 192)
 USUAL_HEAD = 128
-OPTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+OPTIONS: Wanted = (
     ("squat2", {"group": 16}),
     ("squat2", {"group": 48}),
     ("squat2", {"values": "raw"}),
@@ -58,7 +62,7 @@ def label(name: str, options: Mapping[str, Any]) -> str:
     return " ".join((name, *(f"{key}={value}" for key, value in options.items())))
 
 
-def measure(context: int, rounds: int, head_size: int, wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Row]:
+def measure(context: int, rounds: int, head_size: int, wanted: Wanted) -> list[Row]:
     """bf16 first, then ours in order."""
     shape = Shape(context, 1, QUERY_HEADS, KV_HEADS, head_size, BLOCK, 1)
     candidates: dict[str, Candidate] = {"bf16": vllm_candidate(shape, "auto")}
@@ -101,9 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if library() is None:
         print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
         return console.FOUND
-    public = [(fmt.name, {}) for fmt in public_formats()]
+    public: Wanted = [(fmt.name, {}) for fmt in public_formats()]
     by_head = {d: measure(args.context, args.rounds, d, public) for d in HEAD_SIZES}
-    defaults = [(name, {}) for name in dict.fromkeys(name for name, _ in OPTIONS)]
+    defaults: Wanted = [(name, {}) for name in dict.fromkeys(name for name, _ in OPTIONS)]
     variants = measure(args.context, args.rounds, USUAL_HEAD, [*defaults, *OPTIONS])
     where = {"processor": processor_name(), "isa": ISAS[isa()], "threads": args.threads, "context": args.context}
     if args.json:

@@ -1,6 +1,7 @@
 """The command `vllm-kvq`, also `python -m vllm_kvq`: the list of its commands, each in a module of its own.
 
-A module has `parser()` and `main(arguments)`, and is imported only when its command is asked for. Exit codes: console.py.
+A module has `parser()` and `main(arguments)`, and is imported only when its command is asked for. What an exit code means
+says console.py.
 """
 
 from __future__ import annotations

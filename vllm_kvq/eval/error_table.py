@@ -91,16 +91,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     chosen = [row for row in rows() if row[1] in args.format]
-    found = [
-        {
-            "row": row[0],
-            "format": row[1],
-            "options": row[2],
-            "key_bits": key_bits(row[1], row[2], 128),
-            "errors": errors,
-        }
-        for row, errors in ((row, [error(row[1], row[2], d, rope) for d, rope in CASES]) for row in chosen)
-    ]
+    found: list[dict[str, Any]] = []
+    for label, name, options in chosen:
+        errors = [error(name, options, d, rope) for d, rope in CASES]
+        bits = key_bits(name, options, 128)
+        found.append({"row": label, "format": name, "options": options, "key_bits": bits, "errors": errors})
     shares = {d: symmetric_share(d) for d in (64, 128)} if "innerq2" in args.format else {}
     if args.json:
         cases = [{"head_size": d, "rope": rope} for d, rope in CASES]

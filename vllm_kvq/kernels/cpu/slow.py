@@ -1,8 +1,8 @@
 """Formats that the CPU attends slowly, in one sentence with what to use instead.
 
-The library says itself for which halves of a format, keys and values, it has integer kernels (csrc/cpu/attend/choose.h);
-float32 kernels serve the rest. What is to blame is found by asking the library again, about the same format without an
-option, so that nothing here can tell another story than what runs.
+The library says itself for which halves of a format, keys and values, it has integer kernels
+(csrc/cpu/attend/choose.h); float32 kernels serve the rest. What is to blame is found by asking the library again, about
+the same format without an option, so that the sentence can't differ from what runs.
 """
 
 from __future__ import annotations
