@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         (
             "MODEL --kv-cache-dtype squat2",
             "MODEL --kv-cache-dtype qjl3 --max-model-len 8192 --json",
-            "MODEL --kv-cache-dtype squat2 --additional-config '{\"kvq\": {\"r\": 8}}'",
+            'MODEL --kv-cache-dtype squat2 --additional-config \'{"kvq": {"r": 8}}\'',
         ),
         "it would not start; the sentence says why",
     )
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().print_help()
         return console.DONE
     as_json, verbose = "--json" in given, "--verbose" in given
+    let_kernels_log()
     if not verbose:
         be_quiet()
     try:
@@ -57,10 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return console.DONE if found["starts"] else console.FOUND
 
 
+def let_kernels_log() -> None:
+    """Compiling them takes minutes, and says so."""
+    ours = logging.getLogger("vllm_kvq")
+    ours.setLevel(logging.INFO)
+    if not ours.handlers:
+        ours.addHandler(logging.StreamHandler())
+
+
 def be_quiet() -> None:
-    """For vLLM, which reads its log's level when it is imported, and for the processes that it starts."""
+    """For vLLM, which reads its log's level once it is imported, and for the processes that it starts."""
     os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for name in ("vllm", "transformers"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
 
 
@@ -77,8 +87,8 @@ def describe(start: DryStart) -> dict[str, Any]:
     problem = memory.problem
     if problem is None and blocks <= capacity.per_request:
         problem = (
-            f"a request of {served.max_len} tokens takes {gib(capacity.per_request * page_group)} of cache and there are "
-            f"{gib(memory.nbytes)} ({memory.because}); lower --max-model-len or give the cache more memory"
+            f"a request of {served.max_len} tokens takes {gib(capacity.per_request * page_group)} of cache and there "
+            f"are {gib(memory.nbytes)} ({memory.because}); lower --max-model-len or give the cache more memory"
         )
     return {
         "starts": problem is None,
@@ -120,7 +130,10 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     text = [
         ("packed", f"{layers['packed']} of {layers['all']} layers, as {found['format']}"),
         ("in 16 bits", ", ".join(layers["in_16_bits"]) or "nothing"),
-        ("bits per element", f"{found['bits_per_element']:.3f}, with all parameters, in pages of N={found['N']} tokens"),
+        (
+            "bits per element",
+            f"{found['bits_per_element']:.3f} with all parameters, in pages of N={found['N']} tokens",
+        ),
         ("full precision", f"the newest W={found['W']} tokens and the first S={found['S']}"),
         ("kernels", path),
         ("memory, about", f"{gib(memory['bytes'])}: {memory['because']}"),

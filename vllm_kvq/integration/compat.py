@@ -39,8 +39,8 @@ LEDGER = (
     ),
     Patch(
         "Platform.get_attn_backend_cls wrapped",
-        "a dtype names no backend; the CPU platform ignores a requested one; and a layer that vLLM gives no dtype is found "
-        "here",
+        "a dtype names no backend; the CPU platform ignores a requested one; and a layer that vLLM gives no dtype is "
+        "found here",
         "a dtype may name its backend",
     ),
     Patch(

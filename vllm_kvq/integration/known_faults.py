@@ -1,4 +1,4 @@
-"""Faults of vLLM itself that users of this plugin meet: one table for `vllm-kvq doctor`, docs/troubleshooting.md and tests."""
+"""Faults of vLLM itself that users of this plugin meet: one table, for `vllm-kvq doctor`, docs and tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KNOWN_FAULTS = (
         "sampling-beside-speculation",
         CPU,
         ("0.32", "0.33"),
-        "with --speculative-config, as soon as one request of a batch samples, wrong tokens take the place of rejected drafts",
+        "with --speculative-config, once a request of a batch samples, wrong tokens take the place of rejected drafts",
         "serve greedy requests alone, or leave --speculative-config out",
     ),
     KnownFault(
