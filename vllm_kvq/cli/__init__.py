@@ -1,7 +1,7 @@
 """The command `vllm-kvq`, also `python -m vllm_kvq`: the list of its commands, each in a module of its own.
 
-A module has `parser()` and `main(arguments)`, and is imported only when its command is asked for. What the commands have
-in common, their exit codes for one, is in console.py.
+A module has `parser()` and `main(arguments)`, and is imported only when its command is asked for. What they have in
+common, such as exit codes, is in console.py.
 """
 
 from __future__ import annotations

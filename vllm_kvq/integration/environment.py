@@ -67,7 +67,7 @@ def versions() -> list[Finding]:
 def plugin() -> list[Finding]:
     problem = plugin_problem()
     if problem is None:
-        return [Finding("plugin", FINE, "vLLM finds it, and is a version that it supports")]
+        return [Finding("plugin", FINE, "vLLM finds it, and has all that it needs")]
     return [Finding("plugin", BAD, problem)]
 
 
@@ -179,4 +179,4 @@ def patches() -> list[Finding]:
     from vllm import __version__
 
     active = [p for p in compat.LEDGER if __version__.startswith(tuple(f"{v}." for v in p.versions))]
-    return [Finding(f"patch until {p.until}", FINE, f"{p.what}: {p.why}") for p in active]
+    return [Finding("patch", FINE, f"{p.what}: {p.why}; until {p.until}") for p in active]

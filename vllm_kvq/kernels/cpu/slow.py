@@ -14,7 +14,6 @@ from typing import Any
 from vllm_kvq.formats import PageFormat, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES, Codec
 from vllm_kvq.formats.qjl import SketchKeys
-from vllm_kvq.formats.settings import Settings
 from vllm_kvq.formats.table import key_codecs, value_codecs
 from vllm_kvq.kernels.cpu.layout import bind
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
@@ -59,7 +58,7 @@ def _reasons(fmt: PageFormat) -> list[Reason]:
     found = {half: _reason(fmt, half) for half in HALVES if half not in fast}
     reasons = [reason for reason in found.values() if reason is not None]
     if heads := tuple(half for half, reason in found.items() if reason is None):
-        served = [d for d in HEAD_SIZES if {*heads} <= {*integer_halves(_rebound(fmt, {}, head_size=d))}]
+        served = [d for d in HEAD_SIZES if all(d in _head_sizes(fmt, half) for half in heads)]
         sizes = f"{', '.join(map(str, served[:-1]))} and {served[-1]}"
         reasons.insert(0, Reason(heads, f"at head size {fmt.geometry.head_size} (they do at {sizes})"))
     if "keys" in fast and isinstance(fmt.keys, SketchKeys) and fmt.settings.get("outlier_choice") == "slab":
@@ -70,36 +69,43 @@ def _reasons(fmt: PageFormat) -> list[Reason]:
 
 def _reason(fmt: PageFormat, half: str) -> Reason | None:
     """Which options, or which codec, keep integer kernels from attending this half; None: the head size."""
-    settings = fmt.settings
+    settings, chosen = fmt.settings, _codecs(fmt)
     codec: type[Codec] = settings.keys if half == "keys" else settings.values
-    default = _settings(fmt, {})
+    default = get_format(fmt.name).settings(chosen)
     changed = tuple(o.name for o in codec.options if settings.get(o.name) != default.get(o.name))
     kept = {name: value for name, value in settings.own if name not in changed and value is not None}
     for names in (*((name,) for name in changed), changed):
         others = {name: settings.get(name) for name in changed if name not in names}
-        if half in integer_halves(_rebound(fmt, kept | others)):
+        if _fast(fmt, half, chosen | kept | others):
             because = ", ".join(f"{name}={settings.get(name)}" for name in names)
             return Reason((half,), f"with {because}", names)
-    if any(half in integer_halves(_rebound(fmt, {}, head_size=d)) for d in HEAD_SIZES):
-        return None
-    return Reason((half,), f"of the codec '{codec.name}'", (half,) if half in _chosen(fmt, {}) else ())
+    of_codec = f"of the codec '{codec.name}'"
+    if half in chosen and _fast(fmt, half, {other: name for other, name in chosen.items() if other != half}):
+        return Reason((half,), of_codec, (half,))
+    return None if _head_sizes(fmt, half) else Reason((half,), of_codec)
 
 
-def _chosen(fmt: PageFormat, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with the codecs of this format, which may not be those that its name stands for."""
-    named, chosen = get_format(fmt.name), dict(options)
-    if fmt.settings.keys is not named.keys:
-        chosen["keys"] = next(name for name, codec in key_codecs().items() if codec is fmt.settings.keys)
-    if fmt.settings.values is not named.values:
-        chosen["values"] = next(name for name, codec in value_codecs().items() if codec is fmt.settings.values)
-    return chosen
-
-
-def _settings(fmt: PageFormat, options: Mapping[str, Any]) -> Settings:
-    return get_format(fmt.name).settings(_chosen(fmt, options))
-
-
-def _rebound(fmt: PageFormat, options: Mapping[str, Any], head_size: int | None = None) -> PageFormat:
-    """The same codecs with these options and the defaults for the rest, for such heads."""
+def _fast(fmt: PageFormat, half: str, options: Mapping[str, Any], head_size: int | None = None) -> bool:
+    """Whether integer kernels would attend this half with these options, and the defaults for the rest."""
     geometry = replace(fmt.geometry, head_size=head_size, rotary_dim=None) if head_size else fmt.geometry
-    return get_format(fmt.name).bind(geometry, _chosen(fmt, options))
+    other = get_format(fmt.name).bind(geometry, options)
+    return bind(other) is not None and half in integer_halves(other)
+
+
+def _head_sizes(fmt: PageFormat, half: str) -> list[int]:
+    """Those that integer kernels attend with default options, if none with these codecs then with the format's own."""
+    for codecs in (_codecs(fmt), {}):
+        if found := [d for d in HEAD_SIZES if _fast(fmt, half, codecs, d)]:
+            return found
+    return []
+
+
+def _codecs(fmt: PageFormat) -> dict[str, str]:
+    """The options that chose the codecs, where they are not those of the format's name."""
+    named, settings = get_format(fmt.name), fmt.settings
+    chosen = {}
+    if settings.keys is not named.keys:
+        chosen["keys"] = next(name for name, codec in key_codecs().items() if codec is settings.keys)
+    if settings.values is not named.values:
+        chosen["values"] = next(name for name, codec in value_codecs().items() if codec is settings.values)
+    return chosen
