@@ -58,7 +58,7 @@ def _reasons(fmt: PageFormat) -> list[Reason]:
     found = {half: _reason(fmt, half) for half in HALVES if half not in fast}
     reasons = [reason for reason in found.values() if reason is not None]
     if heads := tuple(half for half, reason in found.items() if reason is None):
-        served = [d for d in HEAD_SIZES if all(d in _head_sizes(fmt, half) for half in heads)]
+        served = sorted(set.intersection(*({*_head_sizes(fmt, half)} for half in heads)))
         sizes = f"{', '.join(map(str, served[:-1]))} and {served[-1]}"
         reasons.insert(0, Reason(heads, f"at head size {fmt.geometry.head_size} (they do at {sizes})"))
     if "keys" in fast and isinstance(fmt.keys, SketchKeys) and fmt.settings.get("outlier_choice") == "slab":
