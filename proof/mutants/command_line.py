@@ -38,6 +38,14 @@ FAULTS: tuple[Fault, ...] = (
         "        if not names:",
         SLOW,
     ),
+    Fault(
+        "float32 values pass for integer ones",
+        "csrc/cpu/attend/float32/table.h",
+        "return {value_bytes, add, false};",
+        "return {value_bytes, add, true};",
+        SLOW,
+        slow=True,
+    ),
     Fault("the path does not say what is slow", "vllm_kvq/kernels/paths.py", "or None, slow(fmt))", "or None)", SLOW),
     Fault(
         "the server does not say what is slow",

@@ -111,6 +111,14 @@ def test_known_cases(level: int) -> None:
         "polar4 is attended slowly here, the fast kernels don't serve its keys with mode=paper and its values with "
         "group=16; leave out 'mode' and 'group'"
     )
+    # only what is to blame
+    assert slow.slow(bound("squat2", 128, {"value_bits": 4, "group": 16})) == (
+        "squat2 is attended slowly here, the fast kernels don't serve its values with group=16; leave out 'group'"
+    )
+    assert slow.slow(bound("squat4", 80, {"keys": "innerq"})) == (
+        "squat4 is attended slowly here, the fast kernels don't serve its keys at head size 80 "
+        "(they do at 64, 112, 128 and 256); --kv-cache-dtype auto may be faster"
+    )
 
 
 def test_the_bench_times_every_option_that_is_slow() -> None:
