@@ -18,8 +18,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the announced capacity is doubled",
         f"{ROOM}/report.py",
-        "capacity = blocks / per_request * served.max_len",
-        "capacity = 2 * blocks / per_request * served.max_len",
+        "tokens = blocks / per_request * served.max_len",
+        "tokens = 2 * blocks / per_request * served.max_len",
         CAPACITY,
     ),
     Fault(
@@ -66,14 +66,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "columns of the table of formats are swapped",
-        "vllm_kvq/cli.py",
+        "vllm_kvq/cli/formats.py",
         "{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x",
         "{fmt.capacity_factor(d, n):.4f}  {fmt.bits_per_element(d, n):5.2f}x",
         "tests/test_cli.py",
     ),
     Fault(
         "head sizes and block sizes are mixed up in the table of formats",
-        "vllm_kvq/cli.py",
+        "vllm_kvq/cli/formats.py",
         "{fmt.bits_per_element(d, n):.4f}",
         "{fmt.bits_per_element(n, d):.4f}",
         "tests/test_cli.py",

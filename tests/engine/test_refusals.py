@@ -11,7 +11,7 @@ import pytest
 import torch
 import vllm
 
-from vllm_kvq.integration.memory import shortage
+from vllm_kvq.integration import memory
 from vllm_kvq.integration.validate import Refused
 
 pytestmark = pytest.mark.engine
@@ -109,20 +109,15 @@ def test_draft_is_refused(model: Path, tmp_path: Path, method: str, arguments: d
 
 def test_memory_that_is_not_free(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's default is most of the machine's memory, whatever else uses it."""
-    from vllm_kvq.integration import memory
-
-    assert shortage(0.92, 100 << 30, 92 << 30) is None
-    sentence = shortage(0.92, 100 << 30, 9 << 30)
-    assert sentence == (
-        "vLLM would take 92.0 GiB for the cache on this CPU and 9.0 GiB are free; say how much it may take: "
-        "--kv-cache-memory-bytes 4G"
-    )
-    memory._problem.cache_clear()
-    monkeypatch.setattr(memory, "shortage", lambda *_: sentence)
+    monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 << 30, 9 << 30))
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    memory._problem.cache_clear()
     with pytest.raises(Refused) as caught:
         config(model, kv_cache_memory_bytes=None)
-    assert str(caught.value) == sentence
+    assert str(caught.value) == (
+        "vLLM would take 92% of this machine's memory (92.0 GiB), but 9.0 GiB of 100.0 GiB are free; "
+        "say how much it may take, --kv-cache-memory-bytes 4G"
+    )
     config(model)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     config(model, kv_cache_memory_bytes=None)

@@ -128,6 +128,11 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
         report.report_start(slow, vllm_config, 1000)
     why = f"kvq: {served.format.name} is served by the slower PyTorch path: there is no compiler"
     assert said == [line, line.replace("path=C++", "path=PyTorch"), why]
+    del said[:]
+    monkeypatch.setattr("vllm_kvq.kernels.paths.slow", lambda fmt: f"{fmt.name} is slow here")
+    monkeypatch.setattr("vllm.distributed.parallel_state.is_global_first_rank", lambda: True)
+    report.report_start(Served.of(bare(**{**arguments, "max_model_len": 1024})), vllm_config, 1000)
+    assert said == [line, f"kvq: {served.format.name} is slow here"]
 
 
 def test_each_layer_has_its_own_page_size() -> None:

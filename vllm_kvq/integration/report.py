@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,28 +13,57 @@ from vllm_kvq.integration.served import Served
 logger = init_logger("vllm.kvq")
 
 
-def start_line(served: Served, blocks: int) -> str:
-    """Capacity as vLLM counts it: tokens of requests of the maximum length, with their sidecars and sink pages.
+@dataclass(frozen=True)
+class Capacity:
+    """What a pool of so many blocks holds, as vLLM counts it: tokens of requests of the maximum length, with their
+    sidecars and sink pages.
 
     It is the very number of vLLM's own line "KV cache size", which counts block 0, too, although that is never handed out.
     A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
-    smallest kind of layers, or as the largest where they hardly differ. A value is one word, so that programs can read
-    the line (`bench/server.py`).
+    smallest kind of layers, or as the largest where they hardly differ.
     """
-    fmt, slots, kinds = served.format, served.slots, served.kinds
-    smallest, largest = min(k.layers for k in kinds), max(k.layers for k in kinds)
-    size = largest if largest < 1.5 * smallest else smallest
-    per_request = sum(-(-k.layers // size) * k.blocks for k in kinds)
-    capacity = blocks / per_request * served.max_len
-    plain = blocks * size * served.page_bytes / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
+
+    tokens: int
+    plain_tokens: int
+    """A bf16 cache of the same bytes."""
+    ratio: float
+    per_request: int
+    """Blocks of a request of the maximum length."""
+
+    @classmethod
+    def of(cls, served: Served, blocks: int) -> Capacity:
+        kinds = served.kinds
+        size = group_layers(served)
+        per_request = sum(-(-k.layers // size) * k.blocks for k in kinds)
+        tokens = blocks / per_request * served.max_len
+        plain = blocks * size * served.page_bytes / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
+        return cls(int(tokens), int(plain), tokens / plain, per_request)
+
+
+def group_layers(served: Served) -> int:
+    """The layers of one of vLLM's KV cache groups."""
+    smallest, largest = min(k.layers for k in served.kinds), max(k.layers for k in served.kinds)
+    return largest if largest < 1.5 * smallest else smallest
+
+
+def start_line(served: Served, blocks: int) -> str:
+    """A value is one word, so that programs can read the line (`bench/server.py`)."""
+    fmt, slots, capacity = served.format, served.slots, Capacity.of(served, blocks)
     sidecar = (slots.sidecar_blocks + slots.sink_blocks) * served.page_bytes
     return (
         f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
         f"path={served.path.name} "
-        f"capacity_tokens={int(capacity)} bf16_tokens={int(plain)} ratio={capacity / plain:.2f} "
+        f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "
         f"(requests of {served.max_len} tokens)"
     )
+
+
+def path_warnings(served: Served) -> list[str]:
+    """What is slower here than it could be, a sentence each."""
+    path, name = served.path, served.format.name
+    why = [f"{name} is served by the slower {path.name} path: {path.why}"] if path.why is not None else []
+    return why + ([path.slow] if path.slow is not None else [])
 
 
 def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
@@ -46,8 +75,8 @@ def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
     # --max-model-len auto: vLLM chose it after the model was loaded
     served = replace(served, max_len=vllm_config.model_config.max_model_len)
     logger.info("%s", start_line(served, blocks))
-    if served.path.why is not None:
-        logger.warning("kvq: %s is served by the slower %s path: %s", served.format.name, *astuple(served.path))
+    for sentence in path_warnings(served):
+        logger.warning("kvq: %s", sentence)
 
 
 class Damage:
