@@ -115,7 +115,7 @@ def test_too_little_memory(checked: Check, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert checked(*arguments)["sentence"] == (
         "the cache is to have 4.0 GiB, but 3.0 GiB of 100.0 GiB are free; "
-        "set VLLM_CPU_KVCACHE_SPACE=1 (GiB for the cache)"
+        "say how much it may take, --kv-cache-memory-bytes 1G"
     )
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     assert checked(*arguments)["sentence"].startswith(

@@ -1,4 +1,4 @@
-"""Faults of vLLM itself that users of this plugin meet: one table, for `vllm-kvq doctor`, docs and tests."""
+"""Faults of vLLM itself that users meet and that this plugin does not mend: for `vllm-kvq doctor`, docs and tests."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ class KnownFault:
 
 KNOWN_FAULTS = (
     KnownFault(
-        "seeded-request-in-chunks",
-        CPU,
-        ("0.32",),
-        "a request with a temperature and a `seed` whose prompt is computed in chunks ends the engine, for everybody",
-        "send no `seed`, or raise --max-num-batched-tokens above the longest prompt",
-    ),
-    KnownFault(
         "sampling-beside-speculation",
         CPU,
         ("0.32",),
@@ -42,15 +35,8 @@ KNOWN_FAULTS = (
         "slow-stop",
         ANY,
         ("0.32",),
-        "after SIGTERM with open streams the API process stays for 45 seconds",
-        "start with --shutdown-timeout 20",
-    ),
-    KnownFault(
-        "engine-outlives-server",
-        ANY,
-        ("0.32",),
-        "`kill -9` of the API server while the engine warms up leaves the engine's process",
-        "stop with SIGTERM; else end the process VLLM::EngineCore yourself",
+        "after SIGTERM the API process stays as long as clients keep streams open, which nothing answers any more",
+        "start with --shutdown-timeout 20, so that requests finish, and let SIGKILL follow",
     ),
     KnownFault(
         "eager-pipeline",
