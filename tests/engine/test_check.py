@@ -25,7 +25,8 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def loud_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command makes its own process quiet; here that is the tests'."""
+    """The command makes its own process quiet, and asks for memory once; here it is the tests' process."""
+    memory._problem.cache_clear()
     for variable in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
         monkeypatch.delenv(variable, raising=False)
     levels = {name: logging.getLogger(name).level for name in ("vllm", "vllm_kvq", "transformers")}
