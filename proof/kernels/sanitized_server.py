@@ -55,10 +55,14 @@ def _serve(model: Path, name: str, library: Path, log: Path) -> list[str]:
             server.stop()
     except ServerError as error:
         wrong += [*error.log_tail, str(error)]
-    wrong += REPORT.findall(server.read_log())
-    print(f"{name}: {ORDERS} requests, {'; '.join(wrong[:10]) or 'no report'}", flush=True)
+    text = server.read_log()
+    # the report first: that answers are missing follows from it
+    reports = list(REPORT.finditer(text))
+    wrong = [found[0] for found in reports] + wrong
+    print(f"{name}: {ORDERS} requests, {'; '.join(wrong[:4]) or 'no report'}", flush=True)
     if wrong:
-        print(server.read_log()[-6000:], file=sys.stderr)
+        begin = reports[0].start() if reports else max(0, len(text) - 6000)
+        print(text[begin : begin + 6000], file=sys.stderr)
     return wrong
 
 
