@@ -19,6 +19,8 @@
 | to "auto" (served.py)                  | layers alone, so a draft keeps 16 bits                  | handed on        |
 | a draft model's layers moved to the    | the runner hands a draft model the first KV cache       | it hands over    |
 | front (sixteen.py)                     | group's block table, whichever group that is            | the draft's own  |
+| Scheduler.make_stats wrapped           | what is cached is known in the engine core alone, and   | a plugin may add |
+|                                        | only the scheduler knows a request's tokens             | to its stats     |
 | builtin specs registered first         | KVCacheSpecRegistry skips its builtin ones when it is   | the registry     |
 |                                        | not empty                                               | merges           |
 | rotary_embedding._ROPE_DICT read       | an attention layer can't see which channels RoPE pairs  | it can           |
@@ -91,6 +93,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "KVCacheBlock.set_block_hash",
         "make_block_hash_with_group_id",
         "resolve_block_hashes",
+    ),
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.kv_cache_manager",
+        "Scheduler.make_stats",
+        "Scheduler.running",
+        "Scheduler.vllm_config",
     ),
     "vllm.v1.core.single_type_kv_cache_manager": (
         "CircularBufferManager._claim_ring_block",
@@ -248,6 +256,25 @@ def wrap_platform(configure: Callable[[Any], None], backend_of: Callable[[Any], 
     get_attn_backend_cls._kvq = True  # type: ignore[attr-defined]
     cls.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     cls.check_and_update_config = classmethod(check_and_update_config)
+
+
+def wrap_scheduler(after_step: Callable[[Any], None]) -> None:
+    """Let `after_step` see a scheduler whenever it makes its statistics, which is after each step."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    make = Scheduler.make_stats
+    if getattr(make, "_kvq", False):
+        return
+
+    @functools.wraps(make)
+    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stats = make(self, *args, **kwargs)
+        if stats is not None:  # the user has not switched statistics off
+            after_step(self)
+        return stats
+
+    make_stats._kvq = True  # type: ignore[attr-defined]
+    Scheduler.make_stats = make_stats
 
 
 def ensure_builtin_specs() -> None:

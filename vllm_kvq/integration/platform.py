@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration import validate
+from vllm_kvq.integration import metrics, validate
 from vllm_kvq.integration.drafts import is_draft
 from vllm_kvq.integration.kept import WINDOWS
 from vllm_kvq.integration.served import Served, apply
@@ -25,6 +25,7 @@ def configure(vllm_config: Any) -> None:
     cache = vllm_config.cache_config
     if cache is None or cache.cache_dtype not in FORMATS:
         return
+    metrics.open_folder()
     try:
         validate.check(vllm_config)
     except ValueError as error:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvq.integration import metrics
 from vllm_kvq.integration.served import Served
 
 logger = init_logger("vllm.kvq")
 
 
-def start_line(served: Served, blocks: int) -> str:
-    """Capacity as vLLM counts it: tokens of requests of the maximum length, with their sidecars and sink pages.
+def capacities(served: Served, blocks: int) -> tuple[float, float]:
+    """How many tokens fit, and how many a plain 16-bit cache of as many bytes would hold.
 
-    A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
-    smallest kind of layers, or as the largest where they hardly differ. A value is one word, so that programs can read
-    the line (`bench/server.py`).
+    As vLLM counts it: tokens of requests of the maximum length, with their sidecars and sink pages. A block of the pool
+    is one page in each layer of a KV cache group, and vLLM makes all groups as large as the smallest kind of layers, or
+    as the largest where they hardly differ.
     """
-    fmt, slots, kinds = served.format, served.slots, served.kinds
+    kinds = served.kinds
     smallest, largest = min(k.layers for k in kinds), max(k.layers for k in kinds)
     size = largest if largest < 1.5 * smallest else smallest
     per_request = sum(-(-k.layers // size) * k.blocks for k in kinds)
     # block 0 is never handed out
     capacity = (blocks - 1) / per_request * served.max_len
     plain = blocks * size * served.page_bytes / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
+    return capacity, plain
+
+
+def start_line(served: Served, blocks: int) -> str:
+    """A value is one word, so that programs can read the line (`bench/server.py`)."""
+    fmt, slots, (capacity, plain) = served.format, served.slots, capacities(served, blocks)
     sidecar = (slots.sidecar_blocks + slots.sink_blocks) * served.page_bytes
     return (
         f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
@@ -41,26 +50,47 @@ def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
     """Once vLLM has decided how many `blocks` the pool has."""
     from vllm.distributed.parallel_state import is_global_first_rank
 
-    if not is_global_first_rank():
-        return
     # --max-model-len auto: vLLM chose it after the model was loaded
     served = replace(served, max_len=vllm_config.model_config.max_model_len)
+    if vllm_config.parallel_config.rank == 0:
+        export_start(served, metrics.Series.of(vllm_config), blocks)
+    if not is_global_first_rank():
+        return
     logger.info("%s", start_line(served, blocks))
     if served.path.why is not None:
         logger.warning("kvq: %s is served by the slower %s path: %s", served.format.name, *astuple(served.path))
 
 
+def export_start(served: Served, series: metrics.Series, blocks: int) -> None:
+    """What stays as it is, and zeros for what the engine core counts from its first step on."""
+    fmt = served.format
+    sizes = {"block_size": fmt.N, "window": fmt.W, "sinks": fmt.S}
+    labels = {name: str(size) for name, size in sizes.items()}
+    series.set(metrics.INFO, 1, format=fmt.name, path=served.path.name, **labels)
+    series.set(metrics.CAPACITY, int(capacities(served, blocks)[0]))
+    for metric in (metrics.PACKED, metrics.FULL_PRECISION, metrics.SIDECAR_BYTES, metrics.BITS):
+        series.set(metric, 0)
+
+
+def hear_kernels() -> None:
+    """Kernels do not import vllm: what they log goes where vLLM's own lines go."""
+    kernels, vllms = logging.getLogger("vllm_kvq"), logging.getLogger("vllm")
+    kernels.handlers, kernels.level = list(vllms.handlers), vllms.level
+
+
 class Damage:
     """Counts keys and values that were not finite or too large for a format and had to be replaced."""
 
-    def __init__(self, layer: str) -> None:
-        self.layer, self.total, self.said = layer, 0, 0
+    def __init__(self, layer: str, export: Callable[[int], None] = lambda more: None) -> None:
+        self.layer, self.export, self.total, self.said = layer, export, 0, 0
+        export(0)
 
     def count(self, replaced: torch.Tensor | int) -> None:
         new = int(replaced)
         if not new:
             return
         self.total += new
+        self.export(new)
         if self.total >= 10 * self.said:
             self.said = self.total
             logger.warning(
