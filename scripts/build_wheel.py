@@ -14,6 +14,8 @@ ours, and two copies in one process would be two registries. torch is not linked
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
     output: Path = parser.parse_args(argv).output
+    logging.basicConfig(level=logging.INFO, format="wheel: %(message)s")
     try:
         print(f"wheel: {build_wheel(output.resolve())}", flush=True)
     except WheelBuildError as error:
@@ -44,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_wheel(output: Path) -> Path:
+    if platform.machine() != "x86_64":
+        raise WheelBuildError(f"wheels are built on x86-64, not on {platform.machine()}; use pip wheel .")
     with tempfile.TemporaryDirectory() as work:
         source, plain = Path(work) / "source", Path(work) / "plain"
         copy_repository(source)
@@ -76,13 +81,15 @@ def copy_repository(target: Path) -> None:
 
 def add_library(source: Path) -> None:
     """Into the copy, under the name that says which sources it was compiled from."""
-    print("wheel: compiling csrc/cpu where it has changed (a few minutes)", flush=True)
-    code = "from vllm_kvq.kernels import build; print(build.build(), build.prebuilt_name(), sep='\\n')"
-    # the checkout's own package, wherever this Python has another one installed
-    built, name = run(sys.executable, "-c", code, cwd=ROOT, PYTHONPATH=str(ROOT)).splitlines()[-2:]
+    # by its file: the package imports torch, which nothing here needs
+    spec = importlib.util.spec_from_file_location("build", ROOT / "vllm_kvq" / "kernels" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
     folder = source / "vllm_kvq" / "_prebuilt"
     folder.mkdir()
-    shutil.copy(built, folder / name)
+    shutil.copy(build.build(), folder / build.prebuilt_name())
 
 
 def pip_wheel(source: Path, output: Path, *options: str) -> Path:

@@ -49,7 +49,7 @@ ISA_FLAGS = {
 """By the name of a source: isa/avx2.cpp, ..."""
 
 
-COMPILE_SECONDS, LONGEST_SECONDS = 140, 60
+COMPILE_SECONDS, LONGEST_SECONDS = 140, 30
 """Of one core for all of csrc/cpu, and for its longest source: what the log promises."""
 
 EXTRA_FLAGS = "VLLM_KVQ_CXXFLAGS"
