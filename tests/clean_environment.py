@@ -40,7 +40,11 @@ def make(folder: Path) -> Path:
         (about / "RECORD").write_text(f"{name}/__init__.py,,\n{about.name}/METADATA,,\n{about.name}/RECORD,,\n")
     vllm = folder / "venv" / "bin" / "vllm"
     python = folder / "venv" / "bin" / "python"
-    vllm.write_text(f"#!{python}\nimport sys\nfrom vllm.entrypoints.cli.main import main\nsys.exit(main())\n")
+    # as pip writes it; `if`, because vLLM's processes import the script that started them
+    starts = (
+        "import sys\nfrom vllm.entrypoints.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    )
+    vllm.write_text(f"#!{python}\n{starts}")
     vllm.chmod(0o755)
     return vllm.parent
 

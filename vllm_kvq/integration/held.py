@@ -1,7 +1,8 @@
 """What the cache holds for the requests that run, counted in the engine core, where vLLM's scheduler hands out blocks.
 
-A second apart and whenever no request is left, so that a step costs nothing worth naming. Blocks that only the prefix
-cache still knows, free for whoever needs them, are not counted, as in vLLM's own `kv_cache_usage_perc`.
+A second apart, or further where counting takes longer, and when the first request comes or the last one ends: a step
+costs nothing worth naming. Blocks that only the prefix cache still knows, free for whoever needs them, are not counted,
+as in vLLM's own `kv_cache_usage_perc`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from vllm_kvq.integration import metrics
 from vllm_kvq.integration.manager import SidecarManager, SinkManager
 
 SECONDS = 1.0
+LARGEST_SHARE = 0.0025
+"""Of the engine core's time: 256 requests of 32k tokens take 26 ms (Xeon with AVX-512), and are counted every 10 s."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,14 @@ class Census:
         now = time.monotonic()
         if scheduler.running and now < self.next:
             return
-        self.next = now + SECONDS
         held = self.count([request.num_computed_tokens for request in scheduler.running])
         self.series.set(metrics.PACKED, held.packed)
         self.series.set(metrics.FULL_PRECISION, held.full_precision)
         self.series.set(metrics.SIDECAR_BYTES, held.sidecar_bytes)
         self.series.set(metrics.BITS, held.bits)
+        took = time.monotonic() - now
+        # an idle engine's next request is counted at once
+        self.next = now + max(SECONDS, took / LARGEST_SHARE) if scheduler.running else now
 
     def count(self, lengths: list[int]) -> Held:
         """Of requests that have so many tokens in the cache."""
