@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,9 @@ BROKEN = 7
 Scrape = dict[str, float]
 
 
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
+@contextmanager
+def serving(model: Path, folder: Path, *more: str) -> Iterator[Server]:
+    """The random model with a broken token, in innerq2, whose sinks and window are not empty."""
     model = shutil.copytree(model, folder / "model")
     (weights,) = model.glob("*.safetensors")
     tensors = load_file(weights)
@@ -40,7 +41,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     tensors["lm_head.weight"][BROKEN] = 0
     save_file(tensors, weights, {"format": "pt"})
     arguments = ["--kv-cache-dtype", "innerq2", "--enforce-eager", "--served-model-name", "tiny", "--dtype", "float32"]
-    arguments += ["--skip-tokenizer-init", "--max-model-len", str(MOST), "--block-size", str(N)]
+    arguments += ["--skip-tokenizer-init", "--max-model-len", str(MOST), "--block-size", str(N), *more]
     started = Server(str(model), arguments, "127.0.0.1", free_port("127.0.0.1"), folder / "log")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -49,6 +50,12 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
             yield started
             assert started.stop() == 0
     assert list(folder.glob("vllm-kvq-metrics-*")) == [], "the folder of the metrics is left behind"
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(model, tmp_path_factory.mktemp("server")) as started:
+        yield started
 
 
 def scrape(server: Server) -> str:
@@ -196,3 +203,28 @@ def test_the_dashboard_asks_for_what_a_server_has(server: Server) -> None:
         assert asked <= there
         ours = {name for name in there if "kvq_" in name}
         assert ours <= asked, "a metric of ours is not shown"
+
+
+@pytest.mark.wide
+def test_several_servers_and_ranks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's multiprocess mode, in which any API server may answer, and two ranks with a KV head each."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    broken = prompt(3)
+    broken[50] = BROKEN
+    with serving(model, tmp_path, "--api-server-count", "2", "--tensor-parallel-size", "2") as server:
+        first = [numbers(server) for _ in range(8)]
+        complete(server, broken, 1)
+        (sidecar,) = re.findall(r"sidecar_bytes=(\d+) \(per request and layer\)", server.read_log())
+        thread = threading.Thread(target=complete, args=(server, prompt(4), ANSWER))
+        thread.start()
+        seen = []
+        while thread.is_alive():
+            seen.append(numbers(server))
+        said = re.findall(r"kvq: (\S+): (\d+) keys or values were inf, nan", server.read_log())
+        last = [numbers(server) for _ in range(8)]
+    assert {one["kvq_capacity_tokens"] for one in first} == {first[0]["kvq_capacity_tokens"]}
+    assert {one["kvq_sidecar_bytes"] for one in seen} - {0} == {2 * LAYERS * int(sidecar)}
+    assert len(said) == 2 * LAYERS
+    for one in last:
+        assert one["kvq_clamped_total"] == sum(int(count) for _, count in said)
+        assert one["kvq_packed_tokens"] == one["kvq_full_precision_tokens"] == 0

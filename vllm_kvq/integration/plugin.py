@@ -16,11 +16,10 @@ def register() -> None:
     compat.register_dtypes()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_kvq.integration import held, platform, report, spec
+    from vllm_kvq.integration import held, platform, spec
 
     register_backend(AttentionBackendEnum.CUSTOM, platform.BACKEND)
     compat.wrap_platform(platform.configure, platform.backend_of)
     compat.ensure_builtin_specs()
     compat.wrap_scheduler(held.take_census)
     spec.register()
-    report.hear_kernels()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from typing import Any
@@ -70,12 +69,6 @@ def export_start(served: Served, series: metrics.Series, blocks: int) -> None:
     series.set(metrics.CAPACITY, int(capacities(served, blocks)[0]))
     for metric in (metrics.PACKED, metrics.FULL_PRECISION, metrics.SIDECAR_BYTES, metrics.BITS):
         series.set(metric, 0)
-
-
-def hear_kernels() -> None:
-    """Kernels do not import vllm: what they log goes where vLLM's own lines go."""
-    kernels, vllms = logging.getLogger("vllm_kvq"), logging.getLogger("vllm")
-    kernels.handlers, kernels.level = list(vllms.handlers), vllms.level
 
 
 class Damage:

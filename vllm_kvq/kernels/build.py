@@ -25,11 +25,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
+# only a name: a server of vLLM shows what is logged below `vllm`
+logger = logging.getLogger("vllm.kvq")
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -50,7 +51,9 @@ ISA_FLAGS = {
 
 
 COMPILE_SECONDS, LONGEST_SECONDS = 140, 30
-"""Of one core for all of csrc/cpu, and for its longest source: what the log promises."""
+"""Of one core for all of csrc/cpu, and for its longest source (Xeon with AVX-512, g++ 12): what the log promises."""
+SILENT_SECONDS = 20
+"""So long nothing is said while it compiles."""
 
 EXTRA_FLAGS = "VLLM_KVQ_CXXFLAGS"
 """A variable with further flags for the compiler and the linker. Every set of them has a build of its own."""
@@ -192,12 +195,16 @@ def _compile(lines: list[list[str]], workers: int) -> None:
         "" if minutes == 1 else "s",
     )
     with ThreadPoolExecutor(workers) as pool:
-        running = [pool.submit(_run, line) for line in lines]
+        running = {pool.submit(_run, line) for line in lines}
         try:
-            for done, future in enumerate(as_completed(running), 1):
-                future.result()
+            while running:
+                done, running = wait(running, timeout=SILENT_SECONDS, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
                 seconds = time.monotonic() - started
-                logger.info("kvq: %d of %d sources compiled after %.0f s", done, len(lines), seconds)
+                logger.info(
+                    "kvq: %d of %d sources compiled after %.0f s", len(lines) - len(running), len(lines), seconds
+                )
         except BuildError:
             pool.shutdown(cancel_futures=True)
             raise
