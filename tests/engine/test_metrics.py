@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import promql_parser
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +26,7 @@ from vllm_kvq.integration.metrics import METRICS
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "metrics.md"
 N, LAYERS, HEADS, HEAD_SIZE, MOST = 64, 2, 2, 64, 4096
 PROMPT, ANSWER = 300, 3000
 BROKEN = 7
@@ -192,17 +195,40 @@ def test_what_is_clamped_is_counted(server: Server) -> None:
     assert numbers(server)["kvq_clamped_total"] == sum(int(count) for _, count in said)
 
 
-def test_the_dashboard_asks_for_what_a_server_has(server: Server) -> None:
+def dashboard_queries() -> list[str]:
+    panels = json.loads((ROOT / "docker" / "grafana" / "dashboards" / "vllm-kvq.json").read_text())["panels"]
+    return [target["expr"].replace("$model", "tiny") for panel in panels for target in panel["targets"]]
+
+
+def documents_queries() -> list[str]:
+    queries = re.findall(r"^\| .*\? ?(?:\(alert\) )?\| `(.*)` \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert len(queries) == 6
+    return queries
+
+
+@pytest.mark.parametrize("queries", [dashboard_queries, documents_queries])
+def test_queries_ask_for_what_a_server_has(queries: Callable[[], list[str]], server: Server) -> None:
     text = scrape(server)
     there = set(re.findall(r"^([a-z_]+:?[a-z_]+)\{", text, re.MULTILINE))
-    dashboard = (ROOT / "docker" / "grafana" / "dashboards" / "vllm-kvq.json").read_text()
-    document = (ROOT / "docs" / "metrics.md").read_text()
-    for where in (dashboard, document):
-        asked = set(re.findall(r"vllm:[a-z_]+", where))
+    for query in queries():
+        promql_parser.parse(query)
+        asked = set(re.findall(r"vllm:[a-z_]+", query))
         assert asked
-        assert asked <= there
-        ours = {name for name in there if "kvq_" in name}
-        assert ours <= asked, "a metric of ours is not shown"
+        assert asked <= there, query
+
+
+def test_every_metric_of_ours_is_shown_and_described(server: Server) -> None:
+    ours = set(re.findall(r"^(vllm:kvq_[a-z_]+)\{", scrape(server), re.MULTILINE))
+    assert ours == set(re.findall(r"^\| `(vllm:kvq_[a-z_]+)` \|", DOCUMENT.read_text(), re.MULTILINE))
+    assert ours == {name for query in dashboard_queries() for name in re.findall(r"vllm:kvq_[a-z_]+", query)}
+
+
+def test_the_documents_command(server: Server) -> None:
+    (command,) = re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    command = command.replace("http://localhost:8000", server.url)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    for metric in METRICS:
+        assert metric.name in done.stdout
 
 
 @pytest.mark.wide
