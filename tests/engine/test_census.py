@@ -168,6 +168,7 @@ def test_processes_add_up_what_they_clamp(folder: Path) -> None:
     os.waitpid(child, 0)
     series.add(metrics.CLAMPED, 10)
     assert scrape(folder)["vllm:kvq_clamped_total"] == 17
+    assert len(list(folder.glob("counter_*.db"))) == 2
 
 
 def test_without_a_reader_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
