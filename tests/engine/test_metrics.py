@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "metrics.md"
 N, LAYERS, HEADS, HEAD_SIZE, MOST = 64, 2, 2, 64, 4096
 PROMPT, ANSWER = 300, 3000
+BUSY = 4
+"""Seconds that a process of the server may be late."""
 BROKEN = 7
 """A token whose embedding is not a number; no other prompt has it."""
 Scrape = dict[str, float]
@@ -138,10 +140,11 @@ def test_a_running_request_is_counted(seen: list[Scrape]) -> None:
         # read from pages: all that is older than the window, in whole units, but the sinks
         assert packed == max(0, (tokens - fmt.W) // fmt.unit * fmt.unit - fmt.S)
         assert fmt.W + fmt.S <= full < fmt.W + fmt.S + fmt.unit
-        # what vLLM has sent by then: our count is up to SECONDS old, and tokens are in the cache before they are sent
+        # what vLLM has sent by then: our count is up to SECONDS old, tokens are in the cache before they are sent, and
+        # on a busy machine either comes later
         sent = {other["at"] - one["at"]: PROMPT + other["sent"] for other in seen}
-        assert tokens >= max((n for after, n in sent.items() if after < -SECONDS - 0.5), default=0) - 1
-        assert tokens <= min((n for after, n in sent.items() if after > 0.5), default=PROMPT + ANSWER) + 2
+        assert tokens >= max((n for after, n in sent.items() if after < -SECONDS - BUSY), default=0) - 1
+        assert tokens <= min((n for after, n in sent.items() if after > BUSY), default=PROMPT + ANSWER) + 2
         assert i == 0 or packed >= seen[i - 1]["kvq_packed_tokens"]
 
 
