@@ -44,16 +44,18 @@ def worst_error(name: str, build: Callable[[Layer], Step], heads: int = 2, share
         layer.held[request] -= count
         caches[request].rewind(layer.held[request])
 
-    run(1, 100, 0)
+    # the second request's first chunk ends where a unit does
+    run(1, 96, 0)
     run(70, 3, 0)
     reject(1, 2)
-    run(66, 1, 0)
+    run(60, 1, 0)
     pages = 2
     layer.hit(HIT, OF, pages)
     shared.append(layer.blocks(OF)[0][:pages].clone())
     caches[HIT] = ReferenceCache.after_hit(fmt, heads, [caches[OF].page(i) for i in range(pages)], DRAFTS)
     run(1, 2, fmt.W + 29)
-    run(3, 30, 1)
+    # the first request begins a page in the step in which the second one goes on with one
+    run(32, 30, 1)
     reject(0, 1)
     for i in range(decodes):
         run(1, 1 + i % 2, 1)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from vllm_kvq.bench import attention, serve
+from vllm_kvq.bench import attention, serve, slow
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import copy_bandwidth, slopes
+from vllm_kvq.formats.table import public_formats
+from vllm_kvq.kernels.cpu.processor import processor_name
 
 SMALL = ["--query-heads", "4", "--kv-heads", "1", "--head-size", "64", "--threads", "1", "--rounds", "3"]
 
@@ -31,6 +35,29 @@ def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys:
     size = {row["kernel"]: int(row["bytes"]) for row in rows if row["context"] == "6144"}
     assert size["squat2"] < size["bf16"] / 3
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_head_size_that_vllm_has_no_fp8_cache_for(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "--head-size", "80", "--context", "512", "--format", "squat2"]
+    assert attention.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "vLLM's CPU attention has no fp8 cache at head size 80: ours is compared with bf16 alone" in printed
+    assert "squat2 is attended slowly here" in printed
+    assert attention.main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["kernel"] for row in document["rows"]] == ["bf16", "squat2"]
+    assert all(row["ms"] > 0 and row["x_bf16"] > 0 and "x_fp8" not in row for row in document["rows"])
+    assert any("no fp8 cache" in note for note in document["notes"])
+
+
+def test_the_slow_ones_are_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow, "HEAD_SIZES", (96,))
+    monkeypatch.setattr(slow, "OPTIONS", slow.OPTIONS[:1])
+    assert slow.main(["--context", "256", "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "256 tokens, 1 thread(s), " + processor_name() in printed
+    assert len(re.findall(r"^\| `\w+` \| \d+\.\d\d \|$", printed, re.M)) == len(public_formats())
+    assert re.search(r"^\| `squat2` \| `group: 16` \| \d+\.\d\d \| \d+\.\d \|$", printed, re.M)
 
 
 def test_impossible_shapes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,20 @@
-"""The table of `vllm-kvq formats`: every number stands in its column."""
+"""The command line: help, exit codes and JSON of every command, and the table of `vllm-kvq formats`."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser
 
 import pytest
 
-from vllm_kvq import cli
-from vllm_kvq.formats import FORMATS
+from vllm_kvq import cli, console
+from vllm_kvq.formats import FORMATS, Geometry
+from vllm_kvq.formats.table import declared_options, public_formats
 
 HEADS, BLOCKS = (64, 96, 128), (64, 160)
 
@@ -29,7 +36,7 @@ def test_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["formats", "--head-size", *map(str, HEADS), "--block-size", *map(str, BLOCKS)]) == 0
     columns, found = rows(capsys.readouterr().out)
     assert columns == [(d, n) for d in HEADS for n in BLOCKS]
-    assert list(found) == list(FORMATS)
+    assert list(found) == [fmt.name for fmt in public_formats()]
     for name, cells in found.items():
         for (d, n), (bits, factor) in zip(columns, cells, strict=True):
             assert bits == round(FORMATS[name].bits_per_element(d, n), 4)
@@ -47,7 +54,7 @@ def test_the_columns_differ() -> None:
 def test_titles_stand_beside_their_formats(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["formats"])
     lines = capsys.readouterr().out.splitlines()
-    for fmt in FORMATS.values():
+    for fmt in public_formats():
         assert any(line.startswith(f"{fmt.name} ") and f"  {fmt.title}  " in line for line in lines)
 
 
@@ -56,3 +63,137 @@ def test_a_head_size_that_no_format_has(capsys: pytest.CaptureFixture[str]) -> N
         cli.main(["formats", "--head-size", "72"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("vllm-kvq: ")
+
+
+def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--head-size", *map(str, HEADS), "--block-size", *map(str, BLOCKS)]
+    assert cli.main(["formats", "--json", *sizes]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == len(public_formats()) * len(HEADS) * len(BLOCKS)
+    for row in found:
+        fmt, d, n = FORMATS[row["format"]], row["head_size"], row["block_size"]
+        bound = fmt.bind(Geometry(d, n))
+        assert (row["bits"], row["factor"]) == (fmt.bits_per_element(d, n), fmt.capacity_factor(d, n))
+        assert (row["W"], row["S"]) == (bound.W, bound.S)
+    assert cli.main(["formats", "--options", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [o["name"] for o in document["options"]] == [o.name for o, _ in declared_options()]
+    assert {c["half"] for c in document["codecs"]} == {"keys", "values"}
+
+
+# -- every command ----------------------------------------------------------------------------------------------------
+COMMANDS = {" ".join(command.words): command for command in cli.COMMANDS}
+GROUPS = {" ".join(group.words): group for group in cli.GROUPS}
+
+
+def parser_of(name: str) -> ArgumentParser:
+    return importlib.import_module(COMMANDS[name].module).parser()  # type: ignore[no-any-return]
+
+
+def helped(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What --help prints, on standard output, with status 0."""
+    try:
+        status = cli.main([*words, "--help"])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    printed = capsys.readouterr()
+    assert (status, printed.err) == (0, "")
+    return printed.out
+
+
+@pytest.mark.parametrize("name", [*GROUPS, *COMMANDS])
+def test_help_has_examples_and_exit_codes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped(name.split(), capsys)
+    assert text.startswith(f"usage: {f'vllm-kvq {name}'.strip()} ")
+    codes = text[text.index("exit codes:\n") :]
+    assert re.fullmatch(r"exit codes:\n  0  done\n  1  \S.*\n  2  wrong usage\n", codes)
+    examples = text[text.index("examples:\n") : text.index("exit codes:")].splitlines()[1:-1]
+    assert examples
+    for example in examples:
+        words = shlex.split(example)
+        assert words[0] == "vllm-kvq"
+        command = next(n for n in COMMANDS if words[1 : 1 + len(n.split())] == n.split())
+        parser_of(command).parse_args(words[1 + len(command.split()) :])  # SystemExit if it is wrong
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_lists_its_commands_and_alone_is_wrong_usage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = helped(name.split(), capsys)
+    for command in COMMANDS.values():
+        if " ".join(command.words).startswith(name):
+            assert f"{' '.join(command.words[len(name.split()) :])}  " in listed
+            assert command.about in listed
+    assert cli.main(name.split()) == 2
+    alone = capsys.readouterr()
+    assert (alone.out, alone.err) == ("", listed)
+    assert cli.main([*name.split(), "nonsense"]) == 2
+    unknown = capsys.readouterr()
+    assert unknown.out == ""
+    assert unknown.err.splitlines()[0] == f"{f'vllm-kvq {name}'.strip()}: there is no command 'nonsense'"
+    assert unknown.err.endswith(listed)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_json_and_names_no_test_format(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped(name.split(), capsys)
+    assert "--json" in text
+    hidden = [fmt.name for fmt in FORMATS.values() if not fmt.public]
+    assert hidden
+    assert [word for word in hidden if word in text] == []
+    offered = [str(c) for action in parser_of(name)._actions for c in action.choices or ()]
+    assert [word for word in hidden if word in offered] == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["--options"], ["--options", "--json"]])
+def test_formats_lists_no_test_format(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["formats", *arguments]) == 0
+    assert "lossless" not in capsys.readouterr().out
+    assert "lossless" in FORMATS
+
+
+def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        if name == "check":  # vLLM's parser, in tests/engine/test_check.py
+            continue
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*name.split(), "--no-such-flag"])
+        assert ended.value.code == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.splitlines()[-1].startswith(f"vllm-kvq {name}: error: ")
+
+
+def test_a_command_imports_nothing_of_the_others() -> None:
+    code = (
+        "import sys; from vllm_kvq.cli import main; main(['formats']); main(['bench']); "
+        "print(*sorted(m for m in sys.modules if m.startswith(('vllm_kvq.', 'vllm.')) or m in ('vllm', 'rich')))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    names = loaded.splitlines()[-1].split()
+    assert "vllm_kvq.cli.formats" in names
+    assert [n for n in names if n.startswith(("vllm_kvq.bench", "vllm_kvq.eval", "vllm_kvq.integration"))] == []
+    assert not {"vllm", "rich", "vllm_kvq.cli.check", "vllm_kvq.cli.doctor"} & {*names}
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+TABLE = console.Table(("name\n", "size\nMB"), [("[a]", "1.5"), ("longer", "20")])
+
+
+def test_a_table_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    TABLE.show()
+    assert capsys.readouterr().out == "name    size\n          MB\n[a]      1.5\nlonger    20\n"
+
+
+def test_a_table_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    TABLE.show()
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "─" in printed
+    # text as it is, and no markup of rich's
+    assert "[a]" in printed
+    assert {"name", "size", "longer", "1.5", "20"} <= {*re.findall(r"[\w.]+", printed)}
+
+
+def test_rows_fit_their_head() -> None:
+    with pytest.raises(ValueError, match="2 cells"):
+        console.Table(("a", "b"), [("only one",)])

@@ -64,6 +64,20 @@ def child(tmp_path: Path, code: str) -> Server:
     return server
 
 
+def test_the_command_is_shown_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the memory that it gives a CPU's cache: typed without it, vLLM would want nine tenths of the machine's."""
+    name = "VLLM_CPU_KVCACHE_SPACE"
+    for value, shown in ((None, "1"), ("7", "7")):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        with child(tmp_path, f"import os; print(os.environ['{name}'])") as server:
+            assert server.shown.startswith(f"{name}={shown} vllm ")
+            with pytest.raises(ServerError, match="status 0"):
+                server.wait()
+        assert server.read_log().strip() == shown
+
+
 def test_death_of_the_server_shows_its_last_words(tmp_path: Path) -> None:
     with (
         child(tmp_path, "print('reason'); raise SystemExit(3)") as server,

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from vllm_kvq.bench import attention, decode, gpu, prefill, serve, timing
+from vllm_kvq.bench import attention, decode, gpu, prefill, serve, slow, timing
 from vllm_kvq.bench.steps import Candidate
 from vllm_kvq.bench.timing import Row
 from vllm_kvq.eval import error_table
@@ -93,10 +93,12 @@ def test_targets(isa: str, ratios: tuple[float, float], verdict: str, monkeypatc
     monkeypatch.setattr(attention, "ISAS", [isa])
     monkeypatch.setattr(attention, "isa", lambda: 0)
     row = Row("squat2", 1.0, 1.0, 1, 1.0, dict(zip(("bf16", "fp8"), ratios, strict=True)))
-    figures = attention.line(row, False)
-    assert attention.line(row, True) == figures + (f"  {verdict}" if verdict else "")
-    assert f"{ratios[0]:.2f} x bf16" in figures
-    assert not attention.line(Row("bf16", 1.0, 1.0, 1, 1.0, {"bf16": 1.0}), True).endswith("met")
+    figures = attention.cells(row, False)
+    assert figures[-1] == ""
+    assert attention.cells(row, True) == [*figures[:-1], verdict]
+    assert figures[attention.HEAD.index("x bf16")] == f"{ratios[0]:.2f}"
+    assert figures[attention.HEAD.index("x fp8")] == f"{ratios[1]:.2f}"
+    assert attention.cells(Row("bf16", 1.0, 1.0, 1, 1.0, {"bf16": 1.0}), True)[-2:] == ["", ""]
 
 
 @pytest.mark.parametrize(("least", "status"), [(0.0, 0), (1.9, 0), (2.1, 1)])
@@ -111,6 +113,29 @@ def test_decode(least: float, status: int, monkeypatch: pytest.MonkeyPatch, caps
     printed = capsys.readouterr().out
     assert printed.startswith("squat2: 16 tokens/s, bf16 8 tokens/s, ratio 2.00 ")
     assert (f"slower than {least} of bf16: squat2" in printed) == bool(status)
+    assert decode.main(["--model", "m", "--batch", "4", "--min-ratio", str(least), "--json"]) == status
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row == {"format": "squat2", "tokens_per_second": 16.0, "bf16_tokens_per_second": 8.0, "ratio": 2.0}
+
+
+def test_slow_tables() -> None:
+    """Ours takes 4 ms with default options and 8 with others, bf16 2."""
+
+    def row(name: str, ms: float) -> Row:
+        return Row(name, ms, ms, 1, 1.0, {"bf16": 2 / ms})
+
+    variants = [slow.label(name, options) for name, options in slow.OPTIONS]
+    rows = [row("bf16", 2.0), *(row(name, 4.0) for name, _ in slow.OPTIONS), *(row(name, 8.0) for name in variants)]
+    lines = slow.option_table(rows).splitlines()
+    assert lines[0] == "| format | option | times bf16 | times slower than its defaults |"
+    assert lines[2] == "| `squat2` | `group: 16` | 0.25 | 2.0 |"
+    assert len(lines) == 2 + len(slow.OPTIONS)
+    table = slow.head_table({80: [row("bf16", 2.0), row("squat2", 4.0)], 96: [row("bf16", 2.0), row("squat2", 1.0)]})
+    assert table.splitlines() == [
+        "| times bf16 | d = 80 | d = 96 |",
+        "| --- | --- | --- |",
+        "| `squat2` | 0.50 | 2.00 |",
+    ]
 
 
 def test_serve_cells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +183,10 @@ def test_serve_share(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(serve, "measure", measured)
     monkeypatch.setattr(serve, "both", lambda *_: None)
     monkeypatch.setattr(serve, "server", lambda *_: MagicMock())
-    args = Namespace(context=[256, 64], batch=[2], folder=tmp_path, tokens=8)
-    serve.against("squat2", tmp_path, MagicMock(), args, 512, {(64, 2): 2.0, (256, 2): 3.0})
+    args = Namespace(context=[256, 64], batch=[2], folder=tmp_path, tokens=8, json=False)
+    rows = serve.against("squat2", tmp_path, MagicMock(), args, 512, {(64, 2): 2.0, (256, 2): 3.0})
+    assert [(row["context"], row["share"], row["kernel"]) for row in rows] == [(64, None, 2.0), (256, 0.75, 3.0)]
+    assert [(row["plain"]["step"], row["packed"]["step"]) for row in rows] == [(0.010, 0.010), (0.040, 0.010)]
     first, second = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
     assert (first[0], second[0]) == ("64", "256")
     assert second[-4:] == ["75%", "3.00", "2.00", "4.00"]
@@ -188,11 +215,11 @@ def test_prefill(one_layer: MagicMock) -> None:
     """vLLM's attention takes 2 seconds."""
     q, k, v = (torch.zeros(64, heads, 64) for heads in (4, 2, 2))
     plain: Any = SimpleNamespace(attend=lambda: 2.0)
-    row = prefill.prompt_row("squat2", q, k, v, plain, 3)
+    row = str(prefill.prompt_row("squat2", q, k, v, plain, 3))
     assert "fit   100.0 ms  pack   200.0 ms" in row
     assert "vLLM  2000.0 ms, ours  1000.0 ms" in row
     assert row.endswith("fit   5.0% + pack  10.0% of vLLM's")
-    assert prefill.chunk_row("squat2", q, k, v, 128, plain, 3).endswith(" 2.00 times vLLM's speed")
+    assert str(prefill.chunk_row("squat2", q, k, v, 128, plain, 3)).endswith(" 2.00 times vLLM's speed")
 
 
 def test_gpu_rows() -> None:

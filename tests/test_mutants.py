@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from proof.mutants import main
+from proof.mutants import main, pytests
 from proof.mutants.catalog import FAULTS
 from proof.mutants.fault import Fault, Stale
+from proof.mutants.pytests import FAILED, PASSED, Pytests
 
 ROOT = Path(__file__).parent.parent
 TEXT = "def double(x):\n    return 2 * x\n"
@@ -141,10 +148,74 @@ def test_pytest_runs_in_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "test_double.py").write_text(
         "from double import double\ndef test() -> None:\n    assert double(3) == 6\n"
     )
-    assert main.run_pytest(tmp_path, "test_double.py") == main.PASSED
-    assert main.run_pytest(tmp_path, "test_double.py -k nothing") not in (main.PASSED, main.FAILED)
+    run = Pytests()
+    assert run(tmp_path, "test_double.py") == PASSED
+    assert run(tmp_path, "test_double.py -k nothing") not in (PASSED, FAILED)
     FAULT.apply(tmp_path)
-    assert main.run_pytest(tmp_path, "test_double.py") == main.FAILED
+    assert run(tmp_path, "test_double.py") == FAILED
+
+
+SLEEPING = """
+import os, subprocess, sys, time
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+with open(os.environ["PIDS"], "a") as pids:
+    pids.write(f"{os.getpid()} {server.pid}\\n")
+time.sleep(60)
+"""
+"""In the place of pytest, in the folder where it is started: it never ends, and neither does the server it starts."""
+COMMAND = """
+import pathlib, sys
+from proof.mutants import main
+from proof.mutants.fault import Fault
+main.FAULTS = [Fault(name, "double.py", "2", "3", name) for name in "abcd"]
+def copy(root):
+    root.mkdir()
+    (root / "double.py").write_text("2")
+    (root / "pytest.py").write_text(pathlib.Path(sys.argv[1]).read_text())
+main.copy_checkout = copy
+sys.exit(main.main(["--jobs", "2"]))
+"""
+
+
+def processes(pids: Path) -> list[psutil.Process]:
+    """Those of these that run."""
+    found = [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_run_that_is_stopped_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    pids, copies, fake = tmp_path / "pids", tmp_path / "copies", tmp_path / "fake"
+    copies.mkdir()
+    fake.write_text(SLEEPING)
+    child = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(fake)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(copies), "PIDS": str(pids)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not pids.exists() or pids.read_text().count("\n") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started = processes(pids)
+    assert len(started) == 4
+    assert any(copies.iterdir())
+    child.send_signal(number)
+    _, said = child.communicate(timeout=30)
+    assert (child.returncode, said) == (main.STOPPED, "stopped; the copies are removed\n")
+    assert not any(copies.iterdir())
+    assert not psutil.wait_procs(started, 10)[1]
+    assert pids.read_text().count("\n") == 2, "others were begun after the signal"
+
+
+def test_tests_that_hang_end_with_all_that_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytests, "TIMEOUT", 3.0)
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    (tmp_path / "pytest.py").write_text(SLEEPING)
+    assert Pytests()(tmp_path, "any") == FAILED
+    assert not psutil.wait_procs(processes(tmp_path / "pids"), 10)[1]
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,13 +223,13 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     slow = Fault("sleeps", "double.py", "2 * x", "4 * x", FAULT.tests, slow=True)
     monkeypatch.setattr(main, "FAULTS", (FAULT, slow))
     monkeypatch.setattr(main, "copy_checkout", lambda root: root.mkdir() or (root / "double.py").write_text(TEXT))
+    monkeypatch.setattr(Pytests, "__call__", lambda self, root, words: ends_with(1)(root, words))
     for status, arguments, line in (
         (0, [], "1 caught, 0 survived, 0 unusable of 1 faults"),
         (1, ["--all"], "1 caught, 1 survived, 0 unusable of 2 faults"),
         (1, ["--all", "--only", "sleeps"], "0 caught, 1 survived, 0 unusable of 1 faults"),
         (0, ["--only", "halves", "--jobs", "1"], "1 caught, 0 survived, 0 unusable of 1 faults"),
     ):
-        monkeypatch.setattr(main, "run_pytest", ends_with(1))
         assert main.main(arguments) == status
         assert line in capsys.readouterr().out
     for wrong in (["--only", "no such fault"], ["--jobs", "0"], ["--only", "sleeps"]):

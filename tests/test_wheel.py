@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTRUMENTS = ("oracle", "fuzz", "soak", "ptx", "demo", "proof", "probe")
-PARTS = ("bench", "eval", "formats", "integration", "kernels", "triton_kernels", "csrc/cpu", "csrc/cuda")
+PARTS = ("bench", "cli", "eval", "formats", "integration", "kernels", "triton_kernels", "csrc/cpu", "csrc/cuda")
 
 
 def script() -> ModuleType:
@@ -98,4 +98,4 @@ def test_it_works_by_itself(unpacked: Path) -> None:
         str(package / "triton_kernels" / "attend.py"),
         "None",
     ]
-    assert "squat2    SQuat, 2-bit keys" in run(unpacked, "-m", "vllm_kvq", "formats")
+    assert "squat2   SQuat, 2-bit keys" in run(unpacked, "-m", "vllm_kvq", "formats")

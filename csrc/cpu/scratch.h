@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <new>
 
 namespace kvq {
 
@@ -14,8 +15,10 @@ class Scratch {
   char* reserve(size_t bytes) {
     if (bytes > size_) {
       std::free(data_);
+      size_ = 0;
+      data_ = static_cast<char*>(std::aligned_alloc(64, align64(bytes)));
+      if (data_ == nullptr) throw std::bad_alloc();
       size_ = align64(bytes);
-      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
     }
     return data_;
   }

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 
 #ifdef KVQ_STD_THREADS
 // For the thread sanitizer, which doesn't know what OpenMP's barriers order.
@@ -34,19 +35,26 @@ inline const bool HAVE_THREADS = GOMP_parallel != nullptr;
 
 namespace kvq {
 
-// Calls body(i) for i in [0, count), on at most `threads` threads, next index to whoever is free.
+// Calls body(i) for i in [0, count), on at most `threads` threads, next index to whoever is free. What a call throws
+// (std::bad_alloc) is thrown here, once all threads have ended: out of a thread it would end the process without a word.
 template <class Body>
 void parallel(int threads, int64_t count, Body&& body) {
   struct Loop {
     std::atomic<int64_t> next{0};
     int64_t count;
     Body* body;
+    std::atomic<bool> failed{false};
+    std::exception_ptr error;
   } loop;
   loop.count = count;
   loop.body = &body;
   const auto run = [](void* p) {
     Loop& l = *static_cast<Loop*>(p);
-    for (int64_t i = l.next.fetch_add(1); i < l.count; i = l.next.fetch_add(1)) (*l.body)(i);
+    try {
+      for (int64_t i = l.next.fetch_add(1); i < l.count && !l.failed; i = l.next.fetch_add(1)) (*l.body)(i);
+    } catch (...) {
+      if (!l.failed.exchange(true)) l.error = std::current_exception();
+    }
   };
   const int64_t team = count < threads ? count : threads;
   if (team <= 1 || !HAVE_THREADS) {
@@ -54,6 +62,7 @@ void parallel(int threads, int64_t count, Body&& body) {
   } else {
     GOMP_parallel(run, &loop, unsigned(team), 0);
   }
+  if (loop.error) std::rethrow_exception(loop.error);
 }
 
 }  // namespace kvq

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if Path(model).exists():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     server = Server(model, options, HOST, arguments.port, _log_path(arguments.port))
-    say(f"starting: vllm {' '.join(server.command[1:])}")
+    say(f"starting: {server.shown}")
     started = time.monotonic()
     with server:
         server.wait_until_healthy(START_SECONDS)
@@ -202,8 +202,9 @@ The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server
   ask it     curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d \\
                '{{"messages": [{{"role": "user", "content": "How does SQuat work?"}}]}}'
   formats    make run FORMAT={others[0]}     ({", ".join(others)}; FORMAT={PLAIN} is vLLM's own cache)
-  a model    make run MODEL=path-or-name, or .venv/bin/vllm serve MODEL --kv-cache-dtype {name}
-  options    .venv/bin/vllm serve MODEL --config configs/{name if capacity else "squat2"}.yaml
+  a model    make run MODEL=path-or-name, or on a CPU
+             .venv/bin/vllm serve MODEL --kv-cache-dtype {name} --kv-cache-memory-bytes 4G
+  options    .venv/bin/vllm serve MODEL --config configs/{name if capacity else "squat2"}.yaml --kv-cache-memory-bytes 4G
   more       README.md
 """,
         flush=True,

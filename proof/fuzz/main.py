@@ -1,6 +1,7 @@
 """The command `python -m proof fuzz`.
 
     python -m proof fuzz --seed 1 --minutes 10           the formats in turn, until the time is over
+    python -m proof fuzz --requests 10000 --report FILE  until so many requests are judged; the table goes to FILE
     python -m proof fuzz --replay FILE                   one case, as it is printed after a mismatch
 
 Exits with 1 on a mismatch, after it has printed the seed and the smallest case that it found.
@@ -11,7 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import re
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -33,15 +37,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1.0)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, default=1.0)
+    length.add_argument("--requests", type=int, metavar="N", help="end once so many are judged, however long it takes")
     parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=list(DEFAULT), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="engines at a time (cores)")
     parser.add_argument("--shrink-minutes", type=float, default=3.0, help="at most this long after a mismatch")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this one case")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write processor, command and table there (Markdown)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts, and a mismatch's case, there")
     options = parser.parse_args(argv)
     if options.jobs < 1 or options.minutes <= 0:
         parser.error("--jobs and --minutes must be positive")
+    if options.requests is not None and options.requests < 1:
+        parser.error("--requests must be positive")
+    if options.report and options.replay:
+        parser.error("--report is for a run, not for one case")
     try:
         case = Case.from_json(json.loads(options.replay.read_text())) if options.replay else None
     except (OSError, ValueError, RecursionError) as error:
@@ -66,12 +79,18 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
     from vllm_kvq.kernels.cpu.library import library
 
     library()  # compiles where they have changed: the time limits of the engines do not allow for that
-    session = Session(model, options.seed, 60 * options.minutes, options.format, options.jobs)
+    session = Session(
+        model, options.seed, 60 * options.minutes, options.format, options.jobs, requests=options.requests
+    )
+    begun = time.monotonic()
     session.run()
+    minutes = (time.monotonic() - begun) / 60
     rows = {name: _row(count) for name, count in session.counts.items()}
     rows["total"] = {c: sum(row[c] for row in rows.values()) for c in COLUMNS}
-    print(f"seed {options.seed}, {options.minutes:g} minutes, {options.jobs} engines at a time")
+    print(f"seed {options.seed}, {minutes:.0f} minutes, {options.jobs} engines at a time")
     print(table(rows), flush=True)
+    if options.report:
+        options.report.write_text(write_up(options, minutes, rows), encoding="utf-8")
     report: dict[str, Any] = {"seed": options.seed, "minutes": options.minutes, "counts": rows}
     if session.finding is not None:
         print(f"\nMISMATCH (seed {options.seed}): {_text(session.finding.messages)}\nshrinking ...", flush=True)
@@ -98,6 +117,34 @@ def replay(model: str, case: Case) -> int:
     print(" ".join(f"{name}={value}" for name, value in counts.items() if value))
     print("\n".join(verdict.mismatches) or "no mismatch")
     return int(bool(verdict.mismatches))
+
+
+def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Mapping[str, int]]) -> str:
+    """A page of docs/results."""
+    length = f"--minutes {options.minutes:g}" if options.requests is None else f"--requests {options.requests}"
+    command = f"python -m proof fuzz --seed {options.seed} {length}"
+    if options.format != list(DEFAULT):
+        command += f" --format {' '.join(options.format)}"
+    cores, total = len(os.sched_getaffinity(0)), rows["total"]
+    requests = ", ".join(f"{n:,} {what}" for n, what in ((total["requests"], "requests"), (total["tokens"], "tokens")))
+    lines = table(rows).splitlines()
+    return f"""# Random traces on real engines
+
+{requests} of random traces, each token judged by the reference (docs/testing.md). Mismatches: {total["mismatches"]}.
+{minutes:.0f} minutes on {cores} cores of {processor()}; {options.jobs} engines at a time.
+
+    {command}
+
+{chr(10).join("    " + line for line in lines)}
+
+A *tie* is a token that the reference chooses as well once it is disturbed by what float32 rounds.
+"""
+
+
+def processor() -> str:
+    """Its name, as Linux has it."""
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def _row(count: Any) -> dict[str, int]:

@@ -1,11 +1,13 @@
-"""One run of the fuzzer: formats in turn, as many engines at a time as there are cores, until the time is over."""
+"""One run of the fuzzer: formats in turn, as many engines at a time as there are cores, until the time is over or so
+many requests are judged."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
 
 from proof.fuzz.attempt import Runner, Runners
@@ -60,15 +62,17 @@ class Session:
         jobs: int,
         prepare: Prepare | None = None,
         episode: int = EPISODE,
+        requests: int | None = None,
     ) -> None:
+        """Ends after `seconds`, or once `requests` are judged, however long that takes."""
         self.model, self.seed, self.jobs, self.prepare, self.episode = model, seed, jobs, prepare, episode
         self.end = time.monotonic() + seconds
         self.counts = {name: Count() for name in formats}
         self.finding: Finding | None = None
         self.error: BaseException | None = None
         self.lock, self.stop = threading.Lock(), threading.Event()
-        rounds = max(1, round(seconds * jobs / (ROUND_SECONDS * len(formats))))
-        self.rounds = [Round(name, i) for i in range(rounds) for name in formats]
+        self.requests, self.turns = requests, max(1, round(seconds * jobs / (ROUND_SECONDS * len(formats))))
+        """How often the formats come in turn, where there is a time."""
 
     def run(self) -> None:
         lanes = [threading.Thread(target=self._lane, args=(i,)) for i in range(self.jobs)]
@@ -80,17 +84,32 @@ class Session:
             raise self.error
 
     @property
+    def judged(self) -> int:
+        with self.lock:
+            return sum(count.verdict.requests for count in self.counts.values())
+
+    @property
     def over(self) -> bool:
-        return self.stop.is_set() or time.monotonic() >= self.end
+        done = time.monotonic() >= self.end if self.requests is None else self.judged >= self.requests
+        return self.stop.is_set() or done
+
+    def _rounds(self, lane: int) -> Iterator[tuple[Round, float]]:
+        """A lane's rounds, and the time at which each of them has to end."""
+        formats = list(self.counts)
+        mine = range(lane, self.turns * len(formats), self.jobs) if self.requests is None else count(lane, self.jobs)
+        for i, number in enumerate(mine):
+            now, seconds = time.monotonic(), ROUND_SECONDS
+            if self.requests is None:
+                seconds = max(0.0, self.end - now) / (len(mine) - i)  # type: ignore[arg-type]
+            yield Round(formats[number % len(formats)], number // len(formats)), now + seconds
 
     def _lane(self, number: int) -> None:
-        mine = self.rounds[number :: self.jobs]
         try:
-            for i, this in enumerate(mine):
-                left = max(0.0, self.end - time.monotonic())
+            for this, end in self._rounds(number):
                 # every format runs at least once, however slow the machine
-                if not self.over or (this.number == 0 and not self.stop.is_set()):
-                    self._round(this, time.monotonic() + left / (len(mine) - i))
+                if self.stop.is_set() or (self.over and this.number > 0):
+                    break
+                self._round(this, end)
         except BaseException as error:
             self.error = error
             self.stop.set()

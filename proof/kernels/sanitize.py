@@ -2,6 +2,7 @@
 
     python -m proof sanitize address,undefined -- python -m pytest tests/kernels/test_cpu_fuzz.py
     python -m proof sanitize thread -- python -m pytest tests/kernels/test_cpu_fuzz.py
+    python -m proof sanitize address --server                  # decode steps inside a real server
 
 A process that loads such a library must have had the sanitizer's run-time library from its start, so the command
 runs with it preloaded and finds the build through $VLLM_KVQ_CXXFLAGS. The first error ends the process.
@@ -17,6 +18,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from proof.kernels.sanitized_server import SERVED, serve
+from vllm_kvq.formats import FORMATS
 from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build, compiler
 
 KINDS = ("address", "undefined", "thread")
@@ -91,11 +94,25 @@ def run(kinds: tuple[str, ...], compiler: list[str], command: list[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m proof sanitize", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kinds", metavar="LIST", type=parse, help="address,undefined or thread")
+    parser.add_argument("--server", action="store_true", help="run a server with that build (sanitized_server.py)")
+    parser.add_argument(
+        "--format",
+        nargs="+",
+        choices=sorted(FORMATS),
+        default=list(SERVED),
+        metavar="NAME",
+        help="of the server's cache",
+    )
     parser.add_argument("command", nargs="*", help="what to run with that build, after `--`")
     args = parser.parse_args(argv)
+    if args.server and (args.command or "thread" in args.kinds):
+        parser.error("--server takes no command, and no thread sanitizer: PyTorch's own threads would be reported")
     os.environ[EXTRA_FLAGS] = " ".join(flags(args.kinds))
     try:
-        print(f"CPU kernels: {build().name}", flush=True)
+        library = build()
+        print(f"CPU kernels: {library.name}", flush=True)
+        if args.server:
+            return serve(environment(args.kinds, compiler(), os.devnull), library, args.format)
         return run(args.kinds, compiler(), args.command) if args.command else 0
     except (BuildError, OSError) as error:
         print(f"CPU kernels can't be built: {error}", file=sys.stderr)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from proof.mutants import formats, integration, kernels, tools
+from itertools import chain
+
+from proof.mutants import blocks, command_line, cpp, formats, gpu, integration, planned, tools
 from proof.mutants.fault import Fault
 
-FAULTS: tuple[Fault, ...] = (*formats.FAULTS, *kernels.FAULTS, *integration.FAULTS, *tools.FAULTS)
+PLACES = (formats, planned, cpp, gpu, integration, blocks, tools, command_line)
+FAULTS: tuple[Fault, ...] = tuple(chain.from_iterable(place.FAULTS for place in PLACES))

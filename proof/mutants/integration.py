@@ -1,4 +1,4 @@
-"""Faults in vllm_kvq/integration, and in what keeps pages that requests share as they are."""
+"""Faults in vllm_kvq/integration: what is served, said and refused."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from proof.mutants.fault import Fault
 ROOM = "vllm_kvq/integration"
 SERVED = "tests/engine/test_served.py"
 CAPACITY = "tests/engine/test_capacity.py -k vllms_count"
-DAMAGE = "tests/engine/test_damage.py"
 REFUSALS = "tests/engine/test_refusals.py"
 COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
 REPLICAS = "tests/engine/test_replicas.py"
+ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
 SETUP = "tests/engine/test_setup.py"
-COMPANIONS = "tests/engine/test_companions.py"
-TRAFFIC = "tests/kernels/test_cpu_decode.py -k 'random_traffic and squat2'"
 
 FAULTS: tuple[Fault, ...] = (
     # -- what is served, and what users are told
     Fault(
         "the announced capacity is doubled",
         f"{ROOM}/report.py",
-        "capacity = (blocks - 1) / per_request * served.max_len",
-        "capacity = 2 * (blocks - 1) / per_request * served.max_len",
+        "tokens = blocks / per_request * served.max_len",
+        "tokens = 2 * blocks / per_request * served.max_len",
         CAPACITY,
     ),
     Fault(
@@ -68,14 +66,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "columns of the table of formats are swapped",
-        "vllm_kvq/cli.py",
+        "vllm_kvq/cli/formats.py",
         "{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x",
         "{fmt.capacity_factor(d, n):.4f}  {fmt.bits_per_element(d, n):5.2f}x",
         "tests/test_cli.py",
     ),
     Fault(
         "head sizes and block sizes are mixed up in the table of formats",
-        "vllm_kvq/cli.py",
+        "vllm_kvq/cli/formats.py",
         "{fmt.bits_per_element(d, n):.4f}",
         "{fmt.bits_per_element(n, d):.4f}",
         "tests/test_cli.py",
@@ -142,56 +140,6 @@ FAULTS: tuple[Fault, ...] = (
         'return type(backend.__name__, (backend,), {"page": page, "__module__": __name__})',
         "backend.page = page\n    return backend",
         SERVED,
-    ),
-    # -- damage and stale sidecars
-    Fault(
-        "damage is never counted",
-        f"{ROOM}/report.py",
-        "        if not new:\n            return\n        self.total += new\n",
-        "        if new:\n            return\n        self.total += new\n",
-        DAMAGE,
-    ),
-    Fault(
-        "a layer drops what its step says of damage",
-        f"{ROOM}/layer.py",
-        "self.damage.count(self.step.run(batch, caches, query, key, value, output))",
-        "self.step.run(batch, caches, query, key, value, output)",
-        DAMAGE,
-    ),
-    Fault(
-        "the watch of a GPU's counters never raises",
-        f"{ROOM}/faults.py",
-        "        if stale:\n",
-        "        if stale < 0:\n",
-        DAMAGE,
-    ),
-    Fault(
-        "the watch of a GPU's counters counts damage again in every step",
-        f"{ROOM}/faults.py",
-        "self.damage.count(replaced - self.damage.total)",
-        "self.damage.count(replaced)",
-        DAMAGE,
-    ),
-    Fault(
-        "nobody polls a GPU's counters",
-        f"{ROOM}/backend.py",
-        "        for watch in self.watches:\n            watch.poll()\n",
-        "",
-        DAMAGE,
-    ),
-    Fault(
-        "PyTorch's packing does not count damaged values",
-        "vllm_kvq/kernels/torch/pack.py",
-        "replaced += lost_k + lost_v",
-        "replaced += lost_k",
-        DAMAGE,
-    ),
-    Fault(
-        "the host takes a sidecar of other tokens for its own",
-        "vllm_kvq/kernels/torch/plan.py",
-        "        if stale.any():\n",
-        "        if stale.all():\n",
-        f"{DAMAGE} -k 'PyTorch'",
     ),
     # -- refusals
     Fault(
@@ -273,63 +221,6 @@ FAULTS: tuple[Fault, ...] = (
         "return None if copies <= 2 else _gatherer(copies)",
         REPLICAS,
     ),
-    # -- companions' blocks
-    Fault(
-        "a sidecar claims one block too few",
-        f"{ROOM}/manager.py",
-        "new = self.block_pool.get_new_blocks(self.blocks_per_request)",
-        "new = self.block_pool.get_new_blocks(max(1, self.blocks_per_request - 1))",
-        COMPANIONS,
-    ),
-    Fault(
-        "fresh sidecars are not zeroed",
-        f"{ROOM}/manager.py",
-        "        if self._record_new_block_ids and record_for_zeroing:\n",
-        "        if not self._record_new_block_ids and record_for_zeroing:\n",
-        COMPANIONS,
-    ),
-    Fault(
-        "admission forgets the pages of a hit that leave the free queue",
-        f"{ROOM}/manager.py",
-        "return self._get_num_evictable_blocks(new_computed_blocks[: self.blocks_per_request])",
-        "return 0",
-        COMPANIONS,
-    ),
-    Fault(
-        "a hit on sinks that is shorter than their pages is taken",
-        f"{ROOM}/manager.py",
-        "if length <= 0 or length // size < pages:",
-        "if length <= 0:",
-        COMPANIONS,
-    ),
-    Fault(
-        "sinks are cached before their block is complete",
-        f"{ROOM}/manager.py",
-        "if min(num_tokens, hashed) < self.block_size or",
-        "if min(num_tokens, hashed) < 1 or",
-        COMPANIONS,
-    ),
-    Fault(
-        "a hit computes no token of its window again",
-        f"{ROOM}/spec.py",
-        "        return self.window\n",
-        "        return 0\n",
-        COMPANIONS,
-    ),
-    Fault(
-        "a companion's memory is counted by a request's length",
-        f"{ROOM}/spec.py",
-        "return self.blocks_per_request * self.page_size_bytes",
-        "return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes",
-        CAPACITY,
-    ),
-    Fault(
-        "a companion's table has fewer entries than a request has blocks",
-        f"{ROOM}/spec.py",
-        "return max(self.blocks_per_request, cdiv(max_len, self.block_size))",
-        "return self.blocks_per_request",
-        COMPANIONS,
-    ),
     # -- prompts and setup
     Fault(
         "vLLM's CPU attention serves where its log-sum-exp is needed",
@@ -359,44 +250,41 @@ FAULTS: tuple[Fault, ...] = (
         "    if wanted is not None and not styles:\n",
         SETUP,
     ),
-    # -- pages that requests share
+    # -- engines without a server
     Fault(
-        "the host's plan packs units of a hit again",
-        "vllm_kvq/kernels/torch/plan.py",
-        "first, last = np.maximum(c // p, shared), end // p",
-        "first, last = c // p, end // p",
-        TRAFFIC,
+        "an engine stays when its server is gone",
+        f"{ROOM}/orphans.py",
+        "while os.getppid() == parent:",
+        "while parent:",
+        ORPHANS,
     ),
     Fault(
-        "Triton packs units of a hit again",
-        "triton_kernels/pack.py",
-        "shared = tl.where(start > 0, (start + W) // UNIT, 0)",
-        "shared = tl.where(start > 0, start // UNIT, 0)",
-        "tests/triton/test_step.py -k 'random_traffic and polar4'",
+        "an engine ends beside its server",
+        f"{ROOM}/orphans.py",
+        "while os.getppid() == parent:",
+        "while os.getppid() != parent:",
+        ORPHANS,
     ),
     Fault(
-        "CUDA packs units of a hit again",
-        "csrc/cuda/pack.h",
-        "const bool shared = start > 0 && unit < (start + p.window) / SLAB;",
-        "const bool shared = start > 0 && unit < start / SLAB;",
-        "tests/triton/test_step.py -k 'random_traffic and qjl3 and 32'",
-        slow=True,
+        "an engine that warms up stays when its server is gone",
+        f"{ROOM}/orphans.py",
+        "    os.kill(os.getpid(), signal.SIGKILL)\n",
+        "",
+        ORPHANS,
     ),
     Fault(
-        "C++ packs units of a hit again in a decode step",
-        "csrc/cpu/step/decode.cpp",
-        "const int64_t shared = r.start > 0 ? (r.start + c_.window) / p : 0;",
-        "const int64_t shared = r.start > 0 ? r.start / p : 0;",
-        TRAFFIC,
-        slow=True,
+        "engines of vLLM's own cache are watched, too",
+        f"{ROOM}/platform.py",
+        "    cache = vllm_config.cache_config\n",
+        "    cache = vllm_config.cache_config\n    guard()\n",
+        ORPHANS,
     ),
-    # -- real engines
     Fault(
-        "prefix caching stays on beside layers in 16 bits, in an engine",
-        f"{ROOM}/served.py",
-        "prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,",
-        "prefix_caching=bool(cache.enable_prefix_caching),",
-        "tests/models/test_sixteen.py",
-        slow=True,
+        "one of several API servers stays when its server is gone",
+        f"{ROOM}/orphans.py",
+        "if current_process().name.startswith(API_SERVER):",
+        "if not API_SERVER:",
+        ORPHANS,
     ),
+    Fault("no engine is watched", f"{ROOM}/platform.py", "    guard()\n", "", ORPHANS),
 )

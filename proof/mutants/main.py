@@ -12,39 +12,27 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 
 from proof.mutants.catalog import FAULTS
 from proof.mutants.fault import Fault, Stale
+from proof.mutants.pytests import FAILED, PASSED, Pytests
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 1500
-PASSED, FAILED = 0, 1
-"""pytest's exit statuses; all others mean that nothing was tested."""
+STOPPED = 130
+"""The exit status after Ctrl-C, as a shell has it."""
 
 Pytest = Callable[[Path, str], int]
-
-
-def run_pytest(root: Path, arguments: str) -> int:
-    """The exit status of pytest in the tree at `root`, which its child processes import, too."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    environment.pop("VLLM_KVQ_CACHE", None)
-    try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return FAILED  # a test that hangs under a fault does not pass
-    return done.returncode
 
 
 def copy_checkout(target: Path) -> None:
@@ -92,8 +80,14 @@ def judge(root: Path, fault: Fault, pytest: Pytest) -> str:
     return f"pytest ended with status {status}: nothing was tested"
 
 
-def plant(faults: Iterable[Fault], roots: list[Path], pytest: Pytest, say: Callable[[str], None]) -> Outcome:
-    """Each fault alone, in one of the trees; as many at a time as there are trees."""
+def plant(
+    faults: Iterable[Fault],
+    roots: list[Path],
+    pytest: Pytest,
+    say: Callable[[str], None],
+    stop: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Each fault alone, in one of the trees; as many at a time as there are trees. `stop` ends all that run."""
     free: Queue[Path] = Queue()
     for root in roots:
         free.put(root)
@@ -105,25 +99,40 @@ def plant(faults: Iterable[Fault], roots: list[Path], pytest: Pytest, say: Calla
         finally:
             free.put(root)
 
-    outcome, faults = Outcome(), list(faults)
     with ThreadPoolExecutor(len(roots)) as pool:
-        controls = {tests: pool.submit(alone, lambda root, t=tests: str(pytest(root, t)))  # type: ignore[misc]
-                    for tests in dict.fromkeys(f.tests for f in faults)}  # fmt: skip
-        sound = {tests for tests, status in controls.items() if status.result() == str(PASSED)}
-        for tests in controls:
-            if tests not in sound:
-                outcome.unusable.append(tests)
-                say(f"{'unusable':9} without any fault these tests do not pass: {tests}")
-        judged = [
-            (f, pool.submit(alone, lambda root, f=f: judge(root, f, pytest)))  # type: ignore[misc]
-            for f in faults
-            if f.tests in sound
-        ]
-        for fault, verdict in judged:
-            found = verdict.result()
-            kind = found if found in ("caught", "survived") else "unusable"
-            getattr(outcome, kind).append(fault.name)
-            say(f"{kind:9} {fault.name} ({fault.file})" + (f": {found}" if kind == "unusable" else ""))
+        try:
+            return _plant(list(faults), lambda work: pool.submit(alone, work), pytest, say)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop()
+            raise
+
+
+def _plant(
+    faults: list[Fault],
+    submit: Callable[[Callable[[Path], str]], Future[str]],
+    pytest: Pytest,
+    say: Callable[[str], None],
+) -> Outcome:
+    """`submit` does a piece of work in a tree that is free."""
+    outcome = Outcome()
+    controls = {tests: submit(lambda root, t=tests: str(pytest(root, t)))  # type: ignore[misc]
+                for tests in dict.fromkeys(f.tests for f in faults)}  # fmt: skip
+    sound = {tests for tests, status in controls.items() if status.result() == str(PASSED)}
+    for tests in controls:
+        if tests not in sound:
+            outcome.unusable.append(tests)
+            say(f"{'unusable':9} without any fault these tests do not pass: {tests}")
+    judged = [
+        (f, submit(lambda root, f=f: judge(root, f, pytest)))  # type: ignore[misc]
+        for f in faults
+        if f.tests in sound
+    ]
+    for fault, verdict in judged:
+        found = verdict.result()
+        kind = found if found in ("caught", "survived") else "unusable"
+        getattr(outcome, kind).append(fault.name)
+        say(f"{kind:9} {fault.name} ({fault.file})" + (f": {found}" if kind == "unusable" else ""))
     return outcome
 
 
@@ -138,11 +147,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [f for f in FAULTS if (options.all or not f.slow) and options.only in f"{f.name} {f.file}"]
     if not chosen or options.jobs < 1:
         parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvq-mutants-") as folder:
-        roots = [Path(folder) / str(i) for i in range(min(options.jobs, len(chosen)))]
-        for root in roots:
-            copy_checkout(root)
-        outcome = plant(chosen, roots, run_pytest, lambda line: print(line, flush=True))
+    start, pytests = time.monotonic(), Pytests()
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvq-mutants-") as folder:
+            roots = [Path(folder) / str(i) for i in range(min(options.jobs, len(chosen)))]
+            for root in roots:
+                copy_checkout(root)
+            outcome = plant(chosen, roots, pytests, lambda line: print(line, flush=True), pytests.stop)
+    except KeyboardInterrupt:
+        print("stopped; the copies are removed", file=sys.stderr)
+        return STOPPED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     print(f"{outcome.line()} of {len(chosen)} faults, {(time.monotonic() - start) / 60:.1f} minutes")
     return outcome.status
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-SOAK = "tests/test_soak.py -k 'not short'"
+SOAK = "tests/test_soak.py tests/test_soak_command.py -k 'not short'"
+FUZZER = "tests/test_fuzzer_verdicts.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
 FIGURES = "tests/test_figures.py"
 
@@ -53,47 +54,74 @@ FAULTS: tuple[Fault, ...] = (
     Fault("answers that end early", "proof/soak/client.py", "and tokens != most", "and tokens > most", SOAK),
     # fuzz
     Fault(
-        "the fuzzer's exit status is always 0", "proof/fuzz/main.py", "int(session.finding is not None)", "0", VERDICTS
+        "the fuzzer's exit status is always 0", "proof/fuzz/main.py", "int(session.finding is not None)", "0", FUZZER
     ),
-    Fault("a replay's exit status is always 0", "proof/fuzz/main.py", "int(bool(verdict.mismatches))", "0", VERDICTS),
+    Fault("a replay's exit status is always 0", "proof/fuzz/main.py", "int(bool(verdict.mismatches))", "0", FUZZER),
     Fault(
         "a session goes on after a mismatch",
         "proof/fuzz/session.py",
         "return self._found(Case(setup, tuple(new)), Case(setup, tuple(traces)), verdict)\n            if this",
         "pass\n            if this",
-        VERDICTS,
+        FUZZER,
     ),
     Fault(
         "a lane that breaks is forgotten",
         "proof/fuzz/session.py",
         "            raise self.error\n",
         "            self.stop.set()\n",
-        VERDICTS,
+        FUZZER,
     ),
     Fault(
         "an engine that fails is no mismatch",
         "proof/fuzz/attempt.py",
         'Verdict(mismatches=[f"the engine failed: {error}"])',
         "Verdict()",
-        VERDICTS,
+        FUZZER,
     ),
     Fault(
         "the fuzzer does not look for leaks",
         "proof/fuzz/attempt.py",
         "[leak for r in results for leak in leaks(r)]",
         "[]",
-        VERDICTS,
+        FUZZER,
     ),
-    Fault("every difference is a tie", "proof/fuzz/attempt.py", "found) < near", "found) > -1", VERDICTS),
+    Fault("every difference is a tie", "proof/fuzz/attempt.py", "found) < near", "found) > -1", FUZZER),
     Fault(
         "a plainer setup is taken back",
         "proof/fuzz/shrink.py",
         "replace(self.case.setup, **change)",
         "replace(self.path[0].setup, **change)",
-        VERDICTS,
+        FUZZER,
+    ),
+    Fault(
+        "a run of so many requests ends with its first engines",
+        "proof/fuzz/session.py",
+        "self.judged >= self.requests",
+        "self.judged > 0",
+        FUZZER,
+    ),
+    Fault(
+        "a page of results never tells of a mismatch",
+        "proof/fuzz/main.py",
+        'Mismatches: {total["mismatches"]}.',
+        "Mismatches: 0.",
+        FUZZER,
     ),
     # oracle
-    Fault("no block leaks", "proof/oracle/verdict.py", "[] if before == after", "[] if before >= after", VERDICTS),
+    Fault(
+        "no block leaks",
+        "proof/oracle/verdict.py",
+        '[] if before == after else [f"{before - after} blocks were not freed"]',
+        "[]",
+        VERDICTS,
+    ),
+    Fault(
+        "as many blocks may be gained",
+        "proof/oracle/verdict.py",
+        "[] if before == after",
+        "[] if before <= after",
+        VERDICTS,
+    ),
     Fault(
         "only the first tokens are compared",
         "proof/oracle/compare.py",
@@ -184,5 +212,20 @@ FAULTS: tuple[Fault, ...] = (
         "/ exact.norm()",
         "/ scores(query, key_hat).norm()",
         FIGURES,
+    ),
+    # mutants
+    Fault(
+        "a run that is stopped leaves its tests running",
+        "proof/mutants/main.py",
+        "            stop()\n",
+        "",
+        "tests/test_mutants.py -k 'stopped and 15'",
+    ),
+    Fault(
+        "a run that is stopped leaves the servers of its tests",
+        "proof/mutants/pytests.py",
+        "tree = psutil.Process(child.pid).children(recursive=True)",
+        "tree = psutil.Process(child.pid).children()[1:]",
+        "tests/test_mutants.py -k 'stopped and 15'",
     ),
 )

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 ENVIRONMENT = {
     # the scheduler has to be in reach
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # the models are tiny: threads would only wait for each other
+    # the models are tiny: threads would only wait for each other, and, where several engines share the cores, spin
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    # vLLM's search for ngrams; numba sets OpenMP's number for the whole process
+    "NUMBA_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }

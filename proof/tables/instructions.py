@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         "instructions per cached element"
     )
     if not args.no_baseline:
-        for name, dtype in baselines().items():
+        for name, dtype in baselines(args.head_size).items():
             made = {c: vllm_candidate(shape, dtype) for c, shape in shapes.items()}
             print(f"  {name:8} {per_element(made, probe.code_of('/vllm/_C'), args.head_size):7.3f}", flush=True)
     for name in args.format:

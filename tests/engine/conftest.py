@@ -16,6 +16,9 @@ from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.bench.random_model import random_model
 
+MEMORY = {"kv_cache_memory_bytes": 1 << 30}
+"""For configurations that are made beside other tests: vLLM's default is what may not be free."""
+
 Run = Callable[..., list[Result]]
 Bare = Callable[..., Any]
 
@@ -80,6 +83,6 @@ def configured(model: Path, tmp_path: Path) -> Bare:
 
             draft = random_draft(tmp_path / "draft", model, method=method)
             arguments["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
-        return EngineArgs(model=str(where), **{"max_model_len": 256, **arguments}).create_engine_config()
+        return EngineArgs(model=str(where), **{"max_model_len": 256, **MEMORY, **arguments}).create_engine_config()
 
     return make

@@ -114,9 +114,7 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
     said = parse_capacity(report.start_line(served, BLOCKS))
     assert said is not None
     concurrency = vllm_counts.get_max_concurrency_for_kv_cache_config(vllm_config, config)
-    # vLLM counts block 0, too, which it never hands out
-    length = vllm_config.model_config.max_model_len
-    assert said.tokens == int(concurrency * (BLOCKS - 1) / BLOCKS * length)
+    assert said.tokens == int(concurrency * vllm_config.model_config.max_model_len)
     if "w" not in kinds:  # a plain cache of the same bytes, for as many layers and tokens
         assert said.bf16_tokens == config.kv_cache_tensors[0].size // sum(token_bytes(x) for x in layers.values())
 
@@ -164,8 +162,8 @@ def test_a_real_engine_says_the_same(name: str, model: Path, tmp_path: Path) -> 
         draft = random_draft(tmp_path / "draft", model, method=method)
         arguments["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
     with EngineProcess(str(where), arguments, {}) as process:
-        said, blocks, concurrency = process.call(said_and_counted)
+        said, concurrency = process.call(said_and_counted)
     assert len(said) == 1
     capacity = parse_capacity(said[0])
     assert capacity is not None
-    assert capacity.tokens == int(concurrency * (blocks - 1) / blocks * length)
+    assert capacity.tokens == int(concurrency * length)

@@ -28,7 +28,8 @@ def imported_names() -> set[tuple[str, str]]:
 
 
 def test_every_import_is_in_the_ledger() -> None:
-    known = {(module, name.split(".")[0]) for module, names in compat.NEEDED.items() for name in names}
+    needed = [*compat.NEEDED.items(), *compat.NEEDED_BY_CHECK.items()]
+    known = {(module, name.split(".")[0]) for module, names in needed for name in names}
     # loaded on one platform alone; and the version is looked at before the names
     unknown = {module for module, _ in imported_names() - known}
     assert unknown == {"vllm.v1.attention.backends.cpu_attn", "vllm.v1.attention.backends", "vllm"}
@@ -37,6 +38,7 @@ def test_every_import_is_in_the_ledger() -> None:
 
 def test_this_vllm_has_them_all() -> None:
     assert compat.names_problem() is None
+    assert compat.names_problem(compat.NEEDED_BY_CHECK) is None
 
 
 EACH = [(module, name) for module, names in compat.NEEDED.items() for name in names]
@@ -97,7 +99,9 @@ def test_nobody_changes_the_default_block_size(model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    config = EngineArgs(model=str(model), kv_cache_dtype="squat2", max_model_len=256).create_engine_config()
+    config = EngineArgs(
+        model=str(model), kv_cache_dtype="squat2", max_model_len=256, kv_cache_memory_bytes=1 << 30
+    ).create_engine_config()
     assert config.cache_config.block_size == 128
     current_platform.update_block_size_for_backend(config)
     assert config.cache_config.block_size == 128

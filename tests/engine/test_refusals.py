@@ -11,15 +11,17 @@ import pytest
 import torch
 import vllm
 
+from vllm_kvq.integration import memory
+from vllm_kvq.integration.validate import Refused
+
 pytestmark = pytest.mark.engine
 
 
 def config(model: Path, **arguments: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(
-        model=str(model), **{"kv_cache_dtype": "squat2", "max_model_len": 256, **arguments}
-    ).create_engine_config()
+    defaults = {"kv_cache_dtype": "squat2", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 30}
+    return EngineArgs(model=str(model), **{**defaults, **arguments}).create_engine_config()
 
 
 def kvq(**options: Any) -> dict[str, Any]:
@@ -40,7 +42,17 @@ def kvq(**options: Any) -> dict[str, Any]:
             kvq(skip_layers=[1]) | {"block_size": 64},
             "block size 64 is too small beside layers in 16 bits; set --block-size",
         ),
-        ({"block_size": 48}, "block size 48 is not a multiple of 32; use --block-size 64 or 128"),
+        ({"block_size": 48}, "block size 48 is not a multiple of 32; use --block-size 128"),
+        ({"block_size": 1536}, "block size 1536 is too large; the largest is 1024"),
+        # options that nothing would read
+        (
+            {"additional_config": {"r": 8}},
+            "kvq option 'r' stands outside of 'kvq'; write --additional-config '{\"kvq\": {",
+        ),
+        ({"additional_config": {"KVQ": {"r": 8}}}, "additional config 'KVQ' is not read; the options stand in 'kvq'"),
+        ({"additional_config": {"KVQ": {"r": 8}}, "kv_cache_dtype": "auto"}, "additional config 'KVQ' is not read"),
+        (kvq(r=8) | {"kv_cache_dtype": "auto"}, "kvq options are given, and --kv-cache-dtype auto reads none of them"),
+        (kvq(r=8) | {"kv_cache_dtype": "fp8"}, "kvq options are given, and --kv-cache-dtype fp8 reads none of them"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "does not support KV connectors; drop --kv-transfer-config",
@@ -61,9 +73,23 @@ def test_configuration_is_refused(model: Path, arguments: dict[str, Any], senten
 
     if "kv_transfer_config" in arguments:
         arguments = {"kv_transfer_config": KVTransferConfig(**arguments["kv_transfer_config"])}
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(Refused) as caught:
         config(model, **arguments)
     assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)  # nothing before or behind the sentence, as pydantic's words
+
+
+def test_other_plugins_options_are_left_alone(model: Path) -> None:
+    for dtype in ("squat2", "auto"):
+        config(model, additional_config={"another plugin": {"r": 8}}, kv_cache_dtype=dtype)
+
+
+def test_the_sentence_comes_first_in_python(model: Path) -> None:
+    from vllm import LLM
+
+    with pytest.raises(Refused) as caught:
+        LLM(model=str(model), kv_cache_dtype="squat2", max_model_len=256, **kvq(r=99))
+    assert str(caught.value).startswith("option 'r' is 99; it takes a whole number from 1 to 16")
 
 
 @pytest.mark.parametrize(
@@ -79,9 +105,26 @@ def test_draft_is_refused(model: Path, tmp_path: Path, method: str, arguments: d
 
     head = random_draft(tmp_path / "draft", model, method="eagle3" if method == "dflash" else "draft_model")
     speculative = {"method": method, "model": str(head), "num_speculative_tokens": 2}
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(Refused) as caught:
         config(model, speculative_config=speculative, **arguments)
     assert sentence in str(caught.value)
+
+
+def test_memory_that_is_not_free(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's default is most of the machine's memory, whatever else uses it."""
+    monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 << 30, 9 << 30))
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    memory._problem.cache_clear()
+    with pytest.raises(Refused) as caught:
+        config(model, kv_cache_memory_bytes=None)
+    assert str(caught.value) == (
+        "vLLM would take 92% of this machine's memory (92.0 GiB), but 9.0 GiB of 100.0 GiB are free; "
+        "say how much it may take, --kv-cache-memory-bytes 4G"
+    )
+    config(model)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    config(model, kv_cache_memory_bytes=None)
+    memory._problem.cache_clear()
 
 
 def test_option_n_sets_the_block_size(model: Path) -> None:

@@ -102,7 +102,7 @@ def test_prefix_caching(case: str, configured: Bare, monkeypatch: pytest.MonkeyP
 def test_another_dtype_is_left_alone(model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    made = EngineArgs(model=str(model), max_model_len=256, additional_config={"kvq": 3}).create_engine_config()
+    made = EngineArgs(model=str(model), max_model_len=256).create_engine_config()
     # the block size is vLLM's own, which is another one in 0.33
     assert told(made).partition(" ")[2] == "False None [] True None"
 
@@ -128,6 +128,11 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
         report.report_start(slow, vllm_config, 1000)
     why = f"kvq: {served.format.name} is served by the slower PyTorch path: there is no compiler"
     assert said == [line, line.replace("path=C++", "path=PyTorch"), why]
+    del said[:]
+    monkeypatch.setattr("vllm_kvq.kernels.paths.slow", lambda fmt: f"{fmt.name} is slow here")
+    monkeypatch.setattr("vllm.distributed.parallel_state.is_global_first_rank", lambda: True)
+    report.report_start(Served.of(bare(**{**arguments, "max_model_len": 1024})), vllm_config, 1000)
+    assert said == [line, f"kvq: {served.format.name} is slow here"]
 
 
 def test_each_layer_has_its_own_page_size() -> None:

@@ -108,7 +108,7 @@ def test_key_bits_without_alignment() -> None:
 
 @pytest.mark.parametrize(("d", "n"), [(128, 1568), (128, 2048)])
 def test_too_large_pages_are_refused(d: int, n: int) -> None:
-    with pytest.raises(ValueError, match="the largest is 1536"):
+    with pytest.raises(ValueError, match="the largest is 1024"):
         bind("squat2", d, n)
 
 

@@ -52,7 +52,7 @@ def configure(model: str, engine: dict[str, Any]) -> str | None:
     from vllm import EngineArgs
 
     try:
-        EngineArgs(model, **engine).create_engine_config()
+        EngineArgs(model, kv_cache_memory_bytes=1 << 30, **engine).create_engine_config()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -21,16 +21,21 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from vllm_kvq.bench.figures import Measured, plot, write_csv
+from vllm_kvq import console
+from vllm_kvq.bench import figures
+from vllm_kvq.bench.figures import Measured
 from vllm_kvq.bench.steps import Candidate, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
-from vllm_kvq.bench.vllm_build import BASELINES, baselines
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.bench.vllm_build import BASELINES, baselines, no_fp8
+from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
+from vllm_kvq.kernels.cpu.processor import processor_name
+from vllm_kvq.kernels.cpu.slow import slow
 from vllm_kvq.kernels.cpu.step import why_not
 
 TARGETS = {
@@ -47,11 +52,18 @@ AVX2_TARGET = 2.5
 """The same on AVX2, against vLLM's own build for it."""
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="vllm-kvq bench attention", description=__doc__.partition("\n")[0])
-    public = [f.name for f in FORMATS.values() if f.public]
-    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
-    p.add_argument("--context", nargs="+", type=int, default=[32768])
+PUBLIC = [fmt.name for fmt in public_formats()]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq bench attention",
+        "Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.",
+        ("", "--format all --context 1024 32768 --threads 2", "--format squat2 --no-baseline --json"),
+        "there are no C++ kernels here to measure",
+    )
+    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*PUBLIC, "all"])
+    p.add_argument("--context", nargs="+", type=int, default=[32768], help="tokens in the cache, per request")
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--query-heads", type=int, default=32)
@@ -63,13 +75,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--no-baseline", action="store_true", help="ours alone, without vllm")
     p.add_argument("--csv", type=Path, help="write the rows to this file")
     p.add_argument("--plot", type=Path, help="write a PNG of time against context to this file")
+    console.add_json(p)
+    return p
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    p = parser()
     args = p.parse_args(arguments)
-    args.format = public if "all" in args.format else args.format
+    args.format = PUBLIC if "all" in args.format else args.format
     args.context = sorted(set(args.context))
     try:
-        shape_of(args, args.context[0])
+        for name in args.format:
+            bound_format(shape_of(args, args.context[0]), name)
     except ValueError as error:
         p.error(str(error))
+    if min(args.threads, args.rounds) < 1:
+        p.error("threads and rounds are at least 1")
+    if not args.no_baseline and importlib.util.find_spec("vllm") is None:
+        p.error("vllm is not installed: --no-baseline times ours alone")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         p.error("--plot needs matplotlib: pip install 'vllm-kvq[bench]'")
     return args
@@ -86,50 +109,67 @@ def owed_by(name: str, isa: str) -> dict[str, float]:
     return {"bf16": AVX2_TARGET} if isa == "avx2" else dict(zip(BASELINES, TARGETS[name], strict=True))
 
 
-def line(row: Row, targets: bool) -> str:
-    text = f"  {row.name:8} {row.ms:9.3f} ms  best {row.best:9.3f}  {row.gb_per_s:6.1f} GB/s  {row.floor:5.1f} x copy"
-    text += "".join(f"  {ratio:6.2f} x {base}" for base, ratio in row.ratio.items())
+HEAD = ("kernel", "ms", "best", "GB/s", "x copy", "x bf16", "x fp8", "target")
+
+
+def cells(row: Row, targets: bool) -> list[str]:
+    text = [row.name, f"{row.ms:.3f}", f"{row.best:.3f}", f"{row.gb_per_s:.1f}", f"{row.floor:.1f}"]
+    text += [f"{row.ratio[base]:.2f}" if base in row.ratio else "" for base in BASELINES]
     owed = owed_by(row.name, ISAS[isa()])
-    if targets and owed and row.ratio:
-        missed = [f"{1 - row.ratio[b] / t:.0%} below {t:g} x {b}" for b, t in owed.items() if row.ratio[b] < t]
-        text += "  " + (", ".join(missed) or "target met")
-    return text
+    if not (targets and owed and row.ratio):
+        return [*text, ""]
+    missed = [f"{1 - row.ratio[b] / t:.0%} below {t:g} x {b}" for b, t in owed.items() if row.ratio[b] < t]
+    return [*text, ", ".join(missed) or "target met"]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     torch.set_num_threads(args.threads)
     if library() is None:
         print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
-        return 1
+        return console.FOUND
     name = ISAS[isa()]
     bandwidth = copy_bandwidth()
-    print(f"{name}, {args.threads} threads, copying memory {bandwidth / 1e9:.0f} GB/s (read and written)")
+    notes = [
+        f"{processor_name()}, {name}, {args.threads} threads, "
+        f"copying memory {bandwidth / 1e9:.0f} GB/s (read and written)"
+    ]
     for format_name in args.format:
-        if problem := why_not(bound_format(shape_of(args, args.context[0]), format_name)):
-            print(f"{problem}: the PyTorch kernels are timed")
+        fmt = bound_format(shape_of(args, args.context[0]), format_name)
+        if problem := why_not(fmt):
+            notes.append(f"{problem}: the PyTorch kernels are timed")
+        elif sentence := slow(fmt):
+            notes.append(sentence)
+    if not args.no_baseline and (problem := no_fp8(args.head_size)):
+        notes.append(f"{problem}: ours is compared with bf16 alone")
+    if not args.json:
+        print(*notes, sep="\n", flush=True)
     measured: Measured = []
     for context in args.context:
         shape = shape_of(args, context)
         candidates: dict[str, Candidate] = {}
         if not args.no_baseline:
-            candidates = {n: vllm_candidate(shape, dtype) for n, dtype in baselines().items()}
+            candidates = {n: vllm_candidate(shape, dtype) for n, dtype in baselines(args.head_size).items()}
         candidates |= {n: kvq_candidate(shape, n) for n in args.format}
         rows = compare(candidates, args.rounds, bandwidth)
         measured.append((shape, rows))
-        print(
-            f"context {context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  "
-            f"caches {args.rotate}"
-        )
-        for row in rows:
-            print(line(row, args.batch * context >= 32768), flush=True)
-    print_slopes(measured)
+        if not args.json:
+            title = (
+                f"context {context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  "
+                f"d {args.head_size}  caches {args.rotate}"
+            )
+            console.Table(HEAD, [cells(row, args.batch * context >= 32768) for row in rows], 1, title, 2).show()
+    records = figures.records(measured, args.threads, name)
+    if args.json:
+        console.show_json({"notes": notes, "rows": records})
+    else:
+        print_slopes(measured)
     if args.csv:
-        write_csv(args.csv, measured, args.threads, name)
+        figures.write_csv(args.csv, records)
     if args.plot:
         heads = f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}, batch {args.batch}"
-        plot(args.plot, measured, f"{heads}, {args.threads} thread(s), {name}")
-    return 0
+        figures.plot(args.plot, measured, f"{heads}, {args.threads} thread(s), {name}")
+    return console.DONE
 
 
 def print_slopes(measured: Measured) -> None:

@@ -14,9 +14,11 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from vllm_kvq.formats import FORMATS
+from vllm_kvq import console
+from vllm_kvq.formats.table import public_formats
 
 
 def _engine(model: str, kv_cache_dtype: str, max_len: int, batch: int, eager: bool) -> Any:
@@ -42,17 +44,27 @@ def _seconds(llm: Any, prompts: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="checkpoint folder, for example .demo/model")
-    parser.add_argument("--format", nargs="+", default=["squat2"], choices=list(FORMATS))
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
-    parser.add_argument("--tokens", type=int, default=64, help="decoded tokens of each request")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--min-ratio", type=float, default=0.0, help="exit 1 when a format decodes slower than this")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    args = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq bench decode",
+        "Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.",
+        ("--model .demo/model", "--model .demo/model --format squat2 qjl3 --min-ratio 1 --json"),
+        "a format decodes slower than --min-ratio",
+    )
+    p.add_argument("--model", required=True, help="checkpoint folder, for example .demo/model")
+    p.add_argument("--format", nargs="+", default=["squat2"], choices=[fmt.name for fmt in public_formats()])
+    p.add_argument("--batch", type=int, default=16)
+    p.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
+    p.add_argument("--tokens", type=int, default=64, help="decoded tokens of each request")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--min-ratio", type=float, default=0.0, help="exit 1 when a format decodes slower than this")
+    p.add_argument("--eager", action="store_true", help="without torch.compile")
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -60,7 +72,8 @@ def main() -> int:
     prompts = [[rng.randrange(10, 500) for _ in range(args.context)] for _ in range(args.batch)]
     max_len = args.context + args.tokens + 64
     plain = _engine(args.model, "auto", max_len, args.batch, args.eager)
-    slow = []
+    slow: list[str] = []
+    rows = []
     for name in args.format:
         packed = _engine(args.model, name, max_len, args.batch, args.eager)
         speeds: dict[str, list[float]] = {"bf16": [], name: []}
@@ -70,16 +83,20 @@ def main() -> int:
                 if turn:
                     speeds[label].append(args.batch * args.tokens / seconds)
         ratio = statistics.median(b / a for a, b in zip(speeds["bf16"], speeds[name], strict=True))
-        print(
-            f"{name}: {statistics.median(speeds[name]):.0f} tokens/s, "
-            f"bf16 {statistics.median(speeds['bf16']):.0f} tokens/s, "
-            f"ratio {ratio:.2f} (batch {args.batch}, context {args.context}, median of {args.rounds} rounds)",
-            flush=True,
-        )
+        ours, plainly = (statistics.median(speeds[label]) for label in (name, "bf16"))
+        rows.append({"format": name, "tokens_per_second": ours, "bf16_tokens_per_second": plainly, "ratio": ratio})
+        if not args.json:
+            print(
+                f"{name}: {ours:.0f} tokens/s, bf16 {plainly:.0f} tokens/s, ratio {ratio:.2f} "
+                f"(batch {args.batch}, context {args.context}, median of {args.rounds} rounds)",
+                flush=True,
+            )
         if ratio < args.min_ratio:
             slow.append(name)
         del packed
-    if slow:
+    if args.json:
+        console.show_json({"batch": args.batch, "context": args.context, "rounds": args.rounds, "rows": rows})
+    elif slow:
         print(f"slower than {args.min_ratio} of bf16: {', '.join(slow)}")
     return 1 if slow else 0
 

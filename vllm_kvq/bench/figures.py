@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import Row
@@ -12,22 +13,26 @@ Measured = list[tuple[Shape, list[Row]]]
 STYLES = {"bf16": "k--o", "fp8": "k:o"}
 
 
-def write_csv(path: Path, measured: Measured, threads: int, isa: str) -> None:
+def records(measured: Measured, threads: int, isa: str) -> list[dict[str, Any]]:
+    """A row for each candidate and shape."""
+    return [
+        {
+            **{"kernel": row.name, **vars(shape), "threads": threads, "isa": isa},
+            **{"ms": round(row.ms, 4), "best_ms": round(row.best, 4), "bytes": row.nbytes},
+            **{"gb_per_s": round(row.gb_per_s, 2), "times_the_copy": round(row.floor, 2)},
+            **{f"x_{base}": round(ratio, 3) for base, ratio in row.ratio.items()},
+        }
+        for shape, rows in measured
+        for row in rows
+    ]
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as f:
-        writer: csv.DictWriter[str] | None = None
-        for shape, rows in measured:
-            for row in rows:
-                record = {
-                    **{"kernel": row.name, **vars(shape), "threads": threads, "isa": isa},
-                    **{"ms": f"{row.ms:.4f}", "best_ms": f"{row.best:.4f}", "bytes": row.nbytes},
-                    **{"gb_per_s": f"{row.gb_per_s:.2f}", "times_the_copy": f"{row.floor:.2f}"},
-                    **{f"x_{base}": f"{ratio:.3f}" for base, ratio in row.ratio.items()},
-                }
-                if writer is None:
-                    writer = csv.DictWriter(f, list(record))
-                    writer.writeheader()
-                writer.writerow(record)
+        writer = csv.DictWriter(f, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def plot(path: Path, measured: Measured, title: str) -> None:

@@ -17,12 +17,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 
+from vllm_kvq import console
 from vllm_kvq.bench import vllm_build
-from vllm_kvq.formats import FORMATS, Geometry, get_format
+from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, StepBatch
@@ -30,6 +33,7 @@ from vllm_kvq.kernels.torch.plan import StepPlan
 from vllm_kvq.kernels.torch.step import Planned, PlannedStep
 
 BLOCK = 128
+PUBLIC = [fmt.name for fmt in public_formats()]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -102,7 +106,43 @@ class Packed:
         self.step.attend(plan, self.caches, ring, *tensors)
 
 
-def prompt_row(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plain: Plain, rounds: int) -> str:
+@dataclass(frozen=True)
+class PromptRow:
+    """Milliseconds, and what fitting and packing add as shares of vLLM's attention."""
+
+    format: str
+    fit_ms: float
+    pack_ms: float
+    vllm_ms: float
+    ours_ms: float
+    fit_share: float
+    pack_share: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.format:9} fit {self.fit_ms:7.1f} ms  pack {self.pack_ms:7.1f} ms  "
+            f"attention: vLLM {self.vllm_ms:7.1f} ms, ours {self.ours_ms:7.1f} ms   "
+            f"fit {self.fit_share:6.1%} + pack {self.pack_share:6.1%} of vLLM's"
+        )
+
+
+@dataclass(frozen=True)
+class ChunkRow:
+    format: str
+    tokens: int
+    context: int
+    vllm_ms: float
+    ours_ms: float
+    ratio: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.format:9} chunk of {self.tokens} after {self.context}: vLLM {self.vllm_ms:7.1f} ms, "
+            f"ours {self.ours_ms:7.1f} ms   {self.ratio:5.2f} times vLLM's speed"
+        )
+
+
+def prompt_row(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plain: Plain, rounds: int) -> PromptRow:
     packed = Packed(name, k.shape[1], k.shape[2], len(k))
     out = torch.empty_like(q)
     times: dict[str, list[float]] = {"vLLM": [], "fit": [], "pack": [], "ours": []}
@@ -123,15 +163,12 @@ def prompt_row(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pla
         label: statistics.median(t / base for t, base in zip(times[label], times["vLLM"], strict=True))
         for label in ("fit", "pack")
     }
-    return (
-        f"{name:9} fit {ms['fit']:7.1f} ms  pack {ms['pack']:7.1f} ms  attention: vLLM {ms['vLLM']:7.1f} ms, "
-        f"ours {ms['ours']:7.1f} ms   fit {share['fit']:6.1%} + pack {share['pack']:6.1%} of vLLM's"
-    )
+    return PromptRow(name, ms["fit"], ms["pack"], ms["vLLM"], ms["ours"], share["fit"], share["pack"])
 
 
 def chunk_row(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, plain: Plain, rounds: int
-) -> str:
+) -> ChunkRow:
     heads, d = k.shape[1:]
     packed = Packed(name, heads, d, context + len(q))
     out = torch.empty_like(q)
@@ -148,37 +185,59 @@ def chunk_row(
             theirs.append(a)
             ours.append(b)
     ratio = statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
-    return (
-        f"{name:9} chunk of {len(q)} after {context}: vLLM {1e3 * statistics.median(theirs):7.1f} ms, "
-        f"ours {1e3 * statistics.median(ours):7.1f} ms   {ratio:5.2f} times vLLM's speed"
+    return ChunkRow(name, len(q), context, 1e3 * statistics.median(theirs), 1e3 * statistics.median(ours), ratio)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq bench prefill",
+        "What a prompt costs beside its own attention: fit, pack, and a later chunk's attention over packed history.",
+        ("--format all --context 4096", "--format squat2 --context 4096 --chunk 512 --json"),
+        "could not be done",
     )
+    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*PUBLIC, "all"])
+    p.add_argument("--context", nargs="+", type=int, default=[4096])
+    p.add_argument("--chunk", type=int, default=0, help="measure chunks of this many tokens instead of prompts")
+    p.add_argument("--query-heads", type=int, default=32)
+    p.add_argument("--kv-heads", type=int, default=8)
+    p.add_argument("--head-size", type=int, default=128)
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--rounds", type=int, default=3)
+    console.add_json(p)
+    return p
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    public = [f.name for f in FORMATS.values() if f.public]
-    parser.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
-    parser.add_argument("--context", nargs="+", type=int, default=[4096])
-    parser.add_argument("--chunk", type=int, default=0, help="measure chunks of this many tokens instead of prompts")
-    parser.add_argument("--query-heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    if min(*args.context, args.query_heads, args.kv_heads, args.threads, args.rounds, args.chunk + 1) < 1:
+        p.error("contexts, heads, threads and rounds are at least 1, chunks at least 0")
+    if args.query_heads % args.kv_heads:
+        p.error(f"{args.query_heads} query heads can't share {args.kv_heads} KV heads evenly")
+    try:
+        Geometry(args.head_size, BLOCK)
+    except ValueError as error:
+        p.error(str(error))
     torch.set_num_threads(args.threads)
-    print(f"heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  threads {args.threads}")
+    if not args.json:
+        print(f"heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  threads {args.threads}")
+    rows: list[PromptRow | ChunkRow] = []
     for context in args.context:
         new = args.chunk or context
         q = torch.randn(new, args.query_heads, args.head_size).bfloat16()
         k, v = torch.randn(2, new, args.kv_heads, args.head_size).bfloat16()
         plain = Plain(q, k, v, context if args.chunk else 0)
-        for name in public if "all" in args.format else args.format:
+        for name in PUBLIC if "all" in args.format else args.format:
             if args.chunk:
-                print(chunk_row(name, q, k, v, context, plain, args.rounds), flush=True)
+                rows.append(chunk_row(name, q, k, v, context, plain, args.rounds))
             else:
-                print(prompt_row(name, q, k, v, plain, args.rounds), flush=True)
-    return 0
+                rows.append(prompt_row(name, q, k, v, plain, args.rounds))
+            if not args.json:
+                print(rows[-1], flush=True)
+    if args.json:
+        shape = {"query_heads": args.query_heads, "kv_heads": args.kv_heads, "head_size": args.head_size}
+        console.show_json({**shape, "threads": args.threads, "rows": [asdict(row) for row in rows]})
+    return console.DONE
 
 
 if __name__ == "__main__":

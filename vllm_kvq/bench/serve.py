@@ -30,22 +30,25 @@ import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllm_kvq import console
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.table import public_formats
 
 HOST = "127.0.0.1"
 START_SECONDS = 600
 SETTLE_SECONDS = 2.0
 """vLLM's workers look for work in a loop for a second before they sleep, on a core that they share with the other's."""
 VOCAB = 4096
+PUBLIC = [fmt.name for fmt in public_formats()]
 ARRIVALS, TRIES = 8, 5
 """A token's time is measured over at least ARRIVALS arrivals; a turn with fewer is repeated, up to TRIES turns."""
 Prompts = list[list[int]]
@@ -213,7 +216,7 @@ def measure(urls: tuple[str, str], name: str, context: int, batch: int, args: ar
 def bench_model(folder: Path, layers: int, max_position: int) -> Path:
     path = folder / f"bench-model-{layers}-{max_position}"
     if not (path / "config.json").exists():
-        print(f"writing a random model into {path}", flush=True)
+        print(f"writing a random model into {path}", file=sys.stderr, flush=True)
         random_model(
             path,
             hidden=2048,
@@ -235,12 +238,14 @@ def server(model: Path, dtype: str, args: argparse.Namespace, max_len: int, log:
     return Server(str(model), options + ["--enforce-eager"] * args.eager, HOST, free_port(HOST), log)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="vllm-kvq bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq bench serve",
+        "`vllm serve` with each format beside `vllm serve` with a bf16 cache: time per token, and to the first token.",
+        ("", "--format squat2 --context 512 4096 16384 --layers 1 --eager", "--model ./checkpoint --batch 1 4 --json"),
+        "a server failed, and the end of its log says why",
     )
-    public = [f.name for f in FORMATS.values() if f.public]
-    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
+    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*PUBLIC, "all"])
     p.add_argument("--context", nargs="+", type=int, default=[512, 4096, 16384], help="prompt tokens of each request")
     p.add_argument("--batch", nargs="+", type=int, default=[1])
     p.add_argument("--tokens", type=int, default=32, help="decoded tokens of each request")
@@ -250,8 +255,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--model", type=Path, help="a checkpoint folder instead of the random model")
     p.add_argument("--eager", action="store_true", help="without torch.compile")
     p.add_argument("--folder", type=Path, default=Path(".demo"), help="for the random model and the servers' logs")
+    console.add_json(p)
+    return p
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    p = parser()
     args = p.parse_args(arguments)
-    args.format = public if "all" in args.format else args.format
+    args.format = PUBLIC if "all" in args.format else args.format
     if min(*args.context, *args.batch, args.rounds, args.cold, args.layers, args.tokens - 1) < 1:
         p.error("contexts, batches, rounds, cold turns and layers are at least 1, tokens at least 2")
     return args
@@ -264,22 +275,29 @@ def prompts_for(name: str, context: int, batch: int, turn: int) -> Prompts:
 
 def against(
     name: str, model: Path, plain: Server, args: argparse.Namespace, max_len: int, kernels: dict[tuple[int, int], float]
-) -> None:
+) -> list[dict[str, Any]]:
+    """One format's servers side by side: the rows of the JSON document, printed as they come unless that is wanted."""
+    rows: list[dict[str, Any]] = []
     packed = server(model, name, args, max_len, args.folder / f"bench-{name}.log")
     with packed:
         packed.wait_until_healthy(START_SECONDS)
         both((plain.url, packed.url), prompts_for(f"{name}, warm-up", min(args.context), 1, 0), args.tokens, 0)
-        print(f"{name} against bf16\n{HEADER}", flush=True)
+        if not args.json:
+            print(f"{name} against bf16\n{HEADER}", flush=True)
         for batch in sorted(set(args.batch)):
             shortest: float | None = None
             for context in sorted(set(args.context)):
                 cell = measure((plain.url, packed.url), name, context, batch, args)
                 share = None if shortest is None else max(0.0, 1 - shortest / cell.plain.step)
                 shortest = shortest or cell.plain.step
-                print(cell.text(share, kernels[context, batch]), flush=True)
+                kernel = kernels[context, batch]
+                rows.append({"format": name, **asdict(cell), "share": share, "kernel": kernel})
+                if not args.json:
+                    print(cell.text(share, kernel), flush=True)
+    return rows
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -294,12 +312,13 @@ def main(arguments: list[str] | None = None) -> int:
         }
         with server(model, "auto", args, max_len, args.folder / "bench-bf16.log") as plain:
             plain.wait_until_healthy(START_SECONDS)
-            for name in args.format:
-                against(name, model, plain, args, max_len, kernels[name])
+            rows = [r for name in args.format for r in against(name, model, plain, args, max_len, kernels[name])]
     except ServerError as error:
         print(*error.log_tail, f"bench serve: {error}", sep="\n", file=sys.stderr)
-        return 1
-    return 0
+        return console.FOUND
+    if args.json:
+        console.show_json({"model": str(model), "rows": rows})
+    return console.DONE
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 
 class ServerError(Exception):
@@ -72,6 +74,14 @@ class Server:
     STOP_SECONDS = 20  # what `--shutdown-timeout` gives the engine; at 0, vLLM's default, it is killed
     KILL_SECONDS = STOP_SECONDS + 10  # after that long we kill the child ourselves
 
+    DEFAULTS: ClassVar = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    """Of the child's environment, where the caller's has nothing."""
+
     def __init__(self, model: str, arguments: Sequence[str], host: str, port: int, log: Path):
         self.url = f"http://{host}:{port}"
         self.log = log
@@ -82,14 +92,7 @@ class Server:
 
     def __enter__(self) -> Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = dict(os.environ)
-        for name, value in {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "PYTHONUNBUFFERED": "1",
-        }.items():
-            environment.setdefault(name, value)
+        environment = {**self.DEFAULTS, **os.environ}
         if not Path(self.command[0]).exists():
             raise ServerError(f"{self.command[0]} does not exist: install vllm-kvq with its extra `cpu` or `gpu`")
         with self.log.open("wb") as log:
@@ -106,6 +109,12 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    @property
+    def shown(self) -> str:
+        """The command as somebody would type it, with the memory that it gives a CPU's cache."""
+        name = "VLLM_CPU_KVCACHE_SPACE"
+        return f"{name}={os.environ.get(name, self.DEFAULTS[name])} {shlex.join(['vllm', *self.command[1:]])}"
 
     @property
     def pid(self) -> int:

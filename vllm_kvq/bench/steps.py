@@ -8,7 +8,7 @@ paged cache. The new token's own key and value are written by neither.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Candidate:
 def vllm_candidate(shape: Shape, cache_dtype: str) -> Candidate:
     vllm_build.load()
     from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     d, heads = shape.head_size, shape.heads
     blocks = shape.batch * -(-shape.context // VLLM_BLOCK)
@@ -65,8 +66,9 @@ def vllm_candidate(shape: Shape, cache_dtype: str) -> Candidate:
     starts = torch.arange(shape.batch + 1, dtype=torch.int32)
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32)
     sizes = (shape.batch, shape.query_heads, heads, d)
+    isa = _get_attn_isa(torch.bfloat16, VLLM_BLOCK, d, cache_dtype)
     plan = ops.cpu_attn_get_scheduler_metadata(
-        *sizes, lengths, torch.bfloat16, starts, True, -1, "vec", True, None, cache_dtype
+        *sizes, lengths, torch.bfloat16, starts, True, -1, isa, True, None, cache_dtype
     )
     steps: list[Step] = []
     for _ in range(shape.rotate):
@@ -94,12 +96,12 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int, seed: int) -> torch.Ten
     return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
 
 
-def bound_format(shape: Shape, name: str) -> PageFormat:
-    return get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16))
+def bound_format(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> PageFormat:
+    return get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16), options)
 
 
-def kvq_candidate(shape: Shape, name: str) -> Candidate:
-    fmt = bound_format(shape, name)
+def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> Candidate:
+    fmt = bound_format(shape, name, options)
     kernels = kernels_for(fmt, Wish.of("cpu", os.environ))
     # what a request of this length has packed, and what it keeps in full precision
     boundary = max(0, (shape.context - fmt.W) // fmt.unit * fmt.unit)

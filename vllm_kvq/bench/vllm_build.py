@@ -29,6 +29,15 @@ def load() -> None:
     current_platform.import_kernels()
 
 
-def baselines() -> dict[str, str]:
-    """Cache types that the build can attend to: the one for AVX2 has no fp8."""
-    return {name: dtype for name, dtype in BASELINES.items() if name != "fp8" or not on_avx2()}
+def no_fp8(head_size: int) -> str | None:
+    """Why vLLM's CPU attention has no fp8 cache to compare with."""
+    if on_avx2():
+        return "vLLM's build for AVX2 has no fp8 cache"
+    if head_size % 32:
+        return f"vLLM's CPU attention has no fp8 cache at head size {head_size}"
+    return None
+
+
+def baselines(head_size: int) -> dict[str, str]:
+    """Cache types that vLLM can attend to here."""
+    return {name: dtype for name, dtype in BASELINES.items() if name != "fp8" or no_fp8(head_size) is None}

@@ -8,11 +8,14 @@ second.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_kvq import console
 from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
+from vllm_kvq.formats.table import public_formats
 
 Row = tuple[str, str, dict[str, Any]]
 
@@ -38,7 +41,7 @@ CASES = [(128, False), (128, True), (64, False), (64, True)]
 def rows() -> list[Row]:
     """Those above, and other packages' formats as they are."""
     listed = {name for _, name, _ in ROWS}
-    return ROWS + [(f.name, f.name, {}) for f in FORMATS.values() if f.public and f.name not in listed]
+    return ROWS + [(fmt.name, fmt.name, {}) for fmt in public_formats() if fmt.name not in listed]
 
 
 def options_for(options: dict[str, Any], head_size: int) -> dict[str, Any]:
@@ -72,22 +75,40 @@ def symmetric_share(head_size: int) -> tuple[float, float]:
     return keys, values
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="vllm-kvq eval error", description=__doc__.partition("\n")[0])
-    known = dict.fromkeys(name for _, name, _ in rows())
-    parser.add_argument("--format", nargs="+", choices=list(known), default=list(known), help="all unless named")
-    chosen = parser.parse_args(arguments).format
-    cases = [f"d={d}{' + RoPE' if rope else ''}" for d, rope in CASES]
-    print(f"{'format':<22}{'bits/key':>9}" + "".join(f"{c:>15}" for c in cases))
-    for label, name, options in rows():
-        if name not in chosen:
-            continue
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq eval error",
+        "Score errors of formats on synthetic data, every token quantized.",
+        ("", "--format squat2 innerq2", "--json"),
+        "could not be done",
+    )
+    known = list(dict.fromkeys(name for _, name, _ in rows()))
+    p.add_argument("--format", nargs="+", choices=known, default=known, help="all unless named")
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    chosen = [row for row in rows() if row[1] in args.format]
+    found: list[dict[str, Any]] = []
+    for label, name, options in chosen:
         errors = [error(name, options, d, rope) for d, rope in CASES]
-        print(f"{label:<22}{key_bits(name, options, 128):>9.2f}" + "".join(f"{e:>15.3f}" for e in errors))
-    for d in (64, 128) if "innerq2" in chosen else ():
-        keys, values = symmetric_share(d)
+        bits = key_bits(name, options, 128)
+        found.append({"row": label, "format": name, "options": options, "key_bits": bits, "errors": errors})
+    shares = {d: symmetric_share(d) for d in (64, 128)} if "innerq2" in args.format else {}
+    if args.json:
+        cases = [{"head_size": d, "rope": rope} for d, rope in CASES]
+        symmetric = [{"head_size": d, "keys": keys, "values": values} for d, (keys, values) in shares.items()]
+        console.show_json({"cases": cases, "rows": found, "symmetric_share_of_innerq2": symmetric})
+        return console.DONE
+    head = ["format", "bits/key", *(f"d={d}{' + RoPE' if rope else ''}" for d, rope in CASES)]
+    cells = [[f["row"], f"{f['key_bits']:.2f}", *(f"{e:.3f}" for e in f["errors"])] for f in found]
+    console.Table(head, cells).show()
+    for d, (keys, values) in shares.items():
         print(f"innerq2, d={d}: {keys:.1%} of the key groups and {values:.1%} of the value groups are symmetric")
+    return console.DONE
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

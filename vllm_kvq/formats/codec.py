@@ -19,6 +19,8 @@ from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB
 
+LARGEST_BLOCK = 1024
+"""Tokens of a page; a record's header has a byte for each of its slabs."""
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 SUPPORTED_HEADS_TEXT = "64, 96, 128, 192 and 256 as they are; 80 and 112 zero-padded to 96 and 128"
 
@@ -44,7 +46,9 @@ class Geometry:
         if self.head_size not in HEAD_SIZES:
             raise ValueError(f"head size {self.head_size} is not supported; supported are {list(HEAD_SIZES)}")
         if self.block_size < SLAB or self.block_size % SLAB:
-            raise ValueError(f"block size {self.block_size} is not a multiple of {SLAB}; use --block-size 64 or 128")
+            raise ValueError(f"block size {self.block_size} is not a multiple of {SLAB}; use --block-size 128")
+        if self.block_size > LARGEST_BLOCK:
+            raise ValueError(f"block size {self.block_size} is too large; the largest is {LARGEST_BLOCK}")
         if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"model dtype {self.dtype} is not supported; use float16, bfloat16 or float32")
         if self.pairing not in ("half", "interleaved"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
+from vllm_kvq.formats.codec import LARGEST_BLOCK, Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.fields import Field, Packed, Region, round_up
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import sanitize
@@ -24,7 +24,7 @@ from vllm_kvq.formats.settings import Settings
 MAGIC = 0x3151564B  # "KVQ1"
 HEADER_BYTES = 64
 FLAGS_AT = 16
-MAX_SLABS = HEADER_BYTES - FLAGS_AT
+assert LARGEST_BLOCK // SLAB <= HEADER_BYTES - FLAGS_AT
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class PageFormat:
     values: ValueCodec
 
     def __post_init__(self) -> None:
-        if self.slabs > MAX_SLABS:
-            raise ValueError(f"block size {self.N} is too large; the largest is {MAX_SLABS * SLAB}")
         if self.S > self.N:
             raise ValueError(f"option 'S' is {self.S}; sinks must fit in one page of {self.N} tokens")
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvq.formats.codec import Codec, KeyCodec, ValueCodec
+from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, KeyCodec, ValueCodec
 from vllm_kvq.formats.option import LayerList, Option
+from vllm_kvq.formats.planes import SLAB
 
-BLOCK = Option("N", "tokens per page, the same as --block-size", low=32, high=1024, multiple=32)
+BLOCK = Option("N", "tokens per page, the same as --block-size", low=SLAB, high=LARGEST_BLOCK, multiple=SLAB)
 COMMON = (
     BLOCK,
     Option("W", "newest tokens read in full precision", 0, low=0, high=4096, multiple=32),

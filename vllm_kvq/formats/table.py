@@ -159,6 +159,11 @@ class _Formats(Mapping[str, Format]):
 FORMATS: Mapping[str, Format] = _Formats()
 
 
+def public_formats() -> list[Format]:
+    """Those that lists for users name."""
+    return [fmt for fmt in FORMATS.values() if fmt.public]
+
+
 def get_format(name: str) -> Format:
     if name not in FORMATS:
         _refuse(name)
@@ -168,7 +173,7 @@ def get_format(name: str) -> Format:
 def _refuse(name: str) -> NoReturn:
     if problem := third_parties().problems.get(name):
         raise ValueError(problem)
-    known = ", ".join(f.name for f in FORMATS.values() if f.public)
+    known = ", ".join(fmt.name for fmt in public_formats())
     raise ValueError(f"unknown KV cache format {name!r}; known formats are {known}")
 
 

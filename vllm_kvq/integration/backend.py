@@ -26,6 +26,7 @@ from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration.faults import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.report import Damage
+from vllm_kvq.integration.seeds import keep_seeds
 from vllm_kvq.integration.setup import bind, bind_layer, layer_of
 from vllm_kvq.integration.sidecar import LAYOUTS
 from vllm_kvq.integration.validate import Refused, check_layer
@@ -73,6 +74,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         if Wish.of(device.type, os.environ).on_gpu:
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.watches: list[FaultWatch] | None = None
+        if device.type == "cpu":
+            keep_seeds()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -1,41 +1,12 @@
-"""The ledger: every private name, patch and version branch that the integration needs from vLLM.
-
-| what                                   | why                                                     | until            |
-|----------------------------------------|---------------------------------------------------------|------------------|
-| CacheDType literal widened (0.32)      | 0.32 has no way to add a KV cache dtype                 | vLLM 0.33        |
-| register_kv_cache_dtype (0.33)         | the official way                                        | stays            |
-| Platform.get_attn_backend_cls wrapped  | a dtype names no backend; the CPU platform ignores a    | a dtype may name |
-|                                        | requested one; and a layer that vLLM gives no dtype is  | its backend      |
-|                                        | found here                                              |                  |
-| Platform.check_and_update_config       | refuse a model or option before weights load, in the    | plugins may      |
-| wrapped                                | process that the user sees; write what follows          | validate configs |
-| block_size, user_specified_block_size  | 0.33 asks the backend for a block size once the model   | it asks before   |
-| set (served.py)                        | is loaded, when formats are bound to one already        |                  |
-| skip_page_size_padded and the list of  | pages of one size for layers that stay in 16 bits; on   | vLLM aligns them |
-| skipped layers set (served.py)         | the CPU vLLM does not align them itself                 | on the CPU       |
-| enable_prefix_caching unset (served.py)| beside layers in 16 bits a hit would need keys that     | it may be asked  |
-|                                        | vLLM does not keep (kept.py)                            | of a plugin      |
-| speculative_config.kv_cache_dtype set  | vLLM's proposer builds metadata for a draft's own       | companions are   |
-| to "auto" (served.py)                  | layers alone, so a draft keeps 16 bits                  | handed on        |
-| a draft model's layers moved to the    | the runner hands a draft model the first KV cache       | it hands over    |
-| front (sixteen.py)                     | group's block table, whichever group that is            | the draft's own  |
-| Scheduler.make_stats wrapped           | what is cached is known in the engine core alone, and   | a plugin may add |
-|                                        | only the scheduler knows a request's tokens             | to its stats     |
-| builtin specs registered first         | KVCacheSpecRegistry skips its builtin ones when it is   | the registry     |
-|                                        | not empty                                               | merges           |
-| rotary_embedding._ROPE_DICT read       | an attention layer can't see which channels RoPE pairs  | it can           |
-| CircularBufferManager's hooks          | one more block than one per request, zeroed             | a public base    |
-| sys.modules["triton_kernels"] = None   | Python takes our folder triton_kernels/ in a checkout   | it asks for a    |
-| in a checkout                          | for the package of that name that vLLM looks for        | module in it     |
-| NEEDED below, checked at start-up      | an upgrade that renames one fails with one sentence     |                  |
-"""
+"""Every private name, patch and version branch that the integration needs from vLLM, and the ledger of them."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -45,6 +16,101 @@ import torch
 from vllm_kvq.formats import FORMATS
 
 SUPPORTED = ("0.32", "0.33")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A line of the ledger, which `vllm-kvq doctor` prints."""
+
+    what: str
+    why: str
+    until: str
+    """What would make it unnecessary, or the first version of vLLM that does not need it."""
+    versions: tuple[str, ...] = SUPPORTED
+
+
+LEDGER = (
+    Patch("CacheDType literal widened", "0.32 has no way to add a KV cache dtype", "vLLM 0.33", ("0.32",)),
+    Patch("register_kv_cache_dtype", "the official way", "stays", ("0.33",)),
+    Patch(
+        "choices of --kv-cache-dtype replaced",
+        "test-only formats are accepted and not listed",
+        "a dtype may be registered as hidden",
+    ),
+    Patch(
+        "Platform.get_attn_backend_cls wrapped",
+        "a dtype names no backend; the CPU platform ignores a requested one; and a layer that vLLM gives no dtype is "
+        "found here",
+        "a dtype may name its backend",
+    ),
+    Patch(
+        "Platform.check_and_update_config wrapped",
+        "refuse a model or option before weights load, in the process that the user sees; write what follows",
+        "plugins may validate configs",
+    ),
+    Patch(
+        "block_size, user_specified_block_size set (served.py)",
+        "0.33 asks the backend for a block size once the model is loaded, when formats are bound to one already",
+        "it asks before",
+    ),
+    Patch(
+        "skip_page_size_padded and the list of skipped layers set (served.py)",
+        "pages of one size for layers that stay in 16 bits; on the CPU vLLM does not align them itself",
+        "vLLM aligns them on the CPU",
+    ),
+    Patch(
+        "enable_prefix_caching unset (served.py)",
+        "beside layers in 16 bits a hit would need keys that vLLM does not keep (kept.py)",
+        "it may be asked of a plugin",
+    ),
+    Patch(
+        'speculative_config.kv_cache_dtype set to "auto" (served.py)',
+        "vLLM's proposer builds metadata for a draft's own layers alone, so a draft keeps 16 bits",
+        "companions are handed on",
+    ),
+    Patch(
+        "a draft model's layers moved to the front (sixteen.py)",
+        "the runner hands a draft model the first KV cache group's block table, whichever group that is",
+        "it hands over the draft's own",
+    ),
+    Patch(
+        "Scheduler.make_stats wrapped",
+        "what is cached is known in the engine core alone, and a request's tokens to its scheduler",
+        "a plugin may add to its statistics",
+    ),
+    Patch(
+        "builtin specs registered first",
+        "KVCacheSpecRegistry skips its builtin ones when it is not empty",
+        "the registry merges",
+    ),
+    Patch(
+        "rotary_embedding._ROPE_DICT read",
+        "an attention layer can't see which channels RoPE pairs",
+        "it can",
+    ),
+    Patch(
+        "CPUModelRunner._sample and _bookkeeping_sync wrapped (seeds.py)",
+        "a seeded request whose prompt comes in chunks ends the engine on a CPU",
+        "vLLM rewinds a CPU's generator",
+    ),
+    Patch(
+        "EngineCoreProc.run_engine_core and DPCoordinatorProc.run_coordinator wrapped (orphans.py)",
+        "the engine stays when its server is killed",
+        "vLLM's processes watch the one that made them",
+    ),
+    Patch("CircularBufferManager's hooks", "one more block than one per request, zeroed", "a public base"),
+    Patch(
+        'sys.modules["triton_kernels"] = None in a checkout',
+        "Python takes our folder triton_kernels/ in a checkout for the package of that name that vLLM looks for",
+        "it asks for a module in it",
+    ),
+    Patch(
+        "vllm.entrypoints.cli.serve.cmd_init called (dry_start.py)",
+        "`vllm-kvq check` takes the arguments of `vllm serve`",
+        "a public parser",
+    ),
+)
+"""NEEDED below is checked at start-up: an upgrade that renames something in it fails with one sentence."""
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.config": (
@@ -58,6 +124,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.config.cache": ("CacheDType",),
     "vllm.config.compilation": ("CompilationConfig.static_forward_context",),
+    "vllm.engine.arg_utils": ("EngineArgs.add_cli_args",),
     "vllm.distributed.parallel_state": ("GroupCoordinator.all_gather", "get_tp_group", "is_global_first_rank"),
     "vllm.forward_context": ("ForwardContext.attn_metadata", "get_forward_context"),
     "vllm.logger": ("init_logger",),
@@ -66,6 +133,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.models.utils": ("extract_layer_index",),
     "vllm.platforms": ("current_platform",),
     "vllm.platforms.interface": ("Platform.check_and_update_config", "Platform.get_attn_backend_cls"),
+    "vllm.utils.cpu_resource_utils": ("get_allowed_cpu_list", "get_memory_node_info", "get_visible_memory_node"),
     "vllm.utils.math_utils": ("cdiv",),
     "vllm.utils.torch_utils": ("STR_DTYPE_TO_TORCH_DTYPE",),
     "vllm.v1.attention.backend": (
@@ -113,6 +181,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "CircularBufferManager.req_to_blocks",
         "register_all_kvcache_specs",
     ),
+    "vllm.v1.engine.coordinator": ("DPCoordinatorProc.run_coordinator",),
+    "vllm.v1.engine.core": ("EngineCoreProc.run_engine_core",),
     "vllm.v1.kv_cache_interface": (
         "CircularBufferSpec.is_uniform_with_collection",
         "CircularBufferSpec.max_memory_usage_bytes",
@@ -143,11 +213,21 @@ def version_problem() -> str | None:
     )
 
 
-def names_problem() -> str | None:
-    """The first thing in NEEDED that this vLLM lacks, as a sentence."""
+NEEDED_BY_CHECK: dict[str, tuple[str, ...]] = {
+    "vllm.engine.arg_utils": ("AsyncEngineArgs.create_engine_config", "AsyncEngineArgs.from_cli_args"),
+    "vllm.entrypoints.cli.serve": ("cmd_init",),
+    "vllm.usage.usage_lib": ("UsageContext.OPENAI_API_SERVER",),
+    "vllm.utils.argparse_utils": ("FlexibleArgumentParser",),
+    "vllm.utils.cpu_resource_utils": ("get_allowed_cpu_list", "get_memory_node_info"),
+}
+"""The same for `vllm-kvq check` and `doctor` alone; a server does without these."""
+
+
+def names_problem(needed: Mapping[str, tuple[str, ...]] = NEEDED) -> str | None:
+    """The first of these that this vLLM lacks, as a sentence."""
     from vllm import __version__
 
-    for module, names in NEEDED.items():
+    for module, names in needed.items():
         try:
             loaded = importlib.import_module(module)
         except ImportError as error:
@@ -232,6 +312,33 @@ def _widen_literal(cache: Any) -> None:
         torch_utils.STR_DTYPE_TO_TORCH_DTYPE[name] = torch.uint8
     rebuild_dataclass(CacheConfig, force=True)
     rebuild_dataclass(VllmConfig, force=True)
+
+
+class _Choices(list[str]):
+    """All are accepted, and those that no list for users names are not listed."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in super().__iter__() if name not in FORMATS or FORMATS[name].public)
+
+
+def hide_test_formats() -> None:
+    """From the help and the error messages of --kv-cache-dtype."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    add = EngineArgs.add_cli_args
+    if getattr(add, "_kvq", False):
+        return
+
+    @functools.wraps(add)
+    def add_cli_args(parser: Any) -> Any:
+        parser = add(parser)
+        for action in parser._actions:
+            if action.dest == "kv_cache_dtype" and action.choices is not None:
+                action.choices = _Choices(action.choices)
+        return parser
+
+    add_cli_args._kvq = True  # type: ignore[attr-defined]
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)
 
 
 def wrap_platform(configure: Callable[[Any], None], backend_of: Callable[[Any], str | None]) -> None:

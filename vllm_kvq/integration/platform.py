@@ -12,6 +12,7 @@ from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration import metrics, validate
 from vllm_kvq.integration.drafts import is_draft
 from vllm_kvq.integration.kept import WINDOWS
+from vllm_kvq.integration.orphans import guard
 from vllm_kvq.integration.served import Served, apply
 
 BACKEND = "vllm_kvq.integration.backend.KVQBackend"
@@ -23,18 +24,26 @@ DRAFT_LAYER = "vllm_kvq.integration.sixteen.DraftBackend"
 def configure(vllm_config: Any) -> None:
     """Refuse this configuration, or make it one that serves our format. vLLM calls it for every copy that it makes."""
     cache = vllm_config.cache_config
-    if cache is None or cache.cache_dtype not in FORMATS:
+    if cache is None:
         return
-    metrics.open_folder()
+    ours = cache.cache_dtype in FORMATS
     try:
-        validate.check(vllm_config)
-    except ValueError as error:
-        if Path(sys.argv[0]).name == "vllm":
+        (validate.check if ours else validate.check_other)(vllm_config)
+    except validate.Refused as error:
+        if _is_vllms_command():
             # the bare sentence instead of a traceback
             raise SystemExit(f"vllm-kvq: {error}") from None
         raise
-    if vllm_config.model_config is not None:
+    if ours and vllm_config.model_config is not None:
         apply(Served.of(vllm_config), vllm_config)
+        metrics.open_folder()
+    guard()
+
+
+def _is_vllms_command() -> bool:
+    """Whether this process is `vllm ...` or `python -m vllm...`."""
+    spec = sys.modules["__main__"].__spec__
+    return Path(sys.argv[0]).name == "vllm" or (spec is not None and spec.name.startswith("vllm."))
 
 
 def backend_of(asked: Any) -> str | None:

@@ -14,6 +14,7 @@ def register() -> None:
         return
     compat.hide_own_sources()
     compat.register_dtypes()
+    compat.hide_test_formats()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_kvq.integration import held, platform, spec

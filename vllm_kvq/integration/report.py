@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,34 +15,57 @@ from vllm_kvq.integration.served import Served
 logger = init_logger("vllm.kvq")
 
 
-def capacities(served: Served, blocks: int) -> tuple[float, float]:
-    """How many tokens fit, and how many a plain 16-bit cache of as many bytes would hold.
+@dataclass(frozen=True)
+class Capacity:
+    """What a pool of so many blocks holds, as vLLM counts it: tokens of requests of the maximum length, with their
+    sidecars and sink pages.
 
-    As vLLM counts it: tokens of requests of the maximum length, with their sidecars and sink pages. A block of the pool
-    is one page in each layer of a KV cache group, and vLLM makes all groups as large as the smallest kind of layers, or
-    as the largest where they hardly differ.
+    It is the very number of vLLM's own line "KV cache size", which counts block 0, too, although that is never handed out.
+    A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
+    smallest kind of layers, or as the largest where they hardly differ.
     """
-    kinds = served.kinds
-    smallest, largest = min(k.layers for k in kinds), max(k.layers for k in kinds)
-    size = largest if largest < 1.5 * smallest else smallest
-    per_request = sum(-(-k.layers // size) * k.blocks for k in kinds)
-    # block 0 is never handed out
-    capacity = (blocks - 1) / per_request * served.max_len
-    plain = blocks * size * served.page_bytes / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
-    return capacity, plain
+
+    tokens: int
+    plain_tokens: int
+    """A bf16 cache of the same bytes."""
+    ratio: float
+    per_request: int
+    """Blocks of a request of the maximum length."""
+
+    @classmethod
+    def of(cls, served: Served, blocks: int) -> Capacity:
+        kinds = served.kinds
+        size = group_layers(served)
+        per_request = sum(-(-k.layers // size) * k.blocks for k in kinds)
+        tokens = blocks / per_request * served.max_len
+        plain = blocks * size * served.page_bytes / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
+        return cls(int(tokens), int(plain), tokens / plain, per_request)
+
+
+def group_layers(served: Served) -> int:
+    """The layers of one of vLLM's KV cache groups."""
+    smallest, largest = min(k.layers for k in served.kinds), max(k.layers for k in served.kinds)
+    return largest if largest < 1.5 * smallest else smallest
 
 
 def start_line(served: Served, blocks: int) -> str:
     """A value is one word, so that programs can read the line (`bench/server.py`)."""
-    fmt, slots, (capacity, plain) = served.format, served.slots, capacities(served, blocks)
+    fmt, slots, capacity = served.format, served.slots, Capacity.of(served, blocks)
     sidecar = (slots.sidecar_blocks + slots.sink_blocks) * served.page_bytes
     return (
         f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
         f"path={served.path.name} "
-        f"capacity_tokens={int(capacity)} bf16_tokens={int(plain)} ratio={capacity / plain:.2f} "
+        f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "
         f"(requests of {served.max_len} tokens)"
     )
+
+
+def path_warnings(served: Served) -> list[str]:
+    """What is slower here than it could be, a sentence each."""
+    path, name = served.path, served.format.name
+    why = [f"{name} is served by the slower {path.name} path: {path.why}"] if path.why is not None else []
+    return why + ([path.slow] if path.slow is not None else [])
 
 
 def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
@@ -56,8 +79,8 @@ def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
     if not is_global_first_rank():
         return
     logger.info("%s", start_line(served, blocks))
-    if served.path.why is not None:
-        logger.warning("kvq: %s is served by the slower %s path: %s", served.format.name, *astuple(served.path))
+    for sentence in path_warnings(served):
+        logger.warning("kvq: %s", sentence)
 
 
 def export_start(served: Served, series: metrics.Series, blocks: int) -> None:
@@ -66,7 +89,7 @@ def export_start(served: Served, series: metrics.Series, blocks: int) -> None:
     sizes = {"block_size": fmt.N, "window": fmt.W, "sinks": fmt.S}
     labels = {name: str(size) for name, size in sizes.items()}
     series.set(metrics.INFO, 1, format=fmt.name, path=served.path.name, **labels)
-    series.set(metrics.CAPACITY, int(capacities(served, blocks)[0]))
+    series.set(metrics.CAPACITY, Capacity.of(served, blocks).tokens)
     for metric in (metrics.PACKED, metrics.FULL_PRECISION, metrics.SIDECAR_BYTES, metrics.BITS):
         series.set(metric, 0)
 

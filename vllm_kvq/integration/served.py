@@ -15,7 +15,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_kvq.formats import Geometry, PageFormat
-from vllm_kvq.formats.settings import BLOCK
+from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
 from vllm_kvq.integration.kept import SMALLEST_BLOCK, Layers, fitting_block
@@ -25,7 +25,6 @@ from vllm_kvq.kernels.slots import SlotGeometry
 
 logger = init_logger("vllm.kvq")
 CPU_BLOCK = 128
-LARGEST_N = int(BLOCK.high)
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,8 @@ def _format(vllm_config: Any, heads: int, layers: Layers, token_bytes: int) -> P
     if problem := layers.problem():
         raise ValueError(problem)
     while heads * fmt.record_bytes < SMALLEST_BLOCK * token_bytes:
-        if 2 * fmt.N > LARGEST_N:
-            raise ValueError(f"no block of up to {LARGEST_N} tokens holds {SMALLEST_BLOCK} tokens in 16 bits")
+        if 2 * fmt.N > LARGEST_BLOCK:
+            raise ValueError(f"no block of up to {LARGEST_BLOCK} tokens holds {SMALLEST_BLOCK} tokens in 16 bits")
         fmt = of(2 * fmt.N)
     if block != fmt.N and chosen:
         beside = "layers in 16 bits" if layers.kept else "the draft's layers in 16 bits"

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 from vllm_kvq.formats.settings import Settings
+from vllm_kvq.formats.table import readers
 from vllm_kvq.integration import compat
 
 
@@ -21,6 +22,37 @@ def kvq_options(vllm_config: Any) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ValueError(f"additional config 'kvq' is {options!r}; it must be an object of options")
     return dict(options)
+
+
+def options_problem(vllm_config: Any) -> str | None:
+    """Why an option would not be read: it stands outside of "kvq", or no format of ours is chosen.
+
+    What is no option of ours may belong to another plugin.
+    """
+    extra, dtype = vllm_config.additional_config, vllm_config.cache_config.cache_dtype
+    if not isinstance(extra, Mapping):
+        return None
+    for key in extra:
+        if key != "kvq" and _letters(key) in ("kvq", "vllmkvq"):
+            return f"additional config {key!r} is not read; the options stand in 'kvq', in small letters"
+    if dtype not in FORMATS:
+        return _without_format(dtype) if "kvq" in extra else None
+    for key, value in extra.items():
+        if key in readers():
+            right = json.dumps({"kvq": {key: value}})
+            return f"kvq option {key!r} stands outside of 'kvq'; write --additional-config '{right}'"
+    return None
+
+
+def _letters(key: object) -> str:
+    return "".join(c for c in str(key).casefold() if c.isalnum())
+
+
+def _without_format(dtype: str) -> str:
+    return (
+        f"kvq options are given, and --kv-cache-dtype {dtype} reads none of them; choose one of our formats "
+        "(vllm-kvq formats lists them), or leave the options out"
+    )
 
 
 def settings_of(vllm_config: Any) -> Settings:

@@ -11,20 +11,30 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.drafts import draft_problem
 from vllm_kvq.integration.kept import window_problem
 from vllm_kvq.integration.served import Served
-from vllm_kvq.integration.setup import pairing_problem, settings_of
+from vllm_kvq.integration.memory import memory_problem
+from vllm_kvq.integration.setup import options_problem, pairing_problem, settings_of
 from vllm_kvq.kernels.gpu.step import kernels_of
 
 LEAST_CAPABILITY = (8, 0)
 
 
-class Refused(ValueError):
-    """A model, option or shape that the format can't serve."""
+class Refused(Exception):
+    """A model, option or shape that the format can't serve.
+
+    No ValueError: pydantic, in which vLLM makes its configuration, would wrap it, and the sentence would stand below "1
+    validation error for VllmConfig".
+    """
 
 
 def check(vllm_config: Any) -> None:
     """Raise when this configuration can't be served; the first problem is the one that is named."""
+    if problem := options_problem(vllm_config):
+        raise Refused(problem)
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    name, settings = cache.cache_dtype, settings_of(vllm_config)
+    try:
+        name, settings = cache.cache_dtype, settings_of(vllm_config)
+    except ValueError as error:
+        raise Refused(str(error)) from None
     if settings.N is not None and cache.user_specified_block_size and cache.block_size != settings.N:
         raise Refused(f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them")
     if model is None:
@@ -34,6 +44,17 @@ def check(vllm_config: Any) -> None:
         raise Refused(f"--kv-cache-dtype {name} does not support {all_of_them}; {problems[0][1]}")
     if problem := _format_problem(vllm_config):
         raise Refused(f"--kv-cache-dtype {name}: {problem}")
+    if problem := memory_problem(vllm_config):
+        raise Refused(problem)
+
+
+def check_other(vllm_config: Any) -> None:
+    """The same for another dtype than ours, where there may be nothing of ours."""
+    spec = vllm_config.speculative_config
+    if spec is not None and spec.kv_cache_dtype == vllm_config.cache_config.cache_dtype:
+        return  # the copy that vLLM makes of our configuration for a draft's layers
+    if problem := options_problem(vllm_config):
+        raise Refused(problem)
 
 
 def _format_problem(vllm_config: Any) -> str | None:

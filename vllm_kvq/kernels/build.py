@@ -210,13 +210,28 @@ def _compile(lines: list[list[str]], workers: int) -> None:
             raise
 
 
+def _target(name: str) -> Path:
+    return _cache_dir() / f"{name}-{_key(compiler(), source_dir(name))}.so"
+
+
+def built(name: str = "cpu") -> Path | None:
+    """What `build` would return without compiling anything; None where it would have to. Raises WheelError."""
+    if (carried := prebuilt(name)) is not None:
+        return carried
+    try:
+        target = _target(name)
+    except (BuildError, OSError, ImportError, subprocess.SubprocessError):
+        return None
+    return target if target.exists() else None
+
+
 def build(name: str = "cpu") -> Path:
     """The path of the library of csrc/`name`: the wheel's, or one compiled here if it isn't there yet."""
     if (carried := prebuilt(name)) is not None:
         return carried
     try:
         directory, command = source_dir(name), compiler()
-        target = _cache_dir() / f"{name}-{_key(command, directory)}.so"
+        target = _target(name)
         if target.exists():
             return target
         includes, library, _ = _ffi()

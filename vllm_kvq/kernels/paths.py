@@ -1,4 +1,4 @@
-"""Which implementation of `kernels.step.Step` serves a layer, and why a faster one does not.
+"""Which implementation of `kernels.step.Step` serves a layer, why a faster one does not, and what is slow about it.
 
     GPU        on a GPU, where Triton or CUDA kernels know the format      gpu/step.py
     C++        on a CPU, where the library knows the format                cpu/step.py
@@ -18,6 +18,7 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.cpu import step as cpu
+from vllm_kvq.kernels.cpu.slow import slow
 from vllm_kvq.kernels.gpu import step as gpu
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Causal, Step
@@ -58,6 +59,8 @@ class Path:
     """"GPU/Triton", "GPU/CUDA", "C++" or "PyTorch": one word, as the start-up line has it."""
     why: str | None = None
     """Why a faster path does not serve; None if there is none."""
+    slow: str | None = None
+    """What is slow on this path about this format, and what to use instead; None: nothing."""
 
     def __post_init__(self) -> None:
         if len(self.name.split()) != 1:
@@ -78,7 +81,7 @@ def path_for(fmt: PageFormat, wish: Wish) -> Path:
     if wish.device_type == "cpu":
         problem = "VLLM_KVQ_KERNELS=torch leaves C++ out" if wish.kernels == "torch" else cpu.why_not(fmt)
         if problem is None:
-            return Path(CPP, "; ".join(problems) or None)
+            return Path(CPP, "; ".join(problems) or None, slow(fmt))
         problems.append(problem)
     return Path(PYTORCH, "; ".join(problems) or None)
 

@@ -173,9 +173,18 @@ int64_t unpacked_page(TensorView layout, TensorView pages, TensorView page_ids, 
   return first_unpacked(p);
 }
 
+// Which halves of such pages integer kernels attend: 1 keys, 2 values, 3 both. The float32 kernels serve the rest.
+int64_t integer_halves(TensorView layout, int64_t isa) {
+  require_isa(1, isa);
+  const kvq::Layout l = read_layout(layout);
+  const kvq::AttendKernels& kernels = kvq::isa(int(isa)).attend;
+  return int(kernels.keys(l, 1).integer) + 2 * int(kernels.values(l, 1).integer);
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_packed, attend_packed);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_raw, attend_raw);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_step, attend_step);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(unpacked_page, unpacked_page);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(integer_halves, integer_halves);

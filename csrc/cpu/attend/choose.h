@@ -13,12 +13,12 @@ using namespace kvq;
 
 template <class K>
 constexpr KeyKernel key_kernel() {
-  return {K::work_bytes, K::begin, K::score};
+  return {K::work_bytes, K::begin, K::score, true};
 }
 
 template <class K>
 constexpr ValueKernel value_kernel() {
-  return {K::work_bytes, K::add};
+  return {K::work_bytes, K::add, true};
 }
 
 template <int D>

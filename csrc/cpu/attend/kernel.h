@@ -89,11 +89,13 @@ struct KeyKernel {
   size_t (*work_bytes)(const Layout&);
   void (*begin)(Task&);
   void (*score)(Task&, const Slab&, int column);  // scores of 32 tokens into column .. column + 31 of every row
+  bool integer;                                   // made for this layout; the float32 kernels serve any, slowly
 };
 
 struct ValueKernel {
   size_t (*work_bytes)(const Layout&);
   void (*add)(Task&, const Slab*, int count);
+  bool integer;
 };
 
 constexpr int RAW_AHEAD = 8;  // full-precision tokens whose keys are on their way while one is multiplied

@@ -1,0 +1,83 @@
+"""A real server whose CPU kernels are a sanitizer's build: it answers mixed requests, and its log must hold no report.
+
+python -m proof sanitize address --server --format squat2 qjl3
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
+
+import psutil
+
+from proof.soak.client import BadAnswer, place, problem
+from proof.soak.load import MAX_LEN, MODEL, Load, Order
+from proof.soak.main import ENVIRONMENT, HOST, SHAPE
+from vllm_kvq.bench.server import Server, ServerError, free_port
+
+SERVED = ("squat2", "qjl3", "polar4", "innerq2")
+"""One of each method."""
+REPORT = re.compile(r"^.*(?:AddressSanitizer|ThreadSanitizer|runtime error:).*$", re.MULTILINE)
+START_SECONDS = 1200
+CLIENTS, ORDERS = 4, 40
+"""At a time, and in all: prompts of all lengths, hits, several samples; hundreds of decode steps."""
+
+
+def serve(environment: Mapping[str, str], library: Path, formats: Sequence[str]) -> int:
+    """The exit status: 1 if there was a report, an answer was wrong or missing, or another library served."""
+    from vllm_kvq.bench.random_model import random_model
+
+    os.environ.update({**ENVIRONMENT, **environment})
+    with tempfile.TemporaryDirectory(prefix="kvq-sanitize-") as folder:
+        model = random_model(Path(folder) / "model", **SHAPE)
+        wrong = [line for name in formats for line in _serve(model, name, library, Path(folder) / f"{name}.log")]
+    return int(bool(wrong))
+
+
+def _serve(model: Path, name: str, library: Path, log: Path) -> list[str]:
+    """What is wrong; all of it is printed."""
+    arguments = ["--kv-cache-dtype", name, "--dtype", "float32", "--max-model-len", str(MAX_LEN), "--block-size", "64"]
+    arguments += ["--served-model-name", MODEL, "--max-num-batched-tokens", "256", "--enforce-eager"]
+    wrong: list[str] = []
+    server = Server(str(model), arguments, HOST, free_port(HOST), log)
+    try:
+        with server:
+            server.wait_until_healthy(START_SECONDS)
+            if not _loaded(server.pid, library):
+                wrong.append(f"no process of the server has loaded {library}")
+            wrong += _answers(server.url)
+            server.stop()
+    except ServerError as error:
+        wrong += [*error.log_tail, str(error)]
+    wrong += REPORT.findall(server.read_log())
+    print(f"{name}: {ORDERS} requests, {'; '.join(wrong[:10]) or 'no report'}", flush=True)
+    if wrong:
+        print(server.read_log()[-6000:], file=sys.stderr)
+    return wrong
+
+
+def _loaded(pid: int, library: Path) -> bool:
+    """Whether a process of the server has loaded the library."""
+    processes = psutil.Process(pid).children(recursive=True)
+    return any(str(library) in Path(f"/proc/{p.pid}/maps").read_text() for p in processes)
+
+
+def _answers(url: str) -> list[str]:
+    load = Load(0, 0)
+    orders = [load.draw() for _ in range(ORDERS)]
+
+    def ask(order: Order) -> str | None:
+        try:
+            answer = place(url, order)
+        except (BadAnswer, HTTPException, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None if answer.left else problem(order, answer)
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        return [complaint for complaint in clients.map(ask, orders) if complaint]

@@ -1,0 +1,154 @@
+"""Faults in what a request's blocks hold: damage, companions, pages that requests share."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+ROOM = "vllm_kvq/integration"
+CAPACITY = "tests/engine/test_capacity.py -k vllms_count"
+DAMAGE = "tests/engine/test_damage.py"
+COMPANIONS = "tests/engine/test_companions.py"
+TRAFFIC = "tests/kernels/test_cpu_decode.py -k 'random_traffic and squat2'"
+
+FAULTS: tuple[Fault, ...] = (
+    # -- damage and stale sidecars
+    Fault(
+        "damage is never counted",
+        f"{ROOM}/report.py",
+        "        if not new:\n            return\n        self.total += new\n",
+        "        if new:\n            return\n        self.total += new\n",
+        DAMAGE,
+    ),
+    Fault(
+        "a layer drops what its step says of damage",
+        f"{ROOM}/layer.py",
+        "self.damage.count(self.step.run(batch, caches, query, key, value, output))",
+        "self.step.run(batch, caches, query, key, value, output)",
+        DAMAGE,
+    ),
+    Fault(
+        "the watch of a GPU's counters never raises",
+        f"{ROOM}/faults.py",
+        "        if stale:\n",
+        "        if stale < 0:\n",
+        DAMAGE,
+    ),
+    Fault(
+        "nobody polls a GPU's counters",
+        f"{ROOM}/backend.py",
+        "        for watch in self.watches:\n            watch.poll()\n",
+        "",
+        DAMAGE,
+    ),
+    Fault(
+        "PyTorch's packing does not count damaged values",
+        "vllm_kvq/kernels/torch/pack.py",
+        "replaced += lost_k + lost_v",
+        "replaced += lost_k",
+        DAMAGE,
+    ),
+    Fault(
+        "the host takes a sidecar of other tokens for its own",
+        "vllm_kvq/kernels/torch/plan.py",
+        "        if stale.any():\n",
+        "        if stale.all():\n",
+        f"{DAMAGE} -k 'PyTorch'",
+    ),
+    # -- companions' blocks
+    Fault(
+        "a sidecar claims one block too few",
+        f"{ROOM}/manager.py",
+        "new = self.block_pool.get_new_blocks(self.blocks_per_request)",
+        "new = self.block_pool.get_new_blocks(max(1, self.blocks_per_request - 1))",
+        COMPANIONS,
+    ),
+    Fault(
+        "fresh sidecars are not zeroed",
+        f"{ROOM}/manager.py",
+        "        if self._record_new_block_ids and record_for_zeroing:\n",
+        "        if not self._record_new_block_ids and record_for_zeroing:\n",
+        COMPANIONS,
+    ),
+    Fault(
+        "admission forgets the pages of a hit that leave the free queue",
+        f"{ROOM}/manager.py",
+        "return self._get_num_evictable_blocks(new_computed_blocks[: self.blocks_per_request])",
+        "return 0",
+        COMPANIONS,
+    ),
+    Fault(
+        "a hit on sinks that is shorter than their pages is taken",
+        f"{ROOM}/manager.py",
+        "if length <= 0 or length // size < pages:",
+        "if length <= 0:",
+        COMPANIONS,
+    ),
+    Fault(
+        "sinks are cached before their block is complete",
+        f"{ROOM}/manager.py",
+        "if min(num_tokens, hashed) < self.block_size or",
+        "if min(num_tokens, hashed) < 1 or",
+        COMPANIONS,
+    ),
+    Fault(
+        "a hit computes no token of its window again",
+        f"{ROOM}/spec.py",
+        "        return self.window\n",
+        "        return 0\n",
+        COMPANIONS,
+    ),
+    Fault(
+        "a companion's memory is counted by a request's length",
+        f"{ROOM}/spec.py",
+        "return self.blocks_per_request * self.page_size_bytes",
+        "return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes",
+        CAPACITY,
+    ),
+    Fault(
+        "a companion's table has fewer entries than a request has blocks",
+        f"{ROOM}/spec.py",
+        "return max(self.blocks_per_request, cdiv(max_len, self.block_size))",
+        "return self.blocks_per_request",
+        COMPANIONS,
+    ),
+    # -- pages that requests share
+    Fault(
+        "the host's plan packs units of a hit again",
+        "vllm_kvq/kernels/torch/plan.py",
+        "first, last = np.maximum(c // p, shared), end // p",
+        "first, last = c // p, end // p",
+        TRAFFIC,
+    ),
+    Fault(
+        "Triton packs units of a hit again",
+        "triton_kernels/pack.py",
+        "shared = tl.where(start > 0, (start + W) // UNIT, 0)",
+        "shared = tl.where(start > 0, start // UNIT, 0)",
+        "tests/triton/test_step.py -k 'random_traffic and polar4'",
+    ),
+    Fault(
+        "CUDA packs units of a hit again",
+        "csrc/cuda/pack.h",
+        "const bool shared = start > 0 && unit < (start + p.window) / SLAB;",
+        "const bool shared = start > 0 && unit < start / SLAB;",
+        "tests/triton/test_step.py -k 'random_traffic and qjl3 and 32'",
+        slow=True,
+    ),
+    Fault(
+        "C++ packs units of a hit again in a decode step",
+        "csrc/cpu/step/decode.cpp",
+        "const int64_t shared = r.start > 0 ? (r.start + c_.window) / p : 0;",
+        "const int64_t shared = r.start > 0 ? r.start / p : 0;",
+        TRAFFIC,
+        slow=True,
+    ),
+    # -- real engines
+    Fault(
+        "prefix caching stays on beside layers in 16 bits, in an engine",
+        f"{ROOM}/served.py",
+        "prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,",
+        "prefix_caching=bool(cache.enable_prefix_caching),",
+        "tests/models/test_sixteen.py",
+        slow=True,
+    ),
+)

@@ -1,0 +1,148 @@
+"""Faults in what users are told: the commands, and the sentence about slow formats."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+CLI = "tests/test_cli.py"
+CHECK = "tests/engine/test_check.py -k 'not process and not verbose'"
+DOCTOR = "tests/engine/test_doctor.py"
+SLOW = "tests/kernels/test_slow.py"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a slow half of a format is not said",
+        "vllm_kvq/kernels/cpu/slow.py",
+        "for half in HALVES if half not in fast}",
+        "for half in HALVES[:1] if half not in fast}",
+        SLOW,
+    ),
+    Fault(
+        "outliers by slab are not said to be slow",
+        "vllm_kvq/kernels/cpu/slow.py",
+        'fmt.settings.get("outlier_choice") == "slab"',
+        'fmt.settings.get("outlier_choice") == "slabs"',
+        SLOW,
+    ),
+    Fault(
+        "an option is blamed that does not matter",
+        "vllm_kvq/kernels/cpu/slow.py",
+        "for names in (*((name,) for name in changed), changed):",
+        "for names in (changed,):",
+        SLOW,
+    ),
+    Fault(
+        "the head size is blamed for an option",
+        "vllm_kvq/kernels/cpu/slow.py",
+        "        if _fast(fmt, half, chosen | kept | others):",
+        "        if not names:",
+        SLOW,
+    ),
+    Fault(
+        "float32 values pass for integer ones",
+        "csrc/cpu/attend/float32/table.h",
+        "return {value_bytes, add, false};",
+        "return {value_bytes, add, true};",
+        SLOW,
+        slow=True,
+    ),
+    Fault("the path does not say what is slow", "vllm_kvq/kernels/paths.py", "or None, slow(fmt))", "or None)", SLOW),
+    Fault(
+        "the server does not say what is slow",
+        "vllm_kvq/integration/report.py",
+        "return why + ([path.slow] if path.slow is not None else [])",
+        "return why",
+        "tests/engine/test_served.py -k said_at_start",
+    ),
+    Fault(
+        "a slow option is not timed",
+        "vllm_kvq/bench/slow.py",
+        '    ("polar4", {"angle_bits": 2}),\n',
+        "",
+        SLOW,
+    ),
+    Fault(
+        "a group alone is no wrong usage",
+        "vllm_kvq/cli/__init__.py",
+        "    return console.USAGE",
+        "    return console.DONE",
+        CLI,
+    ),
+    Fault(
+        "test formats are listed",
+        "vllm_kvq/formats/table.py",
+        "for fmt in FORMATS.values() if fmt.public]",
+        "for fmt in FORMATS.values()]",
+        CLI,
+    ),
+    Fault(
+        "vLLM's help lists test formats",
+        "vllm_kvq/integration/plugin.py",
+        "    compat.hide_test_formats()\n",
+        "",
+        CHECK,
+    ),
+    Fault(
+        "check's exit code is always 0",
+        "vllm_kvq/cli/check.py",
+        'return console.DONE if found["starts"] else console.FOUND',
+        "return console.DONE",
+        CHECK,
+    ),
+    Fault(
+        "check ignores the memory that is there",
+        "vllm_kvq/cli/check.py",
+        "    problem = memory.problem\n",
+        "    problem = None\n",
+        CHECK,
+    ),
+    Fault(
+        "check believes that any request fits",
+        "vllm_kvq/cli/check.py",
+        "blocks <= capacity.per_request",
+        "blocks < 0",
+        CHECK,
+    ),
+    Fault(
+        "check's sentence has pydantic's words around it",
+        "vllm_kvq/integration/dry_start.py",
+        "raise WouldNotStart(sentence_of(error)) from error",
+        "raise WouldNotStart(str(error)) from error",
+        CHECK,
+    ),
+    Fault(
+        "check serves whatever --kv-cache-dtype says",
+        "vllm_kvq/integration/dry_start.py",
+        "if args.kv_cache_dtype not in FORMATS:",
+        "if args.kv_cache_dtype is None:",
+        CHECK,
+    ),
+    Fault(
+        "doctor's exit code is always 0",
+        "vllm_kvq/cli/doctor.py",
+        "return console.FOUND if bad else console.DONE",
+        "return console.DONE",
+        DOCTOR,
+    ),
+    Fault(
+        "doctor lists patches of other versions",
+        "vllm_kvq/integration/environment.py",
+        'active = [p for p in compat.LEDGER if __version__.startswith(tuple(f"{v}." for v in p.versions))]',
+        "active = list(compat.LEDGER)",
+        DOCTOR,
+    ),
+    Fault(
+        "doctor compiles",
+        "vllm_kvq/integration/environment.py",
+        "    path = build.built()\n    if path is None:",
+        "    path = build.build()\n    if path is None:",
+        DOCTOR,
+    ),
+    Fault(
+        "bench asks vLLM for an fp8 cache that it does not have",
+        "vllm_kvq/bench/vllm_build.py",
+        "    if head_size % 32:",
+        "    if head_size % 16:",
+        "tests/test_bench.py -k no_fp8_cache",
+    ),
+)

@@ -1,0 +1,102 @@
+"""Faults in csrc/cpu: slow, because each makes a library of its own."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+KERNELS = "tests/kernels"
+LARGE = f"{KERNELS}/test_large_pools.py"
+GUARDS = f"{KERNELS}/test_guards.py"
+NO_MEMORY = f"{KERNELS}/test_no_memory.py"
+LATE = f"{KERNELS}/test_late_maximum.py"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "C++ attends at a page offset of 32 bits",
+        "csrc/cpu/attend/attend.cpp",
+        "driver_.p_.page_ids[i] * driver_.p_.page_stride",
+        "int32_t(driver_.p_.page_ids[i] * driver_.p_.page_stride)",
+        LARGE,
+        slow=True,
+    ),
+    Fault(
+        "C++ finds tokens in full precision at an offset of 32 bits",
+        "csrc/cpu/attend/raw.cpp",
+        "(block * s[0] + slot * s[1]) * bytes",
+        "int32_t((block * s[0] + slot * s[1]) * bytes)",
+        LARGE,
+        slow=True,
+    ),
+    Fault(
+        "C++ packs at a page offset of 32 bits",
+        "csrc/cpu/pack/pack.cpp",
+        "p_.records + p_.page[i] * p_.page_stride",
+        "p_.records + int32_t(p_.page[i] * p_.page_stride)",
+        LARGE,
+        slow=True,
+    ),
+    Fault(
+        "C++ finds headers at an offset of 32 bits",
+        "csrc/cpu/step/decode.cpp",
+        "d_.side_blocks + block * d_.side_stride);",
+        "d_.side_blocks + int32_t(block * d_.side_stride));",
+        LARGE,
+        slow=True,
+    ),
+    Fault(
+        "C++ accepts a missing token",
+        "csrc/cpu/step/decode.cpp",
+        "rewound < 0 ||",
+        "rewound < -1 ||",
+        GUARDS,
+        slow=True,
+    ),
+    Fault(
+        "C++ merge: tasks far below the maximum weigh as much as it",
+        "csrc/cpu/attend/attend.cpp",
+        "total += std::exp2(top_of(i) - top) * total_of(i);",
+        "total += (top_of(i) - top < -16.6f ? 1.0f : std::exp2(top_of(i) - top)) * total_of(i);",
+        f"{LATE} -k 'Cpp and squat2'",
+        slow=True,
+    ),
+    Fault(
+        "C++ merge: other parts far below the maximum weigh as much as it",
+        "csrc/cpu/attend/attend.cpp",
+        "total += std::exp2(prior[i] - high);",
+        "total += prior[i] - high < -16.6f ? 1.0f : std::exp2(prior[i] - high);",
+        f"{LATE} -k cpp_merge",
+        slow=True,
+    ),
+    Fault(
+        "C++ in full precision: no rescaling where the maximum rises by more than 16.6 bits",
+        "csrc/cpu/attend/float32/raw.h",
+        "shrink != 1.0f && c < task.d",
+        "shrink > 1e-5f && c < task.d",
+        f"{LATE} -k cpp_full",
+        slow=True,
+    ),
+    Fault(
+        "C++ attention in float32: no rescaling where the maximum rises by more than 16.6 bits",
+        "csrc/cpu/attend/float32/softmax.h",
+        "if (shrink != 1.0f)",
+        "if (shrink > 1e-5f)",
+        f"{LATE} -k 'Cpp and packed'",
+        slow=True,
+    ),
+    Fault(
+        "C++ computes in memory that it did not get",
+        "csrc/cpu/scratch.h",
+        "      if (data_ == nullptr) throw std::bad_alloc();\n",
+        "",
+        NO_MEMORY,
+        slow=True,
+    ),
+    Fault(
+        "C++: what a thread throws is lost",
+        "csrc/cpu/threads.h",
+        "  if (loop.error) std::rethrow_exception(loop.error);\n",
+        "",
+        NO_MEMORY,
+        slow=True,
+    ),
+)

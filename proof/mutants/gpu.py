@@ -1,0 +1,203 @@
+"""Faults in the GPU's step, triton_kernels and csrc/cuda.
+
+Those in CUDA are slow, because each makes a library of its own.
+"""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+KERNELS = "tests/kernels"
+TRITON = "tests/triton"
+CUDA = "tests/cuda"
+LARGE_TRITON = f"{TRITON}/test_large_pools_triton.py -k squat2"
+GUARDS_TRITON = f"{TRITON}/test_guards_triton.py"
+LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
+REFERENCE_TRITON = f"{TRITON}/test_reference_triton.py"
+LARGE_CUDA = f"{CUDA}/test_large_pools_cuda.py"
+LATE_CUDA = f"{CUDA}/test_late_maximum_cuda.py"
+PACK_CUDA = f"{CUDA}/test_cuda_emulated.py -k 'nobodys or packed_bytes'"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "Triton attends at a page offset of 32 bits",
+        "triton_kernels/attend.py",
+        "i // turns).to(tl.int64)",
+        "i // turns)",
+        LARGE_TRITON,
+    ),
+    Fault(
+        "Triton packs at a page offset of 32 bits",
+        "triton_kernels/pack.py",
+        "mask=due, other=0).to(tl.int64)",
+        "mask=due, other=0)",
+        LARGE_TRITON,
+    ),
+    Fault(
+        "Triton finds slots at an offset of 32 bits",
+        "triton_kernels/step.py",
+        "mask=inside, other=0).to(tl.int64)",
+        "mask=inside, other=0)",
+        LARGE_TRITON,
+    ),
+    Fault(
+        "Triton writes headers at an offset of 32 bits",
+        "triton_kernels/step.py",
+        "tl.load(side_table).to(tl.int64) * side_words",
+        "tl.load(side_table) * side_words",
+        LARGE_TRITON,
+    ),
+    Fault(
+        "Triton serves requests with the header of other tokens",
+        "triton_kernels/step.py",
+        "    ok = ok & (stale == 0)\n",
+        "",
+        GUARDS_TRITON,
+    ),
+    Fault(
+        "Triton counts no stale header",
+        "triton_kernels/step.py",
+        "tl.atomic_add(faults_ptr, 1)",
+        "tl.atomic_add(faults_ptr, 0)",
+        GUARDS_TRITON,
+    ),
+    Fault(
+        "Triton accepts a start beyond the context",
+        "triton_kernels/step.py",
+        " | (start > context)",
+        "",
+        GUARDS_TRITON,
+    ),
+    Fault(
+        "Triton accepts no rejected draft",
+        "triton_kernels/step.py",
+        "(rewound > SPEC)",
+        "(rewound >= SPEC)",
+        GUARDS_TRITON,
+    ),
+    Fault(
+        "Triton packs no unit that ends with the step",
+        "triton_kernels/pack.py",
+        "((unit + 1) * UNIT <= context + count)",
+        "((unit + 1) * UNIT < context + count)",
+        REFERENCE_TRITON,
+    ),
+    Fault(
+        "Triton packs units of a hit's shared pages anew",
+        "triton_kernels/pack.py",
+        "tl.where(start > 0, (start + W) // UNIT, 0)",
+        "tl.where(start > 0, start // UNIT, 0)",
+        REFERENCE_TRITON,
+    ),
+    Fault(
+        "Triton attention: no rescaling where the maximum rises by more than 16.6 bits",
+        "triton_kernels/attend.py",
+        "decay = tl.exp2(best - new)",
+        "decay = tl.where(best - new < -16.6, 1.0, tl.exp2(best - new))",
+        f"{LATE_TRITON} -k 'packed and squat2'",
+    ),
+    Fault(
+        "Triton in full precision: no rescaling where the maximum rises by more than 16.6 bits",
+        "triton_kernels/full_precision.py",
+        "decay = tl.exp2(best - new)",
+        "decay = tl.where(best - new < -16.6, 1.0, tl.exp2(best - new))",
+        f"{LATE_TRITON} -k decode_step",
+    ),
+    Fault(
+        "Triton in full precision: later new tokens are seen",
+        "triton_kernels/full_precision.py",
+        "(newer[None, :] <= own[:, None])",
+        "(newer[None, :] <= own[:, None] + 1)",
+        REFERENCE_TRITON,
+    ),
+    Fault(
+        "Triton merge: parts far below the maximum weigh as much as it",
+        "triton_kernels/merge.py",
+        "weight = tl.exp(lse - top)",
+        "weight = tl.where(lse - top < -11.5, 1.0, tl.exp(lse - top))",
+        f"{LATE_TRITON} -k merge",
+    ),
+    Fault(
+        "GPU step: units that a step completes are rounded down",
+        "vllm_kvq/kernels/gpu/step.py",
+        "(max(batch.lengths) + self.fmt.unit - 1) // self.fmt.unit",
+        "max(batch.lengths) // self.fmt.unit",
+        REFERENCE_TRITON,
+    ),
+    Fault(
+        "GPU step: prompts begin at the first decode",
+        "vllm_kvq/kernels/gpu/step.py",
+        "first = sum(batch.lengths[:decodes])",
+        "first = decodes",
+        REFERENCE_TRITON,
+    ),
+    Fault(
+        "GPU step: prompts of a later chunk lose the subspace",
+        "vllm_kvq/kernels/gpu/step.py",
+        "gram = torch.stack(grams) + state.transpose(2, 3) @ state",
+        "gram = torch.stack(grams)",
+        REFERENCE_TRITON,
+    ),
+    Fault(
+        "FaultWatch raises at no stale header",
+        "vllm_kvq/integration/faults.py",
+        "if stale:",
+        "if stale < 0:",
+        f"{KERNELS}/test_fault_watch.py",
+    ),
+    Fault(
+        "FaultWatch counts the same damage in every step",
+        "vllm_kvq/integration/faults.py",
+        "replaced - self.damage.total",
+        "replaced",
+        f"{KERNELS}/test_fault_watch.py",
+    ),
+    Fault(
+        "CUDA attends at a page offset of 32 bits",
+        "csrc/cuda/read.h",
+        "id * pages.page_stride +",
+        "int32_t(id * pages.page_stride) +",
+        LARGE_CUDA,
+        slow=True,
+    ),
+    Fault(
+        "CUDA packs at a page offset of 32 bits",
+        "csrc/cuda/pack.h",
+        "page * p.page_stride +",
+        "int32_t(page * p.page_stride) +",
+        LARGE_CUDA,
+        slow=True,
+    ),
+    Fault(
+        "CUDA finds slots at an offset of 32 bits",
+        "csrc/cuda/pack.h",
+        "return block * s.block_bytes +",
+        "return int32_t(block * s.block_bytes) +",
+        LARGE_CUDA,
+        slow=True,
+    ),
+    Fault(
+        "CUDA: no rescaling where the maximum rises by more than 16.6 bits",
+        "csrc/cuda/attend.h",
+        "decay[i] = exp2_fast(s.best[tile][i] - x);",
+        "decay[i] = s.best[tile][i] - x < -16.6f ? 1.0f : exp2_fast(s.best[tile][i] - x);",
+        LATE_CUDA,
+        slow=True,
+    ),
+    Fault(
+        "CUDA packs into block 0",
+        "csrc/cuda/pack.h",
+        "if (page <= 0 || page >= p.count) return;",
+        "if (page < 0 || page >= p.count) return;",
+        PACK_CUDA,
+        slow=True,
+    ),
+    Fault(
+        "CUDA packs values before their scale is rounded",
+        "csrc/cuda/pack.h",
+        "to_shared(memory + SCALES_AT + 8 * i, half_to_float(positive));",
+        "to_shared(memory + SCALES_AT + 8 * i, divide(high - low, 3.0f));",
+        PACK_CUDA,
+        slow=True,
+    ),
+)

@@ -1,0 +1,227 @@
+"""Faults in the planner, the PyTorch kernels, and in what kernels are told of a format's layout."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+KERNELS = "tests/kernels"
+TRITON = "tests/triton"
+GUARDS = f"{KERNELS}/test_guards.py"
+LATE = f"{KERNELS}/test_late_maximum.py"
+REFERENCE = f"{KERNELS}/test_reference.py -k pytorch"
+INNERQ = f"{KERNELS}/test_reference.py -k 'pytorch and innerq2'"
+LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
+
+PLANNER = (
+    Fault(
+        "planner: one damaged header among sound ones is accepted",
+        "vllm_kvq/kernels/torch/plan.py",
+        "if stale.any():",
+        "if stale.all():",
+        GUARDS,
+    ),
+    Fault(
+        "planner: a missing token is accepted",
+        "vllm_kvq/kernels/torch/plan.py",
+        "(rewound < 0)",
+        "(rewound < -1)",
+        GUARDS,
+    ),
+    Fault(
+        "planner: one draft too many may be rejected",
+        "vllm_kvq/kernels/torch/plan.py",
+        "(rewound > self.num_spec)",
+        "(rewound > self.num_spec + 1)",
+        GUARDS,
+    ),
+    Fault(
+        "planner: a start beyond the context is accepted",
+        "vllm_kvq/kernels/torch/plan.py",
+        " | (start > requests.context)",
+        "",
+        GUARDS,
+    ),
+    Fault(
+        "planner: a unit is read packed that the window still covers",
+        "vllm_kvq/kernels/torch/plan.py",
+        "(c - fmt.W) // fmt.unit * fmt.unit",
+        "(c - fmt.W + fmt.unit) // fmt.unit * fmt.unit",
+        REFERENCE,
+    ),
+    Fault(
+        "planner: units of a hit's shared pages are packed anew",
+        "vllm_kvq/kernels/torch/plan.py",
+        "(start + fmt.W) // p",
+        "start // p",
+        REFERENCE,
+    ),
+    Fault(
+        "planner: a new token does not see itself",
+        "vllm_kvq/kernels/torch/plan.py",
+        "<= np.arange(queries)[None, :, None]",
+        "< np.arange(queries)[None, :, None]",
+        REFERENCE,
+    ),
+    Fault(
+        "planner: the last page ends at its own size",
+        "vllm_kvq/kernels/torch/plan.py",
+        "np.minimum(boundary[mine[owner]] - origin, self.fmt.N)",
+        "np.full_like(origin, self.fmt.N)",
+        REFERENCE,
+    ),
+    Fault(
+        "planner: packed copies of sinks are attended, too",
+        "vllm_kvq/kernels/torch/plan.py",
+        "np.maximum(self.fmt.S - origin, 0)",
+        "np.zeros_like(origin)",
+        REFERENCE,
+    ),
+    Fault(
+        "planner: every page is begun anew",
+        "vllm_kvq/kernels/torch/plan.py",
+        "follows = unit // per_page * per_page < first[owner]",
+        "follows = unit // per_page * per_page < 0",
+        INNERQ,
+    ),
+    Fault(
+        "slots: the ring begins in the state",
+        "vllm_kvq/kernels/slots.py",
+        "return 1 + self.state_slots",
+        "return self.state_slots",
+        REFERENCE,
+    ),
+    Fault(
+        "slots: no block for the last few slots",
+        "vllm_kvq/kernels/slots.py",
+        "-(-(self.ring_at + self.ring) // self.slots_per_block)",
+        "(self.ring_at + self.ring) // self.slots_per_block",
+        REFERENCE,
+    ),
+    Fault(
+        "slots: the ring has no room for drafts",
+        "vllm_kvq/kernels/slots.py",
+        "fmt.W + fmt.unit + num_spec",
+        "fmt.W + fmt.unit - num_spec",
+        REFERENCE,
+    ),
+)
+
+TORCH = (
+    Fault(
+        "PyTorch step: another layer's plan serves whatever the headers say",
+        "vllm_kvq/kernels/torch/step.py",
+        "if torch.equal(known.found, headers[known.header_block]):",
+        "if len(known.found) == len(known.header_block):",
+        GUARDS,
+    ),
+    Fault(
+        "PyTorch step: a chunk's tokens do not see themselves",
+        "vllm_kvq/kernels/torch/step.py",
+        ".tril()",
+        ".tril(-1)",
+        REFERENCE,
+    ),
+    Fault(
+        "PyTorch step: a later chunk forgets the state",
+        "vllm_kvq/kernels/torch/step.py",
+        "before = None if fit.fresh else",
+        "before = None if len(fit.state) else",
+        REFERENCE,
+    ),
+    Fault(
+        "PyTorch pack: pages keep their parameters only where all units follow",
+        "vllm_kvq/kernels/torch/pack.py",
+        "follows.any()",
+        "follows.all()",
+        INNERQ,
+    ),
+    Fault(
+        "PyTorch gather: new tokens are counted from the last stored one",
+        "vllm_kvq/kernels/torch/pack.py",
+        "late = rows >= stored",
+        "late = rows > stored",
+        REFERENCE,
+    ),
+    Fault(
+        "PyTorch attention: weights of the merge do not add up to one",
+        "vllm_kvq/kernels/torch/attend.py",
+        "    weight = weight / weight.sum(0)\n",
+        "",
+        f"{LATE} -k pytorch",
+    ),
+    Fault(
+        "PyTorch attention: the maximum is left out of the log-sum-exp",
+        "vllm_kvq/kernels/torch/attend.py",
+        "(top + total.clamp_min(1e-30).log())",
+        "total.clamp_min(1e-30).log()",
+        f"{LATE} -k pytorch",
+    ),
+    Fault(
+        "PyTorch attention: a slab that nobody sees is read as it is",
+        "vllm_kvq/kernels/torch/attend.py",
+        ".any(-1)[:, None, :, None], 0)",
+        ".any(-1)[:, None, :, None] & False, 0)",
+        f"{KERNELS}/test_cpu_attend.py -k test_the_pytorch_kernels_too",
+    ),
+    Fault(
+        "PyTorch attention: NaN that nobody sees is multiplied by 0",
+        "vllm_kvq/kernels/torch/attend.py",
+        "torch.where(wanted, gather(*x, rows.clamp_min(0)), 0)",
+        "gather(*x, rows.clamp_min(0))",
+        f"{KERNELS}/test_cpu_raw.py -k gathered",
+    ),
+    Fault(
+        "PyTorch attention: the slab in which a range begins may be empty",
+        "vllm_kvq/kernels/torch/attend.py",
+        "(slab + SLAB > low[:, None])",
+        "(slab >= low[:, None])",
+        f"{KERNELS}/test_cpu_step.py -k each_slab",
+    ),
+)
+
+LAYOUTS = (
+    Fault(
+        "CPU layout: the two sketches' sizes are swapped",
+        "vllm_kvq/kernels/cpu/layout.py",
+        '"sketch_rows": "m",\n            "outer_rows": "m_out",',
+        '"sketch_rows": "m_out",\n            "outer_rows": "m",',
+        f"{KERNELS}/test_cpu_attend.py -k qjl3",
+    ),
+    Fault(
+        "CPU layout: the paper's angles pass for fitted ones",
+        "vllm_kvq/kernels/cpu/layout.py",
+        '"radius_bits": "n", "paper": 1}',
+        '"radius_bits": "n"}',
+        f"{KERNELS}/test_cpu_attend.py -k test_option_combinations",
+    ),
+    Fault(
+        "CPU layout: SQuat's keys are fitted to keys",
+        "vllm_kvq/kernels/cpu/layout.py",
+        '"gram", True, torch.float64',
+        '"gram", False, torch.float64',
+        f"{KERNELS}/test_cpu_pack.py -k subspace",
+    ),
+    Fault(
+        "Triton layout: scales and zeros are swapped",
+        "vllm_kvq/kernels/gpu/triton_layout.py",
+        '{"K_SCALE": _halves(fmt, "k_scale"), "K_ZERO": _halves(fmt, "k_zero")}',
+        '{"K_SCALE": _halves(fmt, "k_zero"), "K_ZERO": _halves(fmt, "k_scale")}',
+        f"{LATE_TRITON} -k 'packed and squat2'",
+    ),
+    Fault(
+        "Triton layout: InnerQ's values are read as per-token ones",
+        "vllm_kvq/kernels/gpu/triton_layout.py",
+        "HybridValues: (HYBRID_VALUES, _hybrid_values)",
+        "HybridValues: (TOKEN, _hybrid_values)",
+        f"{LATE_TRITON} -k 'packed and innerq2'",
+    ),
+    Fault(
+        "Triton layout: page fields are counted from the record's first byte",
+        "vllm_kvq/kernels/gpu/triton_layout.py",
+        "(fmt.slabs_at - fmt.page_region.nbytes + fmt.page_region.offset(name)) // 2",
+        "fmt.page_region.offset(name) // 2",
+        f"{LATE_TRITON} -k 'packed and polar4'",
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (*PLANNER, *TORCH, *LAYOUTS)

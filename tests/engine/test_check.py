@@ -1,0 +1,241 @@
+"""`vllm-kvq check` says what `vllm serve` would do: yes or the very sentence, what is packed, slow, how much fits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvq import cli
+from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.server import parse_capacity
+from vllm_kvq.formats import FORMATS
+from vllm_kvq.integration import dry_start, memory, report
+
+pytestmark = pytest.mark.engine
+Check = Callable[..., dict[str, Any]]
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def loud_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command makes its own process quiet; here that is the tests'."""
+    for variable in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
+        monkeypatch.delenv(variable, raising=False)
+    levels = {name: logging.getLogger(name).level for name in ("vllm", "vllm_kvq", "transformers")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    logging.getLogger("vllm_kvq").handlers.clear()
+
+
+@pytest.fixture
+def checked(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Check:
+    """The JSON document; its exit code agrees with it."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+    def go(*arguments: str, model_path: Path = model) -> dict[str, Any]:
+        status = cli.main(["check", str(model_path), *arguments, "--json"])
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert status == (0 if document["starts"] else 1)
+        return document
+
+    return go
+
+
+def test_yes(checked: Check) -> None:
+    found = checked("--kv-cache-dtype", "innerq2", "--max-model-len", "1024", "--block-size", "64")
+    fmt = FORMATS["innerq2"]
+    assert found["starts"]
+    assert found["sentence"] is None
+    assert (found["format"], found["N"], found["W"], found["S"]) == ("innerq2", 64, 96, 32)
+    assert found["bits_per_element"] == fmt.bits_per_element(64, 64)
+    assert found["layers"] == {"packed": 2, "all": 2, "in_16_bits": []}
+    assert found["kernels"]["path"] == "C++"
+    assert found["kernels"]["slow"] is None
+    assert found["memory"]["bytes"] == GIB
+    assert found["capacity"]["request_tokens"] == 1024
+    # sidecars cost their part
+    assert 2 < found["capacity"]["tokens"] / found["capacity"]["bf16_tokens"] < 16 / found["bits_per_element"]
+    assert found["conflicts"] == []
+
+
+def test_what_stays_in_16_bits_and_what_conflicts(checked: Check) -> None:
+    options = '{"kvq": {"skip_layers": [1], "group": 16}}'
+    found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256", "--additional-config", options)
+    assert found["layers"] == {"packed": 1, "all": 2, "in_16_bits": ["1"]}
+    assert found["conflicts"] == ["prefix caching is switched off: some layers stay in 16 bits"]
+    assert found["kernels"]["slow"].endswith("its values with group=16; leave out 'group'")
+
+
+def test_a_slow_head_size_is_said(checked: Check, tmp_path: Path) -> None:
+    narrow = random_model(tmp_path / "narrow", hidden=96, layers=1, heads=1, kv_heads=1, head_dim=96)
+    found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256", model_path=narrow)
+    assert found["starts"]
+    assert "at head size 96 (they do at 64, 112, 128 and 256)" in found["kernels"]["slow"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--additional-config", '{"kvq": {"r": 99}}'], "option 'r' is 99; it takes a whole number from 1 to 16"),
+        (
+            ["--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'],
+            "--kv-cache-dtype squat2 does not support KV connectors; drop --kv-transfer-config",
+        ),
+        (["--max-model-len", "100000"], "is greater than the derived max_model_len"),
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
+    ],
+)
+def test_no(arguments: list[str], sentence: str, checked: Check) -> None:
+    """Our refusals and vLLM's own, each alone and on one line."""
+    found = checked("--kv-cache-dtype", "squat2", *arguments)
+    assert {*found} == {"starts", "sentence"}
+    assert not found["starts"]
+    assert sentence in found["sentence"]
+    assert "\n" not in found["sentence"]
+    assert "validation error" not in found["sentence"]
+    assert "pydantic" not in found["sentence"]
+
+
+def test_no_model_of_that_name(tmp_path: Path, checked: Check) -> None:
+    assert not checked("--kv-cache-dtype", "squat2", model_path=tmp_path / "nothing")["starts"]
+
+
+def test_too_little_memory(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--kv-cache-dtype", "squat2", "--max-model-len", "256")
+    monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 * GIB, 3 * GIB))
+    assert checked(*arguments)["starts"]
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert checked(*arguments)["sentence"] == (
+        "the cache is to have 4.0 GiB, but 3.0 GiB of 100.0 GiB are free; "
+        "say how much it may take, --kv-cache-memory-bytes 1G"
+    )
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    assert checked(*arguments)["sentence"].startswith(
+        "vLLM would take 92% of this machine's memory (92.0 GiB), but 3.0"
+    )
+    found = checked(*arguments, "--kv-cache-memory-bytes", "100000")
+    assert found["sentence"].startswith("a request of 256 tokens takes ")
+    assert found["sentence"].endswith("lower --max-model-len or give the cache more memory")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--kv-cache-dtype", "squat2"], "name a model"),
+        (["MODEL"], "--kv-cache-dtype is 'auto', which is none of this plugin's formats"),
+        (["MODEL", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype is 'fp8'"),
+        (["MODEL", "--kv-cache-dtype", "squat2", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["MODEL", "--kv-cache-dtype", "squat3"], "invalid choice: 'squat3'"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", *arguments])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert error in said.err.splitlines()[-1]
+    assert said.err.startswith("usage: vllm-kvq check ")
+    assert "lossless" not in said.err
+
+
+def test_a_test_format_is_taken_and_not_listed(capsys: pytest.CaptureFixture[str], checked: Check) -> None:
+    parser, _ = dry_start.serve_parser()
+    (action,) = (
+        a for s in parser._subparsers._group_actions[0].choices.values() for a in s._actions  # type: ignore[union-attr]
+        if a.dest == "kv_cache_dtype"
+    )  # fmt: skip
+    assert {"squat2", "fp8", "auto"} <= {*action.choices}
+    assert "lossless" not in [*action.choices]
+    assert "lossless" in action.choices
+    with pytest.raises(SystemExit):
+        parser.parse_args(["serve", "--help=kv-cache-dtype"])
+    listed = capsys.readouterr().out
+    assert "squat2" in listed
+    assert "lossless" not in listed
+    assert checked("--kv-cache-dtype", "lossless", "--max-model-len", "256")["starts"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "variable", "sentence"),
+    [
+        ([], None, "the plugin is not installed, only its sources are on the path"),
+        (["kvq"], "other", "VLLM_PLUGINS is 'other' and leaves 'kvq' out"),
+        (["kvq"], "other,kvq", None),
+        (["kvq"], None, None),
+    ],
+)
+def test_the_plugin(
+    installed: list[str], variable: str | None, sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Points:
+        names = frozenset(installed)
+
+    monkeypatch.setattr(dry_start, "entry_points", lambda group: Points)
+    if variable is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", variable)
+    found = dry_start.plugin_problem()
+    assert found is None if sentence is None else str(found).startswith(sentence)
+
+
+def test_the_text_says_the_same(checked: Check, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--kv-cache-dtype",
+        "polar4",
+        "--max-model-len",
+        "256",
+        "--additional-config",
+        '{"kvq": {"mode": "paper"}}',
+    ]
+    found = checked(*arguments)
+    assert cli.main(["check", str(model), *arguments]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("yes, it would start here\n")
+    for said in (
+        found["kernels"]["slow"],
+        f"{found['bits_per_element']:.3f} with all parameters",
+        f"{found['capacity']['tokens']:,} tokens",
+        f"bf16: {found['capacity']['bf16_tokens']:,}",
+        "2 of 2 layers, as polar4",
+        "C++ (",
+    ):
+        assert said in text
+    assert cli.main(["check", str(model), "--kv-cache-dtype", "squat2", "--max-model-len", "100000"]) == 1
+    assert capsys.readouterr().out.startswith("no: ")
+
+
+def test_the_capacity_is_the_start_lines(checked: Check, model: Path) -> None:
+    """For the blocks that vLLM makes of that memory: bytes of the pool by bytes of a page in all layers of a group."""
+    found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256")
+    served = dry_start.dry_start([str(model), "--kv-cache-dtype", "squat2", "--max-model-len", "256"]).served
+    line = parse_capacity(report.start_line(served, GIB // (2 * served.page_bytes)))
+    assert line is not None
+    assert (line.tokens, line.bf16_tokens) == (found["capacity"]["tokens"], found["capacity"]["bf16_tokens"])
+
+
+def test_a_whole_process_is_quiet(model: Path) -> None:
+    command = [sys.executable, "-m", "vllm_kvq", "check", str(model), "--kv-cache-dtype", "squat2", "--json"]
+    command += ["--kv-cache-memory-bytes", "10000000", "--max-model-len", "256"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["starts"]
+
+
+def test_verbose_lets_vllm_log(model: Path) -> None:
+    command = [sys.executable, "-m", "vllm_kvq", "check", str(model), "--kv-cache-dtype", "squat2", "--verbose"]
+    command += ["--kv-cache-memory-bytes", "10000000", "--max-model-len", "256"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0
+    assert "INFO" in done.stderr
+    assert done.stdout.startswith("yes, ")
+    assert "INFO" not in done.stdout

@@ -1,0 +1,170 @@
+"""`vllm-kvq doctor`: with and without vLLM and a compiler, and what counts as keeping a server from working."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_kvq import cli
+from vllm_kvq.integration import compat, environment, known_faults, memory
+from vllm_kvq.integration.environment import BAD, FINE, NOTE, Finding
+from vllm_kvq.kernels import build
+from vllm_kvq.kernels.cpu.library import ISAS, isa, library
+
+pytestmark = pytest.mark.engine
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with memory to spare, and a command that leaves this process as loud as it was."""
+    monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 * GIB, 99 * GIB))
+    monkeypatch.setattr("vllm_kvq.cli.doctor.be_quiet", lambda: None)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+
+
+def topic(name: str, found: list[Finding] | None = None) -> Finding:
+    (one,) = (f for f in found or environment.findings() if f.topic == name)
+    return one
+
+
+def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm import __version__
+
+    assert cli.main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["works"]
+    found = [Finding(**f) for f in document["findings"]]
+    assert topic("vllm", found).text.startswith(__version__.split("+")[0][:4])
+    assert topic("plugin", found).status == topic("processor", found).status == FINE
+    if library() is not None:
+        assert build.built() is not None
+        assert str(build.built().name) in topic("kernels", found).text  # type: ignore[union-attr]
+        assert topic("instruction set", found).text.split()[0] == ISAS[isa()]
+        assert topic("C++ compiler", found).text.endswith("not needed, the kernels are compiled")
+    active = [p for p in compat.LEDGER if __version__[:4] in p.versions]
+    assert [f.text for f in found if f.topic == "patch"] == [f"{p.what}: {p.why}; until {p.until}" for p in active]
+    assert 5 < len(active) < len(compat.LEDGER)
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("\nserving works here\n")
+    assert all(f.text in text for f in found)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", "200", "the cache is to have 200.0 GiB, but 99.0 GiB of 100.0 GiB are free; set"),
+        ("VLLM_CPU_KVCACHE_SPACE", "lots", "VLLM_CPU_KVCACHE_SPACE is 'lots'; it takes whole GiB"),
+        ("VLLM_KVQ_ISA", "mmx", "VLLM_KVQ_ISA is 'mmx'; it takes one of portable, avx2"),
+        ("VLLM_KVQ_KERNELS", "cpp", "VLLM_KVQ_KERNELS is 'cpp'; it is 'auto' or 'torch'"),
+        ("VLLM_PLUGINS", "other", "VLLM_PLUGINS is 'other' and leaves 'kvq' out"),
+    ],
+)
+def test_what_keeps_a_server_from_working(
+    variable: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert cli.main(["doctor", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert not document["works"]
+    (bad,) = (f for f in document["findings"] if f["status"] == BAD)
+    assert bad["text"].startswith(text)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("what keeps serving from working: 1 marked BAD\n")
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.memory()[0].status == NOTE
+    assert "to choose, set VLLM_CPU_KVCACHE_SPACE=49 (GiB for the cache)" in environment.memory()[0].text
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert environment.memory() == [
+        Finding("memory", FINE, "VLLM_CPU_KVCACHE_SPACE=4 GiB for the cache; 99.0 GiB of 100.0 GiB are free")
+    ]
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(16 * GIB, 10 * GIB))
+    (found,) = environment.memory()
+    assert (found.status, found.text) == (
+        BAD,
+        "vLLM would take 92% of this machine's memory (14.7 GiB), but 10.0 GiB of 16.0 GiB are free; "
+        "set VLLM_CPU_KVCACHE_SPACE=5 (GiB for the cache)",
+    )
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow, but it works; and nothing is compiled to find out."""
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
+    found = environment.findings()
+    assert topic("kernels", found).status == topic("C++ compiler", found).status == NOTE
+    assert "no-such-compiler" in topic("C++ compiler", found).text
+    assert "the PyTorch kernels serve on a CPU, slowly" in topic("C++ compiler", found).text
+    assert [f for f in found if f.status == BAD] == []
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+WITHOUT_VLLM = """
+import importlib.abc, importlib.util, sys
+
+class Forbid(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "vllm":
+            raise ImportError(f"{name} must not be imported")
+
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] == "vllm" else found(name, package)
+sys.meta_path.insert(0, Forbid())
+from vllm_kvq.cli import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", [["doctor", "--json"], ["check", "MODEL", "--kv-cache-dtype", "squat2", "--json"]])
+def test_without_vllm(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_VLLM, *command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+    document = json.loads(done.stdout)
+    if command[0] == "check":
+        assert not document["starts"]
+        assert document["sentence"].startswith("vLLM is not installed: pip install 'vllm-kvq[cpu]'")
+        return
+    (bad,) = (f for f in document["findings"] if f["status"] == BAD)
+    assert bad["text"].startswith("vLLM is not installed: pip install 'vllm-kvq[cpu]'")
+
+
+@pytest.mark.parametrize(("major", "on_cpu", "status"), [(7, False, BAD), (9, False, FINE), (9, True, NOTE)])
+def test_gpus(major: int, on_cpu: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card: Any = SimpleNamespace(name="a card", total_memory=80 * GIB, major=major, minor=0)
+    monkeypatch.setattr(environment.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(environment.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(environment.torch.cuda, "get_device_properties", lambda i: card)
+    monkeypatch.setattr(environment, "on_cpu", lambda: on_cpu)
+    _, found = environment.hardware()
+    assert found.status == status
+    assert found.text.startswith(f"a card, 80.0 GiB, {major}.0")
+    assert ("8.0, Ampere, is the least" in found.text) == (status == BAD)
+
+
+# -- the tables that it prints ----------------------------------------------------------------------------------------
+def test_known_faults_are_of_versions_that_we_support() -> None:
+    names = [fault.name for fault in known_faults.KNOWN_FAULTS]
+    assert len({*names}) == len(names)
+    for fault in known_faults.KNOWN_FAULTS:
+        assert {*fault.versions} <= {*compat.SUPPORTED}
+    on_cpu, on_gpu = (known_faults.faults_of("0.32.0+cpu", cpu) for cpu in (True, False))
+    assert {*on_gpu} < {*on_cpu} == {f for f in known_faults.KNOWN_FAULTS if "0.32" in f.versions}
+    assert known_faults.faults_of("0.31.2", True) == []
+    with pytest.raises(ValueError, match="no such platform or version"):
+        known_faults.KnownFault("x", "TPU", ("0.32",), "", "")
+
+
+def test_the_ledger_has_a_line_for_each_version() -> None:
+    assert all(p.versions and {*p.versions} <= {*compat.SUPPORTED} for p in compat.LEDGER)
+    assert all(p.what and p.why and p.until for p in compat.LEDGER)
+    assert len({p.what for p in compat.LEDGER}) == len(compat.LEDGER)

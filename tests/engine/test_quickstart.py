@@ -1,0 +1,76 @@
+"""docs/quickstart.md, copied and pasted: its blocks in one shell, with a model of ours and a port that is free."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.bench.server import free_port
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).resolve().parents[2]
+DOC = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+INSTALL, REST = DOC.split("## Choose a model")
+PASTED = "\n".join(re.findall(r"```sh\n(.*?)```", REST, re.S))
+
+
+def test_to_the_first_answer(model: Path, tmp_path: Path) -> None:
+    port = str(free_port("127.0.0.1"))
+    # waiting as vLLM's own compiler does takes a minute more, and is not what this page says anything about
+    changed = {"MODEL=Qwen/Qwen3-0.6B": f"MODEL={model}", "localhost:8000": f"localhost:{port}",
+               "vllm serve ": f"vllm serve --port {port} --enforce-eager ",
+               'kv_cache_dtype="squat2", ': 'kv_cache_dtype="squat2", enforce_eager=True, '}  # fmt: skip
+    script = PASTED
+    for old, new in changed.items():
+        assert old in script
+        script = script.replace(old, new)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    with subprocess.Popen(
+        ["bash", "-e"], cwd=tmp_path, env=environment, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as shell:  # fmt: skip
+        try:
+            out, err = shell.communicate(script, timeout=500)
+        finally:
+            subprocess.run(["pkill", "-KILL", "-s", str(shell.pid)], check=False)
+    log = (tmp_path / "server.log").read_text()
+    assert shell.returncode == 0, out[-2000:] + err[-2000:] + log[-2000:]
+    assert re.search(r"kvq: format=squat2 bits=\S+ .* capacity_tokens=\d+", out)
+    answer = next(json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    assert answer["usage"]["completion_tokens"] == 32
+    assert out.rstrip().splitlines()[-1]
+
+
+def test_what_it_installs_is_declared() -> None:
+    """Nothing is downloaded here: what pip is asked for exists, and the environment of the tests is made of it."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = set(re.findall(r"pip install '\.\[(\w+)\]'", INSTALL))
+    assert asked == {"cpu", "gpu"} <= set(extras)
+    for path in re.findall(r"pip install --no-deps (\S+)", INSTALL):
+        assert (ROOT / path / "pyproject.toml").is_file()
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        ".",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Would install vllm-kvq" in done.stdout or "already installed" in done.stdout

@@ -1,0 +1,49 @@
+"""How a server begins and ends under somebody's hands: as fast as plain vLLM, and Ctrl-C leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vllm_kvq.bench.server import Server, free_port
+
+pytestmark = pytest.mark.engine
+HOST = "127.0.0.1"
+ARGUMENTS = ["--enforce-eager", "--max-model-len", "1024"]
+
+
+def serve(model: Path, log: Path, dtype: str) -> Server:
+    return Server(str(model), ["--kv-cache-dtype", dtype, *ARGUMENTS], HOST, free_port(HOST), log)
+
+
+def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to all processes of the command."""
+    with serve(model, tmp_path / "log", "squat2") as server:
+        server.wait_until_healthy(240)
+        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        assert len(processes) > 2
+        os.killpg(server.pid, signal.SIGINT)
+        _, left = psutil.wait_procs(processes, 40)
+        assert not [" ".join(process.cmdline()) for process in left]
+    assert "Traceback" not in server.read_log()
+
+
+@pytest.mark.wide
+def test_a_start_takes_as_long_as_plain_vllms(model: Path, tmp_path: Path) -> None:
+    """The kernels are compiled by now: the model's fixture is older than this test's servers."""
+
+    def seconds(dtype: str) -> float:
+        begin = time.monotonic()
+        with serve(model, tmp_path / dtype, dtype) as server:
+            server.wait_until_healthy(240)
+            return time.monotonic() - begin
+
+    seconds("squat2")  # whatever is read from disk for the first time
+    differences = [seconds("squat2") - seconds("auto") for _ in range(3)]
+    assert statistics.median(differences) < 3.0, differences

@@ -1,0 +1,40 @@
+"""What documents promise: links lead somewhere, messages that they explain are the product's own, commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("docker/*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if not link.startswith(("http", "#"))]
+    assert [link for link in local if not (page.parent / link.partition("#")[0]).exists()] == []
+    for link in local:
+        path, _, anchor = link.partition("#")
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", (page.parent / path).read_text(encoding="utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+FOREIGN = ("argument --kv-cache-dtype", "PackageNotFoundError", "Available memory", "No available memory", "... needed",
+           "libtcmalloc", "kill -9", "'torch.Generator'", "--enforce-eager", "--kv-cache-dtype auto")  # fmt: skip
+"""vLLM's words, Python's, and flags."""
+
+
+def test_troubleshooting_explains_messages_that_exist() -> None:
+    """Word by word between what a message fills in."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").replace("\n", " ")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "vllm_kvq").glob("**/*.py"))
+    said = re.sub(r'"\n\s*f?"', "", sources)  # a sentence may go on in the next line
+    headings = [m for heading in re.findall(r"\*\*(.*?)\*\*", text) for m in re.findall(r"`([^`]*)`", heading)]
+    ours = [message for message in headings if not message.startswith(FOREIGN)]
+    assert len(ours) > 6
+    pieces = [p.strip() for m in ours for p in re.split(r"\.\.\.|'\w+'|\b(?:auto|squat2|PyTorch|0\.\d\d)\b", m)]
+    assert [piece for piece in pieces if len(piece) > 3 and piece not in said] == []

@@ -1,0 +1,127 @@
+"""Where a format is slow on the CPU, as the Markdown tables of docs/benchmarks.md.
+
+    python -m vllm_kvq bench slow --threads 1
+
+The same measurement as `bench attention`, for head sizes and options that the fast kernels do not serve
+(kernels/cpu/slow.py). A ratio is the speed against vLLM's bf16 cache, for options also the time against the same
+format's without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_kvq import console
+from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
+from vllm_kvq.bench.timing import Row, compare
+from vllm_kvq.formats.table import public_formats
+from vllm_kvq.kernels.cpu.library import ISAS, isa, library
+from vllm_kvq.kernels.cpu.processor import processor_name
+
+Wanted = Sequence[tuple[str, Mapping[str, Any]]]
+"""Formats and options."""
+
+HEAD_SIZES = (80, 96, 192)
+USUAL_HEAD = 128
+OPTIONS: Wanted = (
+    ("squat2", {"group": 16}),
+    ("squat2", {"group": 48}),
+    ("squat2", {"values": "raw"}),
+    ("polar4", {"mode": "paper"}),
+    ("polar4", {"angle_bits": 2}),
+    ("qjl3", {"m": 128}),
+    ("qjl3", {"m_out": 64}),
+    ("qjl3", {"outlier_choice": "slab"}),
+    ("innerq2", {"key_bits": 4}),
+    ("innerq2", {"value_bits": 4}),
+)
+QUERY_HEADS, KV_HEADS, BLOCK = 32, 8, 128
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq bench slow",
+        "Head sizes and options that the fast CPU kernels do not serve, timed against vLLM's bf16 cache, in Markdown.",
+        ("", "--context 8192 --threads 1 --rounds 9"),
+        "there are no C++ kernels here to measure",
+    )
+    p.add_argument("--context", type=int, default=8192, help="tokens in the cache")
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--rounds", type=int, default=9)
+    console.add_json(p)
+    return p
+
+
+def label(name: str, options: Mapping[str, Any]) -> str:
+    return " ".join((name, *(f"{key}={value}" for key, value in options.items())))
+
+
+def measure(context: int, rounds: int, head_size: int, wanted: Wanted) -> list[Row]:
+    """bf16 first, then ours in order."""
+    shape = Shape(context, 1, QUERY_HEADS, KV_HEADS, head_size, BLOCK, 1)
+    candidates: dict[str, Candidate] = {"bf16": vllm_candidate(shape, "auto")}
+    candidates |= {label(name, options): kvq_candidate(shape, name, options) for name, options in wanted}
+    return compare(candidates, rounds, 1.0)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def head_table(by_head: Mapping[int, Sequence[Row]]) -> str:
+    """Times bf16's speed, a column for each head size."""
+    names = [row.name for row in next(iter(by_head.values())) if row.name != "bf16"]
+    ratios = {d: {row.name: row.ratio["bf16"] for row in rows} for d, rows in by_head.items()}
+    rows = [[f"`{name}`", *(f"{ratios[d][name]:.2f}" for d in by_head)] for name in names]
+    return markdown(["times bf16", *(f"d = {d}" for d in by_head)], rows)
+
+
+def option_table(rows: Sequence[Row]) -> str:
+    """Each variant's speed, times bf16's and as a part of the same format's without the option."""
+    by_name = {row.name: row for row in rows}
+    lines = []
+    for name, options in OPTIONS:
+        row, default = by_name[label(name, options)], by_name[name]
+        given = ", ".join(f"`{key}: {value}`" for key, value in options.items())
+        lines.append([f"`{name}`", given, f"{row.ratio['bf16']:.2f}", f"{row.ms / default.ms:.1f}"])
+    return markdown(["format", "option", "times bf16", "times slower than its defaults"], lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    if min(args.context, args.threads, args.rounds) < 1:
+        p.error("context, threads and rounds are at least 1")
+    if importlib.util.find_spec("vllm") is None:
+        p.error("vllm is not installed, and there is nothing to compare with")
+    torch.set_num_threads(args.threads)
+    if library() is None:
+        print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
+        return console.FOUND
+    public: Wanted = [(fmt.name, {}) for fmt in public_formats()]
+    by_head = {d: measure(args.context, args.rounds, d, public) for d in HEAD_SIZES}
+    defaults: Wanted = [(name, {}) for name in dict.fromkeys(name for name, _ in OPTIONS)]
+    variants = measure(args.context, args.rounds, USUAL_HEAD, [*defaults, *OPTIONS])
+    where = {"processor": processor_name(), "isa": ISAS[isa()], "threads": args.threads, "context": args.context}
+    if args.json:
+        measured = [(d, row) for d, rows in (*by_head.items(), (USUAL_HEAD, variants)) for row in rows]
+        rows = [{"head_size": d, "kernel": r.name, "ms": r.ms, "times_bf16": r.ratio["bf16"]} for d, r in measured]
+        console.show_json({**where, "rows": rows})
+        return console.DONE
+    print(
+        f"{QUERY_HEADS} query and {KV_HEADS} KV heads, {args.context} tokens, {args.threads} thread(s), "
+        f"{where['processor']} ({where['isa']}):\n\n{head_table(by_head)}\n\n"
+        f"Options, d = {USUAL_HEAD}:\n\n{option_table(variants)}"
+    )
+    return console.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

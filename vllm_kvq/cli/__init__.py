@@ -1,0 +1,82 @@
+"""The command `vllm-kvq`, also `python -m vllm_kvq`: the list of its commands, each in a module of its own.
+
+A module has `parser()` and `main(arguments)`, and is imported only when its command is asked for. What they have in
+common, such as exit codes, is in console.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_kvq import console
+
+PROG = "vllm-kvq"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands whose first words are these; alone it is no command."""
+
+    words: tuple[str, ...]
+    about: str
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Command:
+    words: tuple[str, ...]
+    about: str
+    module: str
+
+
+GROUPS = (
+    Group((), "Low-bit KV cache formats for vLLM.", ("formats", "check MODEL --kv-cache-dtype squat2", "doctor")),
+    Group(("bench",), "Speed against vLLM's own cache, measured here.", ("bench attention --format all", "bench slow")),
+    Group(("eval",), "What the formats do to keys.", ("eval error",)),
+)
+COMMANDS = (
+    Command(("formats",), "exact bits and capacity of every format, and their options", "vllm_kvq.cli.formats"),
+    Command(("check",), "would `vllm serve MODEL --kv-cache-dtype F` start here, and how", "vllm_kvq.cli.check"),
+    Command(("doctor",), "is everything here that serving needs", "vllm_kvq.cli.doctor"),
+    Command(("bench", "attention"), "one layer's attention in a decode step", "vllm_kvq.bench.attention"),
+    Command(("bench", "slow"), "the same where a format is slow: head sizes, options", "vllm_kvq.bench.slow"),
+    Command(("bench", "prefill"), "what a prompt costs beside its own attention", "vllm_kvq.bench.prefill"),
+    Command(("bench", "decode"), "tokens per second of two engines side by side", "vllm_kvq.bench.decode"),
+    Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.bench.serve"),
+    Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.eval.error_table"),
+)
+
+
+def group_help(group: Group) -> str:
+    name = " ".join((PROG, *group.words))
+    below = [c for c in COMMANDS if c.words[: len(group.words)] == group.words]
+    names = [" ".join(c.words[len(group.words) :]) for c in below]
+    width = max(map(len, names)) + 2
+    commands = "\n".join(f"  {n:{width}}{c.about}" for n, c in zip(names, below, strict=True))
+    end = console.help_end([f"{PROG} {e}" for e in group.examples], "something was found, or could not be done")
+    return (
+        f"usage: {name} COMMAND ...\n\n{group.about}\n\ncommands:\n{commands}\n\n"
+        f"Each has --help, with its own examples.\n\n{end}\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    # vLLM's log would stand among what is printed, on standard output
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for command in COMMANDS:
+        if tuple(arguments[: len(command.words)]) == command.words:
+            return int(importlib.import_module(command.module).main(arguments[len(command.words) :]))
+    group = next(g for g in reversed(GROUPS) if tuple(arguments[: len(g.words)]) == g.words)
+    rest = arguments[len(group.words) :]
+    if rest and rest[0] in ("-h", "--help"):
+        print(group_help(group), end="")
+        return console.DONE
+    if rest:
+        print(f"{' '.join((PROG, *group.words))}: there is no command {rest[0]!r}\n", file=sys.stderr)
+    print(group_help(group), end="", file=sys.stderr)
+    return console.USAGE

@@ -1,0 +1,143 @@
+"""`vllm-kvq check`: would `vllm serve` with these arguments start here, and what would it serve."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_kvq import console
+from vllm_kvq.integration.dry_start import DryStart, WouldNotStart, WrongUsage, dry_start
+
+
+def parser() -> argparse.ArgumentParser:
+    """For its help and for wrong usage; the arguments themselves are read by vLLM's own parser."""
+    p = console.parser(
+        "vllm-kvq check",
+        "Would `vllm serve` with the same arguments start here? Takes every flag of vllm serve; loads no weights.",
+        (
+            "MODEL --kv-cache-dtype squat2",
+            "MODEL --kv-cache-dtype qjl3 --max-model-len 8192 --json",
+            'MODEL --kv-cache-dtype squat2 --additional-config \'{"kvq": {"r": 8}}\'',
+        ),
+        "it would not start; the sentence says why",
+    )
+    p.usage = "vllm-kvq check MODEL --kv-cache-dtype F [--additional-config JSON] [any flag of vllm serve]"
+    p.add_argument("model", metavar="MODEL", help="a model's name, or the folder of a checkpoint")
+    p.add_argument("--kv-cache-dtype", metavar="F", required=True, help="one of `vllm-kvq formats`")
+    p.add_argument("--additional-config", metavar="JSON", help='options, as in {"kvq": {"W": 64}}')
+    p.add_argument("--max-model-len", metavar="TOKENS", help="and all other flags of vllm serve")
+    p.add_argument("--verbose", action="store_true", help="let vLLM log, on standard error")
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & {*given}:
+        parser().print_help()
+        return console.DONE
+    as_json, verbose = "--json" in given, "--verbose" in given
+    let_kernels_log()
+    if not verbose:
+        be_quiet()
+    try:
+        found = describe(dry_start([word for word in given if word not in ("--json", "--verbose")]))
+    except WrongUsage as error:
+        parser().error(str(error))
+    except WouldNotStart as error:
+        found = {"starts": False, "sentence": str(error)}
+    if as_json:
+        console.show_json(found)
+    else:
+        show(found)
+    return console.DONE if found["starts"] else console.FOUND
+
+
+def let_kernels_log() -> None:
+    """Compiling them takes minutes, and says so."""
+    ours = logging.getLogger("vllm_kvq")
+    ours.setLevel(logging.INFO)
+    if not ours.handlers:
+        ours.addHandler(logging.StreamHandler())
+
+
+def be_quiet() -> None:
+    """For vLLM, which reads its log's level once it is imported, and for the processes that it starts."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
+    for name in ("vllm", "transformers"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+
+
+def describe(start: DryStart) -> dict[str, Any]:
+    from vllm_kvq.integration.memory import cache_memory, gib
+    from vllm_kvq.integration.report import Capacity, group_layers
+    from vllm_kvq.kernels.cpu.library import ISAS, isa
+
+    served, config = start.served, start.vllm_config
+    fmt, path, memory = served.format, served.path, cache_memory(config)
+    page_group = group_layers(served) * served.page_bytes
+    blocks = memory.nbytes * config.parallel_config.pipeline_parallel_size // page_group
+    capacity = Capacity.of(served, blocks)
+    problem = memory.problem
+    if problem is None and blocks <= capacity.per_request:
+        problem = (
+            f"a request of {served.max_len} tokens takes {gib(capacity.per_request * page_group)} of cache and there "
+            f"are {gib(memory.nbytes)} ({memory.because}); lower --max-model-len or give the cache more memory"
+        )
+    return {
+        "starts": problem is None,
+        "sentence": problem,
+        "model": config.model_config.model,
+        "format": fmt.name,
+        "bits_per_element": fmt.bits_per_element,
+        **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
+        "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
+        "kernels": {
+            "path": path.name,
+            "isa": ISAS[isa()] if path.name == "C++" else None,
+            "why_not_faster": path.why,
+            "slow": path.slow,
+        },
+        "memory": {"bytes": memory.nbytes, "because": memory.because},
+        "capacity": {
+            "tokens": max(capacity.tokens, 0),
+            "bf16_tokens": capacity.plain_tokens,
+            "request_tokens": served.max_len,
+        },
+        "conflicts": [f"prefix caching is switched off: {why}" for why in [served.no_prefix_caching] if why],
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    print("yes, it would start here" if found["starts"] else f"no: {found['sentence']}")
+    if "format" in found:
+        print()
+        console.Table(("", ""), rows(found), 2).show()
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    from vllm_kvq.integration.memory import gib
+
+    layers, kernels, memory, capacity = (found[name] for name in ("layers", "kernels", "memory", "capacity"))
+    path = kernels["path"] + (f" ({kernels['isa']})" if kernels["isa"] else "")
+    per_request = f"in requests of {capacity['request_tokens']}"
+    text = [
+        ("packed", f"{layers['packed']} of {layers['all']} layers, as {found['format']}"),
+        ("in 16 bits", ", ".join(layers["in_16_bits"]) or "nothing"),
+        (
+            "bits per element",
+            f"{found['bits_per_element']:.3f} with all parameters, in pages of N={found['N']} tokens",
+        ),
+        ("full precision", f"the newest W={found['W']} tokens and the first S={found['S']}"),
+        ("kernels", path),
+        ("memory, about", f"{gib(memory['bytes'])}: {memory['because']}"),
+        ("capacity, about", f"{capacity['tokens']:,} tokens {per_request}; bf16: {capacity['bf16_tokens']:,}"),
+    ]
+    text += [("slow", sentence) for sentence in (kernels["why_not_faster"], kernels["slow"]) if sentence]
+    return text + [("conflict", sentence) for sentence in found["conflicts"]]

@@ -1,0 +1,109 @@
+"""`vllm-kvq formats`: what the table of formats declares."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_kvq import console
+from vllm_kvq.formats import Geometry
+from vllm_kvq.formats.codec import SUPPORTED_HEADS_TEXT
+from vllm_kvq.formats.table import declared_options, key_codecs, public_formats, value_codecs
+
+NOTES = f"""
+bits: per cached element, keys and values averaged, with parameters, headers and alignment
+factor: tokens in the packed pages against a 16-bit cache of the same size; each running request also
+holds a full-precision window (see the line that starts with 'kvq:' when the server starts)
+head sizes: {SUPPORTED_HEADS_TEXT}"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq formats",
+        "Exact bits per element and capacity factor of every format, counted from its byte layout.",
+        ("", "--head-size 96 128 --block-size 128", "--options", "--json"),
+        "could not be done",
+    )
+    p.add_argument("--head-size", type=int, nargs="+", default=[64, 128], metavar="D", help="channels of a head")
+    p.add_argument("--block-size", type=int, nargs="+", default=[64, 128], metavar="N", help="tokens of a page")
+    p.add_argument("--options", action="store_true", help="print the codecs and their options instead")
+    console.add_json(p)
+    return p
+
+
+def formats_table(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> console.Table:
+    """Exact bits per element and capacity factor of every format, counted from its byte layout."""
+    columns = [(d, n) for d in head_sizes for n in block_sizes]
+    rows = []
+    for fmt in public_formats():
+        cells = [f"{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x" for d, n in columns]
+        rows.append([fmt.name, fmt.title, *cells])
+    head = ["format\n", "method\n", *(f"d={d} N={n}\nbits   factor" for d, n in columns)]
+    return console.Table(head, rows, right=2)
+
+
+def formats_document(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "format": fmt.name,
+            "method": fmt.title,
+            "head_size": d,
+            "block_size": n,
+            "bits": fmt.bits_per_element(d, n),
+            "factor": fmt.capacity_factor(d, n),
+            "W": (page := fmt.bind(Geometry(d, n))).W,
+            "S": page.S,
+        }
+        for fmt in public_formats()
+        for d in head_sizes
+        for n in block_sizes
+    ]
+
+
+def codecs() -> list[tuple[str, str, str]]:
+    halves = (("keys", key_codecs()), ("values", value_codecs()))
+    return [(half, codec.name, codec.title) for half, known in halves for codec in known.values()]
+
+
+def options_tables() -> tuple[console.Table, console.Table]:
+    """The codecs and every option that users may set, as they are declared."""
+    options = [(o.name, o.help, ", ".join(readers) or "all", o.allowed) for o, readers in declared_options()]
+    return (
+        console.Table(("codec", "what it stores"), [(f"{half} {name}", title) for half, name, title in codecs()], 2),
+        console.Table(("option", "meaning", "read by", "values"), options, 4),
+    )
+
+
+def options_document() -> dict[str, Any]:
+    return {
+        "codecs": [{"half": half, "name": name, "stores": title} for half, name, title in codecs()],
+        "options": [
+            {"name": o.name, "meaning": o.help, "read_by": list(readers), "values": o.allowed, "default": o.default}
+            for o, readers in declared_options()
+        ],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    if args.options:
+        if args.json:
+            console.show_json(options_document())
+            return console.DONE
+        first, second = options_tables()
+        first.show()
+        print()
+        second.show()
+        return console.DONE
+    try:
+        if args.json:
+            console.show_json(formats_document(args.head_size, args.block_size))
+            return console.DONE
+        table = formats_table(args.head_size, args.block_size)
+    except ValueError as error:
+        p.exit(console.USAGE, f"vllm-kvq: {error}\n")
+    table.show()
+    print(NOTES)
+    return console.DONE

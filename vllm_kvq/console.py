@@ -1,0 +1,88 @@
+"""What all commands share: help with examples and exit codes, and tables on a terminal, in a pipe and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DONE, FOUND, USAGE = 0, 1, 2
+"""What commands exit with."""
+
+
+def parser(prog: str, about: str, examples: Sequence[str], found: str) -> argparse.ArgumentParser:
+    """A command's parser. `found` says what its exit code 1 means; the examples are its arguments, or whole lines."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=about,
+        epilog=help_end([f"{prog} {example}".rstrip() for example in examples], found),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def help_end(examples: Sequence[str], found: str) -> str:
+    lines = "\n".join(f"  {example}" for example in examples)
+    codes = ((DONE, "done"), (FOUND, found), (USAGE, "wrong usage"))
+    return f"examples:\n{lines}\n\nexit codes:\n" + "\n".join(f"  {code}  {meaning}" for code, meaning in codes)
+
+
+def add_json(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. Columns from number `right` on are aligned to the right."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: int = 1
+    title: str = ""
+    indent: int = 0
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.head) for row in self.rows):
+            raise ValueError(f"a row does not have the {len(self.head)} cells of the table's head")
+
+    def plain(self) -> str:
+        """Columns two spaces apart. A head may have several lines, as many in each column."""
+        heads = list(zip(*(head.split("\n") for head in self.head), strict=True)) if any(self.head) else []
+        lines = [*heads, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        pad = " " * self.indent
+        text = [self.title] * bool(self.title)
+        for line in lines:
+            cells = (
+                cell.rjust(width) if i >= self.right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            text.append((pad + "  ".join(cells)).rstrip())
+        return "\n".join(text)
+
+    def show(self) -> None:
+        if not sys.stdout.isatty():
+            print(self.plain(), flush=True)
+            return
+        import rich.box
+        import rich.console
+        import rich.table
+        import rich.text
+
+        drawn = rich.table.Table(
+            box=rich.box.SIMPLE_HEAD,
+            title=rich.text.Text(self.title) if self.title else None,
+            title_justify="left",
+            show_header=any(self.head),
+        )
+        for i, head in enumerate(self.head):
+            drawn.add_column(rich.text.Text(head), justify="right" if i >= self.right else "left", overflow="fold")
+        for row in self.rows:
+            drawn.add_row(*map(rich.text.Text, row))
+        rich.console.Console().print(drawn)
+
+
+def show_json(document: Any) -> None:
+    print(json.dumps(document, indent=2), flush=True)

@@ -1,0 +1,114 @@
+"""The memory that vLLM would give its KV cache here, estimated before weights are loaded.
+
+On a CPU vLLM takes most of the machine's memory for the cache unless it is told how much, and ends if that is in use. It
+notices in a child process, deep in its start; here the same question is asked before.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+SPACE = "VLLM_CPU_KVCACHE_SPACE"
+OVERHEAD = GIB
+"""Of a worker's process beside weights and cache: Python, torch, and vLLM's buffers. Roughly."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The memory of the node that vLLM's CPU worker would take."""
+
+    total: int
+    available: int
+
+    @classmethod
+    def here(cls) -> Machine:
+        from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info, get_visible_memory_node
+
+        nodes, node = get_visible_memory_node(), get_allowed_cpu_list()[0].numa_node
+        memory = get_memory_node_info(node if node in nodes else nodes[0])
+        return cls(memory.total_memory, memory.available_memory)
+
+    def problem(self, explicit: int | None, share: float) -> str | None:
+        """Why vLLM would end at its start: `explicit` bytes for the cache, or that `share` of all memory."""
+        wanted = math.ceil(self.total * share) if explicit is None else explicit
+        if wanted <= self.available:
+            return None
+        free = f"{gib(self.available)} of {gib(self.total)} are free"
+        if explicit is not None:
+            return f"the cache is to have {gib(explicit)}, but {free}; {self.advice()}"
+        return f"vLLM would take {share:.0%} of this machine's memory ({gib(wanted)}), but {free}; {self.advice()}"
+
+    def advice(self) -> str:
+        return f"say how much it may take, --kv-cache-memory-bytes {max(1, self.available // 2 // GIB)}G"
+
+
+def memory_problem(vllm_config: Any) -> str | None:
+    """Why vLLM's CPU worker would not get the memory that it asks for."""
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    # Workers make copies of the configuration, too, when the cache is there and the memory is gone.
+    if not current_platform.is_cpu() or multiprocessing.parent_process():
+        return None
+    return _problem(cache.kv_cache_memory_bytes, cache.gpu_memory_utilization)
+
+
+@functools.cache
+def _problem(explicit: int | None, share: float) -> str | None:
+    """Asked once: later on memory may be missing that our own cache takes."""
+    return Machine.here().problem(explicit, share)
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    nbytes: int
+    """Of one rank, roughly."""
+    because: str
+    problem: str | None = None
+
+
+def cache_memory(vllm_config: Any) -> CacheMemory:
+    from vllm.platforms import current_platform
+
+    explicit, share = vllm_config.cache_config.kv_cache_memory_bytes, vllm_config.cache_config.gpu_memory_utilization
+    weights = weight_bytes(vllm_config.model_config) // vllm_config.parallel_config.world_size
+    if current_platform.is_cpu():
+        machine = Machine.here()
+        total, problem = machine.total, machine.problem(explicit, share)
+    else:
+        total, problem = current_platform.get_device_total_memory(), None
+    if explicit is not None:
+        return CacheMemory(explicit, f"{SPACE} or --kv-cache-memory-bytes", problem)
+    left = int(total * share) - weights - OVERHEAD
+    because = f"{share:.0%} of {gib(total)}, less {gib(weights)} of weights and about {gib(OVERHEAD)} for the process"
+    if left <= 0 and problem is None:
+        problem = f"nothing is left for the cache: {because}"
+    return CacheMemory(max(left, 0), because, problem)
+
+
+def weight_bytes(model: Any) -> int:
+    """Of the checkpoint as far as it is on this machine."""
+    folder = Path(model.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+        except (LocalEntryNotFoundError, ValueError):
+            return 0
+    for pattern in WEIGHTS:
+        if found := [path.stat().st_size for path in folder.glob(pattern)]:
+            return sum(found)
+    return 0
+
+
+def gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB"

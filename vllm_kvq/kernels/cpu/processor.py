@@ -1,0 +1,15 @@
+"""What this processor is called, for figures that mean nothing without it."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+
+def processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next((name for name in names if name and name != "unknown"), platform.processor() or platform.machine())
