@@ -2,6 +2,7 @@
 # make test     the test suite
 # make fuzz     random traces on real engines, every token judged: make fuzz SEED=1 MINUTES=10
 # make soak     a real server under mixed load: make soak MINUTES=10
+# make wheel    a wheel in dist/ that carries the compiled CPU kernels
 # make mutants  faults planted one at a time, each of which the tests must notice: make mutants ALL=1 for the slow ones
 # make lint     ruff and the import contracts;  make types: mypy;  make format: ruff rewrites the files
 #
@@ -23,7 +24,7 @@ VENV := .venv/bin
 export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: run test fuzz soak mutants lint types format bootstrap kernels clean
+.PHONY: run test fuzz soak wheel mutants lint types format bootstrap kernels clean
 .DEFAULT_GOAL := run
 
 bootstrap:
@@ -43,6 +44,9 @@ test: kernels
 
 fuzz soak: kernels
 	@$(VENV)/python -m proof $@ --seed $(SEED) --minutes $(MINUTES)
+
+wheel: kernels
+	@$(VENV)/python scripts/build_wheel.py
 
 mutants: kernels
 	@$(VENV)/python -m proof mutants $(if $(filter-out 0,$(ALL)),--all)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,33 +17,24 @@ INSTRUMENTS = ("oracle", "fuzz", "soak", "ptx", "demo", "proof", "probe")
 PARTS = ("bench", "cli", "eval", "formats", "integration", "kernels", "triton_kernels", "csrc/cpu", "csrc/cuda")
 
 
-def tracked(folder: str) -> set[str]:
-    """The repository's own files below a folder."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
+def script() -> ModuleType:
+    """scripts/build_wheel.py, which makes the wheel with compiled kernels from the same copy (test_shipping.py)."""
+    spec = importlib.util.spec_from_file_location("build_wheel", ROOT / "scripts" / "build_wheel.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tracked = script().repository_files
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build leaves folders behind."""
     source, out = (tmp_path_factory.mktemp(name) for name in ("source", "out"))
-    for name in tracked("."):
-        copy = source / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_symlink():
-            copy.symlink_to(os.readlink(ROOT / name))
-        elif (ROOT / name).is_file():
-            copy.write_bytes((ROOT / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", str(out), str(source)], check=True, timeout=300)
-    (built,) = out.glob("*.whl")
-    return built
+    script().copy_repository(source)
+    return script().pip_wheel(source, out)
 
 
 @pytest.fixture(scope="module")

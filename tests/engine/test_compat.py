@@ -99,7 +99,9 @@ def test_nobody_changes_the_default_block_size(model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    config = EngineArgs(model=str(model), kv_cache_dtype="squat2", max_model_len=256, kv_cache_memory_bytes=1 << 30).create_engine_config()
+    config = EngineArgs(
+        model=str(model), kv_cache_dtype="squat2", max_model_len=256, kv_cache_memory_bytes=1 << 30
+    ).create_engine_config()
     assert config.cache_config.block_size == 128
     current_platform.update_block_size_for_backend(config)
     assert config.cache_config.block_size == 128

@@ -128,7 +128,7 @@ def test_vllm_asks_before_each_step(said: list[str]) -> None:
     requests = Requests("GPU/Triton")
     step = requests.layer.step
     assert isinstance(step, GPUStep)
-    impl = SimpleNamespace(packed=SimpleNamespace(step=step))
+    impl = SimpleNamespace(packed=SimpleNamespace(step=step, damage=requests.layer.damage))
     layers = {name: SimpleNamespace(impl=impl) for name in ("a", "b")}
     builder: Any = object.__new__(KVQMetadataBuilder)
     builder.watches, builder.layer_names = None, list(layers)

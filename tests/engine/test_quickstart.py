@@ -60,7 +60,17 @@ def test_what_it_installs_is_declared() -> None:
     assert asked == {"cpu", "gpu"} <= set(extras)
     for path in re.findall(r"pip install --no-deps (\S+)", INSTALL):
         assert (ROOT / path / "pyproject.toml").is_file()
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        ".",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Would install vllm-kvq" in done.stdout or "already installed" in done.stdout

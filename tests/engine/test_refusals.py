@@ -45,7 +45,10 @@ def kvq(**options: Any) -> dict[str, Any]:
         ({"block_size": 48}, "block size 48 is not a multiple of 32; use --block-size 128"),
         ({"block_size": 1536}, "block size 1536 is too large; the largest is 1024"),
         # options that nothing would read
-        ({"additional_config": {"r": 8}}, "kvq option 'r' stands outside of 'kvq'; write --additional-config '{\"kvq\": {"),
+        (
+            {"additional_config": {"r": 8}},
+            "kvq option 'r' stands outside of 'kvq'; write --additional-config '{\"kvq\": {",
+        ),
         ({"additional_config": {"KVQ": {"r": 8}}}, "additional config 'KVQ' is not read; the options stand in 'kvq'"),
         ({"additional_config": {"KVQ": {"r": 8}}, "kv_cache_dtype": "auto"}, "additional config 'KVQ' is not read"),
         (kvq(r=8) | {"kv_cache_dtype": "auto"}, "kvq options are given, and --kv-cache-dtype auto reads none of them"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -88,8 +89,9 @@ def _prompt(step: Step, fmt: PageFormat, slots: SlotGeometry) -> torch.Tensor:
     return out
 
 
-def test_one_compiles_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a compiler that writes down what it is asked for, and takes its time."""
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a compiler writes down that it is asked for; it takes its time, and makes nothing but empty files."""
     asked, compiler = tmp_path / "asked", tmp_path / "compiler"
     compiler.write_text(f"""#!/bin/sh
 [ "$1" = --version ] && exit
@@ -101,8 +103,74 @@ touch "$2"
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
-    with ThreadPoolExecutor(3) as pool:
+    # whether or not vLLM has been set up in this process, whose lines do not reach the root
+    monkeypatch.setattr(build, "logger", logging.getLogger("test_cpu_build"))
+    return asked
+
+
+def test_compiling_says_how_long_and_how_far(asked: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        build.build()
+        first, *others = [r.getMessage() for r in caplog.records]
+        caplog.clear()
+        build.build()
+    many = len(build.sources(build.source_dir()))
+    assert re.match(r"kvq: compiling the C\+\+ kernels, once, on \d+ cores: about \d+ minutes? \(", first)
+    said = [re.fullmatch(r"kvq: (\d+) of (\d+) sources compiled after \d+ s", line) for line in others]
+    counts = [(int(match[1]), int(match[2])) for match in said if match]
+    assert len(counts) == len(others)
+    assert counts == sorted(counts)
+    assert (counts[-1], {total for _, total in counts}) == ((many, many), {many})
+    assert len(counts) > 2
+    assert caplog.records == []
+
+
+def test_it_is_not_silent_for_long(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While one source takes long."""
+    monkeypatch.setattr(build, "SILENT_SECONDS", 0.2)
+    with caplog.at_level(logging.INFO):
+        build._compile([["sleep", "1.1"]], 1)
+    assert len([r for r in caplog.records if "kvq: 0 of 1 sources compiled" in r.getMessage()]) >= 3
+
+
+def test_a_source_that_does_not_compile_ends_it(asked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(compiler.read_text().replace("sleep 0.1", "sleep 0.1; echo no space left >&2; exit 1"))
+    with pytest.raises(build.BuildError, match="no space left"):
+        build.build()
+    # those that ran at that moment, and no more
+    assert len(asked.read_text().splitlines()) < len(build.sources(build.source_dir()))
+
+
+def test_a_wheel_brings_its_library(asked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "_prebuilt")
+    build.PREBUILT.mkdir()
+    carried = build.PREBUILT / build.prebuilt_name()
+    carried.touch()
+    assert build.build() == carried
+    assert not asked.exists()
+    # it is damaged: no other kernels in its place
+    with pytest.raises(build.WheelError, match=r"can't be loaded: .*; install vllm-kvq again"):
+        build.load.__wrapped__()
+    # the user's own flags ask for a library of one's own
+    monkeypatch.setenv(build.EXTRA_FLAGS, "-O2")
+    assert build.build() != carried
+    monkeypatch.delenv(build.EXTRA_FLAGS)
+    carried.rename(build.PREBUILT / "cpu-0123456789abcdef.so")
+    with pytest.raises(build.WheelError, match="does not belong to the C\\+\\+ sources beside it"):
+        build.build()
+    # not an announced fall-back, as without a compiler
+    monkeypatch.setattr(library, "load", build.load.__wrapped__)
+    with pytest.raises(build.WheelError):
+        library.library.__wrapped__()
+
+
+def test_one_compiles_and_the_others_wait(asked: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(3) as pool:
         built = {future.result() for future in [pool.submit(build.build) for _ in range(3)]}
+    assert any(r.getMessage().startswith("kvq: waiting for another process") for r in caplog.records)
     sources = [str(path) for path in build.source_dir().rglob("*.cpp")]
     lines = asked.read_text().splitlines()
     assert len(built) == 1

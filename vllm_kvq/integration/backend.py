@@ -25,6 +25,7 @@ from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration.faults import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
+from vllm_kvq.integration.report import Damage
 from vllm_kvq.integration.seeds import keep_seeds
 from vllm_kvq.integration.setup import bind, bind_layer, layer_of
 from vllm_kvq.integration.sidecar import LAYOUTS
@@ -91,8 +92,12 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         if self.watches is None:
             layers = self.vllm_config.compilation_config.static_forward_context
             packed = [getattr(layers[name].impl, "packed", None) for name in self.layer_names]
-            steps = {id(p.step): p.step for p in packed if p is not None}
-            self.watches = [FaultWatch(step) for step in steps.values() if isinstance(step, GPUStep)]
+            steps = {id(p.step): (p.step, p) for p in packed if p is not None}
+            self.watches = [
+                FaultWatch(step, Damage("packed layers", p.damage.export))
+                for step, p in steps.values()
+                if isinstance(step, GPUStep)
+            ]
         for watch in self.watches:
             watch.poll()
 

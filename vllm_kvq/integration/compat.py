@@ -74,6 +74,11 @@ LEDGER = (
         "it hands over the draft's own",
     ),
     Patch(
+        "Scheduler.make_stats wrapped",
+        "what is cached is known in the engine core alone, and a request's tokens to its scheduler",
+        "a plugin may add to its statistics",
+    ),
+    Patch(
         "builtin specs registered first",
         "KVCacheSpecRegistry skips its builtin ones when it is not empty",
         "the registry merges",
@@ -156,6 +161,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "KVCacheBlock.set_block_hash",
         "make_block_hash_with_group_id",
         "resolve_block_hashes",
+    ),
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.kv_cache_manager",
+        "Scheduler.make_stats",
+        "Scheduler.running",
+        "Scheduler.vllm_config",
     ),
     "vllm.v1.core.single_type_kv_cache_manager": (
         "CircularBufferManager._claim_ring_block",
@@ -352,6 +363,25 @@ def wrap_platform(configure: Callable[[Any], None], backend_of: Callable[[Any], 
     get_attn_backend_cls._kvq = True  # type: ignore[attr-defined]
     cls.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     cls.check_and_update_config = classmethod(check_and_update_config)
+
+
+def wrap_scheduler(after_step: Callable[[Any], None]) -> None:
+    """Let `after_step` see a scheduler whenever it makes its statistics, which is after each step."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    make = Scheduler.make_stats
+    if getattr(make, "_kvq", False):
+        return
+
+    @functools.wraps(make)
+    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stats = make(self, *args, **kwargs)
+        if stats is not None:  # the user has not switched statistics off
+            after_step(self)
+        return stats
+
+    make_stats._kvq = True  # type: ignore[attr-defined]
+    Scheduler.make_stats = make_stats
 
 
 def ensure_builtin_specs() -> None:

@@ -115,10 +115,15 @@ def kernels() -> list[Finding]:
         return [Finding("kernels", BAD, str(error))]
     if wish.kernels == "torch":
         return [Finding("kernels", NOTE, "VLLM_KVQ_KERNELS=torch: the PyTorch kernels serve, slowly")]
-    path = build.built()
-    if path is None:
-        return [Finding("kernels", NOTE, "not compiled yet: the first start does it, or `python -m vllm_kvq.kernels`")]
-    lib = library()
+    try:
+        path = build.built()
+        if path is None:
+            return [
+                Finding("kernels", NOTE, "not compiled yet: the first start does it, or `python -m vllm_kvq.kernels`")
+            ]
+        lib = library()
+    except build.WheelError as error:
+        return [Finding("kernels", BAD, str(error))]
     if lib is None:
         return [Finding("kernels", NOTE, f"{path} can't be loaded: the PyTorch kernels serve, slowly")]
     known = ", ".join(str(lib.names("isas")).split())
@@ -129,7 +134,10 @@ def kernels() -> list[Finding]:
 
 
 def compilers() -> list[Finding]:
-    ready = build.built() is not None
+    try:
+        ready = build.built() is not None
+    except build.WheelError:
+        ready = False
     found = []
     try:
         command = build.compiler()

@@ -16,9 +16,9 @@ class FaultWatch:
     """Looks at a step's counters without waiting for the device: a step or two late."""
 
     step: GPUStep
+    damage: Damage = field(default_factory=lambda: Damage("packed layers"))
     seen: torch.Tensor = field(init=False)
     copied: Any = None
-    damage: Damage = field(default_factory=lambda: Damage("packed layers"))
 
     def __post_init__(self) -> None:
         self.seen = torch.zeros(2, dtype=torch.int32, pin_memory=self.step.faults.is_cuda)

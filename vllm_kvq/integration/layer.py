@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration.metrics import CLAMPED, Series
 from vllm_kvq.integration.prompts import Asked, prompts_for
 from vllm_kvq.integration.replicas import all_queries_of
 from vllm_kvq.integration.report import Damage, report_start
@@ -26,13 +28,14 @@ class PackedLayer:
         sidecar: Sidecar,
         sinks: Sinks | None,
         step: Step,
+        export: Callable[[int], None] = lambda more: None,
     ) -> None:
         self.fmt, self.name, self.scale = fmt, name, scale
         self.sidecar, self.sinks = sidecar, sinks
         self.sidecar_name = name + SIDECAR_SUFFIX
         self.sink_name = name + SINK_SUFFIX if sinks is not None else None
         self.step = step
-        self.damage = Damage(name)
+        self.damage = Damage(name, export)
 
     @classmethod
     def create(
@@ -50,14 +53,15 @@ class PackedLayer:
         # an existing companion is kept: after a reload of weights its cache is still bound
         first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
         report = functools.partial(report_start, served, vllm_config) if first else None
-        sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, report))
+        sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, served.copies, report))
         sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots)) if fmt.S else None
 
         def causal(merged: bool) -> Causal:
             return prompts_for(Asked(device, fmt.geometry.dtype, fmt.geometry.head_size, merged))
 
         step = step_for(served.path, fmt, slots, num_spec, scale, device, causal, all_queries_of(vllm_config))
-        return cls(fmt, name, scale, sidecar, sinks, step)
+        export = functools.partial(Series.of(vllm_config).add, CLAMPED)
+        return cls(fmt, name, scale, sidecar, sinks, step, export)
 
     def run(
         self,

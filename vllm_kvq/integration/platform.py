@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration import validate
+from vllm_kvq.integration import metrics, validate
 from vllm_kvq.integration.drafts import is_draft
 from vllm_kvq.integration.kept import WINDOWS
 from vllm_kvq.integration.orphans import guard
@@ -36,6 +36,7 @@ def configure(vllm_config: Any) -> None:
         raise
     if ours and vllm_config.model_config is not None:
         apply(Served.of(vllm_config), vllm_config)
+        metrics.open_folder()
     guard()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvq.integration import metrics
 from vllm_kvq.integration.served import Served
 
 logger = init_logger("vllm.kvq")
@@ -70,26 +72,41 @@ def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
     """Once vLLM has decided how many `blocks` the pool has."""
     from vllm.distributed.parallel_state import is_global_first_rank
 
-    if not is_global_first_rank():
-        return
     # --max-model-len auto: vLLM chose it after the model was loaded
     served = replace(served, max_len=vllm_config.model_config.max_model_len)
+    if vllm_config.parallel_config.rank == 0:
+        export_start(served, metrics.Series.of(vllm_config), blocks)
+    if not is_global_first_rank():
+        return
     logger.info("%s", start_line(served, blocks))
     for sentence in path_warnings(served):
         logger.warning("kvq: %s", sentence)
 
 
+def export_start(served: Served, series: metrics.Series, blocks: int) -> None:
+    """What stays as it is, and zeros for what the engine core counts from its first step on."""
+    fmt = served.format
+    sizes = {"block_size": fmt.N, "window": fmt.W, "sinks": fmt.S}
+    labels = {name: str(size) for name, size in sizes.items()}
+    series.set(metrics.INFO, 1, format=fmt.name, path=served.path.name, **labels)
+    series.set(metrics.CAPACITY, Capacity.of(served, blocks).tokens)
+    for metric in (metrics.PACKED, metrics.FULL_PRECISION, metrics.SIDECAR_BYTES, metrics.BITS):
+        series.set(metric, 0)
+
+
 class Damage:
     """Counts keys and values that were not finite or too large for a format and had to be replaced."""
 
-    def __init__(self, layer: str) -> None:
-        self.layer, self.total, self.said = layer, 0, 0
+    def __init__(self, layer: str, export: Callable[[int], None] = lambda more: None) -> None:
+        self.layer, self.export, self.total, self.said = layer, export, 0, 0
+        export(0)
 
     def count(self, replaced: torch.Tensor | int) -> None:
         new = int(replaced)
         if not new:
             return
         self.total += new
+        self.export(new)
         if self.total >= 10 * self.said:
             self.said = self.total
             logger.warning(

@@ -52,6 +52,8 @@ class Served:
     max_len: int
     window_tokens: int
     """The most tokens of a long request that a layer with a sliding window holds."""
+    copies: int
+    """Packed layers times ranks: each block of the pool is one page in each of them."""
     path: Path
     """Which kernels serve the packed layers, and why faster ones do not."""
 
@@ -73,6 +75,7 @@ class Served:
             no_prefix_caching="some layers stay in 16 bits" if layers.kept else None,
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
+            copies=layers.packed * vllm_config.parallel_config.tensor_parallel_size,
             path=path_for(fmt, Wish.of(vllm_config.device_config.device_type, os.environ)),
         )
 

@@ -95,9 +95,11 @@ class Companion(torch.nn.Module, AttentionLayerBase):
 
 
 class Sidecar(Companion):
-    def __init__(self, fmt: PageFormat, slots: SlotGeometry, report: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, fmt: PageFormat, slots: SlotGeometry, copies: int = 1, report: Callable[[int], None] | None = None
+    ) -> None:
         super().__init__(fmt, slots)
-        self.report = report
+        self.copies, self.report = copies, report
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -105,8 +107,15 @@ class Sidecar(Companion):
             self.report(kv_cache.shape[0])
 
     def get_kv_cache_spec(self, vllm_config: Any) -> CompanionSpec:
+        slots = self.slots_geometry
         return SidecarSpec(
-            **self._spec_fields(), blocks_per_request=self.slots_geometry.sidecar_blocks, window=self.fmt.W
+            **self._spec_fields(),
+            blocks_per_request=slots.sidecar_blocks,
+            window=self.fmt.W,
+            unit=self.fmt.unit,
+            sinks=self.fmt.S,
+            elements=2 * slots.heads * slots.head_size,
+            copies=self.copies,
         )
 
 

@@ -42,10 +42,22 @@ class CompanionSpec(CircularBufferSpec):
 class SidecarSpec(CompanionSpec):
     window: int
     """W: a prefix hit recomputes its last W tokens, so that the ring is exact again."""
+    unit: int
+    """P: so many tokens are packed at once."""
+    sinks: int
+    """S: the first tokens, which stay in full precision."""
+    elements: int
+    """Numbers of one token in one layer on one rank: its keys and values."""
+    copies: int
+    """Packed layers times ranks: each block of the pool is one page in each of them."""
 
     @property
     def prefix_replay_tokens(self) -> int:
         return self.window
+
+    def packed_tokens(self, tokens: int) -> int:
+        """How many of a request's tokens its next step reads from packed pages."""
+        return max(0, (tokens - self.window) // self.unit * self.unit - self.sinks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPack ABI), so any g++ >= 11 or
 clang works and one build serves every torch. Each instruction set is its own translation unit; the processor
-chooses at run time. Built into the package's `_build` directory where it is writable, else into the user's
-cache; to a temporary name first and then renamed, so that no process ever sees half a file. Of processes that need
-it at once (the ranks of a server) one compiles and the others wait.
+chooses at run time. A wheel for a platform (scripts/build_wheel.py) carries the library of exactly its sources in
+`_prebuilt`; then nothing is compiled. Else it is built into the package's `_build` directory where that is writable,
+or into the user's cache; to a temporary name first and then renamed, so that no process ever sees half a file. Of
+processes that need it at once one compiles and the others wait. That takes minutes, so the log says how far it is.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import logging
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+# only a name: a server of vLLM shows what is logged below `vllm`
+logger = logging.getLogger("vllm.kvq")
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -44,12 +50,25 @@ ISA_FLAGS = {
 """By the name of a source: isa/avx2.cpp, ..."""
 
 
+COMPILE_SECONDS, LONGEST_SECONDS = 140, 30
+"""Of one core for all of csrc/cpu, and for its longest source (Xeon with AVX-512, g++ 12): what the log promises."""
+SILENT_SECONDS = 20
+"""So long nothing is said while it compiles."""
+
 EXTRA_FLAGS = "VLLM_KVQ_CXXFLAGS"
 """A variable with further flags for the compiler and the linker. Every set of them has a build of its own."""
 
 
+PREBUILT = Path(__file__).resolve().parents[1] / "_prebuilt"
+"""Where a wheel carries its library. A checkout has no such folder."""
+
+
 class BuildError(RuntimeError):
     """The library can't be built or loaded here; the PyTorch kernels can still do the work."""
+
+
+class WheelError(ValueError):
+    """The wheel carries a library that can't serve its own sources: the installation is broken."""
 
 
 def source_dir(name: str = "cpu") -> Path:
@@ -87,13 +106,38 @@ def flags_of(source: Path) -> list[str]:
     ]
 
 
-def _key(command: list[str], directory: Path) -> str:
-    digest = hashlib.sha256()
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
-    digest.update(repr((command, version, FLAGS, ISA_FLAGS, extra_flags(), platform.machine(), _ffi()[1:])).encode())
+def sources_key(directory: Path) -> str:
+    """Of what is compiled and how, whoever compiles it."""
+    digest = hashlib.sha256(repr((FLAGS, ISA_FLAGS, platform.machine())).encode())
     for path in sorted(directory.rglob("*.[hc]*")):
         digest.update(str(path.relative_to(directory)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _key(command: list[str], directory: Path) -> str:
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    compiled_by = repr((command, version, extra_flags(), _ffi()[1:]))
+    return hashlib.sha256((compiled_by + sources_key(directory)).encode()).hexdigest()[:16]
+
+
+def prebuilt_name(name: str = "cpu") -> str:
+    """What the library of csrc/`name` is called in a wheel."""
+    return f"{name}-{sources_key(source_dir(name))}.so"
+
+
+def prebuilt(name: str = "cpu") -> Path | None:
+    """The library that this wheel carries; None where there is none, or where the user has flags of their own.
+
+    Raises WheelError if it was compiled from other sources than those beside it.
+    """
+    if extra_flags() or not any(PREBUILT.glob(f"{name}-*.so")):
+        return None
+    path = PREBUILT / prebuilt_name(name)
+    if not path.exists():
+        raise WheelError(
+            f"the compiled library in {PREBUILT} does not belong to the C++ sources beside it; install vllm-kvq again"
+        )
+    return path
 
 
 def _ffi() -> tuple[list[str], str, str]:
@@ -131,8 +175,39 @@ def _alone(folder: Path) -> Iterator[None]:
     """While no other process is in here; it ends with the process, however that ends."""
     with open(folder / "lock", "w") as file:
         with contextlib.suppress(OSError):  # a file system without locks: then all of them compile
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("kvq: waiting for another process that compiles the C++ kernels")
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _compile(lines: list[list[str]], workers: int) -> None:
+    """Runs the compilers, `workers` at a time, and says how far they are."""
+    started = time.monotonic()
+    minutes = math.ceil(max(LONGEST_SECONDS, COMPILE_SECONDS / workers) / 60)
+    logger.info(
+        "kvq: compiling the C++ kernels, once, on %d cores: about %d minute%s (a wheel for this platform brings them "
+        "compiled)",
+        workers,
+        minutes,
+        "" if minutes == 1 else "s",
+    )
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(_run, line) for line in lines}
+        try:
+            while running:
+                done, running = wait(running, timeout=SILENT_SECONDS, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                seconds = time.monotonic() - started
+                logger.info(
+                    "kvq: %d of %d sources compiled after %.0f s", len(lines) - len(running), len(lines), seconds
+                )
+        except BuildError:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _target(name: str) -> Path:
@@ -140,7 +215,9 @@ def _target(name: str) -> Path:
 
 
 def built(name: str = "cpu") -> Path | None:
-    """What `build` would return without compiling anything; None where it would have to."""
+    """What `build` would return without compiling anything; None where it would have to. Raises WheelError."""
+    if (carried := prebuilt(name)) is not None:
+        return carried
     try:
         target = _target(name)
     except (BuildError, OSError, ImportError, subprocess.SubprocessError):
@@ -149,7 +226,9 @@ def built(name: str = "cpu") -> Path | None:
 
 
 def build(name: str = "cpu") -> Path:
-    """The path of the library of csrc/`name`, compiled if it isn't there yet."""
+    """The path of the library of csrc/`name`: the wheel's, or one compiled here if it isn't there yet."""
+    if (carried := prebuilt(name)) is not None:
+        return carried
     try:
         directory, command = source_dir(name), compiler()
         target = _target(name)
@@ -166,8 +245,7 @@ def build(name: str = "cpu") -> Path:
                 [*command, *flags_of(source), *include, "-c", str(source), "-o", target]
                 for source, target in zip(every, objects, strict=True)
             ]
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                list(pool.map(_run, lines))
+            _compile(lines, len(os.sched_getaffinity(0)))
             _run([*command, *extra_flags(), "-shared", "-o", f"{tmp}/out.so", *objects, library])
             os.replace(f"{tmp}/out.so", target)
         return target
@@ -177,21 +255,25 @@ def build(name: str = "cpu") -> Path:
 
 @functools.cache
 def load() -> Any:
-    """The loaded library, a tvm_ffi module: its functions are attributes. Raises BuildError."""
+    """The loaded library, a tvm_ffi module: its functions are attributes. Raises BuildError or WheelError."""
     path = build()
     import tvm_ffi
 
     try:
         return tvm_ffi.load_module(str(path))
     except Exception as error:
-        raise BuildError(f"{path} can't be loaded: {error}") from error
+        reason = f"{path} can't be loaded: {error}"
+        if path.parent == PREBUILT:
+            raise WheelError(f"{' '.join(reason.split())}; install vllm-kvq again") from error
+        raise BuildError(reason) from error
 
 
 def main() -> int:
     argparse.ArgumentParser(prog="vllm_kvq.kernels", description="Builds the CPU kernels ahead of time.").parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         print(f"CPU kernels: {build().name}", flush=True)
         return 0
-    except BuildError as error:
+    except (BuildError, WheelError) as error:
         print(f"CPU kernels can't be built: {error}", file=sys.stderr)
         return 1
