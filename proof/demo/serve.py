@@ -204,7 +204,7 @@ The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server
   formats    make run FORMAT={others[0]}     ({", ".join(others)}; FORMAT={PLAIN} is vLLM's own cache)
   a model    make run MODEL=path-or-name, or on a CPU
              .venv/bin/vllm serve MODEL --kv-cache-dtype {name} --kv-cache-memory-bytes 4G
-  options    .venv/bin/vllm serve MODEL --config configs/{name if capacity else "squat2"}.yaml --kv-cache-memory-bytes 4G
+  options    the same with --config configs/{name if capacity else "squat2"}.yaml in place of --kv-cache-dtype
   more       README.md
 """,
         flush=True,

@@ -127,8 +127,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "doctor lists patches of other versions",
         "vllm_kvq/integration/environment.py",
-        'active = [p for p in compat.LEDGER if __version__.startswith(tuple(f"{v}." for v in p.versions))]',
-        "active = list(compat.LEDGER)",
+        'active = [p for p in ledger.LEDGER if __version__.startswith(tuple(f"{v}." for v in p.versions))]',
+        "active = list(ledger.LEDGER)",
         DOCTOR,
     ),
     Fault(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.integration import compat, environment, known_faults, memory
+from vllm_kvq.integration import compat, environment, known_faults, ledger, memory
 from vllm_kvq.integration.environment import BAD, FINE, NOTE, Finding
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
@@ -48,9 +48,9 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
         assert str(build.built().name) in topic("kernels", found).text  # type: ignore[union-attr]
         assert topic("instruction set", found).text.split()[0] == ISAS[isa()]
         assert topic("C++ compiler", found).text.endswith("not needed, the kernels are compiled")
-    active = [p for p in compat.LEDGER if __version__[:4] in p.versions]
+    active = [p for p in ledger.LEDGER if __version__[:4] in p.versions]
     assert [f.text for f in found if f.topic == "patch"] == [f"{p.what}: {p.why}; until {p.until}" for p in active]
-    assert 5 < len(active) < len(compat.LEDGER)
+    assert 5 < len(active) < len(ledger.LEDGER)
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert text.endswith("\nserving works here\n")
@@ -156,7 +156,7 @@ def test_known_faults_are_of_versions_that_we_support() -> None:
     names = [fault.name for fault in known_faults.KNOWN_FAULTS]
     assert len({*names}) == len(names)
     for fault in known_faults.KNOWN_FAULTS:
-        assert {*fault.versions} <= {*compat.SUPPORTED}
+        assert {*fault.versions} <= {*ledger.SUPPORTED}
     on_cpu, on_gpu = (known_faults.faults_of("0.32.0+cpu", cpu) for cpu in (True, False))
     assert {*on_gpu} < {*on_cpu} == {f for f in known_faults.KNOWN_FAULTS if "0.32" in f.versions}
     assert known_faults.faults_of("0.31.2", True) == []
@@ -165,6 +165,6 @@ def test_known_faults_are_of_versions_that_we_support() -> None:
 
 
 def test_the_ledger_has_a_line_for_each_version() -> None:
-    assert all(p.versions and {*p.versions} <= {*compat.SUPPORTED} for p in compat.LEDGER)
-    assert all(p.what and p.why and p.until for p in compat.LEDGER)
-    assert len({p.what for p in compat.LEDGER}) == len(compat.LEDGER)
+    assert all(p.versions and {*p.versions} <= {*ledger.SUPPORTED} for p in ledger.LEDGER)
+    assert all(p.what and p.why and p.until for p in ledger.LEDGER)
+    assert len({p.what for p in ledger.LEDGER}) == len(ledger.LEDGER)

@@ -1,4 +1,4 @@
-"""Every private name, patch and version branch that the integration needs from vLLM, and the ledger of them."""
+"""Every private name and version branch that the integration needs from vLLM. Its patches: ledger.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -14,103 +13,8 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.integration.ledger import SUPPORTED
 
-SUPPORTED = ("0.32", "0.33")
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A line of the ledger, which `vllm-kvq doctor` prints."""
-
-    what: str
-    why: str
-    until: str
-    """What would make it unnecessary, or the first version of vLLM that does not need it."""
-    versions: tuple[str, ...] = SUPPORTED
-
-
-LEDGER = (
-    Patch("CacheDType literal widened", "0.32 has no way to add a KV cache dtype", "vLLM 0.33", ("0.32",)),
-    Patch("register_kv_cache_dtype", "the official way", "stays", ("0.33",)),
-    Patch(
-        "choices of --kv-cache-dtype replaced",
-        "test-only formats are accepted and not listed",
-        "a dtype may be registered as hidden",
-    ),
-    Patch(
-        "Platform.get_attn_backend_cls wrapped",
-        "a dtype names no backend; the CPU platform ignores a requested one; and a layer that vLLM gives no dtype is "
-        "found here",
-        "a dtype may name its backend",
-    ),
-    Patch(
-        "Platform.check_and_update_config wrapped",
-        "refuse a model or option before weights load, in the process that the user sees; write what follows",
-        "plugins may validate configs",
-    ),
-    Patch(
-        "block_size, user_specified_block_size set (served.py)",
-        "0.33 asks the backend for a block size once the model is loaded, when formats are bound to one already",
-        "it asks before",
-    ),
-    Patch(
-        "skip_page_size_padded and the list of skipped layers set (served.py)",
-        "pages of one size for layers that stay in 16 bits; on the CPU vLLM does not align them itself",
-        "vLLM aligns them on the CPU",
-    ),
-    Patch(
-        "enable_prefix_caching unset (served.py)",
-        "beside layers in 16 bits a hit would need keys that vLLM does not keep (kept.py)",
-        "it may be asked of a plugin",
-    ),
-    Patch(
-        'speculative_config.kv_cache_dtype set to "auto" (served.py)',
-        "vLLM's proposer builds metadata for a draft's own layers alone, so a draft keeps 16 bits",
-        "companions are handed on",
-    ),
-    Patch(
-        "a draft model's layers moved to the front (sixteen.py)",
-        "the runner hands a draft model the first KV cache group's block table, whichever group that is",
-        "it hands over the draft's own",
-    ),
-    Patch(
-        "Scheduler.make_stats wrapped",
-        "what is cached is known in the engine core alone, and a request's tokens to its scheduler",
-        "a plugin may add to its statistics",
-    ),
-    Patch(
-        "builtin specs registered first",
-        "KVCacheSpecRegistry skips its builtin ones when it is not empty",
-        "the registry merges",
-    ),
-    Patch(
-        "rotary_embedding._ROPE_DICT read",
-        "an attention layer can't see which channels RoPE pairs",
-        "it can",
-    ),
-    Patch(
-        "CPUModelRunner._sample and _bookkeeping_sync wrapped (seeds.py)",
-        "a seeded request whose prompt comes in chunks ends the engine on a CPU",
-        "vLLM rewinds a CPU's generator",
-    ),
-    Patch(
-        "EngineCoreProc.run_engine_core and DPCoordinatorProc.run_coordinator wrapped (orphans.py)",
-        "the engine stays when its server is killed",
-        "vLLM's processes watch the one that made them",
-    ),
-    Patch("CircularBufferManager's hooks", "one more block than one per request, zeroed", "a public base"),
-    Patch(
-        'sys.modules["triton_kernels"] = None in a checkout',
-        "Python takes our folder triton_kernels/ in a checkout for the package of that name that vLLM looks for",
-        "it asks for a module in it",
-    ),
-    Patch(
-        "vllm.entrypoints.cli.serve.cmd_init called (dry_start.py)",
-        "`vllm-kvq check` takes the arguments of `vllm serve`",
-        "a public parser",
-    ),
-)
-"""NEEDED below is checked at start-up: an upgrade that renames something in it fails with one sentence."""
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.config": (

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 import torch
 
-from vllm_kvq.integration import compat
+from vllm_kvq.integration import ledger
 from vllm_kvq.integration.dry_start import plugin_problem
 from vllm_kvq.integration.known_faults import faults_of
 from vllm_kvq.integration.memory import GIB, SPACE, Machine, gib
@@ -186,5 +186,5 @@ def known_faults() -> list[Finding]:
 def patches() -> list[Finding]:
     from vllm import __version__
 
-    active = [p for p in compat.LEDGER if __version__.startswith(tuple(f"{v}." for v in p.versions))]
+    active = [p for p in ledger.LEDGER if __version__.startswith(tuple(f"{v}." for v in p.versions))]
     return [Finding("patch", FINE, f"{p.what}: {p.why}; until {p.until}") for p in active]

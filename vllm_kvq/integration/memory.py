@@ -1,7 +1,7 @@
 """The memory that vLLM would give its KV cache here, estimated before weights are loaded.
 
-On a CPU vLLM takes most of the machine's memory for the cache unless it is told how much, and ends if that is in use. It
-notices in a child process, deep in its start; here the same question is asked before.
+On a CPU vLLM takes most of the machine's memory for the cache unless it is told how much, and ends if that is in use.
+It notices in a child process, deep in its start; here the same question is asked before.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _engine, _coordinator = EngineCoreProc.run_engine_core, DPCoordinatorProc.run_co
 def guard() -> None:
     """What this process starts from now on watches it, and so does this process if it is one of several API servers.
 
-    Ledger: compat.py.
+    Ledger: ledger.py.
     """
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)

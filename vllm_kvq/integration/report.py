@@ -20,7 +20,7 @@ class Capacity:
     """What a pool of so many blocks holds, as vLLM counts it: tokens of requests of the maximum length, with their
     sidecars and sink pages.
 
-    It is the very number of vLLM's own line "KV cache size", which counts block 0, too, although that is never handed out.
+    It is the very number of vLLM's own line "KV cache size", which counts block 0, too, that is never handed out.
     A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
     smallest kind of layers, or as the largest where they hardly differ.
     """

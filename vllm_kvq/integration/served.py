@@ -146,7 +146,7 @@ def _block(vllm_config: Any) -> tuple[int, bool]:
 
 
 def apply(served: Served, vllm_config: Any) -> None:
-    """Write into vLLM's configuration what it has to know, and nothing else does. Ledger: compat.py."""
+    """Write into vLLM's configuration what it has to know, and nothing else does. Ledger: ledger.py."""
     cache = vllm_config.cache_config
     # As if the user had set it: otherwise vLLM asks the backend for a block size once the model is loaded, when formats
     # are bound to this one.

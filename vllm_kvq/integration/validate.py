@@ -10,8 +10,8 @@ from typing import Any
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.drafts import draft_problem
 from vllm_kvq.integration.kept import window_problem
-from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.memory import memory_problem
+from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.setup import options_problem, pairing_problem, settings_of
 from vllm_kvq.kernels.gpu.step import kernels_of
 
