@@ -134,8 +134,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "doctor compiles",
         "vllm_kvq/integration/environment.py",
-        "    path = build.built()\n    if path is None:",
-        "    path = build.build()\n    if path is None:",
+        "        path = build.built()\n        if path is None:",
+        "        path = build.build()\n        if path is None:",
         DOCTOR,
     ),
     Fault(

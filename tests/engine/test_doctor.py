@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.integration import compat, environment, known_faults, ledger, memory
+from vllm_kvq.integration import environment, known_faults, ledger, memory
 from vllm_kvq.integration.environment import BAD, FINE, NOTE, Finding
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library

@@ -15,7 +15,6 @@ import torch
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.ledger import SUPPORTED
 
-
 NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.config": (
         "CacheConfig.kv_cache_dtype_skip_layers",
