@@ -54,23 +54,8 @@ def test_to_the_first_answer(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_it_installs_is_declared() -> None:
-    """Nothing is downloaded here: what pip is asked for exists, and the environment of the tests is made of it."""
+    """CI has run `make kernels` before the tests; what pip is asked for is declared."""
+    assert re.findall(r"```sh\n(.*?)```", INSTALL, re.S) == ["make kernels\n. .venv/bin/activate\n"]
+    assert "\nkernels: bootstrap\n" in (ROOT / "Makefile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = set(re.findall(r"pip install '\.\[(\w+)\]'", INSTALL))
-    assert asked == {"cpu", "gpu"} <= set(extras)
-    for path in re.findall(r"pip install --no-deps (\S+)", INSTALL):
-        assert (ROOT / path / "pyproject.toml").is_file()
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        ".",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "Would install vllm-kvq" in done.stdout or "already installed" in done.stdout
+    assert {*re.findall(r"pip install '\.\[(\w+)\]'", INSTALL)} == {"gpu"} <= set(extras)
