@@ -60,7 +60,7 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        ("VLLM_CPU_KVCACHE_SPACE", "200", "the cache is to have 200.0 GiB, but 99.0 GiB of 100.0 GiB are free; set"),
+        ("VLLM_CPU_KVCACHE_SPACE", "200", "the cache is to have 200.0 GiB, but 99.0 GiB of 100.0 GiB are free; say"),
         ("VLLM_CPU_KVCACHE_SPACE", "lots", "VLLM_CPU_KVCACHE_SPACE is 'lots'; it takes whole GiB"),
         ("VLLM_KVQ_ISA", "mmx", "VLLM_KVQ_ISA is 'mmx'; it takes one of portable, avx2"),
         ("VLLM_KVQ_KERNELS", "cpp", "VLLM_KVQ_KERNELS is 'cpp'; it is 'auto' or 'torch'"),
@@ -82,7 +82,7 @@ def test_what_keeps_a_server_from_working(
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.memory()[0].status == NOTE
-    assert "to choose, set VLLM_CPU_KVCACHE_SPACE=49 (GiB for the cache)" in environment.memory()[0].text
+    assert "to choose, say how much it may take, --kv-cache-memory-bytes 49G" in environment.memory()[0].text
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert environment.memory() == [
         Finding("memory", FINE, "VLLM_CPU_KVCACHE_SPACE=4 GiB for the cache; 99.0 GiB of 100.0 GiB are free")
@@ -91,9 +91,9 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(16 * GIB, 10 * GIB))
     (found,) = environment.memory()
     assert (found.status, found.text) == (
-        BAD,
+        NOTE,
         "vLLM would take 92% of this machine's memory (14.7 GiB), but 10.0 GiB of 16.0 GiB are free; "
-        "set VLLM_CPU_KVCACHE_SPACE=5 (GiB for the cache)",
+        "say how much it may take, --kv-cache-memory-bytes 5G",
     )
 
 
