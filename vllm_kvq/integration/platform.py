@@ -37,7 +37,7 @@ def configure(vllm_config: Any) -> None:
     if ours and vllm_config.model_config is not None:
         apply(Served.of(vllm_config), vllm_config)
         metrics.open_folder()
-    guard()
+        guard()
 
 
 def _is_vllms_command() -> bool:
