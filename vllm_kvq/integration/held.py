@@ -57,12 +57,13 @@ class Census:
         now = time.monotonic()
         if scheduler.running and now < self.next:
             return
+        began = time.thread_time()  # not the clock: a busy machine may interrupt this for long
         held = self.count([request.num_computed_tokens for request in scheduler.running])
         self.series.set(metrics.PACKED, held.packed)
         self.series.set(metrics.FULL_PRECISION, held.full_precision)
         self.series.set(metrics.SIDECAR_BYTES, held.sidecar_bytes)
         self.series.set(metrics.BITS, held.bits)
-        took = time.monotonic() - now
+        took = time.thread_time() - began
         # an idle engine's next request is counted at once
         self.next = now + max(SECONDS, took / LARGEST_SHARE) if scheduler.running else now
 
