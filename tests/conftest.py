@@ -1,6 +1,7 @@
 """The same hypothesis examples in every run: a failure in CI is a failure everywhere."""
 
 import os
+from collections.abc import Iterator
 
 # Several test processes share the cores: a thread that waits for another must not keep one busy. Read by OpenMP when
 # it is loaded, that is with torch, which nothing has imported yet.
@@ -18,6 +19,18 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvq")
+
+
+@pytest.fixture(autouse=True)
+def environment_as_found() -> Iterator[None]:
+    """Commands silence vLLM in their own process and its children; here that is the tests'."""
+    names = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
+
 
 LONGEST = (
     "kernels/test_cpu_sanitizers.py",

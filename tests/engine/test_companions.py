@@ -15,6 +15,7 @@ pytestmark = pytest.mark.engine
 N, BLOCKS = 64, 30
 SIDE, SINKS = 3, 2
 """Blocks of a request."""
+RING = {"window": 32, "unit": 32, "sinks": 0, "elements": 256, "copies": 1}
 HASHES = [bytes([i]) * 32 for i in range(8)]
 
 
@@ -61,7 +62,7 @@ def found(blocks: Any, length: int, hashes: int = 8) -> tuple[list[Any], int]:
 
 def test_a_sidecar_is_claimed_once_and_zeroed() -> None:
     blocks = pool()
-    sidecars = manager(SidecarManager, spec(SidecarSpec, SIDE, window=32), blocks)
+    sidecars = manager(SidecarManager, spec(SidecarSpec, SIDE, **RING), blocks)
     free = blocks.get_num_free_blocks()
     assert wanted(sidecars, "a", 10, []) == SIDE
     first = sidecars.allocate_new_blocks("a", 10, 10)
@@ -80,11 +81,11 @@ def test_a_sidecar_is_claimed_once_and_zeroed() -> None:
 
 def test_a_sidecar_can_not_do_without_zeros() -> None:
     with pytest.raises(RuntimeError, match="does not zero new KV cache blocks"):
-        manager(SidecarManager, spec(SidecarSpec, SIDE, window=32), pool(), needs_kv_cache_zeroing=False)
+        manager(SidecarManager, spec(SidecarSpec, SIDE, **RING), pool(), needs_kv_cache_zeroing=False)
 
 
 def test_a_torn_sidecar_is_an_error() -> None:
-    sidecars = manager(SidecarManager, spec(SidecarSpec, SIDE, window=32), pool())
+    sidecars = manager(SidecarManager, spec(SidecarSpec, SIDE, **RING), pool())
     sidecars.allocate_new_blocks("a", 10, 10)
     sidecars.req_to_blocks["a"].pop()
     with pytest.raises(RuntimeError, match="request a holds 2 blocks instead of 3"):
@@ -158,7 +159,7 @@ def test_an_evicted_page_costs_the_hit() -> None:
 
 
 def test_what_vllm_asks_of_the_specs() -> None:
-    side, sinks = spec(SidecarSpec, SIDE, window=96), spec(SinkSpec, SINKS)
+    side, sinks = spec(SidecarSpec, SIDE, **{**RING, "window": 96}), spec(SinkSpec, SINKS)
     config: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100 * N))
     for of, blocks in ((side, SIDE), (sinks, SINKS)):
         # of a request, however long

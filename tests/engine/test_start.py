@@ -31,7 +31,6 @@ def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path) -> None:
         os.killpg(server.pid, signal.SIGINT)
         _, left = psutil.wait_procs(processes, 40)
         assert not [" ".join(process.cmdline()) for process in left]
-    assert "Traceback" not in server.read_log()
 
 
 @pytest.mark.wide

@@ -12,6 +12,7 @@ stat logger plugin of vLLM could export them, too, but as soon as one is install
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import tempfile
 import time
@@ -60,9 +61,12 @@ _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 def open_folder() -> None:
-    """In the process that the user starts, before the engine's processes, which inherit where to write."""
+    """In the process that the user starts, before the engine's processes, which inherit where to write.
+
+    What that process inherited itself is the folder of another server, which started this one.
+    """
     global _folder
-    if _folder is not None or VLLMS_FOLDER in os.environ or OUR_FOLDER in os.environ:
+    if _folder is not None or VLLMS_FOLDER in os.environ or multiprocessing.parent_process() is not None:
         return
     _folder = tempfile.TemporaryDirectory(prefix="vllm-kvq-metrics-")
     os.environ[OUR_FOLDER] = _folder.name
