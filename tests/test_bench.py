@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from vllm_kvq.bench.timing import copy_bandwidth, slopes
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.processor import processor_name
 
+ROOT = Path(__file__).parent.parent
 SMALL = ["--query-heads", "4", "--kv-heads", "1", "--head-size", "64", "--threads", "1", "--rounds", "3"]
 
 
@@ -48,6 +52,16 @@ def test_a_head_size_that_vllm_has_no_fp8_cache_for(capsys: pytest.CaptureFixtur
     assert [row["kernel"] for row in document["rows"]] == ["bf16", "squat2"]
     assert all(row["ms"] > 0 and row["x_bf16"] > 0 and "x_fp8" not in row for row in document["rows"])
     assert any("no fp8 cache" in note for note in document["notes"])
+
+
+def test_vllm_held_to_avx2_uses_nothing_newer() -> None:
+    """Its wheel's build for AVX2 has neither AVX-512 nor AMX, whatever the processor has."""
+    command = [sys.executable, "-m", "vllm_kvq", "bench", "attention", *SMALL, "--context", "1024", "--format", "squat2"]
+    environment = {**os.environ, "VLLM_KVQ_ISA": "avx2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "vLLM's build for AVX2 has no fp8 cache" in done.stdout
+    assert "triton_kernels" not in done.stdout + done.stderr  # started in the checkout, where a folder has that name
 
 
 def test_the_slow_ones_are_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

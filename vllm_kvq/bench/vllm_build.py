@@ -1,7 +1,7 @@
 """Which of vLLM's own CPU builds the benchmark compares with.
 
 vLLM's wheel holds its kernels three times: for AVX-512 with BF16, AVX-512, and AVX2. It takes the best one for the
-processor; where our kernels are held to AVX2 ($VLLM_KVQ_ISA=avx2), its query for AVX-512 is answered with no.
+processor; where our kernels are held to AVX2 ($VLLM_KVQ_ISA=avx2), its queries for AVX-512 and AMX are answered with no.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import functools
 import os
 
 import torch
+
+from vllm_kvq.integration.compat import hide_own_sources
 
 BASELINES = {"bf16": "auto", "fp8": "fp8"}
 """Name -> vLLM's cache dtype."""
@@ -23,7 +25,8 @@ def on_avx2() -> bool:
 def load() -> None:
     """Registers vLLM's operators."""
     if on_avx2():
-        torch.cpu._is_avx512_supported = lambda: False
+        torch.cpu._is_avx512_supported = torch.cpu._is_amx_tile_supported = lambda: False
+    hide_own_sources()
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
