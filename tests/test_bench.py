@@ -56,7 +56,18 @@ def test_a_head_size_that_vllm_has_no_fp8_cache_for(capsys: pytest.CaptureFixtur
 
 def test_vllm_held_to_avx2_uses_nothing_newer() -> None:
     """Its wheel's build for AVX2 has neither AVX-512 nor AMX, whatever the processor has."""
-    command = [sys.executable, "-m", "vllm_kvq", "bench", "attention", *SMALL, "--context", "1024", "--format", "squat2"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_kvq",
+        "bench",
+        "attention",
+        *SMALL,
+        "--context",
+        "1024",
+        "--format",
+        "squat2",
+    ]
     environment = {**os.environ, "VLLM_KVQ_ISA": "avx2"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
