@@ -122,6 +122,9 @@ def test_too_little_memory(checked: Check, monkeypatch: pytest.MonkeyPatch) -> N
     assert checked(*arguments)["sentence"].startswith(
         "vLLM would take 92% of this machine's memory (92.0 GiB), but 3.0"
     )
+    memory._problem.cache_clear()
+    monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(GIB, GIB))
+    assert checked(*arguments)["sentence"].startswith("nothing is left for the cache: 92% of 1.0 GiB, less ")
     found = checked(*arguments, "--kv-cache-memory-bytes", "100000")
     assert found["sentence"].startswith("a request of 256 tokens takes ")
     assert found["sentence"].endswith("lower --max-model-len or give the cache more memory")

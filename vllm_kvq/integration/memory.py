@@ -80,16 +80,14 @@ def cache_memory(vllm_config: Any) -> CacheMemory:
     explicit, share = vllm_config.cache_config.kv_cache_memory_bytes, vllm_config.cache_config.gpu_memory_utilization
     weights = weight_bytes(vllm_config.model_config) // vllm_config.parallel_config.world_size
     if current_platform.is_cpu():
-        machine = Machine.here()
-        total, problem = machine.total, machine.problem(explicit, share)
+        total = Machine.here().total  # that it is free, memory_problem has asked
     else:
-        total, problem = current_platform.get_device_total_memory(), None
+        total = current_platform.get_device_total_memory()
     if explicit is not None:
-        return CacheMemory(explicit, f"{SPACE} or --kv-cache-memory-bytes", problem)
+        return CacheMemory(explicit, f"{SPACE} or --kv-cache-memory-bytes")
     left = int(total * share) - weights - OVERHEAD
     because = f"{share:.0%} of {gib(total)}, less {gib(weights)} of weights and about {gib(OVERHEAD)} for the process"
-    if left <= 0 and problem is None:
-        problem = f"nothing is left for the cache: {because}"
+    problem = f"nothing is left for the cache: {because}" if left <= 0 else None
     return CacheMemory(max(left, 0), because, problem)
 
 

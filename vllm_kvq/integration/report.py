@@ -39,7 +39,7 @@ class Capacity:
         per_request = sum(-(-k.layers // size) * k.blocks for k in kinds)
         tokens = blocks / per_request * served.max_len
         plain = blocks * size * served.page_bytes / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
-        return cls(int(tokens), int(plain), tokens / plain, per_request)
+        return cls(int(tokens), int(plain), tokens / plain if blocks else 0.0, per_request)
 
 
 def group_layers(served: Served) -> int:
