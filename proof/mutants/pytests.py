@@ -37,10 +37,8 @@ class Pytests:
         with self._lock:
             if self._stopped:
                 return INTERRUPTED
-            # a session of its own: Ctrl-C then reaches us alone
-            child = subprocess.Popen(
-                command, cwd=root, env=environment, stdout=quiet, stderr=quiet, start_new_session=True
-            )
+            # a process group of its own: Ctrl-C then reaches us alone
+            child = subprocess.Popen(command, cwd=root, env=environment, stdout=quiet, stderr=quiet, process_group=0)
             self._running.add(child)
         try:
             return child.wait(TIMEOUT)

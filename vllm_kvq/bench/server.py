@@ -96,14 +96,15 @@ class Server:
         if not Path(self.command[0]).exists():
             raise ServerError(f"{self.command[0]} does not exist: install vllm-kvq with its extra `cpu` or `gpu`")
         with self.log.open("wb") as log:
-            # A session of its own: Ctrl-C then reaches us alone, and we stop the child in order.
+            # A process group of its own: Ctrl-C then reaches us alone, and we stop the child in order. Not a session:
+            # Linux shares processors out among sessions, and one with a busy server can starve ours for seconds.
             self._child = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,
+                process_group=0,
             )
         return self
 
@@ -143,7 +144,7 @@ class Server:
         self._raise_if_dead("")
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL for the whole session if that was ignored; returns the exit status."""
+        """SIGTERM, then SIGKILL for the whole group if that was ignored; returns the exit status."""
         child = self._child
         if child is None:
             return 0
