@@ -89,31 +89,29 @@ def names(rng: random.Random, count: int) -> list[str]:
 
 
 @functools.cache
-def paragraphs() -> tuple[str, ...]:
+def paragraphs(held_out: bool = False) -> tuple[str, ...]:
+    """One in four is held out: the demo model has not been trained on it."""
     from pydoc_data.topics import topics
 
     found = (re.sub(r"\s+", " ", p).strip() for name in sorted(topics) for p in topics[name].split("\n\n"))
-    return tuple(dict.fromkeys(p for p in found if len(p) > 80 and p[0].isalpha()))
+    every = tuple(dict.fromkeys(p for p in found if len(p) > 80 and p[0].isalpha()))
+    return tuple(p for i, p in enumerate(every) if (i % 4 == 3) is held_out)
 
 
-def filler(rng: random.Random, characters: int) -> str:
+def filler(rng: random.Random, characters: int, held_out: bool = False) -> str:
     """Whole sentences."""
     text = ""
     while len(text) < characters:
-        text += rng.choice(paragraphs()) + "\n"
+        text += rng.choice(paragraphs(held_out)) + "\n"
     end = max(text.rfind(". ", 0, characters), text.rfind("\n", 0, characters))
     return text[: end + 1].rstrip() + "\n" if end > 0 else ""
 
 
 # -- the tasks -------------------------------------------------------------------------------------------------------
-QUESTIONS = 32
-"""At most, at the end of a text of notes."""
-
-
-def recall(rng: random.Random, characters: int) -> Sample:
-    """A list of names with a word each; some are asked for in another order."""
+def recall(rng: random.Random, characters: int, most: int = 32) -> Sample:
+    """A list of names with a word each; some, `most` at most, are asked for in another order."""
     line = 18
-    asked = min(QUESTIONS, max(1, characters // line // 4))
+    asked = min(most, max(1, characters // line // 4))
     notes = max(2, characters // line - asked)
     out, stands = _Writer(), []
     keys = names(rng, notes)
@@ -190,10 +188,10 @@ def copy(rng: random.Random, characters: int) -> Sample:
     return out.sample("copy")
 
 
-def variables(rng: random.Random, characters: int) -> Sample:
-    """Assignments in a program, shuffled; some variables' values are traced back, a line a hop."""
+def variables(rng: random.Random, characters: int, most: int = 8) -> Sample:
+    """Assignments in a program; some variables' values, `most` at most, are traced back, a line a hop."""
     line = 21
-    asked = min(8, max(1, characters // line // 10))
+    asked = min(most, max(1, characters // line // 10))
     count = max(4, characters // line - 4 * asked)
     fresh = [name.replace(" ", "_") for name in names(rng, count)]
     out, stands = _Writer(), []
@@ -242,7 +240,7 @@ def repeat(rng: random.Random, characters: int) -> Sample:
 
 def text(rng: random.Random, characters: int) -> Sample:
     """Documentation: nothing is asked."""
-    return Sample("text", filler(rng, max(200, characters)), ())
+    return Sample("text", filler(rng, max(200, characters), held_out=True), ())
 
 
 TASKS: Mapping[str, Task] = {
