@@ -197,9 +197,8 @@ def recalled(demo: Loaded, characters: int, texts: int = 4) -> float:
 
 @pytest.mark.slow
 def test_demo_model_recalls(demo: Loaded) -> None:
-    """2,000 tokens, and nearly 4,000."""
+    """Within 2,000 tokens."""
     assert recalled(demo, 7200) >= 0.95
-    assert recalled(demo, 13500, texts=2) >= 0.95
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ DEMO_DIR = Path(".demo")
 SERVED_NAME = "demo"
 START_SECONDS = 600  # a large MODEL takes a while; the demo model is ready in well under a minute
 HAYSTACK_SEED, HAYSTACK_CHARACTERS = 7, 8000
+WORD, SENTENCE = 1, 12
+"""Tokens of an answer: each word is a token of the demo model's, which did not learn how sentences end."""
 PLAIN = "auto"  # vLLM's own cache, to compare with
 
 
@@ -142,7 +144,7 @@ def ask(url: str, known_model: bool) -> None:
     for question in asked:
         print(f"  {question.shown}", end="", flush=True)
         text = ""
-        for piece in stream_answer(url, question.prompt):
+        for piece in stream_answer(url, question.prompt, WORD if known_model else SENTENCE):
             print(piece, end="", flush=True)
             text += piece
         print(flush=True)
@@ -153,7 +155,7 @@ def ask(url: str, known_model: bool) -> None:
     print(flush=True)
 
 
-def stream_answer(url: str, prompt: str, max_tokens: int = 8) -> Iterator[str]:
+def stream_answer(url: str, prompt: str, max_tokens: int) -> Iterator[str]:
     """Up to the end of the sentence."""
     import openai
 
