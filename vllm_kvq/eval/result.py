@@ -1,7 +1,7 @@
 """One row of an evaluation: what a format did to a model's answers in one task, in one regime, at one length.
 
-A figure stands with its 95 % confidence interval over sequences. Rows are plain data: `Results.save` writes them as JSON,
-`Results.load` reads them back, and a table, a plot or another evaluation needs nothing else.
+A figure stands with its 95 % confidence interval over sequences. Rows are plain data: `Results.save` writes them as
+JSON, `Results.load` reads them back, and a table, a plot or another evaluation needs nothing else.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Row:
     by_position: Mapping[str, Curve] = field(default_factory=dict)
     """Metric -> its curve over positions in tokens; `kl`, and `top1`."""
     by_depth: Mapping[str, Curve] = field(default_factory=dict)
-    """Metric -> its curve over how far back the answer's source stands, from 0 (just before) to 1; `accuracy`, `exact`."""
+    """Metric -> its curve over how far back the source stands, 0 (just before) to 1; `accuracy`, `exact`, `kl`."""
     by_steps: Mapping[str, Curve] = field(default_factory=dict)
     """Metric -> its curve over the steps of work that an answer has; `accuracy`, `exact`."""
     hurt: tuple[Hurt, ...] = ()
