@@ -13,6 +13,10 @@ from vllm_kvq.eval.logprobs import Logprobs
 from vllm_kvq.eval.worker import serve
 
 
+PATIENCE = 5.0
+"""Seconds."""
+
+
 class EngineFailed(Exception):
     """One sentence: why the engine does not start, or what ended it."""
 
@@ -61,6 +65,8 @@ class Engine:
 
     def close(self) -> None:
         self._pipe.close()
+        # idle, it ends by itself; it may also be in the middle of a job
+        self._process.join(PATIENCE)
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
