@@ -12,9 +12,8 @@ from vllm_kvq.eval.jobs import EngineArguments, Generate, Score, Started
 from vllm_kvq.eval.logprobs import Logprobs
 from vllm_kvq.eval.worker import serve
 
-
 PATIENCE = 5.0
-"""Seconds."""
+"""Seconds that an idle engine is given to end by itself."""
 
 
 class EngineFailed(Exception):
@@ -65,7 +64,6 @@ class Engine:
 
     def close(self) -> None:
         self._pipe.close()
-        # idle, it ends by itself; it may also be in the middle of a job
         self._process.join(PATIENCE)
         if self._process.is_alive():
             self._process.kill()

@@ -148,10 +148,11 @@ def _decoding(plan: Plan, items: Several[Sequence], figures: Several[Arrays], pl
     metrics = _likeness(tokens) | {"agreement": mean(Values(np.array(agreed), of))}
     by_depth: dict[str, Curve] = {}
     by_steps: dict[str, Curve] = {}
-    if all(item.spans for item in items):
-        answers = {"exact": Values(np.array(exact), of)}
-        metrics["exact"] = mean(answers["exact"])
-        by_depth, by_steps = _along(spans, answers)
+    asked = np.array([bool(items[i].spans) for i in index])
+    if asked.any():
+        right = Values(np.array(exact), of).where(asked)
+        metrics["exact"] = mean(right)
+        by_depth, by_steps = _along([s for s, a in zip(spans, asked, strict=True) if a], {"exact": right})
     along = np.concatenate(position)
     edges = position_edges(int(along.max()) + 1)
     return {

@@ -42,7 +42,7 @@ class Sequence:
 
 
 def sequence(tokenizer: Any, task: str, context: int, most: int, number: int, seed: int) -> Sequence:
-    """`context` tokens, or `most` where there is no room for more, as near below as the task comes in a few attempts."""
+    """`context` tokens, or `most` where there is no room for more, as near below as a few attempts come."""
     limit = min(context, most)
     characters, best = int(limit * _characters_per_token(tokenizer, task)), None
     for attempt in range(ATTEMPTS):
