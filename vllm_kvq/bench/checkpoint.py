@@ -40,6 +40,8 @@ class LlamaShape:
     max_position: int = 4096
     rope_theta: float = 10000.0
     rms_eps: float = 1e-5
+    tied: bool = False
+    """Whether the embedding is the head, too."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -62,7 +64,7 @@ class LlamaShape:
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tied,
             "bos_token_id": BOS_ID,
             "eos_token_id": EOS_ID,
             "pad_token_id": PAD_ID,
@@ -85,7 +87,8 @@ class LlamaShape:
             yield p + "mlp.up_proj.weight", (self.intermediate, self.hidden)
             yield p + "mlp.down_proj.weight", (self.hidden, self.intermediate)
         yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocab, self.hidden)
 
 
 def save_checkpoint(
