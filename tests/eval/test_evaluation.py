@@ -43,7 +43,18 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def evaluate(model: Path, folder: Path, formats: str, *more: str) -> Results:
-    arguments = [str(model), "--formats", formats, "--tasks", "recall", "text", "--context", "160", "--dtype", "float32"]
+    arguments = [
+        str(model),
+        "--formats",
+        formats,
+        "--tasks",
+        "recall",
+        "text",
+        "--context",
+        "160",
+        "--dtype",
+        "float32",
+    ]
     arguments += ["--sequences", "3", "--answers", "2", "--longest", "24", "--cache", str(folder), *more]
     args = command.parser().parse_args(arguments)
     return command.evaluate(args, choices(args.formats))

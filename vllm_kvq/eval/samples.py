@@ -49,11 +49,11 @@ def sequence(tokenizer: Any, task: str, context: int, most: int, number: int, se
         rng = random.Random(f"{seed} {task} {number} {attempt}")
         made = _tokenized(tokenizer, TASKS[task].sample(rng, characters), limit)
         length = len(made.tokens)
-        if length <= limit and (best is None or length > len(best.tokens)):
+        if 1 < length <= limit and (best is None or length > len(best.tokens)):
             best = made
         if best is not None and len(best.tokens) >= NEAR * limit:
             break
-        characters = int(characters * min(1.5, 0.99 * limit / length))
+        characters = int(characters * min(1.5, 0.99 * limit / max(1, length)))
     if best is None:
         raise ValueError(f"task {task} has no text as short as {limit} tokens; ask for a longer --context")
     return replace(best, context=context, number=number)
