@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import broken
 import pytest
+from plans import evaluate, plan
 
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.eval import cache, command
-from vllm_kvq.eval.choice import choices
+from vllm_kvq.eval import cache
 from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Estimate, Results, Row
 from vllm_kvq.formats import table
 
@@ -19,8 +19,6 @@ pytestmark = pytest.mark.engine
 BROKEN = ("scaled", "swapped", "late")
 NOISE = 1e-5
 """Nats: what float32 leaves between two ways to add up the same numbers; measured: below 2e-6."""
-
-Evaluate = Callable[..., Results]
 
 
 @pytest.fixture(scope="module")
@@ -42,30 +40,13 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     table.third_parties.cache_clear()
 
 
-def evaluate(model: Path, folder: Path, formats: str, *more: str) -> Results:
-    arguments = [
-        str(model),
-        "--formats",
-        formats,
-        "--tasks",
-        "recall",
-        "text",
-        "--context",
-        "160",
-        "--dtype",
-        "float32",
-    ]
-    arguments += ["--sequences", "3", "--answers", "2", "--longest", "24", "--cache", str(folder), *more]
-    args = command.parser().parse_args(arguments)
-    return command.evaluate(args, choices(args.formats))
-
-
 @pytest.fixture(scope="module")
 def results(model: Path, packages: None, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Plain against itself, a lossless format that PyTorch serves, and its broken relatives."""
     folder = tmp_path_factory.mktemp("cache")
-    forced = evaluate(model, folder, f"auto,whole,{','.join(BROKEN)}", "--regimes", TEACHER_FORCED)
-    generated = evaluate(model, folder, "auto,lossless,scaled", "--regimes", DECODING)
+    todo = plan(model, f"auto,whole,squat2,{','.join(BROKEN)}", regimes=(TEACHER_FORCED,))
+    forced = evaluate(folder, todo)
+    generated = evaluate(folder, plan(model, "auto,lossless,scaled", regimes=(DECODING,)))
     return Results(forced.rows + generated.rows)
 
 
@@ -116,26 +97,18 @@ def test_a_broken_codec_is_caught_while_it_generates(results: Results) -> None:
 def test_bits_are_those_of_what_is_kept(results: Results) -> None:
     """float32, bit for bit, in 2 blocks of 128 tokens and those of a sidecar of 65 slots."""
     assert row(results, "auto", "text", TEACHER_FORCED).bits == 32
-    assert row(results, "fp8", "text", TEACHER_FORCED).bits == 8
     lossless = row(results, "whole", "text", TEACHER_FORCED)
     assert lossless.bits is not None
     assert lossless.bits > 32 * (256 + 65) / 160
 
 
-def test_two_runs_agree(model: Path, tmp_path: Path) -> None:
-    """In caches of their own: nothing is taken from the other run."""
-    once, again = (evaluate(model, tmp_path / name, "squat2", "--regimes", DECODING) for name in ("one", "other"))
-    assert once == again
-    assert row(once, "squat2", "text", DECODING).metrics["kl"].low > NOISE
-
-
-def test_a_format_that_vllm_refuses_is_a_row_with_the_reason(model: Path, tmp_path: Path) -> None:
-    found = evaluate(model, tmp_path, "squat2:N=64,S=128", "--regimes", TEACHER_FORCED, "--tasks", "text")
-    (refused,) = (r for r in found.rows if r.format == "squat2")
-    assert refused.problem is not None
-    assert "sinks must fit in one page" in refused.problem
-    assert not refused.metrics
-    assert all(r.metrics for r in found.rows if r.format == "auto")
+def test_two_runs_agree(results: Results, model: Path, tmp_path: Path) -> None:
+    """In a cache of its own: nothing is taken from the other run."""
+    again = evaluate(tmp_path, plan(model, "squat2", regimes=(TEACHER_FORCED,)))
+    for task in ("recall", "text"):
+        once = row(results, "squat2", task, TEACHER_FORCED)
+        assert row(again, "squat2", task, TEACHER_FORCED) == once
+        assert once.metrics["kl"].low > NOISE
 
 
 def test_the_cache_knows_its_formats_sources(packages: None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,10 @@ def serve(pipe: Any, log: str, variables: Mapping[str, str], arguments: EngineAr
 
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         torch.set_num_threads(1)
+    import tqdm
+
+    # otherwise tqdm makes a semaphore that lives longer than the process
+    tqdm.tqdm.set_lock(threading.RLock())
     # lists of millions of floats, which no cycle contains
     gc.disable()
     from vllm_kvq.integration.dry_start import sentence_of
@@ -51,6 +56,8 @@ def serve(pipe: Any, log: str, variables: Mapping[str, str], arguments: EngineAr
 
         traceback.print_exc()
         pipe.send((False, sentence_of(error)))
+    # the process ends here, without vLLM's own clean-up, which takes seconds
+    os._exit(0)
 
 
 class Engine:
