@@ -97,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.show_json(results.document())
     else:
         report.show(results)
-    good = any(row.metrics for row in results.rows if row.format != PLAIN) or all(c.format == PLAIN for c in chosen)
-    return console.DONE if good else console.FOUND
+    named = {choice.label for choice in chosen}
+    return console.DONE if any(row.metrics for row in results.rows if row.label in named) else console.FOUND
 
 
 class EvaluationFailed(Exception):

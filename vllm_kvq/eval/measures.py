@@ -15,6 +15,8 @@ import numpy as np
 from vllm_kvq.eval.result import Bin, Curve, Estimate
 
 DRAWS = 1000
+QUANTILE_DRAWS = 200
+"""Each of them goes over all tokens."""
 INTERVAL = (2.5, 97.5)
 """Percentiles of the draws."""
 MOST_BINS = 8
@@ -36,11 +38,11 @@ class Values:
     def where(self, mask: np.ndarray) -> Values:
         return Values(self.value[mask], self.sequence[mask])
 
-    def weights(self) -> np.ndarray:
+    def weights(self, draws: int = DRAWS) -> np.ndarray:
         """(draws, sequences): how often each sequence is drawn; the first row is the data as they are."""
         count = len(np.unique(self.sequence))
         rng = np.random.default_rng(0)
-        drawn = rng.multinomial(count, np.full(count, 1 / count), DRAWS)
+        drawn = rng.multinomial(count, np.full(count, 1 / count), draws)
         return np.concatenate([np.ones((1, count)), drawn])
 
     @property
@@ -59,7 +61,7 @@ def mean(values: Values, after: Statistic = lambda x: x) -> Estimate:
 def quantile(values: Values, q: float) -> Estimate:
     """The smallest number that at least a share q of them does not exceed."""
     order = np.argsort(values.value, kind="stable")
-    ordered, index, weights = values.value[order], values.index[order], values.weights()
+    ordered, index, weights = values.value[order], values.index[order], values.weights(QUANTILE_DRAWS)
     found = np.empty(len(weights))
     for i, weight in enumerate(weights):
         below = np.cumsum(weight[index])
