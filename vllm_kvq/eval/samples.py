@@ -61,11 +61,12 @@ def sequence(tokenizer: Any, task: str, context: int, most: int, number: int, se
 
 def _characters_per_token(tokenizer: Any, task: str) -> float:
     text = TASKS[task].sample(random.Random(0), 4000).text
-    return len(text) / len(tokenizer(text).input_ids)
+    return len(text) / len(tokenizer(text, verbose=False).input_ids)
 
 
 def _tokenized(tokenizer: Any, sample: Sample, limit: int) -> Sequence:
-    encoded = tokenizer(sample.text, return_offsets_mapping=True)
+    # not verbose: it would warn of texts longer than the model has room for, which are tried and given up here
+    encoded = tokenizer(sample.text, return_offsets_mapping=True, verbose=False)
     ids, offsets = tuple(encoded.input_ids), encoded.offset_mapping
     if not sample.answers:
         # nothing is asked, so any length will do
