@@ -178,3 +178,38 @@ def test_rows_say_what_was_measured(model: Path, tmp_path: Path, asked: list[tup
     assert generated.metrics["exact"].value == 0
     lengths = [n for s in todo.sequences if s.task == "recall" for n in todo.lengths(s)]
     assert generated.metrics["agreement"].value == pytest.approx(np.mean(lengths))
+
+
+def test_answers_are_where_their_spans_are(
+    model: Path, tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that knows answers and nothing else: all are right, and of two that it generates the first is exact."""
+    todo = plan(model, "squat2", tasks=("recall", "variables"), contexts=(400,))
+    known = {item.tokens: item for item in todo.sequences}
+
+    class Knowing(run.Engine):  # type: ignore[misc, valid-type]
+        def score(self, job: Score) -> Logprobs:
+            found, item = super().score(job), known[job.tokens]
+            values = np.full_like(found.values, -20)
+            values[:, 0] = -1e-6
+            for span in item.spans:
+                for at in range(span.begin, span.end):
+                    values[at - 1, 0], values[at - 1, item.tokens[at]] = -20, -1e-6
+            return Logprobs(found.token, found.chosen, values)
+
+        def generate(self, job: Generate) -> list[Logprobs]:
+            item = next(item for tokens, item in known.items() if tokens[: len(job.prompts[0])] == job.prompts[0])
+            first = todo.asked(item)[0]
+            said = [item.tokens[first.begin :][: job.counts[0]], *((7,) * count for count in job.counts[1:])]
+            return [self.made_up(tokens, prompt) for tokens, prompt in zip(said, job.prompts, strict=True)]
+
+    monkeypatch.setattr(run, "Engine", Knowing)
+    for row in evaluate(tmp_path, todo).rows:
+        figures = ("accuracy", 1.0) if row.regime == TEACHER_FORCED else ("exact", 0.5)
+        assert row.metrics[figures[0]].value == figures[1], (row.task, row.regime)
+        assert row.metrics["top1"].value == 1 if row.regime == TEACHER_FORCED else row.metrics["top1"].value <= 1
+        if row.regime == TEACHER_FORCED:
+            assert all(b.estimate.value == 1 for b in row.by_depth["accuracy"])
+        if row.task == "variables":
+            steps = {span.steps for item in todo.sequences if item.task == row.task for span in item.spans}
+            assert row.regime == DECODING or {int(b.begin) for b in row.by_steps["accuracy"]} == steps
