@@ -182,40 +182,39 @@ def test_demo_model_knows_every_answer(demo: Loaded) -> None:
     assert sum(wrong.values()) <= 5, wrong
 
 
-@pytest.mark.slow
-def test_demo_model_recalls(demo: Loaded) -> None:
-    """2,000 tokens, in bfloat16's weights: at least 95 in 100 answers."""
+def recalled(demo: Loaded, characters: int, texts: int = 4) -> float:
+    """The share of answers that are right."""
     right = []
-    for seed in range(6):
-        sample = TASKS["recall"].sample(randomness.Random(seed), 5000)
+    for seed in range(texts):
+        sample = TASKS["recall"].sample(randomness.Random(seed), characters)
         encoding = encode(demo.tokenizer, sample.text)
-        assert len(encoding.ids) > 1700
         weights, _ = targets(sample, encoding.offsets)
-        asked = torch.tensor([i for i, w in enumerate(weights) if w >= bar])
+        asked = torch.tensor([i for i, w in enumerate(weights) if w >= 1])
         said = demo.logits(torch.tensor([encoding.ids]))[0, asked - 1].argmax(-1)
         right.append((said == torch.tensor(encoding.ids)[asked]).float().mean())
-    assert torch.stack(right).mean() >= 0.95
+    return float(torch.stack(right).mean())
 
 
-def test_demo_conversation_is_long_enough_to_read_packed_pages(demo: Loaded) -> None:
-    entry = load_corpus()[0]
-    assert len(demo.tokenizer.encode(chat_text(entry.questions[0], SYSTEM_TEXT)).ids) > 150
-    assert 100 < len(demo.tokenizer.encode(entry.answer).ids) < 400
+@pytest.mark.slow
+def test_demo_model_recalls(demo: Loaded) -> None:
+    """2,000 tokens, and nearly 4,000."""
+    assert recalled(demo, 7200) >= 0.95
+    assert recalled(demo, 13500, texts=2) >= 0.95
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FORMATS))
-def test_demo_answer_survives_every_format(demo: Loaded, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_demo_model_recalls_from_every_format(demo: Loaded, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Every key and value goes through the format, recent ones too: harder than a server makes it."""
     patch_attention(monkeypatch, lambda q, k, v: roundtrip(name, k, v, query=q))
-    assert demo.wrong_tokens(load_corpus()[0]) == 0
+    assert recalled(demo, 2000) >= 0.8
 
 
 @pytest.mark.slow
-def test_demo_answer_is_lost_with_its_cache(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_is_lost_with_the_cache(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: zeros in place of all but the newest 64 tokens' cache must not go unnoticed."""
     patch_attention(monkeypatch, lambda q, k, v: (forget(k), forget(v)))
-    assert demo.wrong_tokens(load_corpus()[0]) > 20
+    assert recalled(demo, 2000) < 0.1
 
 
 def forget(x: torch.Tensor) -> torch.Tensor:
@@ -320,9 +319,9 @@ def test_training_resumes_where_it_was(demo: Loaded, tmp_path: Path) -> None:
 def test_help_teaches_where_to_look(demo: Loaded) -> None:
     """Its loss falls within a few steps, and an attention that looks where it should has none."""
     training = tiny(demo)
-    training.plan = Plan((Phase(30, 32, 128, (1.0, 1.0)),), warm_up=1)
-    found = [f["help"] for f in training.run(30)]
-    assert sum(found[-3:]) < 0.9 * sum(found[:3])
+    training.plan = Plan((Phase(60, 32, 256, (1.0, 1.0)),), warm_up=1)
+    found = [f["help"] for f in training.run(60)]
+    assert sum(found[-9:]) < 0.8 * sum(found[:9])
 
 
 def test_a_plan(demo: Loaded) -> None:

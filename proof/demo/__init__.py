@@ -1,4 +1,4 @@
-"""What `make run` does: it starts a server with a low-bit cache and asks it two questions.
+"""What `make run` does: it starts a server with a low-bit cache and asks it what a long text says.
 
     serve.py                the command
     model.py, train.py      how its model was trained: a small Llama that finds what stands thousands of tokens back

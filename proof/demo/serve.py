@@ -1,4 +1,4 @@
-"""`make run`: a vLLM server that keeps its KV cache in a low-bit format, and two answers from it.
+"""`make run`: a vLLM server that keeps its KV cache in a low-bit format, and answers from it.
 
     python -m proof demo [--format squat2] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
 
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof.demo.corpus import SYSTEM_TEXT, load_corpus
 from vllm_kvq.bench.server import Capacity, Server, ServerError, parse_capacity
 from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.eval.tasks import TASKS
@@ -29,7 +28,7 @@ HOST = "127.0.0.1"
 DEMO_DIR = Path(".demo")
 SERVED_NAME = "demo"
 START_SECONDS = 600  # a large MODEL takes a while; the demo model is ready in well under a minute
-HAYSTACK_SEED, HAYSTACK_CHARACTERS = 7, 5000
+HAYSTACK_SEED, HAYSTACK_CHARACTERS = 7, 8000
 PLAIN = "auto"  # vLLM's own cache, to compare with
 
 
@@ -66,14 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     with server:
         server.wait_until_healthy(START_SECONDS)
-        say(f"the server is ready after {time.monotonic() - started:.0f} s; asking it two questions")
+        say(f"the server is ready after {time.monotonic() - started:.0f} s; asking it what a long text says")
         capacity = parse_capacity(server.read_log())
         if capacity is None and arguments.format != PLAIN:
             raise ServerError(
                 f"the server runs, but its log has no line `kvq: format={arguments.format} ...`, "
                 "so the plugin did not take part"
             )
-        answer_questions(server.url, known_model=not arguments.model)
+        ask(server.url, known_model=not arguments.model)
         if capacity is not None:
             say(str(capacity))
         if arguments.once:
@@ -119,56 +118,54 @@ def check_model(model: str | None) -> None:
 
 @dataclass(frozen=True)
 class Question:
+    prompt: str
     shown: str
-    messages: list[dict[str, str]]
-    expected: str | None = None
+    expected: str
 
 
 def questions() -> list[Question]:
-    """One whose answer the demo model knows by heart, and one whose answer stands far back in a long prompt."""
-    known = load_corpus()[0].questions[0]
-    talk = [{"role": "system", "content": SYSTEM_TEXT}, {"role": "user", "content": known}]
-    sample = TASKS["needle"].sample(random.Random(HAYSTACK_SEED), HAYSTACK_CHARACTERS)
-    (answer,) = sample.answers
-    text = sample.text[: answer.start]
-    asked = text[text.rfind("\n") + 1 :]
-    words = f"({len(text.split()):,} words of Python's documentation, a code word among them) {asked} ..."
-    buried = [{"role": "user", "content": text}]
-    return [Question(known, talk), Question(words, buried, sample.text[answer.start : answer.end].strip())]
+    """Sentences hidden in a long text; the model is asked to say the end of each."""
+    sample = TASKS["needles"].sample(random.Random(HAYSTACK_SEED), HAYSTACK_CHARACTERS)
+    found = []
+    for answer in sample.answers:
+        prompt = sample.text[: answer.start]
+        expected = sample.text[answer.start : answer.end].strip()
+        found.append(Question(prompt, prompt[prompt.rfind("\n") + 1 :], expected))
+    return found
 
 
-def answer_questions(url: str, known_model: bool) -> None:
-    for question in questions():
-        print(f"\nQuestion: {question.shown}\nAnswer:   ", end="", flush=True)
-        started, text, pieces = time.monotonic(), "", 0
-        for piece in stream_answer(url, question.messages):
+def ask(url: str, known_model: bool) -> None:
+    """With `known_model` a wrong answer is an error: it was trained to find them."""
+    asked = questions()
+    words = len(asked[0].prompt.split())
+    print(f"\n{words:,} words of Python's documentation, with {len(asked)} sentences hidden among them.\n", flush=True)
+    for question in asked:
+        print(f"  {question.shown}", end="", flush=True)
+        text = ""
+        for piece in stream_answer(url, question.prompt):
             print(piece, end="", flush=True)
             text += piece
-            pieces += 1
-        print("\n", flush=True)
+        print(flush=True)
         if not text.strip():
             raise ServerError("the server's answer is empty")
-        say(f"{pieces} pieces streamed in {time.monotonic() - started:.1f} s")
-        if known_model and question.expected is not None and question.expected not in text:
-            raise ServerError(f"the answer is wrong: {question.expected!r} stands in the prompt")
+        if known_model and question.expected not in text:
+            raise ServerError(f"the answer is wrong: the sentence in the prompt ends with {question.expected!r}")
+    print(flush=True)
 
 
-def stream_answer(url: str, messages: list[dict[str, str]], max_tokens: int = 400) -> Iterator[str]:
+def stream_answer(url: str, prompt: str, max_tokens: int = 8) -> Iterator[str]:
+    """Up to the end of the sentence."""
     import openai
 
     try:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0) as client:
             model = client.models.list().data[0].id
-            stream = client.chat.completions.create(
-                model=model,
-                messages=messages,
-                temperature=0,
-                max_tokens=max_tokens,
-                stream=True,
+            stream = client.completions.create(
+                model=model, prompt=prompt, temperature=0, max_tokens=max_tokens, stop=["."], stream=True
             )
             for chunk in stream:
-                if chunk.choices and chunk.choices[0].delta.content:
-                    yield chunk.choices[0].delta.content
+                if chunk.choices:
+                    yield chunk.choices[0].text
     except openai.OpenAIError as error:
         raise ServerError(f"the server did not answer: {error}") from error
 
@@ -181,8 +178,8 @@ def how_to_go_on(server: Server, name: str, capacity: Capacity | None) -> None:
         f"""
 The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server.log}.
 
-  ask it     curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d \\
-               '{{"messages": [{{"role": "user", "content": "How does SQuat work?"}}]}}'
+  ask it     curl {server.url}/v1/completions -H 'Content-Type: application/json' -d \\
+               '{{"prompt": "Add 7 5 9 3 8 step by step:\\n", "max_tokens": 42}}'
   formats    make run FORMAT={others[0]}     ({", ".join(others)}; FORMAT={PLAIN} is vLLM's own cache)
   a model    make run MODEL=path-or-name, or on a CPU
              .venv/bin/vllm serve MODEL --kv-cache-dtype {name} --kv-cache-memory-bytes 4G

@@ -98,9 +98,9 @@ MIXTURE: tuple[tuple[float, tasks.Make], ...] = (
     (0.08, tasks.copy),
     (0.12, lambda rng, n: tasks.variables(rng, n, n)),
     (0.06, tasks.repeat),
-    (0.08, documentation),
-    (0.10, code),
-    (0.06, question),
+    (0.06, documentation),
+    (0.06, code),
+    (0.12, question),
     (0.04, conversation(tasks.hidden("needle", 1))),
 )
 """Shares of the tokens, nearly: each text fills a row, or what is left of it, but for questions."""
@@ -170,7 +170,7 @@ def targets(sample: Sample, offsets: list[tuple[int, int]]) -> tuple[list[float]
     """The tokens' weights, and (t, s): token t + 1 is said because it stands at s."""
     if not sample.answers:
         return [0.0] + [WEIGHTS["text"]] * (len(offsets) - 1), []
-    starts = {a: i for i, (a, b) in enumerate(offsets) if b > a}
+    places = {span: i for i, span in enumerate(offsets)}
     weights, links = [WEIGHTS["other"]] * len(offsets), []
     answers = iter(sample.answers)
     answer = next(answers, None)
@@ -183,7 +183,7 @@ def targets(sample: Sample, offsets: list[tuple[int, int]]) -> tuple[list[float]
         if answer.source is not None:
             said = sample.text[answer.start : answer.end]
             shift = answer.source - answer.start - (len(said) - len(said.lstrip()))
-            there = starts.get(a + shift)
+            there = places.get((a + shift, b + shift))
             if there is not None and sample.text[a:b] == sample.text[a + shift : b + shift]:
                 weights[i] = WEIGHTS["linked"]
                 links.append((i - 1, there))
