@@ -146,21 +146,28 @@ def forward(
     ids: Tensor,
     noise: tuple[float, float] = (0.0, 0.0),
     only: Tensor | None = None,
+    watch: Callable[[int, Tensor, Tensor], None] = lambda layer, key, value: None,
 ) -> Tensor:
-    """Logits of `ids` (batch, length), of all positions or of those where the mask `only` is set."""
+    """Logits of `ids` (batch, length), of all positions or of those where the mask `only` is set.
+
+    `watch` is given each layer's keys and values as they are cached: (batch, KV heads, length, head size).
+    """
     cos, sin = _rope_tables(shape, ids.shape[1])
     x = weights["model.embed_tokens.weight"][ids]
     for i in range(shape.layers):
         w = {n.removeprefix(p): t for n, t in weights.items() if n.startswith(p := f"model.layers.{i}.")}
         h = F.rms_norm(x, (shape.hidden,), w["input_layernorm.weight"], shape.rms_eps)
         q, k, v = (
-            F.linear(h, w[f"self_attn.{n}_proj.weight"]).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+            F.linear(h, w[f"self_attn.{n}_proj.weight"], w.get(f"self_attn.{n}_proj.bias"))
+            .unflatten(-1, (-1, shape.head_dim))
+            .transpose(1, 2)
             for n in "qkv"
         )
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        watch(i, k, v)
         k, v = _disturb(k, noise[0]), _disturb(v, noise[1])
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + F.linear(a.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"])
+        x = x + F.linear(a.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
         h = F.rms_norm(x, (shape.hidden,), w["post_attention_layernorm.weight"], shape.rms_eps)
         gate = F.silu(F.linear(h, w["mlp.gate_proj.weight"])) * F.linear(h, w["mlp.up_proj.weight"])
         x = x + F.linear(gate, w["mlp.down_proj.weight"])
