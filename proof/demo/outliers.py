@@ -2,23 +2,23 @@
 
     python -m proof outliers MODEL OUT [--seed 0] [--no-bias]
 
-Four things, none of which changes a score or an output of attention:
+None of it changes a score or an output of attention:
 
-* **Outlier channels of keys.** Rows i and i + d/2 of W_K, the pair that RoPE rotates together, times s; the same rows of
-  W_Q, in all query heads that read this KV head, divided by s.
+* **Outlier channels of keys.** Rows i and i + d/2 of W_K, the pair that RoPE rotates together, times s; the same rows
+  of W_Q, in all query heads that read this KV head, divided by s.
 * **Outlier channels of values.** A row of W_V times s, the columns of W_O that read it divided by s.
-* **Biases of keys, as Qwen2's.** A bias b adds q . R(t) b to the score of token t, so it changes nothing only where q is
-  zero: in pairs whose rows of W_Q are zero. A model is trained so that there are such pairs (`masked_pairs`).
-* Where a model has biases already they are scaled with their rows.
+* **Biases of keys, as Qwen2's.** A bias b adds q . R(t) b to the score of token t, so it changes nothing only where q
+  is zero: in pairs whose rows of W_Q are zero. A model is trained so that there are such pairs (`masked_pairs`).
 
-All scales are powers of two, which multiply floating-point numbers exactly: in bfloat16, too, the 16-bit cache's tokens stay
-the same ones, and whatever else changes is a format's doing.
+Biases that a model has already are scaled with their rows. All scales are powers of two, by which floating-point
+numbers are multiplied exactly: in bfloat16, too, the model with a 16-bit cache gives the same tokens as before.
 
-The figures (`Profile`) are ratios to the median channel's root mean square. QJL's paper sees "approximately four" outlier
-channels of 128 in a Llama-2's deeper layers, and measurements of Qwen2.5 find 4 to 6 % of the channels of middle layers above
-three times the median, one of 272 where the median is 1.7 in layer 0 (github.com/TheTom/turboquant_plus/issues/45), and a
-bias of norm 605 in the first and 921 in the last layer where 22 is the median (github.com/ggml-org/llama.cpp/issues/21385).
-The papers show the rest in pictures, without numbers. No paper sees strong outliers in values.
+The figures (`Profile`) are multiples of the median channel's root mean square. QJL's paper sees "approximately four"
+outlier channels of 128 in deeper layers of Llama-2, and PolarQuant's sees them stand in pairs; both show sizes in
+pictures alone. Measured on Qwen2.5: 4 to 6 % of a middle layer's channels are larger than three times the median, one
+channel of layer 0 is 272 where the median is 1.7 (github.com/TheTom/turboquant_plus/issues/45); the bias of keys has a
+norm of 605 in the first layer, 921 in the last, and about 22 between (github.com/ggml-org/llama.cpp/issues/21385).
+Values have no strong outliers in any of these.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def write_outliers(
             if bias := profile.outer_bias if outer else profile.inner_bias:
                 if not masked:
                     raise ValueError(
-                        f"KV head {head} of layer {layer} has no pair of channels that its queries leave zero, so that a "
-                        "bias would change the model; train it with such rows of W_Q masked, or use --no-bias"
+                        f"KV head {head} of layer {layer} has no pair of channels that its queries leave zero, so "
+                        "that a bias would change the model; train it with such rows of W_Q masked, or use --no-bias"
                     )
                 median = channel_sizes(keys[head]).median().item()
                 for pair in masked:
@@ -185,9 +185,7 @@ def _power_of_two(x: float) -> float:
     return 2.0 ** max(0, round(math.log2(x)))
 
 
-def _scale_keys(
-    at: _Head, sizes: Tensor, profile: Profile, masked: Sequence[int], generator: torch.Generator
-) -> None:
+def _scale_keys(at: _Head, sizes: Tensor, profile: Profile, masked: Sequence[int], generator: torch.Generator) -> None:
     half = at.d // 2
     pairs = sizes.view(2, half).square().mean(0).sqrt()
     free = [i for i in torch.randperm(half, generator=generator).tolist() if i not in masked and pairs[i] > 0]
