@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_kvq.eval.choice import label
+
 VERSION = 1
 """Of the file. Rows that another version wrote are not read."""
 
@@ -117,8 +119,7 @@ class Row:
     @property
     def label(self) -> str:
         """The format as users write it: `squat2:r=8,W=64`."""
-        options = ",".join(f"{name}={value}" for name, value in sorted(self.options.items()))
-        return f"{self.format}:{options}" if options else self.format
+        return label(self.format, self.options)
 
     def document(self) -> dict[str, Any]:
         return _without_nan(asdict(self))

@@ -1,0 +1,23 @@
+"""What a request of some length takes per cached number: pages, window, sinks, sidecar and headers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm_kvq.integration.served import Served
+
+PLAIN_BITS = 16
+"""What `Kind.plain_bytes` counts with."""
+
+
+def bits_at(served: Served, tokens: int) -> float:
+    """Whole blocks, as vLLM gives them out, against the same numbers in 16 bits; layers in 16 bits count, too."""
+    kinds = replace(served, max_len=tokens).kinds
+    taken = served.page_bytes * sum(kind.layers * kind.blocks for kind in kinds)
+    return PLAIN_BITS * taken / sum(kind.layers * kind.plain_bytes for kind in kinds)
+
+
+def plain_bits(dtype: str, model_dtype: Any) -> float:
+    """Of vLLM's own caches; their scales are one number per layer."""
+    return 8.0 if dtype.startswith("fp8") else 8.0 * model_dtype.itemsize

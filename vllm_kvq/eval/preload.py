@@ -1,0 +1,24 @@
+"""Imported once, by the server that engines are forked from (multiprocessing's forkserver)."""
+
+from __future__ import annotations
+
+import os
+
+
+def _silently() -> None:
+    kept = os.dup(1), os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for fd in (1, 2):
+            os.dup2(nothing, fd)
+        from vllm import LLM  # noqa: F401
+
+        from vllm_kvq.eval import forced  # noqa: F401
+    finally:
+        for fd, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, fd)
+            os.close(old)
+        os.close(nothing)
+
+
+_silently()
