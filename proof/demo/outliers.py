@@ -94,7 +94,7 @@ def channel_sizes(x: Tensor) -> Tensor:
 def cached(shape: LlamaShape, weights: Mapping[str, Tensor], ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Each layer's keys and values, (KV heads, tokens, head size), of tokens `ids` (tokens,)."""
     found: list[tuple[Tensor, Tensor]] = []
-    forward(shape, dict(weights), ids[None], watch=lambda layer, key, value: found.append((key[0], value[0])))
+    forward(shape, dict(weights), ids[None], watch=lambda layer, query, key, value: found.append((key[0], value[0])))
     return found
 
 

@@ -146,11 +146,11 @@ def forward(
     ids: Tensor,
     noise: tuple[float, float] = (0.0, 0.0),
     only: Tensor | None = None,
-    watch: Callable[[int, Tensor, Tensor], None] = lambda layer, key, value: None,
+    watch: Callable[[int, Tensor, Tensor, Tensor], None] = lambda layer, query, key, value: None,
 ) -> Tensor:
     """Logits of `ids` (batch, length), of all positions or of those where the mask `only` is set.
 
-    `watch` is given each layer's keys and values as they are cached: (batch, KV heads, length, head size).
+    `watch` is given each layer's queries, keys and values after RoPE: (batch, heads, length, head size).
     """
     cos, sin = _rope_tables(shape, ids.shape[1])
     x = weights["model.embed_tokens.weight"][ids]
@@ -164,7 +164,7 @@ def forward(
             for n in "qkv"
         )
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        watch(i, k, v)
+        watch(i, q, k, v)
         k, v = _disturb(k, noise[0]), _disturb(v, noise[1])
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + F.linear(a.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))

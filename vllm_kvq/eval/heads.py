@@ -8,7 +8,7 @@ of the scores q . K, of the values, and of attention's output, which joins both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,14 +33,12 @@ class HeadError:
 
 def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any], block: int) -> PageFormat:
     """The format as this layer would have it. ValueError where it can't be had."""
-    fmt = get_format(name)
-    geometry = Geometry(layer.head_size, fmt.settings(options).N or block, layer.key.dtype, layer.index)
-    if fmt.settings(options).keys.pairs_channels:
+    fmt, settings = get_format(name), get_format(name).settings(options)
+    geometry = Geometry(layer.head_size, settings.N or block, layer.key.dtype, layer.index)
+    if settings.keys.pairs_channels:
         if captured.pairing is None:
             raise ValueError(f"{name} needs to know which channels RoPE rotates together, and this model does not tell")
-        geometry = Geometry(
-            **{**vars(geometry), "pairing": captured.pairing, "rotary_dim": captured.rotary_dim},
-        )
+        geometry = replace(geometry, pairing=captured.pairing, rotary_dim=captured.rotary_dim)
     return fmt.bind(geometry, options)
 
 
@@ -72,9 +70,7 @@ def layer_errors(page: PageFormat, layer: Layer) -> list[HeadError]:
 
 
 def _relative(exact: torch.Tensor, other: torch.Tensor) -> float:
-    """0 where both are zero."""
-    size = exact.norm().item()
-    return (other - exact).norm().item() / size if size else float((other - exact).norm().item() > 0)
+    return ((other - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
 def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block: int = 128) -> list[HeadError]:
