@@ -21,7 +21,7 @@ class Choice:
     """A KV cache dtype and its options; refuses what the format would refuse."""
 
     format: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.ours:

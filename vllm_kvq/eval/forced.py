@@ -20,7 +20,9 @@ class Forced(AdapterLogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def new_req_logits_processor(self, params: SamplingParams) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
         tokens = (params.extra_args or {}).get(ARGUMENT)
         return None if tokens is None else _Tokens(tokens)
 

@@ -10,7 +10,7 @@ result is a lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,12 @@ class Logprobs:
         by_id = np.empty_like(values)
         np.put_along_axis(by_id, ids.astype(np.int64), values, 1)
         return cls(token, chosen, by_id)
+
+
+def joined(runs: Sequence[Logprobs]) -> Logprobs:
+    """One after the other."""
+    parts = [run.arrays() for run in runs]
+    return Logprobs.of({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
 def divergence(p: Logprobs, q: Logprobs) -> np.ndarray:

@@ -92,8 +92,8 @@ class Row:
     context: int
     """Tokens of a sequence, the generated ones included."""
     sequences: int
-    bits: float
-    """Per element at that length: pages, window, sinks, sidecar and headers."""
+    bits: float | None
+    """Per element at that length: pages, window, sinks, sidecar and headers. None where the format did not start."""
     seed: int = 0
     kl_is_bound: bool = False
     """The vocabulary was too large to compare whole: the KL figures are lower bounds."""
@@ -139,9 +139,11 @@ class Row:
 class Results:
     rows: tuple[Row, ...]
 
+    def document(self) -> dict[str, Any]:
+        return {"version": VERSION, "rows": [row.document() for row in self.rows]}
+
     def save(self, path: Path) -> None:
-        document = {"version": VERSION, "rows": [row.document() for row in self.rows]}
-        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        path.write_text(json.dumps(self.document(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Results:
