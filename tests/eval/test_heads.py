@@ -75,7 +75,7 @@ def test_a_window_as_long_as_the_text_leaves_nothing_to_pack(captured: Captured)
 
 
 def test_the_damaged_head_is_named(captured: Captured) -> None:
-    """Keys of one head, far from the others in two of 64 channels: per-token groups lose everything else of that head."""
+    """Keys of one head with a large bias in one channel: per-token groups lose what lies beside it."""
     layer = captured.layers[1]
     key = layer.key.clone()
     key[:, 1, 5] += 300.0
@@ -103,6 +103,8 @@ def test_layers_in_16_bits_have_no_error(captured: Captured) -> None:
 
 
 def test_a_text_that_leaves_nobody_to_read_is_refused(captured: Captured) -> None:
-    short = replace(captured.layers[0], **{n: getattr(captured.layers[0], n)[:READERS] for n in ("query", "key", "value")})
+    short = replace(
+        captured.layers[0], **{n: getattr(captured.layers[0], n)[:READERS] for n in ("query", "key", "value")}
+    )
     with pytest.raises(ValueError, match=f"a text of {READERS} tokens is too short"):
         head_errors(replace(captured, layers=(short,)), "squat2", {})

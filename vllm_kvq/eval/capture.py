@@ -129,7 +129,7 @@ def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
 
 
 def _room(model: Any, tokens: int) -> int:
-    """Enough memory for their cache, whatever the block size is; vLLM's default on a CPU is nine tenths of the machine."""
+    """Memory for their cache, whatever the block size is; vLLM's default on a CPU is nine tenths of the machine."""
     heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     return 2 * layers * 2 * heads * model.get_head_size() * model.dtype.itemsize * (tokens + LARGEST_BLOCK)
 

@@ -1,8 +1,8 @@
 """How far each KV head of each layer is from the 16-bit cache, for one format.
 
-The cache is that of a decode step after a prompt, from the format's own reference: packed, except the newest W tokens and
-the first S. Its readers are queries that the format has not seen, those of the text's last tokens. Three relative errors:
-of the scores q . K, of the values, and of attention's output, which joins both.
+The cache is that of a decode step after a prompt, from the format's own reference: packed, except the newest W tokens
+and the first S. Its readers are queries that the format has not seen, those of the text's last tokens. Three relative
+errors: of the scores q . K, of the values, and of attention's output, which joins both.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any
     return fmt.bind(geometry, options)
 
 
-def as_cached(page: PageFormat, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def as_cached(
+    page: PageFormat, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Keys and values of a prompt as the decode step after it reads them."""
     packed = max(0, (len(key) - page.W) // page.unit * page.unit)
     key_hat, value_hat = key.clone(), value.clone()
     if packed > page.S:
         state = fitted(page, key, query)
-        for hat, read in zip((key_hat, value_hat), through_pages(page, key[:packed], value[:packed], state), strict=True):
+        for hat, read in zip(
+            (key_hat, value_hat), through_pages(page, key[:packed], value[:packed], state), strict=True
+        ):
             hat[page.S : packed] = read[page.S :]
     return key_hat, value_hat
 
@@ -57,7 +61,9 @@ def layer_errors(page: PageFormat, layer: Layer) -> list[HeadError]:
     """One for each KV head. The text has to be longer than `READERS`."""
     context = len(layer.key) - READERS
     if context <= 0:
-        raise ValueError(f"a text of {len(layer.key)} tokens is too short: its last {READERS} tokens read the others' cache")
+        raise ValueError(
+            f"a text of {len(layer.key)} tokens is too short: its last {READERS} tokens read the others' cache"
+        )
     query, key, value = layer.query[:context], layer.key[:context], layer.value[:context]
     key_hat, value_hat = as_cached(page, query, key, value)
     readers = layer.query[context:]

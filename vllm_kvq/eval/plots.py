@@ -1,4 +1,4 @@
-"""Results as PNG files: quality against bits, by depth, by position, and heads' errors as a heat map. Needs matplotlib."""
+"""Results as PNG files: quality against bits, by depth, by position; heads' errors as a heat map. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def draw_all(rows: Iterable[Row], folder: Path) -> list[Path]:
             return _figure(path, _grouped(shown, lambda row: row.task), onto, title) if shown else []
 
         for metric in AGAINST_BITS:
-            drawn += draw("frontier", metric, lambda row: row.metrics, frontier(metric))
+            drawn += draw("frontier", metric, lambda row: {} if row.bits is None else row.metrics, frontier(metric))
         for kind, label, curves in CURVES:
             for metric in METRICS:
                 drawn += draw(kind, metric, curves, curve(metric, label, curves))
@@ -82,7 +82,7 @@ def frontier(metric: str) -> Onto:
 
     def onto(axes: Any, rows: Sequence[Row]) -> None:
         less = metric in DIVERGENCES
-        ours = [(row.bits, row.metrics[metric].value) for row in rows if not is_peer(row.format)]
+        ours = [(row.bits or 0.0, row.metrics[metric].value) for row in rows if not is_peer(row.format)]
         if ours:
             axes.plot(*zip(*best(ours, less), strict=True), "-", color="tab:blue")
         for row in rows:
