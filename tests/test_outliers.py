@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from proof.demo.llama import forward
 from proof.demo.outliers import Hardness, Profile, cached, main, masked_pairs, read, write_outliers
-from proof.demo.train import forward
 from vllm_kvq.bench.checkpoint import LlamaShape
 from vllm_kvq.bench.random_model import random_model
 
@@ -45,7 +45,7 @@ def model(path: Path) -> tuple[LlamaShape, Weights, torch.Tensor]:
 def logits(shape: LlamaShape, weights: Weights, seed: int = 5) -> torch.Tensor:
     """Of tokens that nothing was measured on."""
     ids = torch.randint(4, shape.vocab, (1, 400), generator=torch.Generator().manual_seed(seed))
-    return forward(shape, weights, ids)
+    return forward(shape, weights, ids)[0]
 
 
 @pytest.mark.parametrize("profile", [Profile(), NO_BIAS], ids=["biases", "no biases"])
@@ -176,9 +176,9 @@ def test_what_the_command_refuses(path: Path, tmp_path: Path, capsys: pytest.Cap
     assert main([str(plain), str(tmp_path / "out")]) == 1
     assert "or use --no-bias" in capsys.readouterr().err
     config = json.loads((plain / "config.json").read_text())
-    (plain / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    (plain / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
     assert main([str(plain), str(tmp_path / "out")]) == 1
-    assert "not that of a plain Llama: 'tie_word_embeddings' is True" in capsys.readouterr().err
+    assert "not that of a plain Llama: 'hidden_act' is 'gelu'" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
     assert "holds no checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

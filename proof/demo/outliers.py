@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from proof.demo.train import forward
+from proof.demo.llama import forward
 from vllm_kvq.bench.checkpoint import LlamaShape
 
 TEXT = Path(__file__).parents[2] / "README.md"
@@ -94,7 +94,7 @@ def channel_sizes(x: Tensor) -> Tensor:
 def cached(shape: LlamaShape, weights: Mapping[str, Tensor], ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Each layer's keys and values, (KV heads, tokens, head size), of tokens `ids` (tokens,)."""
     found: list[tuple[Tensor, Tensor]] = []
-    forward(shape, dict(weights), ids[None], watch=lambda layer, query, key, value: found.append((key[0], value[0])))
+    forward(shape, weights, ids[None], tap=lambda query, key, value: found.append((key[0], value[0])))
     return found
 
 
@@ -260,12 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"python -m proof outliers: {error}", file=sys.stderr)
         return 1
-    dtype = weights["lm_head.weight"].dtype
+    dtype = weights["model.norm.weight"].dtype
     stored = {name: w.to(dtype).contiguous() for name, w in written.items()}
     final = {name: w.float() for name, w in stored.items()}
     print(hardness_table([cached(shape, full, ids), cached(after, final, ids)]))
     with torch.no_grad():
-        change = (forward(after, final, ids[None]) - forward(shape, full, ids[None])).abs().max().item()
+        change = (forward(after, final, ids[None])[0] - forward(shape, full, ids[None])[0]).abs().max().item()
     print(f"largest change of a logit in float32: {change:.1e}")
     save(args.model, args.out, after, stored)
     return 0

@@ -1,34 +1,35 @@
-"""`make run`: a vLLM server that keeps its KV cache in a low-bit format, and one answer from it.
+"""`make run`: a vLLM server that keeps its KV cache in a low-bit format, and two answers from it.
 
     python -m proof demo [--format squat2] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
 
-Without --model it trains the demo model into .demo/ first. Exit status 0 after an answer (--once) or Ctrl-C,
-1 with one sentence otherwise, in particular when the answer is empty or the server does not say that its
+Without --model it serves the demo model. Exit status 0 after an answer (--once) or Ctrl-C,
+1 with one sentence otherwise, in particular when an answer is empty or wrong, or the server does not say that its
 cache is packed: a run that silently used a bf16 cache would prove nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import hashlib
 import os
-import shutil
+import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from proof.demo.corpus import SYSTEM_TEXT, load_corpus
-from vllm_kvq import bench
 from vllm_kvq.bench.server import Capacity, Server, ServerError, parse_capacity
+from vllm_kvq.eval.demo import demo_model
+from vllm_kvq.eval.tasks import TASKS
 
 HOST = "127.0.0.1"
 DEMO_DIR = Path(".demo")
 SERVED_NAME = "demo"
 START_SECONDS = 600  # a large MODEL takes a while; the demo model is ready in well under a minute
+HAYSTACK_SEED, HAYSTACK_CHARACTERS = 7, 5000
 PLAIN = "auto"  # vLLM's own cache, to compare with
 
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_format(arguments.format)
     check_port(HOST, arguments.port)
     check_model(arguments.model)
-    model = arguments.model or str(ensure_demo_model(DEMO_DIR / "model"))
+    model = arguments.model or str(demo_model())
     options = ["--kv-cache-dtype", arguments.format, *arguments.vllm_arguments]
     if not arguments.model:
         # Eager mode: compiling takes longer than all the rest of the demo.
@@ -65,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     with server:
         server.wait_until_healthy(START_SECONDS)
-        say(f"the server is ready after {time.monotonic() - started:.0f} s; asking it one question")
+        say(f"the server is ready after {time.monotonic() - started:.0f} s; asking it two questions")
         capacity = parse_capacity(server.read_log())
         if capacity is None and arguments.format != PLAIN:
             raise ServerError(
                 f"the server runs, but its log has no line `kvq: format={arguments.format} ...`, "
                 "so the plugin did not take part"
             )
-        answer_question(server.url)
+        answer_questions(server.url, known_model=not arguments.model)
         if capacity is not None:
             say(str(capacity))
         if arguments.once:
@@ -116,59 +117,43 @@ def check_model(model: str | None) -> None:
         raise ServerError(f"there is no folder {model} to load a model from")
 
 
-def ensure_demo_model(path: Path) -> Path:
-    """Train the model unless `path` holds one that was made by exactly the code and text of this checkout."""
-    made_by = hashlib.sha256()
-    for source in MODEL_SOURCES:
-        made_by.update(source.read_bytes())
-
-    def up_to_date() -> bool:
-        stamp = path / STAMP
-        return stamp.exists() and stamp.read_text(encoding="utf-8") == made_by.hexdigest()
-
-    if up_to_date():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would write to one folder
-        if not up_to_date():
-            _train_demo_model(path, made_by.hexdigest())
-    return path
+@dataclass(frozen=True)
+class Question:
+    shown: str
+    messages: list[dict[str, str]]
+    expected: str | None = None
 
 
-def _train_demo_model(path: Path, made_by: str) -> None:
-    from proof.demo.model import demo_model
-
-    say(f"training the demo model into {path} (about a minute, once)")
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    demo_model(unfinished, report=say)
-    (unfinished / STAMP).write_text(made_by, encoding="utf-8")
-    shutil.rmtree(path, ignore_errors=True)
-    unfinished.rename(path)
-
-
-STAMP = "made-by"
-MODEL_SOURCES = [Path(__file__).with_name(name) for name in ("corpus.txt", "corpus.py", "train.py", "model.py")]
-MODEL_SOURCES += [Path(bench.__path__[0]) / name for name in ("checkpoint.py", "tokenizer.py")]
+def questions() -> list[Question]:
+    """One whose answer the demo model knows by heart, and one whose answer stands far back in a long prompt."""
+    known = load_corpus()[0].questions[0]
+    talk = [{"role": "system", "content": SYSTEM_TEXT}, {"role": "user", "content": known}]
+    sample = TASKS["needle"].sample(random.Random(HAYSTACK_SEED), HAYSTACK_CHARACTERS)
+    (answer,) = sample.answers
+    text = sample.text[: answer.start]
+    asked = text[text.rfind("\n") + 1 :]
+    words = f"({len(text.split()):,} words of Python's documentation, a code word among them) {asked} ..."
+    buried = [{"role": "user", "content": text}]
+    return [Question(known, talk), Question(words, buried, sample.text[answer.start : answer.end].strip())]
 
 
-def answer_question(url: str) -> None:
-    question = load_corpus()[0].questions[0]
-    print(f"\nQuestion: {question}\nAnswer:   ", end="", flush=True)
-    started, pieces = time.monotonic(), 0
-    text = ""
-    for piece in stream_answer(url, question):
-        print(piece, end="", flush=True)
-        text += piece
-        pieces += 1
-    print("\n", flush=True)
-    if not text.strip():
-        raise ServerError("the server's answer is empty")
-    say(f"{pieces} pieces streamed in {time.monotonic() - started:.1f} s")
+def answer_questions(url: str, known_model: bool) -> None:
+    for question in questions():
+        print(f"\nQuestion: {question.shown}\nAnswer:   ", end="", flush=True)
+        started, text, pieces = time.monotonic(), "", 0
+        for piece in stream_answer(url, question.messages):
+            print(piece, end="", flush=True)
+            text += piece
+            pieces += 1
+        print("\n", flush=True)
+        if not text.strip():
+            raise ServerError("the server's answer is empty")
+        say(f"{pieces} pieces streamed in {time.monotonic() - started:.1f} s")
+        if known_model and question.expected is not None and question.expected not in text:
+            raise ServerError(f"the answer is wrong: {question.expected!r} stands in the prompt")
 
 
-def stream_answer(url: str, question: str, max_tokens: int = 400) -> Iterator[str]:
+def stream_answer(url: str, messages: list[dict[str, str]], max_tokens: int = 400) -> Iterator[str]:
     import openai
 
     try:
@@ -176,10 +161,7 @@ def stream_answer(url: str, question: str, max_tokens: int = 400) -> Iterator[st
             model = client.models.list().data[0].id
             stream = client.chat.completions.create(
                 model=model,
-                messages=[
-                    {"role": "system", "content": SYSTEM_TEXT},
-                    {"role": "user", "content": question},
-                ],
+                messages=messages,
                 temperature=0,
                 max_tokens=max_tokens,
                 stream=True,

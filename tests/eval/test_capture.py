@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from proof.demo.train import forward
+from proof.demo.llama import forward
 from vllm_kvq.bench.checkpoint import LlamaShape
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval.capture import CaptureFailed, capture
@@ -24,7 +24,7 @@ def test_queries_keys_and_values(tmp_path: Path) -> None:
     wanted: list[tuple[torch.Tensor, ...]] = []
     shape = LlamaShape.of_config(json.loads((model / "config.json").read_text()))
     with torch.no_grad():
-        forward(shape, load_file(model / "model.safetensors"), tokens[None], watch=lambda layer, *x: wanted.append(x))
+        forward(shape, load_file(model / "model.safetensors"), tokens[None], tap=lambda *x: wanted.append(x))
     assert (captured.windows, captured.pairing, captured.rotary_dim) == ((), "half", 64)
     assert [layer.index for layer in captured.layers] == [0, 1]
     for layer, tensors in zip(captured.layers, wanted, strict=True):

@@ -40,6 +40,8 @@ class LlamaShape:
     max_position: int = 4096
     rope_theta: float = 10000.0
     rms_eps: float = 1e-5
+    tied: bool = False
+    """Whether the embedding is the head, too."""
     attention_bias: bool = False
     """Whether the four projections of attention have biases."""
 
@@ -57,6 +59,7 @@ class LlamaShape:
             max_position=config["max_position_embeddings"],
             rope_theta=config["rope_theta"],
             rms_eps=config["rms_norm_eps"],
+            tied=config["tie_word_embeddings"],
             attention_bias=config["attention_bias"],
         )
         differs = [k for k, v in shape.config(torch.float32).items() if k != "torch_dtype" and config.get(k) != v]
@@ -85,7 +88,7 @@ class LlamaShape:
             "hidden_act": "silu",
             "attention_bias": self.attention_bias,
             "mlp_bias": False,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tied,
             "bos_token_id": BOS_ID,
             "eos_token_id": EOS_ID,
             "pad_token_id": PAD_ID,
@@ -111,7 +114,8 @@ class LlamaShape:
             yield p + "mlp.up_proj.weight", (self.intermediate, self.hidden)
             yield p + "mlp.down_proj.weight", (self.hidden, self.intermediate)
         yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocab, self.hidden)
 
 
 def save_checkpoint(

@@ -1,13 +1,13 @@
-"""The model that the word `demo` stands for: the one that is kept in the repository."""
+"""The demo model: small, and trained so that damage to its cache shows. It is kept in the checkout, not in a wheel."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "demo_model"
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
-def demo_model_path() -> Path:
-    if not (FOLDER / "config.json").is_file():
-        raise ValueError("the demo model is not here: it is kept in the repository, not in a wheel; name another model")
-    return FOLDER
+def demo_model() -> Path:
+    if not (DEMO / "config.json").exists():
+        raise FileNotFoundError(f"the demo model is not at {DEMO}: it comes with a checkout of the repository")
+    return DEMO

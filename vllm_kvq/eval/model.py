@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.eval.demo import demo_model_path
+from vllm_kvq.eval.demo import demo_model
 
 DEMO = "demo"
 SUFFIXES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
@@ -67,7 +67,7 @@ class Model:
 
 def _folder(name: str) -> Path:
     if name == DEMO:
-        return demo_model_path()
+        return demo_model()
     if (folder := Path(name)).is_dir():
         return folder
     import huggingface_hub

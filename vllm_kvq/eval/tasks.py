@@ -108,10 +108,10 @@ def filler(rng: random.Random, characters: int, held_out: bool = False) -> str:
 
 
 # -- the tasks -------------------------------------------------------------------------------------------------------
-def recall(rng: random.Random, characters: int, most: int = 32) -> Sample:
-    """A list of names with a word each; some, `most` at most, are asked for in another order."""
+def recall(rng: random.Random, characters: int, asked: int | None = None) -> Sample:
+    """A list of names with a word each; some are asked for in another order, a quarter but 32 at most unless told."""
     line = 18
-    asked = min(most, max(1, characters // line // 4))
+    asked = max(1, min(32, characters // line // 4) if asked is None else asked)
     notes = max(2, characters // line - asked)
     out, stands = _Writer(), []
     keys = names(rng, notes)
