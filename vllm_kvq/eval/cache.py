@@ -1,8 +1,8 @@
-"""Everything that was measured, by what it depends on: a run that was stopped goes on where it was, and a format that is
-added later costs only itself.
+"""Everything that was measured, by what it depends on: a run that was stopped goes on where it was, and a format that
+is added later costs only itself.
 
-An entry is a file of arrays. Its name is a hash of the model's files, the format with its options, the sources of formats
-and kernels, vLLM's version, the task with its seed, and how it was run. What only serves to compare with, the whole
+An entry is a file of arrays. Its name is a hash of the model's files, the format with its options, the sources of
+formats and kernels, vLLM's version, the text, and how it was run. What only serves to compare with, the whole
 distributions, is deleted at the end of a run, because it is large.
 """
 

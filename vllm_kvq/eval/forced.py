@@ -16,13 +16,15 @@ ARGUMENT = "kvq_forced_tokens"
 """Of `SamplingParams.extra_args`."""
 
 
+OfRequest = Callable[[list[int], torch.Tensor], torch.Tensor]
+"""(tokens generated so far, logits) -> logits."""
+
+
 class Forced(AdapterLogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def new_req_logits_processor(
-        self, params: SamplingParams
-    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+    def new_req_logits_processor(self, params: SamplingParams) -> OfRequest | None:
         tokens = (params.extra_args or {}).get(ARGUMENT)
         return None if tokens is None else _Tokens(tokens)
 

@@ -23,6 +23,8 @@ class EngineArguments:
     """So many of the most probable tokens are kept; None: the whole vocabulary."""
     requests: int
     """At once."""
+    one_thread: bool
+    """On a CPU: for a model so small that threads only wait for each other."""
     lengths: tuple[int, ...]
     """For which bits are wanted."""
 

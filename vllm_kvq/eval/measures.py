@@ -6,6 +6,7 @@ replacement, from a seed. With a handful of sequences its intervals are somewhat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ def curve(values: Values, along: np.ndarray, edges: np.ndarray) -> Curve:
     """The mean between each two neighbouring edges, the last one included; empty bins are left out."""
     bins = []
     last = len(edges) - 2
-    for i, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for i, (begin, end) in enumerate(itertools.pairwise(edges)):
         mask = (along >= begin) & ((along <= end) if i == last else (along < end))
         if mask.any():
             bins.append(Bin(float(begin), float(end), int(mask.sum()), mean(values.where(mask))))

@@ -1,4 +1,4 @@
-"""What the evaluation has to know of a model before an engine starts: its files, their hash, its tokenizer and sizes."""
+"""What the evaluation has to know of a model before an engine starts: its files' hash, its tokenizer, its sizes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class Model:
             config = transformers.AutoConfig.from_pretrained(folder)
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:
-            raise ValueError(
-                f"{name} can't be read as a model with a tokenizer: {' '.join(str(error).split())}"
-            ) from None
+            why = " ".join(str(error).split())
+            raise ValueError(f"{name} can't be read as a model with a tokenizer: {why}") from None
         if not tokenizer.is_fast:
             raise ValueError(f"the tokenizer of {name} does not say where its tokens stand; a fast tokenizer does")
         text = config.get_text_config()
@@ -54,6 +53,10 @@ class Model:
             getattr(text, "max_position_embeddings", None) or 1 << 30,
             2 * text.num_hidden_layers * heads * size * getattr(torch, stored).itemsize,
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def digest(self) -> str:
         """Of every file that decides what the model says."""

@@ -1,4 +1,4 @@
-"""What is measured: formats, tasks, lengths and how, in one frozen object, and what its parts are called in the cache."""
+"""What is measured: formats, tasks, lengths and how, in one frozen object, and its parts' names in the cache."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ REQUESTS = 8
 PROMPT_CHUNK = 2048
 """Tokens of a step when answers are generated: a prompt is read in large chunks, as a server reads it."""
 LEAST_CACHE_BYTES = 1 << 29
+SMALL_MODEL = 1 << 26
+"""Bytes of weights."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,12 @@ class Plan:
             cache_bytes=max(LEAST_CACHE_BYTES, 2 * REQUESTS * self.max_len * self.model.token_bytes),
             top=self.top,
             requests=REQUESTS,
+            one_thread=self.model.weight_bytes < SMALL_MODEL,
             lengths=self.contexts,
         )
 
     def asked(self, item: Sequence) -> tuple[Span, ...]:
-        """The answers that are generated: some of the sequence's, evenly spread; or its second half where it has none."""
+        """The answers that are generated: some of the sequence's, evenly spread; its second half where it has none."""
         if not item.spans:
             return (Span(len(item.tokens) // 2, len(item.tokens), None, 1),)
         step = max(1, -(-len(item.spans) // self.answers))

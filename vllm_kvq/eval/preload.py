@@ -6,6 +6,8 @@ import os
 
 
 def _silently() -> None:
+    # read by OpenMP when it is loaded: a thread that waits must not keep a core busy, which another engine may need
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     kept = os.dup(1), os.dup(2)
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -171,11 +171,8 @@ def _hurt(
         if kl.value[i] <= 0:
             break
         text, at = texts[kl.sequence[i]], int(position[i])
-        around = (
-            decode(text[max(0, at - BEFORE) : at]),
-            decode(text[at : at + 1]),
-            decode(text[at + 1 : at + 1 + AFTER]),
-        )
+        parts = slice(max(0, at - BEFORE), at), slice(at, at + 1), slice(at + 1, at + 1 + AFTER)
+        around = (decode(text[part]) for part in parts)
         probabilities = (float(np.exp(tokens[name].value[i])) for name in ("chosen", "chosen_plain"))
         found.append(Hurt(*around, at, float(kl.value[i]), *probabilities))
     return tuple(found)

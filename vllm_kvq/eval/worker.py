@@ -1,7 +1,7 @@
 """One engine in its own process: vLLM's `LLM`, answering jobs from a pipe until it is closed.
 
-vLLM's engine core runs in this very process, so that logits need not cross another pipe, and whatever it prints goes to a
-log whose end explains a failure.
+vLLM's engine core runs in this very process, so that logits need not cross another pipe, and whatever it prints goes to
+a log whose end explains a failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 from vllm_kvq.eval.jobs import EngineArguments, Generate, Score, Started
 from vllm_kvq.eval.logprobs import Logprobs
 
-VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # the engine is eager; vLLM's sampler would still compile a function of its own in each process, for seconds
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
 
 
 def serve(pipe: Any, log: str, variables: Mapping[str, str], arguments: EngineArguments) -> None:
@@ -24,6 +30,11 @@ def serve(pipe: Any, log: str, variables: Mapping[str, str], arguments: EngineAr
         os.dup2(out, fd)
     os.environ.clear()
     os.environ.update({**variables, **VARIABLES})
+    if arguments.one_thread:
+        import torch
+
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        torch.set_num_threads(1)
     # lists of millions of floats, which no cycle contains
     gc.disable()
     from vllm_kvq.integration.dry_start import sentence_of
