@@ -90,23 +90,14 @@ class _Bits:
         """Why a server would not start, by the choice's label."""
 
     def __call__(self, choice: Choice) -> float | None:
-        from vllm_kvq.eval.bits import bits_at
-        from vllm_kvq.integration.dry_start import WouldNotStart, dry_start
+        from vllm_kvq.eval.bits import served_bits
+        from vllm_kvq.integration.dry_start import WouldNotStart
 
-        arguments = {
-            "--kv-cache-dtype": choice.format,
-            "--additional-config": json.dumps({"kvq": dict(choice.options)}),
-            "--dtype": self.model.dtype,
-            "--max-model-len": str(self.context),
-            # not what bits depend on, but vLLM's default may not be free
-            "--kv-cache-memory-bytes": "1G",
-        }
         try:
-            started = dry_start([str(self.model.folder), *(word for pair in arguments.items() for word in pair)])
+            return served_bits(str(self.model.folder), choice, self.model.dtype, self.context)
         except WouldNotStart as error:
             self.problems[choice.label] = str(error)
             return None
-        return bits_at(started.served, self.context)
 
     def document(self) -> dict[str, object]:
         return {"context": self.context, "problems": self.problems}

@@ -13,7 +13,7 @@ from vllm_kvq.formats import FORMATS
 
 DIVERGENCES = ("kl", "kl_median", "kl_p999")
 """On logarithmic axes, where less is better; of the other metrics more is."""
-AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact")
+AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
 PLAIN = "auto"
 Panels = Mapping[str, Sequence[Row]]
 """Rows that one pair of axes shows, by its title."""
