@@ -12,6 +12,9 @@ from vllm_kvq.eval.jobs import EngineArguments, Generate, Score, Started
 from vllm_kvq.eval.logprobs import Logprobs
 from vllm_kvq.eval.worker import serve
 
+PATIENCE = 5.0
+"""Seconds that an idle engine is given to end by itself."""
+
 
 class EngineFailed(Exception):
     """One sentence: why the engine does not start, or what ended it."""
@@ -61,6 +64,7 @@ class Engine:
 
     def close(self) -> None:
         self._pipe.close()
+        self._process.join(PATIENCE)
         if self._process.is_alive():
             self._process.kill()
         self._process.join()

@@ -64,7 +64,7 @@ class Plan:
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
         return tuple(
-            sequence(self.model.tokenizer, task, min(context, self.max_len - 1), number, self.seed)
+            sequence(self.model.tokenizer, task, context, self.max_len - 1, number, self.seed)
             for context in self.contexts
             for task in self.tasks
             for number in range(self.count)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_kvq.console import Table
-from vllm_kvq.eval.result import DECODING, METRICS, TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.eval.result import ALL, DECODING, METRICS, TEACHER_FORCED, Estimate, Results, Row
 
 ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
@@ -21,13 +21,13 @@ HEADS = {
     "kl": "KL",
     "kl_median": "KL median",
     "kl_p999": "KL 99.9 %",
-    "top1": "same top 1",
+    "top1": "same top 1, %",
     "perplexity": "perplexity",
     "dp_mean": "Δp mean",
     "dp_rms": "Δp RMS",
-    "accuracy": "answers right",
-    "exact": "answers exact",
-    "agreement": "greedy tokens agreed",
+    "accuracy": "right, %",
+    "exact": "exact, %",
+    "agreement": "tokens agreed",
     "score": "score",
 }
 TITLES = {
@@ -50,7 +50,7 @@ def _table(regime: str, task: str, context: int, rows: list[Row]) -> Table:
     names = [name for name in COLUMNS[regime] if any(name in row.metrics for row in rows)]
     cells = [[row.label, bits(row), *(cell(name, row.metrics.get(name)) for name in names)] for row in rows]
     count = max(row.sequences for row in rows)
-    title = f"{task}, {context} tokens, {count} sequences; {TITLES[regime]}"
+    title = f"{'all tasks' if task == ALL else task}, {context} tokens, {count} sequences; {TITLES[regime]}"
     return Table(["format", "bits", *(HEADS[name] for name in names)], cells, title=title)
 
 
@@ -64,13 +64,14 @@ def cell(name: str, estimate: Estimate | None) -> str:
         return "-"
     if math.isnan(estimate.low):
         return number(name, estimate.value)
-    return f"{number(name, estimate.value)} [{number(name, estimate.low)}, {number(name, estimate.high)}]"
+    return f"{number(name, estimate.value)} [{number(name, estimate.low, 2)}, {number(name, estimate.high, 2)}]"
 
 
-def number(name: str, value: float) -> str:
+def number(name: str, value: float, digits: int = 3) -> str:
+    """Shares as percentages."""
     if name in SHARES:
-        return f"{100 * value:.1f} %"
-    return f"{value:.1f}" if name == "agreement" else f"{value:.3g}"
+        return f"{100 * value:.1f}"
+    return f"{value:.1f}" if name == "agreement" else f"{value:.{digits}g}"
 
 
 def show(results: Results) -> None:

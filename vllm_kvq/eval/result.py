@@ -24,6 +24,9 @@ DECODING = "decoding"
 """The format generates the answer itself, so that its errors accumulate."""
 REGIMES = (TEACHER_FORCED, DECODING)
 
+ALL = "all"
+"""Instead of a task's name: the sequences of all tasks."""
+
 METRICS: Mapping[str, str] = {
     "kl": "mean KL divergence from the 16-bit cache's next-token distribution, nats per token",
     "kl_median": "median of the same over all tokens",

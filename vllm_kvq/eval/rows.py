@@ -21,7 +21,7 @@ from vllm_kvq.eval.measures import (
     step_edges,
 )
 from vllm_kvq.eval.plan import REFERENCE, Plan
-from vllm_kvq.eval.result import TEACHER_FORCED, Curve, Estimate, Hurt, Row
+from vllm_kvq.eval.result import ALL, TEACHER_FORCED, Curve, Estimate, Hurt, Row
 from vllm_kvq.eval.run import Run
 from vllm_kvq.eval.samples import Sequence, Span
 
@@ -37,14 +37,14 @@ def rows(run: Run) -> tuple[Row, ...]:
         _row(run, choice, regime, task, context)
         for regime in plan.regimes
         for context in plan.contexts
-        for task in plan.tasks
+        for task in [ALL] * (len(plan.tasks) > 1) + [*plan.tasks]
         for choice in plan.choices
     )
 
 
 def _row(run: Run, choice: Choice, regime: str, task: str, context: int) -> Row:
     plan = run.plan
-    items = [item for item in plan.sequences if item.task == task and item.context == context]
+    items = [item for item in plan.sequences if task in (ALL, item.task) and item.context == context]
     found = [run.figures(choice, item, regime) for item in items]
     there = [(item, arrays) for item, arrays in zip(items, found, strict=True) if arrays is not None]
     problem = run.problems.get(choice.label)
@@ -148,10 +148,11 @@ def _decoding(plan: Plan, items: Several[Sequence], figures: Several[Arrays], pl
     metrics = _likeness(tokens) | {"agreement": mean(Values(np.array(agreed), of))}
     by_depth: dict[str, Curve] = {}
     by_steps: dict[str, Curve] = {}
-    if all(item.spans for item in items):
-        answers = {"exact": Values(np.array(exact), of)}
-        metrics["exact"] = mean(answers["exact"])
-        by_depth, by_steps = _along(spans, answers)
+    asked = np.array([bool(items[i].spans) for i in index])
+    if asked.any():
+        right = Values(np.array(exact), of).where(asked)
+        metrics["exact"] = mean(right)
+        by_depth, by_steps = _along([s for s, a in zip(spans, asked, strict=True) if a], {"exact": right})
     along = np.concatenate(position)
     edges = position_edges(int(along.max()) + 1)
     return {
@@ -171,8 +172,15 @@ def _hurt(
         if kl.value[i] <= 0:
             break
         text, at = texts[kl.sequence[i]], int(position[i])
-        parts = slice(max(0, at - BEFORE), at), slice(at, at + 1), slice(at + 1, at + 1 + AFTER)
-        around = (decode(text[part]) for part in parts)
-        probabilities = (float(np.exp(tokens[name].value[i])) for name in ("chosen", "chosen_plain"))
-        found.append(Hurt(*around, at, float(kl.value[i]), *probabilities))
+        found.append(
+            Hurt(
+                before=decode(text[max(0, at - BEFORE) : at]),
+                token=decode(text[at : at + 1]),
+                after=decode(text[at + 1 : at + 1 + AFTER]),
+                position=at,
+                kl=float(kl.value[i]),
+                probability=float(np.exp(tokens["chosen"].value[i])),
+                probability_bf16=float(np.exp(tokens["chosen_plain"].value[i])),
+            )
+        )
     return tuple(found)

@@ -6,8 +6,8 @@ decoding          plain generates; each format generates; plain is made to say w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,15 +68,14 @@ class Run:
             raise RuntimeError("distributions have vanished from the cache: does another run use the same folder?")
         return Logprobs.of(found)
 
-    @contextmanager
-    def _engine(self, choice: Choice, regime: str) -> Iterator[Engine]:
+    def _with_engine(self, choice: Choice, regime: str, work: Callable[[Engine], None]) -> None:
         """Any other format's failure is a row's problem; without the plain cache there is nothing to compare with."""
         self.progress(f"{choice.label}, {regime}: starting", 0)
         try:
             with Engine(self.plan.engine(choice, regime)) as engine:
                 for length, bits in engine.started.bits.items():
                     self.store.put(BITS, self.plan.bits_key(choice, length), {"bits": np.array(bits)})
-                yield engine
+                work(engine)
         except EngineFailed as error:
             if choice == REFERENCE:
                 raise
@@ -87,51 +86,63 @@ class Run:
         plan, regime = self.plan, TEACHER_FORCED
         needed = [item for item in plan.sequences if any(item in items for items in missing.values())]
         unscored = [item for item in needed if not self.store.has(WHOLE, plan.key(REFERENCE, item, regime))]
+
+        def score(engine: Engine) -> None:
+            for item in unscored:
+                self.progress(f"{REFERENCE.label}, {regime}: {item.task}, {item.context} tokens", 0)
+                found = engine.score(Score(item.tokens))
+                self.store.put(WHOLE, plan.key(REFERENCE, item, regime), found.arrays())
+
         if unscored:
-            with self._engine(REFERENCE, regime) as engine:
-                for item in unscored:
-                    self.progress(f"auto, {regime}: {item.task}, {item.context} tokens", 0)
-                    self.store.put(WHOLE, plan.key(REFERENCE, item, regime), engine.score(Score(item.tokens)).arrays())
+            self._with_engine(REFERENCE, regime, score)
         for choice, items in missing.items():
             if choice == REFERENCE and not plan.control:
                 for item in items:
                     plain = self._whole(REFERENCE, item, regime)
                     self._keep(choice, item, regime, compared(plain, plain))
             elif items:
-                with self._engine(choice, regime) as engine:
-                    for item in items:
-                        found = engine.score(Score(item.tokens))
-                        self._keep(choice, item, regime, compared(self._whole(REFERENCE, item, regime), found))
+                self._with_engine(choice, regime, functools.partial(self._compare, choice, items))
+
+    def _compare(self, choice: Choice, items: list[Sequence], engine: Engine) -> None:
+        for item in items:
+            found = engine.score(Score(item.tokens))
+            self._keep(choice, item, TEACHER_FORCED, compared(self._whole(REFERENCE, item, TEACHER_FORCED), found))
 
     # -- decoding ----------------------------------------------------------------------------------------------------
     def _decoding(self, missing: Missing) -> None:
         plan, regime = self.plan, DECODING
-        generated = {choice: self._generate(choice, items) for choice, items in missing.items()}
+        for choice, items in missing.items():
+            self._generate(choice, [item for item in items if not self._generated(choice, item)])
+        # what could not be generated is the format's problem
+        generated = {c: [item for item in items if self._generated(c, item)] for c, items in missing.items()}
         if not plan.control:
             for item in generated.pop(REFERENCE):
                 said = self._whole(REFERENCE, item, regime)
                 self._keep(REFERENCE, item, regime, compared(said, said))
-        if not any(generated.values()):
-            return
-        with self._engine(REFERENCE, regime) as engine:
-            for choice, items in generated.items():
-                for item in items:
-                    said = self._whole(choice, item, regime)
-                    plain = engine.generate(plan.generate(item, split(said.token, plan.lengths(item))))
-                    self._keep(choice, item, regime, compared(joined(plain), said))
-                    self.store.drop(WHOLE, plan.key(choice, item, regime))
+        if any(generated.values()):
+            self._with_engine(REFERENCE, regime, functools.partial(self._judge, generated))
 
-    def _generate(self, choice: Choice, items: list[Sequence]) -> list[Sequence]:
-        """Those whose answers are there in the end; the rest is the format's problem."""
-        plan, regime = self.plan, DECODING
-        todo = [item for item in items if not self.store.has(WHOLE, plan.key(choice, item, regime))]
-        if todo:
-            with self._engine(choice, regime) as engine:
-                for item in todo:
-                    self.progress(f"{choice.label}, {regime}: {item.task}, {item.context} tokens", 0)
-                    said = joined(engine.generate(plan.generate(item)))
-                    self.store.put(WHOLE, plan.key(choice, item, regime), said.arrays())
-        return [item for item in items if self.store.has(WHOLE, plan.key(choice, item, regime))]
+    def _generated(self, choice: Choice, item: Sequence) -> bool:
+        return self.store.has(WHOLE, self.plan.key(choice, item, DECODING))
+
+    def _generate(self, choice: Choice, items: list[Sequence]) -> None:
+        def generate(engine: Engine) -> None:
+            for item in items:
+                self.progress(f"{choice.label}, {DECODING}: {item.task}, {item.context} tokens", 0)
+                said = joined(engine.generate(self.plan.generate(item)))
+                self.store.put(WHOLE, self.plan.key(choice, item, DECODING), said.arrays())
+
+        if items:
+            self._with_engine(choice, DECODING, generate)
+
+    def _judge(self, generated: Missing, engine: Engine) -> None:
+        plan = self.plan
+        for choice, items in generated.items():
+            for item in items:
+                said = self._whole(choice, item, DECODING)
+                plain = engine.generate(plan.generate(item, split(said.token, plan.lengths(item))))
+                self._keep(choice, item, DECODING, compared(joined(plain), said))
+                self.store.drop(WHOLE, plan.key(choice, item, DECODING))
 
 
 def split(tokens: np.ndarray, lengths: tuple[int, ...]) -> tuple[Tokens, ...]:

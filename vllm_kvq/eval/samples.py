@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import bisect
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvq.eval.tasks import TASKS, Sample
 
 ATTEMPTS = 12
 """So many lengths are tried until a sample fits."""
+NEAR = 0.97
+"""This share of the wanted length will do."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +41,22 @@ class Sequence:
     spans: tuple[Span, ...]
 
 
-def sequence(tokenizer: Any, task: str, context: int, number: int, seed: int) -> Sequence:
-    """At most `context` tokens, as near to them as the task can come in a few attempts."""
-    characters, best = int(context * _characters_per_token(tokenizer, task)), None
+def sequence(tokenizer: Any, task: str, context: int, most: int, number: int, seed: int) -> Sequence:
+    """`context` tokens, or `most` where there is no room for more, as near below as a few attempts come."""
+    limit = min(context, most)
+    characters, best = int(limit * _characters_per_token(tokenizer, task)), None
     for attempt in range(ATTEMPTS):
         rng = random.Random(f"{seed} {task} {number} {attempt}")
-        made = _tokenized(tokenizer, TASKS[task].sample(rng, characters), context, number)
-        if len(made.tokens) > context:
-            characters = int(characters * context / len(made.tokens) * 0.99)
-            continue
-        if best is None or len(made.tokens) > len(best.tokens):
+        made = _tokenized(tokenizer, TASKS[task].sample(rng, characters), limit)
+        length = len(made.tokens)
+        if 1 < length <= limit and (best is None or length > len(best.tokens)):
             best = made
-        if len(best.tokens) >= 0.97 * context:
-            return best
-        characters = int(characters * min(1.5, 0.99 * context / len(made.tokens)))
+        if best is not None and len(best.tokens) >= NEAR * limit:
+            break
+        characters = int(characters * min(1.5, 0.99 * limit / max(1, length)))
     if best is None:
-        raise ValueError(f"task {task} has no text as short as {context} tokens; ask for a longer --context")
-    return best
+        raise ValueError(f"task {task} has no text as short as {limit} tokens; ask for a longer --context")
+    return replace(best, context=context, number=number)
 
 
 def _characters_per_token(tokenizer: Any, task: str) -> float:
@@ -63,16 +64,16 @@ def _characters_per_token(tokenizer: Any, task: str) -> float:
     return len(text) / len(tokenizer(text).input_ids)
 
 
-def _tokenized(tokenizer: Any, sample: Sample, context: int, number: int) -> Sequence:
+def _tokenized(tokenizer: Any, sample: Sample, limit: int) -> Sequence:
     encoded = tokenizer(sample.text, return_offsets_mapping=True)
     ids, offsets = tuple(encoded.input_ids), encoded.offset_mapping
     if not sample.answers:
         # nothing is asked, so any length will do
-        ids = ids[:context]
+        ids = ids[:limit]
     begins, ends = [b for b, _ in offsets], [e for _, e in offsets]
     spans = []
     for answer in sample.answers:
         begin, end = bisect.bisect_right(ends, answer.start), bisect.bisect_left(begins, answer.end)
         source = None if answer.source is None else bisect.bisect_right(ends, answer.source)
         spans.append(Span(begin, end, None if source is None else (begin - source) / begin, answer.steps))
-    return Sequence(sample.task, context, number, ids, tuple(spans))
+    return Sequence(sample.task, limit, 0, ids, tuple(spans))

@@ -51,8 +51,6 @@ def serve(pipe: Any, log: str, variables: Mapping[str, str], arguments: EngineAr
 
         traceback.print_exc()
         pipe.send((False, sentence_of(error)))
-    # the process ends here, without vLLM's own clean-up
-    os._exit(0)
 
 
 class Engine:
