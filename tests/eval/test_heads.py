@@ -69,6 +69,16 @@ def test_window_and_sinks_are_exact_and_the_rest_is_what_the_pages_hold(captured
         assert torch.equal(ours, theirs)
 
 
+def test_a_format_is_fitted_to_the_whole_prompt(captured: Captured) -> None:
+    """InnerQ divides by the norms of all keys, also of those that are too new to be packed."""
+    layer = captured.layers[0]
+    page = bound(captured, layer, "innerq2", {}, 128)
+    newest = layer.key.clone()
+    newest[-1, :, ::2] *= 20
+    ours, other = (as_cached(page, layer.query, key, layer.value)[0] for key in (layer.key, newest))
+    assert not torch.equal(ours[32:128], other[32:128])
+
+
 def test_a_window_as_long_as_the_text_leaves_nothing_to_pack(captured: Captured) -> None:
     found = head_errors(captured, "squat2", {"W": 1024})
     assert all(e.output == 0 for e in found)
@@ -89,9 +99,9 @@ def test_the_damaged_head_is_named(captured: Captured) -> None:
 
 
 def test_formats_see_the_layer_and_its_pairs(captured: Captured) -> None:
-    page = bound(captured, captured.layers[1], "polar4", {"N": 64}, 128)
-    geometry = page.geometry
-    assert (geometry.layer, geometry.pairing, geometry.rotary_dim, geometry.block_size) == (3, "half", SIZE, 64)
+    other = replace(captured, pairing="interleaved", rotary_dim=32)
+    geometry = bound(other, captured.layers[1], "polar4", {"N": 64}, 128).geometry
+    assert (geometry.layer, geometry.pairing, geometry.rotary_dim, geometry.block_size) == (3, "interleaved", 32, 64)
     with pytest.raises(ValueError, match="needs to know which channels RoPE rotates together"):
         head_errors(replace(captured, pairing=None), "polar4", {})
 

@@ -92,7 +92,7 @@ def captured_text(model: Model, tokens: int, seed: int) -> Captured:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not READERS < tokens < model.longest:
         raise ValueError(f"--tokens {tokens} is not between {READERS + 1} and {model.longest - 1}")
-    text = sequence(model.tokenizer, "text", tokens, 0, seed)
+    text = sequence(model.tokenizer, "text", tokens, tokens, 0, seed)
     return capture(str(model.folder), text.tokens, model.dtype)
 
 
