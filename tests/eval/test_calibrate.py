@@ -42,7 +42,7 @@ def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.Ca
     from vllm_kvq.integration.dry_start import dry_start
 
     out = tmp_path / "kvq.yaml"
-    arguments = [str(model), "--tokens", str(TOKENS), "--formats", "squat2:S=32,squat4", "--context", "2048"]
+    arguments = [str(model), "--context", str(TOKENS), "--formats", "squat2:S=32,squat4"]
     assert cli.main(["calibrate", *arguments, "--bits", "9", "--json", "--out", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["best"]
@@ -53,15 +53,15 @@ def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert served.format.name == best["format"]
     assert best["options"].get("S", 0) == served.format.S
     assert sorted(served.layers.skipped) == best["options"].get("skip_layers", [])
-    assert bits_at(served, 2048) == pytest.approx(best["bits"])
+    assert bits_at(served, TOKENS) == pytest.approx(best["bits"])
 
 
 def test_too_few_bits_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(model), "--tokens", str(TOKENS), "--formats", "squat4", "--context", "2048"]
+    arguments = [str(model), "--context", str(TOKENS), "--formats", "squat4"]
     assert cli.main(["calibrate", *arguments, "--bits", "4"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "nothing takes 4 bits or fewer at 2048 tokens; squat4 takes 5." in printed.err
+    assert f"nothing takes 4 bits or fewer at {TOKENS} tokens; squat4 takes " in printed.err
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_wrong_formats_are_wrong_usage(more: list[str], sentence: str, capsys: p
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--tokens", "10"], "--tokens 10 is not between 65 and 4095"),
-        (["--context", "9999"], "--context 9999 is more than the 4096 positions"),
+        (["--context", "10"], "a text of 10 tokens is not between 65 and 4095"),
+        (["--context", "9999"], "a text of 9999 tokens is not between 65 and 4095"),
     ],
 )
 def test_lengths_that_the_model_has_not(

@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         "compared is the relative error of attention's output on one text, which says little of answers: see\n"
         "`vllm-kvq eval`. One format serves all layers; where bits are left (and on a CPU), its worst layers stay in\n"
         "16 bits, which switches prefix caching off.",
-        ("MODEL --bits 4 > kvq.yaml", "MODEL --bits 3.5 --formats squat2,squat2:r=8,innerq2 --out kvq.yaml"),
+        ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8,innerq2 --out kvq.yaml"),
         "nothing could be measured, or nothing is as small",
     )
     p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
@@ -36,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
         default=3.5,
         help="per element at most, window, sinks, sidecar and layers in 16 bits counted (%(default)s)",
     )
-    p.add_argument("--context", type=int, default=4096, help="tokens of a request for which bits count (%(default)s)")
+    p.add_argument(
+        "--context", type=int, default=2048, help="tokens of the text, and for which bits count (%(default)s)"
+    )
     p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options (%(default)s)")
     p.add_argument("--out", type=Path, metavar="YAML", help="write there instead of on standard output")
     add_text(p)
@@ -55,10 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(str(error))
     try:
         model = Model.of(args.model, args.dtype)
-        if args.context > model.longest:
-            raise ValueError(f"--context {args.context} is more than the {model.longest} positions of {args.model}")
         bits = _Bits(model, args.context)
-        captured = captured_text(model, args.tokens, args.seed)
+        captured = captured_text(model, args.context, args.seed)
         measured = {c.label: by_layer(head_errors(captured, c.format, c.options)) for c in chosen}
         found = list(servable(measured, chosen, bits, args.bits))
         kept = best(found, args.bits)
@@ -118,7 +118,7 @@ def table(found: Sequence[Candidate], args: argparse.Namespace) -> console.Table
         [c.assignment.choice.label, f"{c.bits:.2f}", f"{c.error:.3f}", "" if c.bits <= args.bits else "too large"]
         for c in sorted(found, key=lambda c: c.bits)
     ]
-    title = f"bits at {args.context} tokens, error of attention's output on {args.tokens} tokens"
+    title = f"bits per element and relative error of attention's output, at {args.context} tokens"
     return console.Table(["format", "bits", "error", ""], rows, title=title)
 
 
@@ -126,8 +126,8 @@ def yaml(args: argparse.Namespace, kept: Candidate) -> str:
     choice = kept.assignment.choice
     lines = [
         f"# vllm serve {args.model} --config THIS_FILE",
-        f"# {kept.bits:.2f} bits per element at {args.context} tokens, everything counted; relative error",
-        f"# of attention's output {kept.error:.3f}, on a text of {args.tokens} tokens",
+        f"# At {args.context} tokens: {kept.bits:.2f} bits per element, everything counted, and a relative error of",
+        f"# attention's output of {kept.error:.3f}.",
         f"kv-cache-dtype: {choice.format}",
     ]
     if choice.options:

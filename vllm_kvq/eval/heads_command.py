@@ -41,14 +41,14 @@ def parser() -> argparse.ArgumentParser:
         "--measure", choices=MEASURES, default="score", help="what the worst head and the plot go by (%(default)s)"
     )
     p.add_argument("--plot", type=Path, metavar="PNG", help="draw a heat map, layers by KV heads (needs matplotlib)")
+    p.add_argument("--tokens", type=int, default=1024, help="of the text (%(default)s)")
     add_text(p)
     console.add_json(p)
     return p
 
 
 def add_text(p: argparse.ArgumentParser) -> None:
-    """What is captured: options of every command that looks at one text."""
-    p.add_argument("--tokens", type=int, default=1024, help="of the text (%(default)s)")
+    """Options of every command that looks at one text."""
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (the checkpoint's)")
     p.add_argument("--seed", type=int, default=0, help="of the text (%(default)s)")
 
@@ -91,7 +91,7 @@ def captured_text(model: Model, tokens: int, seed: int) -> Captured:
     """A text's queries, keys and values. Raises ValueError or CaptureFailed, with a sentence."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not READERS < tokens < model.longest:
-        raise ValueError(f"--tokens {tokens} is not between {READERS + 1} and {model.longest - 1}")
+        raise ValueError(f"a text of {tokens} tokens is not between {READERS + 1} and {model.longest - 1}")
     text = sequence(model.tokenizer, "text", tokens, tokens, 0, seed)
     return capture(str(model.folder), text.tokens, model.dtype)
 
