@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,17 @@ class Watch:
 
 
 def forward(
-    shape: LlamaShape, weights: Weights, ids: Tensor, only: Tensor | None = None, watch: Sequence[Watch] = ()
+    shape: LlamaShape,
+    weights: Weights,
+    ids: Tensor,
+    only: Tensor | None = None,
+    watch: Sequence[Watch] = (),
+    tap: Callable[[Tensor, Tensor, Tensor], None] = lambda query, key, value: None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits of `ids` (batch, length), everywhere or where the mask `only` is set, and what is watched."""
+    """Logits of `ids` (batch, length), everywhere or where the mask `only` is set, and what is watched.
+
+    `tap` is given each layer's queries, keys and values after RoPE: (batch, heads, length, head size).
+    """
     cos, sin = (table.to(weights["model.norm.weight"].dtype) for table in _rope_tables(shape, ids.shape[1]))
     x = F.embedding(ids, weights["model.embed_tokens.weight"])
     seen = []
@@ -39,9 +47,10 @@ def forward(
             for n in "qkv"
         )
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        tap(q, k, v)
         seen += [_attention(shape, q, k, one.heads) for one in watch if one.layer == i]
         a = _attend(q, k, v)
-        x = x + F.linear(a.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"])
+        x = x + F.linear(a.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
         h = F.rms_norm(x, (shape.hidden,), w["post_attention_layernorm.weight"], shape.rms_eps)
         gate = F.silu(F.linear(h, w["mlp.gate_proj.weight"])) * F.linear(h, w["mlp.up_proj.weight"])
         x = x + F.linear(gate, w["mlp.down_proj.weight"])

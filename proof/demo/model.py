@@ -27,7 +27,13 @@ from vllm_kvq.eval.demo import DEMO
 
 VOCAB = 2048
 SHAPE = LlamaShape(
-    **{"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 768, "vocab": VOCAB},
+    hidden=256,
+    layers=4,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=768,
+    vocab=VOCAB,
     rope_theta=100_000.0,
     tied=True,
 )

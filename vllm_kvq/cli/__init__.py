@@ -48,6 +48,11 @@ COMMANDS = (
     Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.bench.serve"),
     # a command's own arguments may follow its name, so those of more words come first
     Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.eval.error_table"),
+    Command(
+        ("calibrate",), "the best format and options within so many bits, for one model", "vllm_kvq.eval.calibrate"
+    ),
+    Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.eval.heads_command"),
+    Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.eval.show"),
     Command(("eval",), "does it still answer right: formats against the 16-bit cache", "vllm_kvq.eval.command"),
 )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
+from vllm_kvq.eval.choice import Choice
+from vllm_kvq.integration.dry_start import dry_start
 from vllm_kvq.integration.served import Served
 
 PLAIN_BITS = 16
@@ -21,3 +24,17 @@ def bits_at(served: Served, tokens: int) -> float:
 def plain_bits(dtype: str, model_dtype: Any) -> float:
     """Of vLLM's own caches; their scales are one number per layer."""
     return 8.0 if dtype.startswith("fp8") else 8.0 * model_dtype.itemsize
+
+
+def served_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> float:
+    """Of a server that would start with this choice; WouldNotStart with the sentence where it would not."""
+    arguments = {
+        "--kv-cache-dtype": choice.format,
+        "--additional-config": json.dumps({"kvq": dict(choice.options)}),
+        "--dtype": dtype,
+        "--max-model-len": str(tokens),
+        # not what bits depend on, but vLLM's default may not be free
+        "--kv-cache-memory-bytes": "1G",
+    }
+    served = dry_start([folder, *(word for pair in arguments.items() for word in pair)]).served
+    return bits_at(served, tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.eval import report
+from vllm_kvq.eval import lm_command, plots, report
 from vllm_kvq.eval.cache import Store, default_folder
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
 from vllm_kvq.eval.result import REGIMES, Results
@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
             "demo --quick",
             "MODEL --formats squat2,innerq2 --tasks recall needle --context 1024 4096",
             "MODEL --formats squat2:r=8,W=64,kivi2 --out results",
+            "MODEL --formats squat2 --lm-eval gsm8k --context 4096",
         ),
         "no format could be evaluated",
     )
@@ -51,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (the checkpoint's)")
     p.add_argument("--seed", type=int, default=0, help="of the texts (%(default)s)")
     p.add_argument("--quick", action="store_true", help="fewer tasks, texts and tokens, unless these are given")
-    p.add_argument("--out", type=Path, metavar="DIR", help="write results.json and results.csv there")
+    lm_command.add_arguments(p)
+    p.add_argument("--out", type=Path, metavar="DIR", help="write results.json, results.csv and plots (PNG) there")
     p.add_argument(
         "--cache", type=Path, default=default_folder(), metavar="DIR", help="what was measured is kept there"
     )
@@ -76,6 +78,8 @@ def _chunk(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
+    if problem := lm_command.usage_problem(args):
+        p.error(problem)
     defaults = QUICK if args.quick else FULL
     for name, value in defaults.items():
         if getattr(args, name) is None:
@@ -85,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         p.error(str(error))
     try:
-        results = evaluate(args, chosen)
+        results = harness(args, chosen) if args.lm_eval else evaluate(args, chosen)
     except EvaluationFailed as error:
         print(f"vllm-kvq eval: {error}", file=sys.stderr)
         return console.FOUND
@@ -93,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         results.save(args.out / "results.json")
         report.write_csv(args.out / "results.csv", results.rows)
+        try:
+            plots.draw_all(results.rows, args.out)
+        except ValueError as error:
+            print(f"vllm-kvq eval: {error}", file=sys.stderr)
     if args.json:
         console.show_json(results.document())
     else:
@@ -140,6 +148,20 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
         except EngineFailed as error:
             raise EvaluationFailed(f"vLLM can't serve {args.model} here: {error}") from error
     return Results(rows(run))
+
+
+def harness(args: argparse.Namespace, chosen: list[Choice]) -> Results:
+    """The same for tasks of lm-evaluation-harness."""
+    from vllm_kvq.eval.lm_tasks import LmEvalFailed
+    from vllm_kvq.eval.model import Model
+
+    formats = with_baselines(chosen)
+    try:
+        model, store = Model.of(args.model, args.dtype), Store(args.cache)
+        with _progress(len(formats)) as progress:
+            return Results(tuple(lm_command.evaluated(args, model, formats, store, progress)))
+    except (LmEvalFailed, ValueError, OSError) as error:
+        raise EvaluationFailed(str(error)) from error
 
 
 def with_baselines(chosen: list[Choice]) -> tuple[Choice, ...]:

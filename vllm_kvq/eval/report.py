@@ -14,8 +14,8 @@ ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bi
 SHARES = ("top1", "accuracy", "exact")
 """Metrics that are shares of one; printed as percentages."""
 COLUMNS = {
-    TEACHER_FORCED: ("kl", "kl_median", "kl_p999", "top1", "perplexity", "dp_mean", "dp_rms", "accuracy"),
-    DECODING: ("kl", "kl_p999", "top1", "exact", "agreement"),
+    TEACHER_FORCED: ("kl", "kl_median", "kl_p999", "top1", "perplexity", "dp_mean", "dp_rms", "accuracy", "score"),
+    DECODING: ("kl", "kl_p999", "top1", "exact", "agreement", "score"),
 }
 HEADS = {
     "kl": "KL",
@@ -28,6 +28,7 @@ HEADS = {
     "accuracy": "right, %",
     "exact": "exact, %",
     "agreement": "tokens agreed",
+    "score": "score",
 }
 TITLES = {
     TEACHER_FORCED: "teacher-forced: what each token of a text is given, the cache read in small chunks",

@@ -38,6 +38,7 @@ METRICS: Mapping[str, str] = {
     "dp_rms": "root mean square of the same",
     "accuracy": "share of answers of which every token is the most probable one",
     "exact": "share of answers that were generated letter by letter",
+    "score": "the task's own figure, as lm-evaluation-harness counts it",
     "agreement": "tokens until a greedy answer differs from the one with the 16-bit cache",
 }
 """What the names in `Row.metrics` mean. A row has those that its task and regime allow."""
