@@ -18,9 +18,9 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.option import KEY_BITS, Option
+from vllm_kvq.formats.option import KEY_BITS, SCALES, Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.quant import affine_codes, affine_parameters, fitted_parameters
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 
@@ -28,7 +28,12 @@ from vllm_kvq.formats.values import TokenValues
 class ChannelKeys(KeyCodec):
     name = "kivi"
     title = "per channel over 32 tokens"
-    options: ClassVar[tuple[Option, ...]] = (KEY_BITS,)
+    options: ClassVar[tuple[Option, ...]] = (KEY_BITS, SCALES)
+    parameters = staticmethod(affine_parameters)
+
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> ChannelKeys:
+        return (FittedChannelKeys if options["scales"] == "fitted" else ChannelKeys)(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.bits = geometry.d, options["key_bits"]
@@ -51,13 +56,19 @@ class ChannelKeys(KeyCodec):
 
     def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(U, s, 32, d) -> codes of that shape, scale and zero (U, s, 1, d)."""
-        scale, zero = affine_parameters(x, -2, self.bits)
+        scale, zero = self.parameters(x, -2, self.bits)
         return affine_codes(x, scale, zero, self.bits), scale, zero
 
     def unpack(self, fields: Packed) -> torch.Tensor:
         codes = unpack_keys(fields["k_codes"], self.bits).float()
         scale, zero = (fields[n].float().unsqueeze(-2) for n in ("k_scale", "k_zero"))
         return torch.addcmul(zero, codes, scale).flatten(1, 2)
+
+
+class FittedChannelKeys(ChannelKeys):
+    """`scales: fitted`. The bytes mean the same."""
+
+    parameters = staticmethod(fitted_parameters)
 
 
 FORMATS = (

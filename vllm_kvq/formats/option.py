@@ -68,5 +68,9 @@ class LayerList(Option):
 # -- options that several codecs share -------------------------------------------------------------------------------
 KEY_BITS = Option("key_bits", "bits per key code", 2, choices=(2, 4))
 VALUE_BITS = Option("value_bits", "bits per value code", 2, choices=(2, 4))
+SCALES = Option(
+    "scales", "affine scales and zeros: of the range, or fitted for less error", "range", ("range", "fitted")
+)
+"""Of codecs that store a scale and a zero; `quant.fitted_parameters` says what fitted ones are."""
 PAIRING = Option("pairing", "RoPE's channel pairs, from the model unless set", choices=("half", "interleaved"))
 """Of codecs with `pairs_channels`. What the user sets replaces the geometry's pairing."""

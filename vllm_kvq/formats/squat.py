@@ -22,7 +22,8 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.option import KEY_BITS, Option
+from vllm_kvq.formats.option import KEY_BITS, SCALES, Option
+from vllm_kvq.formats.quant import fitted_parameters
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 
@@ -32,11 +33,16 @@ class SQuatKeys(ChannelKeys):
     title = "as kivi, corrected by the subspace of the prompt's queries"
     options = (
         KEY_BITS,
+        SCALES,
         Option("r", "rank of SQuat's query subspace", 5, low=1, high=16),
         Option("lambda", "SQuat's regularisation; 0.1 destroys accuracy", 1e-3, low=1e-6, high=0.1, multiple=0),
         Option("g", "channels per block of SQuat's update", low=16, high=128, multiple=16),
     )
     fits_queries = True
+
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> SQuatKeys:
+        return (FittedSQuatKeys if options["scales"] == "fitted" else SQuatKeys)(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         super().__init__(geometry, options)
@@ -93,6 +99,12 @@ class SQuatKeys(ChannelKeys):
         eye = torch.eye(self.state_rows, dtype=rest.dtype, device=rest.device)
         factor, _ = torch.linalg.cholesky_ex(eye / self.lam + rest @ rest.transpose(-2, -1))
         return torch.cholesky_solve(u_t.double(), factor).float()
+
+
+class FittedSQuatKeys(SQuatKeys):
+    """`scales: fitted`. The bytes mean the same."""
+
+    parameters = staticmethod(fitted_parameters)
 
 
 FORMATS = (

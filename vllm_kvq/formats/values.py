@@ -24,9 +24,9 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry, ValueCodec
 from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.option import VALUE_BITS, Option
+from vllm_kvq.formats.option import SCALES, VALUE_BITS, Option
 from vllm_kvq.formats.planes import SLAB, pack_values, unpack_values, value_code_shape
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.quant import affine_codes, affine_parameters, fitted_parameters
 
 
 class TokenValues(ValueCodec):
@@ -35,7 +35,13 @@ class TokenValues(ValueCodec):
     options = (
         VALUE_BITS,
         Option("group", "channels per group of the per-token values", 32, low=16, high=256, multiple=16),
+        SCALES,
     )
+    parameters = staticmethod(affine_parameters)
+
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> TokenValues:
+        return (FittedTokenValues if options["scales"] == "fitted" else TokenValues)(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.bits, self.group = geometry.d, options["value_bits"], min(options["group"], geometry.d)
@@ -53,7 +59,7 @@ class TokenValues(ValueCodec):
         x = x.unflatten(1, (-1, SLAB))
         codes, scales, zeros = [], [], []
         for part in x.split(self.group, dim=-1):
-            s, z = affine_parameters(part, -1, self.bits)
+            s, z = self.parameters(part, -1, self.bits)
             codes.append(affine_codes(part, s, z, self.bits))
             scales.append(s)
             zeros.append(z)
@@ -71,6 +77,12 @@ class TokenValues(ValueCodec):
             at = slice(g * self.group, (g + 1) * self.group)
             out[..., at] = torch.addcmul(zero[..., g, None], codes[..., at], scale[..., g, None])
         return out.flatten(1, 2)
+
+
+class FittedTokenValues(TokenValues):
+    """`scales: fitted`. The bytes mean the same."""
+
+    parameters = staticmethod(fitted_parameters)
 
 
 class RawValues(ValueCodec):
