@@ -72,5 +72,7 @@ SCALES = Option(
     "scales", "affine scales and zeros: of the range, or fitted for less error", "range", ("range", "fitted")
 )
 """Of codecs that store a scale and a zero; `quant.fitted_parameters` says what fitted ones are."""
+TOKEN_SCALE = Option("token_scale", "a scale per token beside the channels' own", "none", ("none", "balanced"))
+"""Of keys with parameters per channel."""
 PAIRING = Option("pairing", "RoPE's channel pairs, from the model unless set", choices=("half", "interleaved"))
 """Of codecs with `pairs_channels`. What the user sets replaces the geometry's pairing."""

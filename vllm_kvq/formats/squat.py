@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import Geometry
-from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.option import KEY_BITS, SCALES, Option
+from vllm_kvq.formats.kivi import ChannelKeys, ScaledChannelKeys
+from vllm_kvq.formats.option import KEY_BITS, SCALES, TOKEN_SCALE, Option
 from vllm_kvq.formats.quant import fitted_parameters
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
@@ -34,6 +34,7 @@ class SQuatKeys(ChannelKeys):
     options = (
         KEY_BITS,
         SCALES,
+        TOKEN_SCALE,
         Option("r", "rank of SQuat's query subspace", 5, low=1, high=16),
         Option("lambda", "SQuat's regularisation; 0.1 destroys accuracy", 1e-3, low=1e-6, high=0.1, multiple=0),
         Option("g", "channels per block of SQuat's update", low=16, high=128, multiple=16),
@@ -42,7 +43,7 @@ class SQuatKeys(ChannelKeys):
 
     @classmethod
     def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> SQuatKeys:
-        return (FittedSQuatKeys if options["scales"] == "fitted" else SQuatKeys)(geometry, options)
+        return VARIANTS[options["scales"], options["token_scale"]](geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         super().__init__(geometry, options)
@@ -106,6 +107,22 @@ class FittedSQuatKeys(SQuatKeys):
 
     parameters = staticmethod(fitted_parameters)
 
+
+class ScaledSQuatKeys(ScaledChannelKeys, SQuatKeys):
+    """`token_scale: balanced`: what is corrected and quantized is k / s_t."""
+
+
+class FittedScaledSQuatKeys(ScaledChannelKeys, FittedSQuatKeys):
+    pass
+
+
+VARIANTS: dict[tuple[str, str], type[SQuatKeys]] = {
+    ("range", "none"): SQuatKeys,
+    ("fitted", "none"): FittedSQuatKeys,
+    ("range", "balanced"): ScaledSQuatKeys,
+    ("fitted", "balanced"): FittedScaledSQuatKeys,
+}
+"""By the options `scales` and `token_scale`."""
 
 FORMATS = (
     Format("squat2", "SQuat, 2-bit keys", SQuatKeys, TokenValues, {"W": 32}),

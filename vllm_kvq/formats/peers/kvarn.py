@@ -1,9 +1,6 @@
 """kvarn_k4v2, kvarn_k4v4, kvarn_k2v2: KVarN. A Hadamard rotation, then a scale per token beside one per channel.
 
-    X = tile H                                    the N tokens of a page by the d channels of a head
-    16 times:  X_t. /= std(X_t.) for all tokens t,  then  X_.c /= std(X_.c) for all channels c
-    s_t, s_c = what the rows and the columns were divided by, of the iterate with the least imbalance
-    imbalance = largest standard deviation of a row or a column / the smallest
+    X = tile H,   s_t, s_c = balanced(X)     (balance.py) of the N tokens of a page and the d channels of a head
 
     keys    x' = s_t (code scale_c + zero_c)      rounded per channel over the tile's tokens
     values  x' = s_c (code scale_t + zero_t)      rounded per token over the channels
@@ -25,41 +22,17 @@ from __future__ import annotations
 
 import torch
 
+from vllm_kvq.formats.balance import balanced
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS
 from vllm_kvq.formats.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters, positive_half
+from vllm_kvq.formats.quant import affine_codes, affine_parameters
 from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.table import Format
 
 ROUNDS = 16
-FLAT = 1e-6
-"""A row or column that varies by less than this part of the tile is left as it is: equal tokens, a dead channel."""
-
-
-def balanced(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(U, N, d) -> s_t (U, N, 1) with a geometric mean of 1, and s_c (U, 1, d), both as float16 stores them."""
-    flat = FLAT * x.std((-2, -1), keepdim=True)
-    rows, columns = torch.zeros_like(x[..., :1]), torch.zeros_like(x[..., :1, :])
-    kept, least = (rows, columns), torch.full_like(flat, torch.inf)
-    for _ in range(ROUNDS + 1):
-        across, along = (_log_std(x, rows, columns, dim, flat) for dim in (-1, -2))
-        imbalance = torch.maximum(across.amax((-2, -1), keepdim=True), along.amax((-2, -1), keepdim=True))
-        imbalance = imbalance - torch.minimum(across.amin((-2, -1), keepdim=True), along.amin((-2, -1), keepdim=True))
-        better = imbalance < least
-        least = torch.where(better, imbalance, least)
-        kept = torch.where(better, rows, kept[0]), torch.where(better, columns, kept[1])
-        rows = rows + across
-        columns = columns + _log_std(x, rows, columns, -2, flat)
-    middle = kept[0].mean(-2, keepdim=True)
-    return positive_half((kept[0] - middle).exp()), positive_half((kept[1] + middle).exp())
-
-
-def _log_std(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, dim: int, flat: torch.Tensor) -> torch.Tensor:
-    std = (x / (rows + columns).exp()).std(dim, keepdim=True)
-    return torch.where(x.std(dim, keepdim=True) > flat, std.clamp_min(1e-30).log(), 0)
 
 
 class TileCoding(Coding):
@@ -88,7 +61,7 @@ class KeyTiles(TileCoding):
         )
 
     def encode(self, x: torch.Tensor) -> Packed:
-        token, _ = balanced(x)
+        token, _ = balanced(x, ROUNDS)
         scale, zero = affine_parameters(x / token, -2, self.bits)
         return {
             "codes": self._codes(x / token, scale, zero),
@@ -112,7 +85,7 @@ class ValueTiles(TileCoding):
         )
 
     def encode(self, x: torch.Tensor) -> Packed:
-        _, channel = balanced(x)
+        _, channel = balanced(x, ROUNDS)
         token, zero = affine_parameters(x / channel, -1, self.bits)
         return {
             "codes": self._codes(x / channel, token, zero),
