@@ -8,6 +8,8 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import Geometry
+from vllm_kvq.formats.fields import Packed
+from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters, fitted_parameters
 
 
@@ -55,6 +57,22 @@ def test_scores_and_values_gain(bits: int, least: float, rope: bool) -> None:
         )
         assert score_error(query[128:], key, whole[0]) > least * score_error(query[128:], key, fitted[0])
         assert (whole[1] - value).norm() > (least + 0.03) * (fitted[1] - value).norm()
+
+
+class Others(ChannelKeys):
+    """A third party's, which inherits the option with the rest."""
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return super().pack(-x, state)
+
+
+def test_a_third_partys_subclass_stays_what_it_is() -> None:
+    options = {"key_bits": 2, "token_scale": "none"}
+    whole, fitted = (Others.bind(Geometry(64, 32), {**options, "scales": scales}) for scales in ("range", "fitted"))
+    assert type(whole) is Others
+    assert isinstance(fitted, Others)
+    x = torch.randn(1, 32, 64)
+    assert (fitted.unpack(fitted.pack(x, None)) + x).norm() < (whole.unpack(whole.pack(x, None)) + x).norm()
 
 
 @pytest.mark.parametrize("name", ["kivi2", "squat2", "squat4", "polar3", "qjl3"])

@@ -118,7 +118,7 @@ def test_options_of_other_methods_are_refused(name: str) -> None:
               "outlier_choice": "slab", "mode": "paper",
               "angle_bits": 4, "radius_bits": 4, "pairing": "half",
               "key_bits": 2, "value_bits": 2, "group": 32, "scales": "fitted",
-              "token_scale": "balanced"}  # fmt: skip
+              "token_scale": "balanced", "value_rotation": "hadamard"}  # fmt: skip
     for option, value in sample.items():
         if used & set(readers()[option]):
             FORMATS[name].bind(Geometry(128, 64), {option: value})

@@ -16,7 +16,7 @@ With `token_scale: balanced`, x / s_t is quantized, s_t from balance.py, and bes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -25,9 +25,10 @@ from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import KEY_BITS, SCALES, TOKEN_SCALE, Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters, fitted_parameters
+from vllm_kvq.formats.quant import affine_codes, affine_parameters
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.formats.variant import fitted, variant
 
 BALANCE_ROUNDS = 2
 """More than two change the error of 2-bit keys by less than 1 %."""
@@ -40,8 +41,9 @@ class ChannelKeys(KeyCodec):
     parameters = staticmethod(affine_parameters)
 
     @classmethod
-    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> ChannelKeys:
-        return VARIANTS[options["scales"], options["token_scale"]](geometry, options)
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        scaled = (TokenScaled,) if options["token_scale"] == "balanced" else ()
+        return variant(cls, *scaled, *fitted(options))(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.bits = geometry.d, options["key_bits"]
@@ -73,13 +75,7 @@ class ChannelKeys(KeyCodec):
         return torch.addcmul(zero, codes, scale).flatten(1, 2)
 
 
-class FittedChannelKeys(ChannelKeys):
-    """`scales: fitted`. The bytes mean the same."""
-
-    parameters = staticmethod(fitted_parameters)
-
-
-class ScaledChannelKeys(ChannelKeys):
+class TokenScaled(ChannelKeys):
     """`token_scale: balanced`: tokens of unequal size share a channel's range, so each is divided by its size first.
 
     Not where that has the larger squared error over the slab: a channel with a large mean varies more after it.
@@ -107,18 +103,6 @@ class ScaledChannelKeys(ChannelKeys):
     def unpack(self, fields: Packed) -> torch.Tensor:
         return super().unpack(fields) * fields["k_token"].float().flatten(1).unsqueeze(-1)
 
-
-class FittedScaledChannelKeys(ScaledChannelKeys, FittedChannelKeys):
-    pass
-
-
-VARIANTS: dict[tuple[str, str], type[ChannelKeys]] = {
-    ("range", "none"): ChannelKeys,
-    ("fitted", "none"): FittedChannelKeys,
-    ("range", "balanced"): ScaledChannelKeys,
-    ("fitted", "balanced"): FittedScaledChannelKeys,
-}
-"""By the options `scales` and `token_scale`."""
 
 FORMATS = (
     Format("kivi2", "KIVI, 2-bit", ChannelKeys, TokenValues, {"W": 32}),

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import Geometry
-from vllm_kvq.formats.kivi import ChannelKeys, ScaledChannelKeys
+from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.option import KEY_BITS, SCALES, TOKEN_SCALE, Option
-from vllm_kvq.formats.quant import fitted_parameters
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 
@@ -40,10 +39,6 @@ class SQuatKeys(ChannelKeys):
         Option("g", "channels per block of SQuat's update", low=16, high=128, multiple=16),
     )
     fits_queries = True
-
-    @classmethod
-    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> SQuatKeys:
-        return VARIANTS[options["scales"], options["token_scale"]](geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         super().__init__(geometry, options)
@@ -101,28 +96,6 @@ class SQuatKeys(ChannelKeys):
         factor, _ = torch.linalg.cholesky_ex(eye / self.lam + rest @ rest.transpose(-2, -1))
         return torch.cholesky_solve(u_t.double(), factor).float()
 
-
-class FittedSQuatKeys(SQuatKeys):
-    """`scales: fitted`. The bytes mean the same."""
-
-    parameters = staticmethod(fitted_parameters)
-
-
-class ScaledSQuatKeys(ScaledChannelKeys, SQuatKeys):
-    """`token_scale: balanced`: what is corrected and quantized is k / s_t."""
-
-
-class FittedScaledSQuatKeys(ScaledChannelKeys, FittedSQuatKeys):
-    pass
-
-
-VARIANTS: dict[tuple[str, str], type[SQuatKeys]] = {
-    ("range", "none"): SQuatKeys,
-    ("fitted", "none"): FittedSQuatKeys,
-    ("range", "balanced"): ScaledSQuatKeys,
-    ("fitted", "balanced"): FittedScaledSQuatKeys,
-}
-"""By the options `scales` and `token_scale`."""
 
 FORMATS = (
     Format("squat2", "SQuat, 2-bit keys", SQuatKeys, TokenValues, {"W": 32}),
