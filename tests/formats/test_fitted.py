@@ -1,4 +1,4 @@
-"""`scales: fitted`: less error than the range's scales for the same bytes, never more, in every group."""
+"""`key_scales` and `value_scales`: fitted. Less error than the range's scales for the same bytes, never more, in every group."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_scores_and_values_gain(bits: int, least: float, rope: bool) -> None:
     query, key, value = attention_data(128, rope=rope)
     for name in ("kivi", "squat"):
         whole, fitted = (
-            roundtrip(f"{name}{bits}", key, value, query[:128], scales=scales) for scales in ("range", "fitted")
+            roundtrip(f"{name}{bits}", key, value, query[:128], key_scales=scales, value_scales=scales)
+            for scales in ("range", "fitted")
         )
         assert score_error(query[128:], key, whole[0]) > least * score_error(query[128:], key, fitted[0])
         assert (whole[1] - value).norm() > (least + 0.03) * (fitted[1] - value).norm()
@@ -68,7 +69,7 @@ class Others(ChannelKeys):
 
 def test_a_third_partys_subclass_stays_what_it_is() -> None:
     options = {"key_bits": 2, "token_scale": "none"}
-    whole, fitted = (Others.bind(Geometry(64, 32), {**options, "scales": scales}) for scales in ("range", "fitted"))
+    whole, fitted = (Others.bind(Geometry(64, 32), {**options, "key_scales": scales}) for scales in ("range", "fitted"))
     assert type(whole) is Others
     assert isinstance(fitted, Others)
     x = torch.randn(1, 32, 64)
@@ -78,7 +79,10 @@ def test_a_third_partys_subclass_stays_what_it_is() -> None:
 @pytest.mark.parametrize("name", ["kivi2", "squat2", "squat4", "polar3", "qjl3"])
 def test_the_bytes_mean_the_same(name: str) -> None:
     """Whatever reads a format's pages reads these."""
-    whole, fitted = (FORMATS[name].bind(Geometry(128, 64), {"scales": scales}) for scales in ("range", "fitted"))
+    names = [o for o in ("key_scales", "value_scales") if FORMATS[name].settings().get(o)]
+    whole, fitted = (
+        FORMATS[name].bind(Geometry(128, 64), dict.fromkeys(names, scales)) for scales in ("range", "fitted")
+    )
     assert whole.slab_region == fitted.slab_region
     assert whole.page_region == fitted.page_region
     key, value = torch.randn(2, 64, 128), torch.randn(2, 64, 128)

@@ -21,7 +21,7 @@ def uneven(key: torch.Tensor) -> torch.Tensor:
 
 
 def error(name: str, query: torch.Tensor, key: torch.Tensor, token_scale: str, scales: str = "range") -> float:
-    hat, _ = roundtrip(name, key, key, query[:64], token_scale=token_scale, scales=scales)
+    hat, _ = roundtrip(name, key, key, query[:64], token_scale=token_scale, key_scales=scales)
     return score_error(query[64:], key, hat)
 
 

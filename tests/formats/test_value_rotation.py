@@ -33,15 +33,17 @@ def test_it_is_the_rotated_values_format(head: int) -> None:
 def test_it_repairs_channels_of_unequal_size(scales: str) -> None:
     value = torch.randn(64, 2, 128, generator=torch.Generator().manual_seed(0))
     large = value * torch.where(torch.arange(128) % 16 == 0, 8.0, 1.0)
-    assert error(large, scales=scales) > 1.6 * error(large, scales=scales, value_rotation="hadamard")
+    assert error(large, value_scales=scales) > 1.6 * error(large, value_scales=scales, value_rotation="hadamard")
     # among equal ones it is neither better nor worse
-    assert np.isclose(error(value, scales=scales), error(value, scales=scales, value_rotation="hadamard"), rtol=0.03)
+    assert np.isclose(
+        error(value, value_scales=scales), error(value, value_scales=scales, value_rotation="hadamard"), rtol=0.03
+    )
 
 
 def test_with_fitted_scales_large_groups_do() -> None:
     """2.25 bits per element, where 3 bits of KIVI's groups have more error."""
     value = torch.randn(64, 2, 128, generator=torch.Generator().manual_seed(0))
     value = value * torch.exp(0.5 * torch.randn(128, generator=torch.Generator().manual_seed(1)))
-    fewer = {"scales": "fitted", "value_rotation": "hadamard", "group": 128}
+    fewer = {"value_scales": "fitted", "value_rotation": "hadamard", "group": 128}
     assert FORMATS["kivi2"].bind(Geometry(128, 64), fewer).value_bits_per_element() == 2.25
     assert error(value, **fewer) < 0.8 * error(value)

@@ -60,8 +60,9 @@ def test_the_environment_is_read_and_checked() -> None:
 @pytest.mark.parametrize(
     ("options", "device", "path"),
     [
-        pytest.param({"scales": "fitted"}, "cpu", "C++", marks=has_library),
-        ({"scales": "fitted"}, "cuda", "PyTorch"),
+        pytest.param({"key_scales": "fitted", "value_scales": "fitted"}, "cpu", "C++", marks=has_library),
+        ({"key_scales": "fitted"}, "cuda", "PyTorch"),
+        ({"value_scales": "fitted"}, "cuda", "PyTorch"),
         ({"token_scale": "balanced"}, "cpu", "PyTorch"),
         ({"value_rotation": "hadamard"}, "cpu", "PyTorch"),
         ({"value_rotation": "hadamard"}, "cuda", "PyTorch"),

@@ -23,7 +23,7 @@ import torch
 from vllm_kvq.formats.balance import balanced
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.option import KEY_BITS, SCALES, TOKEN_SCALE, Option
+from vllm_kvq.formats.option import KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters
 from vllm_kvq.formats.table import Format
@@ -37,13 +37,13 @@ BALANCE_ROUNDS = 2
 class ChannelKeys(KeyCodec):
     name = "kivi"
     title = "per channel over 32 tokens"
-    options: ClassVar[tuple[Option, ...]] = (KEY_BITS, SCALES, TOKEN_SCALE)
+    options: ClassVar[tuple[Option, ...]] = (KEY_BITS, KEY_SCALES, TOKEN_SCALE)
     parameters = staticmethod(affine_parameters)
 
     @classmethod
     def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
         scaled = (TokenScaled,) if options["token_scale"] == "balanced" else ()
-        return variant(cls, *scaled, *fitted(options))(geometry, options)
+        return variant(cls, *scaled, *fitted(options["key_scales"]))(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.bits = geometry.d, options["key_bits"]

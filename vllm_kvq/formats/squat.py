@@ -22,7 +22,7 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.option import KEY_BITS, SCALES, TOKEN_SCALE, Option
+from vllm_kvq.formats.option import KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 
@@ -32,7 +32,7 @@ class SQuatKeys(ChannelKeys):
     title = "as kivi, corrected by the subspace of the prompt's queries"
     options = (
         KEY_BITS,
-        SCALES,
+        KEY_SCALES,
         TOKEN_SCALE,
         Option("r", "rank of SQuat's query subspace", 5, low=1, high=16),
         Option("lambda", "SQuat's regularisation; 0.1 destroys accuracy", 1e-3, low=1e-6, high=0.1, multiple=0),

@@ -24,7 +24,7 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry, ValueCodec
 from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.option import SCALES, VALUE_BITS, Option
+from vllm_kvq.formats.option import VALUE_BITS, VALUE_SCALES, Option
 from vllm_kvq.formats.planes import SLAB, pack_values, unpack_values, value_code_shape
 from vllm_kvq.formats.quant import LIMIT, affine_codes, affine_parameters
 from vllm_kvq.formats.rotation import hadamard
@@ -37,7 +37,7 @@ class TokenValues(ValueCodec):
     options = (
         VALUE_BITS,
         Option("group", "channels per group of the per-token values", 32, low=16, high=256, multiple=16),
-        SCALES,
+        VALUE_SCALES,
         Option("value_rotation", "what rotates per-token values before they are rounded", "none", ("none", "hadamard")),
     )
     parameters = staticmethod(affine_parameters)
@@ -45,7 +45,7 @@ class TokenValues(ValueCodec):
     @classmethod
     def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
         rotated = (Rotated,) if options["value_rotation"] == "hadamard" else ()
-        return variant(cls, *rotated, *fitted(options))(geometry, options)
+        return variant(cls, *rotated, *fitted(options["value_scales"]))(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.bits, self.group = geometry.d, options["value_bits"], min(options["group"], geometry.d)

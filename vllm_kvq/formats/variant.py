@@ -7,8 +7,7 @@ choosing them. An option that changes either is a class to be put before the cod
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from vllm_kvq.formats.codec import Codec
 from vllm_kvq.formats.quant import fitted_parameters
@@ -26,11 +25,11 @@ def variant(codec: type[C], *changes: type) -> type[C]:
 
 
 class Fitted:
-    """`scales: fitted`, of codecs with `parameters`. The bytes mean the same."""
+    """`key_scales` or `value_scales`: fitted, of codecs with `parameters`. The bytes mean the same."""
 
     parameters = staticmethod(fitted_parameters)
 
 
-def fitted(options: Mapping[str, Any]) -> tuple[type, ...]:
-    """The change that the option `scales` asks for."""
-    return (Fitted,) if options["scales"] == "fitted" else ()
+def fitted(scales: str) -> tuple[type, ...]:
+    """The change that such an option asks for."""
+    return (Fitted,) if scales == "fitted" else ()
