@@ -1,4 +1,4 @@
-"""`key_scales` and `value_scales`: fitted. Less error than the range's scales for the same bytes, never more, in every group."""
+"""`key_scales`, `value_scales`: fitted ones have less error than the range's, in no group more, for the same bytes."""
 
 from __future__ import annotations
 
