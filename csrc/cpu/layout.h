@@ -47,6 +47,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
                                                                                                             \
   FIELD(Keys, keys)                                                                                         \
   FIELD(int64_t, key_bits)     /* of a code; polar: of an angle */                                          \
+  FIELD(int64_t, key_fitted)   /* scales and zeros of least squares, not of the range */                    \
   FIELD(int64_t, radius_bits)                                                                               \
   FIELD(int64_t, paper)        /* polar: the paper's grid, whose only parameter is the step of the radii */ \
   FIELD(int64_t, sketch_rows)  /* m */                                                                      \
@@ -59,6 +60,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
                                                                                                             \
   FIELD(Values, values)                                                                                     \
   FIELD(int64_t, value_bits)                                                                                \
+  FIELD(int64_t, value_fitted) /* as key_fitted */                                                          \
   FIELD(int64_t, group)        /* channels that share the parameters of a token */                          \
                                                                                                             \
   /* fields of the slab, bytes from its start */                                                            \

@@ -1,10 +1,10 @@
 """int4_hadamard: keys rotated by a Hadamard matrix, then 4 bits per token over groups of channels.
 
 A few channels of the keys are far larger than the others, and a group that holds one spends all its codes on it. After
-k' = H k every channel has a part of every outlier, so that groups of one token hold numbers of like size. H is
-orthonormal, and keys are never rotated back: the query is rotated instead, once per step.
+k' = H k every channel has a part of every outlier, so that groups of one token hold numbers of like size. H
+(vllm_kvq/formats/rotation.py) is orthonormal, and keys are never rotated back: the query is rotated instead, once per
+step.
 
-    H = H_b / sqrt(b) along the diagonal, b the largest power of two that divides d;   H_2n = [[H_n, H_n], [H_n, -H_n]]
     q . k = (H q) . (H k)
     zero = min, scale = (max - min) / 15, code = round((x - zero) / scale)      over `hadamard_group` channels of H k
 
@@ -19,7 +19,6 @@ Values are vllm_kvq's own, 4 bits per token over groups of 32 channels.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,20 +29,11 @@ from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 
 BITS = 4
-
-
-@functools.cache
-def hadamard(d: int) -> torch.Tensor:
-    """(d, d), orthonormal and symmetric."""
-    b = d & -d
-    h = torch.ones(1, 1)
-    while len(h) < b:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return torch.block_diag(*[h / b**0.5] * (d // b))
 
 
 class HadamardKeys(KeyCodec):

@@ -94,9 +94,11 @@ def _finish_once(server: Server) -> int:
 
 def check_format(name: str) -> None:
     from vllm_kvq import FORMATS
+    from vllm_kvq.formats.table import public_formats
 
     if name != PLAIN and name not in FORMATS:
-        raise ServerError(f"there is no format {name!r}; the formats are {', '.join(FORMATS)}")
+        known = ", ".join(fmt.name for fmt in public_formats())
+        raise ServerError(f"there is no format {name!r}; the formats are {known}")
 
 
 def check_port(host: str, port: int) -> None:
@@ -173,9 +175,9 @@ def stream_answer(url: str, prompt: str, max_tokens: int) -> Iterator[str]:
 
 
 def how_to_go_on(server: Server, name: str, capacity: Capacity | None) -> None:
-    from vllm_kvq import FORMATS
+    from vllm_kvq.formats.table import public_formats
 
-    others = [other for other in FORMATS if other not in (name, "lossless")]
+    others = [fmt.name for fmt in public_formats() if fmt.name != name]
     print(
         f"""
 The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server.log}.

@@ -12,6 +12,7 @@ from vllm_kvq.eval import error_table
 from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.innerq import HybridKeys
+from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.qjl import sketch, sphere_constant
 
 # format: (least, most) relative error of q . K, and of the values, over all head sizes without RoPE
@@ -203,4 +204,4 @@ def test_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     for label, _, _ in error_table.ROWS:
         assert f"\n{label} " in out
     assert f"{table('squat2', 128, False):.3f}" in out
-    assert set(FORMATS) - {"lossless"} == {n for _, n, _ in error_table.ROWS}
+    assert set(FORMATS) - {"lossless", *PEERS} == {n for _, n, _ in error_table.ROWS}

@@ -7,6 +7,7 @@ import pytest
 
 from vllm_kvq.eval import error_table
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
 
 DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -42,6 +43,15 @@ def test_bits_table() -> None:
     ]
     printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
     assert rows("What a format costs") == want, f"the table should be\n{printed}"
+
+
+def test_comparison_table() -> None:
+    want = [
+        [name, fmt.title, *(f"{fmt.bits_per_element(d, 128):.3f}" for d in (64, 128))]
+        for name, fmt in ((name, FORMATS[name]) for name in PEERS)
+    ]
+    printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
+    assert rows("Formats for comparison") == want, f"the table should be\n{printed}"
 
 
 def test_padding_table() -> None:

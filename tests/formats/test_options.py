@@ -117,7 +117,8 @@ def test_options_of_other_methods_are_refused(name: str) -> None:
     sample = {"r": 8, "lambda": 1e-3, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
               "outlier_choice": "slab", "mode": "paper",
               "angle_bits": 4, "radius_bits": 4, "pairing": "half",
-              "key_bits": 2, "value_bits": 2, "group": 32}  # fmt: skip
+              "key_bits": 2, "value_bits": 2, "group": 32, "key_scales": "fitted", "value_scales": "fitted",
+              "token_scale": "balanced", "value_rotation": "hadamard"}  # fmt: skip
     for option, value in sample.items():
         if used & set(readers()[option]):
             FORMATS[name].bind(Geometry(128, 64), {option: value})

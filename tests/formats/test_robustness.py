@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
+from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.quant import LIMIT
 
 LOSSY = [n for n in FORMATS if n != "lossless"]
+OURS = [n for n in FORMATS if n not in PEERS]
+"""How accurate a method of others is, is not ours to promise."""
+OUR_LOSSY = [n for n in OURS if n in LOSSY]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SPECIAL = [0.0, -0.0, 1e4, -1e4, 1e-40, 6e-8, 65504.0, 3e38, -3e38, math.inf, -math.inf, math.nan]
 
@@ -68,7 +72,7 @@ def test_output_is_finite_and_counted(name: str, case: tuple[torch.Tensor, torch
     assert torch.equal(clean[..., :d][key.abs() <= LIMIT], key.float()[key.abs() <= LIMIT])
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", OUR_LOSSY)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("value", SPECIAL)
 def test_pages_full_of_one_value(name: str, dtype: torch.dtype, value: float) -> None:
@@ -84,7 +88,7 @@ def test_pages_full_of_one_value(name: str, dtype: torch.dtype, value: float) ->
         assert (k.float() - want).norm() <= 0.8 * want.norm() + 1e-6
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", OUR_LOSSY)
 def test_zero_vectors_stay_zero(name: str) -> None:
     """Zero tokens among others do not become garbage."""
     key, value = normal(64, 2, 128), normal(64, 2, 128, seed=1)
@@ -164,7 +168,7 @@ def test_affine_rounding_error_is_half_a_step(seed: int, bits: int, size: float,
 
 # -- tokens and heads
 # ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 31, 32, 33, 63, 64, 65, 100])
 def test_any_number_of_tokens(name: str, tokens: int) -> None:
     key, value = normal(tokens, 2, 64), normal(tokens, 2, 64, seed=1)

@@ -21,7 +21,7 @@ assert not {"vllm", "triton", "transformers"} & {name.split(".")[0] for name in 
 x = torch.randn(40, 2, 64)
 for name, fmt in vllm_kvq.FORMATS.items():
     vllm_kvq.roundtrip(name, x, x, x)
-    assert fmt.bits_per_element(64, 64) > 3
+    assert fmt.bits_per_element(64, 64) > (2 if name == "kvarn_k2v2" else 3)
 print("fine")
 """
 

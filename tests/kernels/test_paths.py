@@ -57,6 +57,26 @@ def test_the_environment_is_read_and_checked() -> None:
         Wish.of("cpu", {"VLLM_KVQ_KERNELS": "cpp"})
 
 
+@pytest.mark.parametrize(
+    ("options", "device", "path"),
+    [
+        pytest.param({"key_scales": "fitted", "value_scales": "fitted"}, "cpu", "C++", marks=has_library),
+        ({"key_scales": "fitted"}, "cuda", "PyTorch"),
+        ({"value_scales": "fitted"}, "cuda", "PyTorch"),
+        ({"token_scale": "balanced"}, "cpu", "PyTorch"),
+        ({"value_rotation": "hadamard"}, "cpu", "PyTorch"),
+        ({"value_rotation": "hadamard"}, "cuda", "PyTorch"),
+    ],
+)
+@pytest.mark.parametrize("name", ["squat2", "kivi4"])
+def test_an_option_that_kernels_do_not_know_is_not_ignored(
+    name: str, options: dict[str, str], device: str, path: str
+) -> None:
+    found = path_for(get_format(name).bind(Geometry(64, 64, torch.bfloat16), options), Wish(device))
+    assert found.name == path
+    assert (found.why is None) == (path == "C++")
+
+
 class OtherKeys(SQuatKeys):
     """A third party's: it may store what its parent does not."""
 

@@ -23,6 +23,9 @@ ROWS: list[Row] = [
     ("kivi2", "kivi2", {}),
     ("squat2", "squat2", {}),
     ("squat2, four blocks", "squat2", {"blocks": 4}),
+    ("kivi2, fitted", "kivi2", {"key_scales": "fitted"}),
+    ("squat2, fitted", "squat2", {"key_scales": "fitted"}),
+    ("squat2, fitted, token scale", "squat2", {"key_scales": "fitted", "token_scale": "balanced"}),
     ("polar3", "polar3", {}),
     ("polar3, paper", "polar3", {"mode": "paper"}),
     ("qjl3", "qjl3", {}),
@@ -32,6 +35,7 @@ ROWS: list[Row] = [
     ("polar4, paper", "polar4", {"mode": "paper"}),
     ("kivi4", "kivi4", {}),
     ("squat4", "squat4", {}),
+    ("squat4, fitted", "squat4", {"key_scales": "fitted"}),
 ]
 """The built-in formats, and variants worth a row of their own."""
 SEEDS = 4

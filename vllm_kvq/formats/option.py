@@ -68,5 +68,12 @@ class LayerList(Option):
 # -- options that several codecs share -------------------------------------------------------------------------------
 KEY_BITS = Option("key_bits", "bits per key code", 2, choices=(2, 4))
 VALUE_BITS = Option("value_bits", "bits per value code", 2, choices=(2, 4))
+KEY_SCALES = Option("key_scales", "scales of keys per channel: of the range, or fitted", "range", ("range", "fitted"))
+VALUE_SCALES = Option(
+    "value_scales", "scales of values per token: of the range, or fitted", "range", KEY_SCALES.choices
+)
+"""`quant.fitted_parameters` says what fitted ones are."""
+TOKEN_SCALE = Option("token_scale", "a scale per token beside the channels' own", "none", ("none", "balanced"))
+"""Of keys with parameters per channel."""
 PAIRING = Option("pairing", "RoPE's channel pairs, from the model unless set", choices=("half", "interleaved"))
 """Of codecs with `pairs_channels`. What the user sets replaces the geometry's pairing."""

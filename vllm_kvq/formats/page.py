@@ -53,7 +53,7 @@ class PageFormat:
     @property
     def unit(self) -> int:
         """P: the tokens that are packed together."""
-        return self.N if self.keys.page_wide else SLAB
+        return self.N if self.keys.page_wide or self.values.page_wide else SLAB
 
     @property
     def W(self) -> int:

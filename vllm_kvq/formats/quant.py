@@ -38,5 +38,38 @@ def affine_parameters(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tenso
     return positive_half((hi - lo) / (2**bits - 1)), half(lo)
 
 
+FIT_ROUNDS = 3
+FIT_FROM = {2: 0.8, 4: 1.0}
+"""Bits -> part of the range that the fit begins with: where four levels have to do, the ends are better cut off."""
+
+
+def fitted_parameters(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, zero) over `dim`, kept with size 1, with less squared error than those of the range, or just these.
+
+    In turn, codes for scale and zero, and for these codes the scale and zero of least squares:
+
+        scale = sum c (x - mean x) / sum (c - mean c)^2,   zero = mean x - scale mean c
+    """
+    n, whole = x.shape[dim], affine_parameters(x, dim, bits)
+    lo, hi, mean = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True), x.mean(dim, keepdim=True)
+    part = FIT_FROM[bits]
+    scale, zero = positive_half((hi - lo) * part / (2**bits - 1)), half(lo + (hi - lo) * ((1 - part) / 2))
+    for _ in range(FIT_ROUNDS):
+        codes = affine_codes(x, scale, zero, bits)
+        total = codes.sum(dim, keepdim=True)
+        spread = codes.square().sum(dim, keepdim=True) - total * total / n
+        slope = positive_half((codes * (x - mean)).sum(dim, keepdim=True) / spread.clamp_min(TINY))
+        # equal codes have no slope
+        scale, zero = (
+            torch.where(spread > 0, new, old) for new, old in ((slope, scale), (half(mean - slope * total / n), zero))
+        )
+    better = _squared_error(x, dim, scale, zero, bits) < _squared_error(x, dim, *whole, bits)
+    return torch.where(better, scale, whole[0]), torch.where(better, zero, whole[1])
+
+
+def _squared_error(x: torch.Tensor, dim: int, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    return (torch.addcmul(zero, affine_codes(x, scale, zero, bits), scale) - x).square().sum(dim, keepdim=True)
+
+
 def affine_codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
     return ((x - zero) / scale).round().clamp(0, 2**bits - 1)

@@ -22,7 +22,7 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.option import KEY_BITS, Option
+from vllm_kvq.formats.option import KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 
@@ -32,6 +32,8 @@ class SQuatKeys(ChannelKeys):
     title = "as kivi, corrected by the subspace of the prompt's queries"
     options = (
         KEY_BITS,
+        KEY_SCALES,
+        TOKEN_SCALE,
         Option("r", "rank of SQuat's query subspace", 5, low=1, high=16),
         Option("lambda", "SQuat's regularisation; 0.1 destroys accuracy", 1e-3, low=1e-6, high=0.1, multiple=0),
         Option("g", "channels per block of SQuat's update", low=16, high=128, multiple=16),

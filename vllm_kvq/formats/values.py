@@ -8,7 +8,7 @@ Slab (32 tokens; d = 128, b = 2, G = 32):
     v_scale  f16  [d / G][32 tokens]             256   token-minor: a kernel folds 16 tokens' scales into the
     v_zero   f16  [d / G][32 tokens]             256     softmax weights with one load
 
-The last group is smaller where G does not divide d.
+The last group is smaller where G does not divide d. With `value_rotation: hadamard` the same of v H (rotation.py).
 
 Uncompressed (PolarQuant's main setting in float16 and bfloat16, and `lossless` in any dtype):
 
@@ -18,15 +18,17 @@ Uncompressed (PolarQuant's main setting in float16 and bfloat16, and `lossless` 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from vllm_kvq.formats.codec import Geometry, ValueCodec
 from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.option import VALUE_BITS, Option
+from vllm_kvq.formats.option import VALUE_BITS, VALUE_SCALES, Option
 from vllm_kvq.formats.planes import SLAB, pack_values, unpack_values, value_code_shape
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.quant import LIMIT, affine_codes, affine_parameters
+from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.variant import fitted, variant
 
 
 class TokenValues(ValueCodec):
@@ -35,7 +37,15 @@ class TokenValues(ValueCodec):
     options = (
         VALUE_BITS,
         Option("group", "channels per group of the per-token values", 32, low=16, high=256, multiple=16),
+        VALUE_SCALES,
+        Option("value_rotation", "what rotates per-token values before they are rounded", "none", ("none", "hadamard")),
     )
+    parameters = staticmethod(affine_parameters)
+
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        rotated = (Rotated,) if options["value_rotation"] == "hadamard" else ()
+        return variant(cls, *rotated, *fitted(options["value_scales"]))(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.bits, self.group = geometry.d, options["value_bits"], min(options["group"], geometry.d)
@@ -53,7 +63,7 @@ class TokenValues(ValueCodec):
         x = x.unflatten(1, (-1, SLAB))
         codes, scales, zeros = [], [], []
         for part in x.split(self.group, dim=-1):
-            s, z = affine_parameters(part, -1, self.bits)
+            s, z = self.parameters(part, -1, self.bits)
             codes.append(affine_codes(part, s, z, self.bits))
             scales.append(s)
             zeros.append(z)
@@ -71,6 +81,18 @@ class TokenValues(ValueCodec):
             at = slice(g * self.group, (g + 1) * self.group)
             out[..., at] = torch.addcmul(zero[..., g, None], codes[..., at], scale[..., g, None])
         return out.flatten(1, 2)
+
+
+class Rotated(TokenValues):
+    """`value_rotation: hadamard`: v H is stored, and rotated back when it is read."""
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return super().pack(x @ hadamard(self.d).to(x.device), state)
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        x = super().unpack(fields)
+        # nothing larger was stored; the errors of a token's rotated numbers may add up to more
+        return (x @ hadamard(self.d).to(x.device)).clamp(-LIMIT, LIMIT)
 
 
 class RawValues(ValueCodec):

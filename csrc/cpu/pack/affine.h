@@ -74,6 +74,52 @@ inline Floats affine_code(Floats x, Floats scale, Floats zero, Floats top) {
   return nearest(max(min((x - zero) / scale, top), Floats{}));
 }
 
+// What codes of one scale and zero leave of x: its sum of squares.
+inline Floats squared_error(const float* x, int64_t n, int64_t stride, Floats scale, Floats zero, Floats top) {
+  Floats sum{};
+  for (int64_t i = 0; i < n; ++i) {
+    const Floats v = load(x + i * stride), e = (zero + affine_code(v, scale, zero, top) * scale) - v;
+    sum += e * e;
+  }
+  return sum;
+}
+
+struct Affine {
+  Floats scale, zero;
+};
+
+// `fitted_parameters` of formats/quant.py for LANES groups; element i of a group lies at x[i * stride].
+inline Affine fitted(const float* x, int64_t n, int64_t stride, Floats lo, Floats hi, int bits) {
+  const Floats top = splat(float((1 << bits) - 1)), count = splat(float(n));
+  const float part = bits == 2 ? 0.8f : 1.0f;
+  Floats mean{};
+  for (int64_t i = 0; i < n; ++i) mean += load(x + i * stride);
+  mean = mean / count;
+  Floats scale = positive_half((hi - lo) * splat(part) / top), zero = half(lo + (hi - lo) * splat((1 - part) / 2));
+  for (int round = 0; round < 3; ++round) {
+    Floats total{}, squares{}, product{};
+    for (int64_t i = 0; i < n; ++i) {
+      const Floats v = load(x + i * stride), code = affine_code(v, scale, zero, top);
+      total += code;
+      squares += code * code;
+      product += code * (v - mean);
+    }
+    const Floats spread = squares - total * total / count;
+    const Floats slope = positive_half(product / max(spread, splat(TINY)));
+    const Ints moves = Ints(spread > 0.0f);
+    zero = moves ? half(mean - slope * total / count) : zero;
+    scale = moves ? slope : scale;
+  }
+  const Floats whole = positive_half((hi - lo) / top), low = half(lo);
+  const Ints better = Ints(squared_error(x, n, stride, scale, zero, top) < squared_error(x, n, stride, whole, low, top));
+  return {better ? scale : whole, better ? zero : low};
+}
+
+inline Affine parameters(const float* x, int64_t n, int64_t stride, Floats lo, Floats hi, int bits, bool fit) {
+  if (fit) return fitted(x, n, stride, lo, hi, bits);
+  return {positive_half((hi - lo) / splat(float((1 << bits) - 1))), half(lo)};
+}
+
 // Codes [32][n] of keys to bytes (formats/planes.py).
 inline void put_key_codes(const int32_t* codes, int64_t n, int bits, uint8_t* to) {
   const int planes = 8 / bits;
@@ -112,8 +158,8 @@ inline size_t scalar_work_bytes(const Layout& l) {  // codes [32][d], a correcte
 }
 
 // Per channel over 32 tokens x [32][stride], for channels [first, last): parameters to `scale` and `zero`.
-inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t last, int bits, uint8_t* scale,
-                          uint8_t* zero, int32_t* codes, float* error, const float* original) {
+inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t last, int bits, bool fit,
+                          uint8_t* scale, uint8_t* zero, int32_t* codes, float* error, const float* original) {
   const Floats top = splat(float((1 << bits) - 1));
   for (int64_t c = first; c < last; c += LANES) {
     Floats lo = load(x + c), hi = lo;
@@ -122,7 +168,7 @@ inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t
       lo = min(lo, v);
       hi = max(hi, v);
     }
-    const Floats s = positive_half((hi - lo) / top), z = half(lo);
+    const auto [s, z] = parameters(x + c, SLAB, stride, lo, hi, bits, fit);
     store_halves(scale + 2 * c, s);
     store_halves(zero + 2 * c, z);
     for (int t = 0; t < SLAB; ++t) {
@@ -156,7 +202,8 @@ inline void pack_channel(const PackUnit& u) {
       from = x;
     }
     const bool last = end == d;
-    channel_codes(from, d, start, end, int(l.key_bits), scale, zero, codes, last ? nullptr : error, u.key);
+    float* left = last ? nullptr : error;
+    channel_codes(from, d, start, end, int(l.key_bits), l.key_fitted, scale, zero, codes, left, u.key);
     if (last) break;
     for (int t = 0; t < SLAB; ++t)
       for (int r = 0; r < rank; ++r) {
@@ -179,6 +226,7 @@ inline void pack_token_values(const Layout& l, const float* value, uint8_t* slab
   const Floats top = splat(float((1 << l.value_bits) - 1));
   const int64_t groups = (l.d + l.group - 1) / l.group;
   float lo[SLAB], hi[SLAB];
+  float* by_token = reinterpret_cast<float*>(codes + SLAB * l.d);  // a group's channels [group][32]
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * l.group, last = first + l.group < l.d ? first + l.group : l.d;
     for (int t = 0; t < SLAB; ++t) {
@@ -191,8 +239,12 @@ inline void pack_token_values(const Layout& l, const float* value, uint8_t* slab
       lo[t] = smallest(low);
       hi[t] = largest(high);
     }
+    if (l.value_fitted)
+      for (int64_t c = first; c < last; ++c)
+        for (int t = 0; t < SLAB; ++t) by_token[(c - first) * SLAB + t] = value[t * l.d + c];
     for (int t = 0; t < SLAB; t += LANES) {
-      const Floats s = positive_half((load(hi + t) - load(lo + t)) / top), z = half(load(lo + t));
+      const auto [s, z] = parameters(by_token + t, last - first, SLAB, load(lo + t), load(hi + t), int(l.value_bits),
+                                     l.value_fitted);
       store_halves(slab + l.v_scale + 2 * (g * SLAB + t), s);
       store_halves(slab + l.v_zero + 2 * (g * SLAB + t), z);
       store(hi + t, s);

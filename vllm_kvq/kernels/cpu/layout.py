@@ -21,11 +21,13 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys, HybridValues
+from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.lossless import RawKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
 from vllm_kvq.formats.qjl import SketchKeys
-from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
+from vllm_kvq.formats.squat import SQuatKeys
 from vllm_kvq.formats.values import RawValues, TokenValues
+from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.slots import SlotGeometry
 
@@ -99,13 +101,15 @@ _LARGEST = Reduction(
 )
 
 _CHANNEL = (("k_codes", "k_scale", "k_zero"),)
+_SQUAT: dict[str, str | int] = {"key_bits": "bits", "lambda": "lam", "squat_block": "block"}
+_TOKEN = (("v_codes", "v_scale", "v_zero"),)
 _GRID = ("k_angle0", "k_angle_step", "k_radius0", "k_radius_step")
 
 KEYS: dict[type, Kind] = {
     ChannelKeys: Kind("channel", _CHANNEL, {"key_bits": "bits"}),
-    SQuatKeys: Kind(
-        "channel", _CHANNEL, {"key_bits": "bits", "lambda": "lam", "squat_block": "block"}, reduction=_GRAM
-    ),
+    variant(ChannelKeys, Fitted): Kind("channel", _CHANNEL, {"key_bits": "bits", "key_fitted": 1}),
+    SQuatKeys: Kind("channel", _CHANNEL, _SQUAT, reduction=_GRAM),
+    variant(SQuatKeys, Fitted): Kind("channel", _CHANNEL, {**_SQUAT, "key_fitted": 1}, reduction=_GRAM),
     HybridKeys: Kind(
         "hybrid", (("k_codes", "k_scale", "k_slot", "k_inner_norm"),), {"key_bits": "bits"}, reduction=_LARGEST
     ),
@@ -141,7 +145,8 @@ KEYS: dict[type, Kind] = {
     RawKeys: Kind("raw", (("k_raw",),)),
 }
 VALUES: dict[type, Kind] = {
-    TokenValues: Kind("token", (("v_codes", "v_scale", "v_zero"),), {"value_bits": "bits", "group": "group"}),
+    TokenValues: Kind("token", _TOKEN, {"value_bits": "bits", "group": "group"}),
+    variant(TokenValues, Fitted): Kind("token", _TOKEN, {"value_bits": "bits", "group": "group", "value_fitted": 1}),
     HybridValues: Kind("hybrid", (("v_codes", "v_scale", "v_slot"),), {"value_bits": "bits"}),
     RawValues: Kind("raw", (("v_raw",),)),
 }

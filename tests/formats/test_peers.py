@@ -1,0 +1,271 @@
+"""Other people's methods: each against a few lines of NumPy that follow its authors, and its bits counted by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvq import FORMATS, roundtrip
+from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.formats import Geometry
+from vllm_kvq.formats.codec import HEAD_SIZES
+from vllm_kvq.formats.peers import PEERS
+from vllm_kvq.formats.peers.turbo import levels
+from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.table import VLLM_DTYPES, key_codecs, public_formats, value_codecs
+
+N, D = 64, 128
+
+
+@pytest.fixture(scope="module")
+def tile() -> np.ndarray:
+    """(N, D): channels and tokens of unequal size, an outlier channel, a negative mean."""
+    rng = np.random.RandomState(3)
+    x = rng.standard_normal((N, D)) * np.exp(rng.standard_normal(D)) * np.exp(0.5 * rng.standard_normal((N, 1))) - 0.3
+    x[:, 5] += 20
+    return x.astype(np.float32)
+
+
+def through(name: str, x: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """x as keys and as values, by pages of N."""
+    y = torch.from_numpy(x)[:, None]
+    k, v = roundtrip(name, y, y, N=N, **options)
+    return k[:, 0].numpy(), v[:, 0].numpy()
+
+
+def f16(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float16).astype(np.float64)
+
+
+def sylvester(d: int) -> np.ndarray:
+    h = np.ones((1, 1))
+    while len(h) < d:
+        h = np.block([[h, h], [h, -h]])
+    return h / math.sqrt(d)
+
+
+def agree(got: np.ndarray, want: np.ndarray) -> None:
+    """Equal but for codes at the border of two cells, which float32 and float64 round apart."""
+    differs = np.abs(got - want) > 1e-4 * np.abs(want).max()
+    assert differs.mean() < 2e-3
+
+
+# -- each by its authors' formula ------------------------------------------------------------------------------------
+def test_int4_token(tile: np.ndarray) -> None:
+    """vLLM's kernel, its rotation with the factor that it leaves in."""
+    generator = torch.Generator().manual_seed(0x9E3779B9)
+    signs = (2 * torch.bernoulli(torch.full((D,), 0.5), generator=generator) - 1).numpy()
+    y = (tile * signs) @ (sylvester(D) * math.sqrt(D))
+    scale = np.maximum((y.max(1) - y.min(1)) / 15, 1e-6)[:, None]
+    zero = np.clip(np.trunc(-y.min(1, keepdims=True) / scale + 0.5), 0, 15)
+    code = np.clip(np.trunc(np.maximum(y / scale + zero, 0) + 0.5), 0, 15)
+    want = ((code - zero) * scale) @ (sylvester(D) * math.sqrt(D)) / D * signs
+    for got in through("int4_token", tile):
+        assert np.abs(got - want).max() < 2e-2 * np.abs(want).max()
+        # each token has one rotation, so a code at a border touches its whole row
+        assert (np.abs(got - want).max(1) > 1e-4 * np.abs(want).max()).mean() < 0.1
+
+
+def test_q4_0(tile: np.ndarray) -> None:
+    """ggml's quantize_row_q4_0_ref."""
+    y = (tile.astype(np.float64) @ sylvester(D)).reshape(N, -1, 32)
+    largest = np.take_along_axis(y, np.abs(y).argmax(-1)[..., None], -1)
+    scale = largest / -8
+    code = np.minimum(15, np.trunc(y / scale + 8.5))
+    want = ((code - 8) * f16(scale)).reshape(N, D)
+    for got in through("int4_hadamard_q4_0", tile):
+        agree(got @ sylvester(D), want)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_turbo(bits: int, tile: np.ndarray) -> None:
+    """A direction is the nearest of the levels' directions by coordinate, and the norm comes back."""
+    rotation = FORMATS[f"turbo{bits}"].bind(Geometry(D, N)).keys.coding.rotation().double().numpy()  # type: ignore[attr-defined]
+    assert np.allclose(rotation @ rotation.T, np.eye(D), atol=1e-6)
+    assert np.abs(rotation).max() < 0.5, "a rotation that mixes nothing"
+    norm = np.linalg.norm(tile.astype(np.float64), axis=1, keepdims=True)
+    known = levels(D, bits).double().numpy()
+    code = np.abs((tile @ rotation / norm)[..., None] - known).argmin(-1)
+    length = np.linalg.norm(known[code], axis=1, keepdims=True)
+    for got in through(f"turbo{bits}", tile):
+        agree(got @ rotation, f16(norm / length) * known[code])
+        assert np.allclose(np.linalg.norm(got, axis=1), norm[:, 0], rtol=1e-3)
+
+
+# Max 1960, for a Gaussian of variance 1, which a coordinate of many is
+GAUSSIAN = {
+    3: [0.2451, 0.7560, 1.3440, 2.1520],
+    4: [0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326],
+}
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_levels(bits: int) -> None:
+    assert levels(4096, bits)[2 ** (bits - 1) :].numpy() * 64 == pytest.approx(GAUSSIAN[bits], rel=2e-3)
+    # fewer channels have shorter tails: each level is the mean of what is nearest to it, by random directions
+    x = np.random.RandomState(0).standard_normal((40_000, 64))
+    u = (x / np.linalg.norm(x, axis=1, keepdims=True)).ravel()
+    known = levels(64, bits).numpy()
+    nearest = np.searchsorted((known[1:] + known[:-1]) / 2, u)
+    means = [u[nearest == i].mean() for i in range(2**bits)]
+    assert known == pytest.approx(means, rel=1e-2)
+    assert known[-1] < GAUSSIAN[bits][-1] / 8
+
+
+def kvarn_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns divided in turn; the scales of the iterate whose standard deviations differ least."""
+    y, rows, columns = x.copy(), np.ones((len(x), 1)), np.ones((1, x.shape[1]))
+    best = (math.inf, rows, columns)
+    for _ in range(17):
+        spread = np.concatenate([y.std(1, ddof=1), y.std(0, ddof=1)])
+        if spread.max() / spread.min() < best[0]:
+            best = (spread.max() / spread.min(), rows, columns)
+        rows = rows * y.std(1, ddof=1)[:, None]
+        y = x / rows / columns
+        columns = columns * y.std(0, ddof=1)
+        y = x / rows / columns
+    assert best[0] < 2, "the iteration balances nothing"
+    return best[1], best[2]
+
+
+def rounded(x: np.ndarray, axis: int, bits: int) -> np.ndarray:
+    scale = f16((x.max(axis, keepdims=True) - x.min(axis, keepdims=True)) / (2**bits - 1))
+    zero = f16(x.min(axis, keepdims=True))
+    return zero + scale * np.clip(np.round((x - zero) / scale), 0, 2**bits - 1)
+
+
+@pytest.mark.parametrize(("name", "key_bits", "value_bits"), [("kvarn_k4v2", 4, 2), ("kvarn_k2v2", 2, 2)])
+def test_kvarn(name: str, key_bits: int, value_bits: int, tile: np.ndarray) -> None:
+    x = tile.astype(np.float64) @ sylvester(D)
+    rows, columns = kvarn_scales(x)
+    middle = np.exp(np.log(rows).mean())
+    rows, columns = f16(rows / middle), f16(columns * middle)
+    keys, values = through(name, tile)
+    agree(keys @ sylvester(D), rows * rounded(x / rows, 0, key_bits))
+    agree(values @ sylvester(D), columns * rounded(x / columns, 1, value_bits))
+
+
+def test_nvfp4(tile: np.ndarray) -> None:
+    page = np.float32(np.abs(tile).max() / (6 * 448))
+    block = np.abs(tile).reshape(N, -1, 16).max(-1, keepdims=True) / (6 * page)
+    scale = torch.from_numpy(block).to(torch.float8_e4m3fn).double().numpy() * page
+    known = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    y = tile.reshape(N, -1, 16) / scale
+    want = (np.sign(y) * known[np.abs(np.abs(y)[..., None] - known).argmin(-1)] * scale).reshape(N, D)
+    for got in through("nvfp4_block", tile):
+        agree(got, want)
+
+
+def test_nvfp4_rounds_ties_to_the_even_code() -> None:
+    """As the hardware's conversion does: 0.25 to 0, 0.75 to 1, 1.25 to 1, ..., 5 to 4."""
+    x = np.zeros((N, D), np.float32)
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    x[0, : len(ties)] = ties
+    x[0, 8 : 8 + len(ties)] = [-t for t in ties]
+    x[:, 15] = 6.0  # a scale of 1 for this block ...
+    x[0, 127] = 6 * 448  # ... because the page's is 1
+    got = through("nvfp4_block", x)[0][0]
+    assert got[: len(ties)].tolist() == [0, 1, 1, 2, 2, 4, 4]
+    assert got[8 : 8 + len(ties)].tolist() == [0, -1, -1, -2, -2, -4, -4]
+
+
+def test_sinks_are_all_that_kivi_gets() -> None:
+    for kivi in ("kivi2", "kivi4"):
+        plain, sinks = (FORMATS[name].bind(Geometry(D, N)) for name in (kivi, f"{kivi}_sinks"))
+        assert (plain.S, sinks.S) == (0, 32)
+        assert plain.W == sinks.W
+        assert plain.slab_region == sinks.slab_region
+
+
+# -- what they cost --------------------------------------------------------------------------------------------------
+# bits per element of keys and of values at d = N = 128: codes, and what is stored beside them
+COSTS = {
+    "int4_token": (4 + 32 / 128, 4 + 32 / 128),  # a float32 per token
+    "turbo4": (4 + 16 / 128, 4 + 16 / 128),  # a norm per token
+    "turbo3": (3 + 16 / 128, 3 + 16 / 128),
+    "kvarn_k4v4": (4 + 32 / 128 + 16 / 128, 4 + 32 / 128 + 16 / 128),  # scale and zero one way, a scale the other
+    "kvarn_k4v2": (4 + 32 / 128 + 16 / 128, 2 + 32 / 128 + 16 / 128),
+    "kvarn_k2v2": (2 + 32 / 128 + 16 / 128, 2 + 32 / 128 + 16 / 128),
+    "int4_hadamard_q4_0": (4 + 16 / 32, 4 + 16 / 32),
+    "nvfp4_block": (4 + 8 / 16 + 32 / 128 / 128, 4 + 8 / 16 + 32 / 128 / 128),
+    "kivi2_sinks": (2 + 32 / 32, 2 + 32 / 32),
+    "kivi4_sinks": (4 + 32 / 32, 4 + 32 / 32),
+}
+
+
+def test_every_peer_is_counted() -> None:
+    assert set(COSTS) == set(PEERS)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_bits(name: str) -> None:
+    page = FORMATS[name].bind(Geometry(128, 128))
+    assert (page.key_bits_per_element(), page.value_bits_per_element()) == COSTS[name]
+    # header, and fields that end before their 64-byte boundary
+    assert 0 <= page.bits_per_element - sum(COSTS[name]) / 2 < 0.07
+
+
+def test_no_peer_is_offered() -> None:
+    assert not {*PEERS} & {*VLLM_DTYPES}
+    assert not {*PEERS} & {fmt.name for fmt in public_formats()}
+    hidden = {codec for name in PEERS if "kivi" not in name for codec in (FORMATS[name].keys, FORMATS[name].values)}
+    assert not hidden & {*key_codecs().values(), *value_codecs().values()}
+
+
+# -- how well they do ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [n for n in PEERS if "kivi" not in n])
+@pytest.mark.parametrize("head", HEAD_SIZES)
+def test_the_query_is_rotated_as_the_keys_are(name: str, head: int) -> None:
+    """Block-diagonal rotations, where no power of two is the head size, included."""
+    page = FORMATS[name].bind(Geometry(head, 64))
+    key, query = torch.randn(2, 64, page.geometry.d), torch.randn(2, 5, page.geometry.d)
+    fields = page.pack(key, key, None)
+    keys, values = page.unpack(fields)
+    assert (keys - key).norm() < 0.65 * key.norm()
+    assert (values - key).norm() < 0.65 * key.norm()
+    scores = page.keys.query_features(query) @ page.keys.key_features(fields).mT
+    assert torch.allclose(scores, query @ keys.mT, atol=1e-3)
+
+
+@pytest.mark.parametrize("head", HEAD_SIZES)
+def test_hadamard(head: int) -> None:
+    d = Geometry(head, 64).d
+    h = hadamard(d)
+    b = d & -d
+    assert torch.equal(h, h.T)
+    assert torch.allclose(h @ h, torch.eye(d), atol=1e-6)
+    assert np.array_equal(h[-b:, -b:].numpy(), sylvester(b).astype(np.float32))
+
+
+# (better, worse, least ratio of the errors of q . K)
+ORDER = [
+    ("turbo4", "turbo3", 1.8),
+    ("kvarn_k4v2", "kvarn_k2v2", 4),
+    ("int4_hadamard_q4_0", "int4_token", 1.1),  # groups of 32 channels, not of 128
+    ("kvarn_k4v4", "int4_token", 1.4),  # ranges of channels
+    ("turbo3", "kvarn_k2v2", 1.2),
+]
+
+
+@pytest.mark.parametrize(("better", "worse", "ratio"), ORDER)
+@pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
+def test_order(better: str, worse: str, ratio: float, rope: bool) -> None:
+    query, key, value = attention_data(128, tokens=128, rope=rope)
+    low, high = (score_error(query, key, roundtrip(name, key, value)[0]) for name in (better, worse))
+    assert high > ratio * low
+
+
+def test_a_scale_per_token_pays_where_tokens_differ() -> None:
+    """KVarN's finding: tokens of unequal size are what its second scale repairs."""
+    query, key, value = attention_data(128, tokens=128)
+    uneven = key * torch.logspace(-0.7, 0.7, 128)[torch.randperm(128)][:, None, None]
+    ratios = [
+        score_error(query, x, roundtrip("kvarn_k2v2", x, value)[0])
+        / score_error(query, x, roundtrip("kivi2", x, value)[0])
+        for x in (key, uneven)
+    ]
+    assert ratios[1] < 0.8 * ratios[0]

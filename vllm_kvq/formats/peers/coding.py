@@ -1,0 +1,105 @@
+"""What most peers have in common: keys and values are rotated, and stored in the same way.
+
+    keys    stored: k R     q . k = (q R) . (k R), so the query is rotated, once per step
+    values  stored: v R     rotated back when they are read
+
+A `Coding` says how the rotated numbers are stored. Its fields become "k_..." of the keys and "v_..." of the values.
+Codes of both halves lie as those of keys do (planes.py): PyTorch alone reads them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
+from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.quant import LIMIT
+
+
+class Coding(ABC):
+    page_wide: ClassVar[bool] = False
+    slab_fields: tuple[Field, ...]
+    page_fields: tuple[Field, ...] = ()
+
+    @abstractmethod
+    def __init__(self, geometry: Geometry, bits: int) -> None: ...
+
+    @abstractmethod
+    def rotation(self) -> torch.Tensor | None:
+        """R (d, d), orthonormal; None where nothing is rotated."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor) -> Packed:
+        """Rotated (U, T, d) -> fields."""
+
+    @abstractmethod
+    def decode(self, fields: Packed) -> torch.Tensor:
+        """Fields -> rotated (U, T, d)."""
+
+
+class _Half:
+    """The part of a codec that is the same for keys and values."""
+
+    prefix: ClassVar[str]
+    coding: Coding
+
+    @property
+    def slab_fields(self) -> tuple[Field, ...]:
+        return self._prefixed(self.coding.slab_fields)
+
+    @property
+    def page_fields(self) -> tuple[Field, ...]:
+        return self._prefixed(self.coding.page_fields)
+
+    def _prefixed(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
+        return tuple(Field(self.prefix + f.name, f.dtype, f.shape) for f in fields)
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return {self.prefix + name: y for name, y in self.coding.encode(self._rotate(x)).items()}
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        x, rotation = self._decode(fields), self.coding.rotation()
+        # nothing larger was stored; the errors of a token's rotated numbers may add up to more
+        return x if rotation is None else (x @ rotation.to(x.device).mT).clamp(-LIMIT, LIMIT)
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        rotation = self.coding.rotation()
+        return x if rotation is None else x @ rotation.to(x.device)
+
+    def _decode(self, fields: Packed) -> torch.Tensor:
+        own = (*self.coding.slab_fields, *self.coding.page_fields)
+        return self.coding.decode({f.name: fields[self.prefix + f.name] for f in own})
+
+
+class CodedKeys(_Half, KeyCodec):
+    prefix = "k_"
+    public = False
+    coding_class: ClassVar[type[Coding]]
+    bits: ClassVar[int] = 4
+    """Where no option says so."""
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        self.coding = self.coding_class(geometry, options.get("key_bits", self.bits))
+        self.page_wide = self.coding.page_wide
+
+    def query_features(self, query: torch.Tensor) -> torch.Tensor:
+        return self._rotate(query)
+
+    def key_features(self, fields: Packed) -> torch.Tensor:
+        return self._decode(fields)
+
+
+class CodedValues(_Half, ValueCodec):
+    prefix = "v_"
+    public = False
+    coding_class: ClassVar[type[Coding]]
+    bits: ClassVar[int] = 4
+    """Where no option says so."""
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        self.coding = self.coding_class(geometry, options.get("value_bits", self.bits))
+        self.page_wide = self.coding.page_wide

@@ -1,0 +1,22 @@
+"""Rotations of a head's channels: orthonormal, so that q . k stays what it is when both are rotated.
+
+    H = H_b / sqrt(b) along the diagonal, b the largest power of two that divides d;   H_2n = [[H_n, H_n], [H_n, -H_n]]
+
+H is symmetric, so it is its own inverse. Every rotated channel has a part of every outlier of its block.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def hadamard(d: int) -> torch.Tensor:
+    """(d, d), orthonormal and symmetric."""
+    b = d & -d
+    h = torch.ones(1, 1)
+    while len(h) < b:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return torch.block_diag(*[h / b**0.5] * (d // b))
