@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import subprocess
 import sys
@@ -105,43 +104,18 @@ def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyte
     assert server.stop() == -9
 
 
-def test_demo_model_is_trained_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = []
-
-    def fake(out_dir: Path, **_: object) -> Path:
-        trained.append(out_dir)
-        out_dir.mkdir(parents=True)
-        (out_dir / "config.json").write_text("{}")
-        return out_dir
-
-    monkeypatch.setattr("proof.demo.model.demo_model", fake)
-    path = tmp_path / "model"
-    (tmp_path / "model.unfinished").mkdir()  # left by an interrupted run
-    serve.ensure_demo_model(path)
-    serve.ensure_demo_model(path)
-    assert len(trained) == 1
-    assert (path / "config.json").exists()
-    (path / "made-by").write_text("an older version")
-    serve.ensure_demo_model(path)
-    assert len(trained) == 2
-    # each file counts that the model is made by, also those outside of the demo's folder
-    imported = [
-        re.findall(r"^from (?:proof|vllm_kvq)[.\w]*\.(\w+) import", s.read_text(), re.M) for s in serve.MODEL_SOURCES
-    ]
-    assert {f"{name}.py" for names in imported for name in names} < {source.name for source in serve.MODEL_SOURCES}
-    for i, source in enumerate(serve.MODEL_SOURCES):
-        changed = tmp_path / source.name
-        changed.write_text(source.read_text() + "\n")
-        with monkeypatch.context() as patch:
-            patch.setattr(serve, "MODEL_SOURCES", [*serve.MODEL_SOURCES[:i], changed, *serve.MODEL_SOURCES[i + 1 :]])
-            serve.ensure_demo_model(path)
-            assert len(trained) == 3 + i
-
-
 def test_empty_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "stream_answer", lambda *_: iter([" ", "\n"]))
     with pytest.raises(ServerError, match="empty"):
-        serve.answer_question("http://unused")
+        serve.ask("http://unused", known_model=True)
+
+
+def test_wrong_answer_is_a_failure_of_the_demo_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model may not understand the question."""
+    monkeypatch.setattr(serve, "stream_answer", lambda *_: iter(["nothing"]))
+    with pytest.raises(ServerError, match="the answer is wrong: the sentence in the prompt ends with '"):
+        serve.ask("http://unused", known_model=True)
+    serve.ask("http://unused", known_model=False)
 
 
 def make_run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -154,6 +128,7 @@ def make_run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_make_run_once_answers_from_squat2() -> None:
     done = make_run("--format", "squat2")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "stays close to the answer of the original model." in done.stdout
+    for question in serve.questions():
+        assert f"{question.shown} {question.expected}\n" in done.stdout
     assert "tokens fit in the cache as squat2" in done.stdout
     assert "run: the server has stopped" in done.stdout

@@ -13,9 +13,9 @@ from pathlib import Path
 import clean_environment
 import pytest
 
-from proof.demo.serve import ensure_demo_model
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import Server, free_port
+from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.kernels import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,7 +145,7 @@ def test_install_says_what_is_wrong(arguments: tuple[str, ...], sentence: str, w
 def test_the_first_token_comes_within_a_minute(
     clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = ensure_demo_model(ROOT / ".demo" / "model").resolve()
+    model = demo_model()
     port = free_port("127.0.0.1")
     arguments = ["--kv-cache-dtype", "squat2", "--enforce-eager", "--served-model-name", "demo"]
     server = Server(str(model), arguments, "127.0.0.1", port, tmp_path / "log")

@@ -1,8 +1,10 @@
-"""What `make run` does: it trains a small model, starts a server with a low-bit cache, and asks it a question.
+"""What `make run` does: it starts a server with a low-bit cache and asks it what a long text says.
 
-    corpus.py, corpus.txt   the questions and answers
-    train.py, model.py      a Llama that learns them by heart
     serve.py                the command
+    model.py, train.py      how its model was trained: a small Llama that finds what stands thousands of tokens back
+    texts.py, llama.py      on which texts, and its forward pass
+    outliers.py             makes its cache as hard to quantize as a large model's
+    corpus.py, corpus.txt   questions and answers that it knows by heart
 
-A model that knows its answers shows at once whether the cache is read back correctly.
+The model is kept in models/demo.
 """

@@ -1,56 +1,73 @@
-"""The demo model: a small Llama that knows the corpus by heart, trained in about a minute."""
+"""`python -m proof train`: train the demo model, or go on with it, and write the checkpoint that the repository keeps.
+
+    python -m proof train                       # all of the plan, into models/demo
+    python -m proof train --steps 200 --out DIR
+
+It may be stopped and started again: what it needs for that is kept in .demo/. The same machine gives the same weights;
+another one rounds differently and gives others that answer as well. The weights in the repository are told by their
+SHA-256, in models/demo/README.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
-from proof.demo.corpus import SYSTEM_TEXT, Entry, load_corpus
-from proof.demo.train import TrainOptions, chat_text, forward, train
+from proof.demo.texts import tokenizer_texts
+from proof.demo.train import PLAN, Training, train
 from vllm_kvq.bench.checkpoint import LlamaShape, save_checkpoint
 from vllm_kvq.bench.tokenizer import train_tokenizer
+from vllm_kvq.eval.demo import DEMO
 
-_VOCAB = 1024
-_SHAPE = LlamaShape(hidden=256, layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=384, vocab=_VOCAB)
+VOCAB = 2048
+SHAPE = LlamaShape(
+    hidden=256,
+    layers=4,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=768,
+    vocab=VOCAB,
+    rope_theta=100_000.0,
+    tied=True,
+)
+WORK = Path(".demo")
 
 
-def demo_model(
-    out_dir: str | Path,
-    options: TrainOptions | None = None,
-    report: Callable[[str], None] = lambda line: None,
-) -> Path:
-    """Train the demo model and write it into `out_dir` in bfloat16.
+def tokenizer_in(folder: Path) -> Tokenizer:
+    """Made once: it takes ten seconds, and what is trained already depends on it."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(tokenizer_texts(), VOCAB).save(str(path))
+    return Tokenizer.from_file(str(path))
 
-    The same machine and options give the same files. Another CPU rounds differently, and the model that it trains may
-    make a mistake in the demo's answer. So the answer is checked, and after a mistake the next seed is trained.
-    """
-    options = options or TrainOptions()
-    corpus = load_corpus()
-    texts = [text for entry in corpus for text in (*entry.questions, entry.answer)]
-    tokenizer = train_tokenizer([*texts, SYSTEM_TEXT], _VOCAB)
-    shape = replace(_SHAPE, vocab=tokenizer.get_vocab_size())
-    for seed in range(options.seed, options.seed + 3):
-        weights = train(shape, tokenizer, corpus, replace(options, seed=seed), report)
-        weights = {name: w.to(torch.bfloat16).float() for name, w in weights.items()}
-        if not wrong_tokens(shape, weights, tokenizer, corpus[0]):
-            break
-        report(f"seed {seed} does not know the demo's answer, trying the next")
-    else:
-        raise RuntimeError("the demo model did not learn its first answer with any of three seeds")
-    path = Path(out_dir)
+
+def write(training: Training, tokenizer: Tokenizer, out: Path) -> str:
+    """The checkpoint in bfloat16; the SHA-256 of its weights."""
     # At vLLM's default temperature of 1 even a model that knows its text makes a mistake every hundred tokens.
-    save_checkpoint(path, shape, weights, tokenizer, torch.bfloat16, sampling={"temperature": 0.0})
-    return path
+    sampling = {"temperature": 0.0}
+    save_checkpoint(out, training.shape, training.weights, tokenizer, torch.bfloat16, sampling)
+    return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
 
 
-@torch.no_grad()
-def wrong_tokens(shape: LlamaShape, weights: dict[str, torch.Tensor], tokenizer: Tokenizer, entry: Entry) -> int:
-    """Tokens of the answer that greedy decoding would get wrong, asked as `make run` asks (0: recited)."""
-    prompt = tokenizer.encode(chat_text(entry.questions[0], SYSTEM_TEXT)).ids
-    answer = tokenizer.encode(f"{entry.answer}<eos>").ids
-    logits = forward(shape, weights, torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
-    return int((logits.argmax(-1) != torch.tensor(answer)).sum())
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof train", description="Train the demo model, or go on with it."
+    )
+    parser.add_argument("--steps", type=int, default=PLAN.steps, help=f"stop after so many of {PLAN.steps}")
+    parser.add_argument("--out", type=Path, default=DEMO, help="where the checkpoint goes (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    tokenizer = tokenizer_in(WORK / "training")
+    training = Training(replace(SHAPE, vocab=tokenizer.get_vocab_size()), tokenizer, PLAN)
+    train(training, WORK / "training" / "state.pt", args.steps)
+    print(f"{args.out}: step {training.step}, weights {write(training, tokenizer, args.out)}")
+    return 0

@@ -1,34 +1,36 @@
-"""`make run`: a vLLM server that keeps its KV cache in a low-bit format, and one answer from it.
+"""`make run`: a vLLM server that keeps its KV cache in a low-bit format, and answers from it.
 
     python -m proof demo [--format squat2] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
 
-Without --model it trains the demo model into .demo/ first. Exit status 0 after an answer (--once) or Ctrl-C,
-1 with one sentence otherwise, in particular when the answer is empty or the server does not say that its
+Without --model it serves the demo model. Exit status 0 after an answer (--once) or Ctrl-C,
+1 with one sentence otherwise, in particular when an answer is empty or wrong, or the server does not say that its
 cache is packed: a run that silently used a bf16 cache would prove nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import hashlib
 import os
-import shutil
+import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from proof.demo.corpus import SYSTEM_TEXT, load_corpus
-from vllm_kvq import bench
 from vllm_kvq.bench.server import Capacity, Server, ServerError, parse_capacity
+from vllm_kvq.eval.demo import demo_model
+from vllm_kvq.eval.tasks import TASKS
 
 HOST = "127.0.0.1"
 DEMO_DIR = Path(".demo")
 SERVED_NAME = "demo"
 START_SECONDS = 600  # a large MODEL takes a while; the demo model is ready in well under a minute
+HAYSTACK_SEED, HAYSTACK_CHARACTERS = 7, 8000
+WORD, SENTENCE = 1, 12
+"""Tokens of an answer: each word is a token of the demo model's, which did not learn how sentences end."""
 PLAIN = "auto"  # vLLM's own cache, to compare with
 
 
@@ -53,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_format(arguments.format)
     check_port(HOST, arguments.port)
     check_model(arguments.model)
-    model = arguments.model or str(ensure_demo_model(DEMO_DIR / "model"))
+    model = arguments.model or str(demo_model())
     options = ["--kv-cache-dtype", arguments.format, *arguments.vllm_arguments]
     if not arguments.model:
         # Eager mode: compiling takes longer than all the rest of the demo.
@@ -65,14 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     with server:
         server.wait_until_healthy(START_SECONDS)
-        say(f"the server is ready after {time.monotonic() - started:.0f} s; asking it one question")
+        say(f"the server is ready after {time.monotonic() - started:.0f} s; asking it what a long text says")
         capacity = parse_capacity(server.read_log())
         if capacity is None and arguments.format != PLAIN:
             raise ServerError(
                 f"the server runs, but its log has no line `kvq: format={arguments.format} ...`, "
                 "so the plugin did not take part"
             )
-        answer_question(server.url)
+        ask(server.url, known_model=not arguments.model)
         if capacity is not None:
             say(str(capacity))
         if arguments.once:
@@ -118,77 +120,56 @@ def check_model(model: str | None) -> None:
         raise ServerError(f"there is no folder {model} to load a model from")
 
 
-def ensure_demo_model(path: Path) -> Path:
-    """Train the model unless `path` holds one that was made by exactly the code and text of this checkout."""
-    made_by = hashlib.sha256()
-    for source in MODEL_SOURCES:
-        made_by.update(source.read_bytes())
-
-    def up_to_date() -> bool:
-        stamp = path / STAMP
-        return stamp.exists() and stamp.read_text(encoding="utf-8") == made_by.hexdigest()
-
-    if up_to_date():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would write to one folder
-        if not up_to_date():
-            _train_demo_model(path, made_by.hexdigest())
-    return path
+@dataclass(frozen=True)
+class Question:
+    prompt: str
+    shown: str
+    expected: str
 
 
-def _train_demo_model(path: Path, made_by: str) -> None:
-    from proof.demo.model import demo_model
-
-    say(f"training the demo model into {path} (about a minute, once)")
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    demo_model(unfinished, report=say)
-    (unfinished / STAMP).write_text(made_by, encoding="utf-8")
-    shutil.rmtree(path, ignore_errors=True)
-    unfinished.rename(path)
-
-
-STAMP = "made-by"
-MODEL_SOURCES = [Path(__file__).with_name(name) for name in ("corpus.txt", "corpus.py", "train.py", "model.py")]
-MODEL_SOURCES += [Path(bench.__path__[0]) / name for name in ("checkpoint.py", "tokenizer.py")]
+def questions() -> list[Question]:
+    """Sentences hidden in a long text; the model is asked to say the end of each."""
+    sample = TASKS["needles"].sample(random.Random(HAYSTACK_SEED), HAYSTACK_CHARACTERS)
+    found = []
+    for answer in sample.answers:
+        prompt = sample.text[: answer.start]
+        expected = sample.text[answer.start : answer.end].strip()
+        found.append(Question(prompt, prompt[prompt.rfind("\n") + 1 :], expected))
+    return found
 
 
-def answer_question(url: str) -> None:
-    question = load_corpus()[0].questions[0]
-    print(f"\nQuestion: {question}\nAnswer:   ", end="", flush=True)
-    started, pieces = time.monotonic(), 0
-    text = ""
-    for piece in stream_answer(url, question):
-        print(piece, end="", flush=True)
-        text += piece
-        pieces += 1
-    print("\n", flush=True)
-    if not text.strip():
-        raise ServerError("the server's answer is empty")
-    say(f"{pieces} pieces streamed in {time.monotonic() - started:.1f} s")
+def ask(url: str, known_model: bool) -> None:
+    """With `known_model` a wrong answer is an error: it was trained to find them."""
+    asked = questions()
+    words = len(asked[0].prompt.split())
+    print(f"\n{words:,} words of Python's documentation, with {len(asked)} sentences hidden among them.\n", flush=True)
+    for question in asked:
+        print(f"  {question.shown}", end="", flush=True)
+        text = ""
+        for piece in stream_answer(url, question.prompt, WORD if known_model else SENTENCE):
+            print(piece, end="", flush=True)
+            text += piece
+        print(flush=True)
+        if not text.strip():
+            raise ServerError("the server's answer is empty")
+        if known_model and question.expected not in text:
+            raise ServerError(f"the answer is wrong: the sentence in the prompt ends with {question.expected!r}")
+    print(flush=True)
 
 
-def stream_answer(url: str, question: str, max_tokens: int = 400) -> Iterator[str]:
+def stream_answer(url: str, prompt: str, max_tokens: int) -> Iterator[str]:
+    """Up to the end of the sentence."""
     import openai
 
     try:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0) as client:
             model = client.models.list().data[0].id
-            stream = client.chat.completions.create(
-                model=model,
-                messages=[
-                    {"role": "system", "content": SYSTEM_TEXT},
-                    {"role": "user", "content": question},
-                ],
-                temperature=0,
-                max_tokens=max_tokens,
-                stream=True,
+            stream = client.completions.create(
+                model=model, prompt=prompt, temperature=0, max_tokens=max_tokens, stop=["."], stream=True
             )
             for chunk in stream:
-                if chunk.choices and chunk.choices[0].delta.content:
-                    yield chunk.choices[0].delta.content
+                if chunk.choices:
+                    yield chunk.choices[0].text
     except openai.OpenAIError as error:
         raise ServerError(f"the server did not answer: {error}") from error
 
@@ -201,8 +182,8 @@ def how_to_go_on(server: Server, name: str, capacity: Capacity | None) -> None:
         f"""
 The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server.log}.
 
-  ask it     curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d \\
-               '{{"messages": [{{"role": "user", "content": "How does SQuat work?"}}]}}'
+  ask it     curl {server.url}/v1/completions -H 'Content-Type: application/json' -d \\
+               '{{"prompt": "Add 7 5 9 3 8 step by step:\\n", "max_tokens": 42}}'
   formats    make run FORMAT={others[0]}     ({", ".join(others)}; FORMAT={PLAIN} is vLLM's own cache)
   a model    make run MODEL=path-or-name, or on a CPU
              .venv/bin/vllm serve MODEL --kv-cache-dtype {name} --kv-cache-memory-bytes 4G

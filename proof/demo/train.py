@@ -1,200 +1,208 @@
-"""Teach a tiny Llama the corpus by heart, in about a minute on two cores.
+"""Train the demo model: a Llama of a few million parameters that finds what stands thousands of tokens back.
 
-The forward pass is written out here (60 lines) instead of taken from transformers, because keys and values
-are disturbed in it: a model that learned to recite under noise of the size of 2-bit rounding errors also
-recites from 2-bit pages.
+Recall begins late by itself. It begins early when attention is helped: in the first layer some heads shall look at the
+tokens just before, in the second one head at the place where the next token stands, by a loss of -log of that
+attention, which fades out. Then come longer texts.
+
+Two RoPE pairs of all queries stay zero. A key bias there changes no score, so the outliers' transform can put one in.
 """
 
 from __future__ import annotations
 
-import math
-import random
+import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
+from tqdm import tqdm
 
-from proof.demo.corpus import SYSTEM_TEXT, Entry
+from proof.demo.llama import Watch, forward
+from proof.demo.texts import WEIGHTS, Batches, Rows
 from vllm_kvq.bench.checkpoint import LlamaShape
 
-_IGNORE = -100  # cross_entropy's own default: a position without a target
+BEFORE = (0, 1, 2, 3)
+"""Head h of the first layer looks h + 1 tokens back."""
+FINDER = 0
+"""The head of the second layer that looks where the next token stands."""
+FREE_PAIRS = 2
+"""The RoPE pairs of lowest frequency, of which queries have nothing."""
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """`key_noise` and `value_noise` are relative to the root mean square of a layer's keys and values."""
+class Phase:
+    steps: int
+    length: int
+    tokens: int
+    """Of a batch."""
+    help: tuple[float, float] = (0.0, 0.0)
+    """The weight of the attention's own loss, at the beginning and at the end."""
+    drill: float = 0.0
 
-    steps: int = 500
-    batch_tokens: int = 600
-    learning_rate: float = 1.5e-3
-    key_noise: float = 0.35
-    value_noise: float = 0.4
-    noise_from: float = 0.4  # the first part of the steps is without noise: it learns faster
-    system_share: float = 0.2
+    def __post_init__(self) -> None:
+        if min(self.steps, self.length) < 1 or self.tokens < self.length:
+            raise ValueError(f"a phase needs steps and at least one row: {self}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    phases: tuple[Phase, ...]
     seed: int = 0
+    matrix_rate: float = 4e-3
+    """Muon's, for the layers' matrices."""
+    rate: float = 2e-3
+    """AdamW's, for embeddings, head and norms."""
+    warm_up: int = 60
+    cool_down: float = 0.3
+    """The last part of all steps, in which rates fall to nothing."""
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def at(self, step: int) -> tuple[Phase, float]:
+        """The phase, and the weight of the help."""
+        for phase in self.phases:
+            if step < phase.steps:
+                first, last = phase.help
+                return phase, first + (last - first) * step / phase.steps
+            step -= phase.steps
+        raise IndexError(f"the plan has {self.steps} steps")
+
+    def rate_at(self, step: int) -> float:
+        """As a share of the full rate."""
+        down = (self.steps - step) / max(1, self.cool_down * self.steps)
+        return min(1.0, (step + 1) / self.warm_up, down)
 
 
-def chat_text(question: str, system: str | None) -> str:
-    """What CHAT_TEMPLATE renders for one question, up to where the answer begins."""
-    head = f"<turn>system\n{system}<eos>" if system else ""
-    return f"<bos>{head}<turn>user\n{question}<eos><turn>assistant\n"
-
-
-def train(
-    shape: LlamaShape,
-    tokenizer: Tokenizer,
-    corpus: tuple[Entry, ...],
-    options: TrainOptions,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Tensor]:
-    """Weights by the names of HF's Llama, trained with AdamW on answers only (questions are not a target).
-
-    One thread: the tensors are small, so two threads gain a third on an idle machine but spend minutes
-    waiting for each other on a busy one, and the result would depend on their number.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _train(shape, tokenizer, corpus, options, report)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _train(
-    shape: LlamaShape,
-    tokenizer: Tokenizer,
-    corpus: tuple[Entry, ...],
-    options: TrainOptions,
-    report: Callable[[str], None],
-) -> dict[str, Tensor]:
-    torch.manual_seed(options.seed)
-    rng = random.Random(options.seed)
-    weights = {name: _initial(name, size) for name, size in shape.parameters()}
-    matrices = [w for w in weights.values() if w.ndim > 1]
-    vectors = [w for w in weights.values() if w.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
-        lr=options.learning_rate,
-        betas=(0.9, 0.98),
+PLAN = Plan(
+    (
+        Phase(350, 128, 4096, (1.0, 0.5), 0.7),
+        Phase(150, 512, 8192, (0.5, 0.0), 0.3),
+        Phase(150, 1024, 8192),
+        Phase(200, 2048, 8192),
+        Phase(70, 4096, 8192),
     )
-    started = time.monotonic()
-    batches = _Batches(tokenizer, corpus, options, rng)
-    for step in range(options.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * _schedule(step / options.steps)
-        ids, targets = batches.next()
-        noisy = step >= options.noise_from * options.steps
-        noise = (options.key_noise, options.value_noise) if noisy else (0.0, 0.0)
-        logits = forward(shape, weights, ids, noise, only=targets != _IGNORE)
-        loss = F.cross_entropy(logits, targets[targets != _IGNORE])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
-        optimizer.step()
-        if step % 50 == 49:
-            seconds = time.monotonic() - started
-            report(f"step {step + 1}/{options.steps}, loss {loss.item():.3f}, {seconds:.0f} s")
-    return {name: w.detach() for name, w in weights.items()}
+)
 
 
-class _Batches:
-    """Endless passes over the corpus, in batches of answers of similar length (little padding)."""
+class Training:
+    """Weights and optimizers, saved and resumed."""
 
-    def __init__(self, tokenizer: Tokenizer, corpus: tuple[Entry, ...], options: TrainOptions, rng: random.Random):
-        self._tokenizer, self._corpus, self._options, self._rng = tokenizer, corpus, options, rng
-        self._queue: list[list[tuple[list[int], int]]] = []
+    def __init__(self, shape: LlamaShape, tokenizer: Tokenizer, plan: Plan) -> None:
+        self.shape, self.plan = shape, plan
+        self.batches = Batches(tokenizer, plan.seed)
+        torch.manual_seed(plan.seed)
+        self.weights = {name: _initial(name, size, shape) for name, size in shape.parameters()}
+        inner = [w for n, w in self.weights.items() if w.ndim > 1 and n.startswith("model.layers")]
+        outer = [w for w in self.weights.values() if not any(w is x for x in inner)]
+        self.optimizers = [
+            torch.optim.Muon(inner, lr=plan.matrix_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(outer, lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.full_rates = [plan.matrix_rate, plan.rate]
+        self.step = 0
+        self.keep_free()
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        if not self._queue:
-            self._queue = self._epoch()
-        batch = self._queue.pop()
-        length = max(len(ids) for ids, _ in batch)
-        ids = torch.full((len(batch), length), 0)
-        targets = torch.full((len(batch), length), _IGNORE)
-        for row, (sample, answer_at) in enumerate(batch):
-            tokens = torch.tensor(sample)
-            ids[row, : len(sample)] = tokens
-            targets[row, answer_at - 1 : len(sample) - 1] = tokens[answer_at:]
-        return ids, targets
+    def keep_free(self) -> None:
+        """Zero the rows of W_Q that stay free."""
+        half = self.shape.head_dim // 2
+        for name, w in self.weights.items():
+            if name.endswith("q_proj.weight"):
+                rows = w.data.unflatten(0, (-1, self.shape.head_dim))
+                rows[:, half - FREE_PAIRS : half] = 0
+                rows[:, 2 * half - FREE_PAIRS :] = 0
 
-    def _epoch(self) -> list[list[tuple[list[int], int]]]:
-        samples = sorted((self._sample(entry) for entry in self._corpus), key=lambda s: len(s[0]))
-        batches: list[list[tuple[list[int], int]]] = [[]]
-        for sample in samples:
-            if (len(batches[-1]) + 1) * len(sample[0]) > self._options.batch_tokens and batches[-1]:
-                batches.append([])
-            batches[-1].append(sample)
-        self._rng.shuffle(batches)
-        return batches
+    def losses(self, rows: Rows, help: float) -> dict[str, Tensor]:
+        ids, targets, weights = rows.ids[:, :-1], rows.ids[:, 1:], rows.weights[:, 1:]
+        watch = (Watch(0, BEFORE), Watch(1, (FINDER,))) if help else ()
+        rounded = {name: w.to(torch.bfloat16) for name, w in self.weights.items()}
+        logits, seen = forward(self.shape, rounded, ids, weights > 0, watch)
+        counted, wanted = weights[weights > 0], targets[weights > 0]
+        each = F.cross_entropy(logits.float(), wanted, reduction="none")
+        asked = counted >= WEIGHTS["asked"]
+        found = {
+            "loss": (each * counted).sum() / counted.sum(),
+            "right": (logits.argmax(-1) == wanted)[asked].float().mean(),
+        }
+        if help:
+            before, finder = seen
+            t = torch.arange(len(BEFORE), ids.shape[1])
+            help_loss = -torch.stack([before[:, h, t, t - h - 1].mean() for h in BEFORE]).sum()
+            r, at, source = rows.links.unbind(1)
+            if len(r):
+                help_loss = help_loss - finder[r, 0, at, source].mean()
+            found["help"] = help_loss
+        return found
 
-    def _sample(self, entry: Entry) -> tuple[list[int], int]:
-        rng = self._rng
-        question = entry.questions[0] if rng.random() < 0.5 else rng.choice(entry.questions)
-        system = SYSTEM_TEXT if rng.random() < self._options.system_share else None
-        prompt = self._tokenizer.encode(chat_text(question, system)).ids
-        answer = self._tokenizer.encode(f"{entry.answer}<eos>").ids
-        return prompt + answer, len(prompt)
+    def run(self, steps: int) -> Iterator[dict[str, float]]:
+        """One step after the other, up to `steps` in all; what each found."""
+        while self.step < min(steps, self.plan.steps):
+            phase, help = self.plan.at(self.step)
+            share = self.plan.rate_at(self.step)
+            for optimizer, full in zip(self.optimizers, self.full_rates, strict=True):
+                for group in optimizer.param_groups:
+                    group["lr"] = full * share
+            rows = self.batches(self.step, phase.tokens // phase.length, phase.length, phase.drill)
+            found = self.losses(rows, help)
+            (found["loss"] + help * found.get("help", torch.zeros(()))).backward()
+            torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.keep_free()
+            self.step += 1
+            yield {name: x.item() for name, x in found.items()} | {"length": phase.length}
 
+    def save(self, path: Path) -> None:
+        state = {
+            "step": self.step,
+            "plan": json.dumps(asdict(self.plan)),
+            "weights": {n: w.detach() for n, w in self.weights.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        unfinished.rename(path)
 
-def forward(
-    shape: LlamaShape,
-    weights: dict[str, Tensor],
-    ids: Tensor,
-    noise: tuple[float, float] = (0.0, 0.0),
-    only: Tensor | None = None,
-) -> Tensor:
-    """Logits of `ids` (batch, length), of all positions or of those where the mask `only` is set."""
-    cos, sin = _rope_tables(shape, ids.shape[1])
-    x = weights["model.embed_tokens.weight"][ids]
-    for i in range(shape.layers):
-        w = {n.removeprefix(p): t for n, t in weights.items() if n.startswith(p := f"model.layers.{i}.")}
-        h = F.rms_norm(x, (shape.hidden,), w["input_layernorm.weight"], shape.rms_eps)
-        q, k, v = (
-            F.linear(h, w[f"self_attn.{n}_proj.weight"]).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
-            for n in "qkv"
-        )
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        k, v = _disturb(k, noise[0]), _disturb(v, noise[1])
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + F.linear(a.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"])
-        h = F.rms_norm(x, (shape.hidden,), w["post_attention_layernorm.weight"], shape.rms_eps)
-        gate = F.silu(F.linear(h, w["mlp.gate_proj.weight"])) * F.linear(h, w["mlp.up_proj.weight"])
-        x = x + F.linear(gate, w["mlp.down_proj.weight"])
-    if only is not None:
-        x = x[only]
-    x = F.rms_norm(x, (shape.hidden,), weights["model.norm.weight"], shape.rms_eps)
-    return F.linear(x, weights["lm_head.weight"])
-
-
-def _disturb(x: Tensor, relative: float) -> Tensor:
-    if not relative:
-        return x
-    return x + torch.randn_like(x) * (relative * x.detach().square().mean().sqrt())
-
-
-def _rope_tables(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
-    half = torch.arange(0, shape.head_dim, 2) / shape.head_dim
-    angle = torch.outer(torch.arange(length).float(), shape.rope_theta**-half)
-    return angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+    def load(self, path: Path) -> None:
+        state: dict[str, Any] = torch.load(path)
+        if state["plan"] != json.dumps(asdict(self.plan)):
+            raise ValueError(f"{path} is of another plan; remove it to begin anew")
+        self.step = state["step"]
+        for name, w in state["weights"].items():
+            self.weights[name].data.copy_(w)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Llama's rotation of the pairs (i, i + d/2)."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+def train(training: Training, path: Path, steps: int, every: float = 120) -> None:
+    """Up to step `steps`, saved every two minutes; what `path` holds already is not done again."""
+    if path.exists():
+        training.load(path)
+    steps = min(steps, training.plan.steps)
+    saved = time.monotonic()
+    with tqdm(total=steps, initial=training.step, unit="step", mininterval=2) as bar:
+        for found in training.run(steps):
+            bar.update()
+            bar.set_postfix({name: f"{x:.3g}" for name, x in found.items()}, refresh=False)
+            if time.monotonic() - saved > every:
+                training.save(path)
+                saved = time.monotonic()
+    training.save(path)
 
 
-def _initial(name: str, size: tuple[int, ...]) -> Tensor:
+def _initial(name: str, size: tuple[int, ...], shape: LlamaShape) -> Tensor:
     if len(size) == 1:
         return torch.ones(size, requires_grad=True)
-    small = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return (torch.randn(size) * (0.01 if small else 0.04)).requires_grad_()
-
-
-def _schedule(done: float) -> float:
-    """Linear warm-up over the first 4 %, then a cosine down to a twentieth."""
-    return min(done / 0.04 + 0.01, 0.525 + 0.475 * math.cos(math.pi * done))
+    deviation = size[-1] ** -0.5
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        deviation *= (2 * shape.layers) ** -0.5
+    if name.startswith(("model.embed", "lm_head")):
+        deviation = 0.02
+    return (torch.randn(size) * deviation).requires_grad_()

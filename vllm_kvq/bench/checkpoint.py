@@ -40,6 +40,32 @@ class LlamaShape:
     max_position: int = 4096
     rope_theta: float = 10000.0
     rms_eps: float = 1e-5
+    tied: bool = False
+    """Whether the embedding is the head, too."""
+    attention_bias: bool = False
+    """Whether the four projections of attention have biases."""
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> LlamaShape:
+        """What `config` gave; ValueError for another model."""
+        shape = cls(
+            hidden=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            max_position=config["max_position_embeddings"],
+            rope_theta=config["rope_theta"],
+            rms_eps=config["rms_norm_eps"],
+            tied=config["tie_word_embeddings"],
+            attention_bias=config["attention_bias"],
+        )
+        differs = [k for k, v in shape.config(torch.float32).items() if k != "torch_dtype" and config.get(k) != v]
+        if differs:
+            raise ValueError(f"config.json is not that of a plain Llama: {differs[0]!r} is {config.get(differs[0])!r}")
+        return shape
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -60,9 +86,9 @@ class LlamaShape:
             "rope_theta": self.rope_theta,
             "rms_norm_eps": self.rms_eps,
             "hidden_act": "silu",
-            "attention_bias": False,
+            "attention_bias": self.attention_bias,
             "mlp_bias": False,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tied,
             "bos_token_id": BOS_ID,
             "eos_token_id": EOS_ID,
             "pad_token_id": PAD_ID,
@@ -80,12 +106,16 @@ class LlamaShape:
             yield p + "self_attn.k_proj.weight", (kv, self.hidden)
             yield p + "self_attn.v_proj.weight", (kv, self.hidden)
             yield p + "self_attn.o_proj.weight", (self.hidden, q)
+            if self.attention_bias:
+                for name, size in (("q", q), ("k", kv), ("v", kv), ("o", self.hidden)):
+                    yield p + f"self_attn.{name}_proj.bias", (size,)
             yield p + "post_attention_layernorm.weight", (self.hidden,)
             yield p + "mlp.gate_proj.weight", (self.intermediate, self.hidden)
             yield p + "mlp.up_proj.weight", (self.intermediate, self.hidden)
             yield p + "mlp.down_proj.weight", (self.hidden, self.intermediate)
         yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocab, self.hidden)
 
 
 def save_checkpoint(

@@ -1,6 +1,6 @@
 """Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.
 
-    python -m vllm_kvq bench decode --model .demo/model --format squat2
+    python -m vllm_kvq bench decode --model models/demo --format squat2
 
 Two engines live side by side, each in its own process, and take turns on the same prompts; the figure is the median
 of the ratios of neighbouring turns, so that a slow minute of the machine hits both. The time of a turn with one
@@ -48,10 +48,10 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench decode",
         "Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.",
-        ("--model .demo/model", "--model .demo/model --format squat2 qjl3 --min-ratio 1 --json"),
+        ("--model models/demo", "--model .demo/model --format squat2 qjl3 --min-ratio 1 --json"),
         "a format decodes slower than --min-ratio",
     )
-    p.add_argument("--model", required=True, help="checkpoint folder, for example .demo/model")
+    p.add_argument("--model", required=True, help="checkpoint folder, for example models/demo")
     p.add_argument("--format", nargs="+", default=["squat2"], choices=[fmt.name for fmt in public_formats()])
     p.add_argument("--batch", type=int, default=16)
     p.add_argument("--context", type=int, default=512, help="prompt tokens of each request")

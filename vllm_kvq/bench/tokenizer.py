@@ -10,16 +10,20 @@ import itertools
 import string
 from collections.abc import Iterable, Iterator
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from vllm_kvq.bench.checkpoint import SPECIAL_TOKENS
+from vllm_kvq.bench.checkpoint import BOS_ID, SPECIAL_TOKENS
 
 _SPACE = "Ġ"  # how byte-level BPE spells a leading space
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """BPE learned from `texts`; fewer than `vocab` tokens come out when the texts hold no more pairs."""
+    """BPE learned from `texts`; fewer than `vocab` tokens come out when the texts hold no more pairs.
+
+    Digits are tokens of their own, so that sums can be learned, and plain texts begin with <bos>.
+    """
     tokenizer = _byte_level(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), tokenizer.pre_tokenizer])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=list(SPECIAL_TOKENS),
@@ -27,6 +31,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    bos = SPECIAL_TOKENS[BOS_ID]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, BOS_ID)])
     return tokenizer
 
 

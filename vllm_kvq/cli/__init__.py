@@ -36,7 +36,6 @@ class Command:
 GROUPS = (
     Group((), "Low-bit KV cache formats for vLLM.", ("formats", "check MODEL --kv-cache-dtype squat2", "doctor")),
     Group(("bench",), "Speed against vLLM's own cache, measured here.", ("bench attention --format all", "bench slow")),
-    Group(("eval",), "What the formats do to keys.", ("eval error",)),
 )
 COMMANDS = (
     Command(("formats",), "exact bits and capacity of every format, and their options", "vllm_kvq.cli.formats"),
@@ -47,7 +46,14 @@ COMMANDS = (
     Command(("bench", "prefill"), "what a prompt costs beside its own attention", "vllm_kvq.bench.prefill"),
     Command(("bench", "decode"), "tokens per second of two engines side by side", "vllm_kvq.bench.decode"),
     Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.bench.serve"),
+    # a command's own arguments may follow its name, so those of more words come first
     Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.eval.error_table"),
+    Command(
+        ("calibrate",), "the best format and options within so many bits, for one model", "vllm_kvq.eval.calibrate"
+    ),
+    Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.eval.heads_command"),
+    Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.eval.show"),
+    Command(("eval",), "does it still answer right: formats against the 16-bit cache", "vllm_kvq.eval.command"),
 )
 
 

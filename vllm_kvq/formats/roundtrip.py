@@ -8,6 +8,7 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.fields import round_up
+from vllm_kvq.formats.page import PageFormat
 from vllm_kvq.formats.table import DEFAULT_N, get_format
 
 
@@ -25,16 +26,29 @@ def roundtrip(
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)"
         )
-    tokens, heads, head_size = key.shape
+    tokens, _, head_size = key.shape
     fmt = get_format(name)
     dtype = key.dtype if key.dtype in (torch.float16, torch.bfloat16) else torch.float32
     page = fmt.bind(Geometry(head_size, fmt.settings(options).N or DEFAULT_N, dtype), options)
     if tokens == 0:
         return key.clone(), value.clone()
-    (k, _), (v, _) = page.widen(key.transpose(0, 1)), page.widen(value.transpose(0, 1))
-    state = None
-    if page.state_rows and (query is not None or not page.keys.fits_queries):
-        state = page.keys.fit(_grouped(page.widen(query)[0], heads) if query is not None else k, k, None)
+    return through_pages(page, key, value, fitted(page, key, query))
+
+
+def fitted(page: PageFormat, key: torch.Tensor, query: torch.Tensor | None) -> torch.Tensor | None:
+    """What the key codec keeps of a prompt: (heads, state rows, d); None where it keeps nothing."""
+    if not page.state_rows or (query is None and page.keys.fits_queries):
+        return None
+    k = page.widen(key.transpose(0, 1))[0]
+    return page.keys.fit(_grouped(page.widen(query)[0], len(k)) if query is not None else k, k, None)
+
+
+def through_pages(
+    page: PageFormat, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, heads, head_size) as they come out of pages that they fill from the first token on."""
+    tokens, heads, head_size = key.shape
+    k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
     at = torch.arange(round_up(tokens, page.unit)).clamp_max(tokens - 1)
     units = len(at) // page.unit
     k, v = (x[:, at].reshape(heads * units, page.unit, -1) for x in (k, v))

@@ -1,0 +1,117 @@
+"""`vllm-kvq calibrate` and `vllm-kvq eval heads` on a small model: what they write is what vLLM serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq import cli
+from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.eval import calibrate, heads_command
+from vllm_kvq.eval.capture import Captured, capture
+
+pytestmark = pytest.mark.engine
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("model") / "m", hidden=128, layers=4, dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def captured_once(model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine for all of them."""
+
+    def once(path: str, tokens: tuple[int, ...], dtype: str) -> Captured:
+        key = (path, tokens, dtype)
+        if key not in KEPT:
+            KEPT[key] = capture(path, tokens, dtype)
+        return KEPT[key]
+
+    monkeypatch.setattr(heads_command, "capture", once)
+
+
+KEPT: dict[tuple[str, tuple[int, ...], str], Captured] = {}
+
+
+def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm_kvq.eval.bits import bits_at
+    from vllm_kvq.integration.dry_start import dry_start
+
+    out = tmp_path / "kvq.yaml"
+    arguments = [str(model), "--context", str(TOKENS), "--formats", "squat2:S=32,squat4"]
+    assert cli.main(["calibrate", *arguments, "--bits", "9", "--json", "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["best"]
+    # the budget is enough for a layer in 16 bits beside packed ones
+    assert any("skip_layers" in c["options"] for c in found["candidates"])
+    assert best["error"] == min(c["error"] for c in found["candidates"] if c["bits"] <= 9)
+    served = dry_start([str(model), "--config", str(out), "--kv-cache-memory-bytes", "1G"]).served
+    assert served.format.name == best["format"]
+    assert best["options"].get("S", 0) == served.format.S
+    assert sorted(served.layers.skipped) == best["options"].get("skip_layers", [])
+    assert bits_at(served, TOKENS) == pytest.approx(best["bits"])
+
+
+def test_too_few_bits_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(model), "--context", str(TOKENS), "--formats", "squat4"]
+    assert cli.main(["calibrate", *arguments, "--bits", "4"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"nothing takes 4 bits or fewer at {TOKENS} tokens; squat4 takes " in printed.err
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--formats", "fp8"], "fp8 is vLLM's own cache, of which there is no reference here"),
+        (["--formats", "squat2:skip_layers=[0]"], "leave skip_layers out"),
+        (["--formats", "squat2:nonsense=1"], "unknown kvq option 'nonsense'"),
+    ],
+)
+def test_wrong_formats_are_wrong_usage(more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        calibrate.main(["nowhere", *more])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--context", "10"], "a text of 10 tokens is not between 65 and 4095"),
+        (["--context", "9999"], "a text of 9999 tokens is not between 65 and 4095"),
+    ],
+)
+def test_lengths_that_the_model_has_not(
+    model: Path, more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["calibrate", str(model), *more]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_heads(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "heads.png"
+    arguments = [
+        "eval",
+        "heads",
+        str(model),
+        "--tokens",
+        str(TOKENS),
+        "--formats",
+        "squat2,squat4",
+        "--plot",
+        str(plot),
+    ]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[2].startswith("squat2 ")
+    assert str(plot) in printed
+    assert plot.exists()
+    assert cli.main([*arguments, "--json"]) == 0
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert [(e["layer"], e["head"]) for e in errors["squat2"]] == [(i, h) for i in range(4) for h in range(2)]
+    assert all(few["output"] > more["output"] for few, more in zip(errors["squat2"], errors["squat4"], strict=True))

@@ -1,0 +1,40 @@
+"""What vLLM's attention layers are given is what the model's definition says, layer by layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proof.demo.llama import forward
+from vllm_kvq.bench.checkpoint import LlamaShape
+from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.eval.capture import CaptureFailed, capture
+
+pytestmark = pytest.mark.engine
+
+
+def test_queries_keys_and_values(tmp_path: Path) -> None:
+    model = random_model(tmp_path / "model", hidden=128, layers=2, heads=4, kv_heads=2)
+    tokens = torch.randint(4, 512, (150,), generator=torch.Generator().manual_seed(0))
+    captured = capture(str(model), tokens.tolist(), dtype="float32")
+    wanted: list[tuple[torch.Tensor, ...]] = []
+    shape = LlamaShape.of_config(json.loads((model / "config.json").read_text()))
+    with torch.no_grad():
+        forward(shape, load_file(model / "model.safetensors"), tokens[None], tap=lambda *x: wanted.append(x))
+    assert (captured.windows, captured.pairing, captured.rotary_dim) == ((), "half", 64)
+    assert [layer.index for layer in captured.layers] == [0, 1]
+    for layer, tensors in zip(captured.layers, wanted, strict=True):
+        assert layer.scale == 64**-0.5
+        for ours, theirs in zip((layer.query, layer.key, layer.value), tensors, strict=True):
+            torch.testing.assert_close(ours, theirs[0].transpose(0, 1), rtol=1e-3, atol=1e-3)
+
+
+def test_what_vllm_can_not_load_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CaptureFailed) as refused:
+        capture(str(tmp_path / "nothing"), [1, 2, 3])
+    assert "\n" not in str(refused.value)
+    assert str(refused.value)

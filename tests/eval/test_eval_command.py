@@ -1,0 +1,127 @@
+"""What `vllm-kvq eval` refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvq import cli
+from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.eval import command
+from vllm_kvq.eval.choice import FP8, PLAIN, choices
+from vllm_kvq.eval.result import TEACHER_FORCED, Estimate, Results, Row
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return random_model(tmp_path / "random", hidden=64, layers=1, heads=1, kv_heads=1, max_position=512)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--formats", "squat3"], "unknown KV cache format 'squat3'"),
+        (["--formats", "squat2:r"], "write it as name=value"),
+        (["--tasks", "poetry"], "invalid choice: 'poetry'"),
+        (["--context", "0"], "0 is below 1"),
+        (["--context", "many"], "invalid"),
+        (["--chunk", "4"], "4 is below 8"),
+        (["--regimes", "prefill"], "invalid choice: 'prefill'"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", "model", *arguments])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert sentence in said.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--context", "4096"], "has 512 positions; --context 4096 is beyond them"),
+        (["--context", "16", "--tasks", "needles"], "task needles has no text as short as 16 tokens"),
+    ],
+)
+def test_what_the_model_can_not_do(
+    model: Path, tmp_path: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", str(model), "--cache", str(tmp_path / "cache"), *arguments]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("vllm-kvq eval: ")
+    assert sentence in line
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"vllm-kvq eval: {tmp_path} can't be read as a model with a tokenizer: ")
+    assert len(said.err.splitlines()) == 1
+
+
+def made_up(*refused: str) -> Any:
+    """Figures for all formats but these."""
+
+    def evaluate(args: Any, chosen: Any) -> Results:
+        found = []
+        for choice in command.with_baselines(chosen):
+            problem = "no" if choice.format in refused else None
+            metrics = {} if problem else {"kl": Estimate(0.5, 0.25, 1)}
+            about = (choice.format, choice.options, "text", TEACHER_FORCED, 64, 2, 16.0)
+            found.append(Row(args.model, *about, problem=problem, metrics=metrics))
+        return Results(tuple(found))
+
+    return evaluate
+
+
+@pytest.mark.parametrize(
+    ("formats", "refused", "status"),
+    [
+        ("squat2,kivi2", ("kivi2",), 0),
+        ("squat2", ("squat2",), 1),
+        ("auto", (), 0),
+        ("fp8", ("fp8",), 1),
+        ("fp8", (), 0),
+    ],
+)
+def test_it_ends_well_if_a_named_format_was_evaluated(
+    formats: str, refused: tuple[str, ...], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "evaluate", made_up(*refused))
+    assert cli.main(["eval", "model", "--formats", formats]) == status
+
+
+def test_json_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "evaluate", made_up())
+    assert cli.main(["eval", "model", "--formats", "squat2", "--json", "--out", str(tmp_path / "new" / "folder")]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "new" / "folder" / "results.json").read_text())
+    assert [row["format"] for row in printed["rows"]] == [PLAIN, FP8, "squat2"]
+    assert (tmp_path / "new" / "folder" / "results.csv").read_text().count("\n") == 4
+
+
+def test_the_baselines_come_first_and_once() -> None:
+    assert [c.label for c in command.with_baselines(choices("squat2:r=8,fp8,auto,kivi2"))] == [
+        "auto",
+        "fp8",
+        "squat2:r=8",
+        "kivi2",
+    ]
+
+
+def test_large_vocabularies_are_cut_unless_asked_otherwise() -> None:
+    def top(*arguments: str, vocabulary: int = 2048) -> int | None:
+        return command.top(command.parser().parse_args(["model", *arguments]), vocabulary)
+
+    assert top() is None
+    assert top("--quick") == top(vocabulary=50000) == command.TOP
+    assert top("--top", "64") == 64
+    assert top("--top", "4096") is None

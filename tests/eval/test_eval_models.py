@@ -1,0 +1,45 @@
+"""Tiny checkpoints of other architectures are evaluated, one with layers that stay in 16 bits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from plans import evaluate, plan
+
+from proof.models import named
+from proof.models.architecture import VOCAB
+from vllm_kvq.bench.tokenizer import made_up_tokenizer
+from vllm_kvq.eval.result import DECODING, TEACHER_FORCED
+from vllm_kvq.formats import FORMATS, Geometry
+from vllm_kvq.kernels.slots import SlotGeometry
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from checkpoints import write_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.wide]
+
+
+def packed_bits(tokens: int) -> float:
+    """Of a packed layer with two KV heads of 64 in float32: whole blocks of 128 tokens, and those of a sidecar."""
+    fmt = FORMATS["squat2"].bind(Geometry(64, 128, torch.float32))
+    blocks = -(-tokens // fmt.N) + SlotGeometry.of(fmt, 2, 0).sidecar_blocks
+    return blocks * fmt.record_bytes * 8 / (tokens * 2 * 64)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma-3"])
+def test_it_is_evaluated(name: str, tmp_path: Path) -> None:
+    arch = named(name)
+    model = write_model(arch, tmp_path / "model")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made_up_tokenizer(VOCAB)).save_pretrained(model)
+    results = evaluate(tmp_path / "cache", plan(model, "squat2"))
+    for task in ("recall", "text", "all"):
+        for regime in (TEACHER_FORCED, DECODING):
+            (row,) = (r for r in results.rows if (r.format, r.task, r.regime) == ("squat2", task, regime))
+            assert row.problem is None
+            assert row.metrics["kl"].value > 0
+            # Gemma-3 has layers with sliding windows, whose 16-bit blocks are padded to the packed ones
+            assert row.bits == packed_bits(160) if name == "Qwen3" else row.bits > packed_bits(160)

@@ -1,0 +1,215 @@
+"""What a run asks of engines, with engines made up: a run that was stopped goes on, a refused format is a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plans import evaluate, plan
+
+from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.eval import report, run
+from vllm_kvq.eval.cache import Store
+from vllm_kvq.eval.engines import EngineFailed
+from vllm_kvq.eval.jobs import EngineArguments, Generate, Score, Started
+from vllm_kvq.eval.logprobs import Logprobs
+from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Estimate, Results
+from vllm_kvq.eval.rows import rows
+
+VOCABULARY = 512
+
+
+class MadeUp:
+    """Distributions that depend on the tokens and the format alone."""
+
+    asked: list[tuple[str, str]]
+    refused: tuple[str, ...] = ()
+
+    def __init__(self, arguments: EngineArguments) -> None:
+        self.format = arguments.format
+        self.asked.append((self.format, "start"))
+        if self.format in self.refused:
+            raise EngineFailed("it has sinks")
+        self.started = Started(dict.fromkeys(arguments.lengths, 3.0))
+
+    def score(self, job: Score) -> Logprobs:
+        self.asked.append((self.format, "score"))
+        return self.made_up(job.tokens[1:], job.tokens)
+
+    def generate(self, job: Generate) -> list[Logprobs]:
+        self.asked.append((self.format, "force" if job.forced else "generate"))
+        said = job.forced or [(7,) * count for count in job.counts]
+        return [self.made_up(tokens, prompt) for tokens, prompt in zip(said, job.prompts, strict=True)]
+
+    def made_up(self, tokens: tuple[int, ...], seed: tuple[int, ...]) -> Logprobs:
+        rng = np.random.default_rng([len(seed), *seed[:8]])
+        logits = rng.normal(size=(len(tokens), VOCABULARY))
+        if self.format != "auto":
+            logits += 0.1 * np.random.default_rng(1).normal(size=logits.shape)
+        values = (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
+        token = np.array(tokens, np.int32)
+        return Logprobs(token, values[np.arange(len(token)), token], values)
+
+    def __enter__(self) -> MadeUp:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("model") / "random", hidden=64, layers=1, heads=1, kv_heads=1)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    class Fresh(MadeUp):
+        asked: list[tuple[str, str]] = []
+
+    monkeypatch.setattr(run, "Engine", Fresh)
+    return Fresh.asked
+
+
+def refuse(name: str) -> None:
+    run.Engine.refused = (name,)  # type: ignore[attr-defined]
+
+
+def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    todo = plan(model, "squat2,kivi2")
+    whole = evaluate(tmp_path / "whole", todo)
+    all_jobs = [job for job in asked if job[1] != "start"]
+    for stop in (1, 9, 17, 30):
+        asked.clear()
+        figures = 0
+
+        def count(text: str, more: int, stop: int = stop) -> None:
+            nonlocal figures
+            figures += more
+            if figures == stop and more:
+                raise KeyboardInterrupt
+
+        folder = tmp_path / str(stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.Run(todo, Store(folder), count).go()
+        assert evaluate(folder, todo) == whole
+        jobs = [job for job in asked if job[1] != "start"]
+        # one job at most is done twice: the one whose answer was not kept yet
+        assert len(all_jobs) <= len(jobs) <= len(all_jobs) + 1
+    asked.clear()
+    assert evaluate(tmp_path / "whole", todo) == whole
+    assert asked == []
+
+
+def test_a_format_that_is_added_costs_only_itself(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    evaluate(tmp_path, plan(model, "squat2", regimes=(DECODING,)))
+    asked.clear()
+    evaluate(tmp_path, plan(model, "squat2,kivi2", regimes=(DECODING,)))
+    assert {job for job in asked if job[1] != "start"} == {("kivi2", "generate"), ("auto", "force")}
+
+
+def test_nothing_large_is_left(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    evaluate(tmp_path, plan(model, "squat2"))
+    assert not [*(tmp_path / "whole").iterdir()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"chunk": 64}, {"top": 8}, {"longest": 9}, {"answers": 1}, {"contexts": (192,)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_figures_belong_to_how_they_were_measured(
+    model: Path, tmp_path: Path, asked: list[tuple[str, str]], change: dict[str, Any]
+) -> None:
+    first, other = plan(model, "squat2"), plan(model, "squat2", **change)
+    keys = [{p.key(c, s, r) for c in p.choices for s in p.sequences for r in p.regimes} for p in (first, other)]
+    regimes = 1 if set(change) & {"chunk", "longest", "answers"} else 0
+    assert len(keys[0] & keys[1]) == regimes * len(keys[0]) // 2
+
+
+def test_another_model_is_another_key(model: Path, tmp_path: Path) -> None:
+    other = random_model(tmp_path / "other", hidden=64, layers=1, heads=1, kv_heads=1, seed=1)
+    one, two = plan(model, "squat2"), plan(other, "squat2")
+    assert one.digest != two.digest
+    assert one.key(one.choices[0], one.sequences[0], DECODING) != two.key(two.choices[0], two.sequences[0], DECODING)
+
+
+def test_a_refused_format_is_a_row_with_the_reason(
+    model: Path, tmp_path: Path, asked: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse("innerq2")
+    results = evaluate(tmp_path, plan(model, "innerq2,squat2"))
+    for row in results.rows:
+        assert row.problem == ("it has sinks" if row.format == "innerq2" else None)
+        assert bool(row.metrics) is (row.format != "innerq2")
+    report.show(results)
+    printed = capsys.readouterr().out
+    assert printed.count("innerq2: it has sinks") == 1
+    results.save(tmp_path / "results.json")
+    assert Results.load(tmp_path / "results.json") == results
+
+
+def test_without_the_plain_cache_there_is_nothing(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    refuse("auto")
+    with pytest.raises(EngineFailed, match="it has sinks"):
+        evaluate(tmp_path, plan(model, "squat2"))
+
+
+def test_rows_say_what_was_measured(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    todo = plan(model, "squat2")
+    made = run.Run(todo, Store(tmp_path), lambda text, more: None)
+    made.go()
+    found = {(r.format, r.task, r.regime): r for r in rows(made)}
+    plain, ours = (found[name, "recall", TEACHER_FORCED] for name in ("auto", "squat2"))
+    assert plain.metrics["kl"] == Estimate(0, 0, 0)
+    assert ours.metrics["kl"].value == pytest.approx(0.005, rel=0.3)  # 0.1 squared, halved
+    assert ours.metrics["accuracy"].value == 0
+    assert sum(b.count for b in ours.by_depth["accuracy"]) == sum(
+        len(s.spans) for s in todo.sequences if s.task == "recall"
+    )
+    assert sum(b.count for b in ours.by_position["kl"]) == sum(
+        len(s.tokens) - 1 for s in todo.sequences if s.task == "recall"
+    )
+    assert ours.hurt[0].kl >= ours.hurt[-1].kl > ours.metrics["kl_median"].value
+    assert found["squat2", "all", TEACHER_FORCED].sequences == 2 * ours.sequences
+    # all say 7: they agree, and are wrong
+    generated = found["squat2", "recall", DECODING]
+    assert generated.metrics["exact"].value == 0
+    lengths = [n for s in todo.sequences if s.task == "recall" for n in todo.lengths(s)]
+    assert generated.metrics["agreement"].value == pytest.approx(np.mean(lengths))
+
+
+def test_answers_are_where_their_spans_are(
+    model: Path, tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that knows answers and nothing else: all are right, and of two that it generates the first is exact."""
+    todo = plan(model, "squat2", tasks=("recall", "variables"), contexts=(400,))
+    known = {item.tokens: item for item in todo.sequences}
+
+    class Knowing(run.Engine):  # type: ignore[misc, valid-type]
+        def score(self, job: Score) -> Logprobs:
+            found, item = super().score(job), known[job.tokens]
+            values = np.full_like(found.values, -20)
+            values[:, 0] = -1e-6
+            for span in item.spans:
+                for at in range(span.begin, span.end):
+                    values[at - 1, 0], values[at - 1, item.tokens[at]] = -20, -1e-6
+            return Logprobs(found.token, found.chosen, values)
+
+        def generate(self, job: Generate) -> list[Logprobs]:
+            item = next(item for tokens, item in known.items() if tokens[: len(job.prompts[0])] == job.prompts[0])
+            first = todo.asked(item)[0]
+            said = [item.tokens[first.begin :][: job.counts[0]], *((7,) * count for count in job.counts[1:])]
+            return [self.made_up(tokens, prompt) for tokens, prompt in zip(said, job.prompts, strict=True)]
+
+    monkeypatch.setattr(run, "Engine", Knowing)
+    for row in evaluate(tmp_path, todo).rows:
+        figures = ("accuracy", 1.0) if row.regime == TEACHER_FORCED else ("exact", 0.5)
+        assert row.metrics[figures[0]].value == figures[1], (row.task, row.regime)
+        assert row.metrics["top1"].value == 1 if row.regime == TEACHER_FORCED else row.metrics["top1"].value <= 1
+        if row.regime == TEACHER_FORCED:
+            assert all(b.estimate.value == 1 for b in row.by_depth["accuracy"])
+        if row.task == "variables":
+            steps = {span.steps for item in todo.sequences if item.task == row.task for span in item.spans}
+            assert row.regime == DECODING or {int(b.begin) for b in row.by_steps["accuracy"]} == steps

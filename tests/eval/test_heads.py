@@ -1,0 +1,120 @@
+"""Errors of single heads: against formulas, and a head that was damaged on purpose is the one that is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm_kvq.eval.capture import Captured, Layer
+from vllm_kvq.eval.heads import READERS, HeadError, as_cached, bound, head_errors, layer_errors
+from vllm_kvq.eval.synthetic import attention_data
+from vllm_kvq.formats import roundtrip
+
+TOKENS = 256 + READERS
+HEADS, GROUP, SIZE = 2, 2, 64
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    layers = []
+    for index in (0, 3):
+        query, key, value = attention_data(SIZE, TOKENS, HEADS, GROUP, rope=True, seed=index)
+        layers.append(Layer(index, query, key, value, SIZE**-0.5))
+    return Captured(tuple(layers), windows=(1,), pairing="half", rotary_dim=SIZE)
+
+
+def test_lossless_has_no_error(captured: Captured) -> None:
+    found = head_errors(captured, "lossless", {})
+    assert [(e.layer, e.head) for e in found] == [(0, 0), (0, 1), (3, 0), (3, 1)]
+    assert all((e.score, e.value, e.output) == (0, 0, 0) for e in found)
+
+
+def test_errors_follow_their_definitions(captured: Captured) -> None:
+    """Written out for one head and one query after the other."""
+    layer, context = captured.layers[1], TOKENS - READERS
+    page = bound(captured, layer, "kivi2", {}, 128)
+    found = layer_errors(page, layer)
+    key_hat, value_hat = as_cached(page, layer.query[:context], layer.key[:context], layer.value[:context])
+    for head in range(HEADS):
+        k, k_hat, v, v_hat = (x[:context, head].double() for x in (layer.key, key_hat, layer.value, value_hat))
+        exact, read, outputs, outputs_hat = [], [], [], []
+        for query in layer.query[context:, head * GROUP : (head + 1) * GROUP].flatten(0, 1).double():
+            exact.append(k @ query)
+            read.append(k_hat @ query)
+            outputs.append((exact[-1] / SIZE**0.5).softmax(0) @ v)
+            outputs_hat.append((read[-1] / SIZE**0.5).softmax(0) @ v_hat)
+        wanted = [
+            (torch.stack(b) - torch.stack(a)).norm() / torch.stack(a).norm()
+            for a, b in ((exact, read), (list(v), list(v_hat)), (outputs, outputs_hat))
+        ]
+        assert [found[head].score, found[head].value, found[head].output] == pytest.approx([x.item() for x in wanted])
+
+
+def test_window_and_sinks_are_exact_and_the_rest_is_what_the_pages_hold(captured: Captured) -> None:
+    layer = captured.layers[0]
+    page = bound(captured, layer, "innerq2", {}, 128)
+    assert (page.W, page.S) == (96, 32)
+    # of 250 tokens 154 are older than the window, and 128 of them fill pack units
+    query, key, value = (x[:250] for x in (layer.query, layer.key, layer.value))
+    for exact, hat in zip((key, value), as_cached(page, query, key, value), strict=True):
+        assert torch.equal(hat[:32], exact[:32])
+        assert torch.equal(hat[128:], exact[128:])
+        assert (hat[32:128] != exact[32:128]).any(-1).all()
+    # the norm that InnerQ divides by is the whole prompt's, so only with all tokens packed it is roundtrip's
+    whole = replace(page, settings=replace(page.settings, W=0, S=0))
+    for ours, theirs in zip(as_cached(whole, *(x[:256] for x in (layer.query, layer.key, layer.value))),
+                            roundtrip("innerq2", layer.key[:256], layer.value[:256], N=128), strict=True):  # fmt: skip
+        assert torch.equal(ours, theirs)
+
+
+def test_a_format_is_fitted_to_the_whole_prompt(captured: Captured) -> None:
+    """InnerQ divides by the norms of all keys, also of those that are too new to be packed."""
+    layer = captured.layers[0]
+    page = bound(captured, layer, "innerq2", {}, 128)
+    newest = layer.key.clone()
+    newest[-1, :, ::2] *= 20
+    ours, other = (as_cached(page, layer.query, key, layer.value)[0] for key in (layer.key, newest))
+    assert not torch.equal(ours[32:128], other[32:128])
+
+
+def test_a_window_as_long_as_the_text_leaves_nothing_to_pack(captured: Captured) -> None:
+    found = head_errors(captured, "squat2", {"W": 1024})
+    assert all(e.output == 0 for e in found)
+
+
+def test_the_damaged_head_is_named(captured: Captured) -> None:
+    """Keys of one head with a large bias in one channel: per-token groups lose what lies beside it."""
+    layer = captured.layers[1]
+    key = layer.key.clone()
+    key[:, 1, 5] += 300.0
+    damaged = replace(captured, layers=(captured.layers[0], replace(layer, key=key)))
+    before, after = (head_errors(c, "innerq2", {}) for c in (captured, damaged))
+    # the bias itself is most of the score's size, so what is lost shows in the output
+    worst = max(after, key=lambda e: e.output)
+    assert (worst.layer, worst.head) == (3, 1)
+    assert worst.output > 1.5 * max(e.output for e in before)
+    assert after[:3] == before[:3]
+
+
+def test_formats_see_the_layer_and_its_pairs(captured: Captured) -> None:
+    other = replace(captured, pairing="interleaved", rotary_dim=32)
+    geometry = bound(other, captured.layers[1], "polar4", {"N": 64}, 128).geometry
+    assert (geometry.layer, geometry.pairing, geometry.rotary_dim, geometry.block_size) == (3, "interleaved", 32, 64)
+    with pytest.raises(ValueError, match="needs to know which channels RoPE rotates together"):
+        head_errors(replace(captured, pairing=None), "polar4", {})
+
+
+def test_layers_in_16_bits_have_no_error(captured: Captured) -> None:
+    found = head_errors(captured, "squat2", {"skip_layers": [3]})
+    assert [e.output > 0 for e in found] == [True, True, False, False]
+    assert found[2] == HeadError(3, 0, 0.0, 0.0, 0.0)
+
+
+def test_a_text_that_leaves_nobody_to_read_is_refused(captured: Captured) -> None:
+    short = replace(
+        captured.layers[0], **{n: getattr(captured.layers[0], n)[:READERS] for n in ("query", "key", "value")}
+    )
+    with pytest.raises(ValueError, match=f"a text of {READERS} tokens is too short"):
+        head_errors(replace(captured, layers=(short,)), "squat2", {})

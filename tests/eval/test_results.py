@@ -1,0 +1,75 @@
+"""Rows as files and as tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.eval import report
+from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
+
+FULL = Row(
+    "model", "squat2", {"r": 8}, "recall", TEACHER_FORCED, 1024, 4, 3.25, kl_is_bound=True,
+    metrics={"kl": Estimate(0.1, 0.05, 0.2), "accuracy": Estimate(0.75, 0.5, 1), "perplexity": Estimate(12.3456)},
+    by_depth={"accuracy": (Bin(0, 0.5, 3, Estimate(1, 0.9, 1)),)},
+    hurt=(Hurt("a", "b", "c", 3, 2.0, 0.1, 0.3),),
+)  # fmt: skip
+REFUSED = Row("model", "innerq2", {}, "recall", TEACHER_FORCED, 1024, 0, None, problem="no room for its sinks")
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    Results((FULL, REFUSED)).save(path)
+    full, refused = Results.load(path).rows
+    assert refused == REFUSED
+    assert math.isnan(full.metrics["perplexity"].low)
+    assert {**full.document()} == {**FULL.document()}
+    assert full.hurt == FULL.hurt
+    assert full.by_depth == FULL.by_depth
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 0, "rows": []}', '{"rows": []}'])
+def test_other_files_are_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"results of `vllm-kvq eval`"):
+        Results.load(path)
+
+
+def test_rows_refuse_unknown_names() -> None:
+    with pytest.raises(ValueError, match="metric 'bleu'"):
+        Row("m", "auto", {}, "text", DECODING, 1, 1, 16, metrics={"bleu": Estimate(1)})
+    with pytest.raises(ValueError, match="regime 'prefill'"):
+        Row("m", "auto", {}, "text", "prefill", 1, 1, 16)
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    report.show(Results((FULL, REFUSED)))
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[0].startswith("recall, 1024 tokens, 4 sequences")
+    assert lines[1].split() == ["format", "bits", "KL", "perplexity", "right,", "%"]
+    assert lines[2].split() == ["squat2:r=8", "3.25", "0.1", "[0.05,", "0.2]", "12.3", "75.0", "[50.0,", "100.0]"]
+    assert lines[3].split() == ["innerq2", "-", "-", "-", "-"]
+    assert "innerq2: no room for its sinks" in printed
+    assert "lower bound" in printed
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    report.write_csv(path, (FULL, REFUSED))
+    with path.open() as file:
+        full, refused = csv.DictReader(file)
+    assert (full["label"], full["bits"], full["kl"], full["kl_low"], full["kl_high"]) == (
+        "squat2:r=8", "3.25", "0.1", "0.05", "0.2",
+    )  # fmt: skip
+    assert (full["perplexity"], full["perplexity_low"], full["exact"]) == ("12.3456", "", "")
+    assert (refused["problem"], refused["kl"]) == ("no room for its sinks", "")
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    assert "NaN" not in json.dumps(FULL.document(), allow_nan=False)

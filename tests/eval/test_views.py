@@ -1,0 +1,167 @@
+"""Plots, tables of hurt tokens, and the commands that show them, on made-up results."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvq import cli
+from vllm_kvq.eval import plots
+from vllm_kvq.eval.heads import HeadError
+from vllm_kvq.eval.heads_command import table
+from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
+from vllm_kvq.eval.show import hurt_tables
+
+PNG = b"\x89PNG"
+
+
+def row(name: str, bits: float | None, kl: float, task: str = "text", regime: str = TEACHER_FORCED) -> Row:
+    kls = {"kl": Estimate(kl, kl / 2, kl * 2)}
+    return Row(
+        "model", name, {}, task, regime, 1024, 4, bits, metrics=kls | {"accuracy": Estimate(1 - kl)},
+        by_position={"kl": (Bin(0, 512, 9, kls["kl"]), Bin(512, 1024, 9, Estimate(3 * kl)))},
+        by_depth={"accuracy": (Bin(0, 0.5, 4, Estimate(1.0)), Bin(0.5, 1, 4, Estimate(0.5)))},
+        hurt=(Hurt("a\nb " * 20, "cat", " sat" * 20, 77, 1.25, 0.01, 0.9), Hurt("x", "y", "z", 5, 0.5, 0.2, 0.4)),
+    )  # fmt: skip
+
+
+ROWS = [row("auto", 16.0, 0.0), row("squat2", 3.2, 0.2), row("squat4", 5.2, 0.02), row("kivi2", 3.2, 0.3)]
+
+
+class Axes:
+    """Writes down what is drawn."""
+
+    def __init__(self) -> None:
+        self.lines: list[list[tuple[float, float]]] = []
+        self.points: dict[str, tuple[float, float]] = {}
+        self.markers: dict[str, str] = {}
+        self._next: tuple[Any, ...] = ()
+
+    def plot(self, x: Any, y: Any, *_: Any, **__: Any) -> None:
+        self.lines.append(list(zip(x, y, strict=True)))
+
+    def errorbar(self, x: Any, y: Any, yerr: Any, fmt: str, **style: Any) -> None:
+        self._next = (x, y, fmt, yerr)
+        if "label" in style:
+            self.lines.append(list(zip(x, y, strict=True)))
+            self.markers[style["label"]] = fmt
+
+    def annotate(self, label: str, at: tuple[float, float], *_: Any, **__: Any) -> None:
+        self.points[label], self.markers[label] = at, self._next[2]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def test_the_line_is_of_our_best_and_peers_are_markers() -> None:
+    axes = Axes()
+    plots.frontier("kl")(axes, [*ROWS[1:], row("polar4", 5.5, 0.04), row("fp8", 8.0, 0.001)])
+    assert axes.lines == [[(3.2, 0.2), (5.2, 0.02)]]
+    assert axes.points["kivi2"] == (3.2, 0.3)
+    assert {n for n, marker in axes.markers.items() if marker == "s"} == {"kivi2", "fp8"}
+    assert set(axes.points) == {"squat2", "squat4", "polar4", "kivi2", "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("less", "wanted"), [(True, [(3, 0.5), (4, 0.1)]), (False, [(3, 0.9), (5, 1.0)])], ids=["KL", "accuracy"]
+)
+def test_the_frontier(less: bool, wanted: list[tuple[float, float]]) -> None:
+    points = [(4, 0.1), (3, 0.5), (3, 0.9), (5, 0.1), (5, 1.0), (5, 0.3)]
+    assert plots.best(points, less) == wanted
+
+
+def test_intervals_reach_from_low_to_high() -> None:
+    assert plots._bars([Estimate(2.0, 1.5, 4.0), Estimate(1.0)]) == [[0.5, 0.0], [2.0, 0.0]]
+
+
+def test_curves_stand_at_the_middle_of_their_bins() -> None:
+    axes = Axes()
+    plots.curve("kl", "position", lambda r: r.by_position)(axes, ROWS[1:2])
+    assert axes.lines == [[(256, 0.2), (768, pytest.approx(0.6))]]
+
+
+def test_every_plot_that_there_is_something_for(tmp_path: Path) -> None:
+    failed = replace(row("qjl3", None, 0.1), metrics={}, by_position={}, by_depth={}, hurt=(), problem="refused")
+    rows = [*ROWS, failed, row("squat2", None, 0.4, "recall", DECODING)]
+    drawn = plots.draw_all(rows, tmp_path / "new")
+    # without bits nothing stands against them
+    wanted = {f"{kind}-{TEACHER_FORCED}-1024.png" for kind in ("frontier-kl", "frontier-accuracy")}
+    wanted |= {f"{k}-{r}-1024.png" for k in ("position-kl", "depth-accuracy") for r in (TEACHER_FORCED, DECODING)}
+    assert {path.name for path in drawn} == wanted
+    assert all(path.read_bytes().startswith(PNG) for path in drawn)
+    assert plots.draw_all([ROWS[0], failed], tmp_path)[0].name == f"frontier-accuracy-{TEACHER_FORCED}-1024.png"
+
+
+def test_the_heat_map_has_a_cell_for_each_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes as Real
+
+    shown: list[Any] = []
+    imshow = Real.imshow
+    monkeypatch.setattr(
+        Real, "imshow", lambda self, grid, **style: shown.append((grid, style)) or imshow(self, grid, **style)
+    )
+    errors = {
+        "squat2": [HeadError(0, 0, 0.1, 0.5, 0.9), HeadError(0, 1, 0.2, 0.5, 0.9), HeadError(4, 1, 0.3, 0.5, 0.9)],
+        "kivi2": [HeadError(0, 0, 0.4, 0.5, 0.9)],
+    }
+    path = plots.heat_map(tmp_path / "heads.png", errors, "score", "scores")
+    assert path.read_bytes().startswith(PNG)
+    (first, style), (second, other) = shown
+    assert first[0] == [0.1, 0.2]
+    assert math.isnan(first[1][0])
+    assert first[1][1] == 0.3
+    assert second[0][0] == 0.4
+    # the same colors mean the same errors in both
+    assert (style["vmin"], style["vmax"]) == (other["vmin"], other["vmax"]) == (0, 0.4)
+
+
+def test_hurt_tokens_stand_in_their_text() -> None:
+    (found,) = hurt_tables([ROWS[1], replace(ROWS[2], hurt=())], 1)
+    assert "squat2, text, 1024 tokens, teacher-forced" in found.title
+    ((text, *figures),) = found.rows
+    assert "[cat] sat sat" in text
+    assert "\\nb a\\nb [cat]" in text
+    assert "\n" not in text
+    assert len(text) < 80
+    assert figures == ["77", "1.25", "0.900", "0.010"]
+    assert hurt_tables(ROWS, 0) == []
+
+
+def test_the_table_of_heads_names_the_worst() -> None:
+    errors = {"squat2": [HeadError(0, 0, 0.1, 0.2, 0.3), HeadError(4, 1, 0.3, 0.4, 0.1)]}
+    assert list(table(errors, "score").rows[0]) == ["squat2", "0.200", "0.300", "0.200", "layer 4, head 1: 0.300"]
+    assert list(table(errors, "output").rows[0])[-1] == "layer 0, head 0: 0.300"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    Results(tuple(ROWS)).save(tmp_path / "results.json")
+    return tmp_path / "results.json"
+
+
+def test_show(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "show", str(results), "--hurt", "2", "--plots", str(tmp_path / "plots")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("the tokens that were hurt most") == len(ROWS)
+    assert printed.count("x[y]z") == len(ROWS)
+    listed = [Path(line) for line in printed.splitlines() if line.endswith(".png")]
+    assert sorted(listed) == sorted((tmp_path / "plots").iterdir())
+    assert cli.main(["eval", "show", str(results), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == len(ROWS)
+
+
+def test_show_says_what_it_lacks(
+    results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["eval", "show", str(results.with_name("other.json"))]) == 1
+    assert "can't be read as results" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["eval", "show", str(results), "--plots", str(results.parent)]) == 1
+    assert capsys.readouterr().err == "vllm-kvq eval show: plots need matplotlib: pip install 'vllm-kvq[bench]'\n"

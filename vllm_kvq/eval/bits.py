@@ -1,0 +1,40 @@
+"""What a request of some length takes per cached number: pages, window, sinks, sidecar and headers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from vllm_kvq.eval.choice import Choice
+from vllm_kvq.integration.dry_start import dry_start
+from vllm_kvq.integration.served import Served
+
+PLAIN_BITS = 16
+"""What `Kind.plain_bytes` counts with."""
+
+
+def bits_at(served: Served, tokens: int) -> float:
+    """Whole blocks, as vLLM gives them out, against the same numbers in 16 bits; layers in 16 bits count, too."""
+    kinds = replace(served, max_len=tokens).kinds
+    taken = served.page_bytes * sum(kind.layers * kind.blocks for kind in kinds)
+    return PLAIN_BITS * taken / sum(kind.layers * kind.plain_bytes for kind in kinds)
+
+
+def plain_bits(dtype: str, model_dtype: Any) -> float:
+    """Of vLLM's own caches; their scales are one number per layer."""
+    return 8.0 if dtype.startswith("fp8") else 8.0 * model_dtype.itemsize
+
+
+def served_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> float:
+    """Of a server that would start with this choice; WouldNotStart with the sentence where it would not."""
+    arguments = {
+        "--kv-cache-dtype": choice.format,
+        "--additional-config": json.dumps({"kvq": dict(choice.options)}),
+        "--dtype": dtype,
+        "--max-model-len": str(tokens),
+        # not what bits depend on, but vLLM's default may not be free
+        "--kv-cache-memory-bytes": "1G",
+    }
+    served = dry_start([folder, *(word for pair in arguments.items() for word in pair)]).served
+    return bits_at(served, tokens)

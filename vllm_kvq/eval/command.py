@@ -1,0 +1,201 @@
+"""`vllm-kvq eval MODEL`: does it still answer right? Formats against the 16-bit cache, through real vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_kvq import console
+from vllm_kvq.eval import lm_command, plots, report
+from vllm_kvq.eval.cache import Store, default_folder
+from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
+from vllm_kvq.eval.result import REGIMES, Results
+from vllm_kvq.eval.tasks import TASKS
+
+FORMATS = "squat2,innerq2,polar4,kivi2"
+WHOLE_VOCABULARY = 4096
+"""Tokens: smaller vocabularies are compared whole unless --top says otherwise."""
+TOP = 128
+FULL = {"tasks": list(TASKS), "context": [2048], "sequences": 16, "answers": 4, "longest": 1024}
+QUICK = {"tasks": ["recall", "needle", "arithmetic", "text"], "context": [1024], "sequences": 4, "answers": 2,
+         "longest": 96}  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq eval",
+        "Does it still answer right? Each format against the 16-bit cache on the same texts, through real vLLM: what "
+        "tokens\nof given texts are given (teacher-forced), and what is generated (decoding). `vllm-kvq eval error` "
+        "needs no model.",
+        (
+            "demo --quick",
+            "MODEL --formats squat2,innerq2 --tasks recall needle --context 1024 4096",
+            "MODEL --formats squat2:r=8,W=64,kivi2 --out results",
+            "MODEL --formats squat2 --lm-eval gsm8k --context 4096",
+        ),
+        "no format could be evaluated",
+    )
+    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
+    p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
+    p.add_argument("--tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="lengths of the texts (2048)")
+    p.add_argument("--sequences", type=_positive, metavar="N", help="texts of each task and length (16)")
+    p.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), metavar="R", help=", ".join(REGIMES))
+    p.add_argument("--answers", type=_positive, metavar="N", help="answers generated for each text, at most (4)")
+    p.add_argument("--longest", type=_positive, metavar="TOKENS", help="generated for an answer, at most (1024)")
+    p.add_argument("--chunk", type=_chunk, default=32, metavar="TOKENS", help="of a teacher-forced step (%(default)s)")
+    p.add_argument("--top", type=_positive, metavar="K", help="compare the K most probable tokens and the rest as one")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (the checkpoint's)")
+    p.add_argument("--seed", type=int, default=0, help="of the texts (%(default)s)")
+    p.add_argument("--quick", action="store_true", help="fewer tasks, texts and tokens, unless these are given")
+    lm_command.add_arguments(p)
+    p.add_argument("--out", type=Path, metavar="DIR", help="write results.json, results.csv and plots (PNG) there")
+    p.add_argument(
+        "--cache", type=Path, default=default_folder(), metavar="DIR", help="what was measured is kept there"
+    )
+    console.add_json(p)
+    return p
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _chunk(text: str) -> int:
+    from vllm_kvq.eval.plan import REQUESTS
+
+    if (value := int(text)) < REQUESTS:
+        raise argparse.ArgumentTypeError(f"{value} is below {REQUESTS}, the fewest tokens that a step has room for")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    if problem := lm_command.usage_problem(args):
+        p.error(problem)
+    defaults = QUICK if args.quick else FULL
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    try:
+        chosen = choices(args.formats)
+    except ValueError as error:
+        p.error(str(error))
+    try:
+        results = harness(args, chosen) if args.lm_eval else evaluate(args, chosen)
+    except EvaluationFailed as error:
+        print(f"vllm-kvq eval: {error}", file=sys.stderr)
+        return console.FOUND
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        results.save(args.out / "results.json")
+        report.write_csv(args.out / "results.csv", results.rows)
+        try:
+            plots.draw_all(results.rows, args.out)
+        except ValueError as error:
+            print(f"vllm-kvq eval: {error}", file=sys.stderr)
+    if args.json:
+        console.show_json(results.document())
+    else:
+        report.show(results)
+    named = {choice.label for choice in chosen}
+    return console.DONE if any(row.metrics for row in results.rows if row.label in named) else console.FOUND
+
+
+class EvaluationFailed(Exception):
+    """One sentence: why there are no results at all."""
+
+
+def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm_kvq.eval.engines import EngineFailed
+    from vllm_kvq.eval.model import Model
+    from vllm_kvq.eval.plan import Plan
+    from vllm_kvq.eval.rows import rows
+    from vllm_kvq.eval.run import Run
+
+    try:
+        model = Model.of(args.model, args.dtype)
+        plan = Plan(
+            model=model,
+            choices=with_baselines(chosen),
+            tasks=tuple(dict.fromkeys(args.tasks)),
+            contexts=tuple(sorted({*args.context})),
+            count=args.sequences,
+            seed=args.seed,
+            regimes=tuple(r for r in REGIMES if r in args.regimes),
+            chunk=args.chunk,
+            top=top(args, model.vocabulary),
+            answers=args.answers,
+            longest=args.longest,
+            control=any(choice.format == PLAIN for choice in chosen),
+        )
+        store = Store(args.cache)
+        steps = len(plan.sequences) * len(plan.choices) * len(plan.regimes)
+    except (ValueError, OSError) as error:
+        raise EvaluationFailed(str(error)) from error
+    with _progress(steps) as progress:
+        run = Run(plan, store, progress)
+        try:
+            run.go()
+        except EngineFailed as error:
+            raise EvaluationFailed(f"vLLM can't serve {args.model} here: {error}") from error
+    return Results(rows(run))
+
+
+def harness(args: argparse.Namespace, chosen: list[Choice]) -> Results:
+    """The same for tasks of lm-evaluation-harness."""
+    from vllm_kvq.eval.lm_tasks import LmEvalFailed
+    from vllm_kvq.eval.model import Model
+
+    formats = with_baselines(chosen)
+    try:
+        model, store = Model.of(args.model, args.dtype), Store(args.cache)
+        with _progress(len(formats)) as progress:
+            return Results(tuple(lm_command.evaluated(args, model, formats, store, progress)))
+    except (LmEvalFailed, ValueError, OSError) as error:
+        raise EvaluationFailed(str(error)) from error
+
+
+def with_baselines(chosen: list[Choice]) -> tuple[Choice, ...]:
+    """vLLM's own caches, then what the user named."""
+    own = (PLAIN, FP8)
+    return (*map(Choice, own), *(choice for choice in chosen if choice.format not in own))
+
+
+def top(args: argparse.Namespace, vocabulary: int) -> int | None:
+    """A vocabulary that is compared whole takes seconds per thousand tokens, so a quick look does without."""
+    if args.top is not None:
+        return int(args.top) if args.top < vocabulary else None
+    return TOP if args.quick or vocabulary > WHOLE_VOCABULARY else None
+
+
+class _progress:
+    """A bar on standard error."""
+
+    def __init__(self, steps: int) -> None:
+        import rich.console
+        import rich.progress
+
+        columns = (
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TextColumn("{task.description}"),
+        )
+        self.bar = rich.progress.Progress(*columns, console=rich.console.Console(stderr=True))
+        self.task = self.bar.add_task("", total=steps)
+
+    def __enter__(self) -> Any:
+        self.bar.start()
+        return lambda text, more: self.bar.update(self.task, description=text, advance=more)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()

@@ -1,0 +1,91 @@
+"""How far each KV head of each layer is from the 16-bit cache, for one format.
+
+The cache is that of a decode step after a prompt, from the format's own reference: packed, except the newest W tokens
+and the first S. Its readers are queries that the format has not seen, those of the text's last tokens. Three relative
+errors: of the scores q . K, of the values, and of attention's output, which joins both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vllm_kvq.eval.capture import Captured, Layer
+from vllm_kvq.eval.synthetic import scores
+from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.roundtrip import fitted, through_pages
+
+READERS = 64
+"""Tokens at the end of the text whose queries read the cache of those before."""
+
+
+@dataclass(frozen=True)
+class HeadError:
+    layer: int
+    head: int
+    score: float
+    value: float
+    output: float
+
+
+def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any], block: int) -> PageFormat:
+    """The format as this layer would have it. ValueError where it can't be had."""
+    fmt, settings = get_format(name), get_format(name).settings(options)
+    geometry = Geometry(layer.head_size, settings.N or block, layer.key.dtype, layer.index)
+    if settings.keys.pairs_channels:
+        if captured.pairing is None:
+            raise ValueError(f"{name} needs to know which channels RoPE rotates together, and this model does not tell")
+        geometry = replace(geometry, pairing=captured.pairing, rotary_dim=captured.rotary_dim)
+    return fmt.bind(geometry, options)
+
+
+def as_cached(
+    page: PageFormat, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Keys and values of a prompt as the decode step after it reads them."""
+    packed = max(0, (len(key) - page.W) // page.unit * page.unit)
+    key_hat, value_hat = key.clone(), value.clone()
+    if packed > page.S:
+        state = fitted(page, key, query)
+        for hat, read in zip(
+            (key_hat, value_hat), through_pages(page, key[:packed], value[:packed], state), strict=True
+        ):
+            hat[page.S : packed] = read[page.S :]
+    return key_hat, value_hat
+
+
+def layer_errors(page: PageFormat, layer: Layer) -> list[HeadError]:
+    """One for each KV head. The text has to be longer than `READERS`."""
+    context = len(layer.key) - READERS
+    if context <= 0:
+        raise ValueError(
+            f"a text of {len(layer.key)} tokens is too short: its last {READERS} tokens read the others' cache"
+        )
+    query, key, value = layer.query[:context], layer.key[:context], layer.value[:context]
+    key_hat, value_hat = as_cached(page, query, key, value)
+    readers = layer.query[context:]
+    exact, read = (scores(readers, k).flatten(1, 2) for k in (key, key_hat))
+    v, v_hat = (x.double().transpose(0, 1) for x in (value, value_hat))
+    output, output_hat = ((s * layer.scale).softmax(-1) @ x for s, x in ((exact, v), (read, v_hat)))
+    halves = ((exact, read), (v, v_hat), (output, output_hat))
+    found = [[_relative(a[head], b[head]) for a, b in halves] for head in range(key.shape[1])]
+    return [HeadError(layer.index, head, *errors) for head, errors in enumerate(found)]
+
+
+def _relative(exact: torch.Tensor, other: torch.Tensor) -> float:
+    return ((other - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block: int = 128) -> list[HeadError]:
+    """Of every layer that would be packed; a layer that the options keep in 16 bits has no error."""
+    kept = get_format(name).settings(options).skip_layers
+    found = []
+    for layer in captured.layers:
+        if layer.index in kept:
+            found += [HeadError(layer.index, head, 0.0, 0.0, 0.0) for head in range(layer.key.shape[1])]
+        else:
+            found += layer_errors(bound(captured, layer, name, options, block), layer)
+    return found

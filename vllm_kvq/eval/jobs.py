@@ -1,0 +1,57 @@
+"""What an engine's process is told, and what it answers: plain data that crosses a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    model: str
+    format: str
+    options: Mapping[str, Any]
+    dtype: str
+    max_len: int
+    chunk: int | None
+    """Tokens of a step; None leaves vLLM's default, so that a prompt is read at once."""
+    cache_bytes: int
+    top: int | None
+    """So many of the most probable tokens are kept; None: the whole vocabulary."""
+    requests: int
+    """At once."""
+    one_thread: bool
+    """On a CPU: for a model so small that threads only wait for each other."""
+    lengths: tuple[int, ...]
+    """For which bits are wanted."""
+
+
+@dataclass(frozen=True)
+class Started:
+    bits: Mapping[int, float]
+    """By length in tokens."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the model makes of each token of a text but the first; answered with `Logprobs`."""
+
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Greedy continuations; answered with `Logprobs` for each prompt."""
+
+    prompts: tuple[Tokens, ...]
+    counts: tuple[int, ...]
+    """How many tokens each of them gets."""
+    forced: tuple[Tokens, ...] = field(default=())
+    """If given, these are the tokens."""
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) != len(self.counts) or (self.forced and tuple(map(len, self.forced)) != self.counts):
+            raise ValueError("each prompt needs a number of tokens, and so many forced ones if any")

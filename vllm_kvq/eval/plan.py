@@ -1,0 +1,126 @@
+"""What is measured: formats, tasks, lengths and how, in one frozen object, and its parts' names in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from vllm_kvq.eval import cache
+from vllm_kvq.eval.choice import PLAIN, Choice
+from vllm_kvq.eval.jobs import EngineArguments, Generate, Tokens
+from vllm_kvq.eval.model import Model
+from vllm_kvq.eval.result import DECODING, TEACHER_FORCED
+from vllm_kvq.eval.samples import Sequence, Span, sequence
+
+REFERENCE = Choice(PLAIN)
+REQUESTS = 8
+"""That an engine has at once."""
+PROMPT_CHUNK = 2048
+"""Tokens of a step when answers are generated: a prompt is read in large chunks, as a server reads it."""
+LEAST_CACHE_BYTES = 1 << 29
+SMALL_MODEL = 1 << 26
+"""Bytes of weights."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: Model
+    choices: tuple[Choice, ...]
+    """The plain cache is the first of them."""
+    tasks: tuple[str, ...]
+    contexts: tuple[int, ...]
+    count: int
+    """Sequences of each task and length."""
+    seed: int
+    regimes: tuple[str, ...]
+    chunk: int
+    """Tokens of a step in the teacher-forced regime: as few as these are attended before they are packed."""
+    top: int | None
+    """So many of the most probable tokens are compared; None: the whole vocabulary."""
+    answers: int
+    """Generated for each sequence, at most."""
+    longest: int
+    """Tokens of a generated answer."""
+    control: bool = False
+    """Whether the plain cache is measured as any format is, by engines of its own."""
+
+    def __post_init__(self) -> None:
+        if self.choices[0] != REFERENCE or len({choice.label for choice in self.choices}) < len(self.choices):
+            raise ValueError("a plan's formats are different from each other, and the plain cache is the first")
+        if max(self.contexts) > self.model.longest:
+            raise ValueError(
+                f"{self.model.name} has {self.model.longest} positions; --context {max(self.contexts)} is beyond them"
+            )
+
+    @property
+    def max_len(self) -> int:
+        """vLLM wants room for a token after a prompt."""
+        return min(max(self.contexts) + 1, self.model.longest)
+
+    @cached_property
+    def digest(self) -> str:
+        return self.model.digest()
+
+    @cached_property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return tuple(
+            sequence(self.model.tokenizer, task, context, self.max_len - 1, number, self.seed)
+            for context in self.contexts
+            for task in self.tasks
+            for number in range(self.count)
+        )
+
+    def key(self, choice: Choice, item: Sequence, regime: str) -> str:
+        how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: {"answers": self.answers, "longest": self.longest}}
+        return cache.key(
+            **self._engine(choice),
+            regime=regime,
+            tokens=item.tokens,
+            spans=[vars(s) for s in item.spans],
+            top=self.top,
+            how=how[regime],
+            control=self.control and choice == REFERENCE,
+        )
+
+    def bits_key(self, choice: Choice, context: int) -> str:
+        return cache.key(**self._engine(choice), bits_at=context)
+
+    def _engine(self, choice: Choice) -> dict[str, object]:
+        return {
+            "model": self.digest,
+            "dtype": self.model.dtype,
+            "format": choice.format,
+            "options": dict(choice.options),
+            "sources": cache.sources(),
+            "format_sources": cache.format_sources(choice.format),
+            "max_len": self.max_len,
+        }
+
+    def engine(self, choice: Choice, regime: str) -> EngineArguments:
+        return EngineArguments(
+            model=str(self.model.folder),
+            format=choice.format,
+            options=choice.options,
+            dtype=self.model.dtype,
+            max_len=self.max_len,
+            chunk=self.chunk if regime == TEACHER_FORCED else PROMPT_CHUNK,
+            cache_bytes=max(LEAST_CACHE_BYTES, 2 * REQUESTS * self.max_len * self.model.token_bytes),
+            top=self.top,
+            requests=REQUESTS,
+            one_thread=self.model.weight_bytes < SMALL_MODEL,
+            lengths=self.contexts,
+        )
+
+    def asked(self, item: Sequence) -> tuple[Span, ...]:
+        """The answers that are generated: some of the sequence's, evenly spread; its second half where it has none."""
+        if not item.spans:
+            return (Span(len(item.tokens) // 2, len(item.tokens), None, 1),)
+        step = max(1, -(-len(item.spans) // self.answers))
+        return item.spans[::step]
+
+    def lengths(self, item: Sequence) -> tuple[int, ...]:
+        return tuple(min(span.end - span.begin, self.longest) for span in self.asked(item))
+
+    def generate(self, item: Sequence, forced: tuple[Tokens, ...] = ()) -> Generate:
+        prompts = tuple(item.tokens[: span.begin] for span in self.asked(item))
+        return Generate(prompts, self.lengths(item), forced)

@@ -1,0 +1,162 @@
+"""Carries a plan out: one engine after the other, each number kept as soon as it is there.
+
+teacher-forced    plain scores every text; each format scores it, too, and is compared at once
+decoding          plain generates; each format generates; plain is made to say what each format said
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_kvq.eval.cache import Arrays, Store
+from vllm_kvq.eval.choice import Choice
+from vllm_kvq.eval.engines import Engine, EngineFailed
+from vllm_kvq.eval.jobs import Score, Tokens
+from vllm_kvq.eval.logprobs import Logprobs, divergence, joined
+from vllm_kvq.eval.plan import REFERENCE, Plan
+from vllm_kvq.eval.result import DECODING, TEACHER_FORCED
+from vllm_kvq.eval.samples import Sequence
+
+FIGURES, WHOLE, BITS = "figures", "whole", "bits"
+"""Kinds of entries: numbers of single tokens, whole distributions, bits per element."""
+Progress = Callable[[str, int], None]
+"""Called with what is being done, and how many figures are there since the last call."""
+Missing = Mapping[Choice, list[Sequence]]
+
+
+@dataclass
+class Run:
+    plan: Plan
+    store: Store
+    progress: Progress
+    problems: dict[str, str] = field(default_factory=dict)
+    """Why a format has no figures, by its label."""
+
+    def go(self) -> None:
+        for regime in self.plan.regimes:
+            missing = {choice: self._missing(choice, regime) for choice in self.plan.choices}
+            if any(missing.values()):
+                (self._teacher_forced if regime == TEACHER_FORCED else self._decoding)(missing)
+        for choice in self.plan.choices:
+            for item in self.plan.sequences:
+                for regime in self.plan.regimes:
+                    self.store.drop(WHOLE, self.plan.key(choice, item, regime))
+
+    def figures(self, choice: Choice, item: Sequence, regime: str) -> Arrays | None:
+        return self.store.get(FIGURES, self.plan.key(choice, item, regime))
+
+    def bits(self, choice: Choice, context: int) -> float | None:
+        found = self.store.get(BITS, self.plan.bits_key(choice, context))
+        return None if found is None else float(found["bits"])
+
+    def _missing(self, choice: Choice, regime: str) -> list[Sequence]:
+        kept = [self.store.has(FIGURES, self.plan.key(choice, item, regime)) for item in self.plan.sequences]
+        self.progress(choice.label, sum(kept))
+        return [item for item, there in zip(self.plan.sequences, kept, strict=True) if not there]
+
+    def _keep(self, choice: Choice, item: Sequence, regime: str, figures: Arrays) -> None:
+        self.store.put(FIGURES, self.plan.key(choice, item, regime), figures)
+        self.progress(f"{choice.label}, {regime}: {item.task}, {item.context} tokens", 1)
+
+    def _whole(self, choice: Choice, item: Sequence, regime: str) -> Logprobs:
+        found = self.store.get(WHOLE, self.plan.key(choice, item, regime))
+        if found is None:
+            raise RuntimeError("distributions have vanished from the cache: does another run use the same folder?")
+        return Logprobs.of(found)
+
+    def _with_engine(self, choice: Choice, regime: str, work: Callable[[Engine], None]) -> None:
+        """Any other format's failure is a row's problem; without the plain cache there is nothing to compare with."""
+        self.progress(f"{choice.label}, {regime}: starting", 0)
+        try:
+            with Engine(self.plan.engine(choice, regime)) as engine:
+                for length, bits in engine.started.bits.items():
+                    self.store.put(BITS, self.plan.bits_key(choice, length), {"bits": np.array(bits)})
+                work(engine)
+        except EngineFailed as error:
+            if choice == REFERENCE:
+                raise
+            self.problems[choice.label] = str(error)
+
+    # -- teacher-forced ----------------------------------------------------------------------------------------------
+    def _teacher_forced(self, missing: Missing) -> None:
+        plan, regime = self.plan, TEACHER_FORCED
+        needed = [item for item in plan.sequences if any(item in items for items in missing.values())]
+        unscored = [item for item in needed if not self.store.has(WHOLE, plan.key(REFERENCE, item, regime))]
+
+        def score(engine: Engine) -> None:
+            for item in unscored:
+                self.progress(f"{REFERENCE.label}, {regime}: {item.task}, {item.context} tokens", 0)
+                found = engine.score(Score(item.tokens))
+                self.store.put(WHOLE, plan.key(REFERENCE, item, regime), found.arrays())
+
+        if unscored:
+            self._with_engine(REFERENCE, regime, score)
+        for choice, items in missing.items():
+            if choice == REFERENCE and not plan.control:
+                for item in items:
+                    plain = self._whole(REFERENCE, item, regime)
+                    self._keep(choice, item, regime, compared(plain, plain))
+            elif items:
+                self._with_engine(choice, regime, functools.partial(self._compare, choice, items))
+
+    def _compare(self, choice: Choice, items: list[Sequence], engine: Engine) -> None:
+        for item in items:
+            found = engine.score(Score(item.tokens))
+            self._keep(choice, item, TEACHER_FORCED, compared(self._whole(REFERENCE, item, TEACHER_FORCED), found))
+
+    # -- decoding ----------------------------------------------------------------------------------------------------
+    def _decoding(self, missing: Missing) -> None:
+        plan, regime = self.plan, DECODING
+        for choice, items in missing.items():
+            self._generate(choice, [item for item in items if not self._generated(choice, item)])
+        # what could not be generated is the format's problem
+        generated = {c: [item for item in items if self._generated(c, item)] for c, items in missing.items()}
+        if not plan.control:
+            for item in generated.pop(REFERENCE):
+                said = self._whole(REFERENCE, item, regime)
+                self._keep(REFERENCE, item, regime, compared(said, said))
+        if any(generated.values()):
+            self._with_engine(REFERENCE, regime, functools.partial(self._judge, generated))
+
+    def _generated(self, choice: Choice, item: Sequence) -> bool:
+        return self.store.has(WHOLE, self.plan.key(choice, item, DECODING))
+
+    def _generate(self, choice: Choice, items: list[Sequence]) -> None:
+        def generate(engine: Engine) -> None:
+            for item in items:
+                self.progress(f"{choice.label}, {DECODING}: {item.task}, {item.context} tokens", 0)
+                said = joined(engine.generate(self.plan.generate(item)))
+                self.store.put(WHOLE, self.plan.key(choice, item, DECODING), said.arrays())
+
+        if items:
+            self._with_engine(choice, DECODING, generate)
+
+    def _judge(self, generated: Missing, engine: Engine) -> None:
+        plan = self.plan
+        for choice, items in generated.items():
+            for item in items:
+                said = self._whole(choice, item, DECODING)
+                plain = engine.generate(plan.generate(item, split(said.token, plan.lengths(item))))
+                self._keep(choice, item, DECODING, compared(joined(plain), said))
+                self.store.drop(WHOLE, plan.key(choice, item, DECODING))
+
+
+def split(tokens: np.ndarray, lengths: tuple[int, ...]) -> tuple[Tokens, ...]:
+    parts = np.split(tokens, np.cumsum(lengths)[:-1])
+    return tuple(tuple(map(int, part)) for part in parts)
+
+
+def compared(plain: Logprobs, found: Logprobs) -> Arrays:
+    """Numbers of single tokens: what rows are made of."""
+    return {
+        "token": found.token,
+        "kl": divergence(plain, found).astype(np.float64),
+        "chosen": found.chosen,
+        "chosen_plain": plain.chosen,
+        "same": plain.best == found.best,
+        "hit": found.best == found.token,
+    }
