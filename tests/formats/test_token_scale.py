@@ -43,6 +43,15 @@ def test_biased_channels_are_left_alone(name: str) -> None:
     assert (scaled - key).norm() <= 1.001 * (plain - key).norm()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_with_one_huge_channel_are_left_alone(name: str) -> None:
+    """Their size is that of one element; divided by it, the others would lose their own."""
+    g = torch.Generator().manual_seed(0)
+    key = torch.randn(64, 2, 64, generator=g) + 50 * (torch.rand(64, 2, 64, generator=g) < 0.01)
+    plain, scaled = (roundtrip(name, key, key, key, token_scale=choice)[0] for choice in ("none", "balanced"))
+    assert (scaled - key).norm() <= 1.001 * (plain - key).norm()
+
+
 def test_the_formula() -> None:
     """s_t (zero + code scale), with the range's scale and zero of each channel of x / s_t."""
     rng = np.random.RandomState(0)
@@ -67,6 +76,16 @@ def test_rows_and_columns_vary_alike() -> None:
     for dim in (-1, -2):
         spread = (x / rows / columns).std(dim)
         assert spread.amax() < 1.3 * spread.amin()
+
+
+def test_the_best_iterate_is_kept() -> None:
+    """A few large elements among small ones: from the third round on the iterates only get worse."""
+    g = torch.Generator().manual_seed(2378)
+    few = torch.randn(8, 6, generator=g).double() * (torch.rand(8, 6, generator=g) < 0.1)
+    x = few * torch.exp(3 * torch.randn(8, 6, generator=g)) + 1e-2 * torch.randn(8, 6, generator=g)
+    rows, columns = balanced(x.float(), 16)
+    spread = torch.cat([(x / rows / columns).std(dim) for dim in (-1, -2)])
+    assert spread.amax() < 2.2 * spread.amin()
 
 
 def test_bits() -> None:
