@@ -43,7 +43,7 @@ FAULTS: tuple[Fault, ...] = (
     _eval("peers look like ours", "plots", '"s" if peer else "o"', '"o"', VIEWS),
     _eval("all heads in one column", "plots", "[layers.index(e.layer)][e.head]", "[layers.index(e.layer)][0]", VIEWS),
     _eval("a token's line ends as they are", "show", "_line(hurt.before)", "hurt.before", VIEWS),
-    _eval("one standard error for 95 %", "lm_tasks", "NORMAL * error, value", "error, value", LM_EVAL),
+    _eval("one standard error for 95 %", "lm_tasks", "NORMAL * error, value", "error, value", f"{LM_EVAL} -k figure"),
     _eval(
         "kept whatever the options were",
         "lm_command",
