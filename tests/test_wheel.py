@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-INSTRUMENTS = ("oracle", "fuzz", "soak", "ptx", "demo", "proof", "probe")
+INSTRUMENTS = ("oracle", "fuzz", "soak", "ptx", "demo/", "proof", "probe")
 PARTS = ("bench", "cli", "eval", "formats", "integration", "kernels", "triton_kernels", "csrc/cpu", "csrc/cuda")
 
 

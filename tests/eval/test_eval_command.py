@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_kvq import cli
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval import command
 from vllm_kvq.eval.choice import FP8, PLAIN, choices
 from vllm_kvq.eval.result import TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.kernels import build
 
 
 @pytest.fixture
@@ -125,3 +127,21 @@ def test_large_vocabularies_are_cut_unless_asked_otherwise() -> None:
     assert top("--quick") == top(vocabulary=50000) == command.TOP
     assert top("--top", "64") == 64
     assert top("--top", "4096") is None
+
+
+def test_kernels_that_can_not_be_built_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str = "cpu") -> Path:
+        raise build.BuildError("g++ ...\nno C++ compiler found")
+
+    monkeypatch.setattr(build, "build", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command.compile_kernels()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "PyTorch kernels serve, slowly" in said
+    assert "no C++ compiler found" in said
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    command.compile_kernels()
+    assert capsys.readouterr().err == ""

@@ -15,7 +15,7 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.table import declared_options, public_formats
-from vllm_kvq.kernels.cpu import attend, slow
+from vllm_kvq.kernels.cpu import attend, layout, slow
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.paths import Wish, path_for
 
@@ -41,7 +41,7 @@ def values(option: Option) -> tuple[Any, ...]:
 
 
 def variants() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every public format, alone and with each value of each option that it reads."""
+    """Every public format, alone and with each value of each option that it reads, where C++ serves it."""
     for fmt in public_formats():
         yield fmt.name, {}
         settings = fmt.settings()
@@ -52,7 +52,8 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
                         fmt.settings({option.name: value})
                     except ValueError:  # not read by this format
                         continue
-                    yield fmt.name, {option.name: value}
+                    if layout.bind(bound(fmt.name, 128, {option.name: value})) is not None:
+                        yield fmt.name, {option.name: value}
 
 
 VARIANTS = list(variants())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -138,6 +139,8 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
             control=any(choice.format == PLAIN for choice in chosen),
         )
         store = Store(args.cache)
+        if any(choice.ours for choice in chosen):
+            compile_kernels()
         steps = len(plan.sequences) * len(plan.choices) * len(plan.regimes)
     except (ValueError, OSError) as error:
         raise EvaluationFailed(str(error)) from error
@@ -162,6 +165,27 @@ def harness(args: argparse.Namespace, chosen: list[Choice]) -> Results:
             return Results(tuple(lm_command.evaluated(args, model, formats, store, progress)))
     except (LmEvalFailed, ValueError, OSError) as error:
         raise EvaluationFailed(str(error)) from error
+
+
+def compile_kernels() -> None:
+    """What engines on a CPU want; in their own processes nobody would see why they take minutes to start."""
+    import torch
+
+    from vllm_kvq.kernels.build import BuildError, build, logger
+
+    if torch.cuda.is_available() or os.environ.get("VLLM_KVQ_KERNELS") == "torch":
+        return
+    logger.setLevel(logging.INFO)
+    logger.addHandler(said := logging.StreamHandler())
+    try:
+        build()
+    except BuildError as error:
+        reason = str(error).strip().splitlines()[-1]
+        print(
+            f"vllm-kvq eval: PyTorch kernels serve, slowly: the C++ kernels can't be built: {reason}", file=sys.stderr
+        )
+    finally:
+        logger.removeHandler(said)
 
 
 def with_baselines(chosen: list[Choice]) -> tuple[Choice, ...]:

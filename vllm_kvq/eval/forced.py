@@ -1,4 +1,4 @@
-"""A logits processor for vLLM that makes a request generate given tokens.
+"""A logits processor for vLLM that makes a request begin its answer with given tokens.
 
 The probabilities that the engine reports are those from before it (`logprobs_mode` "raw_logprobs", vLLM's default). So
 the plain cache is asked, decode step by decode step, what it makes of the tokens that a format has generated.
@@ -34,7 +34,7 @@ class _Tokens:
         self.tokens = tokens
 
     def __call__(self, generated: list[int], logits: torch.Tensor) -> torch.Tensor:
-        token = self.tokens[len(generated)]
-        logits.fill_(-torch.inf)
-        logits[token] = 0.0
+        if len(generated) < len(self.tokens):
+            logits.fill_(-torch.inf)
+            logits[self.tokens[len(generated)]] = 0.0
         return logits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Tokens = tuple[int, ...]
@@ -49,9 +49,11 @@ class Generate:
     prompts: tuple[Tokens, ...]
     counts: tuple[int, ...]
     """How many tokens each of them gets."""
-    forced: tuple[Tokens, ...] = field(default=())
-    """If given, these are the tokens."""
+    forced: tuple[Tokens, ...]
+    """What the first of these tokens are, whatever the model would say."""
 
     def __post_init__(self) -> None:
-        if len(self.prompts) != len(self.counts) or (self.forced and tuple(map(len, self.forced)) != self.counts):
-            raise ValueError("each prompt needs a number of tokens, and so many forced ones if any")
+        if not len(self.prompts) == len(self.counts) == len(self.forced):
+            raise ValueError("each prompt needs a number of tokens, and the forced ones")
+        if any(len(forced) > count for forced, count in zip(self.forced, self.counts, strict=True)):
+            raise ValueError("more tokens are forced than generated")

@@ -46,6 +46,10 @@ class Logprobs:
         """(rows,) the most probable token."""
         return self.values.argmax(1) if self.ids is None else self.ids[:, 0]
 
+    def after(self, rows: int) -> Logprobs:
+        """Without the first of them."""
+        return Logprobs.of({name: array[rows:] for name, array in self.arrays().items()})
+
     def arrays(self) -> dict[str, np.ndarray]:
         found = {"token": self.token, "chosen": self.chosen, "values": self.values}
         return found if self.ids is None else {**found, "ids": self.ids}

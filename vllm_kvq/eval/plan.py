@@ -17,6 +17,9 @@ REQUESTS = 8
 """That an engine has at once."""
 PROMPT_CHUNK = 2048
 """Tokens of a step when answers are generated: a prompt is read in large chunks, as a server reads it."""
+LEAD = 16
+"""Tokens before an answer that are read one by one, as generated ones are: what a prompt's last chunk gives out comes
+from its exact keys and values, so without these a short answer would not come from the cache at all."""
 LEAST_CACHE_BYTES = 1 << 29
 SMALL_MODEL = 1 << 26
 """Bytes of weights."""
@@ -71,7 +74,8 @@ class Plan:
         )
 
     def key(self, choice: Choice, item: Sequence, regime: str) -> str:
-        how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: {"answers": self.answers, "longest": self.longest}}
+        decoding = {"answers": self.answers, "longest": self.longest, "lead": LEAD}
+        how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: decoding}
         return cache.key(
             **self._engine(choice),
             regime=regime,
@@ -121,6 +125,18 @@ class Plan:
     def lengths(self, item: Sequence) -> tuple[int, ...]:
         return tuple(min(span.end - span.begin, self.longest) for span in self.asked(item))
 
-    def generate(self, item: Sequence, forced: tuple[Tokens, ...] = ()) -> Generate:
-        prompts = tuple(item.tokens[: span.begin] for span in self.asked(item))
-        return Generate(prompts, self.lengths(item), forced)
+    def leads(self, item: Sequence) -> tuple[int, ...]:
+        return tuple(min(LEAD, span.begin - 1) for span in self.asked(item))
+
+    def generate(self, item: Sequence, said: tuple[Tokens, ...] | None = None) -> Generate:
+        """Answers after their leads; `said`: the answers that shall be given."""
+        spans, leads, lengths = self.asked(item), self.leads(item), self.lengths(item)
+        given = said or ((),) * len(spans)
+        return Generate(
+            tuple(item.tokens[: span.begin - lead] for span, lead in zip(spans, leads, strict=True)),
+            tuple(lead + length for lead, length in zip(leads, lengths, strict=True)),
+            tuple(
+                item.tokens[span.begin - lead : span.begin] + answer
+                for span, lead, answer in zip(spans, leads, given, strict=True)
+            ),
+        )

@@ -21,7 +21,8 @@ VERSION = 1
 TEACHER_FORCED = "teacher-forced"
 """The whole text is a prompt in small chunks: what each token sees of those before it was read from the cache."""
 DECODING = "decoding"
-"""The format generates the answer itself, so that its errors accumulate."""
+"""The prompt is read at once, its last tokens one by one; then the format generates the answer itself, so that its
+errors accumulate."""
 REGIMES = (TEACHER_FORCED, DECODING)
 
 ALL = "all"

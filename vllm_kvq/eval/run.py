@@ -129,19 +129,24 @@ class Run:
         def generate(engine: Engine) -> None:
             for item in items:
                 self.progress(f"{choice.label}, {DECODING}: {item.task}, {item.context} tokens", 0)
-                said = joined(engine.generate(self.plan.generate(item)))
+                said = self._answers(engine, item)
                 self.store.put(WHOLE, self.plan.key(choice, item, DECODING), said.arrays())
 
         if items:
             self._with_engine(choice, DECODING, generate)
+
+    def _answers(self, engine: Engine, item: Sequence, said: tuple[Tokens, ...] | None = None) -> Logprobs:
+        """One after the other, without their leads."""
+        runs = engine.generate(self.plan.generate(item, said))
+        return joined([run.after(lead) for run, lead in zip(runs, self.plan.leads(item), strict=True)])
 
     def _judge(self, generated: Missing, engine: Engine) -> None:
         plan = self.plan
         for choice, items in generated.items():
             for item in items:
                 said = self._whole(choice, item, DECODING)
-                plain = engine.generate(plan.generate(item, split(said.token, plan.lengths(item))))
-                self._keep(choice, item, DECODING, compared(joined(plain), said))
+                plain = self._answers(engine, item, split(said.token, plan.lengths(item)))
+                self._keep(choice, item, DECODING, compared(plain, said))
                 self.store.drop(WHOLE, plan.key(choice, item, DECODING))
 
 

@@ -107,8 +107,6 @@ class Engine:
 
         from vllm_kvq.eval.forced import ARGUMENT
 
-        forced: list[dict[str, Any] | None]
-        forced = [{ARGUMENT: list(tokens)} for tokens in job.forced] or [None] * len(job.prompts)
         params = [
             SamplingParams(
                 max_tokens=count,
@@ -117,9 +115,9 @@ class Engine:
                 flat_logprobs=True,
                 detokenize=False,
                 ignore_eos=True,
-                extra_args=extra,
+                extra_args={ARGUMENT: list(forced)},
             )
-            for count, extra in zip(job.counts, forced, strict=True)
+            for count, forced in zip(job.counts, job.forced, strict=True)
         ]
         prompts = [{"prompt_token_ids": list(tokens)} for tokens in job.prompts]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)

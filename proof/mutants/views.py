@@ -1,0 +1,54 @@
+"""Faults in what shows an evaluation's results, in what measures single heads, and in the outliers' transform."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+OUTLIERS, HEADS, ASSIGN, VIEWS, LM_EVAL = (
+    f"tests/{name}.py" for name in ("test_outliers", "eval/test_heads", "eval/test_assign", "eval/test_views",
+                                    "eval/test_lm_eval")
+)  # fmt: skip
+
+
+def _eval(about: str, name: str, old: str, new: str, tests: str) -> Fault:
+    return Fault(about, f"vllm_kvq/eval/{name}.py", old, new, tests)
+
+
+def _outliers(about: str, old: str, new: str) -> Fault:
+    return Fault(about, "proof/demo/outliers.py", old, new, OUTLIERS)
+
+
+FAULTS: tuple[Fault, ...] = (
+    _outliers("queries are scaled with their keys", "rows[:, row] /= scale", "rows[:, row] *= scale"),
+    _outliers("a pair is two neighbours", "(pair, pair + self.d // 2)", "(pair, pair + 1)"),
+    _outliers("one query head of a group is scaled", 'self.group if projection == "q" else 1', "1"),
+    _outliers("outliers that no query reads", "if i not in masked and", "if i in masked and"),
+    _outliers("a pair that the second query head reads", "[head].sum((0, 1))", "[head][0].sum(0)"),
+    _outliers("scales that bfloat16 rounds", "round(math.log2(x))", "1.5 * round(math.log2(x))"),
+    _outliers("biases that ignore the size of keys", "bias * median", "bias"),
+    _eval("the window is packed", "heads", "max(0, (len(key) - page.W) // page.unit * page.unit)", "len(key)", HEADS),
+    _eval("sinks are packed", "heads", "hat[page.S : packed] = read[page.S :]", "hat[:packed] = read", HEADS),
+    _eval("the prompt's own queries read", "heads", "layer.query[context:]", "layer.query[:context]", HEADS),
+    _eval(
+        "fitted to what is packed alone",
+        "heads",
+        "fitted(page, key, query)",
+        "fitted(page, key[:packed], query)",
+        HEADS,
+    ),
+    _eval("any pairing of channels", "heads", "pairing=captured.pairing, ", "", HEADS),
+    _eval("the best layers stay in 16 bits", "assign", "-errors[layer]", "errors[layer]", ASSIGN),
+    _eval("more than the budget", "assign", "c.bits <= budget", "c.bits <= budget + 1", ASSIGN),
+    _eval("a frontier of the worst", "plots", "sign * value < sign * kept", "sign * value > sign * kept", VIEWS),
+    _eval("peers look like ours", "plots", '"s" if peer else "o"', '"o"', VIEWS),
+    _eval("all heads in one column", "plots", "[layers.index(e.layer)][e.head]", "[layers.index(e.layer)][0]", VIEWS),
+    _eval("a token's line ends as they are", "show", "_line(hurt.before)", "hurt.before", VIEWS),
+    _eval("one standard error for 95 %", "lm_tasks", "NORMAL * error, value", "error, value", LM_EVAL),
+    _eval(
+        "kept whatever the options were",
+        "lm_command",
+        "options=dict(choice.options),\n        sources",
+        "sources",
+        LM_EVAL,
+    ),
+)
