@@ -67,6 +67,19 @@ def test_options_reach_the_kernels(run: Any, model: Path) -> None:
     assert replayed(model, "squat2", todo, got, **{**options, "r": 4}).mismatches
 
 
+@pytest.mark.wide
+def test_options_that_make_another_codec(run: Any, model: Path) -> None:
+    """All of them at once; and the control: a reference without one of them disagrees."""
+    todo = [traces.lengths(N, 20)]
+    fitted = {"key_scales": "fitted", "value_scales": "fitted"}
+    options = {**fitted, "token_scale": "balanced", "value_rotation": "hadamard", "group": 64}
+    got = run(todo, kv_cache_dtype="squat2", block_size=N, additional_config={"kvq": options})
+    assert not replayed(model, "squat2", todo, got, **options).mismatches
+    for left_out in (*fitted, "token_scale", "value_rotation"):
+        fewer = {name: x for name, x in options.items() if name != left_out}
+        assert replayed(model, "squat2", todo, got, **fewer).mismatches, left_out
+
+
 @pytest.mark.parametrize(("name", "error"), [("squat2", 1e-3), ("innerq2", 1e-3), ("polar4", 1e-3), ("qjl3", 1e-2)])
 def test_fixed_point_kernels(name: str, error: float, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The C++ kernels: the reference's tokens, up to the error that they declare (QJL: 8-bit queries)."""

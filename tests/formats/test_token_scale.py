@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.eval.synthetic import attention_data, score_error, scores
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.balance import balanced
 
@@ -32,6 +32,22 @@ def test_it_repairs_tokens_of_unequal_size(name: str, scales: str) -> None:
     assert error(name, query, uneven(key), "none", scales) > 1.2 * error(name, query, uneven(key), "balanced", scales)
     # and costs tokens of equal size nothing
     assert error(name, query, key, "balanced", scales) < 1.03 * error(name, query, key, "none", scales)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_to_large_tokens_pays_for_it(name: str) -> None:
+    """Each token gets the same relative error, so the absolute one of the large tokens, which softmax weighs, grows."""
+    query, key, _ = attention_data(128, tokens=128, rope=True)
+    key = uneven(key)
+
+    def attention(keys: torch.Tensor) -> torch.Tensor:
+        return (scores(query, keys) / 2 / 128**0.5).log_softmax(-1)
+
+    def divergence(choice: str) -> float:
+        exact, hat = attention(key), attention(roundtrip(name, key, key, query, token_scale=choice)[0])
+        return (exact.exp() * (exact - hat)).sum(-1).mean().item()
+
+    assert divergence("balanced") > 1.05 * divergence("none")
 
 
 @pytest.mark.parametrize("name", NAMES)
