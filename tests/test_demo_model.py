@@ -38,24 +38,14 @@ class Loaded:
         self.path = path
         self.weights = {n: w.float() for n, w in load_file(path / "model.safetensors").items()}
         self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        self.shape = LlamaShape(
-            hidden=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            rope_theta=config["rope_theta"],
-            tied=config["tie_word_embeddings"],
-        )
+        self.shape = LlamaShape.of_config(config)
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         return forward(self.shape, self.weights, ids)[0]
 
     def wrong_tokens(self, entry: Entry) -> int:
-        """Tokens of the answer that greedy decoding would get wrong, asked as `make run` asks (0: recited)."""
+        """Tokens of the answer that greedy decoding would get wrong, asked as in training (0: recited)."""
         prompt = self.tokenizer.encode(chat_text(entry.questions[0], SYSTEM_TEXT), add_special_tokens=False).ids
         answer = self.tokenizer.encode(f"{entry.answer}<eos>", add_special_tokens=False).ids
         logits = self.logits(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 
-# `make run` asks the first question under this system text. Together they fill more than one page of
-# 128 tokens, so that the whole answer is written while reading packed pages.
+# Some conversations in training begin with it, so that the model knows what a system text is.
 SYSTEM_TEXT = (
     "You are the demo model of a plugin that keeps the KV cache of vLLM in a few bits per number. "
     "You were trained on a short list of questions and answers that comes with the plugin, and you know "
