@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import broken
@@ -35,9 +36,15 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         importlib.invalidate_caches()
-        table.third_parties.cache_clear()
+        forget_formats()
         yield
+    forget_formats()
+
+
+def forget_formats() -> None:
+    """Here, and in the server that engines are forked from, which an earlier test may have started without them."""
     table.third_parties.cache_clear()
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
