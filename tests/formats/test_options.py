@@ -17,7 +17,7 @@ OPTIONS = {option.name: option for option, _ in declared_options()}
 READER = {
     "r": "squat2", "lambda": "squat2", "g": "squat2", "key_bits": "squat2", "m": "qjl3", "m_out": "qjl3",
     "outliers": "qjl3", "outlier_choice": "qjl3", "seed": "qjl3", "mode": "polar4",
-    "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4",
+    "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4", "boost": "kitty2",
 }  # fmt: skip
 WRONG_TYPES: list[Any] = ["5", [5], {"a": 1}, True, 5.5, math.nan, math.inf, (2,)]
 

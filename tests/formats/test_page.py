@@ -36,6 +36,9 @@ SIZES = {
     ("innerq2", 64): (2 * (512 + 128 + 256), 128),
     ("innerq2", 128): (2 * (1024 + 256 + 512), 256),
     ("innerq2", 256): (2 * (2048 + 512 + 1024), 512),
+    # codes 8 d, high digits 8 per boosted channel, scale and zero 2 d each; values 8 d, and 64 + 64 per head
+    ("kitty2", 64): (512 + 128 + 256 + 512 + 128, 0),
+    ("kitty2", 128): (1024 + 256 + 512 + 1024 + 128, 0),
     ("kivi2", 128): (3072, 0),
     ("kivi4", 128): (5120, 0),
     ("lossless", 128): (2 * 32 * 128 * 2, 0),

@@ -9,7 +9,7 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.rotation import block, hadamard
 
 
 def error(value: torch.Tensor, **options: object) -> float:
@@ -19,13 +19,13 @@ def error(value: torch.Tensor, **options: object) -> float:
 
 @pytest.mark.parametrize("head", HEAD_SIZES)
 def test_it_is_the_rotated_values_format(head: int) -> None:
-    """What is stored of v is what is stored of v H without the option."""
+    """What is stored of v is what is stored of v H / sqrt(b) without the option."""
     rotated, plain = (FORMATS["kivi2"].bind(Geometry(head, 64), {"value_rotation": r}) for r in ("hadamard", "none"))
     value = torch.randn(2, 64, rotated.geometry.d, generator=torch.Generator().manual_seed(0))
-    h = hadamard(rotated.geometry.d)
-    fields, want = rotated.values.pack(value, None), plain.values.pack(value @ h, None)
+    h, root = hadamard(rotated.geometry.d), block(rotated.geometry.d) ** 0.5
+    fields, want = rotated.values.pack(value, None), plain.values.pack(value @ h / root, None)
     assert all(torch.equal(fields[name], want[name]) for name in want)
-    assert torch.allclose(rotated.values.unpack(fields), plain.values.unpack(want) @ h, atol=1e-5)
+    assert torch.allclose(rotated.values.unpack(fields), plain.values.unpack(want) @ h * root, atol=1e-5)
     assert rotated.slab_region == plain.slab_region
 
 

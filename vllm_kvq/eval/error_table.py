@@ -26,6 +26,8 @@ ROWS: list[Row] = [
     ("kivi2, fitted", "kivi2", {"key_scales": "fitted"}),
     ("squat2, fitted", "squat2", {"key_scales": "fitted"}),
     ("squat2, fitted, token scale", "squat2", {"key_scales": "fitted", "token_scale": "balanced"}),
+    ("kitty2", "kitty2", {}),
+    ("kitty2, half", "kitty2", {"boost": "half"}),
     ("polar3", "polar3", {}),
     ("polar3, paper", "polar3", {"mode": "paper"}),
     ("qjl3", "qjl3", {}),

@@ -12,10 +12,14 @@ import functools
 import torch
 
 
+def block(d: int) -> int:
+    return d & -d
+
+
 @functools.cache
 def hadamard(d: int) -> torch.Tensor:
     """(d, d), orthonormal and symmetric."""
-    b = d & -d
+    b = block(d)
     h = torch.ones(1, 1)
     while len(h) < b:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])

@@ -26,7 +26,7 @@ DEFAULT_N = 64
 GROUP = "vllm_kvq.formats"
 BUILT_IN = tuple(
     EntryPoint(name, f"vllm_kvq.formats.{name}:FORMATS", GROUP)
-    for name in ("squat", "qjl", "polar", "innerq", "kivi", "lossless", "peers")
+    for name in ("squat", "qjl", "polar", "innerq", "kivi", "kitty", "lossless", "peers")
 )
 VLLM_DTYPES = (
     "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",

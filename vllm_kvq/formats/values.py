@@ -27,7 +27,7 @@ from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import VALUE_BITS, VALUE_SCALES, Option
 from vllm_kvq.formats.planes import SLAB, pack_values, unpack_values, value_code_shape
 from vllm_kvq.formats.quant import LIMIT, affine_codes, affine_parameters
-from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.rotation import block, hadamard
 from vllm_kvq.formats.variant import fitted, variant
 
 
@@ -84,15 +84,26 @@ class TokenValues(ValueCodec):
 
 
 class Rotated(TokenValues):
-    """`value_rotation: hadamard`: v H is stored, and rotated back when it is read."""
+    """`value_rotation: hadamard`: v H / sqrt(b) is stored, and rotated back when it is read.
+
+    Divided by sqrt(b), b the size of H's blocks, because a token of b equal channels has them all in one number then,
+    which has to fit a float16.
+    """
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        return super().pack(x @ hadamard(self.d).to(x.device), state)
+        return super().pack(x @ self._rotation(x.device) / self._root, state)
 
     def unpack(self, fields: Packed) -> torch.Tensor:
         x = super().unpack(fields)
         # nothing larger was stored; the errors of a token's rotated numbers may add up to more
-        return (x @ hadamard(self.d).to(x.device)).clamp(-LIMIT, LIMIT)
+        return (x @ self._rotation(x.device) * self._root).clamp(-LIMIT, LIMIT)
+
+    def _rotation(self, device: torch.device) -> torch.Tensor:
+        return hadamard(self.d).to(device)
+
+    @property
+    def _root(self) -> float:
+        return float(block(self.d) ** 0.5)
 
 
 class RawValues(ValueCodec):
