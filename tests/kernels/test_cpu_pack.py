@@ -164,6 +164,22 @@ def test_squat_subspace_is_that_of_a_float64_svd(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+def test_a_corrected_key_of_squat_is_finite_in_float16() -> None:
+    """Near the clamp a correction points beyond it."""
+    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float16), {"r": 16, "g": 16})
+    rng = torch.Generator().manual_seed(4)
+    key = (32768 * torch.rand(64, 1, 64, generator=rng)).half()
+    query = (torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng)).half()
+    state = cpu_pack.fit(fmt, query, key, None)[None]
+    index = torch.arange(2)
+    units = Units(0 * index, index, torch.arange(64).view(2, 32), 0 * index, torch.zeros(2, dtype=torch.bool))
+    pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    cpu_pack.pack(fmt, pages, units, (key[:0].unsqueeze(1), key[:0].unsqueeze(1)), (key, key), state)
+    hat = fmt.unpack(fmt.read(pages, torch.arange(1)))[0]
+    assert hat.half().isfinite().all()
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_innerq_norm(dtype: torch.dtype) -> None:
     fmt = get_format("innerq2").bind(Geometry(80, 64, dtype))
