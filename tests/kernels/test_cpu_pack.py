@@ -169,7 +169,8 @@ def test_a_corrected_key_of_squat_is_finite_in_float16() -> None:
     fmt = get_format("squat2").bind(Geometry(64, 64, torch.float16), {"r": 16, "g": 16})
     rng = torch.Generator().manual_seed(4)
     key = (32768 * torch.rand(64, 1, 64, generator=rng)).half()
-    query = (torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng)).half()
+    query = torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng)
+    query = (100 * query * torch.logspace(1, -1, 64)).half()
     state = cpu_pack.fit(fmt, query, key, None)[None]
     index = torch.arange(2)
     units = Units(0 * index, index, torch.arange(64).view(2, 32), 0 * index, torch.zeros(2, dtype=torch.bool))

@@ -107,7 +107,7 @@ def test_a_corrected_key_is_finite_in_float16() -> None:
     fmt = get_format("squat2").bind(Geometry(64, 64, torch.float32), {"W": 32, "r": 16, "g": 16})
     rng = torch.Generator().manual_seed(4)
     key = 32768 * torch.rand(64, 1, 64, generator=rng)
-    query = torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng)
+    query = 100 * torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng) * torch.logspace(1, -1, 64)
     world, ids = prompt(fmt, query, key)
     hat = fmt.unpack(fmt.read(world.caches.pages, ids[:1]))[0]
     assert hat.any()
