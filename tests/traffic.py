@@ -19,6 +19,7 @@ import torch
 from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.squat import SQuatKeys
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import ISAS, isa
 from vllm_kvq.kernels.paths import Wish, kernels_for
@@ -200,7 +201,7 @@ class World:
 
     # -- judgement -------------------------------------------------------------------------------------------------
     def states(self, pool: torch.Tensor) -> torch.Tensor:
-        """Of every running request: InnerQ's norm, QJL's energies, SQuat's U^T U (U itself is free to turn)."""
+        """Of every running request: InnerQ's norm, QJL's energies, SQuat's noise and U^T U (U is free to turn)."""
         geo, fmt = self.slots, self.fmt
         grams = []
         for r in self.requests:
@@ -209,8 +210,11 @@ class World:
             )
             at = [(r.side[s // geo.slots_per_block], s % geo.slots_per_block) for s in range(1, 1 + geo.state_slots)]
             raw = torch.cat([slots[b, s] for b, s in at]).view(torch.float32)[: geo.state_bytes // 4]
-            u = raw.view(H, fmt.state_rows, -1).double()
-            grams.append(u.transpose(1, 2) @ u if type(fmt.keys).__name__ == "SQuatKeys" else u)
+            rows = raw.view(H, fmt.state_rows, -1).double()
+            if isinstance(fmt.keys, SQuatKeys):
+                u, noise = rows[:, :-1], rows[:, -1:]
+                rows = torch.cat([noise, u.transpose(1, 2) @ u], dim=1)
+            grams.append(rows)
         return torch.stack(grams)
 
     def check(self, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -77,6 +77,7 @@ def pack_kernel(
     RANK: tl.constexpr,
     UPDATE: tl.constexpr,
     LAMBDA: tl.constexpr,
+    FLOOR: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     RADIUS_BITS: tl.constexpr,
@@ -136,7 +137,8 @@ def pack_kernel(
                 damage += channel_keys(
                     k_ring, ringed, k_new, fresh, base, base16,
                     side_table, side_floats_ptr, side_blocks, side_words, head,
-                    HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_ZERO, RANK, UPDATE, LAMBDA, SPB, WORDS,
+                    HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_ZERO, RANK, UPDATE, LAMBDA, FLOOR,
+                    SPB, WORDS,
                 )  # fmt: skip
             elif KEYS == HYBRID:
                 damage += hybrid_keys(

@@ -3,9 +3,9 @@
 
 SQuat quantizes block by block, and each block first takes back what the blocks before it did (formats/squat.py):
 
-    x_t = k_t - U_t^T M_{t-1} z,   z += U_t (y_t - k_t),   M = (I / lambda + U_R U_R^T)^-1 in float64, here
+    x_t = k_t - U_t^T M_{t-1} z,   z += U_t (y_t - k_t),   M = (I rho + U_R U_R^T)^-1 in float64, here
 
-M is rebuilt for every slab from the request's U: packing is rare, and nothing but U has to be kept.
+M is rebuilt for every slab from the request's U and its noise: packing is rare, and nothing else has to be kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _rows(
 ):
     """(RANKS, WIDTH) of U, channels from FIRST on."""
     row, column = tl.arange(0, RANKS), FIRST + tl.arange(0, WIDTH)
-    index = (head * RANK + row)[:, None] * D + column[None, :]
+    index = (head * (RANK + 1) + row)[:, None] * D + column[None, :]
     inside = (row < RANK)[:, None] & (column < D)[None, :]
     place, there = state_offset(side_table, index, inside, side_blocks, side_words, SPB, WORDS)
     return tl.load(side_floats_ptr + place, mask=there, other=0.0)
@@ -63,13 +63,19 @@ def _pull(
     D: tl.constexpr,
     RANK: tl.constexpr,
     LAMBDA: tl.constexpr,
+    FLOOR: tl.constexpr,
     SPB: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """M over the channels from FIRST on, by Gauss-Jordan without pivots (it is positive definite): (RANKS, RANKS)."""
     i = tl.arange(0, RANKS)
     diagonal = i[:, None] == i[None, :]
-    a = tl.where(diagonal, 1.0 / LAMBDA, 0.0).to(tl.float64)
+    place, there = state_offset(
+        side_table, (head * (RANK + 1) + RANK) * D, RANK > 0, side_blocks, side_words, SPB, WORDS
+    )
+    noise = tl.load(side_floats_ptr + place, mask=there, other=0.0).to(tl.float64)
+    rho = tl.maximum(noise * FLOOR, 1.0 / LAMBDA)
+    a = tl.where(diagonal, rho, 0.0)
     for c in range(FIRST, D, 16):
         u = _rows(side_table, side_floats_ptr, side_blocks, side_words, head, c, 16, D, RANK, SPB, WORDS)
         u = u.to(tl.float64)
@@ -110,6 +116,7 @@ def channel_keys(
     RANK: tl.constexpr,
     UPDATE: tl.constexpr,
     LAMBDA: tl.constexpr,
+    FLOOR: tl.constexpr,
     SPB: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -128,12 +135,13 @@ def channel_keys(
             u = _rows(side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, BLOCK, D, RANK, SPB, WORDS)
             if i * BLOCK % UPDATE == 0 and i > 0:
                 m = _pull(
-                    side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, D, RANK, LAMBDA, SPB, WORDS
-                )
+                    side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, D, RANK, LAMBDA, FLOOR,
+                    SPB, WORDS,
+                )  # fmt: skip
                 # the blocks before this one
                 z = tl.dot(newest, m, input_precision="ieee")
             if i * BLOCK >= UPDATE:
-                x = x - tl.dot(z, u, input_precision="ieee")
+                x = clean(x - tl.dot(z, u, input_precision="ieee"))
         low = tl.reduce(x, 0, tl.standard._elementwise_min)
         high = tl.reduce(x, 0, tl.standard._elementwise_max)
         scale, zero = parameters(low, high, BITS)

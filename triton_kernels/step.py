@@ -147,7 +147,7 @@ def begin_kernel(
             x = clean(tl.load(query_ptr + place[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32))
             _subspace(
                 x, side_table, side_floats_ptr, head, side_blocks, side_words,
-                D, COLUMNS, SPB, WORDS, RANK, ROWS,
+                HEAD, D, COLUMNS, SPB, WORDS, RANK, ROWS,
             )  # fmt: skip
     if S > 0:
         if (start == 0) & (context < S):
@@ -223,6 +223,7 @@ def _subspace(
     head,
     side_blocks,
     side_words,
+    HEAD: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPB: tl.constexpr,
@@ -232,7 +233,8 @@ def _subspace(
 ):
     """SQuat's U = diag(S) V^T of a prompt that is as short as a decode step: few rows x (ROWS, COLUMNS).
 
-    The leading left singular vector v comes from repeated squaring of x x^T; then u = v^T x, and x loses v u^T.
+    The leading left singular vector v comes from repeated squaring of x x^T; then u = v^T x, and x loses v u^T. What is
+    left of x in the end is the noise.
     """
     column = tl.arange(0, COLUMNS)
     i = tl.arange(0, ROWS)
@@ -250,9 +252,13 @@ def _subspace(
         v = v / tl.maximum(tl.sqrt_rn(tl.reduce(v * v, 0, tl.standard._sum_combine)), 1.0e-30)
         u = tl.reduce(v[:, None] * x, 0, tl.standard._sum_combine)
         x = x - v[:, None] * u[None, :]
-        index = (head * RANK + rank) * D + column
+        index = (head * (RANK + 1) + rank) * D + column
         place, there = state_offset(side_table, index, column < D, side_blocks, side_words, SPB, WORDS)
         tl.store(side_floats_ptr + place, u, mask=there)
+    noise = tl.reduce(row_sum(x * x), 0, tl.standard._sum_combine) / (HEAD - RANK)
+    index = (head * (RANK + 1) + RANK) * D + column
+    place, there = state_offset(side_table, index, column < D, side_blocks, side_words, SPB, WORDS)
+    tl.store(side_floats_ptr + place, tl.where(column < D, noise, 0.0), mask=there)
 
 
 @triton.jit

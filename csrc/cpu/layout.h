@@ -56,6 +56,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(double, sketch_scale)  /* c(d) / m */                                                               \
   FIELD(double, outer_scale)   /* c(n) / m_out */                                                           \
   FIELD(double, lambda)        /* SQuat */                                                                  \
+  FIELD(double, noise_floor)   /* SQuat: 1 / lambda is at least so many times the noise */                  \
   FIELD(int64_t, squat_block)  /* SQuat: channels that are quantized before the others follow */            \
                                                                                                             \
   FIELD(Values, values)                                                                                     \

@@ -9,6 +9,7 @@ LARGE = f"{KERNELS}/test_large_pools.py"
 GUARDS = f"{KERNELS}/test_guards.py"
 NO_MEMORY = f"{KERNELS}/test_no_memory.py"
 LATE = f"{KERNELS}/test_late_maximum.py"
+SQUAT = f"{KERNELS}/test_cpu_pack.py -k squat"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -33,6 +34,22 @@ FAULTS: tuple[Fault, ...] = (
         "p_.records + p_.page[i] * p_.page_stride",
         "p_.records + int32_t(p_.page[i] * p_.page_stride)",
         LARGE,
+        slow=True,
+    ),
+    Fault(
+        "C++ packs SQuat's keys without the floor",
+        "csrc/cpu/pack/pack.cpp",
+        "std::max(1 / l_.lambda, l_.noise_floor * noise)",
+        "0 * noise + 1 / l_.lambda",
+        SQUAT,
+        slow=True,
+    ),
+    Fault(
+        "C++ stores corrected keys of any size",
+        "csrc/cpu/pack/affine.h",
+        "max(min(moved, splat(LIMIT)), splat(-LIMIT))",
+        "moved",
+        SQUAT,
         slow=True,
     ),
     Fault(

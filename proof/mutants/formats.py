@@ -28,11 +28,11 @@ QUANT = (
     _fault("only nan is counted as replaced", "quant", "(clean != f).sum()", "f.isnan().sum()", "robustness.py"),
 )
 SQUAT = (
-    _fault("lambda the wrong way up", "squat", "eye / self.lam", "eye * self.lam", "-k squat"),
+    _fault("lambda the wrong way up", "squat", "clamp_min(1 / self.lam)", "clamp_min(self.lam)", "-k squat"),
     _fault("the error is added once more", "squat", "block - z @ self._pull", "block + z @ self._pull", "-k squat"),
     _fault("the newest error on the original keys", "squat", "s) - x[..., at]", "s) - block", "squat.py"),
     _fault("the block itself is not open", "squat", "u[..., start:]", "u[..., start + self.block :]", "-k squat"),
-    _fault("singular values are squared", "squat", ".clamp_min(0).sqrt()", ".clamp_min(0)", "-k squat"),
+    _fault("singular values are squared", "squat", ".flip(-1).sqrt()", ".flip(-1)", "-k squat"),
     _fault(
         "SQuat keeps the first chunk's subspace",
         "squat",
@@ -50,9 +50,27 @@ SQUAT = (
     _fault(
         "the weakest directions",
         "squat",
-        "eigenvalues[:, -self.state_rows :].flip(-1)",
-        "eigenvalues[:, : self.state_rows]",
+        "eigenvalues[:, -self.rank :].flip(-1)",
+        "eigenvalues[:, : self.rank]",
         "-k squat",
+    ),
+    _fault("the noise is the whole energy", "squat", "eigenvalues[:, : -self.rank]", "eigenvalues", "-k squat"),
+    _fault("earlier chunks made no noise", "squat", "noise = noise + state[:, -1, 0]", "pass", "squat.py"),
+    _fault(
+        "the padding of a head is quiet",
+        "squat",
+        "geometry.head_size - self.rank",
+        "geometry.d - self.rank",
+        "squat.py",
+    ),
+    _fault("the floor is a ceiling", "squat", "clamp_min(1 / self.lam)", "clamp_max(1 / self.lam)", "squat.py"),
+    _fault("a corrected key has no end", "squat", ".clamp(-LIMIT, LIMIT)", "", "squat.py"),
+    _fault(
+        "a block may be the head and its padding",
+        "squat",
+        "self.block >= geometry.head_size",
+        "self.block >= geometry.d",
+        "squat.py",
     ),
 )
 QJL = (

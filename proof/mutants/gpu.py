@@ -14,6 +14,7 @@ LARGE_TRITON = f"{TRITON}/test_large_pools_triton.py -k squat2"
 GUARDS_TRITON = f"{TRITON}/test_guards_triton.py"
 LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
 REFERENCE_TRITON = f"{TRITON}/test_reference_triton.py"
+STEP_TRITON = f"{TRITON}/test_step.py"
 LARGE_CUDA = f"{CUDA}/test_large_pools_cuda.py"
 LATE_CUDA = f"{CUDA}/test_late_maximum_cuda.py"
 PACK_CUDA = f"{CUDA}/test_cuda_emulated.py -k 'nobodys or packed_bytes'"
@@ -134,9 +135,30 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "GPU step: prompts of a later chunk lose the subspace",
         "vllm_kvq/kernels/gpu/step.py",
-        "gram = torch.stack(grams) + state.transpose(2, 3) @ state",
-        "gram = torch.stack(grams)",
+        "torch.where((alive & ~fresh)[:, None], before, 0)",
+        "torch.zeros_like(before)",
         REFERENCE_TRITON,
+    ),
+    Fault(
+        "Triton packs SQuat's keys without the floor",
+        "triton_kernels/pack_keys.py",
+        "tl.maximum(noise * FLOOR, 1.0 / LAMBDA)",
+        "0 * noise + 1.0 / LAMBDA",
+        f"{STEP_TRITON} -k reference_cache",
+    ),
+    Fault(
+        "Triton spreads the noise over a head's padding",
+        "triton_kernels/step.py",
+        "/ (HEAD - RANK)",
+        "/ (D - RANK)",
+        f"{STEP_TRITON} -k noise",
+    ),
+    Fault(
+        "Triton stores corrected keys of any size",
+        "triton_kernels/pack_keys.py",
+        'clean(x - tl.dot(z, u, input_precision="ieee"))',
+        'x - tl.dot(z, u, input_precision="ieee")',
+        f"{STEP_TRITON} -k float16",
     ),
     Fault(
         "FaultWatch raises at no stale header",

@@ -15,8 +15,8 @@ from vllm_kvq.formats.table import declared_options, key_codecs, readers, value_
 OPTIONS = {option.name: option for option, _ in declared_options()}
 # a format that reads the option
 READER = {
-    "r": "squat2", "lambda": "squat2", "g": "squat2", "key_bits": "squat2", "m": "qjl3", "m_out": "qjl3",
-    "outliers": "qjl3", "outlier_choice": "qjl3", "seed": "qjl3", "mode": "polar4",
+    "r": "squat2", "lambda": "squat2", "floor": "squat2", "g": "squat2", "key_bits": "squat2",
+    "m": "qjl3", "m_out": "qjl3", "outliers": "qjl3", "outlier_choice": "qjl3", "seed": "qjl3", "mode": "polar4",
     "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4", "boost": "kitty2",
 }  # fmt: skip
 WRONG_TYPES: list[Any] = ["5", [5], {"a": 1}, True, 5.5, math.nan, math.inf, (2,)]
@@ -114,7 +114,7 @@ def test_unknown_options(option: Any) -> None:
 def test_options_of_other_methods_are_refused(name: str) -> None:
     """Never accepted and ignored."""
     used = {FORMATS[name].keys.name, FORMATS[name].values.name}
-    sample = {"r": 8, "lambda": 1e-3, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
+    sample = {"r": 8, "lambda": 1e-3, "floor": 1, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
               "outlier_choice": "slab", "mode": "paper",
               "angle_bits": 4, "radius_bits": 4, "pairing": "half",
               "key_bits": 2, "value_bits": 2, "group": 32, "key_scales": "fitted", "value_scales": "fitted",

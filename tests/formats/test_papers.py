@@ -61,14 +61,14 @@ def subspace(queries: Array, rank: int) -> Array:
     return s[:rank, None] * vh[:rank]
 
 
-def squat(k: Array, q_hat: Array, g: int, bits: int) -> tuple[Array, Array]:
+def squat(k: Array, q_hat: Array, g: int, bits: int, lam: float = LAMBDA) -> tuple[Array, Array]:
     """Lemma 2's problem, solved as it stands, by least squares: (deq(qtz(k)), which codes are a matter of rounding).
 
     In iteration t:  min |k_t - k_(t-1)|^2 + lambda |Q (k_t - k_(t-1))|^2  over the channels that are still open, those
     up to t being fixed.
     """
     d = k.shape[1]
-    problem = np.vstack([np.eye(d), math.sqrt(LAMBDA) * q_hat])
+    problem = np.vstack([np.eye(d), math.sqrt(lam) * q_hat])
     k_t, close = k.copy(), np.zeros(k.shape, bool)
     for start in range(0, d, g):
         now, rest = slice(start, start + g), slice(start + g, d)
@@ -91,7 +91,7 @@ def test_squat_subspace_is_that_of_all_queries(rank: int, chunks: tuple[int, ...
     # later chunks are stronger and point elsewhere, so that neither the first nor the last one alone would do
     mixture = rng.standard_normal((HEADS, 200, rank)) * np.linspace(0.2, 3, 200)[:, None]
     queries = mixture @ rng.standard_normal((HEADS, rank, 64))
-    state = chunked(bound("squat2", r=rank), queries, queries, chunks).double().numpy()
+    state = chunked(bound("squat2", r=rank), queries, queries, chunks).double().numpy()[:, :-1]
     for head in range(HEADS):
         want = subspace(queries[head], rank)
         np.testing.assert_allclose(np.linalg.norm(state[head], axis=1), np.linalg.norm(want, axis=1), rtol=1e-4)
@@ -101,7 +101,7 @@ def test_squat_subspace_is_that_of_all_queries(rank: int, chunks: tuple[int, ...
 def test_squat_chunks_are_merged_through_the_subspace() -> None:
     """Queries of full rank: each chunk is stacked under the subspace of those before it."""
     queries = np.random.default_rng(2).standard_normal((HEADS, 200, 64)) * np.logspace(0.5, -0.5, 64)
-    state = chunked(bound("squat2"), queries, queries, CHUNKS).double().numpy()
+    state = chunked(bound("squat2"), queries, queries, CHUNKS).double().numpy()[:, :-1]
     for head in range(HEADS):
         want = np.zeros((0, 64))
         for part in np.split(queries[head], np.cumsum(CHUNKS)[:-1]):
@@ -111,21 +111,32 @@ def test_squat_chunks_are_merged_through_the_subspace() -> None:
 
 @pytest.mark.parametrize("g", [16, 32])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_squat_bytes_solve_the_papers_problem(g: int, bits: int) -> None:
-    """From a prompt in chunks to the bytes of a page, whose keys are read here byte by byte."""
+@pytest.mark.parametrize("floor", [0, 4])
+@pytest.mark.parametrize("chunks", [CHUNKS, (200,)], ids=["chunks", "whole"])
+def test_squat_bytes_solve_the_papers_problem(g: int, bits: int, floor: int, chunks: tuple[int, ...]) -> None:
+    """From a prompt in chunks to the bytes of a page, whose keys are read here byte by byte.
+
+    With a floor lambda is at most 1 / (floor * noise), the noise being the energy beside the subspace per direction.
+    """
     rng = np.random.default_rng(3)
     queries = 6 * rng.standard_normal((HEADS, 200, 5)) @ rng.standard_normal((HEADS, 5, 64))
+    if len(chunks) == 1:  # chunks of such queries forget what they cut off
+        queries += 2 * rng.standard_normal(queries.shape)
     keys = rng.standard_normal((HEADS, 64, 64)) * (1 + 3 * rng.random(64)) + 2 * rng.standard_normal(64)
     keys = keys.astype(np.float32).astype(np.float64)
-    fmt = bound(f"squat{bits}", g=g)
-    packed = fmt.keys.pack(tensor(keys), chunked(fmt, queries, queries, CHUNKS))
+    fmt = bound(f"squat{bits}", g=g, floor=floor)
+    packed = fmt.keys.pack(tensor(keys), chunked(fmt, queries, queries, chunks))
     open_tokens, corrected = [], []
     for head in range(HEADS):
+        q_hat = subspace(queries[head], 5)
+        noise = (np.square(queries[head]).sum() - np.square(q_hat).sum()) / (64 - 5)
+        lam = min(LAMBDA, 1 / (floor * noise)) if floor * noise > 1 else LAMBDA
+        assert (lam < LAMBDA) == (floor > 0 and len(chunks) == 1)
         for slab in range(2):
             k = keys[head, 32 * slab : 32 * (slab + 1)]
             scale, zero = (packed[n][head, slab].double().numpy() for n in ("k_scale", "k_zero"))
             got = zero + scale * codes_of(packed["k_codes"][head, slab], bits)
-            want, close = squat(k, subspace(queries[head], 5), g, bits)
+            want, close = squat(k, q_hat, g, bits, lam)
             wrong = np.abs(got - want) > 1e-3
             free = np.ones(32, bool)
             for start in range(0, 64, g):

@@ -5,12 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm_kvq.formats import Geometry
+from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.formats import Geometry, roundtrip
 from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters
 from vllm_kvq.formats.squat import SQuatKeys
 
 LAMBDA = 1e-3
+FLOOR = 4
 Quantizer = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -25,8 +27,15 @@ def rounding(bits: int) -> Quantizer:
     return apply
 
 
-def squat_keys(d: int, bits: int = 2, rank: int = 5, g: int | None = None) -> SQuatKeys:
-    return SQuatKeys(Geometry(d, 64), {"key_bits": bits, "r": rank, "lambda": LAMBDA, "g": g})
+def squat_keys(
+    d: int, bits: int = 2, rank: int = 5, g: int | None = None, lam: float = LAMBDA, floor: int = FLOOR
+) -> SQuatKeys:
+    return SQuatKeys(Geometry(d, 64), {"key_bits": bits, "r": rank, "lambda": lam, "floor": floor, "g": g})
+
+
+def state_of(u: torch.Tensor, noise: float = 0.0) -> torch.Tensor:
+    """(..., r, d) with the row that holds the noise; without noise the rule is the paper's."""
+    return torch.cat([u, torch.full_like(u[..., :1, :], noise)], dim=-2)
 
 
 def smooth(x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +102,7 @@ def test_the_update_is_the_papers(d: int, blocks: int, monkeypatch: pytest.Monke
     k, u = example(d)
     _, want = dense(k, u, d // blocks, smooth)
     recorder = Recorder(monkeypatch, smooth)
-    squat_keys(d, g=d // blocks)._quantize(k[None, None], u[None])
+    squat_keys(d, g=d // blocks)._quantize(k[None, None], state_of(u)[None])
     assert len(recorder.fed) == blocks
     got = torch.cat(recorder.fed, dim=-1)[0, 0]
     assert torch.allclose(got.double(), want, atol=2e-4), (got - want).abs().max()
@@ -122,7 +131,7 @@ def test_codes_are_the_papers(bits: int, blocks: int, strength: float) -> None:
     g = 128 // blocks
     k_hat, fed = dense(k, u, g, rounding(bits))
     codec = squat_keys(128, bits, g=g)
-    codes, scale, zero = codec._quantize(k[None, None], u[None])
+    codes, scale, zero = codec._quantize(k[None, None], state_of(u)[None])
     got = torch.addcmul(zero, codes, scale)[0, 0].double()
     wrong = (got - k_hat).abs() > 1e-6 * (1 + k_hat.abs())
     place = (fed - zero[0, 0]) / scale[0, 0]
@@ -143,7 +152,7 @@ def test_correction_takes_the_error_out_of_the_subspace() -> None:
         # the error of the last block stays: nothing is left to take it back
         codec = squat_keys(128, g=128 // blocks)
         plain = codec.unpack(codec.pack(k[None], None))[0] - k
-        squat = codec.unpack(codec.pack(k[None], u[None]))[0] - k
+        squat = codec.unpack(codec.pack(k[None], state_of(u)[None]))[0] - k
         assert (squat @ u.T).norm() < most * (plain @ u.T).norm()
         assert squat.norm() < 1.3 * plain.norm()
 
@@ -152,6 +161,7 @@ def test_every_slab_and_unit_has_its_own_state() -> None:
     codec = squat_keys(64, g=32)
     g = torch.Generator().manual_seed(3)
     k, u = torch.randn(3, 64, 64, generator=g), 30 * torch.randn(3, 5, 64, generator=g)
+    u = torch.stack([state_of(u[i], noise) for i, noise in enumerate((0, 1e3, 1e5))])
     both = codec.unpack(codec.pack(k, u))
     for i in range(3):
         for slab in (slice(0, 32), slice(32, 64)):
@@ -163,10 +173,10 @@ def test_every_slab_and_unit_has_its_own_state() -> None:
 def test_last_block_may_be_smaller(d: int) -> None:
     stored = Geometry(d, 64).d
     for g in (16, 48, 112):
-        if g < stored:
+        if g < d:
             codec = squat_keys(d, g=g)
             k, u = example(stored)
-            k_hat = codec.unpack(codec.pack(k[None], u[None]))[0]
+            k_hat = codec.unpack(codec.pack(k[None], state_of(u)[None]))[0]
             assert (k_hat - k).norm() < 0.8 * (k - k.mean(0)).norm()
 
 
@@ -179,6 +189,10 @@ def queries(n: int, d: int, rank: int | None, seed: int = 0) -> torch.Tensor:
 
 
 def fit(chunks: list[torch.Tensor], rank: int = 5) -> torch.Tensor:
+    return state_after(chunks, rank)[:, :-1]
+
+
+def state_after(chunks: list[torch.Tensor], rank: int = 5) -> torch.Tensor:
     d = chunks[0].shape[-1]
     codec = squat_keys(d, rank=rank, g=d // 2)
     state = None
@@ -233,11 +247,82 @@ def test_later_chunks_may_bring_stronger_directions() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 32768.0])
 def test_degenerate_queries(value: float) -> None:
-    u = fit([torch.full((2, 40, 64), value)])
-    assert u.isfinite().all()
+    state = state_after([torch.full((2, 40, 64), value)])
+    assert state.isfinite().all()
     k, _ = example(64)
     codec = squat_keys(64, g=32)
-    hat = codec.unpack(codec.pack(k[None], u[:1]))
+    hat = codec.unpack(codec.pack(k[None], state[:1]))
     assert hat.isfinite().all()
     if value == 0:
         assert torch.equal(hat, codec.unpack(codec.pack(k[None], None)))
+
+
+# -- the noise beside U ---------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [1, 5, 16])
+@pytest.mark.parametrize("chunks", [[300], [1, 2, 97, 200], [30] * 10], ids=str)
+def test_no_energy_is_lost(rank: int, chunks: list[int]) -> None:
+    """What the queries have is in U or in the noise, however the prompt comes."""
+    q = queries(300, 128, None)
+    state = state_after(list(q.split(chunks, dim=1)), rank).double()
+    u, noise = state[:, :-1], state[:, -1]
+    assert (noise == noise[:, :1]).all()
+    energy = u.square().sum((1, 2)) + (128 - rank) * noise[:, 0]
+    assert torch.allclose(energy, q.double().square().sum((1, 2)), rtol=1e-5)
+    if len(chunks) == 1:
+        beside = torch.linalg.svdvals(q.double())[:, rank:].square().sum(-1)
+        assert torch.allclose((128 - rank) * noise[:, 0], beside, rtol=1e-4)
+
+
+def test_padding_makes_no_noise() -> None:
+    """The directions beside U are those of the head as the model has it."""
+    codec = SQuatKeys(Geometry(80, 64), {"key_bits": 2, "r": 5, "lambda": LAMBDA, "floor": FLOOR, "g": 48})
+    q = torch.cat([queries(100, 80, None), torch.zeros(2, 100, 16)], dim=-1)
+    noise = codec.fit(q, q, None)[:, -1, 0].double()
+    assert torch.allclose(75 * noise, torch.linalg.svdvals(q.double())[:, 5:].square().sum(-1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("noise", [0.0, 249.0, 400.0, 2500.0])
+def test_the_floor_is_a_smaller_lambda(noise: float) -> None:
+    k, u = example(128)
+    state = state_of(u, noise)[None]
+    same = squat_keys(128, g=32, lam=min(LAMBDA, 1 / max(FLOOR * noise, 1)), floor=0)
+    got = squat_keys(128, g=32).pack(k[None], state)
+    for name, field in same.pack(k[None], state).items():
+        assert torch.equal(got[name], field)
+    papers = squat_keys(128, g=32, floor=0).pack(k[None], state)
+    assert torch.equal(papers["k_codes"], got["k_codes"]) == (FLOOR * noise < 1 / LAMBDA)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_no_rank_is_worse_than_kivi_under_rope(d: int) -> None:
+    """Queries that the subspace has not seen. The paper's rule fails here: that is what the floor is for."""
+    query, key, value = attention_data(d, tokens=1024, heads=1, rope=True)
+    seen, new = query[:512], query[512:]
+
+    def error(**options: int) -> float:
+        return score_error(new, key, roundtrip("squat2", key, value, seen, **options)[0])
+
+    kivi = score_error(new, key, roundtrip("kivi2", key, value)[0])
+    for rank in (1, 3, 5, 8, 12, 16):
+        assert error(r=rank) < kivi
+    assert error(r=16, floor=0) > 1.03 * kivi
+
+
+def test_a_block_of_the_whole_head_is_refused_where_it_is_padded() -> None:
+    """96 channels are stored of 80: in a second block of padding alone there is nothing to correct."""
+    for g in (80, 96):
+        with pytest.raises(ValueError, match=f"option 'g' is {g}, the whole head of 80 channels: that is KIVI"):
+            squat_keys(80, g=g)
+    squat_keys(80, g=64)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_corrected_key_is_finite_in_float16(sign: int) -> None:
+    """Near the clamp a correction points beyond it, the further the less the last channels count; what is read would
+    not fit into float16."""
+    g = torch.Generator().manual_seed(4)
+    key = (sign * 32768 * torch.rand(64, 1, 64, generator=g)).half()
+    query = torch.randn(64, 1, 16, generator=g) @ torch.randn(16, 64, generator=g)
+    query = (100 * query * torch.logspace(1, -1, 64)).half()
+    hat, _ = roundtrip("squat2", key, key, query, r=16, g=16)
+    assert hat.isfinite().all()

@@ -113,6 +113,7 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
         ("kivi2", 256, torch.bfloat16, 64, {"group": 48}),
         ("squat2", 128, torch.float32, 64, {}),
         ("squat2", 128, torch.float32, 64, {"g": 48, "r": 16}),
+        ("squat2", 128, torch.float32, 64, {"g": 32, "r": 16, "floor": 64}),  # well above 1 / lambda
         ("squat4", 64, torch.bfloat16, 128, {"g": 16}),
         ("kivi2", 128, torch.float32, 64, {"key_scales": "fitted", "group": 48}),
         ("kivi2", 96, torch.float16, 64, {"value_scales": "fitted", "group": 80}),
@@ -139,7 +140,8 @@ def test_bytes_of_the_reference(name: str, d: int, dtype: torch.dtype, n: int, o
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_squat_subspace_is_that_of_a_float64_svd(dtype: torch.dtype) -> None:
-    """U U^T weighted by the singular values, which is what the recursion uses; in one chunk and in three."""
+    """U U^T weighted by the singular values, which is what the recursion uses, and the energy beside it; in one chunk
+    and in three."""
     fmt = get_format("squat2").bind(Geometry(80, 64, dtype), {"r": 5})
     rng = torch.Generator().manual_seed(0)
     spectrum = 0.8 ** torch.arange(80)
@@ -154,8 +156,28 @@ def test_squat_subspace_is_that_of_a_float64_svd(dtype: torch.dtype) -> None:
     _, s, vh = torch.linalg.svd(rows)
     want = vh[:, :5].transpose(1, 2) @ (s[:, :5, None].square() * vh[:, :5])
     for got, tolerance in ((one, 1e-5), (state, 2e-2)):  # chunks keep r directions of each
-        product = got.double().transpose(1, 2) @ got.double()
+        u, noise = got[:, :5].double(), got[:, 5].double()
+        product = u.transpose(1, 2) @ u
         assert (product - want).norm() <= tolerance * want.norm()
+        energy = product.diagonal(dim1=1, dim2=2).sum(1, keepdim=True) + (80 - 5) * noise
+        assert torch.allclose(energy, s.square().sum(1, keepdim=True).expand_as(energy), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_corrected_key_of_squat_is_finite_in_float16() -> None:
+    """Near the clamp a correction points beyond it."""
+    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float16), {"r": 16, "g": 16})
+    rng = torch.Generator().manual_seed(4)
+    key = (32768 * torch.rand(64, 1, 64, generator=rng)).half()
+    query = torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng)
+    query = (100 * query * torch.logspace(1, -1, 64)).half()
+    state = cpu_pack.fit(fmt, query, key, None)[None]
+    index = torch.arange(2)
+    units = Units(0 * index, index, torch.arange(64).view(2, 32), 0 * index, torch.zeros(2, dtype=torch.bool))
+    pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    cpu_pack.pack(fmt, pages, units, (key[:0].unsqueeze(1), key[:0].unsqueeze(1)), (key, key), state)
+    hat = fmt.unpack(fmt.read(pages, torch.arange(1)))[0]
+    assert hat.half().isfinite().all()
 
 
 @pytest.mark.usefixtures("isa")

@@ -76,6 +76,44 @@ def test_copies_of_a_kv_head_stay_equal() -> None:
         assert torch.equal(other.sidecar, caches[0].sidecar)
 
 
+def prompt(fmt: PageFormat, query: torch.Tensor, key: torch.Tensor) -> tuple[StepWorld, torch.Tensor]:
+    """A request's first step, and its blocks."""
+    slots = SlotGeometry.of(fmt, 1, 0)
+    ids = torch.arange(1, 6 + slots.sidecar_blocks, dtype=torch.int32)[None]
+    world = StepWorld(fmt, slots, ids, 0.1)
+    start = torch.tensor([0, len(key)], dtype=torch.int32)
+    batch = StepBatch(start, start, start[1:], ids[:, :5].contiguous(), ids[:, 5:].contiguous(), None, len(key))
+    world.run(batch, query, key, key, query)
+    return world, ids[0].long()
+
+
+def test_subspace_and_noise_of_one_token() -> None:
+    """The kernel finds them where a prompt is as short as a decode step."""
+    fmt = get_format("squat2").bind(Geometry(80, 32, torch.float32), {"W": 32, "r": 2})
+    query = torch.randn(1, 4, 80, generator=torch.Generator().manual_seed(0)) * torch.tensor([8.0, 4, 2, 1])[:, None]
+    world, ids = prompt(fmt, query, query[:, :1])
+    slots = world.step.slots
+    at = torch.arange(1, 1 + slots.state_slots)
+    block = ids[5:][at // slots.slots_per_block]
+    found = slots.read_state(slots.cut(world.caches.sidecar), block[None], (at % slots.slots_per_block)[None], 3)[0]
+    want = fmt.keys.fit(fmt.widen(query)[0], fmt.widen(query[:, :1])[0], None)
+    assert relative_error(found[:, 2], want[:, 2].double()) < 1e-4
+    (got, u) = (x[:, :2].transpose(1, 2) @ x[:, :2] for x in (found, want))
+    assert relative_error(got, u.double()) < 1e-4
+
+
+def test_a_corrected_key_is_finite_in_float16() -> None:
+    """Near the clamp a correction points beyond it."""
+    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float32), {"W": 32, "r": 16, "g": 16})
+    rng = torch.Generator().manual_seed(4)
+    key = 32768 * torch.rand(64, 1, 64, generator=rng)
+    query = 100 * torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng) * torch.logspace(1, -1, 64)
+    world, ids = prompt(fmt, query, key)
+    hat = fmt.unpack(fmt.read(world.caches.pages, ids[:1]))[0]
+    assert hat.any()
+    assert hat.half().isfinite().all()
+
+
 class StepWorld:
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, ids: torch.Tensor, scale: float) -> None:
         blocks = 1 + ids.numel()
@@ -93,8 +131,8 @@ class StepWorld:
 
 
 def test_against_the_reference_cache() -> None:
-    """What tests/gpu runs on a device."""
-    fmt = get_format("squat2").bind(Geometry(64, 32, torch.float32), {"W": 32})
+    """What tests/gpu runs on a device, with a floor that is above 1 / lambda."""
+    fmt = get_format("squat2").bind(Geometry(64, 32, torch.float32), {"W": 32, "floor": 64})
     traffic = StepTraffic(fmt, torch.device("cpu"))
     traffic.prompts((75, 1))
     traffic.decode(3)

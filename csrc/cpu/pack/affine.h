@@ -14,7 +14,7 @@ namespace float32 {
 
 using namespace kvq;
 
-constexpr float TINY = 0x1p-24f;  // as formats/quant.py
+constexpr float TINY = 0x1p-24f, LIMIT = 32768;  // as formats/quant.py
 
 // float16 with infinities and NaN, which a raw token may hold
 inline float half_exactly(uint16_t h) {
@@ -180,11 +180,11 @@ inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t
   }
 }
 
-// The recursion of formats/squat.py: x_t = k_t - pull_t^T z, z += U_t (y_t - k_t).
+// The recursion of formats/squat.py: x_t = k_t - pull_t^T z, z += U_t (y_t - k_t). The state's last row is the noise.
 inline void pack_channel(const PackUnit& u) {
   const Layout& l = *u.layout;
   const int64_t d = l.d, block = u.pull ? l.squat_block : d;
-  const int rank = int(u.state_rows);
+  const int rank = int(u.state_rows) - 1;
   int32_t* codes = reinterpret_cast<int32_t*>(u.work);
   float *x = reinterpret_cast<float*>(codes + SLAB * d), *error = x + SLAB * d, *z = error + SLAB * d;
   uint8_t *scale = u.slabs + l.k_scale, *zero = u.slabs + l.k_zero;
@@ -197,7 +197,8 @@ inline void pack_channel(const PackUnit& u) {
         for (int64_t c = start; c < end; c += LANES) {
           Floats sum{};
           for (int r = 0; r < rank; ++r) sum += splat(z[t * 16 + r]) * load(u.pull + r * d + c);
-          store(x + t * d + c, load(u.key + t * d + c) - sum);
+          const Floats moved = load(u.key + t * d + c) - sum;
+          store(x + t * d + c, max(min(moved, splat(LIMIT)), splat(-LIMIT)));
         }
       from = x;
     }

@@ -16,7 +16,7 @@ struct PackUnit {
   uint8_t* record;
   uint8_t* slabs;      // of the unit
   const float* state;  // [state_rows][d] or null
-  const float* pull;   // SQuat: M_{t-1} U_t of blocks 2 .. T, [state_rows][d], the first block's columns unused
+  const float* pull;   // SQuat: M_{t-1} U_t of blocks 2 .. T, [rank][d], the first block's columns unused
   int64_t state_rows;
   bool follows;
   char* work;          // `work_bytes`, 64-byte aligned

@@ -26,8 +26,8 @@ void inside(int64_t i, int64_t limit, const char* what) {
     throw std::out_of_range(std::string(what) + " " + std::to_string(i) + " is not one of " + std::to_string(limit));
 }
 
-// M U_t with M = (I / lambda + U_R U_R^T)^-1, R = channels from block t on (formats/squat.py), for one KV head.
-void pull_of(const float* u, int64_t rank, int64_t d, int64_t block, double lambda, float* pull) {
+// M U_t with M = (I rho + U_R U_R^T)^-1, R = channels from block t on (formats/squat.py), for one KV head.
+void pull_of(const float* u, int64_t rank, int64_t d, int64_t block, double rho, float* pull) {
   double m[MAX_RANK][MAX_RANK] = {};
   for (int64_t start = (d - 1) / block * block, end = d; start > 0; end = start, start -= block) {
     for (int64_t i = 0; i < rank; ++i)  // the sum grows from the last block to the first
@@ -36,7 +36,7 @@ void pull_of(const float* u, int64_t rank, int64_t d, int64_t block, double lamb
     double l[MAX_RANK][MAX_RANK];
     for (int64_t i = 0; i < rank; ++i)
       for (int64_t j = 0; j <= i; ++j) {
-        double x = m[i][j] + (i == j ? 1 / lambda : 0.0);
+        double x = m[i][j] + (i == j ? rho : 0.0);
         for (int64_t k = 0; k < j; ++k) x -= l[i][k] * l[j][k];
         l[i][j] = i == j ? std::sqrt(x) : x / l[j][j];
       }
@@ -68,8 +68,10 @@ class Packer {
     if (corrected()) {
       pulls_.reset(new float[p_.owners * p_.heads * p_.state_rows * l_.d]);
       parallel(p_.threads, p_.owners * p_.heads, [&](int64_t i) {
-        const int64_t size = p_.state_rows * l_.d;
-        pull_of(p_.state + i * size, p_.state_rows, l_.d, l_.squat_block, l_.lambda, pulls_.get() + i * size);
+        const int64_t rank = p_.state_rows - 1, size = p_.state_rows * l_.d;
+        const float* u = p_.state + i * size;
+        const double noise = u[rank * l_.d], rho = std::max(1 / l_.lambda, l_.noise_floor * noise);
+        pull_of(u, rank, l_.d, l_.squat_block, rho, pulls_.get() + i * size);
       });
     }
     const int64_t count = int64_t(runs.size());
@@ -85,7 +87,7 @@ class Packer {
 
   void check() const {
     const int64_t limit = p_.old.rows() + p_.fresh.rows();
-    if (corrected() && (p_.state_rows > MAX_RANK || l_.squat_block < 16 || l_.squat_block % 16))
+    if (corrected() && (p_.state_rows < 1 || p_.state_rows - 1 > MAX_RANK || l_.squat_block < 16 || l_.squat_block % 16))
       throw std::out_of_range("SQuat's rank or block is out of range");
     for (int64_t i = 0; i < p_.units; ++i) {
       inside(p_.page[i], p_.pages, "page id");

@@ -101,7 +101,7 @@ _LARGEST = Reduction(
 )
 
 _CHANNEL = (("k_codes", "k_scale", "k_zero"),)
-_SQUAT: dict[str, str | int] = {"key_bits": "bits", "lambda": "lam", "squat_block": "block"}
+_SQUAT: dict[str, str | int] = {"key_bits": "bits", "lambda": "lam", "noise_floor": "floor", "squat_block": "block"}
 _TOKEN = (("v_codes", "v_scale", "v_zero"),)
 _GRID = ("k_angle0", "k_angle_step", "k_radius0", "k_radius_step")
 

@@ -14,11 +14,12 @@ that is how it is tested.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.squat import SQuatKeys
 from vllm_kvq.kernels.gpu.cuda import CUDA
 from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch, full_precision_rows, power_of_two
 from vllm_kvq.kernels.gpu.loading import interpreted, load
@@ -168,11 +169,9 @@ class GPUStep:
             q = fmt.widen(query[starts[i] : starts[i + 1]])[0].unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
             q = q.double()
             grams.append(q.transpose(1, 2) @ q)
-        state = before.view(-1, heads, rows, d).double() * ~fresh[:, None, None, None]
-        gram = torch.stack(grams) + state.transpose(2, 3) @ state
-        eigenvalues, vectors = torch.linalg.eigh(gram)
-        top = eigenvalues[..., -rows:].flip(-1).clamp_min(0).sqrt()
-        after = (top.unsqueeze(-1) * vectors[..., -rows:].flip(-1).transpose(2, 3)).float().flatten(1)
+        # a new request's slots may hold anything
+        state = torch.where((alive & ~fresh)[:, None], before, 0).view(-1, rows, d)
+        after = cast(SQuatKeys, fmt.keys).fit_gram(torch.cat(grams), state).view(len(before), -1)
         fits = alive & torch.tensor([q > self.decode_queries for q in batch.lengths[first:]], device=query.device)
         floats[block, column] = torch.where(fits[:, None], after, before)
 

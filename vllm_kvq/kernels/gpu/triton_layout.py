@@ -92,7 +92,8 @@ def _channel_pack(k: ChannelKeys) -> Constants:
 
 def _squat_pack(k: SQuatKeys) -> Constants:
     block = math.gcd(k.d * k.bits // 8, k.block)
-    return {"K_BLOCK": _largest_power(block), "RANK": k.state_rows, "UPDATE": k.block, "LAMBDA": k.lam}
+    rule = {"RANK": k.rank, "UPDATE": k.block, "LAMBDA": k.lam, "FLOOR": float(k.floor)}
+    return {"K_BLOCK": _largest_power(block)} | rule
 
 
 def _hybrid_pack(k: HybridKeys) -> Constants:
@@ -203,7 +204,7 @@ class State:
     of_keys: str | None = None
     """"NORM", of the largest magnitudes, or "ENERGY", of the squares."""
     of_queries: bool = False
-    """SQuat's subspace, whose rank is the number of state rows."""
+    """SQuat's subspace, one row for each of its dimensions, and the noise."""
 
 
 STATES: dict[type, State] = {
@@ -254,7 +255,7 @@ def pack_constants(fmt: PageFormat) -> Constants:
     if known is None:
         raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
     own = {name: x for name, x in known.items() if name not in ("K_CHUNK", "OPERANDS", "V_PLACES")}
-    none = {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0}
+    none = {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0, "FLOOR": 0.0}
     unit = {"UNIT": fmt.unit, "W": fmt.W, "TOKENS": power_of_two(fmt.unit)}
     return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | unit
 
@@ -262,7 +263,7 @@ def pack_constants(fmt: PageFormat) -> Constants:
 def state_constants(fmt: PageFormat) -> Constants:
     """Compile-time constants of `begin`: what it keeps of a prompt."""
     state = STATES.get(type(fmt.keys), State()) if fmt.state_rows else State()
-    rank = fmt.state_rows if state.of_queries else 0
+    rank = fmt.state_rows - 1 if state.of_queries else 0
     return {"NORM": state.of_keys == "NORM", "ENERGY": state.of_keys == "ENERGY", "RANK": rank}
 
 
