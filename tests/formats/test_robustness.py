@@ -80,9 +80,11 @@ def test_pages_full_of_one_value(name: str, dtype: torch.dtype, value: float) ->
     x = torch.full((33, 2, 64), value).to(dtype)
     k, v = roundtrip(name, x, x, x)
     want = torch.nan_to_num(x.float(), nan=0.0, posinf=LIMIT, neginf=-LIMIT).clamp(-LIMIT, LIMIT)
-    for hat in (k, v) if name != "qjl3" else (v,):
-        error = (hat.float() - want).abs().max()
-        assert error <= 2e-3 * want.abs().max() + 2e-7
+    # rotated, 63 of the 64 numbers of a token are zero but for the rounding of one float16, and rotated back these add up
+    rounding = {"k": 2e-3, "v": 63 * 2**-11 if FORMATS[name].settings().get("value_rotation") == "hadamard" else 2e-3}
+    for half, hat in {"k": k, "v": v}.items():
+        if (name, half) != ("qjl3", "k"):
+            assert (hat.float() - want).abs().max() <= rounding[half] * want.abs().max() + 2e-7
     if name == "qjl3":
         # one direction of every inlier: the estimator is right on average only
         assert (k.float() - want).norm() <= 0.8 * want.norm() + 1e-6
