@@ -17,8 +17,9 @@ from unittest import mock
 from proof.oracle.interpreted import RUNNER
 from proof.oracle.trace import Result, Trace
 
-TIMEOUT = 300.0
-"""Seconds that a trace may take. An engine that takes longer has failed."""
+TIMEOUT, V2_TIMEOUT = 300.0, 1800.0
+"""Seconds that a trace may take, with the runner for CPUs and with the interpreted one. An engine that takes longer has
+failed."""
 Prepare = Callable[[Any], None]
 """What is done to a TracedEngine before its first trace; tests plant faults there."""
 
@@ -65,6 +66,7 @@ class _Forked:
         context = _context()
         self.pipe, other = context.Pipe()
         variables = _own() | dict(variables)
+        self.timeout = V2_TIMEOUT if variables.get(RUNNER) == "1" else TIMEOUT
         self.process = context.Process(target=_begin, args=(other, log, variables, serve, arguments), daemon=True)
         with _server_of(variables):
             self.process.start()
@@ -72,8 +74,8 @@ class _Forked:
 
     def answer(self) -> Any:
         try:
-            if not self.pipe.poll(TIMEOUT):
-                raise EngineFailed(f"no answer within {TIMEOUT:.0f} seconds")
+            if not self.pipe.poll(self.timeout):
+                raise EngineFailed(f"no answer within {self.timeout:.0f} seconds")
             good, answer = self.pipe.recv()
         except (EOFError, ConnectionError):
             raise EngineFailed(f"the engine's process died\n{self.log.read_text(errors='replace')[-4000:]}") from None
