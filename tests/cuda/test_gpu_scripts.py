@@ -33,10 +33,27 @@ def test_serve_script_says_what_it_would_do() -> None:
     done = bash("bench/gpu_serve.sh", "--dry-run", "qjl3", WHEELS="wheels", MODEL="model")
     assert done.returncode == 0, done.stderr
     assert "--no-index --find-links wheels" in done.stdout
-    assert done.stdout.rstrip().endswith("--once --format qjl3 --port 8000 --model model")
+    assert "-m proof demo --once --format qjl3 --port 8000 --model model\n" in done.stdout
     offline = bash("bench/gpu_serve.sh", "--dry-run", SITE="site")
     assert "venv" not in offline.stdout
     assert next(x.split()[-1] for x in offline.stdout.splitlines() if x.startswith("==")) == "auto"
+
+
+def test_serve_script_loads_every_cache_with_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "fp8.json").touch()
+    done = bash(
+        "bench/gpu_serve.sh", "--dry-run", "qjl3", "auto", MODEL="m", SITE="s", RESULTS=str(tmp_path), CACHE_BYTES="5"
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    servers = [line for line in said if " serve m --port 8000 " in line]
+    assert [line.split("--kv-cache-dtype ")[1] for line in servers] == [
+        f"{cache} --kv-cache-memory-bytes 5" for cache in ("auto", "qjl3")
+    ]
+    assert sum(" bench serve --model m " in line for line in said) == 2
+    assert "== vllm bench serve, fp8: measured before" in said
+    without = bash("bench/gpu_serve.sh", "--dry-run", SITE="s")
+    assert without.stdout.rstrip().endswith("LEFT OUT: vllm bench serve (MODEL names no model)")
 
 
 def test_lines_of_the_table() -> None:
