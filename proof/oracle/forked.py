@@ -51,9 +51,12 @@ _starting = threading.Lock()
 def _server_of(variables: Mapping[str, str]) -> Iterator[None]:
     """Which server a process that starts here is forked from: vLLM, once imported, has one model runner or the other.
     multiprocessing knows a single server."""
-    connect = _v2_server.connect_to_new_process if variables.get(RUNNER) == "1" else forkserver.connect_to_new_process
-    with _starting, mock.patch.object(forkserver, "connect_to_new_process", connect):
-        yield
+    with _starting:
+        if variables.get(RUNNER) != "1":
+            yield
+            return
+        with mock.patch.object(forkserver, "connect_to_new_process", _v2_server.connect_to_new_process):
+            yield
 
 
 class _Forked:
