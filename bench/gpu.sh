@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one run of less than 9 minutes: build, kernel tests, the table of decode times, then, in the
-# time that is left, compute-sanitizer on the CUDA kernels.
+# All that needs a GPU, in one run of less than 9 minutes: the first decode times, build, kernel tests, the table of decode
+# times, then, in the time that is left, compute-sanitizer on the CUDA kernels.
+#
+# A GPU may be lent for minutes only. Every number goes to docs/results/gpu-DEVICE.csv as soon as it is measured, with a page
+# beside it, and every test that passed is noted in .gpu-passed: another run goes on where this one ended, and measures and
+# tests nothing again. `rm -r .gpu-passed docs/results/gpu-DEVICE.csv` begins anew. $RESULTS and $PASSED are other folders.
 #
 #   bash bench/gpu.sh                 needs python3 with torch >= 2.11, Triton >= 3.6, apache-tvm-ffi and numpy, nvcc,
 #                                     and a GPU; no vLLM
@@ -17,7 +21,7 @@ export PYTHONUNBUFFERED=1 TRITON_DEFAULT_FP_FUSION=1
 
 case "${1:-}" in
 -h | --help)
-  sed -n '2,12s/^# \{0,1\}//p' "$0"
+  sed -n '2,16s/^# \{0,1\}//p' "$0"
   exit 0
   ;;
 "" | --dry-run) ;;
@@ -30,18 +34,31 @@ if ! "$PYTHON" -c 'import torch, triton; print("torch", torch.__version__, "trit
   echo "bench/gpu.sh: $PYTHON has no torch or no Triton" >&2
   exit 1
 fi
+RESULTS="${RESULTS:-docs/results}"
+PASSED="${PASSED:-.gpu-passed}"
+mkdir -p "$RESULTS" "$PASSED"
 status=0
 # step NAME SECONDS COMMAND...
 step() {
   echo "== $1 (at $SECONDS s)"
-  timeout "$2" "${@:3}" || { status=1; echo "FAILED: $1"; }
+  timeout "$2" "${@:3}" || { status=1; echo "FAILED: $1"; return 1; }
+}
+# once NAME SECONDS COMMAND...: not again after it has passed
+once() {
+  local mark="$PASSED/${1// /-}"
+  if [[ -e "$mark" ]]; then
+    echo "== $1: passed before"
+  else
+    step "$@" && touch "$mark"
+  fi
 }
 
 if [[ "${1:-}" == "--dry-run" ]]; then
-  step "Triton kernels" 300 "$PYTHON" tests/gpu/test_gpu_attend.py --dry-run
-  step "a layer's step" 300 "$PYTHON" tests/gpu/test_gpu_step.py --dry-run
-  step "CUDA kernels" 300 "$PYTHON" tests/gpu/test_gpu_qjl.py --dry-run
-  step "decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run
+  step "first decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run --results "$RESULTS" --formats squat2
+  once "Triton kernels" 300 "$PYTHON" tests/gpu/test_gpu_attend.py --dry-run
+  once "a layer's step" 300 "$PYTHON" tests/gpu/test_gpu_step.py --dry-run
+  once "CUDA kernels" 300 "$PYTHON" tests/gpu/test_gpu_qjl.py --dry-run
+  step "decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run --results "$RESULTS"
   exit "$status"
 fi
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -49,6 +66,8 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   exit 1
 fi
 
+step "first decode times" 150 "$PYTHON" -m vllm_kvq.bench.gpu --results "$RESULTS" --formats squat2 --contexts 65536 \
+  --batches 1 8 --seconds 120
 FORMATS=(squat2 qjl3 innerq2 polar4 polar4+table polar3 polar3+table squat4)
 # nvcc takes a minute, and so do Triton's kernels of the bench, one process per format
 timeout 120 "$PYTHON" -m vllm_kvq.kernels.gpu.build &
@@ -70,11 +89,11 @@ for process in "${compiling[@]}"; do
   wait "$process" || { status=1; echo "FAILED: compiling a format's kernels"; }
 done
 echo "== compiled (at $SECONDS s)"
-step "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_attend.py
-step "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
-((${#without[@]})) || step "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
+once "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_attend.py
+once "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
+((${#without[@]})) || once "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
 # shellcheck disable=SC2068  (an emptied name disappears)
-step "decode times" 170 "$PYTHON" -m vllm_kvq.bench.gpu --seconds 130 --formats ${FORMATS[@]}
+step "decode times" 170 "$PYTHON" -m vllm_kvq.bench.gpu --results "$RESULTS" --seconds 130 --formats ${FORMATS[@]}
 if ((${#without[@]})); then
   :
 elif ! command -v compute-sanitizer >/dev/null; then
@@ -86,7 +105,7 @@ else
       echo "LEFT OUT: compute-sanitizer $tool (no time)"
       continue
     fi
-    step "compute-sanitizer $tool" "$left" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    once "compute-sanitizer $tool" "$left" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
       compute-sanitizer --tool "$tool" --kernel-name kns=kvq --error-exitcode 1 \
       "$PYTHON" tests/gpu/test_gpu_qjl.py --quick
   done

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from proof.oracle.interpreted import RUNNER
 from proof.oracle.trace import Trace, whole
 from vllm_kvq.formats import Geometry, get_format
 
@@ -36,6 +37,10 @@ class Setup:
     kernels: str = "torch"
     far: bool = False
     """The blocks lie apart in a pool beyond 4 GiB."""
+    runner: str = "V1"
+    """vLLM's model runner: V1, which it takes on a CPU, or V2, which it takes on a GPU."""
+    asynchronous: bool = False
+    """A step is scheduled before the last one's tokens are known."""
 
     def __post_init__(self) -> None:
         for name, least in (("block_size", 1), ("budget", 1), ("max_seqs", 1), ("drafts", 0), ("lookup_min", 1)):
@@ -46,10 +51,14 @@ class Setup:
             ("draft_model", (False, True)),
             ("prefix_caching", (False, True)),
             ("far", (False, True)),
+            ("runner", ("V1", "V2")),
+            ("asynchronous", (False, True)),
         ):
             value = getattr(self, name)
             if value not in choices or type(value) is not type(choices[0]):
                 raise ValueError(f"{name} is {value!r}; it takes one of {list(choices)}")
+        if self.asynchronous and self.runner == "V1":
+            raise ValueError("asynchronous scheduling takes the runner V2: vLLM's V1 runner for CPUs has none")
         if self.pool is not None and (type(self.pool) not in (int, float) or not 1 <= self.pool <= 1000):
             raise ValueError(f"pool is {self.pool!r}; it takes a number from 1 to 1000, or null")
         if not isinstance(self.options, Mapping):
@@ -59,7 +68,7 @@ class Setup:
 
     @property
     def variables(self) -> dict[str, str]:
-        return {"VLLM_KVQ_KERNELS": self.kernels}
+        return {"VLLM_KVQ_KERNELS": self.kernels, RUNNER: str(int(self.runner == "V2"))}
 
     @property
     def kernel_error(self) -> float:
@@ -78,6 +87,7 @@ class Setup:
             "scheduling_policy": self.policy,
             "enable_prefix_caching": self.prefix_caching,
             "max_model_len": MAX_LEN,
+            "async_scheduling": self.asynchronous,
         }
         if self.format == PLAIN:
             found["num_gpu_blocks_override"] = PLENTY * -(-MAX_LEN // self.block_size)
@@ -87,7 +97,8 @@ class Setup:
             found["additional_config"] = {"kvq": dict(self.options)}
         if self.drafts:
             ngram = {
-                "method": "ngram",
+                # vLLM schedules asynchronously only what drafts on the device
+                "method": "ngram_gpu" if self.asynchronous else "ngram",
                 "prompt_lookup_min": self.lookup_min,
                 "prompt_lookup_max": max(3, self.lookup_min),
             }
@@ -96,8 +107,10 @@ class Setup:
         return found
 
     def plain(self) -> Setup:
-        """The same engine with vLLM's own cache."""
-        return replace(self, format=PLAIN, options={}, pool=None, kernels="torch", far=False)
+        """The same engine with vLLM's own cache and its runner for CPUs."""
+        return replace(
+            self, format=PLAIN, options={}, pool=None, kernels="torch", far=False, runner="V1", asynchronous=False
+        )
 
 
 @dataclass(frozen=True)

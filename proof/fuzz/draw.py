@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from random import Random
 
 from proof.fuzz.case import MAX_LEN, Setup
@@ -20,7 +21,8 @@ LONGEST = MAX_LEN - LONGEST_ANSWER - 10
 """Tokens of a prompt."""
 
 
-def draw_setup(rng: Random, format_name: str) -> Setup:
+def draw_setup(rng: Random, format_name: str, runner: str | None = None) -> Setup:
+    """`runner`: the one that is asked for; None: mostly V1, whose steps take a thirtieth of the time."""
     block = rng.choice(BLOCK_SIZES)
     options = {}
     # half of the time the format's own window and sinks
@@ -31,7 +33,7 @@ def draw_setup(rng: Random, format_name: str) -> Setup:
     drafts, draft_model = rng.choice((0, 0, 1, 2, 3, 4, 5)), rng.random() < 0.25
     if drafts and draft_model and format_name != "lossless":
         block = ROOM_FOR_A_DRAFT
-    return Setup(
+    setup = Setup(
         format_name,
         block,
         options,
@@ -48,6 +50,8 @@ def draw_setup(rng: Random, format_name: str) -> Setup:
         # small blocks would be millions, each an object of vLLM's
         far=rng.random() < 0.2 and block >= 64,
     )
+    chosen, asynchronous = runner or ("V2" if rng.random() < 0.1 else "V1"), rng.random() < 0.5
+    return replace(setup, runner=chosen, asynchronous=asynchronous and chosen == "V2")
 
 
 class Drawer:

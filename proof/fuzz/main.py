@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     length.add_argument("--minutes", type=float, default=1.0)
     length.add_argument("--requests", type=int, metavar="N", help="end once so many are judged, however long it takes")
     parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=list(DEFAULT), metavar="NAME")
+    parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner; drawn unless one is asked for")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="engines at a time (cores)")
     parser.add_argument("--shrink-minutes", type=float, default=3.0, help="at most this long after a mismatch")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this one case")
@@ -80,8 +81,9 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
 
     library()  # compiles where they have changed: the time limits of the engines do not allow for that
     session = Session(
-        model, options.seed, 60 * options.minutes, options.format, options.jobs, requests=options.requests
-    )
+        model, options.seed, 60 * options.minutes, options.format, options.jobs, requests=options.requests,
+        runner=options.runner,
+    )  # fmt: skip
     begun = time.monotonic()
     session.run()
     minutes = (time.monotonic() - begun) / 60
@@ -123,6 +125,8 @@ def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Map
     """A page of docs/results."""
     length = f"--minutes {options.minutes:g}" if options.requests is None else f"--requests {options.requests}"
     command = f"python -m proof fuzz --seed {options.seed} {length}"
+    if options.runner:
+        command += f" --runner {options.runner}"
     if options.format != list(DEFAULT):
         command += f" --format {' '.join(options.format)}"
     cores, total = len(os.sched_getaffinity(0)), rows["total"]

@@ -63,8 +63,10 @@ class Session:
         prepare: Prepare | None = None,
         episode: int = EPISODE,
         requests: int | None = None,
+        runner: str | None = None,
     ) -> None:
-        """Ends after `seconds`, or once `requests` are judged, however long that takes."""
+        """Ends after `seconds`, or once `requests` are judged, however long that takes. `runner`: see `draw_setup`."""
+        self.runner = runner
         self.model, self.seed, self.jobs, self.prepare, self.episode = model, seed, jobs, prepare, episode
         self.end = time.monotonic() + seconds
         self.counts = {name: Count() for name in formats}
@@ -115,7 +117,7 @@ class Session:
             self.stop.set()
 
     def _round(self, this: Round, end: float) -> None:
-        setup = draw_setup(this.rng(self.seed, "setup"), this.format)
+        setup = draw_setup(this.rng(self.seed, "setup"), this.format, self.runner)
         runner = Runner(self.model, setup, self.prepare)
         traces: list[Trace] = []
         results: list[Result] = []
@@ -126,8 +128,8 @@ class Session:
             episode = 0
             while not episode or (not self.over and time.monotonic() < end):
                 drawer = Drawer(this.rng(self.seed, f"traces {episode}"), setup)
-                # a format whose first round begins after the end runs one trace only
-                count = 1 if self.over else self.episode
+                # one trace only of a format whose first round begins after the end, and of a slow runner
+                count = 1 if self.over or setup.runner == "V2" else self.episode
                 new = [drawer.trace(f"e{episode}t{i}", reset=i == 0) for i in range(count)]
                 answers, verdict = runner.run(new)
                 traces, results, episode = traces + new, results + answers, episode + 1

@@ -32,6 +32,8 @@ _PLAINER_SETUP: tuple[dict[str, Any], ...] = (
     {"policy": "fcfs", "max_seqs": 16, "prefix_caching": True},
     {"options": {}},
     {"kernels": "torch"},
+    {"runner": "V1", "asynchronous": False},
+    {"asynchronous": False},
 )
 
 

@@ -10,6 +10,7 @@ from proof.mutants.fault import Fault
 KERNELS = "tests/kernels"
 TRITON = "tests/triton"
 CUDA = "tests/cuda"
+GRAPH = f"{TRITON}/test_graph.py -k 'replay and fmt1'"
 LARGE_TRITON = f"{TRITON}/test_large_pools_triton.py -k squat2"
 GUARDS_TRITON = f"{TRITON}/test_guards_triton.py"
 LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
@@ -47,6 +48,13 @@ FAULTS: tuple[Fault, ...] = (
         "tl.load(side_table).to(tl.int64) * side_words",
         "tl.load(side_table) * side_words",
         LARGE_TRITON,
+    ),
+    Fault(
+        "the host packs as many units as the lengths that it reads call for",
+        "vllm_kvq/kernels/gpu/step.py",
+        "units = (max(batch.lengths) + self.fmt.unit - 1) // self.fmt.unit",
+        "units = -(-int(batch.seq_lens.max()) // self.fmt.unit)",
+        GRAPH,
     ),
     Fault(
         "Triton serves requests with the header of other tokens",

@@ -1,8 +1,9 @@
 """Traces of requests run on the real engine, judged by plain vLLM and by a reference of ours.
 
     trace.py       what an engine is asked, and what it answered and did
-    engine.py      runs traces on the real engine and writes down the scheduler's steps
+    engine.py      runs traces on the real engine and writes down the scheduler's steps, with computed.py
     forked.py      engines in processes of their own; warm.py and preload.py make them start quickly
+    interpreted.py the model runner that GPUs have, on a CPU; preload_v2.py for engines that ask for it
     lives.py       the scheduler's steps as what each request computed
     reference.py   the reference cache: attention over a format, from positions only
     replay.py      a model over it, step by step

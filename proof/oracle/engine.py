@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from proof.oracle.computed import Computed
 from proof.oracle.far import POOL_BYTES, far_ids, hand_out_only, sparse_zeros
 from proof.oracle.shared import SharedPages
 from proof.oracle.trace import Chunk, Request, Result, Trace
@@ -62,6 +64,7 @@ class TracedEngine:
             hand_out_only(self.scheduler.kv_cache_manager.block_pool, far_ids(wanted - 1, len(pages), stride))
         self.steps: list[list[Chunk]] = []
         self.shared = SharedPages(self.engine, self.scheduler)
+        self.computed = Computed(self.engine)
         self.packed_group = self._find_packed_group()
         self._observe()
 
@@ -79,15 +82,8 @@ class TracedEngine:
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             out = schedule(*args, **kwargs)
-            context = {r.req_id: r.num_computed_tokens for r in out.scheduled_new_reqs}
-            cached = out.scheduled_cached_reqs
-            context |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            drafts, blocks = out.scheduled_spec_decode_tokens, self.scheduler.kv_cache_manager.get_block_ids
-            admitted = {r.req_id for r in out.scheduled_new_reqs} | cached.resumed_req_ids
-            step = [
-                Chunk(i, context[i], n, list(drafts.get(i, [])), list(blocks(i)[self.packed_group]), i in admitted)
-                for i, n in out.num_scheduled_tokens.items()
-            ]
+            blocks, chunks = self.scheduler.kv_cache_manager.get_block_ids, self.computed.chunks(out)
+            step = [replace(chunk, pages=list(blocks(chunk.request)[self.packed_group])) for chunk in chunks]
             if step:
                 self.steps.append(step)
             self.shared.scheduled(out.num_scheduled_tokens)

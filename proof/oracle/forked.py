@@ -5,15 +5,21 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
+from proof.oracle.interpreted import RUNNER
 from proof.oracle.trace import Result, Trace
 
-TIMEOUT = 300.0
-"""Seconds that a trace may take. An engine that takes longer has failed."""
+TIMEOUT, V2_TIMEOUT = 300.0, 1800.0
+"""Seconds that a trace may take, with the runner for CPUs and with the interpreted one. An engine that takes longer has
+failed."""
 Prepare = Callable[[Any], None]
 """What is done to a TracedEngine before its first trace; tests plant faults there."""
 
@@ -26,14 +32,31 @@ OURS = "VLLM_KVQ_"
 
 
 def _own() -> dict[str, str]:
-    """This process's variables of ours; the process that engines are forked from may have begun with others."""
-    return {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+    """What this process's variables ask of an engine; the one that it is forked from may have begun with others."""
+    return {name: value for name, value in os.environ.items() if name.startswith(OURS) or name == RUNNER}
 
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["proof.oracle.preload"])
     return context
+
+
+_v2_server = forkserver.ForkServer()
+_v2_server.set_forkserver_preload(["proof.oracle.preload_v2"])
+_starting = threading.Lock()
+
+
+@contextmanager
+def _server_of(variables: Mapping[str, str]) -> Iterator[None]:
+    """Which server a process that starts here is forked from: vLLM, once imported, has one model runner or the other.
+    multiprocessing knows a single server."""
+    with _starting:
+        if variables.get(RUNNER) != "1":
+            yield
+            return
+        with mock.patch.object(forkserver, "connect_to_new_process", _v2_server.connect_to_new_process):
+            yield
 
 
 class _Forked:
@@ -45,16 +68,17 @@ class _Forked:
         self.log = Path(log)
         context = _context()
         self.pipe, other = context.Pipe()
-        self.process = context.Process(
-            target=_begin, args=(other, log, _own() | dict(variables), serve, arguments), daemon=True
-        )
-        self.process.start()
+        variables = _own() | dict(variables)
+        self.timeout = V2_TIMEOUT if variables.get(RUNNER) == "1" else TIMEOUT
+        self.process = context.Process(target=_begin, args=(other, log, variables, serve, arguments), daemon=True)
+        with _server_of(variables):
+            self.process.start()
         other.close()
 
     def answer(self) -> Any:
         try:
-            if not self.pipe.poll(TIMEOUT):
-                raise EngineFailed(f"no answer within {TIMEOUT:.0f} seconds")
+            if not self.pipe.poll(self.timeout):
+                raise EngineFailed(f"no answer within {self.timeout:.0f} seconds")
             good, answer = self.pipe.recv()
         except (EOFError, ConnectionError):
             raise EngineFailed(f"the engine's process died\n{self.log.read_text(errors='replace')[-4000:]}") from None

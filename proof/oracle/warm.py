@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from importlib import import_module
+
+from proof.oracle.interpreted import keep_async_scheduling, v2_asked_for
 
 
 def warm() -> None:
@@ -16,6 +19,9 @@ def warm() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    if v2_asked_for():
+        import_module("vllm.v1.worker.cpu.model_runner")
+        keep_async_scheduling()
     # vLLM inspects each model class in a process of its own, so that CUDA is not initialised here
     registry._run_in_subprocess = lambda function: function()
     # each worker would search all modules for Triton kernels that C++ replaces: two seconds

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from vllm_kvq.bench import gpu
+from vllm_kvq.bench.gpu_results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,10 +33,27 @@ def test_serve_script_says_what_it_would_do() -> None:
     done = bash("bench/gpu_serve.sh", "--dry-run", "qjl3", WHEELS="wheels", MODEL="model")
     assert done.returncode == 0, done.stderr
     assert "--no-index --find-links wheels" in done.stdout
-    assert done.stdout.rstrip().endswith("--once --format qjl3 --port 8000 --model model")
+    assert "-m proof demo --once --format qjl3 --port 8000 --model model\n" in done.stdout
     offline = bash("bench/gpu_serve.sh", "--dry-run", SITE="site")
     assert "venv" not in offline.stdout
     assert next(x.split()[-1] for x in offline.stdout.splitlines() if x.startswith("==")) == "auto"
+
+
+def test_serve_script_loads_every_cache_with_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "fp8.json").touch()
+    done = bash(
+        "bench/gpu_serve.sh", "--dry-run", "qjl3", "auto", MODEL="m", SITE="s", RESULTS=str(tmp_path), CACHE_BYTES="5"
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    servers = [line for line in said if " serve m --port 8000 " in line]
+    assert [line.split("--kv-cache-dtype ")[1] for line in servers] == [
+        f"{cache} --kv-cache-memory-bytes 5" for cache in ("auto", "qjl3")
+    ]
+    assert sum(" bench serve --model m " in line for line in said) == 2
+    assert "== vllm bench serve, fp8: measured before" in said
+    without = bash("bench/gpu_serve.sh", "--dry-run", SITE="s")
+    assert without.stdout.rstrip().endswith("LEFT OUT: vllm bench serve (MODEL names no model)")
 
 
 def test_lines_of_the_table() -> None:
@@ -46,3 +65,41 @@ def test_lines_of_the_table() -> None:
     rows = [(1024, 3e-4, 1e-4), (4096, 4e-4, 4e-4), (16384, 5.2288e-4, 9e-4)]
     assert gpu.summary("qjl3", 8, rows).split() == ["qjl3", "batch", "8", "slope", "1.250", "break-even", "4096"]
     assert "break-even none" in gpu.summary("qjl3", 1, rows[:1])
+
+
+WITHOUT_VLLM = (
+    "import runpy, sys; sys.modules['vllm'] = None; runpy.run_module('vllm_kvq.bench.gpu', run_name='__main__')"
+)
+
+
+def dry_run(folder: Path) -> str:
+    command = [sys.executable, "-c", WITHOUT_VLLM, "--dry-run", "--formats", "squat2", "--results", str(folder)]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path) -> None:
+    said = dry_run(tmp_path)
+    file = tmp_path / "gpu-dry-run-times-mean-nothing.csv"
+    whole = file.read_text()
+    assert [row.split()[:3] for row in said.splitlines()[2:4]] == [["sdpa", "1", "64"], ["squat2", "1", "64"]]
+    assert said.strip().splitlines()[-1].strip() in file.with_suffix(".md").read_text()
+    # it measured all, and measures nothing again: the same numbers
+    assert dry_run(tmp_path) == said
+    assert file.read_text() == whole
+    # cut off in the middle of its last line, of which no number is believed
+    file.write_text(whole[:-2])
+    again = dry_run(tmp_path)
+    assert again.splitlines()[:-1] == said.splitlines()[:-1]
+    assert len(Results(tmp_path, "dry run: times mean nothing").rows) == len(whole.splitlines()) - 1
+
+
+def test_times_of_another_torch_are_not_taken_for_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Results(tmp_path, "A GPU").take("squat2", 1, 64, lambda: (1e-3, 100))
+    assert Results(tmp_path, "A GPU").take("squat2", 1, 64, lambda: (2e-3, 100)).seconds == 1e-3
+    monkeypatch.setattr("torch.__version__", "another")
+    assert Results(tmp_path, "A GPU").take("squat2", 1, 64, lambda: (2e-3, 100)).seconds == 2e-3
+    assert (tmp_path / "gpu-a-gpu.csv").exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import traces
 
 from proof.models import named
 from proof.oracle.forked import EngineProcess
+from proof.oracle.interpreted import RUNNER
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.bench.random_model import random_model
 
@@ -56,6 +57,15 @@ def plain(run: Run) -> dict[int, list[Result]]:
 @pytest.fixture(scope="session")
 def plain_samples(run: Run) -> Result:
     return run([traces.samples_and_aborts(32)], kv_cache_dtype="auto", block_size=32)[0]
+
+
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.wide)])
+def runner(request: pytest.FixtureRequest) -> Iterator[str]:
+    """vLLM's model runner in the engines that a module starts. A step of V2 is interpreted here, which takes long:
+    test_v2.py has few of each kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUNNER, "1" if request.param == "V2" else "0")
+        yield request.param
 
 
 @pytest.fixture

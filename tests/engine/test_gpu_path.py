@@ -1,8 +1,5 @@
 """The GPU's path through a real engine, on the CPU: the reference's tokens. Triton's kernels run under its interpreter,
-QJL's CUDA kernels lane by lane in C++ (csrc/cuda/emulate.h).
-
-Few tokens, because it is slow: a cold prompt in chunks, a prefix hit beside a decode, a prompt of one token, drafts of
-which some are rejected.
+QJL's CUDA kernels lane by lane in C++ (csrc/cuda/emulate.h). Few tokens, because it is slow.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import traces
 
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
-from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.integration import prompts, validate
 from vllm_kvq.integration.prompts import Asked
@@ -32,24 +28,13 @@ HERE = FORMATS if os.environ.get("VLLM_KVQ_GRID") else ["innerq2", "qjl3"]
 """VLLM_KVQ_GRID=1: every kind of format, a minute each."""
 
 
-def traffic() -> list[Trace]:
-    words = traces._Words(11)
-    shared, phrase = words(3 * N), words(5)
-    first = (Request("cold", shared + words(9), 4), Request("one token", words(1), 5, arrival=1))
-    again = (
-        Request("hit", shared + words(3), 5),
-        Request("echo", words(2) + phrase * 6, 10),
-        Request("late", words(N // 2), 4, arrival=2),
-    )
-    return [Trace(first), Trace(again)]
-
-
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("name", HERE)
 def test_tokens_are_the_references(name: str, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = FORMATS[name]
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
-    todo = traffic()
+    todo = traces.few(N)
     engine = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "speculative_config": NGRAM, "max_model_len": 256}
     got = run(todo, kv_cache_dtype=name, block_size=N, additional_config={"kvq": options}, **engine)
     total = judge(ReplayModel(str(model), name, N, SPEC, kernel_error=1e-3, **options), todo, got)

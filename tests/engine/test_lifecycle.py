@@ -57,7 +57,7 @@ def sleep(engine: Any) -> None:
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
-def engine(request: pytest.FixtureRequest, model: Path) -> Any:
+def engine(request: pytest.FixtureRequest, runner: str, model: Path) -> Any:
     with EngineProcess(str(model), {"kv_cache_dtype": request.param, **ENGINES[request.param]}, {}) as process:
         yield request.param, process
 

@@ -10,7 +10,7 @@ import traces
 from proof.oracle.compare import compare, compare_all
 from proof.oracle.verdict import Verdict
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("runner")]
 N = 32
 
 
@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
-def verdict(request: pytest.FixtureRequest, run: Any, plain: Any) -> tuple[str, Verdict]:
+def verdict(request: pytest.FixtureRequest, runner: str, run: Any, plain: Any) -> tuple[str, Verdict]:
     todo = traces.all_traces(N)
     got = run(todo, **{"kv_cache_dtype": "lossless", "block_size": N, **CONFIGS[request.param]})
     total = compare_all(todo, plain[N], got)

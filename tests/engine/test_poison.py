@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -49,20 +50,20 @@ WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in SETUPS if name no
 
 
 @pytest.mark.parametrize("name", [*EVERY_TIME, *WIDE])
-def test_nothing_unread_matters(name: str, model: Path) -> None:
-    setup = SETUPS[name]
+def test_nothing_unread_matters(name: str, runner: str, model: Path) -> None:
+    setup = replace(SETUPS[name], runner=runner)
     drawer = Drawer(Random("poison"), setup)
     traces = [drawer.trace("drawn", reset=True)]
     words = [drawer.documents[0][: 300 + i] for i in range(2)] + [drawer.documents[1][: 66 + 11 * i] for i in range(9)]
     traces.append(Trace(tuple(Request(f"grows{i}", w, 100, arrival=i) for i, w in enumerate(words))))
-    runner = Runner(str(model), setup)
+    tried = Runner(str(model), setup)
     try:
-        results, verdict = runner.run(traces)
+        results, verdict = tried.run(traces)
         assert not verdict.mismatches
         # under preemption, hits, chunks and speculation
         assert min(verdict.preemptions, verdict.hits, verdict.rejected) > 0
         expected = [r.outputs for r in results]
-        engine = runner.engine(name)
+        engine = tried.engine(name)
         # freed blocks are never read by whom they are given to: NaN patterns at every change of hands
         assert engine.call(poison.poison_freed) == 2
         assert outputs(engine, traces) == expected
@@ -74,7 +75,7 @@ def test_nothing_unread_matters(name: str, model: Path) -> None:
         engine.call(poison.poison_too_much)
         assert told(engine, traces) not in (expected, None)
     finally:
-        runner.close()
+        tried.close()
 
 
 def test_sinks_evicted_before_their_pages_are_survived(model: Path) -> None:

@@ -14,7 +14,7 @@ from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
 from vllm_kvq.formats import FORMATS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("runner")]
 PUBLIC = [f.name for f in FORMATS.values() if f.public]
 N = 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}

@@ -14,7 +14,7 @@ from proof.oracle.compare import compare_all
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("runner")]
 N, DRAFTS = 32, 3
 LOSSLESS: dict[str, Any] = {
     "kv_cache_dtype": "lossless",

@@ -80,5 +80,19 @@ def repeats(n: int) -> Trace:
     return Trace(tuple(Request(f"echo{i}", words(i) + phrase * (4 + 3 * i), 60, arrival=2 * i) for i in range(4)))
 
 
+def few(n: int) -> list[Trace]:
+    """For what is slow: a cold prompt in chunks, a prefix hit beside a decode, a prompt of one token, drafts of which
+    some are rejected. 28 tokens are chosen."""
+    words = _Words(11)
+    shared, phrase = words(3 * n), words(5)
+    first = (Request("cold", shared + words(9), 4), Request("one token", words(1), 5, arrival=1))
+    again = (
+        Request("hit", shared + words(3), 5),
+        Request("echo", words(2) + phrase * 6, 10),
+        Request("late", words(n // 2), 4, arrival=2),
+    )
+    return [Trace(first), Trace(again)]
+
+
 def all_traces(n: int) -> list[Trace]:
     return [lengths(n), *prefixes(n), same_step(n), long_decode(n), crowd(n), repeats(n)]

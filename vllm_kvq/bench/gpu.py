@@ -22,8 +22,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from vllm_kvq.bench.gpu_results import Results
 
 FORMATS = ("squat2", "qjl3", "innerq2", "polar4", "polar4+table", "polar3", "polar3+table", "squat4")
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
@@ -34,6 +37,8 @@ ROW = "{:<12} {:>5} {:>8} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>10} {:>9}"
 HEADER = ("format", "batch", "context", "us", "bf16 us", "fp8 us", "ideal us", "x bf16", "x fp8", "MB read", "of copy")
 PROMPT, HIDDEN, MLP = 4096, 4096, 14336
 """Tokens of a prompt, and the layer of an 8B Llama that packing them is compared with."""
+RIVALS = ("sdpa", "sdpa-flash", "flash_attn")
+"""What attends bf16."""
 Calls = list[Callable[[], object]]
 
 
@@ -175,47 +180,65 @@ def fits(read: int, device: torch.device) -> bool:
     return device.type != "cuda" or 1.2 * max(read, ROTATED_BYTES) < torch.cuda.mem_get_info()[0]
 
 
-def run(device: torch.device, formats: list[str], shapes: list[Shape], deadline: float) -> None:
-    bandwidth = copy_bandwidth(device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "no GPU: times mean nothing"
-    print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s (read + write)")
-    print(ROW.format(*HEADER))
+def run(device: torch.device, formats: list[str], shapes: list[Shape], deadline: float, results: Results) -> None:
+    """Prints the table; what `results` has is not measured again."""
+    copied = results.take("copy", 0, 0, lambda: (1 / copy_bandwidth(device), 1))
+    bandwidth = 1 / copied.seconds
+    tell = results.tell
+    tell(f"{results.device}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s (read + write)")
+    tell(ROW.format(*HEADER))
     times: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
     for shape in shapes:
-        full = bf16_bytes(shape)
+        full, at = bf16_bytes(shape), (shape.batch, shape.context)
         if not fits(full, device):
-            print(f"batch {shape.batch} context {shape.context}: left out, bf16 needs {full / 1e9:.0f} GB")
+            tell(f"batch {shape.batch} context {shape.context}: left out, bf16 needs {full / 1e9:.0f} GB")
             continue
-        if time.monotonic() > deadline:
-            print(f"batch {shape.batch} context {shape.context}: left out, no time")
+        if time.monotonic() > deadline and results.known("sdpa", *at) is None:
+            tell(f"batch {shape.batch} context {shape.context}: left out, no time")
             continue
-        rivals: dict[str, float] = {}
+        rivals, fp8 = _rivals(shape, device, results)
+        base, ideal = min(rivals.values()), full / bandwidth
+        for name, took in rivals.items():
+            tell(line(name, shape, took, base, fp8, ideal, full, bandwidth))
+        for f in formats:
+            if time.monotonic() > deadline and results.known(f, *at) is None:
+                continue
+            own = results.take(f, *at, lambda f=f, shape=shape: _packed(f, shape, device))  # type: ignore[misc]
+            tell(line(f, shape, own.seconds, base, fp8, ideal, own.read, bandwidth))
+            times.setdefault((f, shape.batch), []).append((shape.context, own.seconds, base))
+    tell("")
+    tell("slope: ns per token of context between the two longest; break-even: shortest context not slower than bf16")
+    for (f, batch), rows in times.items():
+        tell(summary(f, batch, sorted(rows)))
+
+
+def _packed(name: str, shape: Shape, device: torch.device) -> tuple[float, int]:
+    calls, read = packed_calls(name, shape, device)
+    took = measure(calls, device)
+    del calls
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return took, read
+
+
+def _rivals(shape: Shape, device: torch.device, results: Results) -> tuple[dict[str, float], float | None]:
+    """Seconds of what attends bf16, by name, and of what attends fp8."""
+    at, full = (shape.batch, shape.context), bf16_bytes(shape)
+    kept = {name: row.seconds for name in RIVALS if (row := results.known(name, *at))}
+    if not kept:
         for name, calls in bf16_calls(shape, device).items():
             try:
-                rivals[name] = measure(calls, device)
+                took = measure(calls, device)
             except RuntimeError as error:  # a backend that refuses these shapes
                 print(f"{name}: {str(error).splitlines()[0]}")
+                continue
+            kept[name] = results.take(name, *at, lambda took=took: (took, full)).seconds  # type: ignore[misc]
         del calls
-        base, ideal = min(rivals.values()), full / bandwidth
-        try:
-            fp8 = measure(fp8_calls(shape, device), device)
-        except (ImportError, RuntimeError, TypeError):  # no FlashAttention 3, or not for this GPU, or another version
-            fp8 = None
-        for name, took in rivals.items():
-            print(line(name, shape, took, base, fp8, ideal, full, bandwidth), flush=True)
-        for f in formats:
-            if time.monotonic() > deadline:
-                break
-            own, read = packed_calls(f, shape, device)
-            took = measure(own, device)
-            del own
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            print(line(f, shape, took, base, fp8, ideal, read, bandwidth), flush=True)
-            times.setdefault((f, shape.batch), []).append((shape.context, took, base))
-    print("\nslope: ns per token of context between the two longest; break-even: shortest context not slower than bf16")
-    for (f, batch), rows in times.items():
-        print(summary(f, batch, sorted(rows)))
+    try:
+        eight = results.take("fp8", *at, lambda: (measure(fp8_calls(shape, device), device), full // 2)).seconds
+    except (ImportError, RuntimeError, TypeError):  # no FlashAttention 3, or not for this GPU, or another version
+        eight = None
+    return kept, eight
 
 
 def line(
@@ -280,14 +303,21 @@ def prefill_seconds(tokens: int, device: torch.device) -> float:
     return measure([call], device)
 
 
-def run_prompts(device: torch.device, formats: list[str], tokens: int) -> None:
-    whole = prefill_seconds(tokens, device)
-    print(f"\npacking a prompt of {tokens} tokens; the products and attention of an 8B layer take {1e6 * whole:.0f} us")
+def run_prompts(device: torch.device, formats: list[str], tokens: int, results: Results) -> None:
+    whole = results.take("a layer's prefill", 1, tokens, lambda: (prefill_seconds(tokens, device), 0)).seconds
+    results.tell("")
+    results.tell(
+        f"packing a prompt of {tokens} tokens; the products and attention of an 8B layer: {1e6 * whole:.0f} us"
+    )
     for name in dict.fromkeys(f.partition("+")[0] for f in formats):
-        calls = prompt_calls(name, tokens, device)
-        # SQuat's eigenvectors are PyTorch's, which a graph does not hold
-        took = measure(calls, device) if not name.startswith("squat") else plain_seconds(calls, device)
-        print(f"{name:<12} {1e6 * took:>10.1f} us   {took / whole:.1%} of the layer", flush=True)
+        own = results.take(f"packing {name}", 1, tokens, lambda name=name: (_packing(name, tokens, device), 0))  # type: ignore[misc]
+        results.tell(f"{name:<12} {1e6 * own.seconds:>10.1f} us   {own.seconds / whole:.1%} of the layer")
+
+
+def _packing(name: str, tokens: int, device: torch.device) -> float:
+    calls = prompt_calls(name, tokens, device)
+    # SQuat's eigenvectors are PyTorch's, which a graph does not hold
+    return measure(calls, device) if not name.startswith("squat") else plain_seconds(calls, device)
 
 
 def plain_seconds(calls: Calls, device: torch.device, rounds: int = 10) -> float:
@@ -319,14 +349,18 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--seconds", type=float, default=300, help="start no measurement after this time")
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="keep every number there at once, and measure none again"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes without a GPU")
     parser.add_argument("--compile", action="store_true", help="only launch everything once, so that it is compiled")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
-        run(torch.device("cpu"), args.formats, [Shape(1, 64)], deadline)
-        run_prompts(torch.device("cpu"), args.formats, 64)
+        nowhere = Results(args.results, "dry run: times mean nothing")
+        run(torch.device("cpu"), args.formats, [Shape(1, 64)], deadline, nowhere)
+        run_prompts(torch.device("cpu"), args.formats, 64, nowhere)
         return 0
     if not torch.cuda.is_available():
         print("no CUDA device; --dry-run tries the script without one", file=sys.stderr)
@@ -340,8 +374,9 @@ def main() -> int:
         return 0
     # the longest contexts matter most: what is left out for lack of time is short
     shapes = [Shape(b, c) for c in sorted(args.contexts, reverse=True) for b in args.batches]
-    run(device, args.formats, shapes, deadline)
-    run_prompts(device, args.formats, PROMPT)
+    results = Results(args.results, torch.cuda.get_device_name())
+    run(device, args.formats, shapes, deadline, results)
+    run_prompts(device, args.formats, PROMPT, results)
     return 0
 
 

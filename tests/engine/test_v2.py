@@ -1,0 +1,141 @@
+"""vLLM's V2 model runner, which it takes on a GPU, gives the tokens that its runner for CPUs gives.
+
+With `-m wide` all tests of traces, drafts, poison and lifecycles run under it (the fixture `runner`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import poison
+import pytest
+import traces
+from test_lifecycle import reload
+from test_poison import told
+
+from proof.models.draft import random_draft
+from proof.oracle.compare import compare_all
+from proof.oracle.forked import EngineProcess
+from proof.oracle.interpreted import RUNNER
+from proof.oracle.judge import judge
+from proof.oracle.replay import ReplayModel
+from proof.oracle.trace import Result, Trace
+from vllm_kvq.bench.random_model import random_model
+
+pytestmark = pytest.mark.engine
+N, DRAFTS = 32, 2
+TRACES = traces.few(N)
+RESET = [replace(TRACES[0], reset=True), TRACES[1]]
+ENGINE: dict[str, Any] = {"block_size": N, "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+ASYNCHRONOUS = {"async_scheduling": True}
+
+
+@pytest.fixture(autouse=True)
+def v2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNNER, "1")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Result]:
+    """Plain vLLM's answers, by its runner for CPUs."""
+    with EngineProcess(str(model), ENGINE, {RUNNER: "0"}) as process:
+        return [process.run(trace) for trace in TRACES]
+
+
+def kind(engine: Any) -> tuple[str, bool]:
+    """Which runner serves, and whether steps are scheduled before the last one's tokens are known."""
+    core = engine.engine.engine_core.engine_core
+    return type(core.model_executor.driver_worker.worker.model_runner).__module__, core.batch_queue is not None
+
+
+def ngram(method: str = "ngram") -> dict[str, Any]:
+    lookup = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    return {"speculative_config": {"method": method, "num_speculative_tokens": DRAFTS, **lookup}}
+
+
+def kvq(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"kvq": options}}
+
+
+LOSSLESS: dict[str, dict[str, Any]] = {
+    "drafts from ngrams": ngram(),
+    "asynchronous, drafts from ngrams": ASYNCHRONOUS | ngram("ngram_gpu"),
+    "asynchronous, a draft model": ASYNCHRONOUS | {"draft": "draft_model"},
+    "compiled": {"enforce_eager": False},
+}
+LONG = ("compiled",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.wide) if n in LONG else n for n in LOSSLESS])
+def test_lossless_equals_plain_vllm(name: str, model: Path, expected: list[Result], tmp_path: Path) -> None:
+    arguments = {**ENGINE, "kv_cache_dtype": "lossless", **kvq(W=32, S=4), **LOSSLESS[name]}
+    if method := arguments.pop("draft", None):
+        draft = random_draft(tmp_path / "draft", model, method=method)
+        how = {"method": method, "model": str(draft), "num_speculative_tokens": DRAFTS}
+        arguments["speculative_config"] = how
+    with EngineProcess(str(model), arguments, {}) as process:
+        assert process.call(kind) == ("vllm.v1.worker.cpu.model_runner", "asynchronous" in name)
+        got = [process.run(trace) for trace in TRACES]
+    total = compare_all(TRACES, expected, got)
+    assert not total.mismatches
+    assert total.tokens == 28
+    assert total.hits > 0
+    assert any(c.drafts for r in got for step in r.steps for c in step) == ("draft" in name)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
+    """The C++ kernels; of three requests that grow, one is preempted."""
+    todo = [*TRACES, Trace(traces.crowd(N).requests[:3])]
+    arguments = {**ENGINE, "kv_cache_dtype": "squat2", **ngram("ngram_gpu"), "num_gpu_blocks_override": 55}
+    with EngineProcess(str(model), {**arguments, "async_scheduling": asynchronous}, {}) as process:
+        got = [process.run(trace) for trace in todo]
+    total = judge(ReplayModel(str(model), "squat2", N, DRAFTS, kernel_error=1e-3), todo, got)
+    assert not total.mismatches
+    assert min(total.hits, total.rejected, total.preemptions) > 0
+    assert total.ties <= 0.05 * total.tokens
+
+
+def test_the_gpu_path(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    got = run(TRACES, kv_cache_dtype="squat2", **ENGINE, **ngram("ngram_gpu"), **ASYNCHRONOUS)
+    total = judge(ReplayModel(str(model), "squat2", N, DRAFTS, kernel_error=1e-3), TRACES, got)
+    assert not total.mismatches
+    assert total.tokens == 28
+    assert min(total.hits, total.rejected) > 0
+    assert total.ties <= 2
+
+
+@pytest.fixture(scope="module")
+def process(model: Path) -> Iterator[EngineProcess]:
+    with EngineProcess(str(model), {**ENGINE, "kv_cache_dtype": "squat2"}, {RUNNER: "1"}) as engine:
+        yield engine
+
+
+def answers(process: EngineProcess) -> list[Any]:
+    return [process.run(trace).outputs for trace in RESET]
+
+
+def test_new_weights(process: EngineProcess, model: Path, tmp_path: Path) -> None:
+    other = random_model(tmp_path / "model", hidden=128, layers=2, heads=4, kv_heads=2, seed=1)
+    first = answers(process)
+    process.call(functools.partial(reload, str(other)))
+    assert answers(process) != first
+    process.call(functools.partial(reload, str(model)))
+    assert answers(process) == first
+
+
+def test_nothing_unread_matters(process: EngineProcess) -> None:
+    """Poison, as in test_poison.py, and the control that it is seen."""
+    first = answers(process)
+    process.call(poison.poison_freed)
+    process.call(poison.poison_unread)
+    assert answers(process) == first
+    process.call(poison.stop_poison)
+    process.call(poison.poison_too_much)
+    assert told(process, RESET) not in (first, None)

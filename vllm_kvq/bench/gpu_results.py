@@ -1,0 +1,93 @@
+"""What was measured on a GPU, kept from run to run: a CSV that grows by a row per measurement, and a page made of it.
+
+A GPU may be lent for minutes only: a run that is cut off has lost nothing, and the next one measures what is left.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Measured:
+    torch: str
+    what: str
+    """A format, a rival, or the copy that gives the bandwidth."""
+    batch: int
+    context: int
+    seconds: float
+    read: int
+    """Bytes."""
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0:
+            raise ValueError(f"{self.what} took {self.seconds} seconds")
+
+    @classmethod
+    def of(cls, row: list[str]) -> Measured:
+        version, what, batch, context, seconds, read = row
+        return cls(version, what, int(batch), int(context), float(seconds), int(read))
+
+
+class Results:
+    """Of one device. Without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None, device: str) -> None:
+        self.device, self.lines = device, list[str]()
+        name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+        self.path = folder / f"gpu-{name}.csv" if folder else None
+        self.rows: dict[tuple[str, int, int], Measured] = {}
+        for row in self._written():
+            if row.torch == torch.__version__:
+                self.rows[row.what, row.batch, row.context] = row
+
+    def _written(self) -> list[Measured]:
+        if self.path is None or not self.path.exists():
+            return []
+        text = self.path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # a run ended while it wrote a line
+            self.path.write_text(whole, encoding="utf-8")
+        try:
+            return [Measured.of(row) for row in list(csv.reader(whole.splitlines()))[1:]]
+        except ValueError as error:
+            raise ValueError(f"{self.path} holds no results ({error}); move it away to begin anew") from error
+
+    def known(self, what: str, batch: int, context: int) -> Measured | None:
+        return self.rows.get((what, batch, context))
+
+    def take(self, what: str, batch: int, context: int, measure: Callable[[], tuple[float, int]]) -> Measured:
+        """As it was measured before, or now, by `measure() -> (seconds, bytes read)`."""
+        found = self.known(what, batch, context)
+        if found is None:
+            found = Measured(torch.__version__, what, batch, context, *measure())
+            self.rows[what, batch, context] = found
+            self._append(found)
+        return found
+
+    def _append(self, row: Measured) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        begun = self.path.exists()
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if not begun:
+                writer.writerow([f.name for f in fields(Measured)])
+            writer.writerow(astuple(row))
+
+    def tell(self, line: str) -> None:
+        """Prints a line, which stands on the page, too."""
+        print(line, flush=True)
+        self.lines.append(line)
+        if self.path is None:
+            return
+        text = "\n".join(f"    {x}" if x else "" for x in self.lines)
+        title = f"# Decode times on {self.device}\n\nWritten by `bench/gpu.sh`; the numbers: `{self.path.name}`.\n"
+        self.path.with_suffix(".md").write_text(f"{title}\n{text}\n", encoding="utf-8")
