@@ -116,7 +116,6 @@ class Plan:
             for i, (writer, page) in enumerate(life.hit)
             for u in range(per_page)
         }
-        own = life.start + fmt.W if life.start else 0
         states: dict[int, int] = {}
         page_state: dict[int, int] = {}
         fits: list[slice] = []
@@ -126,7 +125,7 @@ class Plan:
             if fmt.state_rows and (new > 1 + self.num_spec or part.context == life.start):
                 fits.append(slice(row, row + new))
             row += new
-            for unit in range(max(part.context, own) // p, part.end // p):
+            for unit in range(part.context // p, part.end // p):
                 page = unit // per_page
                 if unit % per_page == 0 or page not in page_state:
                     page_state[page] = len(fits) - 1

@@ -40,11 +40,6 @@ class ReferenceCache:
         self.page_state: dict[int, torch.Tensor | None] = {}
         """Page -> the state it was begun with."""
 
-    @property
-    def own(self) -> int:
-        """First position whose unit this request packs itself."""
-        return self.start + self.fmt.W if self.start else 0
-
     def page(self, index: int) -> CachedPage:
         """What the prefix cache keeps of a complete page: its packed units, and the sinks in full precision."""
         fmt = self.fmt
@@ -55,9 +50,9 @@ class ReferenceCache:
 
     @classmethod
     def after_hit(cls, fmt: PageFormat, heads: int, pages: list[CachedPage], num_spec: int = 0) -> ReferenceCache:
-        """A new request that found these pages; it computes the last W of their tokens again, writes none."""
+        """A new request that found these pages; it packs what comes behind them."""
         new = cls(fmt, heads, num_spec)
-        new.start = len(pages) * fmt.N - fmt.W
+        new.start = len(pages) * fmt.N
         # nothing but sinks may be read from here in full precision
         new.key = torch.full((new.start, heads, fmt.geometry.head_size), float("nan"))
         new.value = new.key.clone()
@@ -86,9 +81,9 @@ class ReferenceCache:
         self.state = self.fmt.keys.fit(grouped, k.transpose(0, 1), self.state)
 
     def _pack(self, context: int) -> None:
-        """Every unit that this chunk completes, but those that lie in the shared pages of a hit."""
+        """Every unit that this chunk completes."""
         fmt, p = self.fmt, self.fmt.unit
-        for unit in range(max(context, self.own) // p, len(self.key) // p):
+        for unit in range(context // p, len(self.key) // p):
             at, page = slice(unit * p, (unit + 1) * p), unit * p // fmt.N
             if unit * p % fmt.N == 0 or page not in self.page_state:
                 self.page_state[page] = self.state

@@ -59,7 +59,6 @@ def stepwise(model: ReplayModel, lives: list[Life]) -> torch.Tensor:
 def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
     rng = random.Random(1)
     replay = ReplayModel(str(model), name, 64, DRAFTS, **options)
-    window = replay.formats[0].W
 
     def words(count: int) -> list[int]:
         return [rng.randint(10, 500) for _ in range(count)]
@@ -67,9 +66,9 @@ def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
     shared = words(260)
     first = life(rng, "first", [*shared, *words(70)], 0, [])
     pages = [(first, i) for i in range(4)]
-    second = life(rng, "second", [*shared, *words(90)], 256 - window, pages)
+    second = life(rng, "second", [*shared, *words(90)], 256, pages)
     # nested: page 4 is the second's own
-    third = life(rng, "third", [*second.tokens[:320], *words(60)], 320 - window, [*pages, (second, 4)])
+    third = life(rng, "third", [*second.tokens[:320], *words(60)], 320, [*pages, (second, 4)])
     lives = [first, second, third]
     whole = Whole(replay, lives)
     expected, got = stepwise(replay, lives), whole.logits(torch.arange(len(whole.plan.tokens)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
@@ -27,8 +27,10 @@ from vllm_kvq.integration.faults import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.report import Damage
 from vllm_kvq.integration.seeds import keep_seeds
+from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.setup import bind, bind_layer, layer_of
 from vllm_kvq.integration.sidecar import LAYOUTS
+from vllm_kvq.integration.spec import PackedSpec
 from vllm_kvq.integration.validate import Refused, check_layer
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.paths import Wish, path_for
@@ -113,6 +115,8 @@ class KVQBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar = list(FORMATS)
     format: PageFormat | None = None
     """Set in the subclass of each layer: `customize_spec` sees only the spec, without a vLLM configuration."""
+    recomputed: int = 0
+    """The same for `Served.recomputed`."""
 
     @staticmethod
     def get_name() -> str:
@@ -155,12 +159,18 @@ class KVQBackend(AttentionBackend):
             raise RuntimeError(
                 f"vLLM changed the block size to {spec.block_size} after the format was bound to {cls.format.N}"
             )
-        return replace(spec, tokens_per_state=spec.block_size, state_content_bytes=cls.format.record_bytes)
+        return replace_as(
+            spec,
+            PackedSpec,
+            tokens_per_state=spec.block_size,
+            state_content_bytes=cls.format.record_bytes,
+            recomputed=cls.recomputed,
+        )
 
 
 @functools.cache
-def bound_backend(fmt: PageFormat) -> type[KVQBackend]:
-    return type("KVQBackend", (KVQBackend,), {"format": fmt})
+def bound_backend(fmt: PageFormat, recomputed: int) -> type[KVQBackend]:
+    return type("KVQBackend", (KVQBackend,), {"format": fmt, "recomputed": recomputed})
 
 
 class KVQImpl(AttentionImpl):
@@ -192,7 +202,7 @@ class KVQImpl(AttentionImpl):
         name, layer = layer_of(self.vllm_config, self)
         index = _layer_index(name)
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
-        layer.attn_backend = bound_backend(fmt)
+        layer.attn_backend = bound_backend(fmt, Served.of(self.vllm_config).recomputed)
         self.packed = PackedLayer.create(fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers)
 
     def forward(

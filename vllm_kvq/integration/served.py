@@ -49,6 +49,8 @@ class Served:
     prefix_caching: bool
     no_prefix_caching: str | None
     """Why it is off whatever the user says."""
+    recomputed: int
+    """So many tokens at a request's end no prefix hit covers."""
     max_len: int
     window_tokens: int
     """The most tokens of a long request that a layer with a sliding window holds."""
@@ -73,6 +75,7 @@ class Served:
             draft,
             prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,
             no_prefix_caching="some layers stay in 16 bits" if layers.kept else None,
+            recomputed=_recomputed(vllm_config, fmt, layers),
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
             copies=layers.packed * vllm_config.parallel_config.tensor_parallel_size,
@@ -111,6 +114,18 @@ class Served:
             own = fitting_block(slots.page_bytes, draft.token_bytes, self.format.N)
             kinds.append(Kind(draft.layers, -(-length // own), length * 4 * draft.heads * draft.head_size))
         return tuple(kinds)
+
+
+def _recomputed(vllm_config: Any, fmt: PageFormat, layers: Layers) -> int:
+    """The user's number; else W, so that the window is exact after a hit, too.
+
+    Beside layers with a sliding window 0: vLLM keeps of these what the end of a prompt sees, where a hit that ends
+    earlier would find nothing.
+    """
+    chosen = settings_of(vllm_config).recompute
+    if chosen is not None:
+        return chosen
+    return 0 if layers.kept else fmt.W
 
 
 def _format(vllm_config: Any, heads: int, layers: Layers, token_bytes: int) -> PageFormat:
