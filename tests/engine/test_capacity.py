@@ -68,7 +68,7 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     page = vllm_config.cache_config.skip_page_size_padded
     backends = {
-        "p": lambda: bound_backend(served.format),
+        "p": lambda: bound_backend(served.format, served.recomputed),
         "s": lambda: padded_backend(SixteenBitBackend, page),
         "d": lambda: padded_backend(DraftBackend, page),
         "w": lambda: CPUAttentionBackend,
