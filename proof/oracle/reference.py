@@ -121,6 +121,17 @@ class ExactCache:
         self.window = window
         self.key = self.value = torch.zeros(0)
 
+    def page(self, index: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the page's n tokens, which are as they were computed."""
+        at = slice(index * n, (index + 1) * n)
+        return self.key[at], self.value[at]
+
+    @classmethod
+    def after_hit(cls, window: int | None, pages: list[tuple[torch.Tensor, torch.Tensor]]) -> ExactCache:
+        new = cls(window)
+        new.key, new.value = (torch.cat(parts) for parts in zip(*pages, strict=True))
+        return new
+
     def rewind(self, length: int) -> None:
         self.key, self.value = self.key[:length], self.value[:length]
 

@@ -79,14 +79,19 @@ def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
 
 
 def test_equal_logits_beside_exact_layers(model: Path) -> None:
-    """One layer packed, one in 16 bits, with a window or without."""
+    """One layer packed, one in 16 bits, with a window or without; the third request hits pages of the first."""
     rng = random.Random(3)
     made = [life(rng, str(i), [rng.randint(10, 500) for _ in range(150 + i)], 0, []) for i in range(2)]
+    hit = [(made[0], i) for i in range(2)]
+    made.append(life(rng, "hit", [*made[0].tokens[:128], *(rng.randint(10, 500) for _ in range(40))], 128, hit))
     rows, logits = torch.arange(sum(len(p.tokens) for each in made for p in each.parts)), []
     for exact in ({}, {0: None}, {0: 48}, {1: None}):
         replay = ReplayModel(str(model), "squat2", 64, DRAFTS, exact=exact, W=0)
         expected, got = stepwise(replay, made), Whole(replay, made).logits(rows)
         assert ((expected - got).abs().amax(1) < 1e-2).float().mean() > 0.9
+        # of the hit by itself
+        behind = rows[-sum(len(p.tokens) for p in made[2].parts) :]
+        assert ((expected - got)[behind].abs().amax(1) < 1e-2).float().mean() > 0.9
         logits.append(got)
     for i, one in enumerate(logits):
         for another in logits[:i]:

@@ -76,12 +76,12 @@ def be_quiet() -> None:
 
 def describe(start: DryStart) -> dict[str, Any]:
     from vllm_kvq.integration.memory import cache_memory, gib
-    from vllm_kvq.integration.report import Capacity, group_layers
+    from vllm_kvq.integration.report import Capacity, block_bytes
     from vllm_kvq.kernels.cpu.library import ISAS, isa
 
     served, config = start.served, start.vllm_config
     fmt, path, memory = served.format, served.path, cache_memory(config)
-    page_group = group_layers(served) * served.page_bytes
+    page_group = block_bytes(served)
     blocks = memory.nbytes * config.parallel_config.pipeline_parallel_size // page_group
     capacity = Capacity.of(served, blocks)
     problem = memory.problem

@@ -17,7 +17,7 @@ PLAIN_BITS = 16
 def bits_at(served: Served, tokens: int) -> float:
     """Whole blocks, as vLLM gives them out, against the same numbers in 16 bits; layers in 16 bits count, too."""
     kinds = replace(served, max_len=tokens).kinds
-    taken = served.page_bytes * sum(kind.layers * kind.blocks for kind in kinds)
+    taken = sum(kind.layers * kind.blocks * kind.page_bytes for kind in kinds)
     return PLAIN_BITS * taken / sum(kind.layers * kind.plain_bytes for kind in kinds)
 
 

@@ -21,11 +21,11 @@ COMMON = (
     Option("S", "first tokens read in full precision", 0, low=0, high=1024),
     Option(
         "recompute",
-        "newest tokens of a request that no prefix hit covers; W, or 0 beside layers in 16 bits",
+        "newest tokens of a request that no prefix hit covers; W, or 0 beside layers with a sliding window",
         low=0,
         high=4096,
     ),
-    LayerList("skip_layers", "indices of layers to keep in 16 bits (CPU; prefix caching is off then)", ()),
+    LayerList("skip_layers", "indices of layers to keep in 16 bits", ()),
 )
 
 

@@ -25,11 +25,11 @@ from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration.faults import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
+from vllm_kvq.integration.layout import ONE_SIZE, SIDE_BY_SIDE, zero_all_groups
 from vllm_kvq.integration.report import Damage
 from vllm_kvq.integration.seeds import keep_seeds
 from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.setup import bind, bind_layer, layer_of
-from vllm_kvq.integration.sidecar import LAYOUTS
 from vllm_kvq.integration.spec import PackedSpec
 from vllm_kvq.integration.validate import Refused, check_layer
 from vllm_kvq.kernels.gpu.step import GPUStep
@@ -78,6 +78,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         self.watches: list[FaultWatch] | None = None
         if device.type == "cpu":
             keep_seeds()
+            zero_all_groups()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -86,7 +87,9 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         wish = Wish.of(vllm_config.device_config.device_type, os.environ)
         if not wish.on_gpu:
             return AttentionCGSupport.NEVER
-        geometry = Geometry(kv_cache_spec.head_size, kv_cache_spec.block_size, vllm_config.model_config.dtype)
+        # beside other layers vLLM hands over the spec that wraps those of a group
+        spec = getattr(kv_cache_spec, "first_spec", kv_cache_spec)
+        geometry = Geometry(spec.head_size, spec.block_size, vllm_config.model_config.dtype)
         path = path_for(bind(vllm_config, geometry), wish)
         return AttentionCGSupport.UNIFORM_BATCH if path.on_gpu else AttentionCGSupport.NEVER
 
@@ -117,6 +120,8 @@ class KVQBackend(AttentionBackend):
     """Set in the subclass of each layer: `customize_spec` sees only the spec, without a vLLM configuration."""
     recomputed: int = 0
     """The same for `Served.recomputed`."""
+    mixed: bool = False
+    """The same for `Served.mixed`."""
 
     @staticmethod
     def get_name() -> str:
@@ -140,7 +145,7 @@ class KVQBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return LAYOUTS
+        return SIDE_BY_SIDE if cls.mixed else ONE_SIZE
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -169,8 +174,8 @@ class KVQBackend(AttentionBackend):
 
 
 @functools.cache
-def bound_backend(fmt: PageFormat, recomputed: int) -> type[KVQBackend]:
-    return type("KVQBackend", (KVQBackend,), {"format": fmt, "recomputed": recomputed})
+def bound_backend(fmt: PageFormat, recomputed: int, mixed: bool) -> type[KVQBackend]:
+    return type("KVQBackend", (KVQBackend,), {"format": fmt, "recomputed": recomputed, "mixed": mixed})
 
 
 class KVQImpl(AttentionImpl):
@@ -202,7 +207,8 @@ class KVQImpl(AttentionImpl):
         name, layer = layer_of(self.vllm_config, self)
         index = _layer_index(name)
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
-        layer.attn_backend = bound_backend(fmt, Served.of(self.vllm_config).recomputed)
+        served = Served.of(self.vllm_config)
+        layer.attn_backend = bound_backend(fmt, served.recomputed, served.mixed)
         self.packed = PackedLayer.create(fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers)
 
     def forward(

@@ -18,7 +18,6 @@ from vllm_kvq.integration.ledger import SUPPORTED
 NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.config": (
         "CacheConfig.kv_cache_dtype_skip_layers",
-        "CacheConfig.skip_page_size_padded",
         "CacheConfig.user_specified_block_size",
         "VllmConfig.max_in_flight_tokens",
         "VllmConfig.num_speculative_tokens",
@@ -35,7 +34,11 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
     "vllm.model_executor.models.utils": ("extract_layer_index",),
     "vllm.platforms": ("current_platform",),
-    "vllm.platforms.interface": ("Platform.check_and_update_config", "Platform.get_attn_backend_cls"),
+    "vllm.platforms.interface": (
+        "Platform._align_heterogeneous_kv_block_size",
+        "Platform.check_and_update_config",
+        "Platform.get_attn_backend_cls",
+    ),
     "vllm.utils.cpu_resource_utils": ("get_allowed_cpu_list", "get_memory_node_info", "get_visible_memory_node"),
     "vllm.utils.math_utils": ("cdiv",),
     "vllm.utils.torch_utils": ("STR_DTYPE_TO_TORCH_DTYPE",),
@@ -96,6 +99,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "FullAttentionSpec.merge",
         "FullAttentionSpec.tokens_per_state",
         "KVQuantMode",
+        "UniformTypeKVCacheSpecs.first_spec",
         "replace_as",
     ),
     "vllm.v1.kv_cache_layout": ("KVCacheLayout.BLHNC", "KVCacheLayout.LBHNC"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration.layout import put_first
 from vllm_kvq.integration.metrics import CLAMPED, Series
 from vllm_kvq.integration.prompts import Asked, prompts_for
 from vllm_kvq.integration.replicas import all_queries_of
@@ -53,6 +54,8 @@ class PackedLayer:
         # an existing companion is kept: after a reload of weights its cache is still bound
         first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
         report = functools.partial(report_start, served, vllm_config) if first else None
+        if first and served.mixed:
+            put_first(name, layers)
         sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, served.copies, report))
         sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots)) if fmt.S else None
 

@@ -78,6 +78,6 @@ class SinkSpec(CompanionSpec):
 
 
 def register() -> None:
-    KVCacheSpecRegistry.register(PackedSpec, PackedManager, uniform_type_base_spec=PackedSpec)
+    KVCacheSpecRegistry.register(PackedSpec, PackedManager, uniform_type_base_spec=FullAttentionSpec)
     KVCacheSpecRegistry.register(SinkSpec, SinkManager, uniform_type_base_spec=SinkSpec)
     KVCacheSpecRegistry.register(SidecarSpec, SidecarManager, uniform_type_base_spec=SidecarSpec)

@@ -100,11 +100,6 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
         (gpu := _gpu_problem(current_platform), gpu or "", plain),
         (
-            _skips(vllm_config) and not current_platform.is_cpu(),
-            "layers in 16 bits (skip_layers) on this platform",
-            "leave it out",
-        ),
-        (
             vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size,
             "KV connectors",
             "drop --kv-transfer-config and --kv-offloading-size, or " + plain,
@@ -140,10 +135,6 @@ def _layers_differ(text: Any) -> bool:
         or any(layer.get(name, config.get(name)) != config.get(name) for layer in own)
         for name in ("head_dim", "num_key_value_heads")
     )
-
-
-def _skips(vllm_config: Any) -> bool:
-    return bool(vllm_config.cache_config.kv_cache_dtype_skip_layers or settings_of(vllm_config).skip_layers)
 
 
 # what vLLM asks of a backend before it makes a layer, and what it is called in a sentence
