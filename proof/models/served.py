@@ -42,6 +42,13 @@ SERVED: list[Architecture] = [
         "one layer in four is packed and has no RoPE; the others keep 16 bits",
         windows=True,
     ),
+    Architecture(
+        "gpt-oss",
+        "GptOssConfig",
+        llama_like(num_hidden_layers=4, num_local_experts=4, sliding_window=48),
+        "learned attention sinks; one layer in two is packed, those with a sliding window keep 16 bits",
+        windows=True,
+    ),
     Architecture("Phi-3", "Phi3Config", hidden(2, 96), "head size 96, fused projections", replay=True),
     Architecture(
         "Phi-2",

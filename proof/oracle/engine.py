@@ -175,7 +175,4 @@ def blocks_of(model: str, pool: float, arguments: dict[str, Any]) -> int:
     """Pages, sidecar and sinks of `pool` requests, and block 0, which vLLM never hands out."""
     slots = slots_of(model, arguments)
     pages = -(-arguments["max_model_len"] // arguments["block_size"])
-    if "model" in arguments.get("speculative_config", {}):
-        # the draft's own cache; vLLM's least block on a CPU has 32 tokens
-        pages += -(-arguments["max_model_len"] // 32)
     return 1 + int(pool * (pages + slots.sidecar_blocks + slots.sink_blocks))

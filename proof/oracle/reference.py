@@ -32,6 +32,8 @@ class ReferenceCache:
 
     def __init__(self, fmt: PageFormat, heads: int, num_spec: int = 0) -> None:
         self.fmt, self.num_spec = fmt, num_spec
+        self.learned: torch.Tensor | None = None
+        """(query heads,) learned sinks: scores of a token whose value is 0."""
         self.start = 0
         self.state: torch.Tensor | None = None
         self.key = torch.zeros(0, heads, fmt.geometry.head_size)
@@ -111,7 +113,9 @@ class ReferenceCache:
         scores = torch.einsum("qhd,thd->hqt", query.float(), k) * scale
         position = context + torch.arange(len(query))[:, None]
         scores = scores.masked_fill(torch.arange(len(k)) > position, float("-inf"))
-        return torch.einsum("hqt,thd->qhd", scores.softmax(-1), v)
+        if self.learned is not None:
+            scores = torch.cat([scores, self.learned[:, None, None].expand(-1, len(query), 1)], dim=-1)
+        return torch.einsum("hqt,thd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 class ExactCache:

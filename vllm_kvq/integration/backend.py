@@ -193,6 +193,7 @@ class KVQImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         **extra: Any,
     ) -> None:
+        self.learned = extra.pop("sinks", None)
         check_layer(alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name, extra)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
@@ -209,7 +210,9 @@ class KVQImpl(AttentionImpl):
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
         served = Served.of(self.vllm_config)
         layer.attn_backend = bound_backend(fmt, served.recomputed, served.mixed)
-        self.packed = PackedLayer.create(fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers)
+        self.packed = PackedLayer.create(
+            fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers, self.learned
+        )
 
     def forward(
         self,

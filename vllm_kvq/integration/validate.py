@@ -94,7 +94,6 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
         (getattr(text, "attention_chunk_size", None), "chunked local attention", plain),
         (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
-        (text.model_type == "gpt_oss", "learned attention sinks", plain),
         (model.uses_alibi, "ALiBi", plain),
         (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
@@ -140,7 +139,6 @@ def _layers_differ(text: Any) -> bool:
 # what vLLM asks of a backend before it makes a layer, and what it is called in a sentence
 _ASKED = {
     "use_mla": "latent attention (MLA)",
-    "has_sink": "learned attention sinks",
     "use_sparse": "sparse attention",
     "use_mm_prefix": "attention in both directions among image tokens",
     "use_per_head_quant_scales": "quantization scales per head",
@@ -176,7 +174,6 @@ def check_layer(
         (bool(soft_cap), "a soft-cap on attention logits"),
         (attn_type != "decoder", f"{attn_type} attention"),
         (sharing is not None, "layers that share their KV cache"),
-        (extra.pop("sinks", None) is not None, "learned attention sinks"),
     ]
     for bad, what in checks:
         if bad:
