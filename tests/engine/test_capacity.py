@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,8 +100,10 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ALL)
 def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
-    from vllm.v1.core import kv_cache_utils as vllm_counts
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
+    planning = "kv_cache_planning" if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") else "kv_cache_utils"
+    get_kv_cache_configs = importlib.import_module(f"vllm.v1.core.{planning}").get_kv_cache_configs
     arguments, kinds = ALL[case]
     vllm_config = bare(**arguments)
     served = Served.of(vllm_config)
@@ -107,11 +111,11 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
     vllm_config.cache_config.num_gpu_blocks_override = BLOCKS
     vllm_config.cache_config.kv_cache_layout = "BLHNC" if served.mixed else "LBHNC"
     layers = specs(vllm_config, served, kinds)
-    config = vllm_counts.get_kv_cache_configs(vllm_config, [layers], [0])[0]
+    config = get_kv_cache_configs(vllm_config, [layers], [0])[0]
     assert config.num_blocks == BLOCKS
     said = parse_capacity(report.start_line(served, BLOCKS))
     assert said is not None
-    concurrency = vllm_counts.get_max_concurrency_for_kv_cache_config(vllm_config, config)
+    concurrency = get_max_concurrency_for_kv_cache_config(vllm_config, config)
     assert said.tokens == int(concurrency * vllm_config.model_config.max_model_len)
     if "w" not in kinds:  # a plain cache of the same bytes, for as many layers and tokens
         assert said.bf16_tokens == config.kv_cache_tensors[0].size // sum(token_bytes(x) for x in layers.values())
