@@ -98,12 +98,20 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
     return found
 
 
+def planned(vllm_config: Any, layers: dict[str, Any]) -> Any:
+    """vLLM's plan of a worker's pool."""
+    if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") is None:  # 0.32
+        planning: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        return planning.get_kv_cache_configs(vllm_config, [layers], [0])[0]
+    planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    groups = planning.get_global_kv_cache_groups(vllm_config, [layers])
+    return planning.get_kv_cache_configs(vllm_config, [layers], [0], groups)[0]
+
+
 @pytest.mark.parametrize("case", ALL)
 def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    planning = "kv_cache_planning" if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") else "kv_cache_utils"
-    get_kv_cache_configs = importlib.import_module(f"vllm.v1.core.{planning}").get_kv_cache_configs
     arguments, kinds = ALL[case]
     vllm_config = bare(**arguments)
     served = Served.of(vllm_config)
@@ -111,7 +119,7 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
     vllm_config.cache_config.num_gpu_blocks_override = BLOCKS
     vllm_config.cache_config.kv_cache_layout = "BLHNC" if served.mixed else "LBHNC"
     layers = specs(vllm_config, served, kinds)
-    config = get_kv_cache_configs(vllm_config, [layers], [0])[0]
+    config = planned(vllm_config, layers)
     assert config.num_blocks == BLOCKS
     said = parse_capacity(report.start_line(served, BLOCKS))
     assert said is not None
