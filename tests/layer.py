@@ -89,10 +89,10 @@ class Layer:
         return output
 
     def hit(self, request: int, of: int, pages: int) -> None:
-        """The new request finds another's first pages, and computes the last W of their tokens again."""
+        """The new request finds another's first pages."""
         self.tables[0][request, :pages] = self.tables[0][of, :pages]
         self.tables[2][request] = self.tables[2][of]
-        self.held[request] = pages * self.fmt.N - self.fmt.W
+        self.held[request] = pages * self.fmt.N
 
     def blocks(self, request: int) -> list[torch.Tensor]:
         """Copies of all that the request has: pages, sidecar, sinks."""

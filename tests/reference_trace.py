@@ -17,14 +17,21 @@ HIT, OF = 2, 0
 """The third request finds two pages of the first one."""
 
 
-def worst_error(name: str, build: Callable[[Layer], Step], heads: int = 2, share: int = 2, decodes: int = 33) -> float:
-    """Of all answers of the trace. Blocks begin as what their last owner left: NaN, but for the sidecars."""
+def worst_error(
+    name: str, build: Callable[[Layer], Step], heads: int = 2, share: int = 2, decodes: int = 33, learned: bool = False
+) -> float:
+    """Of all answers of the trace; `learned`: the layer has learned sinks. Blocks begin as what their last owner left:
+    NaN, but for the sidecars."""
     fmt = get_format(name).bind(Geometry(64, 64, torch.float32), {"W": 32, "S": 40})
     layer = Layer(fmt, 3, tokens=320, heads=heads, share=share, drafts=DRAFTS)
     layer.caches.sinks.fill_(torch.nan)  # type: ignore[union-attr]
     layer.caches.pages[..., fmt.slabs_at :] = 0xFF
+    sinks = torch.linspace(-2, 3, heads * share) if learned else None
+    layer.caches.learned = sinks
     step = build(layer)
     caches = [ReferenceCache(fmt, heads, DRAFTS) for _ in range(3)]
+    for cache in caches:
+        cache.learned = sinks
     shared: list[torch.Tensor] = []
     worst = 0.0
 
@@ -53,6 +60,7 @@ def worst_error(name: str, build: Callable[[Layer], Step], heads: int = 2, share
     layer.hit(HIT, OF, pages)
     shared.append(layer.blocks(OF)[0][:pages].clone())
     caches[HIT] = ReferenceCache.after_hit(fmt, heads, [caches[OF].page(i) for i in range(pages)], DRAFTS)
+    caches[HIT].learned = sinks
     run(1, 2, fmt.W + 29)
     # the first request begins a page in the step in which the second one goes on with one
     run(32, 30, 1)

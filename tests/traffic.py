@@ -71,7 +71,7 @@ class World:
     def __post_init__(self) -> None:
         fmt = self.fmt
         self.inside = 0
-        """Small steps, as decode steps are, over the end of what a hit computes again."""
+        """First steps behind a hit that are as small as decode steps."""
         self.rng, self.noise = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
         self.slots = SlotGeometry.of(fmt, H, SPEC)
         self.free = list(range(1, self.blocks))
@@ -102,10 +102,10 @@ class World:
         return ids
 
     def admit(self, length: int, of: Request | None = None) -> Request:
-        """With `of`: a prefix hit on that request's complete pages; the last W of their tokens are computed again."""
+        """With `of`: a prefix hit on that request's complete pages; the last W tokens are its own."""
         n = self.fmt.N
-        shared = min(of.tokens, length - 1) // n if of else 0
-        if of is None or shared * n <= max(self.fmt.W, self.fmt.N if self.fmt.S else 0):
+        shared = min(of.tokens, length - 1 - self.fmt.W) // n if of else 0
+        if of is None or shared * n <= (self.fmt.N if self.fmt.S else 0):
             shared, of = 0, None
         request = Request(
             length,
@@ -116,7 +116,7 @@ class World:
             seed=of.seed if of else self.rng.randrange(1 << 30),
         )
         request.hit = shared * n
-        request.tokens = shared * n - self.fmt.W if shared else 0
+        request.tokens = shared * n
         return request
 
     def preempt(self, request: Request) -> None:
@@ -131,10 +131,9 @@ class World:
         """New tokens of this step: part of the prompt, or one token with up to SPEC drafts, some of them rejected."""
         if request.tokens < request.length:
             count = min(budget, request.length - request.tokens)
-            if (again := request.hit - request.tokens) > 0:
-                # the tokens of a hit that are computed again: most of them, then the last two and the first of its own
-                count = min(count, again - 2 if again > 2 else 1 + SPEC)
-                self.inside += count > again
+            if request.hit and request.tokens == request.hit:
+                count = min(count, 1 + SPEC)
+                self.inside += 1
         else:
             rejected = self.rng.randrange(min(SPEC, request.tokens - request.length, request.rejected) + 1)
             request.tokens -= rejected

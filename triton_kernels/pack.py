@@ -1,9 +1,8 @@
 """Packs the units that a step completes: ring and chunk -> slabs, decided on the device.
 
 One program packs one unit of P tokens of one KV head: the j-th that ends in (c, c + q]. It packs nothing where the
-request has none (`plan` of triton_kernels/step.py), where the unit ends at or before start + W after a hit (those lie
-in pages shared with other requests), and where the page is block 0 or out of range. Tokens before c come from the
-ring, the others from the chunk.
+request has none (`plan` of triton_kernels/step.py), and where the page is block 0 or out of range. Tokens before c come
+from the ring, the others from the chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from vllm_kvq.triton_kernels.lang import MAGIC
 from vllm_kvq.triton_kernels.pack_keys import channel_keys, hybrid_keys
 from vllm_kvq.triton_kernels.pack_polar import polar_keys
 from vllm_kvq.triton_kernels.pack_values import hybrid_values, token_values
-from vllm_kvq.triton_kernels.step import CONTEXT, COUNT, START, load_token
+from vllm_kvq.triton_kernels.step import CONTEXT, COUNT, load_token
 from vllm_kvq.triton_kernels.values import TOKEN
 
 
@@ -55,7 +54,6 @@ def pack_kernel(
     SLABS_AT: tl.constexpr,
     SLAB_WORDS: tl.constexpr,
     UNIT: tl.constexpr,
-    W: tl.constexpr,
     SPB: tl.constexpr,
     SLOT: tl.constexpr,
     WORDS: tl.constexpr,
@@ -96,12 +94,10 @@ def pack_kernel(
     request, head = tl.program_id(0) // units, tl.program_id(1)
     count = tl.load(plan_ptr + COUNT * requests + request)
     context = tl.load(plan_ptr + CONTEXT * requests + request)
-    start = tl.load(plan_ptr + START * requests + request)
-    shared = tl.where(start > 0, (start + W) // UNIT, 0)
-    begun = tl.maximum(context // UNIT, shared)
-    unit = context // UNIT + tl.program_id(0) % units
+    begun = context // UNIT
+    unit = begun + tl.program_id(0) % units
     place = unit * UNIT // (SLABS * 32)
-    due = (count > 0) & (unit >= shared) & ((unit + 1) * UNIT <= context + count) & (place < table_width)
+    due = (count > 0) & ((unit + 1) * UNIT <= context + count) & (place < table_width)
     page = tl.load(table_ptr + request * table_row + place, mask=due, other=0).to(tl.int64)
     if (page > 0) & (page < pages):
         record = page * page_words + head * head_words

@@ -252,8 +252,8 @@ void attend_table(TensorView layout, TensorView inner, TensorView outer, double 
 
 // Packs what a step completes; `side` is the sidecar's pool, (blocks, elements) of the keys' type.
 void pack(TensorView layout, TensorView inner, TensorView outer, TensorView pages, TensorView plan, TensorView table,
-          TensorView side_table, TensorView side, int64_t slots_per_block, int64_t ring, int64_t ring_at, int64_t window,
-          int64_t has_state, TensorView key, TensorView value, TensorView faults, int64_t units, int64_t stream) {
+          TensorView side_table, TensorView side, int64_t slots_per_block, int64_t ring, int64_t ring_at, int64_t has_state,
+          TensorView key, TensorView value, TensorView faults, int64_t units, int64_t stream) {
   begin();
   const Layout l = read_layout(layout);
   check_pages(pages, l);
@@ -266,7 +266,7 @@ void pack(TensorView layout, TensorView inner, TensorView outer, TensorView page
   p.slabs = l.slabs;
   p.slabs_at = l.slabs_at;
   p.units = int32_t(units);
-  require(is(plan, kDLInt, 32) && dense(plan) && plan.ndim() == 2 && plan.size(0) > kvq::START,
+  require(is(plan, kDLInt, 32) && dense(plan) && plan.ndim() == 2 && plan.size(0) > kvq::CONTEXT,
           "the plan must be dense int32, one column per request");
   p.plan = data<const int32_t>(plan);
   p.requests = int32_t(plan.size(1));
@@ -301,7 +301,6 @@ void pack(TensorView layout, TensorView inner, TensorView outer, TensorView page
           "the sidecar's slots do not fit its blocks");
   p.side = {data<const uint8_t>(side), side.size(0), side.stride(0) * bytes, data<const void>(side_table),
             side_table.stride(0), wide(side_table), int32_t(slots_per_block), int32_t(ring), int32_t(ring_at)};
-  p.window = int32_t(window);
   p.has_state = int32_t(has_state);
   require(is(faults, kDLInt, 32) && dense(faults) && faults.numel() >= 2, "faults must be two int32");
   p.faults = data<int32_t>(faults);

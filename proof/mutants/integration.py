@@ -32,8 +32,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the announced capacity forgets sidecars",
         f"{ROOM}/served.py",
-        "packed = -(-length // self.format.N) + slots.sidecar_blocks + slots.sink_blocks",
-        "packed = -(-length // self.format.N)",
+        "packed = whole + slots.sidecar_blocks + slots.sink_blocks",
+        "packed = whole",
         CAPACITY,
     ),
     Fault(
@@ -46,8 +46,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the 16-bit cache of the same bytes counts a rank's blocks for a group of one layer",
         f"{ROOM}/report.py",
-        "plain = blocks * size * served.page_bytes",
-        "plain = blocks * served.page_bytes",
+        "plain = blocks * size / sum",
+        "plain = blocks * served.page_bytes / sum",
         CAPACITY,
     ),
     Fault(
@@ -79,17 +79,10 @@ FAULTS: tuple[Fault, ...] = (
         "tests/test_cli.py",
     ),
     Fault(
-        "prefix caching stays on beside layers in 16 bits",
+        "hits beside windows leave the window to be computed",
         f"{ROOM}/served.py",
-        "prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,",
-        "prefix_caching=bool(cache.enable_prefix_caching),",
-        SERVED,
-    ),
-    Fault(
-        "prefix caching is not written into vLLM's configuration",
-        f"{ROOM}/served.py",
-        "    cache.enable_prefix_caching = served.prefix_caching\n",
-        "",
+        "return 0 if layers.windows else fmt.W",
+        "return fmt.W",
         SERVED,
     ),
     Fault(
@@ -107,20 +100,6 @@ FAULTS: tuple[Fault, ...] = (
         SERVED,
     ),
     Fault(
-        "the announced capacity takes the largest block for a draft, whether it divides ours or not",
-        f"{ROOM}/served.py",
-        "own = fitting_block(slots.page_bytes, draft.token_bytes, self.format.N)",
-        "own = fitting_block(slots.page_bytes, draft.token_bytes)",
-        CAPACITY,
-    ),
-    Fault(
-        "a draft's blocks need not divide ours",
-        f"{ROOM}/sixteen.py",
-        "    aligned = True\n",
-        "    aligned = False\n",
-        CAPACITY,
-    ),
-    Fault(
         "the draft takes the target's dtype",
         f"{ROOM}/served.py",
         'vllm_config.speculative_config.kv_cache_dtype = "auto"',
@@ -128,18 +107,26 @@ FAULTS: tuple[Fault, ...] = (
         SERVED,
     ),
     Fault(
-        "blocks are doubled once more than 16-bit layers need",
-        f"{ROOM}/served.py",
-        "while heads * fmt.record_bytes < SMALLEST_BLOCK * token_bytes:",
-        "while heads * fmt.record_bytes < 2 * SMALLEST_BLOCK * token_bytes:",
-        SERVED,
+        "window layers make one group however wide",
+        f"{ROOM}/report.py",
+        "return -(-windows.layers // max(_full_bytes(served) // windows.page_bytes, 1))",
+        "return 1",
+        CAPACITY,
     ),
     Fault(
-        "all layers in 16 bits share the first one's page size",
-        f"{ROOM}/sixteen.py",
-        'return type(backend.__name__, (backend,), {"page": page, "__module__": __name__})',
-        "backend.page = page\n    return backend",
-        SERVED,
+        "a pattern of layers is not seen",
+        f"{ROOM}/report.py",
+        "if others and {*others} == {n}:",
+        "if not served.kinds:",
+        CAPACITY,
+    ),
+    Fault(
+        "a group begins with a layer in 16 bits",
+        f"{ROOM}/layer.py",
+        "            put_first(name, layers)\n",
+        "            pass\n",
+        "tests/models/test_hits.py",
+        slow=True,
     ),
     # -- refusals
     Fault(
@@ -161,13 +148,6 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/kept.py",
         "beyond = sorted(i for i in self.skipped if i >= self.total)",
         "beyond = sorted(i for i in self.skipped if i > self.total)",
-        REFUSALS,
-    ),
-    Fault(
-        "a draft may have more layers than the smallest kind",
-        f"{ROOM}/drafts.py",
-        "if (layers := _layers(spec)) > (most := Layers.of(vllm_config).smallest_kind):",
-        "if (layers := _layers(spec)) > (most := Layers.of(vllm_config).total):",
         REFUSALS,
     ),
     Fault(

@@ -51,8 +51,8 @@ PLANNER = (
     Fault(
         "planner: units of a hit's shared pages are packed anew",
         "vllm_kvq/kernels/torch/plan.py",
-        "(start + fmt.W) // p",
-        "start // p",
+        "first, last = c // p,",
+        "first, last = np.maximum(c - 1, 0) // p,",
         REFERENCE,
     ),
     Fault(

@@ -71,11 +71,12 @@ class TracedEngine:
     def _find_packed_group(self) -> int:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        groups = self.scheduler.kv_cache_config.kv_cache_groups
-        specs = [g.kv_cache_spec for g in groups]
-        # plain layers may stand before packed ones; without packed layers it does not matter
-        full = [i for i, s in enumerate(specs) if isinstance(s, FullAttentionSpec)]
-        return next((i for i in full if specs[i].tokens_per_state == specs[i].block_size), full[0])
+        from vllm_kvq.integration.spec import PackedSpec
+
+        specs = [g.kv_cache_spec for g in self.scheduler.kv_cache_config.kv_cache_groups]
+        # without packed layers it does not matter
+        kind = PackedSpec if any(isinstance(s, PackedSpec) for s in specs) else FullAttentionSpec
+        return next(i for i, s in enumerate(specs) if isinstance(s, kind))
 
     def _observe(self) -> None:
         schedule = self.scheduler.schedule
@@ -170,7 +171,4 @@ def blocks_of(model: str, pool: float, arguments: dict[str, Any]) -> int:
     """Pages, sidecar and sinks of `pool` requests, and block 0, which vLLM never hands out."""
     slots = slots_of(model, arguments)
     pages = -(-arguments["max_model_len"] // arguments["block_size"])
-    if "model" in arguments.get("speculative_config", {}):
-        # the draft's own cache; vLLM's least block on a CPU has 32 tokens
-        pages += -(-arguments["max_model_len"] // 32)
     return 1 + int(pool * (pages + slots.sidecar_blocks + slots.sink_blocks))

@@ -40,7 +40,7 @@ class Life:
     tokens: list[int]
     """The prompt and all that was answered."""
     start: int
-    """Tokens that were there on admission: 0, or those of a hit without the last W, which are computed again."""
+    """Tokens that were there on admission: those of a hit."""
     hit: list[tuple[Life, int]]
     """(writer, page index) of each page of the hit."""
     known: int
@@ -100,8 +100,7 @@ class Historian:
                     waiting.remove(chunk)
 
     def _hit(self, s: _Sample, c: Chunk) -> list[tuple[int, int]]:
-        count = (c.context + self.fmt.W) // self.fmt.N if c.context else 0
-        return [(c.pages[i], s.keys[i]) for i in range(count)]
+        return [(c.pages[i], s.keys[i]) for i in range(c.context // self.fmt.N)]
 
     def _found(self, s: _Sample, c: Chunk) -> bool:
         return not _admitted(s, c) or all(key in self.pages for key in self._hit(s, c))

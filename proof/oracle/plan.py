@@ -7,7 +7,8 @@ boundary B(c), the row at position p sees
     raw      rows of its own chunk up to p, and kept rows t < c of earlier chunks with t < S or t >= B(c);
              after a hit, the sinks t < S of the life that wrote page 0
 
-and in a layer that stays in vLLM's own cache the kept rows of all earlier chunks and its own, up to p.
+and in a layer that stays in vLLM's own cache the kept rows of all earlier chunks and its own, up to p, and after a hit
+those of the lives that wrote its pages.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class Reads:
     """(rows, sinks + rows + packed tokens)."""
     fits: list[slice]
     """Rows of each chunk that moves the state."""
+    found: torch.Tensor
+    """Rows of all tokens of a hit."""
     behind: torch.Tensor
-    """(rows, rows) how many positions the second lies behind the first; negative where it is not seen at all."""
+    """(rows, found + rows) how many positions the second lies behind the first; negative where it is not seen."""
 
 
 class Plan:
@@ -104,7 +107,8 @@ class Plan:
             units.clamp_min(0),
             seen,
             fits,
-            torch.where(whole, t[:, None] - t, -1),
+            torch.tensor([self._canonical[life.hit[i // fmt.N][0]][i] for i in range(life.start)], dtype=torch.long),
+            torch.cat([t[:, None] - torch.arange(life.start), torch.where(whole, t[:, None] - t, -1)], dim=1),
         )
 
     def _pack_events(self, number: int, life: Life, at: dict[int, int]) -> list[slice]:
@@ -116,7 +120,6 @@ class Plan:
             for i, (writer, page) in enumerate(life.hit)
             for u in range(per_page)
         }
-        own = life.start + fmt.W if life.start else 0
         states: dict[int, int] = {}
         page_state: dict[int, int] = {}
         fits: list[slice] = []
@@ -126,7 +129,7 @@ class Plan:
             if fmt.state_rows and (new > 1 + self.num_spec or part.context == life.start):
                 fits.append(slice(row, row + new))
             row += new
-            for unit in range(max(part.context, own) // p, part.end // p):
+            for unit in range(part.context // p, part.end // p):
                 page = unit // per_page
                 if unit % per_page == 0 or page not in page_state:
                     page_state[page] = len(fits) - 1

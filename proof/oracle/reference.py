@@ -32,6 +32,8 @@ class ReferenceCache:
 
     def __init__(self, fmt: PageFormat, heads: int, num_spec: int = 0) -> None:
         self.fmt, self.num_spec = fmt, num_spec
+        self.learned: torch.Tensor | None = None
+        """(query heads,) learned sinks: scores of a token whose value is 0."""
         self.start = 0
         self.state: torch.Tensor | None = None
         self.key = torch.zeros(0, heads, fmt.geometry.head_size)
@@ -39,11 +41,6 @@ class ReferenceCache:
         self.packed: dict[int, Unit] = {}
         self.page_state: dict[int, torch.Tensor | None] = {}
         """Page -> the state it was begun with."""
-
-    @property
-    def own(self) -> int:
-        """First position whose unit this request packs itself."""
-        return self.start + self.fmt.W if self.start else 0
 
     def page(self, index: int) -> CachedPage:
         """What the prefix cache keeps of a complete page: its packed units, and the sinks in full precision."""
@@ -55,9 +52,9 @@ class ReferenceCache:
 
     @classmethod
     def after_hit(cls, fmt: PageFormat, heads: int, pages: list[CachedPage], num_spec: int = 0) -> ReferenceCache:
-        """A new request that found these pages; it computes the last W of their tokens again, writes none."""
+        """A new request that found these pages; it packs what comes behind them."""
         new = cls(fmt, heads, num_spec)
-        new.start = len(pages) * fmt.N - fmt.W
+        new.start = len(pages) * fmt.N
         # nothing but sinks may be read from here in full precision
         new.key = torch.full((new.start, heads, fmt.geometry.head_size), float("nan"))
         new.value = new.key.clone()
@@ -86,9 +83,9 @@ class ReferenceCache:
         self.state = self.fmt.keys.fit(grouped, k.transpose(0, 1), self.state)
 
     def _pack(self, context: int) -> None:
-        """Every unit that this chunk completes, but those that lie in the shared pages of a hit."""
+        """Every unit that this chunk completes."""
         fmt, p = self.fmt, self.fmt.unit
-        for unit in range(max(context, self.own) // p, len(self.key) // p):
+        for unit in range(context // p, len(self.key) // p):
             at, page = slice(unit * p, (unit + 1) * p), unit * p // fmt.N
             if unit * p % fmt.N == 0 or page not in self.page_state:
                 self.page_state[page] = self.state
@@ -116,7 +113,9 @@ class ReferenceCache:
         scores = torch.einsum("qhd,thd->hqt", query.float(), k) * scale
         position = context + torch.arange(len(query))[:, None]
         scores = scores.masked_fill(torch.arange(len(k)) > position, float("-inf"))
-        return torch.einsum("hqt,thd->qhd", scores.softmax(-1), v)
+        if self.learned is not None:
+            scores = torch.cat([scores, self.learned[:, None, None].expand(-1, len(query), 1)], dim=-1)
+        return torch.einsum("hqt,thd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 class ExactCache:
@@ -125,6 +124,17 @@ class ExactCache:
     def __init__(self, window: int | None) -> None:
         self.window = window
         self.key = self.value = torch.zeros(0)
+
+    def page(self, index: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the page's n tokens, which are as they were computed."""
+        at = slice(index * n, (index + 1) * n)
+        return self.key[at], self.value[at]
+
+    @classmethod
+    def after_hit(cls, window: int | None, pages: list[tuple[torch.Tensor, torch.Tensor]]) -> ExactCache:
+        new = cls(window)
+        new.key, new.value = (torch.cat(parts) for parts in zip(*pages, strict=True))
+        return new
 
     def rewind(self, length: int) -> None:
         self.key, self.value = self.key[:length], self.value[:length]

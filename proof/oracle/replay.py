@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from proof.oracle.attention import attending, load
-from proof.oracle.reference import CachedPage, ExactCache, ReferenceCache
+from proof.oracle.reference import ExactCache, ReferenceCache
 from vllm_kvq.formats import Geometry, get_format
 
-BESIDE_EXACT = "a prefix hit beside layers in 16 bits, which the reference does not know"
 NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
 
@@ -65,12 +64,13 @@ class ReplayModel:
             ],
         )
 
-    def after_hit(self, pages: list[list[CachedPage]]) -> Replay:
+    def after_hit(self, pages: list[list[Any]]) -> Replay:
         """A request that found `pages` (one list of layers per page) in the prefix cache."""
-        if self.exact:
-            raise ValueError(BESIDE_EXACT)
+        found = list(zip(*pages, strict=True))
         caches = [
-            ReferenceCache.after_hit(fmt, self.heads, [page[layer] for page in pages], self.num_spec)
+            ExactCache.after_hit(self.exact[layer], list(found[layer]))
+            if layer in self.exact
+            else ReferenceCache.after_hit(fmt, self.heads, list(found[layer]), self.num_spec)
             for layer, fmt in enumerate(self.formats)
         ]
         return Replay(self, caches)
@@ -90,8 +90,9 @@ class Replay:
         for cache in self.caches:
             cache.rewind(length)
 
-    def page(self, index: int) -> list[CachedPage]:
-        return [cache.page(index) for cache in self.caches]
+    def page(self, index: int) -> list[Any]:
+        n = self.model.formats[0].N
+        return [c.page(index, n) if isinstance(c, ExactCache) else c.page(index) for c in self.caches]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Of the chunk's own tokens, which the layer's cache takes in."""

@@ -36,7 +36,8 @@ class Whole:
             window = model.exact[layer] or len(q)
             for reads in self.plan.reads:
                 seen = (reads.behind >= 0) & (reads.behind < window)
-                out[reads.rows] = _softmax(q[reads.rows], k[reads.rows], v[reads.rows], seen, scale)
+                keys, values = (torch.cat([x[reads.found], x[reads.rows]]) for x in (k, v))
+                out[reads.rows] = _softmax(q[reads.rows], keys, values, seen, scale)
             return out
         key, value = self._packed(model.formats[layer], q, k, v)
         for reads in self.plan.reads:

@@ -12,57 +12,57 @@ def kvq(**options: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "plain": (
         {"kv_cache_dtype": "squat2"},
-        "128 True None [] True None",
+        "128 True [] True None",
         "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=37632 (per request and layer) exempt=none "
         "path=C++ capacity_tokens=51200 bf16_tokens=24500 ratio=2.09 (requests of 256 tokens)",
     ),
     "sinks": (
         {"kv_cache_dtype": "innerq2", "block_size": 64, "max_model_len": 1024},
-        "64 True None [] True None",
+        "64 True [] True None",
         "kvq: format=innerq2 bits=3.750 N=64 W=96 S=32 sidecar_bytes=92160 (per request and layer) exempt=none "
         "path=C++ capacity_tokens=36571 bf16_tokens=15000 ratio=2.44 (requests of 1024 tokens)",
     ),
     "option N": (
         {"kv_cache_dtype": "qjl3", **kvq(N=64, W=64)},
-        "64 True None [] True None",
+        "64 True [] True None",
         "kvq: format=qjl3 bits=3.500 N=64 W=64 S=0 sidecar_bytes=57344 (per request and layer) exempt=none "
         "path=C++ capacity_tokens=21333 bf16_tokens=14000 ratio=1.52 (requests of 256 tokens)",
     ),
     "a skipped layer": (
         {"kv_cache_dtype": "squat2", **kvq(skip_layers=[1])},
-        "256 True 24832 ['1'] False None",
-        "kvq: format=squat2 bits=3.031 N=256 W=32 S=0 sidecar_bytes=49664 (per request and layer) exempt=1 "
-        "path=C++ capacity_tokens=23272 bf16_tokens=24250 ratio=0.96 (requests of 256 tokens)",
+        "128 True ['1'] True None",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=37632 (per request and layer) exempt=1 "
+        "path=C++ capacity_tokens=51200 bf16_tokens=76250 ratio=0.67 (requests of 256 tokens)",
     ),
     "vLLM's flag, two ranks": (
         {"kv_cache_dtype": "squat2", "kv_cache_dtype_skip_layers": ["1"], "tensor_parallel_size": 2},
-        "256 True 12416 ['1'] False None",
-        "kvq: format=squat2 bits=3.031 N=256 W=32 S=0 sidecar_bytes=24832 (per request and layer) exempt=1 "
-        "path=C++ capacity_tokens=23272 bf16_tokens=24250 ratio=0.96 (requests of 256 tokens)",
+        "128 True ['1'] True None",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=18816 (per request and layer) exempt=1 "
+        "path=C++ capacity_tokens=51200 bf16_tokens=76250 ratio=0.67 (requests of 256 tokens)",
     ),
     "ngram": (
         {"kv_cache_dtype": "squat2", "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-        "128 True None [] True None",
+        "128 True [] True None",
         "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=50176 (per request and layer) exempt=none "
         "path=C++ capacity_tokens=42666 bf16_tokens=24500 ratio=1.74 (requests of 256 tokens)",
     ),
     "a draft model": (
         {"kv_cache_dtype": "lossless", "block_size": 32, "draft": "draft_model", **kvq(W=32, S=4)},
-        "32 True 16640 [] True auto",
-        "kvq: format=lossless bits=16.250 N=32 W=32 S=4 sidecar_bytes=66560 (per request and layer) exempt=draft "
-        "path=C++ capacity_tokens=12800 bf16_tokens=16250 ratio=0.79 (requests of 256 tokens)",
+        "32 True [] True auto",
+        "kvq: format=lossless bits=16.250 N=32 W=32 S=4 sidecar_bytes=66560 (per request and layer) "
+        "exempt=draft path=C++ capacity_tokens=21333 bf16_tokens=32250 ratio=0.66 (requests of 256 tokens)",
     ),
     "a draft beside a skipped layer": (
         {"kv_cache_dtype": "squat2", "draft": "eagle3", **kvq(skip_layers=[0])},
-        "256 True 24832 ['0'] False auto",
-        "kvq: format=squat2 bits=3.031 N=256 W=32 S=0 sidecar_bytes=49664 (per request and layer) exempt=0,draft "
-        "path=C++ capacity_tokens=13473 bf16_tokens=16166 ratio=0.83 (requests of 256 tokens)",
+        "128 True ['0'] True auto",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=50176 (per request and layer) "
+        "exempt=0,draft path=C++ capacity_tokens=42666 bf16_tokens=93500 ratio=0.46 (requests of 256 tokens)",
     ),
     "windows": (
         {"kv_cache_dtype": "squat2", "max_model_len": 512, "model": "Gemma-3"},
-        "512 True 49408 ['sliding_window'] False None",
-        "kvq: format=squat2 bits=3.016 N=512 W=32 S=0 sidecar_bytes=98816 (per request and layer) "
-        "exempt=sliding_window path=C++ capacity_tokens=5818 bf16_tokens=16083 ratio=0.36 (requests of 512 tokens)",
+        "128 True ['sliding_window'] True None",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=75264 (per request and layer) "
+        "exempt=sliding_window path=C++ capacity_tokens=14628 bf16_tokens=42666 ratio=0.34 (requests of 512 tokens)",
     ),
 }
 """What is configured; what vLLM's configuration says then (see `told`); the start-up line for 1000 blocks."""

@@ -59,7 +59,7 @@ class _Poisoned:
             return self.decode(batch, caches, *tensors)
         pages, fmt = caches.pages, self.layer.fmt
         start = headers[:, 1].tolist()
-        saved, done = pages.clone(), self._completed(start)
+        saved, done = pages.clone(), self._completed()
         poisoned = self._pool(saved, start)
         for page, _ in done:
             poisoned[page, :, : fmt.slabs_at] = saved[page, :, : fmt.slabs_at]
@@ -75,15 +75,14 @@ class _Poisoned:
                     saved[page, :, at] = pages[page, :, at]
             pages.copy_(saved)
 
-    def _completed(self, start: list[int]) -> list[tuple[int, int]]:
-        """(page, unit in it) that this step's tokens complete and that no other request shares."""
+    def _completed(self) -> list[tuple[int, int]]:
+        """(page, unit in it) that this step's tokens complete."""
         fmt, batch = self.layer.fmt, self.requests
         per_page = fmt.N // fmt.unit
         return [
             (int(table[unit // per_page]), unit % per_page)
-            for c, new, s, table in zip(batch.context.tolist(), batch.new.tolist(), start, batch.pages, strict=True)
+            for c, new, table in zip(batch.context.tolist(), batch.new.tolist(), batch.pages, strict=True)
             for unit in range(c // fmt.unit, (c + new) // fmt.unit)
-            if not s or unit >= (s + fmt.W) // fmt.unit
         ]
 
     def _own(self) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +38,6 @@ LAYERS = {
 """The model's layers in each of the cases, and the draft's."""
 LONG = {"kv_cache_dtype": "squat2", "max_model_len": 2048, "max_num_batched_tokens": 128, "model": "Gemma-3"}
 MORE: dict[str, tuple[dict[str, Any], str]] = {
-    # 192 tokens of the draft would fit into a page, but 192 does not divide 1024
     "a draft model, large blocks": (
         {"kv_cache_dtype": "squat2", "block_size": 1024, "max_model_len": 4096, "draft": "draft_model"},
         "ppdd",
@@ -59,19 +60,16 @@ ALL = {name: (CASES[name][0], layers) for name, layers in LAYERS.items()} | MORE
 def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
     """What vLLM's model runner collects from the layers of a model whose weights are loaded."""
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     from vllm_kvq.integration.backend import bound_backend
+    from vllm_kvq.integration.layout import put_first
+    from vllm_kvq.integration.side_by_side import SideBySideBackend
     from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks
-    from vllm_kvq.integration.sixteen import DraftBackend, SixteenBitBackend, padded_backend
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    page = vllm_config.cache_config.skip_page_size_padded
     backends = {
-        "p": lambda: bound_backend(served.format),
-        "s": lambda: padded_backend(SixteenBitBackend, page),
-        "d": lambda: padded_backend(DraftBackend, page),
-        "w": lambda: CPUAttentionBackend,
+        "p": bound_backend(served.format, served.recomputed, served.mixed),
+        **dict.fromkeys("sdw", SideBySideBackend),
     }
     found = {}
     for i, kind in enumerate(kinds):
@@ -79,7 +77,7 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
         if kind == "d":
             spec = vllm_config.speculative_config
             of, how = spec.draft_model_config, spec.draft_parallel_config
-        backend, heads = backends[kind](), of.get_num_kv_heads(how)
+        backend, heads = backends[kind], of.get_num_kv_heads(how)
         layer = SimpleNamespace(
             attn_type="decoder",
             kv_cache_dtype=vllm_config.cache_config.cache_dtype if kind == "p" else "auto",
@@ -91,29 +89,41 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
             head_size_v=of.get_head_size(),
         )
         spec, name = Attention.get_kv_cache_spec(layer, vllm_config), f"layers.{i}.{kind}"
-        found[name] = spec if kind == "w" else backend.customize_spec(spec)
+        found[name] = backend.customize_spec(spec)
         if kind == "p":
             found[name + SIDECAR_SUFFIX] = Sidecar(served.format, served.slots).get_kv_cache_spec(vllm_config)
             if served.format.S:
                 found[name + SINK_SUFFIX] = Sinks(served.format, served.slots).get_kv_cache_spec(vllm_config)
+    put_first(next(name for name in found if name.endswith(".p")), found)
     return found
+
+
+def planned(vllm_config: Any, layers: dict[str, Any]) -> Any:
+    """vLLM's plan of a worker's pool."""
+    if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") is None:  # 0.32
+        planning: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        return planning.get_kv_cache_configs(vllm_config, [layers], [0])[0]
+    planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    groups = planning.get_global_kv_cache_groups(vllm_config, [layers])
+    return planning.get_kv_cache_configs(vllm_config, [layers], [0], groups)[0]
 
 
 @pytest.mark.parametrize("case", ALL)
 def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
-    from vllm.v1.core import kv_cache_utils as vllm_counts
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     arguments, kinds = ALL[case]
     vllm_config = bare(**arguments)
     served = Served.of(vllm_config)
     apply(served, vllm_config)
-    vllm_config.cache_config.num_gpu_blocks_override, vllm_config.cache_config.kv_cache_layout = BLOCKS, "LBHNC"
+    vllm_config.cache_config.num_gpu_blocks_override = BLOCKS
+    vllm_config.cache_config.kv_cache_layout = "BLHNC" if served.mixed else "LBHNC"
     layers = specs(vllm_config, served, kinds)
-    config = vllm_counts.get_kv_cache_configs(vllm_config, [layers], [0])[0]
+    config = planned(vllm_config, layers)
     assert config.num_blocks == BLOCKS
     said = parse_capacity(report.start_line(served, BLOCKS))
     assert said is not None
-    concurrency = vllm_counts.get_max_concurrency_for_kv_cache_config(vllm_config, config)
+    concurrency = get_max_concurrency_for_kv_cache_config(vllm_config, config)
     assert said.tokens == int(concurrency * vllm_config.model_config.max_model_len)
     if "w" not in kinds:  # a plain cache of the same bytes, for as many layers and tokens
         assert said.bf16_tokens == config.kv_cache_tensors[0].size // sum(token_bytes(x) for x in layers.values())

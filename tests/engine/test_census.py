@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_kvq.integration import held, metrics
-from vllm_kvq.integration.manager import SidecarManager, SinkManager
+from vllm_kvq.integration.manager import PackedManager, SidecarManager, SinkManager
 from vllm_kvq.integration.spec import SidecarSpec
 
 pytestmark = pytest.mark.engine
@@ -61,7 +61,7 @@ class Scheduler:
         managers = [
             # a draft's layers, in 16 bits
             manager(SimpleNamespace, {}, padded),
-            manager(SimpleNamespace, pages, packed),
+            manager(PackedManager, pages, packed),
             manager(SidecarManager, {r: [object(), object()] for r in requests}, sidecar),
             *([manager(SinkManager, dict.fromkeys(requests, sink_pages), sidecar)] if sinks else []),
         ]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvq.integration.manager import SidecarManager, SinkManager
-from vllm_kvq.integration.spec import CompanionSpec, SidecarSpec, SinkSpec
+from vllm_kvq.integration.manager import PackedManager, SidecarManager, SinkManager
+from vllm_kvq.integration.spec import CompanionSpec, PackedSpec, SidecarSpec, SinkSpec
 
 pytestmark = pytest.mark.engine
 N, BLOCKS = 64, 30
@@ -17,6 +17,18 @@ SIDE, SINKS = 3, 2
 """Blocks of a request."""
 RING = {"window": 32, "unit": 32, "sinks": 0, "elements": 256, "copies": 1}
 HASHES = [bytes([i]) * 32 for i in range(8)]
+
+
+def packed(recomputed: int) -> PackedSpec:
+    return PackedSpec(
+        block_size=N,
+        num_kv_heads=1,
+        head_size=64,
+        dtype=torch.uint8,
+        tokens_per_state=N,
+        state_content_bytes=1024,
+        recomputed=recomputed,
+    )
 
 
 def spec(kind: type[CompanionSpec], blocks: int, **more: Any) -> CompanionSpec:
@@ -169,8 +181,40 @@ def test_what_vllm_asks_of_the_specs() -> None:
         assert of.max_num_blocks_per_req(config, N) == blocks
         assert of.is_uniform_with_collection({"a": of, "b": of})
     assert not side.is_uniform_with_collection({"a": side, "b": sinks})
-    # a hit computes its last W tokens again, so that the ring is exact
-    assert side.prefix_replay_tokens == 96
+    # a hit ends where the pages do: PackedManager leaves the window to be computed
+    assert side.prefix_replay_tokens == 0
     assert (side.prefix_cacheable, sinks.prefix_cacheable) == (False, True)
     with pytest.raises(ValueError, match="at least one block"):
         spec(SinkSpec, 0)
+
+
+@pytest.mark.parametrize("recomputed", [0, 32, N, 2 * N + 1])
+def test_a_hit_leaves_the_newest_tokens_to_the_request(recomputed: int) -> None:
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    blocks = pool()
+    for name, block in zip(HASHES, blocks.get_new_blocks(8), strict=True):
+        full = make_block_hash_with_group_id(name, 2)
+        block.set_block_hash(full, num_tokens=N)
+        blocks.cached_block_hash_to_block.insert(full, block)
+
+    def hit(tokens: int, most: int) -> int:
+        """What a request of so many tokens finds, of which another group found `most`."""
+        hashes = HASHES[: tokens // N]
+        found = PackedManager.find_longest_cache_hit(hashes, most, [2], blocks, packed(recomputed), False, N)
+        return found[1]
+
+    for tokens in (1, N, N + 1, 3 * N, 3 * N + recomputed, 3 * N + recomputed + 1, 5 * N - 1, 8 * N):
+        expected = max(0, tokens - 1 - recomputed) // N * N
+        # vLLM asks for all but the last token
+        assert hit(tokens, tokens - 1) == expected
+        # after another group, which finds whole blocks, no page is lost beyond the granularity of the hashes
+        after = hit(tokens, (tokens - 1) // N * N)
+        assert expected - N <= after <= expected
+        assert after == expected or tokens % N
+
+
+def test_packed_layers_of_a_group_are_alike() -> None:
+    assert PackedSpec.merge([packed(32), packed(32)]) == packed(32)
+    with pytest.raises(AssertionError, match="must be the same"):
+        PackedSpec.merge([packed(32), packed(0)])

@@ -45,6 +45,21 @@ def test_tokens_are_the_references(name: str, run: Any, model: Path, monkeypatch
     assert total.ties <= 2
 
 
+def test_beside_a_layer_in_16_bits(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of two sizes side by side, and a hit that covers the window, too."""
+    monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    options, todo = {"W": 32, "recompute": 0}, traffic()
+    engine = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256}
+    kvq = {"kvq": {**options, "skip_layers": [0]}}
+    got = run(todo, kv_cache_dtype="squat2", block_size=N, additional_config=kvq, **engine)
+    reference = ReplayModel(str(model), "squat2", N, kernel_error=1e-3, exact={0: None}, **options)
+    total = judge(reference, todo, got)
+    assert not total.mismatches
+    assert total.hits >= 1
+    assert total.ties <= 2
+
+
 def test_capabilities() -> None:
     assert all(validate.capability_problem(c) is None for c in [(8, 0), (8, 6), (9, 0), (12, 0)])
     assert "7.5" in str(validate.capability_problem((7, 5)))

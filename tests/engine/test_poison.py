@@ -81,7 +81,7 @@ def test_nothing_unread_matters(name: str, runner: str, model: Path) -> None:
 def test_sinks_evicted_before_their_pages_are_survived(model: Path) -> None:
     """The pages are there, their sinks are gone: no hit, and the reference's tokens."""
     rng = Random("sinks")
-    prompt = tuple(rng.randint(10, 500) for _ in range(400))
+    prompt = tuple(rng.randint(10, 500) for _ in range(500))
     ask = [Trace((Request(f"r{i}", (*prompt, 10 + i), 20),), reset=i == 0) for i in range(3)]
     runner = Runner(str(model), Setup("innerq2", 64, kernels="auto"))
     try:

@@ -38,10 +38,6 @@ def kvq(**options: Any) -> dict[str, Any]:
         (kvq(N=64) | {"block_size": 128}, "kvq option 'N' is 64 but --block-size is 128"),
         ({"additional_config": {"kvq": 3}}, "additional config 'kvq' is 3; it must be an object"),
         (kvq(skip_layers=[2]), "option 'skip_layers' names layer 2; the model has layers 0 to 1"),
-        (
-            kvq(skip_layers=[1]) | {"block_size": 64},
-            "block size 64 is too small beside layers in 16 bits; set --block-size",
-        ),
         ({"block_size": 48}, "block size 48 is not a multiple of 32; use --block-size 128"),
         ({"block_size": 1536}, "block size 1536 is too large; the largest is 1024"),
         # options that nothing would read
@@ -95,8 +91,6 @@ def test_the_sentence_comes_first_in_python(model: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "arguments", "sentence"),
     [
-        ("draft_model", {"block_size": 64}, "too small beside the draft's layers in 16 bits; set --b"),
-        ("draft_model", kvq(skip_layers=[0]), "a draft of 2 layers where the smallest kind of the"),
         ("dflash", {}, "does not support speculative decoding with method 'dflash'; use one of ngram"),
     ],
 )

@@ -7,11 +7,9 @@ import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from configurations import CASES, kvq
 
 from vllm_kvq.bench.server import parse_capacity
@@ -27,7 +25,7 @@ Bare = Callable[..., Any]
 def told(vllm_config: Any) -> str:
     cache, spec = vllm_config.cache_config, vllm_config.speculative_config
     return (
-        f"{cache.block_size} {cache.user_specified_block_size} {cache.skip_page_size_padded} "
+        f"{cache.block_size} {cache.user_specified_block_size} "
         f"{cache.kv_cache_dtype_skip_layers} {cache.enable_prefix_caching} {spec and spec.kv_cache_dtype}"
     )
 
@@ -48,18 +46,16 @@ def test_what_is_written_and_printed(case: str, bare: Bare) -> None:
     assert report.start_line(served, 1000) == line
     assert parse_capacity(line) is not None
 
-    # a worker's copy; prefix caching is off there for whatever reason, and nothing else is known to have been written
+    # a worker's copy
     worker = pickle.loads(pickle.dumps(vllm_config))
     assert Served.of(worker) == Served.of(vllm_config) == served
 
 
 def test_what_is_served_is_frozen_and_has_reasons(bare: Bare) -> None:
     plain, mixed = (Served.of(bare(**CASES[case][0])) for case in ("plain", "windows"))
-    assert plain.prefix_caching
-    assert plain.no_prefix_caching is None
-    assert not plain.padded
-    assert not mixed.prefix_caching
-    assert mixed.no_prefix_caching == "some layers stay in 16 bits"
+    assert (plain.mixed, plain.recomputed) == (False, plain.format.W)
+    # what vLLM keeps of a window ends where a prompt does
+    assert (mixed.mixed, mixed.recomputed) == (True, 0)
     assert (mixed.layers.packed, len(mixed.layers.windows), len(mixed.layers.skipped)) == (1, 5, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plain.max_len = 3  # type: ignore[misc]
@@ -83,20 +79,13 @@ def test_the_platform_does_all_of_it(case: str, configured: Bare) -> None:
     assert told(configured(**copy.deepcopy(plain))) == expected
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_prefix_caching(case: str, configured: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off beside layers in 16 bits, and then said so once; what the user has switched off stays off."""
-    said: list[str] = []
-    monkeypatch.setattr("vllm_kvq.integration.served.logger.warning_once", lambda text, *more: said.append(text % more))
-    arguments, _, _ = CASES[case]
-    beside = "skipped" in case or "two ranks" in case or case == "windows"
-    assert configured(**copy.deepcopy(arguments)).cache_config.enable_prefix_caching is not beside
-    sentence = "kvq: prefix caching is switched off: some layers stay in 16 bits"
-    assert {*said} == ({sentence} if beside else set())
-    del said[:]
-    off = {**copy.deepcopy(arguments), "enable_prefix_caching": False}
-    assert not configured(**off).cache_config.enable_prefix_caching
-    assert not said
+@pytest.mark.parametrize("chosen", [0, 5, 200])
+@pytest.mark.parametrize("case", ["plain", "windows", "a skipped layer"])
+def test_the_user_says_what_a_hit_leaves(case: str, chosen: int, bare: Bare) -> None:
+    arguments = CASES[case][0]
+    options = arguments.get("additional_config", {}).get("kvq", {})
+    assert Served.of(bare(**{**arguments, **kvq(**options, recompute=chosen)})).recomputed == chosen
+    assert Served.of(bare(**arguments)).recomputed == (0 if case == "windows" else 32)
 
 
 def test_another_dtype_is_left_alone(model: Path) -> None:
@@ -104,7 +93,7 @@ def test_another_dtype_is_left_alone(model: Path) -> None:
 
     made = EngineArgs(model=str(model), max_model_len=256).create_engine_config()
     # the block size is vLLM's own, which is another one in 0.33
-    assert told(made).partition(" ")[2] == "False None [] True None"
+    assert told(made).partition(" ")[2] == "False [] True None"
 
 
 def test_the_line_stays_parseable() -> None:
@@ -133,28 +122,3 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("vllm.distributed.parallel_state.is_global_first_rank", lambda: True)
     report.report_start(Served.of(bare(**{**arguments, "max_model_len": 1024})), vllm_config, 1000)
     assert said == [line, f"kvq: {served.format.name} is slow here"]
-
-
-def test_each_layer_has_its_own_page_size() -> None:
-    """In a backend class of its own: two engines in one process, or a draft beside its target, don't share it."""
-    from vllm_kvq.integration.sixteen import DraftBackend, DraftImpl, SixteenBitBackend, SixteenBitImpl
-
-    def backend_after_loading(impl_class: type[SixteenBitImpl], page: int) -> Any:
-        impl = object.__new__(impl_class)
-        layer = SimpleNamespace(impl=impl, attn_backend=None)
-        impl.vllm_config = SimpleNamespace(
-            cache_config=SimpleNamespace(skip_page_size_padded=page),
-            compilation_config=SimpleNamespace(static_forward_context={"another": object(), "this": layer}),
-            speculative_config=SimpleNamespace(method="eagle"),
-        )
-        impl.process_weights_after_loading(torch.float32)
-        return layer.attn_backend
-
-    made = [backend_after_loading(c, page) for c in (SixteenBitImpl, DraftImpl) for page in (4096, 8192)]
-    assert [backend.page for backend in made] == [4096, 8192, 4096, 8192]
-    assert [backend.__base__ for backend in made] == [SixteenBitBackend] * 2 + [DraftBackend] * 2
-    assert SixteenBitBackend.page is DraftBackend.page is None
-    # vLLM puts layers of one backend, by this name, into one group
-    assert made[0].full_cls_name() == made[1].full_cls_name() != made[2].full_cls_name()
-    with pytest.raises(RuntimeError, match="before its weights were loaded"):
-        SixteenBitBackend.customize_spec(None)

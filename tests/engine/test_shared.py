@@ -20,7 +20,7 @@ TODO = list(traces.prefixes(N))
 ENGINE: dict[str, Any] = {
     "kv_cache_dtype": "squat2",
     "block_size": N,
-    "max_num_batched_tokens": 40,  # the tokens that a hit computes again come in several chunks
+    "max_num_batched_tokens": 40,
     "max_num_seqs": 8,
     "additional_config": {"kvq": OPTIONS},
 }
@@ -47,8 +47,8 @@ def test_pages_of_a_hit_stay_as_they_are(model: Path) -> None:
         assert "was written while it was in the prefix cache" in str([r.changed for r in run(engine)])
 
 
-def test_a_unit_that_is_packed_again_is_noticed(model: Path) -> None:
-    with EngineProcess(str(model), ENGINE, {}, faults.repacked_hits) as engine:
+def test_a_page_that_is_written_again_is_noticed(model: Path) -> None:
+    with EngineProcess(str(model), ENGINE, {}, faults.rewritten_pages) as engine:
         got = run(engine)
     changed = [line for result in got for line in result.changed]
     assert changed

@@ -59,7 +59,6 @@ def stepwise(model: ReplayModel, lives: list[Life]) -> torch.Tensor:
 def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
     rng = random.Random(1)
     replay = ReplayModel(str(model), name, 64, DRAFTS, **options)
-    window = replay.formats[0].W
 
     def words(count: int) -> list[int]:
         return [rng.randint(10, 500) for _ in range(count)]
@@ -67,9 +66,9 @@ def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
     shared = words(260)
     first = life(rng, "first", [*shared, *words(70)], 0, [])
     pages = [(first, i) for i in range(4)]
-    second = life(rng, "second", [*shared, *words(90)], 256 - window, pages)
+    second = life(rng, "second", [*shared, *words(90)], 256, pages)
     # nested: page 4 is the second's own
-    third = life(rng, "third", [*second.tokens[:320], *words(60)], 320 - window, [*pages, (second, 4)])
+    third = life(rng, "third", [*second.tokens[:320], *words(60)], 320, [*pages, (second, 4)])
     lives = [first, second, third]
     whole = Whole(replay, lives)
     expected, got = stepwise(replay, lives), whole.logits(torch.arange(len(whole.plan.tokens)))
@@ -80,14 +79,19 @@ def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
 
 
 def test_equal_logits_beside_exact_layers(model: Path) -> None:
-    """One layer packed, one in 16 bits, with a window or without."""
+    """One layer packed, one in 16 bits, with a window or without; the third request hits pages of the first."""
     rng = random.Random(3)
     made = [life(rng, str(i), [rng.randint(10, 500) for _ in range(150 + i)], 0, []) for i in range(2)]
+    hit = [(made[0], i) for i in range(2)]
+    made.append(life(rng, "hit", [*made[0].tokens[:128], *(rng.randint(10, 500) for _ in range(40))], 128, hit))
     rows, logits = torch.arange(sum(len(p.tokens) for each in made for p in each.parts)), []
     for exact in ({}, {0: None}, {0: 48}, {1: None}):
         replay = ReplayModel(str(model), "squat2", 64, DRAFTS, exact=exact, W=0)
         expected, got = stepwise(replay, made), Whole(replay, made).logits(rows)
         assert ((expected - got).abs().amax(1) < 1e-2).float().mean() > 0.9
+        # of the hit by itself
+        behind = rows[-sum(len(p.tokens) for p in made[2].parts) :]
+        assert ((expected - got)[behind].abs().amax(1) < 1e-2).float().mean() > 0.9
         logits.append(got)
     for i, one in enumerate(logits):
         for another in logits[:i]:

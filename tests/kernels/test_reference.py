@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from layer import Layer
@@ -31,3 +33,22 @@ def test_cpp(name: str) -> None:
         return CPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale)
 
     assert worst_error(name, build) < (1e-2 if name == "qjl3" else 1e-3)
+
+
+@pytest.mark.parametrize("name", ["squat2", "lossless"])
+def test_learned_sinks(name: str) -> None:
+    def pytorch(layer: Layer) -> PlannedStep:
+        return PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"))
+
+    def cpp(layer: Layer) -> CPUStep:
+        return CPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale)
+
+    def dropped(layer: Layer) -> PlannedStep:
+        layer.caches = replace(layer.caches, learned=None)
+        return pytorch(layer)
+
+    assert worst_error(name, pytorch, learned=True) < 1e-5
+    if library() is not None:
+        assert worst_error(name, cpp, learned=True) < 1e-3
+    # the control
+    assert worst_error(name, dropped, learned=True) > 0.1

@@ -61,6 +61,8 @@ def _fill(name: str, p: torch.Tensor, generator: torch.Generator, tied: bool) ->
     if name.endswith("bias"):
         # a bias that values or logits share makes all tokens alike
         p.copy_((0.5 if re.search("q_proj|k_proj", name) else 0.05) * noise)
+    elif name.endswith("sinks"):
+        p.copy_(torch.linspace(-1, 4, p.numel()))  # as large as scores are
     elif p.ndim == 1:
         p.mul_(gain)  # norms: ones, or zeros where the model adds one
     elif re.search(r"lm_head|embed_out", name):

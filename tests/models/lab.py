@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,18 @@ class Lab:
         path = self.folder / f"{arch.slug}-adapter"
         return path if path.exists() else checkpoints.write_adapter(path, arch.build())
 
-    def run(self, arch: Architecture, traces: list[Trace], adapter: bool = False, **engine: Any) -> list[Result]:
+    def run(
+        self,
+        arch: Architecture,
+        traces: list[Trace],
+        adapter: bool = False,
+        prepare: Callable[[Any], None] | None = None,
+        **engine: Any,
+    ) -> list[Result]:
+        """`prepare` gets the TracedEngine before the traces, in its process."""
         arguments = {"dtype": arch.dtype, "skip_tokenizer_init": True, **arch.engine, **engine}
-        prepare = functools.partial(use_adapter, str(self.adapter(arch))) if adapter else None
+        if adapter:
+            prepare = functools.partial(use_adapter, str(self.adapter(arch)))
         with forked.EngineProcess(str(self.model(arch)), arguments, {}, prepare) as process:
             return [process.run(trace) for trace in traces]
 

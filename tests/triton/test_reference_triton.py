@@ -17,3 +17,10 @@ def test_triton(name: str) -> None:
         return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal)
 
     assert worst_error(name, build, heads=1, share=1, decodes=2) < 2e-3
+
+
+def test_learned_sinks() -> None:
+    def build(layer: Layer) -> GPUStep:
+        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal)
+
+    assert worst_error("squat2", build, heads=1, share=2, decodes=1, learned=True) < 2e-3

@@ -76,12 +76,12 @@ def be_quiet() -> None:
 
 def describe(start: DryStart) -> dict[str, Any]:
     from vllm_kvq.integration.memory import cache_memory, gib
-    from vllm_kvq.integration.report import Capacity, group_layers
+    from vllm_kvq.integration.report import Capacity, block_bytes
     from vllm_kvq.kernels.cpu.library import ISAS, isa
 
     served, config = start.served, start.vllm_config
     fmt, path, memory = served.format, served.path, cache_memory(config)
-    page_group = group_layers(served) * served.page_bytes
+    page_group = block_bytes(served)
     blocks = memory.nbytes * config.parallel_config.pipeline_parallel_size // page_group
     capacity = Capacity.of(served, blocks)
     problem = memory.problem
@@ -110,7 +110,6 @@ def describe(start: DryStart) -> dict[str, Any]:
             "bf16_tokens": capacity.plain_tokens,
             "request_tokens": served.max_len,
         },
-        "conflicts": [f"prefix caching is switched off: {why}" for why in [served.no_prefix_caching] if why],
     }
 
 
@@ -139,5 +138,4 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory, about", f"{gib(memory['bytes'])}: {memory['because']}"),
         ("capacity, about", f"{capacity['tokens']:,} tokens {per_request}; bf16: {capacity['bf16_tokens']:,}"),
     ]
-    text += [("slow", sentence) for sentence in (kernels["why_not_faster"], kernels["slow"]) if sentence]
-    return text + [("conflict", sentence) for sentence in found["conflicts"]]
+    return text + [("slow", sentence) for sentence in (kernels["why_not_faster"], kernels["slow"]) if sentence]

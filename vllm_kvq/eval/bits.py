@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.integration.dry_start import dry_start
+from vllm_kvq.integration.report import Capacity, block_bytes
 from vllm_kvq.integration.served import Served
 
 PLAIN_BITS = 16
@@ -16,9 +17,9 @@ PLAIN_BITS = 16
 
 def bits_at(served: Served, tokens: int) -> float:
     """Whole blocks, as vLLM gives them out, against the same numbers in 16 bits; layers in 16 bits count, too."""
-    kinds = replace(served, max_len=tokens).kinds
-    taken = served.page_bytes * sum(kind.layers * kind.blocks for kind in kinds)
-    return PLAIN_BITS * taken / sum(kind.layers * kind.plain_bytes for kind in kinds)
+    served = replace(served, max_len=tokens)
+    taken = Capacity.of(served, 1).per_request * block_bytes(served)
+    return PLAIN_BITS * taken / sum(kind.layers * kind.plain_bytes for kind in served.kinds)
 
 
 def plain_bits(dtype: str, model_dtype: Any) -> float:

@@ -24,8 +24,8 @@ def parser() -> argparse.ArgumentParser:
         "vllm-kvq calibrate",
         "Which format and options do least harm within so many bits, as YAML for `vllm serve MODEL --config`. What is\n"
         "compared is the relative error of attention's output on one text, which says little of answers: see\n"
-        "`vllm-kvq eval`. One format serves all layers; where bits are left (and on a CPU), its worst layers stay in\n"
-        "16 bits, which switches prefix caching off.",
+        "`vllm-kvq eval`. One format serves all layers; where bits are left, its worst layers stay in\n"
+        "16 bits.",
         ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8,innerq2 --out kvq.yaml"),
         "nothing could be measured, or nothing is as small",
     )

@@ -19,7 +19,13 @@ COMMON = (
     BLOCK,
     Option("W", "newest tokens read in full precision", 0, low=0, high=4096, multiple=32),
     Option("S", "first tokens read in full precision", 0, low=0, high=1024),
-    LayerList("skip_layers", "indices of layers to keep in 16 bits (CPU; prefix caching is off then)", ()),
+    Option(
+        "recompute",
+        "newest tokens of a request that no prefix hit covers; W, or 0 beside layers with a sliding window",
+        low=0,
+        high=4096,
+    ),
+    LayerList("skip_layers", "indices of layers to keep in 16 bits", ()),
 )
 
 
@@ -32,6 +38,8 @@ class Settings:
     N: int | None
     W: int
     S: int
+    recompute: int | None
+    """None: `integration/served.py` decides."""
     skip_layers: tuple[int, ...]
     own: tuple[tuple[str, Any], ...]
     """The options of the two codecs; None where the codec decides by the head."""

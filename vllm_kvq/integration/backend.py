@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
@@ -25,10 +25,12 @@ from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration.faults import FaultWatch
 from vllm_kvq.integration.layer import PackedLayer
+from vllm_kvq.integration.layout import ONE_SIZE, SIDE_BY_SIDE, zero_all_groups
 from vllm_kvq.integration.report import Damage
 from vllm_kvq.integration.seeds import keep_seeds
+from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.setup import bind, bind_layer, layer_of
-from vllm_kvq.integration.sidecar import LAYOUTS
+from vllm_kvq.integration.spec import PackedSpec
 from vllm_kvq.integration.validate import Refused, check_layer
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.paths import Wish, path_for
@@ -76,6 +78,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         self.watches: list[FaultWatch] | None = None
         if device.type == "cpu":
             keep_seeds()
+            zero_all_groups()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -84,7 +87,9 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         wish = Wish.of(vllm_config.device_config.device_type, os.environ)
         if not wish.on_gpu:
             return AttentionCGSupport.NEVER
-        geometry = Geometry(kv_cache_spec.head_size, kv_cache_spec.block_size, vllm_config.model_config.dtype)
+        # beside other layers vLLM hands over the spec that wraps those of a group
+        spec = getattr(kv_cache_spec, "first_spec", kv_cache_spec)
+        geometry = Geometry(spec.head_size, spec.block_size, vllm_config.model_config.dtype)
         path = path_for(bind(vllm_config, geometry), wish)
         return AttentionCGSupport.UNIFORM_BATCH if path.on_gpu else AttentionCGSupport.NEVER
 
@@ -113,6 +118,10 @@ class KVQBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar = list(FORMATS)
     format: PageFormat | None = None
     """Set in the subclass of each layer: `customize_spec` sees only the spec, without a vLLM configuration."""
+    recomputed: int = 0
+    """The same for `Served.recomputed`."""
+    mixed: bool = False
+    """The same for `Served.mixed`."""
 
     @staticmethod
     def get_name() -> str:
@@ -136,7 +145,7 @@ class KVQBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return LAYOUTS
+        return SIDE_BY_SIDE if cls.mixed else ONE_SIZE
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -155,12 +164,18 @@ class KVQBackend(AttentionBackend):
             raise RuntimeError(
                 f"vLLM changed the block size to {spec.block_size} after the format was bound to {cls.format.N}"
             )
-        return replace(spec, tokens_per_state=spec.block_size, state_content_bytes=cls.format.record_bytes)
+        return replace_as(
+            spec,
+            PackedSpec,
+            tokens_per_state=spec.block_size,
+            state_content_bytes=cls.format.record_bytes,
+            recomputed=cls.recomputed,
+        )
 
 
 @functools.cache
-def bound_backend(fmt: PageFormat) -> type[KVQBackend]:
-    return type("KVQBackend", (KVQBackend,), {"format": fmt})
+def bound_backend(fmt: PageFormat, recomputed: int, mixed: bool) -> type[KVQBackend]:
+    return type("KVQBackend", (KVQBackend,), {"format": fmt, "recomputed": recomputed, "mixed": mixed})
 
 
 class KVQImpl(AttentionImpl):
@@ -178,6 +193,7 @@ class KVQImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         **extra: Any,
     ) -> None:
+        self.learned = extra.pop("sinks", None)
         check_layer(alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name, extra)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
@@ -192,8 +208,11 @@ class KVQImpl(AttentionImpl):
         name, layer = layer_of(self.vllm_config, self)
         index = _layer_index(name)
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
-        layer.attn_backend = bound_backend(fmt)
-        self.packed = PackedLayer.create(fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers)
+        served = Served.of(self.vllm_config)
+        layer.attn_backend = bound_backend(fmt, served.recomputed, served.mixed)
+        self.packed = PackedLayer.create(
+            fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers, self.learned
+        )
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration.kept import Layers, layer_types
+from vllm_kvq.integration.kept import layer_types
 
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa")
 WITH_CACHE = ("draft_model", "eagle", "eagle3", "mtp")
@@ -70,27 +70,21 @@ def draft_problem(vllm_config: Any) -> tuple[str, str] | None:
         return "drafts with latent attention (MLA)", "use method 'ngram'"
     if model.get_sliding_window() is not None or "sliding_attention" in layer_types(model):
         return "drafts with sliding-window attention", "use another draft or method 'ngram'"
-    if (layers := _layers(spec)) > (most := Layers.of(vllm_config).smallest_kind):
-        # vLLM's proposer wants all of them in one KV cache group, and groups are as large as the smallest kind
-        return (
-            f"a draft of {layers} layers where the smallest kind of the model's layers has {most}",
-            "use a smaller draft",
-        )
     return None
 
 
 def is_draft(vllm_config: Any) -> bool:
     """Whether this configuration is the one that vLLM makes of ours to build a draft's layers.
 
-    Its dtype is the draft's own, so our format's name is gone; but our page size is still in it.
+    Its dtype is the draft's own, so our format's name is gone; but the model's layers are still in it.
     """
     from vllm.platforms import current_platform
 
-    spec = vllm_config.speculative_config
+    spec, layers = vllm_config.speculative_config, vllm_config.compilation_config.static_forward_context.values()
     return (
         current_platform.is_cpu()
         and spec is not None
         and spec.method in WITH_CACHE
         and vllm_config.cache_config.cache_dtype == spec.kv_cache_dtype
-        and vllm_config.cache_config.skip_page_size_padded is not None
+        and any(getattr(x, "kv_cache_dtype", None) in FORMATS for x in layers)
     )

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_kvq.integration import metrics
-from vllm_kvq.integration.manager import SidecarManager, SinkManager
+from vllm_kvq.integration.manager import PackedManager, SidecarManager, SinkManager
 
 SECONDS = 1.0
 LARGEST_SHARE = 0.0025
@@ -40,15 +40,7 @@ class Census:
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         self.sidecars = next(m for m in managers if type(m) is SidecarManager)
         self.sinks = next((m for m in managers if type(m) is SinkManager), None)
-        page = self.sidecars.kv_cache_spec.page_size_bytes
-        # a packed page is one record of all its tokens; in 16-bit layers beside ours each token has its own bytes
-        self.pages = next(
-            m
-            for m in managers
-            if not isinstance(m, SidecarManager)
-            and m.kv_cache_spec.page_size_bytes == page
-            and m.kv_cache_spec.tokens_per_state == m.block_size
-        )
+        self.pages = next(m for m in managers if isinstance(m, PackedManager))
         self.series = metrics.Series.of(scheduler.vllm_config)
         self.next = 0.0
 

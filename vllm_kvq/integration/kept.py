@@ -1,12 +1,8 @@
 """Layers that stay in vLLM's own 16-bit cache beside packed ones: layers with a sliding window, and `skip_layers`.
 
-vLLM's pool has pages of one size. A 16-bit layer takes the largest block that fits into one of our pages and is padded
-to it (vLLM's own mechanism for `kv_cache_dtype_skip_layers`); where our page is too small for the smallest block of
-such a layer, our block grows. The memory of window layers does not grow with the context; that of skipped layers does.
-
-Beside such layers prefix caching is off. A hit computes our window again, and for the first tokens of that window the
-window layers would need keys from before it, which vLLM does not keep; skipped layers would write what they computed
-from packed history into pages that other requests read.
+Each kind of layers has pages of its own size and KV cache groups of its own. The pages of a group's layers lie side by
+side in a block of vLLM's pool, whose blocks are as large as the widest group (layout.py). The memory of window layers
+does not grow with the context; that of skipped layers does.
 """
 
 from __future__ import annotations
@@ -18,8 +14,6 @@ from vllm_kvq.integration.setup import settings_of
 
 WINDOWS = "sliding_window"
 """All layers with a sliding window, in vLLM's list of layers to skip."""
-SMALLEST_BLOCK = 32
-"""The smallest block of vLLM's CPU attention."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +41,6 @@ class Layers:
     def packed(self) -> int:
         return self.total - len(self.windows) - len(self.skipped)
 
-    @property
-    def smallest_kind(self) -> int:
-        """How many layers the smallest kind has: vLLM's KV cache groups are as large as that."""
-        return min(n for n in (self.packed, len(self.windows), len(self.skipped)) if n > 0)
-
     def problem(self) -> str | None:
         """Why these layers can't be kept."""
         beyond = sorted(i for i in self.skipped if i >= self.total)
@@ -73,16 +62,4 @@ def window_problem(model: Any) -> str | None:
         return None
     if not sliding or len(sliding) == len(kinds):
         return "models in which all layers have sliding-window attention"
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return "sliding-window attention on this platform"
     return None
-
-
-def fitting_block(page: int, token_bytes: int, divides: int | None = None) -> int:
-    """The most tokens of a 16-bit layer that fit into one of our pages; with `divides`, a divisor of that number."""
-    largest = page // token_bytes // SMALLEST_BLOCK * SMALLEST_BLOCK
-    if divides is None:
-        return largest
-    return max(b for b in range(SMALLEST_BLOCK, largest + 1, SMALLEST_BLOCK) if divides % b == 0)

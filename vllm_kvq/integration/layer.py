@@ -7,16 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration.layout import put_first
 from vllm_kvq.integration.metrics import CLAMPED, Series
 from vllm_kvq.integration.prompts import Asked, prompts_for
 from vllm_kvq.integration.replicas import all_queries_of
 from vllm_kvq.integration.report import Damage, report_start
 from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
+from vllm_kvq.kernels.cpu.step import CPUStep
 from vllm_kvq.kernels.paths import step_for
 from vllm_kvq.kernels.step import Caches, Causal, Step, StepBatch
+
+logger = init_logger("vllm.kvq")
 
 
 class PackedLayer:
@@ -29,8 +34,10 @@ class PackedLayer:
         sinks: Sinks | None,
         step: Step,
         export: Callable[[int], None] = lambda more: None,
+        learned: torch.Tensor | None = None,
     ) -> None:
-        self.fmt, self.name, self.scale = fmt, name, scale
+        """`learned`: attention sinks that are a weight of the layer."""
+        self.fmt, self.name, self.scale, self.learned = fmt, name, scale, learned
         self.sidecar, self.sinks = sidecar, sinks
         self.sidecar_name = name + SIDECAR_SUFFIX
         self.sink_name = name + SINK_SUFFIX if sinks is not None else None
@@ -46,6 +53,7 @@ class PackedLayer:
         scale: float,
         vllm_config: Any,
         layers: dict[str, Any],
+        learned: torch.Tensor | None = None,
     ) -> PackedLayer:
         """The layer and its companions, which become layers of the model's forward context."""
         num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device
@@ -53,15 +61,21 @@ class PackedLayer:
         # an existing companion is kept: after a reload of weights its cache is still bound
         first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
         report = functools.partial(report_start, served, vllm_config) if first else None
+        if first and served.mixed:
+            put_first(name, layers)
         sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, served.copies, report))
         sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots)) if fmt.S else None
 
         def causal(merged: bool) -> Causal:
-            return prompts_for(Asked(device, fmt.geometry.dtype, fmt.geometry.head_size, merged))
+            return prompts_for(Asked(device, fmt.geometry.dtype, fmt.geometry.head_size, merged or learned is not None))
 
         step = step_for(served.path, fmt, slots, num_spec, scale, device, causal, all_queries_of(vllm_config))
         export = functools.partial(Series.of(vllm_config).add, CLAMPED)
-        return cls(fmt, name, scale, sidecar, sinks, step, export)
+        if learned is not None and isinstance(step, CPUStep):
+            logger.warning_once(
+                "kvq: layers with learned attention sinks take several calls per decode step on the CPU"
+            )
+        return cls(fmt, name, scale, sidecar, sinks, step, export, learned)
 
     def run(
         self,
@@ -74,7 +88,7 @@ class PackedLayer:
     ) -> None:
         """`kv_cache` is vLLM's (blocks, H, 1, record bytes)."""
         sinks = None if self.sinks is None else self.sinks.blocks
-        caches = Caches(kv_cache.view(torch.uint8).flatten(2), self.sidecar.blocks, sinks)
+        caches = Caches(kv_cache.view(torch.uint8).flatten(2), self.sidecar.blocks, sinks, self.learned)
         try:
             self.damage.count(self.step.run(batch, caches, query, key, value, output))
         except RuntimeError as error:

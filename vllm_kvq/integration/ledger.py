@@ -46,14 +46,24 @@ LEDGER = (
         "it asks before",
     ),
     Patch(
-        "skip_page_size_padded and the list of skipped layers set (served.py)",
-        "pages of one size for layers that stay in 16 bits; on the CPU vLLM does not align them itself",
-        "vLLM aligns them on the CPU",
+        "the list of skipped layers set (served.py)",
+        "window layers are not in the user's list",
+        "a backend may say which layers it does not serve",
     ),
     Patch(
-        "enable_prefix_caching unset (served.py)",
-        "beside layers in 16 bits a hit would need keys that vLLM does not keep (kept.py)",
-        "it may be asked of a plugin",
+        "Platform._align_heterogeneous_kv_block_size wrapped (layout.py)",
+        "it pads the pages of skipped layers and packed ones to one size; side by side they need none",
+        "it asks for the layout first",
+    ),
+    Patch(
+        "CPUAttentionBackend subclassed (side_by_side.py)",
+        "it does not say that it reads pages that lie side by side",
+        "it says so",
+    ),
+    Patch(
+        "CPUModelRunner._zero_block_ids wrapped (layout.py)",
+        "it overlooks groups whose layers have one spec around them, where pages of several sizes lie side by side",
+        "it looks into them",
     ),
     Patch(
         'speculative_config.kv_cache_dtype set to "auto" (served.py)',
@@ -61,9 +71,9 @@ LEDGER = (
         "companions are handed on",
     ),
     Patch(
-        "a draft model's layers moved to the front (sixteen.py)",
-        "the runner hands a draft model the first KV cache group's block table, whichever group that is",
-        "it hands over the draft's own",
+        "a packed layer moved to the front (layout.py)",
+        "a group's first layer decides on its manager and on zeroing, and a draft model gets the first group's table",
+        "every layer of a group is asked, and a draft's own table is handed over",
     ),
     Patch(
         "Scheduler.make_stats wrapped",

@@ -1,4 +1,5 @@
-"""Who owns the companions' blocks: vLLM's own block pool, through these two managers (engine core side)."""
+"""Who owns the blocks of packed layers and of their companions: vLLM's own block pool, through these managers (engine
+core side)."""
 
 from __future__ import annotations
 
@@ -7,9 +8,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
-from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, FullAttentionManager
 
 NO_LIMIT = 1 << 62
+
+
+class PackedManager(FullAttentionManager):
+    """Pages that requests share. A hit ends before the request's last `recomputed` tokens.
+
+    What a request computes itself fills its ring and is what the format is fitted to; what it finds is read packed.
+    """
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
+        *args: Any, **kwargs: Any,
+    ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
+        # Another group may have found less than the whole request already; the hashes tell how long it is at least.
+        whole = len(block_hashes) * block_pool.hash_block_size - 1
+        limit = max(min(max_length, whole - kv_cache_spec.recomputed), max_length - kv_cache_spec.recomputed, 0)
+        return super().find_longest_cache_hit(
+            block_hashes, limit, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
+        )
 
 
 class SidecarManager(CircularBufferManager):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration import metrics, validate
@@ -16,9 +17,8 @@ from vllm_kvq.integration.orphans import guard
 from vllm_kvq.integration.served import Served, apply
 
 BACKEND = "vllm_kvq.integration.backend.KVQBackend"
-# vLLM wants paths; and the module of these imports vLLM's CPU attention, which is not there on other platforms.
-SKIPPED_LAYER = "vllm_kvq.integration.sixteen.SixteenBitBackend"
-DRAFT_LAYER = "vllm_kvq.integration.sixteen.DraftBackend"
+# vLLM wants paths; and the module of this one imports vLLM's CPU attention, which is not there on other platforms.
+KEPT_LAYER = "vllm_kvq.integration.side_by_side.SideBySideBackend"
 
 
 def configure(vllm_config: Any) -> None:
@@ -26,18 +26,22 @@ def configure(vllm_config: Any) -> None:
     cache = vllm_config.cache_config
     if cache is None:
         return
-    ours = cache.cache_dtype in FORMATS
     try:
-        (validate.check if ours else validate.check_other)(vllm_config)
+        (validate.check if ours(vllm_config) else validate.check_other)(vllm_config)
     except validate.Refused as error:
         if _is_vllms_command():
             # the bare sentence instead of a traceback
             raise SystemExit(f"vllm-kvq: {error}") from None
         raise
-    if ours and vllm_config.model_config is not None:
+    if ours(vllm_config) and vllm_config.model_config is not None:
         apply(Served.of(vllm_config), vllm_config)
         metrics.open_folder()
         guard()
+
+
+def ours(vllm_config: Any) -> bool:
+    """Whether a format of ours serves it."""
+    return vllm_config.cache_config.cache_dtype in FORMATS
 
 
 def _is_vllms_command() -> bool:
@@ -54,18 +58,18 @@ def backend_of(asked: Any) -> str | None:
     current = get_current_vllm_config_or_none()
     if current is None:
         return None
-    if is_draft(current):
-        return DRAFT_LAYER
-    return other_backend(current.cache_config, asked) if current.cache_config.cache_dtype in FORMATS else None
+    if not is_draft(current):
+        if not ours(current):
+            return None
+        check_other_layer(current.cache_config, asked)
+    return KEPT_LAYER if current_platform.is_cpu() else None
 
 
-def other_backend(cache: Any, asked: Any) -> str | None:
-    """The same for a layer that vLLM gave another dtype than ours, which it may do with kept layers alone."""
-    if WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window:
-        return None
-    if not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
+def check_other_layer(cache: Any, asked: Any) -> None:
+    """Of a layer that vLLM gave another dtype than ours, which it may do with kept layers alone."""
+    window = WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window
+    if not window and not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
         raise validate.Refused(
             f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
             "would stay in 16 bits; use --kv-cache-dtype auto"
         )
-    return SKIPPED_LAYER

@@ -17,10 +17,11 @@ def register() -> None:
     compat.hide_test_formats()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_kvq.integration import held, platform, spec
+    from vllm_kvq.integration import held, layout, platform, spec
 
     register_backend(AttentionBackendEnum.CUSTOM, platform.BACKEND)
     compat.wrap_platform(platform.configure, platform.backend_of)
+    layout.keep_pages_apart(platform.ours)
     compat.ensure_builtin_specs()
     compat.wrap_scheduler(held.take_census)
     spec.register()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,6 @@ class Capacity:
     sidecars and sink pages.
 
     It is the very number of vLLM's own line "KV cache size", which counts block 0, too, that is never handed out.
-    A block of the pool is one page in each layer of a KV cache group, and vLLM makes all groups as large as the
-    smallest kind of layers, or as the largest where they hardly differ.
     """
 
     tokens: int
@@ -34,18 +33,43 @@ class Capacity:
 
     @classmethod
     def of(cls, served: Served, blocks: int) -> Capacity:
-        kinds = served.kinds
-        size = group_layers(served)
-        per_request = sum(-(-k.layers // size) * k.blocks for k in kinds)
+        kinds, size = served.kinds, block_bytes(served)
+        # layers with full attention share their blocks, and only packed ones have companions
+        per_request = kinds[0].blocks + sum(window_groups(served) * k.blocks for k in kinds if k.window)
         tokens = blocks / per_request * served.max_len
-        plain = blocks * size * served.page_bytes / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
+        plain = blocks * size / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
         return cls(int(tokens), int(plain), tokens / plain if blocks else 0.0, per_request)
 
 
-def group_layers(served: Served) -> int:
-    """The layers of one of vLLM's KV cache groups."""
-    smallest, largest = min(k.layers for k in served.kinds), max(k.layers for k in served.kinds)
-    return largest if largest < 1.5 * smallest else smallest
+def block_bytes(served: Served) -> int:
+    """Of a block of the pool: one page of each layer of the widest KV cache group."""
+    widths = [-(-k.layers // window_groups(served)) * k.page_bytes for k in served.kinds if k.window]
+    return max(_full_bytes(served), *widths, 0)
+
+
+def window_groups(served: Served) -> int:
+    """How many KV cache groups vLLM makes of the layers with a sliding window."""
+    windows = next((k for k in served.kinds if k.window), None)
+    if windows is None:
+        return 0
+    counts: Counter[int] = Counter()
+    for kind in served.kinds:
+        if not kind.window:
+            counts[kind.page_bytes] += kind.layers
+    n, *others = counts.values()
+    if others and {*others} == {n}:
+        # As many layers of each size are a pattern for vLLM, and groups hold as many repeats as pad all kinds least.
+        like = 2 + (served.slots.sink_blocks > 0)  # the companions, too
+        sizes = range(n, max(n, windows.layers) + 1)
+        repeats = min(sizes, key=lambda size: (-windows.layers % size + like * (-n % size), -size))
+        return -(-windows.layers // repeats)
+    # else as many groups as keep them from being wider than the others
+    return -(-windows.layers // max(_full_bytes(served) // windows.page_bytes, 1))
+
+
+def _full_bytes(served: Served) -> int:
+    """One page of each layer with full attention."""
+    return sum(k.layers * k.page_bytes for k in served.kinds if not k.window)
 
 
 def start_line(served: Served, blocks: int) -> str:

@@ -12,18 +12,14 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.logger import init_logger
-
 from vllm_kvq.formats import Geometry, PageFormat
-from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
-from vllm_kvq.integration.kept import SMALLEST_BLOCK, Layers, fitting_block
+from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.setup import bind, settings_of
 from vllm_kvq.kernels.paths import Path, Wish, path_for
 from vllm_kvq.kernels.slots import SlotGeometry
 
-logger = init_logger("vllm.kvq")
 CPU_BLOCK = 128
 
 
@@ -33,8 +29,12 @@ class Kind:
 
     layers: int
     blocks: int
+    page_bytes: int
+    """Of a page in one layer."""
     plain_bytes: int
-    """What it would take in a plain 16-bit cache."""
+    """What it would take in a plain 16-bit cache, in one layer."""
+    window: bool = False
+    """Whether they have a sliding window, and so are in other KV cache groups than those with full attention."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class Served:
     layers: Layers
     """Which layers are packed, and which stay in 16 bits and why."""
     draft: Draft | None
-    prefix_caching: bool
-    no_prefix_caching: str | None
-    """Why it is off whatever the user says."""
+    recomputed: int
+    """So many tokens at a request's end no prefix hit covers."""
     max_len: int
     window_tokens: int
     """The most tokens of a long request that a layer with a sliding window holds."""
@@ -60,19 +59,19 @@ class Served:
     @classmethod
     def of(cls, vllm_config: Any) -> Served:
         """Raises ValueError, with a sentence, where the parts of the configuration do not fit together."""
-        cache, model = vllm_config.cache_config, vllm_config.model_config
+        model = vllm_config.model_config
         heads = model.get_num_kv_heads(vllm_config.parallel_config)
         layers, draft = Layers.of(vllm_config), Draft.of(vllm_config)
-        token_bytes = 2 * heads * model.get_head_size() * model.dtype.itemsize if layers.kept else 0
-        fmt = _format(vllm_config, heads, layers, max(token_bytes, draft.token_bytes if draft else 0))
+        if problem := layers.problem():
+            raise ValueError(problem)
+        fmt = bind(vllm_config, Geometry(model.get_head_size(), _block(vllm_config), model.dtype))
         window = model.get_sliding_window() or model.max_model_len
         return cls(
             fmt,
             SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens),
             layers,
             draft,
-            prefix_caching=bool(cache.enable_prefix_caching) and not layers.kept,
-            no_prefix_caching="some layers stay in 16 bits" if layers.kept else None,
+            recomputed=_recomputed(vllm_config, fmt, layers),
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
             copies=layers.packed * vllm_config.parallel_config.tensor_parallel_size,
@@ -85,8 +84,8 @@ class Served:
         return self.slots.page_bytes
 
     @property
-    def padded(self) -> bool:
-        """Whether there are 16-bit layers beside packed ones: their blocks are padded to our pages."""
+    def mixed(self) -> bool:
+        """Whether there are 16-bit layers beside packed ones, with pages of other sizes."""
         return bool(self.layers.kept) or self.draft is not None
 
     @property
@@ -96,53 +95,43 @@ class Served:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        slots, length = self.slots, self.max_len
+        slots, length, block = self.slots, self.max_len, self.format.N
         plain = 4 * slots.heads * slots.head_size
-        block = fitting_block(slots.page_bytes, slots.slot_bytes)
-        packed = -(-length // self.format.N) + slots.sidecar_blocks + slots.sink_blocks
-        kinds = [Kind(self.layers.packed, packed, length * plain)]
+        whole, page = -(-length // block), block * slots.slot_bytes
+        packed = whole + slots.sidecar_blocks + slots.sink_blocks
+        kinds = [Kind(self.layers.packed, packed, slots.page_bytes, length * plain)]
         if skipped := len(self.layers.skipped):
-            kinds.append(Kind(skipped, -(-length // block), length * plain))
+            kinds.append(Kind(skipped, whole, page, length * plain))
         if windows := len(self.layers.windows):
             # as vLLM counts a window: one block more, because it may begin in the middle of one
             seen = min(self.window_tokens, length)
-            kinds.append(Kind(windows, -(-seen // block) + 1, seen * plain))
+            kinds.append(Kind(windows, -(-seen // block) + 1, page, seen * plain, window=True))
         if draft := self.draft:
-            own = fitting_block(slots.page_bytes, draft.token_bytes, self.format.N)
-            kinds.append(Kind(draft.layers, -(-length // own), length * 4 * draft.heads * draft.head_size))
+            own = length * 4 * draft.heads * draft.head_size
+            kinds.append(Kind(draft.layers, whole, block * draft.token_bytes, own))
         return tuple(kinds)
 
 
-def _format(vllm_config: Any, heads: int, layers: Layers, token_bytes: int) -> PageFormat:
-    """The format, in blocks that are large enough for 16-bit layers of `token_bytes` a token (0: there are none)."""
-    model = vllm_config.model_config
-    block, chosen = _block(vllm_config)
+def _recomputed(vllm_config: Any, fmt: PageFormat, layers: Layers) -> int:
+    """The user's number; else W, so that the window is exact after a hit, too.
 
-    def of(size: int) -> PageFormat:
-        return bind(vllm_config, Geometry(model.get_head_size(), size, model.dtype))
-
-    fmt = of(block)
-    if problem := layers.problem():
-        raise ValueError(problem)
-    while heads * fmt.record_bytes < SMALLEST_BLOCK * token_bytes:
-        if 2 * fmt.N > LARGEST_BLOCK:
-            raise ValueError(f"no block of up to {LARGEST_BLOCK} tokens holds {SMALLEST_BLOCK} tokens in 16 bits")
-        fmt = of(2 * fmt.N)
-    if block != fmt.N and chosen:
-        beside = "layers in 16 bits" if layers.kept else "the draft's layers in 16 bits"
-        raise ValueError(f"block size {block} is too small beside {beside}; set --block-size {fmt.N}")
-    return fmt
+    Beside layers with a sliding window 0: vLLM keeps of these what the end of a prompt sees, where a hit that ends
+    earlier would find nothing.
+    """
+    chosen = settings_of(vllm_config).recompute
+    if chosen is not None:
+        return chosen
+    return 0 if layers.windows else fmt.W
 
 
-def _block(vllm_config: Any) -> tuple[int, bool]:
-    """The block size to begin with, and whether the user chose it."""
+def _block(vllm_config: Any) -> int:
     cache, option = vllm_config.cache_config, settings_of(vllm_config).N
     if option is not None or cache.user_specified_block_size:
-        return option or cache.block_size, True
+        return option or int(cache.block_size)
     from vllm.platforms import current_platform
 
     # vLLM's own default on the CPU (0.32 sets it, 0.33 leaves it open), ours elsewhere
-    return (CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N), False
+    return CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N
 
 
 def apply(served: Served, vllm_config: Any) -> None:
@@ -151,15 +140,8 @@ def apply(served: Served, vllm_config: Any) -> None:
     # As if the user had set it: otherwise vLLM asks the backend for a block size once the model is loaded, when formats
     # are bound to this one.
     cache.block_size, cache.user_specified_block_size = served.format.N, True
-    if not served.padded:
-        return
-    # vLLM's pool has pages of one size, and on the CPU vLLM does not align 16-bit layers with others itself.
-    cache.skip_page_size_padded = served.page_bytes
     # The layers whose dtype vLLM then makes "auto": window layers are not in the user's list.
     cache.kv_cache_dtype_skip_layers = list(served.layers.kept)
     if served.draft is not None and vllm_config.speculative_config.kv_cache_dtype is None:
         # Otherwise vLLM hands the target's dtype to the draft, too.
         vllm_config.speculative_config.kv_cache_dtype = "auto"
-    if cache.enable_prefix_caching and not served.prefix_caching:
-        logger.warning_once("kvq: prefix caching is switched off: %s", served.no_prefix_caching)
-    cache.enable_prefix_caching = served.prefix_caching

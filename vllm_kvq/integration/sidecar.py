@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration.layout import ONE_SIZE
 from vllm_kvq.integration.spec import CompanionSpec, SidecarSpec, SinkSpec
 from vllm_kvq.kernels.slots import SlotGeometry
 
@@ -22,7 +23,6 @@ __all__ = ["Sidecar", "Sinks", "SlotGeometry"]
 
 SIDECAR_SUFFIX = ".kvq_sidecar"
 SINK_SUFFIX = ".kvq_sinks"
-LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class CompanionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return LAYOUTS
+        return ONE_SIZE
 
 
 class Companion(torch.nn.Module, AttentionLayerBase):

@@ -1,9 +1,10 @@
-"""KV cache specs of the two companions of a packed layer, as vLLM's engine core sees them.
+"""KV cache specs of a packed layer and of its two companions, as vLLM's engine core sees them.
 
+packed   one record per block and KV head, found again by prefix caching up to some tokens before a prompt's end
 sidecar  `blocks_per_request` blocks per running request, private to it: state rows and the full-precision ring
 sinks    the same for the first S tokens, but shared between requests by prefix caching
 
-Both use the packed group's block size and page bytes, so that vLLM has nothing to unify or pad.
+Companions use the packed group's block size and page bytes, so that vLLM has nothing to unify or pad.
 """
 
 from __future__ import annotations
@@ -12,10 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import CircularBufferSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvq.integration.manager import SidecarManager, SinkManager
+from vllm_kvq.integration.manager import PackedManager, SidecarManager, SinkManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSpec(FullAttentionSpec):
+    recomputed: int
+    """So many tokens at a request's end no prefix hit covers: the request computes them itself."""
+
+    @classmethod
+    def merge(cls, specs: list[PackedSpec]) -> PackedSpec:
+        """FullAttentionSpec's own names its fields one by one, and would lose ours."""
+        if any(spec != specs[0] for spec in specs):
+            raise AssertionError("all packed layers in the same KV cache group must be the same")
+        return specs[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +55,7 @@ class CompanionSpec(CircularBufferSpec):
 @dataclass(frozen=True, kw_only=True)
 class SidecarSpec(CompanionSpec):
     window: int
-    """W: a prefix hit recomputes its last W tokens, so that the ring is exact again."""
+    """W: the newest tokens, which are read in full precision."""
     unit: int
     """P: so many tokens are packed at once."""
     sinks: int
@@ -50,10 +64,6 @@ class SidecarSpec(CompanionSpec):
     """Numbers of one token in one layer on one rank: its keys and values."""
     copies: int
     """Packed layers times ranks: each block of the pool is one page in each of them."""
-
-    @property
-    def prefix_replay_tokens(self) -> int:
-        return self.window
 
     def packed_tokens(self, tokens: int) -> int:
         """How many of a request's tokens its next step reads from packed pages."""
@@ -68,5 +78,6 @@ class SinkSpec(CompanionSpec):
 
 
 def register() -> None:
+    KVCacheSpecRegistry.register(PackedSpec, PackedManager, uniform_type_base_spec=FullAttentionSpec)
     KVCacheSpecRegistry.register(SinkSpec, SinkManager, uniform_type_base_spec=SinkSpec)
     KVCacheSpecRegistry.register(SidecarSpec, SidecarManager, uniform_type_base_spec=SidecarSpec)

@@ -94,16 +94,10 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
         (getattr(text, "attention_chunk_size", None), "chunked local attention", plain),
         (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
-        (text.model_type == "gpt_oss", "learned attention sinks", plain),
         (model.uses_alibi, "ALiBi", plain),
         (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
         (gpu := _gpu_problem(current_platform), gpu or "", plain),
-        (
-            _skips(vllm_config) and not current_platform.is_cpu(),
-            "layers in 16 bits (skip_layers) on this platform",
-            "leave it out",
-        ),
         (
             vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size,
             "KV connectors",
@@ -142,14 +136,9 @@ def _layers_differ(text: Any) -> bool:
     )
 
 
-def _skips(vllm_config: Any) -> bool:
-    return bool(vllm_config.cache_config.kv_cache_dtype_skip_layers or settings_of(vllm_config).skip_layers)
-
-
 # what vLLM asks of a backend before it makes a layer, and what it is called in a sentence
 _ASKED = {
     "use_mla": "latent attention (MLA)",
-    "has_sink": "learned attention sinks",
     "use_sparse": "sparse attention",
     "use_mm_prefix": "attention in both directions among image tokens",
     "use_per_head_quant_scales": "quantization scales per head",
@@ -185,7 +174,6 @@ def check_layer(
         (bool(soft_cap), "a soft-cap on attention logits"),
         (attn_type != "decoder", f"{attn_type} attention"),
         (sharing is not None, "layers that share their KV cache"),
-        (extra.pop("sinks", None) is not None, "learned attention sinks"),
     ]
     for bad, what in checks:
         if bad:

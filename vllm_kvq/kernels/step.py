@@ -72,7 +72,7 @@ class StepBatch:
 
 @dataclass(eq=False)
 class Caches:
-    """One layer's caches as vLLM holds them now; a step keeps none of them."""
+    """One layer's caches as vLLM holds them now, and its learned sinks; a step keeps none of them."""
 
     pages: torch.Tensor
     """(blocks, H, record bytes) uint8."""
@@ -80,6 +80,9 @@ class Caches:
     """(blocks, elements) of the model's dtype, the last dimension dense; cut as kernels/slots.py says."""
     sinks: torch.Tensor | None
     """Alike; None where the format keeps no sinks."""
+    learned: torch.Tensor | None = None
+    """(Hq,) learned attention sinks, a weight of the layer: of a token that every query sees, the score, and the value
+    is 0. None where the model has none."""
 
 
 class Step(Protocol):

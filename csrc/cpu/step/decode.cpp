@@ -2,7 +2,7 @@
 //
 //     boundary   B = max(floor((c - W) / P) P, start, 0): history below it is read packed, from it on from the ring
 //     sinks      positions below min(S, B) come from the sink pages
-//     packing    units that end in (c, c + q], but none that ends at or before start + W when start > 0
+//     packing    units that end in (c, c + q]; those of a prefix hit end at `start`, before c
 //     ring       position p lies in slot p mod R
 #include "decode.h"
 
@@ -159,8 +159,7 @@ class Decoder {
   void plan_units() {
     const int64_t p = c_.unit, per_page = d_.layout.tokens / p;
     for (const Request& r : requests_) {
-      const int64_t shared = r.start > 0 ? (r.start + c_.window) / p : 0;
-      const int64_t first = std::max(r.context / p, shared), last = r.end() / p;
+      const int64_t first = r.context / p, last = r.end() / p;
       if (first >= last) continue;
       for (int64_t u = first; u < last; ++u) {
         page_.push_back(page_of(r, u / per_page));

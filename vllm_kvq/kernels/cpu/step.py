@@ -1,7 +1,7 @@
 """A layer's step in C++: a decode step in one call (csrc/cpu/step/decode.h), all others planned on the host.
 
 The one call makes no plan and no index tensors. It serves steps whose requests all have history and at most 1 +
-speculative new tokens.
+speculative new tokens, in layers without learned sinks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CPUStep:
         output: torch.Tensor,
     ) -> int:
         # once a layer found that this step takes a plan, the others need not ask
-        if batch.longest <= self._most and Planned not in batch.kept:
+        if batch.longest <= self._most and Planned not in batch.kept and caches.learned is None:
             replaced = self.decode(batch, caches, query, key, value, output)
             if replaced is not None:
                 return replaced

@@ -191,7 +191,7 @@ class CudaKernels(PagedKernels):
         with _device(pages.device):
             lib.pack(
                 *(bound.layout, bound.inner, bound.outer, pages, plan, table, side_table, side, slots.slots_per_block),
-                *(slots.ring, slots.ring_at, fmt.W, int(fmt.state_rows > 0), key, value, faults, units),
+                *(slots.ring, slots.ring_at, int(fmt.state_rows > 0), key, value, faults, units),
                 _stream(pages.device),
             )
 

@@ -202,10 +202,13 @@ class GPUStep:
         ]
         packed = max(splits)
         own = decodes < n and self.causal is not None
-        out = query.new_empty(packed + 1 + own, *query.shape, dtype=torch.float32)
+        learned = caches.learned is not None
+        out = query.new_empty(packed + 1 + learned + own, *query.shape, dtype=torch.float32)
         lse = query.new_empty(out.shape[:-1], dtype=torch.float32)
         if own or (0 < decodes < n and len(set(splits)) > 1):  # not every part is written for every row
             lse.fill_(-torch.inf)
+        if caches.learned is not None:
+            out[packed + 1], lse[packed + 1] = 0.0, caches.learned.float()
         for (a, b), count, most in zip(parts, splits, longest, strict=True):
             if b == a:
                 continue

@@ -256,7 +256,7 @@ def pack_constants(fmt: PageFormat) -> Constants:
         raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
     own = {name: x for name, x in known.items() if name not in ("K_CHUNK", "OPERANDS", "V_PLACES")}
     none = {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0, "FLOOR": 0.0}
-    unit = {"UNIT": fmt.unit, "W": fmt.W, "TOKENS": power_of_two(fmt.unit)}
+    unit = {"UNIT": fmt.unit, "TOKENS": power_of_two(fmt.unit)}
     return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | unit
 
 

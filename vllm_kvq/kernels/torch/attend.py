@@ -37,6 +37,15 @@ def merge(parts: list[Partial]) -> torch.Tensor:
     return out
 
 
+def with_learned(part: Partial, learned: torch.Tensor | None) -> Partial:
+    """A part, and the layer's learned sinks (Hq,), which have the value 0."""
+    if learned is None:
+        return part
+    out, lse = part
+    total = torch.logaddexp(lse, learned.float())
+    return out * (lse - total).exp().unsqueeze(-1), total
+
+
 def softmax_part(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., keys) masked scores -> unnormalised weights and the log of their sum; an empty row gives 0 and -inf."""
     top = scores.amax(-1, keepdim=True)

@@ -4,8 +4,7 @@ For a request with context c (tokens before this step), q new tokens and L = c +
 
     boundary   B = max(floor((c - W) / P) * P, start, 0): history below it is read packed, from it on from the ring
     sinks      positions below min(S, B) come from the sink pages
-    packing    every unit of P tokens that ends in (c, L], but none that ends at or before start + W when start > 0:
-               those lie in pages shared with other requests
+    packing    every unit of P tokens that ends in (c, L]; those of a prefix hit end at `start`, before c
     ring       the newest min(q, R) tokens replace the oldest
 
 All arrays are built for all requests at once with ragged ranges; nothing loops over tokens. The GPU decides the same
@@ -163,7 +162,7 @@ class Planner:
             self._long(requests.first_row[keep_owner] + keep_pos - c[keep_owner]),
             self._long(self._row(requests.sinks, put_owner, put_pos)),
             self._long(requests.first_row[put_owner] + put_pos - c[put_owner]),
-            *self._units(requests, start, pool),
+            *self._units(requests, pool),
             self._fits(requests, prefill, fresh) if fmt.state_rows else [],
             self._groups(requests, boundary, sinks, pool),
         )
@@ -185,11 +184,10 @@ class Planner:
             raise RuntimeError(f"a prefix hit resumes at {odd[0]}, not at a multiple of {self.fmt.unit} tokens")
 
     # -- parts -----------------------------------------------------------------------------------------------------
-    def _units(self, requests: Requests, start: np.ndarray, pool: int) -> tuple[Units | None, Index | None]:
+    def _units(self, requests: Requests, pool: int) -> tuple[Units | None, Index | None]:
         fmt, p = self.fmt, self.fmt.unit
         c, end = requests.context, requests.context + requests.new
-        shared = np.where(start > 0, (start + fmt.W) // p, 0)
-        first, last = np.maximum(c // p, shared), end // p
+        first, last = c // p, end // p
         owner, unit = ragged(first, last)
         if not len(unit):
             return None, None

@@ -13,7 +13,7 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Causal, StepBatch
 from vllm_kvq.kernels.torch import attend, pack
-from vllm_kvq.kernels.torch.attend import Partial
+from vllm_kvq.kernels.torch.attend import Partial, with_learned
 from vllm_kvq.kernels.torch.plan import Fit, Group, Planner, Requests, StepPlan
 
 
@@ -147,29 +147,44 @@ class PlannedStep:
         for group in plan.groups:
             q = group.pick(query)
             if group.held is None or group.seen is None:
-                output[group.rows] = self._prompts(group, q, group.pick(key), group.pick(value))
+                tokens = group.pick(key), group.pick(value)
+                output[group.rows] = self._prompts(group, q, *tokens, caches.learned).to(output.dtype)
                 continue
             held = _tokens(ring[:, None]) if group.chunk else _tokens(slots)
             raw = held, sinks, group.held, group.seen, self.scale
             lists = group.page_ids, group.owner, group.low, group.high
-            if not group.chunk:
+            alone = not group.chunk and caches.learned is None
+            if alone:
                 packed = self.kernels.attend_step(self.fmt, output, group.rows, q, caches.pages, *lists, *raw)
             else:
                 packed = self.kernels.all_packed(self.fmt, caches.pages, group.page_ids, group.low, group.high)
             if not packed:
                 raise RuntimeError("a page that was never packed would have been read")
+            if alone:
+                continue
+            parts = []
+            if len(group.page_ids):
+                parts.append(self.kernels.attend_packed(self.fmt, q, caches.pages, *lists, self.scale))
             if group.chunk:
                 length = q.shape[1]
                 earlier = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
-                parts = [self.kernels.attend_raw(q, group.pick(key), group.pick(value), earlier, self.scale)]
-                if len(group.page_ids):
-                    parts.append(self.kernels.attend_packed(self.fmt, q, caches.pages, *lists, self.scale))
-                self.kernels.attend_into(output, group.rows, q, *raw, parts)
+                parts.append(self.kernels.attend_raw(q, group.pick(key), group.pick(value), earlier, self.scale))
+            if caches.learned is not None:
+                nothing = q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf).float()
+                parts.append(with_learned(parts.pop() if parts else nothing, caches.learned))
+            self.kernels.attend_into(output, group.rows, q, *raw, parts)
 
-    def _prompts(self, group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _prompts(
+        self, group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, learned: torch.Tensor | None
+    ) -> torch.Tensor:
         n, q = query.shape[:2]
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-        return self.causal(query, key, value, group.start, (q,) * n, self.scale)[0].unflatten(0, (n, q))
+        out, lse = self.causal(query, key, value, group.start, (q,) * n, self.scale)
+        if learned is not None:
+            if lse is None:
+                raise TypeError("attention among a prompt's tokens must return its log-sum-exp beside learned sinks")
+            out, _ = with_learned((out, lse), learned)
+        return out.unflatten(0, (n, q))
 
 
 def _tokens(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

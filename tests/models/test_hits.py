@@ -1,0 +1,121 @@
+"""Prefix hits beside layers in 16 bits: as long as plain vLLM's, and every token equal to it.
+
+Windows keep no more than their last tokens, so a hit must not compute anything again that lies before its end.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from checkpoints import PROMPT_TOKENS
+from lab import Lab
+
+from proof.models import named
+from proof.oracle.compare import compare, compare_all
+from proof.oracle.trace import Request, Result, Trace
+
+pytestmark = pytest.mark.engine
+N = 32
+ENGINE: dict[str, Any] = {
+    "block_size": N,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 600,
+}
+
+
+def lossless(**options: Any) -> dict[str, Any]:
+    return {"kv_cache_dtype": "lossless", "additional_config": {"kvq": {"W": 32, "S": 4, "recompute": 0, **options}}}
+
+
+def words(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.choice(PROMPT_TOKENS) for _ in range(count))
+
+
+def conversation() -> list[Trace]:
+    """A long prompt, a hit on its first 64 tokens, the prompt again, and two turns that continue it, between which
+    others take freed blocks. What the turns say in place of an answer is chosen here."""
+    rng = random.Random(7)
+    shared, first = words(rng, 64), words(rng, 136)
+    turn = shared + first + words(rng, 90)
+    others = tuple(Request(f"other{i}", words(rng, 150 + 11 * i), 20, arrival=i) for i in range(3))
+    return [
+        Trace((Request("cold", shared + first, 24), Request("nested", shared + words(rng, 5), 24, arrival=6))),
+        Trace((Request("again", shared + first, 24), *others)),
+        Trace((Request("turn 2", turn, 24), Request("again 2", shared + first, 24, arrival=2))),
+        Trace((Request("turn 3", turn + words(rng, 70), 24), Request("branch", turn + words(rng, 9), 24, arrival=1))),
+    ]
+
+
+TODO = conversation()
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma-3": ("Gemma-3", {}),
+    "Command R7B": ("Command R7B", {}),
+    "a skipped layer": ("Llama", {"skip_layers": [0]}),
+}
+RETAINED = [
+    ("Gemma-3", 0),
+    ("Gemma-3", None),
+    ("a skipped layer", 0),
+    pytest.param("Command R7B", 0, marks=pytest.mark.wide),
+    pytest.param("Command R7B", None, marks=pytest.mark.wide),
+]
+
+
+@pytest.mark.parametrize(("kind", "retention"), RETAINED)
+def test_hits_are_plain_vllms(kind: str, retention: int | None, lab: Lab) -> None:
+    """With what vLLM keeps of windows by default (the end of a prompt) and with all of it."""
+    name, options = KINDS[kind]
+    engine = {**ENGINE, "prefix_cache_retention_interval": retention}
+    expected = lab.run(named(name), TODO, kv_cache_dtype="auto", **engine)
+    got = lab.run(named(name), TODO, **lossless(**options), **engine)
+    total = compare_all(TODO, expected, got)
+    assert not total.mismatches
+    assert [r.cached for r in got] == [r.cached for r in expected]
+    # an identical prompt and the next turns hit whatever is kept, a prefix in the middle where all is
+    hit = {request for result in got for request, tokens in result.cached.items() if tokens}
+    assert {"again", "again 2", "turn 3", "branch"} <= hit
+    assert ("nested" in hit) == (retention is None or kind == "a skipped layer")
+
+
+def crowded() -> list[Trace]:
+    """More conversations at once than the pool holds, each asked twice, last ones first."""
+    rng = random.Random(5)
+    prompts = [words(rng, 60 + 31 * i) for i in range(6)]
+    asked = [*enumerate(prompts)]
+    again = Trace(tuple(Request(f"b{i}", p, 60, arrival=5 - i) for i, p in reversed(asked)))
+    return [
+        Trace(tuple(Request(f"a{i}", p, 60, arrival=i) for i, p in asked)),
+        again,
+        Trace(tuple(Request(f"c{i}", p + p[:40], 30, arrival=i) for i, p in asked)),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Gemma-3", "a skipped layer"])
+def test_recycled_blocks_and_preemption(kind: str, lab: Lab) -> None:
+    """Blocks go from one kind of layers to another all the time; hits end before the window here."""
+    name, options = KINDS[kind]
+    todo, engine = crowded(), {**ENGINE, "prefix_cache_retention_interval": None}
+    expected = lab.run(named(name), todo, kv_cache_dtype="auto", **engine)
+    few = {"num_gpu_blocks_override": {"Gemma-3": 120, "a skipped layer": 34}[kind]}
+    total = compare_all(todo, expected, lab.run(named(name), todo, **lossless(**options, recompute=32), **engine | few))
+    assert not total.mismatches
+    assert total.preemptions > 0
+    assert total.hits >= 3
+
+
+def replay(traced: Any) -> None:
+    """vLLM's scheduler has the last 96 tokens of every hit computed again."""
+    traced.scheduler.prefix_replay_tokens = 96
+
+
+def test_a_replayed_window_is_noticed(lab: Lab) -> None:
+    """The control: beside windows what lies before a replayed token is gone, and tokens differ."""
+    engine, todo = {**ENGINE, "prefix_cache_retention_interval": 0}, TODO[:2]
+    arch = named("Gemma-3")
+    expected = lab.run(arch, todo, kv_cache_dtype="auto", **engine)
+    got: list[Result] = lab.run(arch, todo, prepare=replay, **lossless(), **engine)
+    assert not compare(todo[0], expected[0], got[0]).mismatches
+    assert any("again" in line for line in compare(todo[1], expected[1], got[1]).mismatches)

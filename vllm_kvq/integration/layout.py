@@ -1,0 +1,70 @@
+"""How vLLM lays out a pool that layers of several kinds share: their pages lie side by side in each of its blocks.
+
+With the layers' dimension inside of the blocks' (BLHNC) vLLM needs pages of one size neither by padding nor by larger
+blocks. It then wraps the layers of a group in one spec, which two of its places overlook that are mended here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+ONE_SIZE = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+"""What packed layers take when they are alone: all pages have one size."""
+SIDE_BY_SIDE = (KVCacheLayout.BLHNC,)
+
+
+def put_first(name: str, layers: dict[str, Any]) -> None:
+    """Make this packed layer the first of all.
+
+    vLLM puts all layers with full attention into one KV cache group, whose first layer decides which manager it has
+    and, by its dtype, whether new blocks are zeroed. It also is the group whose block table a draft model gets.
+    """
+    for other in [n for n in layers if n != name]:
+        layers[other] = layers.pop(other)
+
+
+def zero_all_groups() -> None:
+    """Have vLLM's CPU runner zero new blocks in wrapped groups, too, once; a GPU's runner does.
+
+    A block is handed from one group to another, and what a window layer finds behind a request's end, though it is
+    weighed with 0, must not be NaN.
+    """
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    zero = CPUModelRunner._zero_block_ids
+    if getattr(zero, "_kvq", False):
+        return
+
+    @functools.wraps(zero)
+    def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
+        zero(self, block_ids)
+        for group in self.kv_cache_config.kv_cache_groups:
+            if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+                continue
+            for name in group.layer_names:
+                self.compilation_config.static_forward_context[name].kv_cache[block_ids] = 0
+
+    _zero_block_ids._kvq = True  # type: ignore[attr-defined]
+    CPUModelRunner._zero_block_ids = _zero_block_ids
+
+
+def keep_pages_apart(ours: Any) -> None:
+    """Keep vLLM from padding pages to one size, and from choosing a block for that, where `ours(vllm_config)`."""
+    from vllm.platforms import current_platform
+
+    cls = type(current_platform)
+    align = cls._align_heterogeneous_kv_block_size
+    if getattr(align, "_kvq", False):
+        return
+
+    @functools.wraps(align.__func__)
+    def _align_heterogeneous_kv_block_size(c: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if not ours(vllm_config):
+            align.__func__(c, vllm_config, *args, **kwargs)
+
+    _align_heterogeneous_kv_block_size._kvq = True  # type: ignore[attr-defined]
+    cls._align_heterogeneous_kv_block_size = classmethod(_align_heterogeneous_kv_block_size)
