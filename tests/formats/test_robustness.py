@@ -80,7 +80,7 @@ def test_pages_full_of_one_value(name: str, dtype: torch.dtype, value: float) ->
     x = torch.full((33, 2, 64), value).to(dtype)
     k, v = roundtrip(name, x, x, x)
     want = torch.nan_to_num(x.float(), nan=0.0, posinf=LIMIT, neginf=-LIMIT).clamp(-LIMIT, LIMIT)
-    # rotated, 63 of the 64 numbers of a token are zero but for the rounding of one float16, and rotated back these add up
+    # rotated, 63 of a token's 64 numbers are zero but for the rounding of one float16, and rotated back these add up
     rounding = {"k": 2e-3, "v": 63 * 2**-11 if FORMATS[name].settings().get("value_rotation") == "hadamard" else 2e-3}
     for half, hat in {"k": k, "v": v}.items():
         if (name, half) != ("qjl3", "k"):

@@ -52,7 +52,9 @@ COMMANDS = (
         ("calibrate",), "the best format and options within so many bits, for one model", "vllm_kvq.eval.calibrate"
     ),
     Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.eval.heads_command"),
-    Command(("eval", "answers"), "what each format makes of the same prompts, as text", "vllm_kvq.eval.answers_command"),
+    Command(
+        ("eval", "answers"), "what each format makes of the same prompts, as text", "vllm_kvq.eval.answers_command"
+    ),
     Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.eval.show"),
     Command(("eval",), "does it still answer right: formats against the 16-bit cache", "vllm_kvq.eval.command"),
 )

@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"vllm-kvq eval answers: {error}", file=sys.stderr)
         return console.FOUND
     if args.json:
-        console.show_json([{"task": t.task, "asked": before(plan, t), "answers": found[t.task]} for t in plan.sequences])
+        console.show_json(
+            [{"task": t.task, "asked": before(plan, t), "answers": found[t.task]} for t in plan.sequences]
+        )
         return console.DONE
     for text in plan.sequences:
         print(f"{text.task}, after {plan.asked(text)[0].begin} tokens: ...{before(plan, text)!r}")
