@@ -231,3 +231,12 @@ def test_defaults_that_the_head_size_decides(head: int) -> None:
 def test_shapes_of_roundtrip(key: tuple[int, ...], value: tuple[int, ...], query: tuple[int, ...] | None) -> None:
     with pytest.raises(ValueError):
         roundtrip("squat2", torch.zeros(key), torch.zeros(value), None if query is None else torch.zeros(query))
+
+
+@pytest.mark.parametrize(("option", "value"), [("W", 64), ("S", 4), ("recompute", 0), ("skip_layers", [1])])
+def test_roundtrip_refuses_what_it_could_only_ignore(option: str, value: Any) -> None:
+    x = torch.zeros(4, 1, 64)
+    with pytest.raises(
+        ValueError, match=f"^roundtrip quantizes every token of one layer, so it takes no option '{option}'$"
+    ):
+        roundtrip("squat2", x, x, **{option: value})

@@ -7,8 +7,8 @@ Two modes, with m bits of angle and n bits of radius:
   grouped   mid-rise cells, per pair and page:  phi = phi0 + (code + 1/2) dphi,  r = r0 + (code + 1/2) dr
             where phi0 is the first angle after the widest gap on the circle, so that the range is the shortest arc
 
-(The paper's dequantisation leaves out the shift by pi that its own encoding applies: taken literally, it returns -K.
-Here neither shifts.)
+(The paper encodes phi + pi and decodes without taking pi off again: taken literally, that returns -K. Here the angle is
+phi itself on both sides.)
 
 The parameters span the page of N tokens, so a page is packed when it is complete.
 

@@ -9,6 +9,7 @@ import torch
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.fields import round_up
 from vllm_kvq.formats.page import PageFormat
+from vllm_kvq.formats.settings import BLOCK, COMMON
 from vllm_kvq.formats.table import DEFAULT_N, get_format
 
 
@@ -20,8 +21,11 @@ def roundtrip(
     key and value are (tokens, heads, head_size), query (tokens, query heads, head_size): the prompt's queries, from
     which SQuat fits its subspace (without them there is none to protect, and SQuat is KIVI). For QJL key_hat is the
     linear reconstruction, so that q . key_hat is its estimator. `options` are the
-    format's. Incomplete groups at the end are completed by repeating the last token.
+    format's; those of what is not quantized (W, S, recompute, skip_layers) are refused. Incomplete groups at the end are
+    completed by repeating the last token.
     """
+    if exact := ({option.name for option in COMMON} - {BLOCK.name}) & options.keys():
+        raise ValueError(f"roundtrip quantizes every token of one layer, so it takes no option {min(exact)!r}")
     if key.shape != value.shape or key.dim() != 3:
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)"
