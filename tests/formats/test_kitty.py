@@ -45,9 +45,7 @@ def test_each_channel_is_what_its_bits_give(head: int, scales: str) -> None:
     x = keys(64, k.d)
     fields = k.pack(x, None)
     boosted = (fields["k_scale"] < 0).repeat_interleave(32, dim=1)
-    few, many = (
-        FORMATS[f"kivi{bits}"].bind(Geometry(head, 64), {"key_scales": scales}).keys for bits in (2, 4)
-    )
+    few, many = (FORMATS[f"kivi{bits}"].bind(Geometry(head, 64), {"key_scales": scales}).keys for bits in (2, 4))
     two, four = (plain.unpack(plain.pack(x, None)) for plain in (few, many))
     assert torch.equal(k.unpack(fields), torch.where(boosted, four, two))
 
