@@ -62,6 +62,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(Values, values)                                                                                     \
   FIELD(int64_t, value_bits)                                                                                \
   FIELD(int64_t, value_fitted) /* as key_fitted */                                                          \
+  FIELD(int64_t, value_rotated) /* by a Hadamard matrix, see pack/affine.h */                               \
   FIELD(int64_t, group)        /* channels that share the parameters of a token */                          \
                                                                                                             \
   /* fields of the slab, bytes from its start */                                                            \

@@ -89,7 +89,9 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
     ids = torch.arange(1, 5)
     a, b = fmt.read(want, ids), fmt.read(got, ids)
     keys, values = (FITTED if fmt.settings.get(f"{half}_scales") == "fitted" else 0.0 for half in ("key", "value"))
-    allowed = {"k": max(MOVED.get(fmt.keys.name, 0.0), keys), "v": values}
+    # a rotated value is a sum, and so are the ends of its range
+    rotated = FITTED if fmt.settings.get("value_rotation") == "hadamard" else 0.0
+    allowed = {"k": max(MOVED.get(fmt.keys.name, 0.0), keys), "v": max(values, rotated)}
     for name, field in a.items():
         x, y = field.contiguous(), b[name].contiguous()
         whole = {torch.float16: torch.int16, torch.float32: torch.int32}.get(x.dtype, x.dtype)
@@ -118,6 +120,8 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
         ("kivi2", 128, torch.float32, 64, {"key_scales": "fitted", "group": 48}),
         ("kivi2", 96, torch.float16, 64, {"value_scales": "fitted", "group": 80}),
         ("squat4", 80, torch.bfloat16, 128, {"key_scales": "fitted", "value_scales": "fitted"}),
+        ("kivi2", 128, torch.float32, 64, {"value_rotation": "hadamard"}),
+        ("kivi4", 80, torch.bfloat16, 128, {"value_rotation": "hadamard", "value_scales": "fitted", "group": 256}),
         ("innerq2", 128, torch.float32, 64, {}),
         ("innerq2", 64, torch.bfloat16, 128, {"key_bits": 4, "value_bits": 4}),
         ("innerq2", 112, torch.float16, 128, {}),
