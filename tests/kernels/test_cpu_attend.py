@@ -18,7 +18,7 @@ from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
 
-PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar3", "innerq2")
+PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar3", "innerq2", "kitty2")
 TOLERANCE = {"qjl3": 1e-2}
 
 torch.set_num_threads(2)  # as CI has
@@ -197,6 +197,9 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
         ("polar3", {"angle_bits": 2, "radius_bits": 4}),
         ("polar4", {"pairing": "interleaved"}),
         ("kivi2", {"value_rotation": "hadamard"}),
+        ("kitty2", {"boost": "eighth"}),
+        ("kitty2", {"boost": "half"}),
+        ("kitty2", {"key_scales": "range", "value_rotation": "none"}),
         ("kivi4", {"value_rotation": "hadamard", "value_scales": "fitted", "group": 256}),
     ],
 )

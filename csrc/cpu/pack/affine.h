@@ -154,7 +154,8 @@ inline void put_value_codes(const int32_t* codes, int64_t n, int bits, uint8_t* 
   }
 }
 
-// Of keys codes [32][d], corrected ones and their errors [32][d], and z [32][16]; of values codes, a group's channels
+// Of keys codes [32][d], corrected ones and their errors [32][d], and z [32][16], or (boosted.h) low digits, high digits
+// and those of boosted channels; of values codes, a group's channels
 // and the rotated ones.
 inline size_t scalar_work_bytes(const Layout& l) {
   return align64(4 * size_t(SLAB) * (3 * l.d + 16));

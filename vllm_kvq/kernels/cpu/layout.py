@@ -21,6 +21,7 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys, HybridValues
+from vllm_kvq.formats.kitty import LOW, BoostedKeys
 from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.lossless import RawKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
@@ -101,6 +102,7 @@ _LARGEST = Reduction(
 )
 
 _CHANNEL = (("k_codes", "k_scale", "k_zero"),)
+_BOOSTED = (("k_codes", "k_high", "k_scale", "k_zero"),)
 _SQUAT: dict[str, str | int] = {"key_bits": "bits", "lambda": "lam", "noise_floor": "floor", "squat_block": "block"}
 _TOKEN = (("v_codes", "v_scale", "v_zero"),)
 _GROUPS: dict[str, str | int] = {"value_bits": "bits", "group": "group"}
@@ -111,6 +113,8 @@ KEYS: dict[type, Kind] = {
     variant(ChannelKeys, Fitted): Kind("channel", _CHANNEL, {"key_bits": "bits", "key_fitted": 1}),
     SQuatKeys: Kind("channel", _CHANNEL, _SQUAT, reduction=_GRAM),
     variant(SQuatKeys, Fitted): Kind("channel", _CHANNEL, {**_SQUAT, "key_fitted": 1}, reduction=_GRAM),
+    BoostedKeys: Kind("boosted", _BOOSTED, {"key_bits": LOW, "boosted": "boosted"}),
+    variant(BoostedKeys, Fitted): Kind("boosted", _BOOSTED, {"key_bits": LOW, "boosted": "boosted", "key_fitted": 1}),
     HybridKeys: Kind(
         "hybrid", (("k_codes", "k_scale", "k_slot", "k_inner_norm"),), {"key_bits": "bits"}, reduction=_LARGEST
     ),
