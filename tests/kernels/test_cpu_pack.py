@@ -145,6 +145,28 @@ def test_bytes_of_the_reference(name: str, d: int, dtype: torch.dtype, n: int, o
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("d", [80, 128])
+def test_of_equally_wide_channels_the_first_are_boosted(d: int) -> None:
+    fmt = get_format("kitty2").bind(Geometry(d, 32, torch.float32), {"key_scales": "range"})
+    rng = torch.Generator().manual_seed(0)
+    key = torch.randint(0, 4, (32, H, d), generator=rng).float()
+    key[0], key[1] = 0, 3
+    key[:, 1, d // 2 :] += key[:, 1, d // 2 :]  # the wider half comes first, though it lies behind
+    zero = torch.zeros(1, dtype=torch.int64)
+    units = Units(zero, zero, torch.arange(32)[None], zero, torch.zeros(1, dtype=torch.bool))
+    nothing = key[:0].unsqueeze(1), key[:0].unsqueeze(1)
+    want, got = (torch.zeros(1, H, fmt.record_bytes, dtype=torch.uint8) for _ in range(2))
+    for kernel, pages in ((reference, want), (cpu_pack, got)):
+        kernel.pack(fmt, pages, units, nothing, (key, key), None)
+    a, b = fmt.read(want, zero), fmt.read(got, zero)
+    for name in ("k_scale", "k_zero", "k_codes", "k_high"):
+        assert torch.equal(a[name], b[name]), name
+    boosted = a["k_scale"].signbit().squeeze()
+    assert boosted[0, :16].all()
+    assert not boosted[1, : d // 2].any()
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_squat_subspace_is_that_of_a_float64_svd(dtype: torch.dtype) -> None:
     """U U^T weighted by the singular values, which is what the recursion uses, and the energy beside it; in one chunk
