@@ -224,7 +224,7 @@ def test_rotated_values_at_the_clamp() -> None:
         query = torch.zeros(1, q, 1, 64)
         one, several = (cpu.attend_packed(fmt, query, pool, zero, zero, zero, zero + n, 1.0)[0] for n in (1, 2))
         assert (one[0, :, 0] - stored[0]).norm() <= 1e-4 * stored[0].norm() * q**0.5
-        assert LIMIT / 2 < several.abs().max() <= LIMIT
+        assert 0.6 * LIMIT < several.abs().max() <= LIMIT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
