@@ -16,6 +16,7 @@ constexpr int BLOCK = BLOCK_SLABS * SLAB;
 // KIND(name)
 #define KVQ_KEY_KINDS(KIND)        \
   KIND(channel) /* SQuat, KIVI */  \
+  KIND(boosted) /* Kitty */        \
   KIND(hybrid)  /* InnerQ */       \
   KIND(sketch)  /* QJL */          \
   KIND(polar)   /* PolarQuant */   \
@@ -48,6 +49,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(Keys, keys)                                                                                         \
   FIELD(int64_t, key_bits)     /* of a code; polar: of an angle */                                          \
   FIELD(int64_t, key_fitted)   /* scales and zeros of least squares, not of the range */                    \
+  FIELD(int64_t, boosted)      /* Kitty: channels of a slab with 4 bits */                                  \
   FIELD(int64_t, radius_bits)                                                                               \
   FIELD(int64_t, paper)        /* polar: the paper's grid, whose only parameter is the step of the radii */ \
   FIELD(int64_t, sketch_rows)  /* m */                                                                      \
@@ -62,10 +64,12 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(Values, values)                                                                                     \
   FIELD(int64_t, value_bits)                                                                                \
   FIELD(int64_t, value_fitted) /* as key_fitted */                                                          \
+  FIELD(int64_t, value_rotated) /* by a Hadamard matrix, see pack/affine.h */                               \
   FIELD(int64_t, group)        /* channels that share the parameters of a token */                          \
                                                                                                             \
   /* fields of the slab, bytes from its start */                                                            \
   FIELD(int64_t, k_codes)                                                                                   \
+  FIELD(int64_t, k_high)       /* behind k_codes, whose words they continue */                              \
   FIELD(int64_t, k_scale)                                                                                   \
   FIELD(int64_t, k_zero)                                                                                    \
   FIELD(int64_t, k_slot)                                                                                    \

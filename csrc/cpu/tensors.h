@@ -91,6 +91,9 @@ inline kvq::Layout read_layout(const TensorView& t) {
   require(l.tokens > 0 && l.tokens % kvq::SLAB == 0, "unsupported page size");
   const bool sketch = l.keys == kvq::Keys::sketch, polar = l.keys == kvq::Keys::polar;
   require(l.keys == kvq::Keys::raw || (l.key_bits >= 1 && l.key_bits <= 8), "keys have no codes");
+  require(l.keys != kvq::Keys::boosted || (l.boosted > 0 && l.boosted <= l.d && l.boosted % 16 == 0 &&
+                                           l.k_high == l.k_codes + 8 * l.d),
+          "boosted channels have no codes");
   require(!sketch || (l.sketch_rows > 0 && l.outer_rows > 0 && l.outliers > 0), "the sketch has no rows");
   require(!polar || (l.radius_bits >= 1 && l.radius_bits <= 8), "radii have no codes");
   require(l.values == kvq::Values::raw || (l.value_bits >= 1 && l.value_bits <= 8), "values have no codes");

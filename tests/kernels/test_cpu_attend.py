@@ -12,12 +12,13 @@ import torch
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.quant import LIMIT
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
 
-PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar3", "innerq2")
+PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar3", "innerq2", "kitty2")
 TOLERANCE = {"qjl3": 1e-2}
 
 torch.set_num_threads(2)  # as CI has
@@ -195,12 +196,35 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
         ("polar4", {"angle_bits": 2, "radius_bits": 2}),
         ("polar3", {"angle_bits": 2, "radius_bits": 4}),
         ("polar4", {"pairing": "interleaved"}),
+        ("kivi2", {"value_rotation": "hadamard"}),
+        ("kitty2", {"boost": "eighth"}),
+        ("kitty2", {"boost": "half"}),
+        ("kitty2", {"key_scales": "range", "value_rotation": "none"}),
+        ("kivi4", {"value_rotation": "hadamard", "value_scales": "fitted", "group": 256}),
     ],
 )
 def test_option_combinations(isa: int, name: str, options: dict[str, Any]) -> None:
     for d in (96, 128):
         run(name, d, 4, 64, [150, 70], **options)
         run(name, d, 4, 64, [150, 70], q=100, heads=1, **options)
+
+
+@pytest.mark.usefixtures("isa")
+def test_rotated_values_at_the_clamp() -> None:
+    """Of one token as the codec reads it; of several within the clamp, which the codec applies to each of them."""
+    fmt = get_format("kivi2").bind(Geometry(64, 32), {"value_rotation": "hadamard", "group": 256})
+    rng = torch.Generator().manual_seed(0)
+    key, value = torch.randn(1, 32, 64, generator=rng), LIMIT * torch.randn(1, 32, 64, generator=rng).sign()
+    pool = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    zero = torch.zeros(1, dtype=torch.int64)
+    fmt.write(pool, zero, zero, fmt.pack(key, value, None))
+    stored = fmt.unpack(fmt.read(pool, zero))[1][0]
+    assert (stored.abs() == LIMIT).any()
+    for q in (1, 100):
+        query = torch.zeros(1, q, 1, 64)
+        one, several = (cpu.attend_packed(fmt, query, pool, zero, zero, zero, zero + n, 1.0)[0] for n in (1, 2))
+        assert (one[0, :, 0] - stored[0]).norm() <= 1e-4 * stored[0].norm() * q**0.5
+        assert 0.6 * LIMIT < several.abs().max() <= LIMIT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

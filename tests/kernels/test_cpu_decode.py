@@ -48,6 +48,7 @@ CASES = [
     ("squat2", 64, 32, torch.float32, {"W": 32}),
     ("kivi2", 80, 64, torch.float32, {"W": 32, "S": 5}),
     ("innerq2", 128, 64, torch.bfloat16, {"W": 32, "S": 40}),
+    ("kitty2", 128, 64, torch.bfloat16, {"W": 32, "S": 5}),
     ("polar4", 64, 32, torch.float16, {"W": 32}),
     ("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
     ("qjl3", 64, 32, torch.float32, {"W": 32}),

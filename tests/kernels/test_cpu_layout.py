@@ -112,6 +112,7 @@ def test_a_layout_of_another_size_is_refused() -> None:
     [
         ("kivi2", "KEYS", "key_bits"),
         ("polar3", "KEYS", "radius_bits"),
+        ("kitty2", "KEYS", "boosted"),
         ("qjl3", "KEYS", "outer_rows"),
         ("qjl3", "VALUES", "value_bits"),
         ("kivi2", "VALUES", "group"),

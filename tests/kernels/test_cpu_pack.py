@@ -89,7 +89,9 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
     ids = torch.arange(1, 5)
     a, b = fmt.read(want, ids), fmt.read(got, ids)
     keys, values = (FITTED if fmt.settings.get(f"{half}_scales") == "fitted" else 0.0 for half in ("key", "value"))
-    allowed = {"k": max(MOVED.get(fmt.keys.name, 0.0), keys), "v": values}
+    # a rotated value is a sum, and so are the ends of its range
+    rotated = FITTED if fmt.settings.get("value_rotation") == "hadamard" else 0.0
+    allowed = {"k": max(MOVED.get(fmt.keys.name, 0.0), keys), "v": max(values, rotated)}
     for name, field in a.items():
         x, y = field.contiguous(), b[name].contiguous()
         whole = {torch.float16: torch.int16, torch.float32: torch.int32}.get(x.dtype, x.dtype)
@@ -118,6 +120,11 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
         ("kivi2", 128, torch.float32, 64, {"key_scales": "fitted", "group": 48}),
         ("kivi2", 96, torch.float16, 64, {"value_scales": "fitted", "group": 80}),
         ("squat4", 80, torch.bfloat16, 128, {"key_scales": "fitted", "value_scales": "fitted"}),
+        ("kivi2", 128, torch.float32, 64, {"value_rotation": "hadamard"}),
+        ("kivi4", 80, torch.bfloat16, 128, {"value_rotation": "hadamard", "value_scales": "fitted", "group": 256}),
+        ("kitty2", 128, torch.float32, 64, {}),
+        ("kitty2", 80, torch.bfloat16, 128, {"key_scales": "range", "boost": "half"}),
+        ("kitty2", 64, torch.float16, 64, {"key_scales": "range", "boost": "eighth", "value_rotation": "none"}),
         ("innerq2", 128, torch.float32, 64, {}),
         ("innerq2", 64, torch.bfloat16, 128, {"key_bits": 4, "value_bits": 4}),
         ("innerq2", 112, torch.float16, 128, {}),
@@ -135,6 +142,28 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
 def test_bytes_of_the_reference(name: str, d: int, dtype: torch.dtype, n: int, options: dict[str, object]) -> None:
     fmt, (want, got) = both(name, d, dtype, n, **options)
     compare(fmt, want, got)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("d", [80, 128])
+def test_of_equally_wide_channels_the_first_are_boosted(d: int) -> None:
+    fmt = get_format("kitty2").bind(Geometry(d, 32, torch.float32), {"key_scales": "range"})
+    rng = torch.Generator().manual_seed(0)
+    key = torch.randint(0, 4, (32, H, d), generator=rng).float()
+    key[0], key[1] = 0, 3
+    key[:, 1, d // 2 :] += key[:, 1, d // 2 :]  # the wider half comes first, though it lies behind
+    zero = torch.zeros(1, dtype=torch.int64)
+    units = Units(zero, zero, torch.arange(32)[None], zero, torch.zeros(1, dtype=torch.bool))
+    nothing = key[:0].unsqueeze(1), key[:0].unsqueeze(1)
+    want, got = (torch.zeros(1, H, fmt.record_bytes, dtype=torch.uint8) for _ in range(2))
+    for kernel, pages in ((reference, want), (cpu_pack, got)):
+        kernel.pack(fmt, pages, units, nothing, (key, key), None)
+    a, b = fmt.read(want, zero), fmt.read(got, zero)
+    for name in ("k_scale", "k_zero", "k_codes", "k_high"):
+        assert torch.equal(a[name], b[name]), name
+    boosted = a["k_scale"].signbit().squeeze()
+    assert boosted[0, :16].all()
+    assert not boosted[1, : d // 2].any()
 
 
 @pytest.mark.usefixtures("isa")

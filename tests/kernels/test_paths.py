@@ -64,7 +64,8 @@ def test_the_environment_is_read_and_checked() -> None:
         ({"key_scales": "fitted"}, "cuda", "PyTorch"),
         ({"value_scales": "fitted"}, "cuda", "PyTorch"),
         ({"token_scale": "balanced"}, "cpu", "PyTorch"),
-        ({"value_rotation": "hadamard"}, "cpu", "PyTorch"),
+        pytest.param({"value_rotation": "hadamard"}, "cpu", "C++", marks=has_library),
+        pytest.param({"value_rotation": "hadamard", "value_scales": "fitted"}, "cpu", "C++", marks=has_library),
         ({"value_rotation": "hadamard"}, "cuda", "PyTorch"),
     ],
 )

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../isa/isa.h"
+#include "../hadamard.h"
 #include "../half.h"
 #include "../scratch.h"
 #include "../threads.h"
@@ -23,7 +24,7 @@ namespace kvq {
 namespace {
 
 constexpr float LN_2 = 0.69314718056f;
-constexpr float LIMIT = 32768.0f;        // as formats/quant.py clamps queries
+constexpr float LIMIT = 32768.0f;        // as formats/quant.py clamps queries, and rotated values when they are read
 constexpr int64_t TASKS_PER_THREAD = 8; // so that a late thread costs little
 constexpr int64_t MIN_TASK_TOKENS = 512;
 constexpr int64_t MANY_ROWS = 1024;     // of a task that unpacks its pages, or gathers its tokens, for all of them
@@ -253,6 +254,19 @@ class Driver {
       for (int i = 0; i < count; ++i) keys.score(task, block[i], i * SLAB);
       kernels_.softmax(task, block, count);
       values.add(task, block, count);
+    }
+    if (l_.value_rotated) rotate_back(task);
+  }
+
+  // Rotated values add up to rotated outputs, so a row is rotated once, not every token. The reference clamps each token
+  // that it rotates back (formats/values.py), which a sum can't undo; a mean of clamped tokens is within the same
+  // limit, so that is what the sum of all weights times the limit bounds here. Of one token it is the same.
+  void rotate_back(const Task& task) const {
+    for (int r = 0; r < task.rows; ++r) {
+      float* row = task.out + r * l_.d;
+      hadamard(row, l_.d);
+      const float most = LIMIT * task.total[r];
+      for (int64_t c = 0; c < l_.d; ++c) row[c] = std::min(std::max(row[c], -most), most);
     }
   }
 

@@ -1,7 +1,7 @@
 // Which integer kernel serves which layout; the float32 kernels serve the rest.
 //
-// `Set` names the kernels of an instruction set: Channel<D, BITS>, Hybrid<D>, Sketch<D>, Polar<D, RADIUS_BITS>,
-// Token<BITS>, HybridValues; and LANES, the 32-bit lanes of its vectors.
+// `Set` names the kernels of an instruction set: Channel<D, BITS>, Boosted<D>, Hybrid<D>, Sketch<D>,
+// Polar<D, RADIUS_BITS>, Token<BITS>, HybridValues; and LANES, the 32-bit lanes of its vectors.
 #pragma once
 
 #include "float32/table.h"
@@ -48,6 +48,7 @@ inline KeyKernel choose_keys(const Layout& l, int rows) {
     const bool channel = l.keys == Keys::channel, polar = l.keys == Keys::polar && !l.paper && l.key_bits == 4;
     if (channel && l.key_bits == 2) return key_kernel<typename Set::template Channel<D, 2>>();
     if (channel && l.key_bits == 4) return key_kernel<typename Set::template Channel<D, 4>>();
+    if (l.keys == Keys::boosted && l.boosted <= D / 2) return key_kernel<typename Set::template Boosted<D>>();
     if (l.keys == Keys::hybrid && l.key_bits == 2) return key_kernel<typename Set::template Hybrid<D>>();
     if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && l.outer_rows == l.d && l.outliers <= 32)
       return key_kernel<typename Set::template Sketch<D>>();

@@ -36,10 +36,13 @@ struct Prefetch {
   const Slab* last = nullptr;
   int64_t slab_bytes = 0;
 
-  // The next COUNT lines, for the caller to prefetch one by one. Up to COUNT - 1 of them lie beyond the end, which is
+  // The next `count` lines, for the caller to prefetch one by one. Up to count - 1 of them lie beyond the end, which is
   // harmless because a prefetch can't fault. When nothing is left, lines that are in the cache anyway.
   template <int COUNT>
   __attribute__((always_inline)) const char* take() {
+    return take(COUNT);
+  }
+  __attribute__((always_inline)) const char* take(int count) {
     if (at >= end) {
       if (next == last) return reinterpret_cast<const char*>(this);
       // a page's first slab with what lies before it, the page's own parameters
@@ -49,7 +52,7 @@ struct Prefetch {
       ++next;
     }
     const char* lines = at;
-    at += 64 * COUNT;
+    at += 64 * count;
     // a page's slabs follow each other, so go on with the next one: no line twice, none left out
     if (at > end && next != last && reinterpret_cast<const char*>(next->data) == end) {
       end += slab_bytes;

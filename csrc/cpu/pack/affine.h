@@ -4,6 +4,7 @@
 // formats/quant.py that all packers share.
 #pragma once
 
+#include "../hadamard.h"
 #include "../half.h"
 #include "../scratch.h"
 #include "kernel.h"
@@ -153,7 +154,10 @@ inline void put_value_codes(const int32_t* codes, int64_t n, int bits, uint8_t* 
   }
 }
 
-inline size_t scalar_work_bytes(const Layout& l) {  // codes [32][d], a corrected block [32][d], z [32][16]
+// Of keys codes [32][d], corrected ones and their errors [32][d], and z [32][16], or (boosted.h) low digits, high digits
+// and those of boosted channels; of values codes, a group's channels
+// and the rotated ones.
+inline size_t scalar_work_bytes(const Layout& l) {
   return align64(4 * size_t(SLAB) * (3 * l.d + 16));
 }
 
@@ -222,12 +226,28 @@ inline float smallest(Floats v) {
   return m;
 }
 
+// v H / sqrt(b) of the tokens of a slab, [32][d]; H has the factor 1 / sqrt(b), too.
+inline void rotate_values(const float* value, int64_t d, float* to) {
+  std::memcpy(to, value, 4 * size_t(SLAB * d));
+  const Floats part = splat(1.0f / float(hadamard_block(d)));
+  for (int t = 0; t < SLAB; ++t) {
+    float* row = to + t * d;
+    hadamard(row, d);
+    for (int64_t c = 0; c < d; c += LANES) store(row + c, load(row + c) * part);
+  }
+}
+
 inline void pack_token_values(const Layout& l, const float* value, uint8_t* slab, char* work) {
   int32_t* codes = reinterpret_cast<int32_t*>(work);
   const Floats top = splat(float((1 << l.value_bits) - 1));
   const int64_t groups = (l.d + l.group - 1) / l.group;
   float lo[SLAB], hi[SLAB];
   float* by_token = reinterpret_cast<float*>(codes + SLAB * l.d);  // a group's channels [group][32]
+  if (l.value_rotated) {
+    float* rotated = by_token + SLAB * l.d;
+    rotate_values(value, l.d, rotated);
+    value = rotated;
+  }
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * l.group, last = first + l.group < l.d ? first + l.group : l.d;
     for (int t = 0; t < SLAB; ++t) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "affine.h"
+#include "boosted.h"
 #include "hybrid.h"
 #include "polar.h"
 #include "raw.h"
@@ -53,6 +54,7 @@ inline void pack_unit(const PackUnit& u) {
   const Layout& l = *u.layout;
   switch (l.keys) {
     case Keys::channel: pack_channel(u); break;
+    case Keys::boosted: pack_boosted(u); break;
     case Keys::hybrid: pack_hybrid_keys(u); break;
     case Keys::sketch: pack_sketch(u); break;
     case Keys::polar: pack_polar(u); break;

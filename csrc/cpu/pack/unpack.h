@@ -1,6 +1,7 @@
 // Packed slabs as float32: k[channel][token] and v[token][channel] of every format, whatever its options.
 #pragma once
 
+#include "../boosted.h"
 #include "../half.h"
 #include "../attend/kernel.h"
 #include "../isa/vectors.h"
@@ -93,6 +94,23 @@ inline void unpack_channel(const Layout& l, const Slab& slab, float* k) {
   });
 }
 
+inline void unpack_boosted(const Layout& l, const Slab& slab, float* k) {
+  const int d = int(l.d), boosted = int(l.boosted);
+  float scale[256], zero[256];
+  int32_t channels[256];
+  read_halves(slab.data + l.k_scale, d, scale);
+  read_halves(slab.data + l.k_zero, d, zero);
+  for (int c = 0; c < d; ++c) scale[c] = __builtin_fabsf(scale[c]);
+  unpack_key_codes(slab.data + l.k_codes, d, 2, [&](int c, int t, Ints low) {
+    store(k + c * SLAB + t, zero[c] + to_floats(low) * scale[c]);
+  });
+  boosted_channels(slab.data + l.k_scale, d, boosted, channels);
+  unpack_key_codes(slab.data + l.k_high, boosted, 2, [&](int i, int t, Ints high) {
+    float* to = k + channels[i] * SLAB + t;
+    store(to, load(to) + to_floats(4 * high) * scale[channels[i]]);
+  });
+}
+
 inline void unpack_hybrid(const Layout& l, const Slab& slab, float* k) {
   const int d = int(l.d), bits = int(l.key_bits);
   const HybridGroups groups(slab.data + l.k_scale, slab.data + l.k_slot, d, bits);  // by 32 channels, then tokens
@@ -180,6 +198,7 @@ inline void unpack_keys(Task& task, const Slab& slab, float* tables, float* k) {
   const Layout& l = *task.layout;
   switch (l.keys) {
     case Keys::channel: return unpack_channel(l, slab, k);
+    case Keys::boosted: return unpack_boosted(l, slab, k);
     case Keys::hybrid: return unpack_hybrid(l, slab, k);
     case Keys::polar: return unpack_polar(task, slab, tables, k);
     case Keys::raw: return read_raw(slab.data + l.k_raw, l.raw_dtype, int(l.d) * SLAB, k);

@@ -21,12 +21,13 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.innerq import HybridKeys, HybridValues
+from vllm_kvq.formats.kitty import LOW, BoostedKeys
 from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.lossless import RawKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
 from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.squat import SQuatKeys
-from vllm_kvq.formats.values import RawValues, TokenValues
+from vllm_kvq.formats.values import RawValues, Rotated, TokenValues
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.slots import SlotGeometry
@@ -101,8 +102,10 @@ _LARGEST = Reduction(
 )
 
 _CHANNEL = (("k_codes", "k_scale", "k_zero"),)
+_BOOSTED = (("k_codes", "k_high", "k_scale", "k_zero"),)
 _SQUAT: dict[str, str | int] = {"key_bits": "bits", "lambda": "lam", "noise_floor": "floor", "squat_block": "block"}
 _TOKEN = (("v_codes", "v_scale", "v_zero"),)
+_GROUPS: dict[str, str | int] = {"value_bits": "bits", "group": "group"}
 _GRID = ("k_angle0", "k_angle_step", "k_radius0", "k_radius_step")
 
 KEYS: dict[type, Kind] = {
@@ -110,6 +113,8 @@ KEYS: dict[type, Kind] = {
     variant(ChannelKeys, Fitted): Kind("channel", _CHANNEL, {"key_bits": "bits", "key_fitted": 1}),
     SQuatKeys: Kind("channel", _CHANNEL, _SQUAT, reduction=_GRAM),
     variant(SQuatKeys, Fitted): Kind("channel", _CHANNEL, {**_SQUAT, "key_fitted": 1}, reduction=_GRAM),
+    BoostedKeys: Kind("boosted", _BOOSTED, {"key_bits": LOW, "boosted": "boosted"}),
+    variant(BoostedKeys, Fitted): Kind("boosted", _BOOSTED, {"key_bits": LOW, "boosted": "boosted", "key_fitted": 1}),
     HybridKeys: Kind(
         "hybrid", (("k_codes", "k_scale", "k_slot", "k_inner_norm"),), {"key_bits": "bits"}, reduction=_LARGEST
     ),
@@ -145,8 +150,10 @@ KEYS: dict[type, Kind] = {
     RawKeys: Kind("raw", (("k_raw",),)),
 }
 VALUES: dict[type, Kind] = {
-    TokenValues: Kind("token", _TOKEN, {"value_bits": "bits", "group": "group"}),
-    variant(TokenValues, Fitted): Kind("token", _TOKEN, {"value_bits": "bits", "group": "group", "value_fitted": 1}),
+    TokenValues: Kind("token", _TOKEN, _GROUPS),
+    variant(TokenValues, Fitted): Kind("token", _TOKEN, {**_GROUPS, "value_fitted": 1}),
+    variant(TokenValues, Rotated): Kind("token", _TOKEN, {**_GROUPS, "value_rotated": 1}),
+    variant(TokenValues, Rotated, Fitted): Kind("token", _TOKEN, {**_GROUPS, "value_rotated": 1, "value_fitted": 1}),
     HybridValues: Kind("hybrid", (("v_codes", "v_scale", "v_slot"),), {"value_bits": "bits"}),
     RawValues: Kind("raw", (("v_raw",),)),
 }

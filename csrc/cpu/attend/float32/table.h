@@ -22,6 +22,7 @@ inline void project(const float* query, int rows, int64_t d, const float* sketch
 inline int64_t many_rows(const Layout& l) {
   switch (l.keys) {
     case Keys::channel: return 48;
+    case Keys::boosted: return 48;
     case Keys::hybrid: return 96;
     case Keys::polar: return 192;
     case Keys::sketch: return 384;

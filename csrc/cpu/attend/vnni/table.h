@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../choose.h"
+#include "../integer/boosted_keys.h"
 #include "../integer/channel_keys.h"
 #include "../integer/hybrid_keys.h"
 #include "hybrid_values.h"
@@ -18,6 +19,8 @@ struct Set {
   static constexpr int LANES = 16;
   template <int D, int BITS>
   using Channel = ChannelKeys<D, BITS>;
+  template <int D>
+  using Boosted = BoostedKeys<D>;
   template <int D>
   using Hybrid = HybridKeys2<D>;
   template <int D>
