@@ -20,9 +20,9 @@ def roundtrip(
 
     key and value are (tokens, heads, head_size), query (tokens, query heads, head_size): the prompt's queries, from
     which SQuat fits its subspace (without them there is none to protect, and SQuat is KIVI). For QJL key_hat is the
-    linear reconstruction, so that q . key_hat is its estimator. `options` are the
-    format's; those of what is not quantized (W, S, recompute, skip_layers) are refused. Incomplete groups at the end are
-    completed by repeating the last token.
+    linear reconstruction, so that q . key_hat is its estimator. `options` are the format's; those of what is not
+    quantized (W, S, recompute, skip_layers) are refused. Incomplete groups at the end are completed by repeating the
+    last token.
     """
     if exact := ({option.name for option in COMMON} - {BLOCK.name}) & options.keys():
         raise ValueError(f"roundtrip quantizes every token of one layer, so it takes no option {min(exact)!r}")
