@@ -39,8 +39,9 @@ class Axes:
 
     def __init__(self) -> None:
         self.lines: list[list[tuple[float, float]]] = []
-        self.points: dict[str, tuple[float, float]] = {}
-        self.markers: dict[str, str] = {}
+        self.points: dict[int, tuple[float, float]] = {}
+        self.markers: dict[int, str] = {}
+        self.legend: set[str] = set()
         self._next: tuple[Any, ...] = ()
 
     def plot(self, x: Any, y: Any, *_: Any, **__: Any) -> None:
@@ -48,12 +49,12 @@ class Axes:
 
     def errorbar(self, x: Any, y: Any, yerr: Any, fmt: str, **style: Any) -> None:
         self._next = (x, y, fmt, yerr)
-        if "label" in style:
+        self.legend.add(style["label"])
+        if isinstance(x, list):
             self.lines.append(list(zip(x, y, strict=True)))
-            self.markers[style["label"]] = fmt
 
-    def annotate(self, label: str, at: tuple[float, float], *_: Any, **__: Any) -> None:
-        self.points[label], self.markers[label] = at, self._next[2]
+    def annotate(self, number: int, at: tuple[float, float], *_: Any, **__: Any) -> None:
+        self.points[number], self.markers[number] = at, self._next[2]
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
@@ -61,11 +62,21 @@ class Axes:
 
 def test_the_line_is_of_our_best_and_peers_are_markers() -> None:
     axes = Axes()
-    plots.frontier("kl")(axes, [*ROWS[1:], row("polar4", 5.5, 0.04), row("fp8", 8.0, 0.001)])
+    rows = [*ROWS[1:], row("polar4", 5.5, 0.04), row("fp8", 8.0, 0.001)]
+    numbers = {r.label: n for n, r in enumerate(rows)}
+    plots.frontier("kl")(axes, rows, numbers)
     assert axes.lines == [[(3.2, 0.2), (5.2, 0.02)]]
-    assert axes.points["kivi2"] == (3.2, 0.3)
-    assert {n for n, marker in axes.markers.items() if marker == "s"} == {"kivi2", "fp8"}
-    assert set(axes.points) == {"squat2", "squat4", "polar4", "kivi2", "fp8"}
+    assert axes.points[numbers["kivi2"]] == (3.2, 0.3)
+    peers = {numbers[name] for name in ("kivi2", "fp8")}
+    assert {n for n, marker in axes.markers.items() if marker == "s"} == peers
+    assert set(axes.points) == set(numbers.values())
+    assert axes.legend == {f"{n}  {label}" for label, n in numbers.items()}
+
+
+def test_kivi_with_options_of_ours_is_ours() -> None:
+    plain = row("kivi4", 5.5, 0.04)
+    assert plots.is_peer(plain)
+    assert not plots.is_peer(replace(plain, options={"key_scales": "fitted"}))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +93,7 @@ def test_intervals_reach_from_low_to_high() -> None:
 
 def test_curves_stand_at_the_middle_of_their_bins() -> None:
     axes = Axes()
-    plots.curve("kl", "position", lambda r: r.by_position)(axes, ROWS[1:2])
+    plots.curve("kl", "position", lambda r: r.by_position)(axes, ROWS[1:2], {ROWS[1].label: 1})
     assert axes.lines == [[(256, 0.2), (768, pytest.approx(0.6))]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
 PLAIN = "auto"
 Panels = Mapping[str, Sequence[Row]]
 """Rows that one pair of axes shows, by its title."""
-Onto = Callable[[Any, Sequence[Row]], None]
-"""Draws rows onto a pair of axes."""
+Onto = Callable[[Any, Sequence[Row], Mapping[str, int]], None]
+"""Draws rows onto a pair of axes; each label has its number in the figure's legend."""
 
 
-def is_peer(name: str) -> bool:
-    """Whether a KV cache dtype is what others serve, measured for comparison."""
-    return name not in FORMATS or not FORMATS[name].public or name.startswith("kivi")
+def is_peer(row: Row) -> bool:
+    """Whether this is what others serve, measured for comparison; KIVI with options of ours is not."""
+    name = row.format
+    return name not in FORMATS or not FORMATS[name].public or (name.startswith("kivi") and not row.options)
 
 
 def draw_all(rows: Iterable[Row], folder: Path) -> list[Path]:
@@ -78,18 +80,21 @@ def best(points: Iterable[tuple[float, float]], less_is_better: bool) -> list[tu
 
 
 def frontier(metric: str) -> Onto:
-    """One line along the best of ours; every row is a point with its interval and name, peers' with another marker."""
+    """One line along the best of ours; each row is a point with interval and number, peers' with another marker."""
 
-    def onto(axes: Any, rows: Sequence[Row]) -> None:
+    def onto(axes: Any, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
         less = metric in DIVERGENCES
-        ours = [(row.bits or 0.0, row.metrics[metric].value) for row in rows if not is_peer(row.format)]
+        ours = [(row.bits or 0.0, row.metrics[metric].value) for row in rows if not is_peer(row)]
         if ours:
             axes.plot(*zip(*best(ours, less), strict=True), "-", color="tab:blue")
         for row in rows:
-            found, peer = row.metrics[metric], is_peer(row.format)
+            found, peer = row.metrics[metric], is_peer(row)
             style = {"fmt": "s" if peer else "o", "color": "tab:orange" if peer else "tab:blue"}
-            axes.errorbar(row.bits, found.value, yerr=_bars([found]), capsize=2, markersize=4, **style)
-            axes.annotate(row.label, (row.bits, found.value), (4, 4), textcoords="offset points", fontsize=6)
+            name = _numbered(row.label, numbers)
+            axes.errorbar(row.bits, found.value, yerr=_bars([found]), capsize=2, markersize=4, label=name, **style)
+            axes.annotate(
+                numbers[row.label], (row.bits, found.value), (4, 4), textcoords="offset points", fontsize=8, zorder=5
+            )
         axes.set_xlabel("bits per element, everything counted")
         if less:
             axes.set_yscale("log")
@@ -98,20 +103,25 @@ def frontier(metric: str) -> Onto:
 
 
 def curve(metric: str, x_label: str, curves: Callable[[Row], Mapping[str, Curve]]) -> Onto:
-    def onto(axes: Any, rows: Sequence[Row]) -> None:
+    def onto(axes: Any, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
         for row in rows:
             bins = curves(row)[metric]
             x = [(b.begin + b.end) / 2 for b in bins]
             estimates = [b.estimate for b in bins]
-            style = "s:" if is_peer(row.format) else "o-"
+            style = "s:" if is_peer(row) else "o-"
             y = [e.value for e in estimates]
-            axes.errorbar(x, y, yerr=_bars(estimates), fmt=style, capsize=2, markersize=3, label=row.label)
+            name = _numbered(row.label, numbers)
+            color = f"C{numbers[row.label] - 1}"
+            axes.errorbar(x, y, yerr=_bars(estimates), fmt=style, capsize=2, markersize=3, label=name, color=color)
         axes.set_xlabel(x_label)
-        axes.legend(fontsize=6)
         if metric in DIVERGENCES:
             axes.set_yscale("log")
 
     return onto
+
+
+def _numbered(label: str, numbers: Mapping[str, int]) -> str:
+    return textwrap.fill(f"{numbers[label]}  {label.replace(',', ', ')}", 34, subsequent_indent="    ")
 
 
 def _bars(estimates: Sequence[Any]) -> list[list[float]]:
@@ -134,17 +144,23 @@ def pyplot() -> Any:
 
 
 def _figure(path: Path, panels: Panels, onto: Onto, title: str) -> list[Path]:
-    """A file with a pair of axes for each task."""
+    """A file with a pair of axes for each task, and one legend for all of them."""
     plt = pyplot()
+    labels = dict.fromkeys(row.label for rows in panels.values() for row in rows)
+    numbers = {label: n for n, label in enumerate(labels, 1)}
     columns = min(len(panels), 3)
     lines = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(5.5 * columns, 4 * lines), dpi=120, squeeze=False)
+    size = (4.8 * columns + 2.6, max(4.2 * lines, 1 + 0.2 * len(numbers)))
+    figure, axes = plt.subplots(lines, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
     for place in axes.flat[len(panels) :]:
         place.set_axis_off()
     for place, (name, rows) in zip(axes.flat, panels.items(), strict=False):
-        onto(place, rows)
+        onto(place, rows, numbers)
         place.set_title(name, fontsize=9)
         place.grid(True, which="both", alpha=0.25)
+    drawn = (zip(*place.get_legend_handles_labels(), strict=True) for place in axes.flat)
+    handles = {name: handle for pairs in drawn for handle, name in pairs}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7, frameon=False)
     return [_save(figure, path, title)]
 
 
@@ -172,8 +188,6 @@ def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str
 
 def _save(figure: Any, path: Path, title: str) -> Path:
     figure.suptitle(title, fontsize=10)
-    if figure.get_layout_engine() is None:
-        figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot().close(figure)
