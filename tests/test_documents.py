@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,13 @@ def test_troubleshooting_explains_messages_that_exist() -> None:
     assert len(ours) > 6
     pieces = [p.strip() for m in ours for p in re.split(r"\.\.\.|'\w+'|\b(?:auto|squat2|PyTorch|0\.\d\d)\b", m)]
     assert [piece for piece in pieces if len(piece) > 3 and piece not in said] == []
+
+
+def test_the_tables_of_quality_are_what_was_measured() -> None:
+    """`python scripts/quality_tables.py` prints the lines that stand there."""
+    command = [sys.executable, str(ROOT / "scripts" / "quality_tables.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in printed.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    assert len(lines) > 70
+    assert [line for line in lines if line not in page] == []

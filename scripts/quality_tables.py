@@ -1,0 +1,90 @@
+"""The tables of docs/quality.md, from what evaluations have written into docs/results/quality.
+
+python scripts/quality_tables.py
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent.parent / "docs" / "results" / "quality"
+MODELS = ("outliers", "demo")
+"""The transformed model comes first: it is the one whose cache is as hard as a large model's."""
+PLAIN = "auto"
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One metric of one task, of each model."""
+
+    title: str
+    task: str
+    metric: str
+    percent: bool = False
+
+    def cell(self, row: Row) -> str:
+        value = float(row[self.metric])
+        return f"{100 * value:.1f}" if self.percent else short(value)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Files MODEL-NAME.csv, and what their table shows."""
+
+    name: str
+    columns: tuple[Column, ...]
+
+
+GIVEN = (
+    Column("KL text", "text", "kl"),
+    Column("99.9 %", "text", "kl_p999"),
+    Column("KL recall", "recall", "kl"),
+    Column("99.9 %", "recall", "kl_p999"),
+    Column("right, %", "recall", "accuracy", percent=True),
+)
+GENERATED = (
+    Column("KL text", "text", "kl"),
+    Column("99.9 %", "text", "kl_p999"),
+    Column("same top 1, %", "text", "top1", percent=True),
+    Column("KL sums", "arithmetic", "kl"),
+    Column("sums right, %", "arithmetic", "exact", percent=True),
+)
+TABLES = (Results("4096", GIVEN), Results("2048", GIVEN), Results("generated", GENERATED))
+
+
+def short(value: float) -> str:
+    """Two digits, and no zero before the point."""
+    if value < 1e-4:
+        return f"{value:.0e}" if value else "0"
+    return f"{value:#.2g}".removeprefix("0").removesuffix(".")
+
+
+def table(results: Results) -> Iterator[str]:
+    """A row for each format, the smallest first; its bits are the same in both models."""
+    rows = {model: _read(model, results.name) for model in MODELS}
+    hard, demo = MODELS
+    head = [column.title for column in results.columns]
+    yield _line(["format", "bits", *head, *(f"{demo}: {title}" for title in head)])
+    yield _line(["---"] * (2 + 2 * len(head)))
+    labels = {label: float(row["bits"]) for (label, _), row in rows[hard].items()}
+    for label, bits in sorted(labels.items(), key=lambda pair: pair[1]):
+        cells = [c.cell(rows[model][label, c.task]) for model in MODELS for c in results.columns]
+        yield _line(["bf16" if label == PLAIN else f"`{label.replace(',', ', ')}`", f"{bits:.2f}", *cells])
+
+
+def _read(model: str, name: str) -> dict[tuple[str, str], Row]:
+    with (FOLDER / f"{model}-{name}.csv").open(encoding="utf-8") as file:
+        return {(row["label"], row["task"]): row for row in csv.DictReader(file)}
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    for results in TABLES:
+        print(results.name, *table(results), "", sep="\n")
