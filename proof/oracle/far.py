@@ -15,6 +15,9 @@ from typing import Any
 POOL_BYTES = 5 << 30
 SPARSE_BYTES = 1 << 30
 """Tensors of zeros from this size on take no memory until they are written."""
+MAP_NORESERVE = 0x4000
+"""Linux refuses memory that exceeds the machine's, unless it is told to keep none for it. Python's mmap has no name for
+this flag."""
 BORDERS = (1 << 31, 1 << 32)
 
 
@@ -30,7 +33,8 @@ def sparse_zeros() -> Iterator[None]:
         if count < SPARSE_BYTES or torch.device(device or "cpu").type != "cpu":
             return zeros(*size, dtype=dtype, device=device, **rest)
         kind = dtype or torch.get_default_dtype()
-        memory = mmap.mmap(-1, count * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        memory = mmap.mmap(-1, count * kind.itemsize, flags=flags)
         return torch.frombuffer(memory, dtype=kind)
 
     torch.zeros = sparse  # type: ignore[assignment]
