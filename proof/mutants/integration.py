@@ -81,7 +81,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "hits beside windows leave the window to be computed",
         f"{ROOM}/served.py",
-        "return 0 if layers.windows else fmt.W",
+        "return 0 if layers.windows or states else fmt.W",
         "return fmt.W",
         SERVED,
     ),
@@ -95,8 +95,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a window layer that is skipped, too, is counted twice",
         f"{ROOM}/kept.py",
-        "return cls(model.get_total_num_hidden_layers(), windows, named - windows, tuple(sorted(kept)))",
-        "return cls(model.get_total_num_hidden_layers(), windows, named, tuple(sorted(kept)))",
+        "return cls(total, attention, windows, named - windows, tuple(sorted(kept)))",
+        "return cls(total, attention, windows, named, tuple(sorted(kept)))",
         SERVED,
     ),
     Fault(
@@ -109,8 +109,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "window layers make one group however wide",
         f"{ROOM}/report.py",
-        "return -(-windows.layers // max(_full_bytes(served) // windows.page_bytes, 1))",
-        "return 1",
+        "groups = [(kind, -(-kind.layers // (widest // kind.page_bytes))) for kind in apart]",
+        "groups = [(kind, 1) for kind in apart]",
         CAPACITY,
     ),
     Fault(
@@ -127,6 +127,36 @@ FAULTS: tuple[Fault, ...] = (
         "            pass\n",
         "tests/models/test_hits.py",
         slow=True,
+    ),
+    Fault(
+        "what computes states is not started",
+        f"{ROOM}/backend.py",
+        "            start_kernels(vllm_config)\n",
+        "            pass\n",
+        "tests/models/test_hits.py",
+        slow=True,
+    ),
+    Fault(
+        "states are kept out of the middle of a chunk",
+        f"{ROOM}/backend.py",
+        "            leave_checkpoints_out()\n",
+        "            pass\n",
+        "tests/models/test_hits.py",
+        slow=True,
+    ),
+    Fault(
+        "pages beside a state stay small",
+        f"{ROOM}/served.py",
+        "if copies * page >= states.nbytes:",
+        "if page:",
+        SERVED,
+    ),
+    Fault(
+        "groups of states are not counted",
+        f"{ROOM}/served.py",
+        "kinds.append(Kind(states.layers, states.blocks, states.nbytes, own, apart=True))",
+        "kinds.append(Kind(states.layers, 0, states.nbytes, own, apart=True))",
+        CAPACITY,
     ),
     # -- refusals
     Fault(
@@ -146,8 +176,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a layer beyond the model's last may be skipped",
         f"{ROOM}/kept.py",
-        "beyond = sorted(i for i in self.skipped if i >= self.total)",
-        "beyond = sorted(i for i in self.skipped if i > self.total)",
+        "beyond := sorted(i for i in self.skipped if i >= self.total)",
+        "beyond := sorted(i for i in self.skipped if i > self.total)",
         REFUSALS,
     ),
     Fault(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,12 +36,22 @@ ENVIRONMENT = {
 
 
 class TracedEngine:
-    def __init__(self, model: str, pool: float | None = None, far: bool = False, **engine: Any) -> None:
-        """`pool`: as many blocks as that many requests of the maximum length need; `far`: of a pool beyond 4 GiB."""
+    def __init__(
+        self,
+        model: str,
+        pool: float | None = None,
+        far: bool = False,
+        before: Callable[[], None] | None = None,
+        **engine: Any,
+    ) -> None:
+        """`pool`: as many blocks as that many requests of the maximum length need; `far`: of a pool beyond 4 GiB;
+        `before` is called when the process is the engine's and the engine is not made yet."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
 
+        if before is not None:
+            before()
         defaults = {
             "dtype": "float32",
             "max_model_len": 1024,

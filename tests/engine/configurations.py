@@ -64,5 +64,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=75264 (per request and layer) "
         "exempt=sliding_window path=C++ capacity_tokens=14628 bf16_tokens=42666 ratio=0.34 (requests of 512 tokens)",
     ),
+    "a hybrid": (
+        {"kv_cache_dtype": "squat2", "max_model_len": 512, "model": "Granite 4"},
+        "256 True [] True None",
+        "kvq: format=squat2 bits=3.031 N=256 W=32 S=0 sidecar_bytes=74496 (per request and layer) exempt=none "
+        "path=C++ capacity_tokens=46545 bf16_tokens=33353 ratio=1.40 (requests of 512 tokens)",
+    ),
 }
 """What is configured; what vLLM's configuration says then (see `told`); the start-up line for 1000 blocks."""

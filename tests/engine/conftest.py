@@ -78,6 +78,7 @@ def bare(configured: Bare, monkeypatch: pytest.MonkeyPatch) -> Bare:
 @pytest.fixture
 def configured(model: Path, tmp_path: Path) -> Bare:
     """vLLM's configuration as an engine has it."""
+    from transformers.models.auto import modeling_auto as auto
     from vllm.engine.arg_utils import EngineArgs
 
     def make(**arguments: Any) -> Any:
@@ -85,7 +86,7 @@ def configured(model: Path, tmp_path: Path) -> Bare:
         if arch := arguments.pop("model", None):
             arch = named(arch)
             config = replace(arch, numbers={**arch.numbers, **arguments.pop("numbers", {})}).build()
-            config.architectures = ["Gemma3ForCausalLM"]
+            config.architectures = [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
             config.save_pretrained(where := tmp_path / "model")
             arguments |= {"skip_tokenizer_init": True, "dtype": "float32"}
         if method := arguments.pop("draft", None):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 Bare = Callable[..., Any]
 BLOCKS = 1000
 
-# p packed, s skipped, w with a sliding window, d a draft's
+# p packed, s skipped, w with a sliding window, m with a state, d a draft's
 LAYERS = {
     "plain": "pp",
     "sinks": "pp",
@@ -49,6 +49,22 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         {**LONG, "numbers": {"num_hidden_layers": 12}, **kvq(skip_layers=[5])},
         "wwwwwswwwwwp",
     ),
+    "a hybrid": ({"kv_cache_dtype": "squat2", "max_model_len": 2048, "model": "Granite 4"}, "mmpm"),
+    "a hybrid, small pages": ({"kv_cache_dtype": "innerq2", "model": "Granite 4", "block_size": 32}, "mmpm"),
+    "a hybrid without prefix caching": (
+        {"kv_cache_dtype": "squat2", "model": "Granite 4", "enable_prefix_caching": False},
+        "mmpm",
+    ),
+    "a hybrid with a skipped layer": (
+        {
+            "kv_cache_dtype": "squat2",
+            "model": "Granite 4",
+            "numbers": {"num_hidden_layers": 8, "layer_types": ["linear_attention", "full_attention"] * 4},
+            "block_size": 32,
+            **kvq(skip_layers=[1, 3]),
+        },
+        "msmsmpmp",
+    ),
     "three kinds of layers": (
         {**LONG, "numbers": {"num_hidden_layers": 18}, **kvq(skip_layers=[5])},
         "wwwwwswwwwwpwwwwwp",
@@ -73,6 +89,9 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
     }
     found = {}
     for i, kind in enumerate(kinds):
+        if kind == "m":
+            found[f"layers.{i}.{kind}"] = state_spec(vllm_config)
+            continue
         of, how = model, parallel
         if kind == "d":
             spec = vllm_config.speculative_config
@@ -96,6 +115,21 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
                 found[name + SINK_SUFFIX] = Sinks(served.format, served.slots).get_kv_cache_spec(vllm_config)
     put_first(next(name for name in found if name.endswith(".p")), found)
     return found
+
+
+def state_spec(vllm_config: Any) -> Any:
+    """Of Mamba-2."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM as Granite
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    layer = SimpleNamespace(
+        get_state_shape=lambda: Granite.get_mamba_state_shape_from_config(vllm_config),
+        get_state_dtype=lambda: Granite.get_mamba_state_dtype_from_config(vllm_config),
+        mamba_type=MambaAttentionBackendEnum.MAMBA2,
+        is_kv_cache_tp_replicated=False,
+    )
+    return MambaBase.get_kv_cache_spec(layer, vllm_config)
 
 
 def planned(vllm_config: Any, layers: dict[str, Any]) -> Any:
@@ -125,7 +159,7 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
     assert said is not None
     concurrency = get_max_concurrency_for_kv_cache_config(vllm_config, config)
     assert said.tokens == int(concurrency * vllm_config.model_config.max_model_len)
-    if "w" not in kinds:  # a plain cache of the same bytes, for as many layers and tokens
+    if not {"w", "m"} & {*kinds}:  # a plain cache of the same bytes, for as many layers and tokens
         assert said.bf16_tokens == config.kv_cache_tensors[0].size // sum(token_bytes(x) for x in layers.values())
 
 

@@ -28,7 +28,7 @@ def imported_names() -> set[tuple[str, str]]:
 
 
 def test_every_import_is_in_the_ledger() -> None:
-    needed = [*compat.NEEDED.items(), *compat.NEEDED_BY_CHECK.items()]
+    needed = [*compat.NEEDED.items(), *compat.NEEDED_BY_CHECK.items(), *compat.NEEDED_BY_HYBRIDS.items()]
     known = {(module, name.split(".")[0]) for module, names in needed for name in names}
     # loaded on one platform alone; and the version is looked at before the names
     unknown = {module for module, _ in imported_names() - known}
@@ -44,6 +44,7 @@ def test_every_import_is_in_the_ledger() -> None:
 def test_this_vllm_has_them_all() -> None:
     assert compat.names_problem() is None
     assert compat.names_problem(compat.NEEDED_BY_CHECK) is None
+    assert compat.names_problem(compat.NEEDED_BY_HYBRIDS) is None
 
 
 EACH = [(module, name) for module, names in compat.NEEDED.items() for name in names]

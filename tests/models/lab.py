@@ -12,6 +12,7 @@ import checkpoints
 from proof.models.architecture import Architecture
 from proof.oracle import forked
 from proof.oracle.trace import Result, Trace
+from vllm_kvq.integration.states import leave_checkpoints_out
 
 
 class Lab:
@@ -40,6 +41,9 @@ class Lab:
     ) -> list[Result]:
         """`prepare` gets the TracedEngine before the traces, in its process."""
         arguments = {"dtype": arch.dtype, "skip_tokenizer_init": True, **arch.engine, **engine}
+        if arch.hybrid and arguments["kv_cache_dtype"] == "auto":
+            # plain vLLM ends with a long prompt on a CPU; with our formats it is mended
+            arguments["before"] = leave_checkpoints_out
         if adapter:
             prepare = functools.partial(use_adapter, str(self.adapter(arch)))
         with forked.EngineProcess(str(self.model(arch)), arguments, {}, prepare) as process:

@@ -121,6 +121,13 @@ def test_window_layers_survive_preemption_and_speculation(lab: Lab) -> None:
     assert any(chunk.drafts for step in got.steps for chunk in step)
 
 
+def test_drafts_beside_states_are_refused(lab: Lab) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    sentence = lab.refusal(lab.model(named("Granite 4")), kv_cache_dtype="squat2", speculative_config=drafts)
+    assert sentence is not None
+    assert "speculative decoding in hybrid models on a CPU; leave --speculative-config out" in sentence
+
+
 def test_the_flag_skips_layers_like_the_option(lab: Lab) -> None:
     """Layer 0 in 16 bits and layer 1 packed, by either way; and the control that packing both answers otherwise."""
     arch, engine = named("Llama"), ENGINE

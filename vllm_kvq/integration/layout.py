@@ -7,6 +7,7 @@ blocks. It then wraps the layers of a group in one spec, which two of its places
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -32,7 +33,7 @@ def zero_all_groups() -> None:
     A block is handed from one group to another, and what a window layer finds behind a request's end, though it is
     weighed with 0, must not be NaN.
     """
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     zero = CPUModelRunner._zero_block_ids
@@ -43,7 +44,8 @@ def zero_all_groups() -> None:
     def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
         zero(self, block_ids)
         for group in self.kv_cache_config.kv_cache_groups:
-            if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+            spec = group.kv_cache_spec
+            if not isinstance(spec, UniformTypeKVCacheSpecs) or not isinstance(spec.first_spec, AttentionSpec):
                 continue
             for name in group.layer_names:
                 self.compilation_config.static_forward_context[name].kv_cache[block_ids] = 0
@@ -52,19 +54,22 @@ def zero_all_groups() -> None:
     CPUModelRunner._zero_block_ids = _zero_block_ids
 
 
-def keep_pages_apart(ours: Any) -> None:
+def keep_pages_apart(ours: Callable[[Any], bool]) -> None:
     """Keep vLLM from padding pages to one size, and from choosing a block for that, where `ours(vllm_config)`."""
     from vllm.platforms import current_platform
 
     cls = type(current_platform)
-    align = cls._align_heterogeneous_kv_block_size
-    if getattr(align, "_kvq", False):
-        return
+    for name in ("_align_heterogeneous_kv_block_size", "_align_hybrid_block_size"):
+        align = getattr(cls, name)
+        if not getattr(align, "_kvq", False):
+            setattr(cls, name, classmethod(_unless(ours, align.__func__)))
 
-    @functools.wraps(align.__func__)
-    def _align_heterogeneous_kv_block_size(c: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+
+def _unless(ours: Callable[[Any], bool], align: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(align)
+    def aligned(c: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if not ours(vllm_config):
-            align.__func__(c, vllm_config, *args, **kwargs)
+            align(c, vllm_config, *args, **kwargs)
 
-    _align_heterogeneous_kv_block_size._kvq = True  # type: ignore[attr-defined]
-    cls._align_heterogeneous_kv_block_size = classmethod(_align_heterogeneous_kv_block_size)
+    aligned._kvq = True  # type: ignore[attr-defined]
+    return aligned

@@ -51,8 +51,8 @@ LEDGER = (
         "a backend may say which layers it does not serve",
     ),
     Patch(
-        "Platform._align_heterogeneous_kv_block_size wrapped (layout.py)",
-        "it pads the pages of skipped layers and packed ones to one size; side by side they need none",
+        "Platform._align_heterogeneous_kv_block_size and _align_hybrid_block_size wrapped (layout.py)",
+        "they pad the pages of skipped layers, states and packed layers to one size; side by side they need none",
         "it asks for the layout first",
     ),
     Patch(
@@ -64,6 +64,21 @@ LEDGER = (
         "CPUModelRunner._zero_block_ids wrapped (layout.py)",
         "it overlooks groups whose layers have one spec around them, where pages of several sizes lie side by side",
         "it looks into them",
+    ),
+    Patch(
+        "mamba_block_size set (served.py)",
+        "it is read from the block size before ours is known",
+        "it is read later",
+    ),
+    Patch(
+        "initialize_mamba_ssu_backend called (states.py)",
+        "it overlooks groups whose layers have one spec around them",
+        "it looks into them",
+    ),
+    Patch(
+        "MambaMixer2.get_kv_cache_spec replaced on a CPU (states.py)",
+        "it keeps states out of the middle of a prompt's chunk with a kernel that a CPU has not, and the engine ends",
+        "a CPU has that kernel",
     ),
     Patch(
         'speculative_config.kv_cache_dtype set to "auto" (served.py)',

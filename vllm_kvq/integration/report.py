@@ -11,7 +11,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvq.integration import metrics
-from vllm_kvq.integration.served import Served
+from vllm_kvq.integration.served import Kind, Served
 
 logger = init_logger("vllm.kvq")
 
@@ -35,7 +35,7 @@ class Capacity:
     def of(cls, served: Served, blocks: int) -> Capacity:
         kinds, size = served.kinds, block_bytes(served)
         # layers with full attention share their blocks, and only packed ones have companions
-        per_request = kinds[0].blocks + sum(window_groups(served) * k.blocks for k in kinds if k.window)
+        per_request = kinds[0].blocks + sum(n * kind.blocks for kind, n in groups_apart(served))
         tokens = blocks / per_request * served.max_len
         plain = blocks * size / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
         return cls(int(tokens), int(plain), tokens / plain if blocks else 0.0, per_request)
@@ -43,33 +43,34 @@ class Capacity:
 
 def block_bytes(served: Served) -> int:
     """Of a block of the pool: one page of each layer of the widest KV cache group."""
-    widths = [-(-k.layers // window_groups(served)) * k.page_bytes for k in served.kinds if k.window]
-    return max(_full_bytes(served), *widths, 0)
+    return max(_full_bytes(served), *(-(-k.layers // n) * k.page_bytes for k, n in groups_apart(served)), 0)
 
 
-def window_groups(served: Served) -> int:
-    """How many KV cache groups vLLM makes of the layers with a sliding window."""
-    windows = next((k for k in served.kinds if k.window), None)
-    if windows is None:
-        return 0
+def groups_apart(served: Served) -> list[tuple[Kind, int]]:
+    """How many KV cache groups vLLM makes of the layers of each kind that is apart from those with full attention."""
+    apart = [kind for kind in served.kinds if kind.apart]
+    if not apart:
+        return []
     counts: Counter[int] = Counter()
     for kind in served.kinds:
-        if not kind.window:
+        if not kind.apart:
             counts[kind.page_bytes] += kind.layers
     n, *others = counts.values()
+    widest = max(_full_bytes(served), *(kind.page_bytes for kind in apart))
+    # as many groups as keep them from being wider than the widest that can't be split
+    groups = [(kind, -(-kind.layers // (widest // kind.page_bytes))) for kind in apart]
     if others and {*others} == {n}:
         # As many layers of each size are a pattern for vLLM, and groups hold as many repeats as pad all kinds least.
         like = 2 + (served.slots.sink_blocks > 0)  # the companions, too
-        sizes = range(n, max(n, windows.layers) + 1)
-        repeats = min(sizes, key=lambda size: (-windows.layers % size + like * (-n % size), -size))
-        return -(-windows.layers // repeats)
-    # else as many groups as keep them from being wider than the others
-    return -(-windows.layers // max(_full_bytes(served) // windows.page_bytes, 1))
+        sizes = range(n, max(n, *(kind.layers for kind in apart)) + 1)
+        repeats = min(sizes, key=lambda size: (sum(-k.layers % size for k in apart) + like * (-n % size), -size))
+        groups = [(kind, -(-kind.layers // repeats)) for kind in apart]
+    return groups
 
 
 def _full_bytes(served: Served) -> int:
     """One page of each layer with full attention."""
-    return sum(k.layers * k.page_bytes for k in served.kinds if not k.window)
+    return sum(k.layers * k.page_bytes for k in served.kinds if not k.apart)
 
 
 def start_line(served: Served, blocks: int) -> str:

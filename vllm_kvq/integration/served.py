@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvq.formats import Geometry, PageFormat
+from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
 from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.setup import bind, settings_of
+from vllm_kvq.integration.states import States
 from vllm_kvq.kernels.paths import Path, Wish, path_for
 from vllm_kvq.kernels.slots import SlotGeometry
 
@@ -33,8 +35,8 @@ class Kind:
     """Of a page in one layer."""
     plain_bytes: int
     """What it would take in a plain 16-bit cache, in one layer."""
-    window: bool = False
-    """Whether they have a sliding window, and so are in other KV cache groups than those with full attention."""
+    apart: bool = False
+    """Whether they are in other KV cache groups than the layers with full attention: those with a window or a state."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Served:
     layers: Layers
     """Which layers are packed, and which stay in 16 bits and why."""
     draft: Draft | None
+    states: States | None
+    """What a hybrid's other layers keep."""
     recomputed: int
     """So many tokens at a request's end no prefix hit covers."""
     max_len: int
@@ -61,17 +65,19 @@ class Served:
         """Raises ValueError, with a sentence, where the parts of the configuration do not fit together."""
         model = vllm_config.model_config
         heads = model.get_num_kv_heads(vllm_config.parallel_config)
-        layers, draft = Layers.of(vllm_config), Draft.of(vllm_config)
+        layers, draft, states = Layers.of(vllm_config), Draft.of(vllm_config), States.of(vllm_config)
         if problem := layers.problem():
             raise ValueError(problem)
-        fmt = bind(vllm_config, Geometry(model.get_head_size(), _block(vllm_config), model.dtype))
+        block = _block(vllm_config, heads * layers.packed, states)
+        fmt = bind(vllm_config, Geometry(model.get_head_size(), block, model.dtype))
         window = model.get_sliding_window() or model.max_model_len
         return cls(
             fmt,
             SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens),
             layers,
             draft,
-            recomputed=_recomputed(vllm_config, fmt, layers),
+            states,
+            recomputed=_recomputed(vllm_config, fmt, layers, states),
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
             copies=layers.packed * vllm_config.parallel_config.tensor_parallel_size,
@@ -85,8 +91,8 @@ class Served:
 
     @property
     def mixed(self) -> bool:
-        """Whether there are 16-bit layers beside packed ones, with pages of other sizes."""
-        return bool(self.layers.kept) or self.draft is not None
+        """Whether there are other layers beside packed ones, with pages of other sizes."""
+        return bool(self.layers.kept) or self.draft is not None or self.states is not None
 
     @property
     def exempt(self) -> tuple[str, ...]:
@@ -105,33 +111,45 @@ class Served:
         if windows := len(self.layers.windows):
             # as vLLM counts a window: one block more, because it may begin in the middle of one
             seen = min(self.window_tokens, length)
-            kinds.append(Kind(windows, -(-seen // block) + 1, page, seen * plain, window=True))
+            kinds.append(Kind(windows, -(-seen // block) + 1, page, seen * plain, apart=True))
+        if states := self.states:
+            own = states.blocks * states.nbytes
+            kinds.append(Kind(states.layers, states.blocks, states.nbytes, own, apart=True))
         if draft := self.draft:
             own = length * 4 * draft.heads * draft.head_size
             kinds.append(Kind(draft.layers, whole, block * draft.token_bytes, own))
         return tuple(kinds)
 
 
-def _recomputed(vllm_config: Any, fmt: PageFormat, layers: Layers) -> int:
+def _recomputed(vllm_config: Any, fmt: PageFormat, layers: Layers, states: States | None) -> int:
     """The user's number; else W, so that the window is exact after a hit, too.
 
-    Beside layers with a sliding window 0: vLLM keeps of these what the end of a prompt sees, where a hit that ends
-    earlier would find nothing.
+    Beside layers with a sliding window or a state 0: vLLM keeps of these what the end of a prompt sees, where a hit
+    that ends earlier would find nothing.
     """
     chosen = settings_of(vllm_config).recompute
     if chosen is not None:
         return chosen
-    return 0 if layers.windows else fmt.W
+    return 0 if layers.windows or states else fmt.W
 
 
-def _block(vllm_config: Any) -> int:
+def _block(vllm_config: Any, copies: int, states: States | None) -> int:
+    """Tokens of a page. A block of the pool has `copies` pages, one for each head of each packed layer, or a state."""
     cache, option = vllm_config.cache_config, settings_of(vllm_config).N
     if option is not None or cache.user_specified_block_size:
         return option or int(cache.block_size)
     from vllm.platforms import current_platform
 
     # vLLM's own default on the CPU (0.32 sets it, 0.33 leaves it open), ours elsewhere
-    return CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N
+    block = CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N
+    model = vllm_config.model_config
+    # smaller pages beside a state would waste most of each block
+    while states is not None and block < LARGEST_BLOCK:
+        page = bind(vllm_config, Geometry(model.get_head_size(), block, model.dtype)).record_bytes
+        if copies * page >= states.nbytes:
+            break
+        block *= 2
+    return block
 
 
 def apply(served: Served, vllm_config: Any) -> None:
@@ -140,6 +158,9 @@ def apply(served: Served, vllm_config: Any) -> None:
     # As if the user had set it: otherwise vLLM asks the backend for a block size once the model is loaded, when formats
     # are bound to this one.
     cache.block_size, cache.user_specified_block_size = served.format.N, True
+    if cache.mamba_cache_mode == "align":
+        # With prefix caching a state is kept at the end of a block; vLLM has read the block size before us.
+        cache.mamba_block_size = served.format.N
     # The layers whose dtype vLLM then makes "auto": window layers are not in the user's list.
     cache.kv_cache_dtype_skip_layers = list(served.layers.kept)
     if served.draft is not None and vllm_config.speculative_config.kv_cache_dtype is None:

@@ -13,6 +13,7 @@ from vllm_kvq.integration.kept import window_problem
 from vllm_kvq.integration.memory import memory_problem
 from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.setup import options_problem, pairing_problem, settings_of
+from vllm_kvq.integration.states import drafts_problem, hybrid_problem
 from vllm_kvq.kernels.gpu.step import kernels_of
 
 LEAST_CAPABILITY = (8, 0)
@@ -88,7 +89,7 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (model.use_mla, "models with latent attention (MLA)", f"{plain} or fp8_ds_mla"),
         (model.runner_type != "generate", "pooling and embedding models", plain),
         (model.is_encoder_decoder, "encoder-decoder models", plain),
-        (model.is_hybrid or model.has_inner_state, "models with Mamba or linear attention layers", plain),
+        (hybrid := hybrid_problem(model), hybrid or "", plain),
         (_layers_differ(text), "head sizes that differ per layer", f"{plain} or fp8"),
         (window := window_problem(model), window or "", f"{plain} or fp8"),
         (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
@@ -105,6 +106,11 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         ),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism", "use --tensor-parallel-size"),
+        (
+            drafts_problem(vllm_config),
+            "speculative decoding in hybrid models on a CPU",
+            "leave --speculative-config out",
+        ),
         (draft := draft_problem(vllm_config), *(draft or ("", ""))),
         (vllm_config.cache_config.prefix_match_unit is not None, "--prefix-match-unit", "leave it out"),
     ]
