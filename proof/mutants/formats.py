@@ -82,8 +82,27 @@ QJL = (
         "-k qjl_constant",
     ),
     _fault(
-        "the outliers' constant is the head's", "qjl", "sphere_constant(self.n)", "sphere_constant(self.d)", "-k qjl"
+        "the outliers' constant is the head's",
+        "qjl",
+        "self.scale_out = self._constant(self.n)",
+        "self.scale_out = self._constant(self.d)",
+        "-k qjl",
     ),
+    _fault(
+        "independent rows have the sphere's constant",
+        "qjl",
+        "return GAUSSIAN_CONSTANT if self.gaussian else sphere_constant(d)",
+        "return sphere_constant(d)",
+        "qjl.py -k independent",
+    ),
+    _fault(
+        "an option of outliers is ignored where there are none",
+        "qjl",
+        'in ("m_out", "outlier_choice")',
+        'in ("m_out",)',
+        "qjl.py -k one_sketch",
+    ),
+    _fault("an angle's third bit is lost", "polar", "| high << 2", "| high << 1", "polar.py -k three_bit"),
     _fault("the inliers' norm is the key's", "qjl", "half(inner.norm(dim=-1))", "half(x.norm(dim=-1))", "-k qjl"),
     _fault("QJL forgets earlier chunks", "qjl", "state is None else state + new", "state is None else new", "-k qjl"),
     _fault("a prompt of 32 tokens is too short", "qjl", "state[:, 1, :1] >= SLAB", "state[:, 1, :1] > SLAB", "-k qjl"),

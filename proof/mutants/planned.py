@@ -190,8 +190,8 @@ LAYOUTS = (
     Fault(
         "CPU layout: the paper's angles pass for fitted ones",
         "vllm_kvq/kernels/cpu/layout.py",
-        '"radius_bits": "n", "paper": 1}',
-        '"radius_bits": "n"}',
+        '{**_POLAR, "paper": 1}',
+        "{**_POLAR}",
         f"{KERNELS}/test_cpu_attend.py -k test_option_combinations",
     ),
     Fault(

@@ -22,6 +22,7 @@ BOUNDS = {
     "qjl3": ((0.18, 0.33), (0.30, 0.40)),
     "polar4": ((0.03, 0.07), (0.06, 0.11)),
     "polar3": ((0.07, 0.13), (0.30, 0.40)),
+    "polar4_v16": ((0.05, 0.13), (-1.0, 0.01)),  # values are kept
     "innerq2": ((0.10, 0.20), (0.15, 0.25)),
     "kivi2": ((0.12, 0.22), (0.30, 0.40)),
     "kivi4": ((0.02, 0.045), (0.06, 0.09)),
@@ -81,7 +82,7 @@ ORDER = [
     ("squat2", "kivi2", 1.25, 1.0),
     ("squat2, four blocks", "squat2", 1.2, 0.95),
     ("polar3", "polar3, paper", 1.4, 1.4),
-    ("polar4", "polar4, paper", 1.4, 1.4),
+    ("polar4", "polar4_v16", 1.4, 1.4),
     ("polar4", "polar3", 1.5, 1.5),
     ("squat4", "squat2", 4, 4),
     ("squat4", "kivi4", 1.2, 1.01),
@@ -164,7 +165,11 @@ def test_squat_without_queries_is_kivi() -> None:
         ("innerq2", {"key_bits": 4, "value_bits": 4}),
         ("polar4", {"angle_bits": 2, "radius_bits": 4}),
         ("polar4", {"angle_bits": 2, "radius_bits": 2}),
+        ("polar4", {"angle_bits": 3, "radius_bits": 2}),
+        ("polar4", {"angle_bits": 3, "mode": "paper"}),
         ("qjl3", {"m": 512, "m_out": 32, "outliers": 1}),
+        ("qjl3", {"m": 512, "sketch": "gaussian"}),
+        ("qjl3", {"m": 1024, "outliers": 0}),
         ("squat2", {"r": 16, "g": 16}),
         ("squat4", {"keys": "kivi", "key_bits": 4}),
     ],
@@ -192,6 +197,7 @@ def test_more_bits_are_better() -> None:
         ("innerq2", {"key_bits": 4, "value_bits": 4}),
         ("qjl3", {"m": 1024, "m_out": 512}),
         ("polar3", {"radius_bits": 4}),
+        ("qjl3", {"m": 1024}),
         ("kivi2", {"group": 16}),
     ]:
         base, fine = measure(name), measure(name, **more)
