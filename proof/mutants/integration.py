@@ -32,7 +32,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the announced capacity forgets sidecars",
         f"{ROOM}/served.py",
-        "packed = whole + slots.sidecar_blocks + slots.sink_blocks",
+        "packed = whole + self.sidecar_blocks + self.sink_blocks",
         "packed = whole",
         CAPACITY,
     ),
@@ -116,7 +116,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a pattern of layers is not seen",
         f"{ROOM}/report.py",
-        "if others and {*others} == {n}:",
+        "if any(len(counts) > 1 for counts in alike):",
         "if not served.kinds:",
         CAPACITY,
     ),

@@ -37,6 +37,7 @@ def spec(**changes: int) -> SidecarSpec:
         "sinks": 0,
         "elements": ELEMENTS,
         "copies": COPIES,
+        "mean_page_bytes": float(PAGE),
     }
     return SidecarSpec(**{**fields, **changes})
 

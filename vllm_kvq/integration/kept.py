@@ -38,8 +38,13 @@ class Layers:
         return cls(model.get_total_num_hidden_layers(), windows, named - windows, tuple(sorted(kept)))
 
     @property
+    def packed_layers(self) -> tuple[int, ...]:
+        """Indices of those that are packed."""
+        return tuple(i for i in range(self.total) if i not in self.windows and i not in self.skipped)
+
+    @property
     def packed(self) -> int:
-        return self.total - len(self.windows) - len(self.skipped)
+        return len(self.packed_layers)
 
     def problem(self) -> str | None:
         """Why these layers can't be kept."""

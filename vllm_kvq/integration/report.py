@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvq.formats.by_layer import written
 from vllm_kvq.integration import metrics
 from vllm_kvq.integration.served import Served
 
@@ -52,16 +53,21 @@ def window_groups(served: Served) -> int:
     windows = next((k for k in served.kinds if k.window), None)
     if windows is None:
         return 0
-    counts: Counter[int] = Counter()
+    full, packed = Counter[int](), Counter[int]()
     for kind in served.kinds:
         if not kind.window:
-            counts[kind.page_bytes] += kind.layers
-    n, *others = counts.values()
-    if others and {*others} == {n}:
+            full[kind.page_bytes] += kind.layers
+        if kind.packed:
+            packed[kind.page_bytes] += kind.layers
+    # the layers with full attention, the sidecars, the sinks
+    groups = [full, packed, *([packed] if served.sink_blocks else [])]
+    alike = [counts for counts in groups if len({*counts.values()}) == 1]
+    if any(len(counts) > 1 for counts in alike):
         # As many layers of each size are a pattern for vLLM, and groups hold as many repeats as pad all kinds least.
-        like = 2 + (served.slots.sink_blocks > 0)  # the companions, too
-        sizes = range(n, max(n, windows.layers) + 1)
-        repeats = min(sizes, key=lambda size: (-windows.layers % size + like * (-n % size), -size))
+        repeated = [next(iter(counts.values())) for counts in alike]
+        least = max(n for n, counts in zip(repeated, alike, strict=True) if len(counts) > 1)
+        sizes = range(least, max(*repeated, windows.layers) + 1)
+        repeats = min(sizes, key=lambda size: (sum(-n % size for n in (*repeated, windows.layers)), -size))
         return -(-windows.layers // repeats)
     # else as many groups as keep them from being wider than the others
     return -(-windows.layers // max(_full_bytes(served) // windows.page_bytes, 1))
@@ -74,15 +80,28 @@ def _full_bytes(served: Served) -> int:
 
 def start_line(served: Served, blocks: int) -> str:
     """A value is one word, so that programs can read the line (`bench/server.py`)."""
-    fmt, slots, capacity = served.format, served.slots, Capacity.of(served, blocks)
-    sidecar = (slots.sidecar_blocks + slots.sink_blocks) * served.page_bytes
+    fmt, capacity = served.format, Capacity.of(served, blocks)
+    sidecar = round((served.sidecar_blocks + served.sink_blocks) * served.page_bytes)
     return (
-        f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
+        f"kvq: format={fmt.name} bits={served.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
         f"path={served.path.name} "
         f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "
         f"(requests of {served.max_len} tokens)"
     )
+
+
+def part_lines(served: Served) -> list[str]:
+    """What each part of the layers has, where options are given by layer."""
+    if len(served.parts) == 1:
+        return []
+    settings = [dict(part.format.settings.own) for part in served.parts]
+    differ = [name for name in settings[0] if any(s[name] != settings[0][name] for s in settings)]
+    return [
+        f"kvq: {written(part.layers)}: {', '.join(f'{name}={s[name]}' for name in differ)}, "
+        f"bits={part.format.bits_per_element:.3f}"
+        for part, s in zip(served.parts, settings, strict=True)
+    ]
 
 
 def path_warnings(served: Served) -> list[str]:
@@ -102,7 +121,8 @@ def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
         export_start(served, metrics.Series.of(vllm_config), blocks)
     if not is_global_first_rank():
         return
-    logger.info("%s", start_line(served, blocks))
+    for line in (start_line(served, blocks), *part_lines(served)):
+        logger.info("%s", line)
     for sentence in path_warnings(served):
         logger.warning("kvq: %s", sentence)
 
