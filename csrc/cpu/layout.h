@@ -80,6 +80,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, ko_index)                                                                                  \
   FIELD(int64_t, k_polar)      /* an angle and a radius of 4 bits each */                                   \
   FIELD(int64_t, k_angle)                                                                                   \
+  FIELD(int64_t, k_angle_high) /* the third bits, where an angle has three */                               \
   FIELD(int64_t, k_radius)                                                                                  \
   FIELD(int64_t, k_raw)                                                                                     \
   FIELD(int64_t, v_codes)                                                                                   \

@@ -73,7 +73,7 @@ inline kvq::Constants read_constants(const TensorView& layout, const kvq::Layout
   kvq::Constants c{};
   if (l.keys == kvq::Keys::sketch) {
     c.sketch = read_table<float>(layout, l.sketch, l.d * l.sketch_rows);
-    c.outer = read_table<float>(layout, l.outer, l.outliers * l.outer_rows);
+    if (l.outliers) c.outer = read_table<float>(layout, l.outer, l.outliers * l.outer_rows);
     c.sketch_scale = float(l.sketch_scale);
     c.outer_scale = float(l.outer_scale);
   }
@@ -94,7 +94,8 @@ inline kvq::Layout read_layout(const TensorView& t) {
   require(l.keys != kvq::Keys::boosted || (l.boosted > 0 && l.boosted <= l.d && l.boosted % 16 == 0 &&
                                            l.k_high == l.k_codes + 8 * l.d),
           "boosted channels have no codes");
-  require(!sketch || (l.sketch_rows > 0 && l.outer_rows > 0 && l.outliers > 0), "the sketch has no rows");
+  require(!sketch || (l.sketch_rows > 0 && l.outliers >= 0 && (l.outer_rows > 0) == (l.outliers > 0)),
+          "the sketch has no rows");
   require(!polar || (l.radius_bits >= 1 && l.radius_bits <= 8), "radii have no codes");
   require(l.values == kvq::Values::raw || (l.value_bits >= 1 && l.value_bits <= 8), "values have no codes");
   require(l.values != kvq::Values::token || l.group > 0, "values have no groups");

@@ -12,6 +12,7 @@ COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
 REPLICAS = "tests/engine/test_replicas.py"
 ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
 SETUP = "tests/engine/test_setup.py"
+LAYERED = "tests/engine/test_by_layer.py"
 
 FAULTS: tuple[Fault, ...] = (
     # -- what is served, and what users are told
@@ -32,7 +33,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the announced capacity forgets sidecars",
         f"{ROOM}/served.py",
-        "packed = whole + slots.sidecar_blocks + slots.sink_blocks",
+        "packed = whole + self.sidecar_blocks + self.sink_blocks",
         "packed = whole",
         CAPACITY,
     ),
@@ -116,9 +117,72 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a pattern of layers is not seen",
         f"{ROOM}/report.py",
-        "if others and {*others} == {n}:",
+        "if any(len(counts) > 1 for counts in alike):",
         "if not served.kinds:",
         CAPACITY,
+    ),
+    Fault(
+        "companions alone are no pattern",
+        f"{ROOM}/report.py",
+        "groups = [full, packed, *([packed] if served.sink_blocks else [])]",
+        "groups = [full]",
+        CAPACITY,
+    ),
+    Fault(
+        "companions come with the largest page first",
+        f"{ROOM}/layout.py",
+        "key=lambda name: layers[name].page_size_bytes)",
+        "key=lambda name: -layers[name].page_size_bytes)",
+        CAPACITY,
+    ),
+    Fault(
+        "each layer counts its own sidecar blocks",
+        f"{ROOM}/served.py",
+        "return max(part.slots.sidecar_blocks for part in self.parts)",
+        "return min(part.slots.sidecar_blocks for part in self.parts)",
+        f"{SERVED} -k written",
+    ),
+    Fault(
+        "bits are those of the first layers",
+        f"{ROOM}/served.py",
+        "return self._mean([part.format.bits_per_element for part in self.parts])",
+        "return self.format.bits_per_element",
+        f"{SERVED} -k written",
+    ),
+    Fault(
+        "the fastest path is said to serve all layers",
+        f"{ROOM}/served.py",
+        "slowest = max(found.values()",
+        "slowest = min(found.values()",
+        f"{LAYERED} -k slowest",
+    ),
+    Fault(
+        "layers that the model has not may be named",
+        f"{ROOM}/served.py",
+        "schedule.check(layers.packed_layers, layers.total)",
+        "schedule.option",
+        f"{LAYERED} -k refusals",
+    ),
+    Fault(
+        "pages of several sizes are shared out over stages",
+        f"{ROOM}/served.py",
+        "if served.sizes > 1 and parallel.pipeline_parallel_size > 1:",
+        "if served.sizes > 2 and parallel.pipeline_parallel_size > 1:",
+        f"{LAYERED} -k one_process",
+    ),
+    Fault(
+        "the census takes the first layer's page for all",
+        f"{ROOM}/held.py",
+        "round(beside * spec.mean_page_bytes * spec.copies)",
+        "round(beside * spec.page_size_bytes * spec.copies)",
+        "tests/engine/test_census.py -k several",
+    ),
+    Fault(
+        "a sentence about pairs names another format",
+        f"{ROOM}/setup.py",
+        'f"{vllm_config.cache_config.cache_dtype} needs',
+        'f"PolarQuant needs',
+        f"{SETUP} -k sentence",
     ),
     Fault(
         "a group begins with a layer in 16 bits",

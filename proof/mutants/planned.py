@@ -110,9 +110,17 @@ TORCH = (
     Fault(
         "PyTorch step: another layer's plan serves whatever the headers say",
         "vllm_kvq/kernels/torch/step.py",
-        "if torch.equal(known.found, headers[known.header_block]):",
-        "if len(known.found) == len(known.header_block):",
+        "torch.equal(known.found, headers[known.header_block]):",
+        "len(known.found) == len(known.header_block):",
         GUARDS,
+    ),
+    Fault(
+        "PyTorch step: a plan serves layers whose companions are cut otherwise",
+        "vllm_kvq/kernels/torch/step.py",
+        "if slots == self.slots and ",
+        "if ",
+        "tests/engine/test_by_layer.py -k rank",
+        slow=True,
     ),
     Fault(
         "PyTorch step: a chunk's tokens do not see themselves",
@@ -190,8 +198,8 @@ LAYOUTS = (
     Fault(
         "CPU layout: the paper's angles pass for fitted ones",
         "vllm_kvq/kernels/cpu/layout.py",
-        '"radius_bits": "n", "paper": 1}',
-        '"radius_bits": "n"}',
+        '{**_POLAR, "paper": 1}',
+        "{**_POLAR}",
         f"{KERNELS}/test_cpu_attend.py -k test_option_combinations",
     ),
     Fault(

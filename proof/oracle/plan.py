@@ -126,7 +126,7 @@ class Plan:
         row = self.first[life]
         for part in life.parts:
             new = len(part.tokens)
-            if fmt.state_rows and (new > 1 + self.num_spec or part.context == life.start):
+            if new > 1 + self.num_spec or part.context == life.start:
                 fits.append(slice(row, row + new))
             row += new
             for unit in range(part.context // p, part.end // p):

@@ -14,6 +14,7 @@ import torch
 from proof.oracle.attention import attending, load
 from proof.oracle.reference import ExactCache, ReferenceCache
 from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.by_layer import options_at
 
 NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
@@ -41,7 +42,9 @@ class ReplayModel:
         self.heads, self.num_spec = config.num_key_value_heads, num_spec
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.formats = [
-            get_format(format_name).bind(Geometry(head_size, block_size, torch.float32, layer), options)
+            get_format(format_name).bind(
+                Geometry(head_size, block_size, torch.float32, layer), options_at(options, layer)
+            )
             for layer in range(config.num_hidden_layers)
         ]
 

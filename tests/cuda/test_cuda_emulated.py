@@ -29,9 +29,9 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 @functools.cache
-def pool(d: int, n: int, pages: int = 4, heads: int = 2) -> tuple[PageFormat, torch.Tensor]:
+def pool(d: int, n: int, pages: int = 4, heads: int = 2, sketch: str = "orthogonal") -> tuple[PageFormat, torch.Tensor]:
     """Every slab has outlier channels of its own."""
-    fmt = get_format("qjl3").bind(Geometry(d, n), {"outlier_choice": "slab"})
+    fmt = get_format("qjl3").bind(Geometry(d, n), {"outlier_choice": "slab", "sketch": sketch})
     pages_ = random_pages(fmt, pages, heads)
     sets = fmt.read(pages_, torch.arange(1, pages + 1))["ko_index"].flatten(0, 1).unique(dim=0)
     assert len(sets) > heads
@@ -74,6 +74,13 @@ def test_against_float64(d: int, share: int, n: int, dtype: torch.dtype, q: int)
     table = torch.tensor([[3, 1, 2], [4, 0, 0]], dtype=torch.int32)
     low, high = torch.tensor([5, 0]), torch.tensor([2 * n + 17, 19])
     check(fmt, pages, queries(2, q, 2 * share, d, dtype), table, low, high, splits=2)
+
+
+def test_independent_rows_are_only_other_numbers() -> None:
+    fmt, pages = pool(64, 64, sketch="gaussian")
+    table = torch.tensor([[3, 1, 2], [4, 0, 0]], dtype=torch.int32)
+    low, high = torch.tensor([5, 0]), torch.tensor([145, 19])
+    check(fmt, pages, queries(2, 1, 4, 64), table, low, high, splits=2)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 16])
@@ -161,11 +168,17 @@ def test_extreme_queries_stay_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("d", "n", "dtype", "state"), [(64, 64, F32, False), (128, 32, BF16, True), (256, 64, F16, False)]
+    ("d", "n", "dtype", "state", "sketch"),
+    [
+        (64, 64, F32, False, "orthogonal"),
+        (128, 32, BF16, True, "orthogonal"),
+        (256, 64, F16, False, "orthogonal"),
+        (64, 64, F32, True, "gaussian"),
+    ],
 )
-def test_packed_bytes_agree_but_for_rounding(d: int, n: int, dtype: torch.dtype, state: bool) -> None:
+def test_packed_bytes_agree_but_for_rounding(d: int, n: int, dtype: torch.dtype, state: bool, sketch: str) -> None:
     """A float32 sum in another order turns the sign of a product near zero, or a norm's last bit, now and then."""
-    fmt = get_format("qjl3").bind(Geometry(d, n, dtype))
+    fmt = get_format("qjl3").bind(Geometry(d, n, dtype), {"sketch": sketch})
     key, value = (x.transpose(0, 1).to(dtype).contiguous() for x in outlier_data(128, 2, d, 0))
     key[43, 0, 5], value[74, 1, 6] = torch.nan, torch.inf
     prompt = None

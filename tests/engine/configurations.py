@@ -58,6 +58,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=50176 (per request and layer) "
         "exempt=0,draft path=C++ capacity_tokens=42666 bf16_tokens=93500 ratio=0.46 (requests of 256 tokens)",
     ),
+    "by layer": (
+        {"kv_cache_dtype": "qjl3", **kvq(m={"0": 512, "*": 128})},
+        "128 True [] True None",
+        "kvq: format=qjl3 bits=4.938 N=128 W=128 S=0 sidecar_bytes=141568 (per request and layer) exempt=none "
+        "path=C++ capacity_tokens=28444 bf16_tokens=39500 ratio=0.72 (requests of 256 tokens)",
+    ),
     "windows": (
         {"kv_cache_dtype": "squat2", "max_model_len": 512, "model": "Gemma-3"},
         "128 True ['sliding_window'] True None",

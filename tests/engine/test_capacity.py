@@ -34,6 +34,7 @@ LAYERS = {
     "a draft model": "ppdd",
     "a draft beside a skipped layer": "psd",
     "windows": "wwwwwp",
+    "by layer": "pp",
 }
 """The model's layers in each of the cases, and the draft's."""
 LONG = {"kv_cache_dtype": "squat2", "max_model_len": 2048, "max_num_batched_tokens": 128, "model": "Gemma-3"}
@@ -70,6 +71,24 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         "wwwwwswwwwwpwwwwwp",
     ),
 }
+MIXED = {"kv_cache_dtype": "qjl3", "model": "Gemma-3", "max_num_batched_tokens": 128}
+
+
+def gemma(layers: int, skip: list[int], m: dict[str, int]) -> dict[str, Any]:
+    return {**MIXED, "numbers": {"num_hidden_layers": layers}, **kvq(m=m, S=8, skip_layers=skip)}
+
+
+# As many pages of each size are a pattern for vLLM, of companions without the layers in 16 bits.
+MORE |= {
+    "by layer, the larger page first": (gemma(18, [], {"5": 512, "*": 128}), "wwwwwp" * 3),
+    "by layer, as many of each size": (gemma(24, [], {"5": 512, "17": 512, "*": 128}), "wwwwwp" * 4),
+    "by layer, beside skipped ones": (gemma(24, [23], {"5": 512, "*": 128}), "wwwwwp" * 3 + "wwwwws"),
+    "by layer, beside as many skipped ones": (gemma(18, [5], {"11": 512, "*": 128}), "wwwwws" + "wwwwwp" * 2),
+    "by layer, companions alone are a pattern": (
+        gemma(42, [5, 11, 17], {"23-34": 512, "*": 128}),
+        "wwwwws" * 3 + "wwwwwp" * 4,
+    ),
+}
 ALL = {name: (CASES[name][0], layers) for name, layers in LAYERS.items()} | MORE
 
 
@@ -78,25 +97,23 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
     from vllm.model_executor.layers.attention import Attention
 
     from vllm_kvq.integration.backend import bound_backend
-    from vllm_kvq.integration.layout import put_first
+    from vllm_kvq.integration.layout import put_first, smallest_first
     from vllm_kvq.integration.side_by_side import SideBySideBackend
     from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    backends = {
-        "p": bound_backend(served.format, served.recomputed, served.mixed),
-        **dict.fromkeys("sdw", SideBySideBackend),
-    }
     found = {}
     for i, kind in enumerate(kinds):
         if kind == "m":
             found[f"layers.{i}.{kind}"] = state_spec(vllm_config)
             continue
+        part = next((part for part in served.parts if i in part.layers), served.parts[0])
         of, how = model, parallel
         if kind == "d":
             spec = vllm_config.speculative_config
             of, how = spec.draft_model_config, spec.draft_parallel_config
-        backend, heads = backends[kind], of.get_num_kv_heads(how)
+        packed = bound_backend(part.format, served.recomputed, served.mixed)
+        backend, heads = packed if kind == "p" else SideBySideBackend, of.get_num_kv_heads(how)
         layer = SimpleNamespace(
             attn_type="decoder",
             kv_cache_dtype=vllm_config.cache_config.cache_dtype if kind == "p" else "auto",
@@ -110,10 +127,12 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
         spec, name = Attention.get_kv_cache_spec(layer, vllm_config), f"layers.{i}.{kind}"
         found[name] = backend.customize_spec(spec)
         if kind == "p":
-            found[name + SIDECAR_SUFFIX] = Sidecar(served.format, served.slots).get_kv_cache_spec(vllm_config)
+            found[name + SIDECAR_SUFFIX] = Sidecar(part.format, part.slots, served).get_kv_cache_spec(vllm_config)
             if served.format.S:
-                found[name + SINK_SUFFIX] = Sinks(served.format, served.slots).get_kv_cache_spec(vllm_config)
+                found[name + SINK_SUFFIX] = Sinks(part.format, part.slots, served).get_kv_cache_spec(vllm_config)
     put_first(next(name for name in found if name.endswith(".p")), found)
+    for suffix in (SIDECAR_SUFFIX, SINK_SUFFIX):
+        smallest_first([name for name in found if name.endswith(suffix)], found)
     return found
 
 

@@ -37,6 +37,7 @@ def spec(**changes: int) -> SidecarSpec:
         "sinks": 0,
         "elements": ELEMENTS,
         "copies": COPIES,
+        "mean_page_bytes": float(PAGE),
     }
     return SidecarSpec(**{**fields, **changes})
 
@@ -50,12 +51,12 @@ def manager(cls: type, blocks: dict[str, list[object]], kv_cache_spec: Any) -> A
 class Scheduler:
     """As much of vLLM's as is looked at."""
 
-    def __init__(self, requests: dict[str, int], shared: int = 0, sinks: int = 0) -> None:
+    def __init__(self, requests: dict[str, int], shared: int = 0, sinks: int = 0, **changes: Any) -> None:
         """Requests' tokens, whose first `shared` pages are the same."""
         first = [object() for _ in range(shared)]
         pages = {r: first + [object() for _ in range(-(-n // N) - shared)] for r, n in requests.items()}
         sink_pages = [object()] if sinks else []
-        sidecar = spec(sinks=sinks)
+        sidecar = spec(sinks=sinks, **changes)
         packed = SimpleNamespace(page_size_bytes=PAGE, tokens_per_state=N)
         padded = SimpleNamespace(page_size_bytes=PAGE, tokens_per_state=1)
         managers = [
@@ -88,6 +89,12 @@ def test_a_request(tokens: int, packed: int) -> None:
 def test_sinks_are_in_full_precision_and_shared() -> None:
     found = Scheduler({"a": 96, "b": 40}, sinks=16).count()
     assert found == held.Held(48, 48 + 40, 5 * PAGE * COPIES, pytest.approx(8 * (3 + 2 + 5) * PAGE / (136 * ELEMENTS)))
+
+
+def test_pages_of_several_sizes_count_by_their_mean() -> None:
+    same, other = Scheduler({"a": 128}).count(), Scheduler({"a": 128}, mean_page_bytes=1.25 * PAGE).count()
+    assert (other.packed, other.full_precision) == (same.packed, same.full_precision)
+    assert (other.sidecar_bytes, other.bits) == (1.25 * same.sidecar_bytes, pytest.approx(1.25 * same.bits))
 
 
 def test_a_shared_prefix_costs_once() -> None:

@@ -216,6 +216,19 @@ def test_the_text_says_the_same(checked: Check, model: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith("no: ")
 
 
+def test_options_by_layer(checked: Check, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = '{"kvq": {"m": {"0": 512, "*": 128}}}'
+    arguments = ["--kv-cache-dtype", "qjl3", "--max-model-len", "256", "--additional-config", options]
+    parts = checked(*arguments)["layers"]["by_layer"]
+    assert [part.split(", bits=")[0] for part in parts] == ["layer 0: m=512", "layer 1: m=128"]
+    assert cli.main(["check", str(model), *arguments]) == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in parts)
+    wrong = options.replace('"*"', '"2"')
+    assert cli.main(["check", str(model), *arguments[:-1], wrong]) == 1
+    assert "no: option 'm' is given by layer without \"*\"" in capsys.readouterr().out
+
+
 def test_the_capacity_is_the_start_lines(checked: Check, model: Path) -> None:
     """For the blocks that vLLM makes of that memory: bytes of the pool by bytes of a page in all layers of a group."""
     found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 N, BLOCKS = 64, 30
 SIDE, SINKS = 3, 2
 """Blocks of a request."""
-RING = {"window": 32, "unit": 32, "sinks": 0, "elements": 256, "copies": 1}
+RING = {"window": 32, "unit": 32, "sinks": 0, "elements": 256, "copies": 1, "mean_page_bytes": 1024.0}
 HASHES = [bytes([i]) * 32 for i in range(8)]
 
 

@@ -74,5 +74,12 @@ def test_unknown_pairs_are_refused(built: set[tuple[str, int]], styles: set[tupl
         bind_layer(config("polar4"), 64, 0, torch.float32)
 
 
+def test_the_sentence_names_the_format(styles: set[tuple[str, int]]) -> None:
+    """Any format may take keys that are stored in pairs."""
+    for name, options in (("polar3", {}), ("squat2", {"keys": "polar"})):
+        with pytest.raises(ValueError, match=f"^{name} needs to know which channels RoPE rotates together"):
+            bind_layer(config(name, **options), 64, 0, torch.float32)
+
+
 def test_other_formats_ask_for_no_pairs(styles: set[tuple[str, int]]) -> None:
     assert bind_layer(config("squat2"), 64, 0, torch.float32).geometry.pairing == "half"

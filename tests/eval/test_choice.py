@@ -27,6 +27,12 @@ def test_formats_and_their_options() -> None:
         assert choices(choice.label) == [choice]
 
 
+def test_options_by_layer() -> None:
+    found = choices('qjl3:m={"0-3":512,"*":256},W=64,squat2')
+    assert found == [Choice("qjl3", {"m": {"0-3": 512, "*": 256}, "W": 64}), Choice("squat2")]
+    assert choices(found[0].label) == found[:1]
+
+
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
@@ -45,6 +51,8 @@ def test_formats_and_their_options() -> None:
         (":r=8", "names an empty format"),
         ("fp8:W=32", "fp8 is vLLM's own cache and takes no options"),
         ("kivi2:r=8", "option 'r' is not read by kivi2"),
+        ('qjl3:m={"0-3":512}', "option 'm' is given by layer without"),
+        ('qjl3:m={"0-3":512,"*":7}', "option 'm' is 7"),
     ],
 )
 def test_nonsense_is_refused_in_a_sentence(text: str, fragment: str) -> None:

@@ -106,6 +106,15 @@ def test_formats_see_the_layer_and_its_pairs(captured: Captured) -> None:
         head_errors(replace(captured, pairing=None), "polar4", {})
 
 
+def test_options_by_layer(captured: Captured) -> None:
+    found = head_errors(captured, "qjl3", {"m": {"3": 1024, "*": 64}})
+    few, many = (head_errors(captured, "qjl3", {"m": m}) for m in (64, 1024))
+    assert [e for e in found if e.layer == 3] == [e for e in many if e.layer == 3]
+    assert [e for e in found if e.layer != 3] == [e for e in few if e.layer != 3]
+    with pytest.raises(ValueError, match="option 'm' names layer 99; the model has layers 0 to"):
+        head_errors(captured, "qjl3", {"m": {"99": 1024, "*": 64}})
+
+
 def test_layers_in_16_bits_have_no_error(captured: Captured) -> None:
     found = head_errors(captured, "squat2", {"skip_layers": [3]})
     assert [e.output > 0 for e in found] == [True, True, False, False]

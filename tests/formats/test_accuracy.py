@@ -1,6 +1,7 @@
 """Score errors on the synthetic data of `vllm_kvq.eval`: bounds for every head size and dtype, and who beats
 whom."""
 
+import json
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,7 @@ BOUNDS = {
     "qjl3": ((0.18, 0.33), (0.30, 0.40)),
     "polar4": ((0.03, 0.07), (0.06, 0.11)),
     "polar3": ((0.07, 0.13), (0.30, 0.40)),
+    "polar4_v16": ((0.05, 0.13), (-1.0, 0.01)),  # values are kept
     "innerq2": ((0.10, 0.20), (0.15, 0.25)),
     "kivi2": ((0.12, 0.22), (0.30, 0.40)),
     "kivi4": ((0.02, 0.045), (0.06, 0.09)),
@@ -81,7 +83,7 @@ ORDER = [
     ("squat2", "kivi2", 1.25, 1.0),
     ("squat2, four blocks", "squat2", 1.2, 0.95),
     ("polar3", "polar3, paper", 1.4, 1.4),
-    ("polar4", "polar4, paper", 1.4, 1.4),
+    ("polar4", "polar4_v16", 1.4, 1.4),
     ("polar4", "polar3", 1.5, 1.5),
     ("squat4", "squat2", 4, 4),
     ("squat4", "kivi4", 1.2, 1.01),
@@ -164,7 +166,11 @@ def test_squat_without_queries_is_kivi() -> None:
         ("innerq2", {"key_bits": 4, "value_bits": 4}),
         ("polar4", {"angle_bits": 2, "radius_bits": 4}),
         ("polar4", {"angle_bits": 2, "radius_bits": 2}),
+        ("polar4", {"angle_bits": 3, "radius_bits": 2}),
+        ("polar4", {"angle_bits": 3, "mode": "paper"}),
         ("qjl3", {"m": 512, "m_out": 32, "outliers": 1}),
+        ("qjl3", {"m": 512, "sketch": "gaussian"}),
+        ("qjl3", {"m": 1024, "outliers": 0}),
         ("squat2", {"r": 16, "g": 16}),
         ("squat4", {"keys": "kivi", "key_bits": 4}),
     ],
@@ -192,6 +198,7 @@ def test_more_bits_are_better() -> None:
         ("innerq2", {"key_bits": 4, "value_bits": 4}),
         ("qjl3", {"m": 1024, "m_out": 512}),
         ("polar3", {"radius_bits": 4}),
+        ("qjl3", {"m": 1024}),
         ("kivi2", {"group": 16}),
     ]:
         base, fine = measure(name), measure(name, **more)
@@ -207,3 +214,33 @@ def test_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{label} " in out
     assert f"{table('squat2', 128, False):.3f}" in out
     assert set(FORMATS) - {"lossless", *PEERS} == {n for _, n, _ in error_table.ROWS}
+
+
+def test_command_measures_any_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        error_table.main(["--seeds", "1", "--format", "qjl3:outliers=0", "qjl3:m=512,sketch=gaussian", "--json"]) == 0
+    )
+    none, gaussian = json.loads(capsys.readouterr().out)["rows"]
+    assert (none["row"], none["key_bits"]) == ("qjl3:outliers=0", 2.125)
+    assert none["errors"][0] == pytest.approx(error_table.error("qjl3", {"outliers": 0}, 128, False, seeds=1))
+    assert gaussian["options"] == {"m": 512, "sketch": "gaussian"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("qjl", "unknown KV cache format 'qjl'"),
+        ("fp8", "--format 'fp8' is no format of this package; write each as squat2 or squat2:r=8,g=32"),
+        ("qjl3,kivi2", "--format 'qjl3,kivi2' is no format of this package"),
+        ("qjl3:m=5", "option 'm' is 5"),
+        ("qjl3:W=32", "roundtrip quantizes every token of one layer, so it takes no option 'W'"),
+        ('qjl3:m={"0":64,"*":32}', "only where a whole model is served it may be given by layer"),
+    ],
+)
+def test_command_refuses_in_a_sentence(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        error_table.main(["--format", text])
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert sentence in said
+    assert said.count("\n") == 1

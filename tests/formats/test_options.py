@@ -16,8 +16,8 @@ OPTIONS = {option.name: option for option, _ in declared_options()}
 # a format that reads the option
 READER = {
     "r": "squat2", "lambda": "squat2", "floor": "squat2", "g": "squat2", "key_bits": "squat2",
-    "m": "qjl3", "m_out": "qjl3", "outliers": "qjl3", "outlier_choice": "qjl3", "seed": "qjl3", "mode": "polar4",
-    "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4", "boost": "kitty2",
+    "m": "qjl3", "m_out": "qjl3", "outliers": "qjl3", "outlier_choice": "qjl3", "sketch": "qjl3", "seed": "qjl3",
+    "mode": "polar4", "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4", "boost": "kitty2",
 }  # fmt: skip
 WRONG_TYPES: list[Any] = ["5", [5], {"a": 1}, True, 5.5, math.nan, math.inf, (2,)]
 
@@ -48,7 +48,7 @@ def test_wrong_types(option: str, value: Any) -> None:
 @pytest.mark.parametrize("option", [o for o in OPTIONS if OPTIONS[o].choices])
 def test_choices(option: str) -> None:
     spec = OPTIONS[option]
-    bad: list[Any] = ["other", "", 3, 0, -2, 2.0, 4.0, "2"]
+    bad: list[Any] = ["other", "", 5, 0, -2, 2.0, 4.0, "2"]
     for value in bad:
         message = refusal(reader(option), {option: value})
         assert message == f"option {option!r} is {value!r}; it takes one of {list(spec.choices)}"
@@ -115,7 +115,7 @@ def test_options_of_other_methods_are_refused(name: str) -> None:
     """Never accepted and ignored."""
     used = {FORMATS[name].keys.name, FORMATS[name].values.name}
     sample = {"r": 8, "lambda": 1e-3, "floor": 1, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
-              "outlier_choice": "slab", "mode": "paper",
+              "outlier_choice": "slab", "sketch": "gaussian", "mode": "paper",
               "angle_bits": 4, "radius_bits": 4, "pairing": "half",
               "key_bits": 2, "value_bits": 2, "group": 32, "key_scales": "fitted", "value_scales": "fitted",
               "token_scale": "balanced", "value_rotation": "hadamard"}  # fmt: skip

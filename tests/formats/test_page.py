@@ -28,6 +28,9 @@ SIZES = {
     ("polar4", 64): (1024 + 1024 + 64 + 64, 256),
     ("polar4", 128): (2048 + 2048 + 64 + 64, 512),
     ("polar4", 256): (4096 + 4096 + 128 + 128, 1024),
+    # keys as polar4; values 64 d; one float16 per pair and page
+    ("polar4_v16", 64): (1024 + 4096, 64),
+    ("polar4_v16", 128): (2048 + 8192, 128),
     # 12 d for 6 bits per pair; values as squat2
     ("polar3", 64): (512 + 256 + 768, 256),
     ("polar3", 128): (1024 + 512 + 1536, 512),
@@ -104,6 +107,16 @@ def test_key_bits_without_alignment() -> None:
     assert bind("polar3", n=64).key_bits_per_element() == 3.5
     assert bind("polar3", mode="paper").key_bits_per_element() == 3.0625
     assert bind("polar4", n=128).key_bits_per_element() == 4.25
+    # the paper's: groups of 64 tokens have a step per pair, 16 / 2 / 64 bits
+    assert bind("polar4_v16", n=64).key_bits_per_element() == 4 + 0.125
+    assert bind("polar3", n=64, mode="paper", values="raw").key_bits_per_element() == 3 + 0.125
+    # three-bit angles: 5 bits per pair; at d = 96 the third bits of 48 pairs take 64
+    assert bind("polar3", n=64, mode="paper", angle_bits=3).key_bits_per_element() == 2.5 + 0.125
+    padded = bind("polar3", d=96, n=64, mode="paper", angle_bits=3).key_bits_per_element()
+    assert padded == pytest.approx(2.5 + 0.125 + 16 / 96)
+    # m sign bits and a norm, and nothing for outliers that there are none of
+    assert bind("qjl3", n=64, outliers=0).key_bits_per_element() == 2 + 16 / 128
+    assert bind("qjl3", n=64, outliers=0, m=384).slab_region.nbytes == 1536 + 64 + 1536
     assert bind("innerq2").key_bits_per_element() == 3.5 + 16 / 128
     assert bind("innerq2").value_bits_per_element() == 3.5
     assert bind("polar4").value_bits_per_element() == 4.25

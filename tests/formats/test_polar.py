@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvq.formats import Geometry
+from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys, pair_order, shortest_arc
 
@@ -231,3 +231,42 @@ def test_nibbles_hold_angle_low_and_radius_high() -> None:
 def test_six_bits_take_six_bits() -> None:
     codec = PolarKeys(Geometry(128, 64), bits(4, 2))
     assert [f.nbytes for f in codec.slab_fields] == [32 * 64 * 4 // 8, 32 * 64 * 2 // 8]
+
+
+# -- the paper's rows
+def stored(codec: PolarKeys, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Angle codes of one slab, bit by bit from the bytes: (32, pairs)."""
+    low, high = fields["k_angle"][0, 0], fields["k_angle_high"][0, 0]
+    found = torch.zeros(32, codec.pairs, dtype=torch.long)
+    padded = -(-codec.pairs // 32) * 32
+    for p in range(codec.pairs):
+        at, plane = p % (codec.pairs // 4), p // (codec.pairs // 4)
+        found[:, p] = low[at // 4, :, at % 4].long() >> (2 * plane) & 3
+        at, plane = p % (padded // 8), p // (padded // 8)
+        found[:, p] += (high[at // 4, :, at % 4].long() >> plane & 1) << 2
+    return found
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_three_bit_angles(d: int) -> None:
+    """All eight codes, from the bytes, as the paper defines them; both grids read what they wrote."""
+    g = torch.Generator().manual_seed(3)
+    phi = TURN * torch.rand(32, d // 2, generator=g)
+    x = keys_of(phi, 1 + torch.rand(32, d // 2, generator=g))
+    for mode in ("paper", "grouped"):
+        codec = PolarKeys.bind(Geometry(d, 32, pairing="half"), {"mode": mode, **bits(3, 4)})
+        fields = codec.pack(x, None)
+        codes = stored(codec, fields)
+        assert codes.unique().tolist() == list(range(8))
+        if mode == "paper":
+            assert torch.equal(codes, (phi / (TURN / 8)).round().long() % 8)
+        got = polar_of(codec.unpack(fields)[0])[0]
+        assert turned(got - phi).max() <= TURN / 16 + 1e-3
+
+
+def test_the_papers_row_of_3_29_bits() -> None:
+    """m4n2 in groups of 64 tokens: a step per pair and group, and 128 tokens of a prompt of 12.2K in 16 bits."""
+    page = FORMATS["polar3"].bind(Geometry(128, 64), {"mode": "paper", "values": "raw"})
+    assert page.W == 128
+    bits_of_keys = page.key_bits_per_element() + 16 * page.W / (12.2 * 1024)
+    assert round(bits_of_keys, 2) == 3.29

@@ -15,7 +15,7 @@ from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.qjl import SketchKeys, sketch, sphere_constant
 
 
-def codec(d: int = 128, layer: int = 0, seed: int = 42, **options: int) -> SketchKeys:
+def codec(d: int = 128, layer: int = 0, seed: int = 42, **options: int | str) -> SketchKeys:
     keys = FORMATS["qjl3"].bind(Geometry(d, 64, layer=layer), {"seed": seed, **options}).keys
     assert isinstance(keys, SketchKeys)
     return keys
@@ -232,3 +232,44 @@ def test_slabs_choose_better_under_rope() -> None:
                 for choice in ("prompt", "slab")
             )
             assert least < fixed / free < most
+
+
+# -- the paper's other settings
+def test_without_outliers_there_is_one_sketch() -> None:
+    """By the definition; no outlier's bytes are left, and whatever would concern outliers is refused."""
+    c, g = codec(64, outliers=0), torch.Generator().manual_seed(7)
+    key, query = torch.randn(2, 64, 64, generator=g), torch.randn(2, 3, 64, generator=g)
+    fields = c.pack(key, None)
+    assert set(fields) == {f.name for f in c.slab_fields} == {"k_bits", "k_norm"}
+    s = sketch(128, 64, c.seed)
+    signs = torch.where(key @ s.T >= 0, 1.0, -1.0)
+    scores = sphere_constant(64) / 128 * (query @ s.T) @ signs.mT * key.norm(dim=-1)[:, None]
+    torch.testing.assert_close(query @ c.unpack(fields).mT, scores, rtol=2e-3, atol=2e-2)  # norms are float16
+    torch.testing.assert_close(c.query_features(query) @ c.key_features(fields).mT, scores, rtol=2e-3, atol=2e-2)
+    assert c.state_rows == 0
+    for option, value in (("m_out", 64), ("outlier_choice", "slab")):
+        with pytest.raises(ValueError, match=f"^option '{option}' is set, but with 'outliers' 0 there are none that"):
+            FORMATS["qjl3"].bind(Geometry(64, 64), {"outliers": 0, option: value})
+
+
+def test_independent_rows_have_the_gaussian_constant() -> None:
+    """E[s s^T] = 1 without any orthogonality; over 300 layers the estimator is unbiased, and the sphere's constant is
+    not."""
+    d, trials = 64, 300
+    g = torch.Generator().manual_seed(8)
+    key = torch.randn(1, 32, d, generator=g)
+    query = key + 0.75 * key.norm(dim=-1, keepdim=True) * unit(torch.randn(1, 32, d, generator=g))
+    ratios = []
+    for layer in range(trials):
+        c = FORMATS["qjl3"].bind(Geometry(d, 64, layer=layer), {"sketch": "gaussian", "outliers": 0}).keys
+        ratios.append(((query * c.unpack(c.pack(key, None))).sum(-1) / (query * key).sum(-1)).mean())
+    ratio = torch.stack(ratios).double()
+    error = (ratio.std() / math.sqrt(trials)).item()
+    assert abs(ratio.mean().item() - 1) < 3 * error + 1e-4
+    assert isinstance(c, SketchKeys)
+    assert c.scale * c.m == pytest.approx(math.sqrt(math.pi / 2))
+    rows = c.sketch(torch.device("cpu"))
+    assert (rows[:d] @ rows[:d].T - d * torch.eye(d)).abs().max() > 0.3 * d, "the rows are orthogonal"
+    assert rows.mean().abs() < 0.05
+    assert rows.var().item() == pytest.approx(1, abs=0.05)
+    assert torch.equal(rows, codec(d, layer=trials - 1, sketch="gaussian").sketch(torch.device("cpu")))

@@ -21,7 +21,9 @@ fuzz = settings(
 )
 CASES = [(name, ()) for name in FORMATS if name not in PEERS] + [
     ("polar4", (("mode", "paper"),)),
+    ("polar3", (("angle_bits", 3),)),
     ("qjl3", (("m", 256), ("m_out", 32), ("outliers", 5))),
+    ("qjl3", (("outliers", 0),)),
     ("squat4", (("group", 48), ("value_bits", 2))),
     ("innerq2", (("key_bits", 4), ("value_bits", 4))),
 ]

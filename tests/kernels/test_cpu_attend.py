@@ -18,7 +18,7 @@ from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
 
-PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar3", "innerq2", "kitty2")
+PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar4_v16", "polar3", "innerq2", "kitty2")
 TOLERANCE = {"qjl3": 1e-2}
 
 torch.set_num_threads(2)  # as CI has
@@ -190,11 +190,15 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
         ("innerq2", {"values": "token", "group": 128}),
         ("qjl3", {"m": 512, "m_out": 32, "outliers": 5}),
         ("qjl3", {"outlier_choice": "slab"}),  # other outliers in each slab
+        ("qjl3", {"outliers": 0}),
+        ("qjl3", {"outliers": 0, "m": 96, "sketch": "gaussian"}),
         ("polar4", {"mode": "paper"}),
         ("polar4", {"values": "raw"}),
         ("polar3", {"mode": "paper"}),
         ("polar4", {"angle_bits": 2, "radius_bits": 2}),
         ("polar3", {"angle_bits": 2, "radius_bits": 4}),
+        ("polar3", {"angle_bits": 3}),
+        ("polar4", {"angle_bits": 3, "mode": "paper"}),
         ("polar4", {"pairing": "interleaved"}),
         ("kivi2", {"value_rotation": "hadamard"}),
         ("kitty2", {"boost": "eighth"}),

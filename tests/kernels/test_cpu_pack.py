@@ -131,9 +131,13 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
         ("polar4", 128, torch.float32, 64, {}),
         ("polar3", 64, torch.bfloat16, 96, {"pairing": "interleaved"}),
         ("polar3", 192, torch.float32, 32, {"mode": "paper"}),
+        ("polar3", 96, torch.float32, 64, {"angle_bits": 3}),  # 48 pairs: not all words of the third bits are full
+        ("polar4", 128, torch.bfloat16, 64, {"angle_bits": 3, "mode": "paper"}),
         ("polar4", 128, torch.bfloat16, 64, {"mode": "paper", "values": "raw"}),
         ("qjl3", 128, torch.float32, 64, {}),
         ("qjl3", 64, torch.bfloat16, 128, {"m": 96, "m_out": 32, "outliers": 5}),
+        ("qjl3", 128, torch.float32, 64, {"outliers": 0}),
+        ("qjl3", 80, torch.bfloat16, 64, {"outliers": 0, "m": 96, "sketch": "gaussian"}),
         ("lossless", 64, torch.float16, 64, {}),
         ("lossless", 80, torch.float32, 64, {}),
         ("lossless", 128, torch.bfloat16, 128, {}),

@@ -18,7 +18,19 @@ from vllm_kvq.kernels.cpu.step import CPU, CPUStep
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.step import PlannedStep
 
-FORMATS = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar3", "innerq2", "kitty2", "lossless")
+FORMATS = (
+    "squat2",
+    "squat4",
+    "kivi2",
+    "kivi4",
+    "qjl3",
+    "polar4",
+    "polar4_v16",
+    "polar3",
+    "innerq2",
+    "kitty2",
+    "lossless",
+)
 D, N, PAGES, HEADS, SHARE = 128, 64, 10, 2, 4
 TOKENS, SCALE = N * PAGES, D**-0.5
 PEAKS = (3, 330, TOKENS - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ has_library = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 HERE = torch.device("cpu")
 
 
-def bound(name: str) -> PageFormat:
-    return get_format(name).bind(Geometry(64, 64, torch.bfloat16))
+def bound(name: str, **options: Any) -> PageFormat:
+    return get_format(name).bind(Geometry(64, 64, torch.bfloat16), options)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,24 @@ def test_the_environment_is_read_and_checked() -> None:
     assert Wish.of("cpu", {"VLLM_KVQ_KERNELS": "torch", "VLLM_KVQ_GPU_PATH": "1"}) == Wish("cpu", "torch", True)
     with pytest.raises(ValueError, match="VLLM_KVQ_KERNELS is 'cpp'; it is 'auto' or 'torch'"):
         Wish.of("cpu", {"VLLM_KVQ_KERNELS": "cpp"})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "device", "path", "why"),
+    [
+        ("qjl3", {"sketch": "gaussian"}, "cuda", "GPU/CUDA", None),  # other numbers in the same matrix
+        ("qjl3", {"outliers": 0}, "cuda", "PyTorch", "leave these options out (they are 128, 0, 0)"),
+        pytest.param("qjl3", {"outliers": 0}, "cpu", "C++", None, marks=has_library),
+        ("polar3", {"angle_bits": 3}, "cuda", "PyTorch", "polar3 has no Triton kernel for its keys or values"),
+        pytest.param("polar3", {"angle_bits": 3}, "cpu", "C++", None, marks=has_library),
+        ("polar4_v16", {}, "cuda", "PyTorch", "polar4_v16 has no Triton kernel for its keys or values"),
+        pytest.param("polar4_v16", {}, "cpu", "C++", None, marks=has_library),
+    ],
+)
+def test_the_papers_other_settings(name: str, options: dict[str, Any], device: str, path: str, why: str | None) -> None:
+    found = path_for(bound(name, **options), Wish(device))
+    assert found.name == path
+    assert found.why is None if why is None else why in str(found.why)
 
 
 @pytest.mark.parametrize(

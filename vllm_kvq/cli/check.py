@@ -76,12 +76,13 @@ def be_quiet() -> None:
 
 def describe(start: DryStart) -> dict[str, Any]:
     from vllm_kvq.integration.memory import cache_memory, gib
-    from vllm_kvq.integration.report import Capacity, block_bytes
+    from vllm_kvq.integration.report import Capacity, block_bytes, part_lines
     from vllm_kvq.kernels.cpu.library import ISAS, isa
 
     served, config = start.served, start.vllm_config
     fmt, path, memory = served.format, served.path, cache_memory(config)
     page_group = block_bytes(served)
+    by_layer = [line.removeprefix("kvq: ") for line in part_lines(served)]
     blocks = memory.nbytes * config.parallel_config.pipeline_parallel_size // page_group
     capacity = Capacity.of(served, blocks)
     problem = memory.problem
@@ -95,9 +96,14 @@ def describe(start: DryStart) -> dict[str, Any]:
         "sentence": problem,
         "model": config.model_config.model,
         "format": fmt.name,
-        "bits_per_element": fmt.bits_per_element,
+        "bits_per_element": served.bits_per_element,
         **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
-        "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
+        "layers": {
+            "packed": served.layers.packed,
+            "all": served.layers.total,
+            "in_16_bits": list(served.exempt),
+            "by_layer": by_layer,
+        },
         "kernels": {
             "path": path.name,
             "isa": ISAS[isa()] if path.name == "C++" else None,
@@ -138,4 +144,5 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory, about", f"{gib(memory['bytes'])}: {memory['because']}"),
         ("capacity, about", f"{capacity['tokens']:,} tokens {per_request}; bf16: {capacity['bf16_tokens']:,}"),
     ]
+    text[1:1] = [("by layer", line) for line in layers["by_layer"]]
     return text + [("slow", sentence) for sentence in (kernels["why_not_faster"], kernels["slow"]) if sentence]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvq.formats.by_layer import all_options
 from vllm_kvq.formats.table import get_format
 
 PLAIN = "auto"
@@ -25,7 +26,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.ours:
-            get_format(self.format).settings(self.options)
+            for options in all_options(self.options):
+                get_format(self.format).settings(options)
         elif self.options:
             raise ValueError(f"{self.format} is vLLM's own cache and takes no options")
 
@@ -51,8 +53,10 @@ def _written(value: Any) -> str:
 def choices(text: str) -> list[Choice]:
     """A comma separates formats, and options of one format: what has a `=` belongs to the format before it."""
     found: list[tuple[str, dict[str, Any]]] = []
-    for piece in re.split(r",(?![^\[]*\])", text):
-        name, colon, first = piece.strip().partition(":")
+    for piece in re.split(r",(?![^\[]*\]|[^{]*\})", text):
+        piece = piece.strip()
+        # a colon behind a "=" belongs to the option's value
+        name, colon, first = piece.partition(":") if ":" in piece.partition("=")[0] else (piece, "", "")
         option = first if colon else name
         if colon or "=" not in name:
             found.append((name, {}))
@@ -75,7 +79,7 @@ def choices(text: str) -> list[Choice]:
 
 
 def _value(text: str) -> Any:
-    """A number or a list as JSON has it; anything else is a word."""
+    """A number, a list or a mapping as JSON has it; anything else is a word."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
+from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.table import public_formats
@@ -33,11 +34,14 @@ ROWS: list[Row] = [
     ("kitty2, half", "kitty2", {"boost": "half"}),
     ("polar3", "polar3", {}),
     ("polar3, paper", "polar3", {"mode": "paper"}),
+    ("polar3, m3n2", "polar3", {"angle_bits": 3}),
     ("qjl3", "qjl3", {}),
     ("qjl3, by slab", "qjl3", {"outlier_choice": "slab"}),
+    ("qjl3, independent rows", "qjl3", {"sketch": "gaussian"}),
+    ("qjl3, no outliers", "qjl3", {"outliers": 0}),
     ("innerq2", "innerq2", {}),
     ("polar4", "polar4", {}),
-    ("polar4, paper", "polar4", {"mode": "paper"}),
+    ("polar4_v16", "polar4_v16", {}),
     ("kivi4", "kivi4", {}),
     ("squat4", "squat4", {}),
     ("squat4, fitted", "squat4", {"key_scales": "fitted"}),
@@ -59,15 +63,15 @@ def options_for(options: dict[str, Any], head_size: int) -> dict[str, Any]:
     return {**rest, "g": head_size // options["blocks"]} if "blocks" in options else rest
 
 
-def error(name: str, options: dict[str, Any], head_size: int, rope: bool) -> float:
-    """Averaged over `SEEDS` data sets."""
+def error(name: str, options: dict[str, Any], head_size: int, rope: bool, seeds: int = SEEDS) -> float:
+    """Averaged over so many data sets."""
     errors = []
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         query, key, value = attention_data(head_size, rope=rope, seed=seed)
         seen, new = query[: len(query) // 2], query[len(query) // 2 :]
         key_hat, _ = roundtrip(name, key, value, seen, **options_for(options, head_size))
         errors.append(score_error(new, key, key_hat))
-    return sum(errors) / SEEDS
+    return sum(errors) / seeds
 
 
 def key_bits(name: str, options: dict[str, Any], head_size: int) -> float:
@@ -88,24 +92,40 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq eval error",
         "Score errors of formats on synthetic data, every token quantized.",
-        ("", "--format squat2 innerq2", "--json"),
+        ("", "--format squat2 innerq2", "--format qjl3:outliers=0 qjl3:m=512,sketch=gaussian", "--json"),
         "could not be done",
     )
-    known = list(dict.fromkeys(name for _, name, _ in rows()))
-    p.add_argument("--format", nargs="+", choices=known, default=known, help="all unless named")
+    about = "formats, all unless named; with options the format is one row, else it has all of its rows"
+    p.add_argument("--format", nargs="+", metavar="F[:OPTION=VALUE,...]", help=about)
+    p.add_argument("--seeds", type=int, default=SEEDS, choices=range(1, 100), metavar="N", help="data sets to average")
     console.add_json(p)
     return p
 
 
+def wanted(text: str) -> list[Row]:
+    """The rows of a word after --format. ValueError for what is no format of ours."""
+    made = choices(text)
+    if len(made) > 1 or not made[0].ours:
+        raise ValueError(f"--format {text!r} is no format of this package; write each as squat2 or squat2:r=8,g=32")
+    (choice,) = made
+    if choice.options:
+        return [(choice.label, choice.format, dict(choice.options))]
+    return [row for row in rows() if row[1] == choice.format] or [(choice.format, choice.format, {})]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
-    chosen = [row for row in rows() if row[1] in args.format]
+    p = parser()
+    args = p.parse_args(arguments)
     found: list[dict[str, Any]] = []
-    for label, name, options in chosen:
-        errors = [error(name, options, d, rope) for d, rope in CASES]
-        bits = key_bits(name, options, 128)
-        found.append({"row": label, "format": name, "options": options, "key_bits": bits, "errors": errors})
-    shares = {d: symmetric_share(d) for d in (64, 128)} if "innerq2" in args.format else {}
+    try:
+        chosen = rows() if args.format is None else [row for text in args.format for row in wanted(text)]
+        for label, name, options in chosen:
+            errors = [error(name, options, d, rope, args.seeds) for d, rope in CASES]
+            bits = key_bits(name, options, 128)
+            found.append({"row": label, "format": name, "options": options, "key_bits": bits, "errors": errors})
+    except ValueError as problem:
+        p.exit(console.USAGE, f"vllm-kvq: {problem}\n")
+    shares = {d: symmetric_share(d) for d in (64, 128)} if ("innerq2", {}) in [r[1:] for r in chosen] else {}
     if args.json:
         cases = [{"head_size": d, "rope": rope} for d, rope in CASES]
         symmetric = [{"head_size": d, "keys": keys, "values": values} for d, (keys, values) in shares.items()]

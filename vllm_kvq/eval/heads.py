@@ -16,6 +16,7 @@ import torch
 from vllm_kvq.eval.capture import Captured, Layer
 from vllm_kvq.eval.synthetic import scores
 from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.by_layer import options_at, schedules
 from vllm_kvq.formats.roundtrip import fitted, through_pages
 
 READERS = 64
@@ -33,6 +34,7 @@ class HeadError:
 
 def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any], block: int) -> PageFormat:
     """The format as this layer would have it. ValueError where it can't be had."""
+    options = options_at(options, layer.index)
     fmt, settings = get_format(name), get_format(name).settings(options)
     geometry = Geometry(layer.head_size, settings.N or block, layer.key.dtype, layer.index)
     if settings.keys.pairs_channels:
@@ -81,7 +83,10 @@ def _relative(exact: torch.Tensor, other: torch.Tensor) -> float:
 
 def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block: int = 128) -> list[HeadError]:
     """Of every layer that would be packed; a layer that the options keep in 16 bits has no error."""
-    kept = get_format(name).settings(options).skip_layers
+    kept = get_format(name).settings(options_at(options, None)).skip_layers
+    packed = {layer.index for layer in captured.layers} - {*kept}
+    for schedule in schedules(options):
+        schedule.check(packed, 1 + max(*(layer.index for layer in captured.layers), *captured.windows, -1))
     found = []
     for layer in captured.layers:
         if layer.index in kept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +29,24 @@ class Option:
             self.check(self.default)
 
     def check(self, value: Any) -> None:
+        if isinstance(value, Mapping):
+            raise ValueError(f"{self._refusal(value)}; only where a whole model is served it may be given by layer")
         if self.choices:
             # 2.0 == 2 and True == 1, but neither is a choice
             if value not in self.choices or type(value) is not type(self.choices[0]):
-                raise ValueError(f"option {self.name!r} is {value!r}; it takes one of {list(self.choices)}")
+                raise ValueError(self._refusal(value))
             return
         whole = self.multiple > 0
         good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not good or not self.low <= value <= self.high or (whole and value % self.multiple):
-            step = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
-            kind = "a whole number" if whole else "a number"
-            raise ValueError(
-                f"option {self.name!r} is {value!r}; it takes {kind} from {self.low:g} to {self.high:g}{step}"
-            )
+            raise ValueError(self._refusal(value))
+
+    def _refusal(self, value: Any) -> str:
+        said = f"option {self.name!r} is {value!r}; it takes "
+        if self.choices:
+            return f"{said}one of {list(self.choices)}"
+        step = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
+        return f"{said}a {'whole ' * (self.multiple > 0)}number from {self.low:g} to {self.high:g}{step}"
 
     @property
     def allowed(self) -> str:

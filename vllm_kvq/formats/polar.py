@@ -21,6 +21,8 @@ Slab (32 tokens; d = 128): m4n4 2048 bytes, m4n2 1536 bytes
                                                        gives both the table index and the factor
     m = 4, n = 2:  k_angle  u8 [d / 16 quads][32][4]   plane-quad over pairs, each with its own planes, so that
                    k_radius u8 [d / 32 quads][32][4]   6 bits per pair are stored in 6 bits
+    m = 3:  k_angle  u8 [d / 32 quads][32][4]          the low two bits of the angles, and the third as one more plane,
+            k_angle_high u8 [d / 64 quads][32][4]      whole words of it: only d = 96 pays for rounding d / 64 up
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.option import PAIRING, Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
 from vllm_kvq.formats.quant import half, positive_half
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.formats.values import RawValues, TokenValues
+from vllm_kvq.formats.variant import variant
 
 TURN = 2 * math.pi
 
@@ -59,7 +62,7 @@ class PolarKeys(KeyCodec):
     title = "radius and angle of the channel pairs that RoPE rotates together"
     options = (
         Option("mode", "PolarQuant's grid", "grouped", choices=("grouped", "paper")),
-        Option("angle_bits", "PolarQuant's angle bits", 4, choices=(2, 4)),
+        Option("angle_bits", "PolarQuant's angle bits", 4, choices=(2, 3, 4)),
         Option("radius_bits", "PolarQuant's radius bits", 4, choices=(2, 4)),
         PAIRING,
     )
@@ -68,7 +71,9 @@ class PolarKeys(KeyCodec):
 
     @classmethod
     def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> PolarKeys:
-        return (PaperPolarKeys if options["mode"] == "paper" else PolarKeys)(geometry, options)
+        grid = PaperPolarKeys if options["mode"] == "paper" else PolarKeys
+        odd = (ThirdBit,) if options["angle_bits"] == 3 else ()
+        return variant(grid, *odd)(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.m, self.n = geometry.d, options["angle_bits"], options["radius_bits"]
@@ -82,7 +87,7 @@ class PolarKeys(KeyCodec):
         if self.nibbles:
             return (Field("k_polar", torch.uint8, key_code_shape(self.pairs, 8)),)
         return (
-            Field("k_angle", torch.uint8, key_code_shape(self.pairs, self.m)),
+            *self._angle_fields,
             Field("k_radius", torch.uint8, key_code_shape(self.pairs, self.n)),
         )
 
@@ -92,16 +97,26 @@ class PolarKeys(KeyCodec):
         angle, radius = (c.unflatten(1, (-1, SLAB)).to(torch.uint8) for c in (angle, radius))
         if self.nibbles:
             return {"k_polar": pack_keys(angle | (radius << 4), 8), **parameters}
-        return {"k_angle": pack_keys(angle, self.m), "k_radius": pack_keys(radius, self.n), **parameters}
+        return {**self._pack_angles(angle), "k_radius": pack_keys(radius, self.n), **parameters}
 
     def unpack(self, fields: Packed) -> torch.Tensor:
         if self.nibbles:
             both = unpack_keys(fields["k_polar"], 8)
             angle, radius = both & 15, both >> 4
         else:
-            angle, radius = unpack_keys(fields["k_angle"], self.m), unpack_keys(fields["k_radius"], self.n)
+            angle, radius = self._unpack_angles(fields), unpack_keys(fields["k_radius"], self.n)
         phi, r = self._dequantize(angle.float().flatten(1, 2), radius.float().flatten(1, 2), fields)
         return torch.cat([r * phi.cos(), r * phi.sin()], dim=-1)[..., self.inverse]
+
+    @property
+    def _angle_fields(self) -> tuple[Field, ...]:
+        return (Field("k_angle", torch.uint8, key_code_shape(self.pairs, self.m)),)
+
+    def _pack_angles(self, codes: torch.Tensor) -> Packed:
+        return {"k_angle": pack_keys(codes, self.m)}
+
+    def _unpack_angles(self, fields: Packed) -> torch.Tensor:
+        return unpack_keys(fields["k_angle"], self.m)
 
     def _quantize(self, phi: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Packed]:
         """(U, N, pairs) angles and radii -> their codes and the page's parameters."""
@@ -147,6 +162,32 @@ class PaperPolarKeys(PolarKeys):
         return angle * (TURN / 2**self.m), radius * fields["k_radius_step"].float()[:, None]
 
 
+class ThirdBit:
+    """`angle_bits`: 3, which don't fill bytes: two bits, and the third as a field of its own."""
+
+    pairs: int
+
+    @property
+    def _angle_fields(self) -> tuple[Field, ...]:
+        return (
+            Field("k_angle", torch.uint8, key_code_shape(self.pairs, 2)),
+            Field("k_angle_high", torch.uint8, key_code_shape(self._padded, 1)),
+        )
+
+    def _pack_angles(self, codes: torch.Tensor) -> Packed:
+        high = torch.nn.functional.pad(codes >> 2, (0, self._padded - self.pairs))
+        return {"k_angle": pack_keys(codes & 3, 2), "k_angle_high": pack_keys(high, 1)}
+
+    def _unpack_angles(self, fields: Packed) -> torch.Tensor:
+        high = unpack_keys(fields["k_angle_high"], 1)[..., : self.pairs]
+        return unpack_keys(fields["k_angle"], 2) | high << 2
+
+    @property
+    def _padded(self) -> int:
+        """Pairs whose bits are whole words."""
+        return round_up(self.pairs, 32)
+
+
 def shortest_arc(phi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(first angle, width of the gap before it) of the shortest arc that holds all angles of dimension 1."""
     s = phi.sort(dim=1).values
@@ -157,5 +198,6 @@ def shortest_arc(phi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 FORMATS = (
     Format("polar4", "PolarQuant m4n4", PolarKeys, TokenValues, {"value_bits": 4, "group": 128, "W": 128}),
+    Format("polar4_v16", "PolarQuant m4n4, values as they are", PolarKeys, RawValues, {"mode": "paper", "W": 128}),
     Format("polar3", "PolarQuant m4n2", PolarKeys, TokenValues, {"radius_bits": 2, "W": 128}),
 )

@@ -16,12 +16,16 @@ a slab takes the n largest of its own 32 tokens:
                                         the pages it found keep what they name
     `outlier_choice`: "slab"            always
 
+With `outliers`: 0 all channels are inliers, and a slab has the first two fields alone.
+
 The rows of S (m x d) are Gaussian directions, orthogonalised in blocks of d, of length sqrt(d); S' (m' x n) lives in
 the n outlier coordinates alone, in blocks of n. For such rows the unbiased constant is
 
     c(d) = sqrt(pi) Gamma((d + 1) / 2) / (sqrt(d) Gamma(d / 2))
 
-(The Gaussian's sqrt(pi / 2) would overestimate.) |k_in| is stored itself, not derived from |k| and |k_out|.
+(The Gaussian's sqrt(pi / 2) would overestimate.) With `sketch`: gaussian all entries are independent normal numbers,
+as in the paper's analysis, and the constant is c = sqrt(pi / 2). |k_in| is stored itself, not derived from |k| and
+|k_out|.
 
 Slab (32 tokens; d = 128, m = 2d, m' = d, n = 8): 1728 bytes, 3.27 bits per element before alignment
 
@@ -70,6 +74,16 @@ def sketch(rows: int, d: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(blocks)[:rows].astype(np.float32))
 
 
+GAUSSIAN_CONSTANT = math.sqrt(math.pi / 2)
+"""`sphere_constant` for rows of independent normal numbers, whatever their length."""
+
+
+@functools.lru_cache(maxsize=512)
+def gaussian_sketch(rows: int, d: int, seed: int) -> torch.Tensor:
+    """(rows, d) float32 independent normal numbers, the same everywhere as those of `sketch` are."""
+    return torch.from_numpy(np.random.RandomState(seed).standard_normal((rows, d)).astype(np.float32))
+
+
 def orthonormal(a: np.ndarray) -> np.ndarray:
     """Gram-Schmidt on the columns of a square float64 matrix.
 
@@ -91,24 +105,43 @@ class SketchKeys(KeyCodec):
     options = (
         Option("m", "sign bits of QJL's inlier sketch", low=32, high=2048, multiple=32),
         Option("m_out", "sign bits of QJL's outlier sketch", low=32, high=2048, multiple=32),
-        Option("outliers", "outlier channels of QJL", low=1, high=32),
+        Option("outliers", "outlier channels of QJL; 0: none", low=0, high=32),
         Option("outlier_choice", "what decides on them: the prompt, or each slab", "prompt", ("prompt", "slab")),
+        Option(
+            "sketch", "rows of QJL's sketches: orthogonal, or independent", "orthogonal", ("orthogonal", "gaussian")
+        ),
         Option("seed", "seed of QJL's sketches", 42, low=0, high=2**31 - 1),
     )
 
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> SketchKeys:
+        return (OneSketchKeys if options["outliers"] == 0 else SketchKeys)(geometry, options)
+
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d = geometry.d
-        self.m, self.m_out = options["m"] or 2 * self.d, options["m_out"] or self.d
-        self.n = options["outliers"] or self.d // 16
-        self.state_rows = 2 if options["outlier_choice"] == "prompt" else 0
+        self.m = options["m"] or 2 * self.d
+        self.gaussian = options["sketch"] == "gaussian"
         self.seed = (options["seed"] * 1_000_003 + 2 * geometry.layer) % 2**31
-        self.scale, self.scale_out = sphere_constant(self.d) / self.m, sphere_constant(self.n) / self.m_out
+        self.scale = self._constant(self.d) / self.m
+        self._divide(options)
+
+    def _divide(self, options: Mapping[str, Any]) -> None:
+        """The outliers and their sketch."""
+        self.m_out, self.n = options["m_out"] or self.d, options["outliers"] or self.d // 16
+        self.state_rows = 2 if options["outlier_choice"] == "prompt" else 0
+        self.scale_out = self._constant(self.n) / self.m_out
+
+    def _constant(self, d: int) -> float:
+        return GAUSSIAN_CONSTANT if self.gaussian else sphere_constant(d)
+
+    def _sketch(self, rows: int, d: int, seed: int) -> torch.Tensor:
+        return (gaussian_sketch if self.gaussian else sketch)(rows, d, seed)
 
     def sketch(self, device: torch.device) -> torch.Tensor:
-        return sketch(self.m, self.d, self.seed).to(device)
+        return self._sketch(self.m, self.d, self.seed).to(device)
 
     def sketch_out(self, device: torch.device) -> torch.Tensor:
-        return sketch(self.m_out, self.n, self.seed + 1).to(device)
+        return self._sketch(self.m_out, self.n, self.seed + 1).to(device)
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:
@@ -180,6 +213,37 @@ class SketchKeys(KeyCodec):
     def _index(self, fields: Packed) -> torch.Tensor:
         index = fields["ko_index"].long().unsqueeze(-2)
         return index.expand(*index.shape[:-2], SLAB, self.n)
+
+
+class OneSketchKeys(SketchKeys):
+    """`outliers`: 0. One sketch of all channels."""
+
+    def _divide(self, options: Mapping[str, Any]) -> None:
+        for option in self.options:
+            if option.name in ("m_out", "outlier_choice") and options[option.name] != option.default:
+                raise ValueError(
+                    f"option {option.name!r} is set, but with 'outliers' 0 there are none that it concerns"
+                )
+        self.m_out = self.n = 0
+        self.scale_out = 0.0
+
+    @property
+    def slab_fields(self) -> tuple[Field, ...]:
+        return super().slab_fields[:2]
+
+    def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        x = x.unflatten(1, (-1, SLAB))
+        return {"k_bits": pack_keys(x @ self.sketch(x.device).T >= 0, 1), "k_norm": half(x.norm(dim=-1))}
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        rows = self._rows(fields)
+        return (rows @ self.sketch(rows.device)).flatten(1, 2)
+
+    def query_features(self, query: torch.Tensor) -> torch.Tensor:
+        return query @ self.sketch(query.device).T
+
+    def key_features(self, fields: Packed) -> torch.Tensor:
+        return self._rows(fields).flatten(1, 2)
 
 
 FORMATS = (Format("qjl3", "QJL, sign sketches", SketchKeys, TokenValues, {"W": 128}),)

@@ -118,7 +118,7 @@ class RawValues(ValueCodec):
         return (Field("v_raw", self.dtype, (SLAB, self.d)),)
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        return {"v_raw": x.unflatten(1, (-1, SLAB))}
+        return {"v_raw": x.unflatten(1, (-1, SLAB)).to(self.dtype)}
 
     def unpack(self, fields: Packed) -> torch.Tensor:
         return fields["v_raw"].float().flatten(1, 2)

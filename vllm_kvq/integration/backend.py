@@ -20,21 +20,22 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvq.formats import FORMATS, Geometry, PageFormat
+from vllm_kvq.formats import FORMATS, PageFormat
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration.faults import FaultWatch
+from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.layout import ONE_SIZE, SIDE_BY_SIDE, zero_all_groups
 from vllm_kvq.integration.report import Damage
 from vllm_kvq.integration.seeds import keep_seeds
-from vllm_kvq.integration.served import Served
-from vllm_kvq.integration.setup import bind, bind_layer, layer_of
+from vllm_kvq.integration.served import Served, parts_of, path_of
+from vllm_kvq.integration.setup import bind_layer, layer_of
 from vllm_kvq.integration.spec import PackedSpec
 from vllm_kvq.integration.states import leave_checkpoints_out, start_kernels
 from vllm_kvq.integration.validate import Refused, check_layer
 from vllm_kvq.kernels.gpu.step import GPUStep
-from vllm_kvq.kernels.paths import Wish, path_for
+from vllm_kvq.kernels.paths import Wish
 from vllm_kvq.kernels.step import StepBatch
 
 
@@ -92,8 +93,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
             return AttentionCGSupport.NEVER
         # beside other layers vLLM hands over the spec that wraps those of a group
         spec = getattr(kv_cache_spec, "first_spec", kv_cache_spec)
-        geometry = Geometry(spec.head_size, spec.block_size, vllm_config.model_config.dtype)
-        path = path_for(bind(vllm_config, geometry), wish)
+        path = path_of(parts_of(vllm_config, Layers.of(vllm_config), spec.block_size), wish)
         return AttentionCGSupport.UNIFORM_BATCH if path.on_gpu else AttentionCGSupport.NEVER
 
     def _watch(self) -> None:

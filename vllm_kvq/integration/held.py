@@ -69,8 +69,8 @@ class Census:
             beside += _distinct(self.sinks.req_to_blocks.values())[0]
         # a shared page is full
         elements = (tokens - shared * spec.block_size) * spec.elements
-        bits = 8 * (pages + beside) * spec.page_size_bytes / elements if elements > 0 else 0.0
-        return Held(packed, tokens - packed, beside * spec.page_size_bytes * spec.copies, bits)
+        bits = 8 * (pages + beside) * spec.mean_page_bytes / elements if elements > 0 else 0.0
+        return Held(packed, tokens - packed, round(beside * spec.mean_page_bytes * spec.copies), bits)
 
 
 def _distinct(blocks: Iterable[list[Any]]) -> tuple[int, int]:

@@ -43,8 +43,13 @@ class Layers:
         return cls(total, attention, windows, named - windows, tuple(sorted(kept)))
 
     @property
+    def packed_layers(self) -> tuple[int, ...]:
+        """Indices of those that are packed."""
+        return tuple(sorted(self.attention - self.windows - self.skipped))
+
+    @property
     def packed(self) -> int:
-        return len(self.attention - self.windows - self.skipped)
+        return len(self.packed_layers)
 
     def problem(self) -> str | None:
         """Why these layers can't be kept."""

@@ -10,7 +10,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.integration.layout import put_first
+from vllm_kvq.integration.layout import put_first, smallest_first
 from vllm_kvq.integration.metrics import CLAMPED, Series
 from vllm_kvq.integration.prompts import Asked, prompts_for
 from vllm_kvq.integration.replicas import all_queries_of
@@ -63,8 +63,11 @@ class PackedLayer:
         report = functools.partial(report_start, served, vllm_config) if first else None
         if first and served.mixed:
             put_first(name, layers)
-        sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, served.copies, report))
-        sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots)) if fmt.S else None
+        sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, served, report))
+        sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots, served)) if fmt.S else None
+        if served.sizes > 1:
+            for suffix in (SIDECAR_SUFFIX, SINK_SUFFIX):
+                smallest_first([n for n in layers if n.endswith(suffix)], layers)
 
         def causal(merged: bool) -> Causal:
             return prompts_for(Asked(device, fmt.geometry.dtype, fmt.geometry.head_size, merged or learned is not None))

@@ -27,6 +27,16 @@ def put_first(name: str, layers: dict[str, Any]) -> None:
         layers[other] = layers.pop(other)
 
 
+def smallest_first(names: list[str], layers: dict[str, Any]) -> None:
+    """Put these layers, companions of one kind, last and in the order of their pages' sizes.
+
+    vLLM would divide a group of companions in two if as many pages of the first one's size as it has layers did not fit
+    into a block of the pool. The smallest always do.
+    """
+    for name in sorted(names, key=lambda name: layers[name].page_size_bytes):
+        layers[name] = layers.pop(name)
+
+
 def zero_all_groups() -> None:
     """Have vLLM's CPU runner zero new blocks in wrapped groups, too, once; a GPU's runner does.
 

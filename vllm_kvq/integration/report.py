@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvq.formats.by_layer import written
 from vllm_kvq.integration import metrics
 from vllm_kvq.integration.served import Kind, Served
 
@@ -51,21 +52,25 @@ def groups_apart(served: Served) -> list[tuple[Kind, int]]:
     apart = [kind for kind in served.kinds if kind.apart]
     if not apart:
         return []
-    counts: Counter[int] = Counter()
+    full, packed = Counter[int](), Counter[int]()
     for kind in served.kinds:
         if not kind.apart:
-            counts[kind.page_bytes] += kind.layers
-    n, *others = counts.values()
-    widest = max(_full_bytes(served), *(kind.page_bytes for kind in apart))
-    # as many groups as keep them from being wider than the widest that can't be split
-    groups = [(kind, -(-kind.layers // (widest // kind.page_bytes))) for kind in apart]
-    if others and {*others} == {n}:
+            full[kind.page_bytes] += kind.layers
+        if kind.packed:
+            packed[kind.page_bytes] += kind.layers
+    # the layers with full attention, the sidecars, the sinks
+    together = [full, packed, *([packed] if served.sink_blocks else [])]
+    alike = [counts for counts in together if len({*counts.values()}) == 1]
+    if any(len(counts) > 1 for counts in alike):
         # As many layers of each size are a pattern for vLLM, and groups hold as many repeats as pad all kinds least.
-        like = 2 + (served.slots.sink_blocks > 0)  # the companions, too
-        sizes = range(n, max(n, *(kind.layers for kind in apart)) + 1)
-        repeats = min(sizes, key=lambda size: (sum(-k.layers % size for k in apart) + like * (-n % size), -size))
-        groups = [(kind, -(-kind.layers // repeats)) for kind in apart]
-    return groups
+        repeated = [next(iter(counts.values())) for counts in alike]
+        least = max(n for n, counts in zip(repeated, alike, strict=True) if len(counts) > 1)
+        layers = [*repeated, *(kind.layers for kind in apart)]
+        repeats = min(range(least, max(layers) + 1), key=lambda size: (sum(-n % size for n in layers), -size))
+        return [(kind, -(-kind.layers // repeats)) for kind in apart]
+    # else as many groups as keep them from being wider than the widest that can't be split
+    widest = max(_full_bytes(served), *(kind.page_bytes for kind in apart))
+    return [(kind, -(-kind.layers // (widest // kind.page_bytes))) for kind in apart]
 
 
 def _full_bytes(served: Served) -> int:
@@ -75,15 +80,28 @@ def _full_bytes(served: Served) -> int:
 
 def start_line(served: Served, blocks: int) -> str:
     """A value is one word, so that programs can read the line (`bench/server.py`)."""
-    fmt, slots, capacity = served.format, served.slots, Capacity.of(served, blocks)
-    sidecar = (slots.sidecar_blocks + slots.sink_blocks) * served.page_bytes
+    fmt, capacity = served.format, Capacity.of(served, blocks)
+    sidecar = round((served.sidecar_blocks + served.sink_blocks) * served.page_bytes)
     return (
-        f"kvq: format={fmt.name} bits={fmt.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
+        f"kvq: format={fmt.name} bits={served.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
         f"path={served.path.name} "
         f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "
         f"(requests of {served.max_len} tokens)"
     )
+
+
+def part_lines(served: Served) -> list[str]:
+    """What each part of the layers has, where options are given by layer."""
+    if len(served.parts) == 1:
+        return []
+    settings = [dict(part.format.settings.own) for part in served.parts]
+    differ = [name for name in settings[0] if any(s[name] != settings[0][name] for s in settings)]
+    return [
+        f"kvq: {written(part.layers)}: {', '.join(f'{name}={s[name]}' for name in differ)}, "
+        f"bits={part.format.bits_per_element:.3f}"
+        for part, s in zip(served.parts, settings, strict=True)
+    ]
 
 
 def path_warnings(served: Served) -> list[str]:
@@ -103,7 +121,8 @@ def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
         export_start(served, metrics.Series.of(vllm_config), blocks)
     if not is_global_first_rank():
         return
-    logger.info("%s", start_line(served, blocks))
+    for line in (start_line(served, blocks), *part_lines(served)):
+        logger.info("%s", line)
     for sentence in path_warnings(served):
         logger.warning("kvq: %s", sentence)
 

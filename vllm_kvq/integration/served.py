@@ -8,16 +8,19 @@ the configuration alone, and nothing that `apply` writes changes it. (Once vLLM 
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvq.formats import Geometry, PageFormat
+from vllm_kvq.formats.by_layer import options_at, schedules, written
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
 from vllm_kvq.integration.kept import Layers
-from vllm_kvq.integration.setup import bind, settings_of
+from vllm_kvq.integration.setup import bind, kvq_options, settings_of
 from vllm_kvq.integration.states import States
 from vllm_kvq.kernels.paths import Path, Wish, path_for
 from vllm_kvq.kernels.slots import SlotGeometry
@@ -37,14 +40,24 @@ class Kind:
     """What it would take in a plain 16-bit cache, in one layer."""
     apart: bool = False
     """Whether they are in other KV cache groups than the layers with full attention: those with a window or a state."""
+    packed: bool = False
+    """Whether they have companions, whose pages are as large as theirs."""
 
 
 @dataclass(frozen=True)
-class Served:
+class Part:
+    """Packed layers that have the same options; all of them, unless some option is given by layer."""
+
+    layers: tuple[int, ...]
     format: PageFormat
     """With its options, N, W and S. It lacks what only the loaded model has: a layer's number, RoPE's pairs."""
     slots: SlotGeometry
     """The KV heads of one rank, their size and dtype, the bytes of a page, and how sidecars are cut."""
+
+
+@dataclass(frozen=True)
+class Served:
+    parts: tuple[Part, ...]
     layers: Layers
     """Which layers are packed, and which stay in 16 bits and why."""
     draft: Draft | None
@@ -55,44 +68,84 @@ class Served:
     max_len: int
     window_tokens: int
     """The most tokens of a long request that a layer with a sliding window holds."""
-    copies: int
-    """Packed layers times ranks: each block of the pool is one page in each of them."""
+    ranks: int
+    """That share the heads of a layer."""
     path: Path
     """Which kernels serve the packed layers, and why faster ones do not."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> Served:
         """Raises ValueError, with a sentence, where the parts of the configuration do not fit together."""
-        model = vllm_config.model_config
-        heads = model.get_num_kv_heads(vllm_config.parallel_config)
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
         layers, draft, states = Layers.of(vllm_config), Draft.of(vllm_config), States.of(vllm_config)
         if problem := layers.problem():
             raise ValueError(problem)
-        block = _block(vllm_config, heads * layers.packed, states)
-        fmt = bind(vllm_config, Geometry(model.get_head_size(), block, model.dtype))
+        for schedule in schedules(kvq_options(vllm_config)):
+            schedule.check(layers.packed_layers, layers.total)
+        parts = parts_of(vllm_config, layers, _block(vllm_config, layers, states))
         window = model.get_sliding_window() or model.max_model_len
-        return cls(
-            fmt,
-            SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens),
+        served = cls(
+            parts,
             layers,
             draft,
             states,
-            recomputed=_recomputed(vllm_config, fmt, layers, states),
+            recomputed=_recomputed(vllm_config, parts[0].format, layers, states),
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
-            copies=layers.packed * vllm_config.parallel_config.tensor_parallel_size,
-            path=path_for(fmt, Wish.of(vllm_config.device_config.device_type, os.environ)),
+            ranks=parallel.tensor_parallel_size,
+            path=path_of(parts, Wish.of(vllm_config.device_config.device_type, os.environ)),
         )
+        if served.sizes > 1 and parallel.pipeline_parallel_size > 1:
+            raise ValueError(
+                "options given by layer make pages of several sizes, which do not work with pipeline parallelism; "
+                "use --tensor-parallel-size"
+            )
+        return served
 
     @property
-    def page_bytes(self) -> int:
-        """Of a page of the pool in one layer."""
-        return self.slots.page_bytes
+    def format(self) -> PageFormat:
+        """Of the first part, for what all have in common: name, N, W, S, heads."""
+        return self.parts[0].format
+
+    @property
+    def copies(self) -> int:
+        """Packed layers times ranks: each block of the pool is one page in each of them."""
+        return self.layers.packed * self.ranks
+
+    @property
+    def bits_per_element(self) -> float:
+        return self._mean([part.format.bits_per_element for part in self.parts])
+
+    @property
+    def page_bytes(self) -> float:
+        """Of a page of the pool in one layer, on average."""
+        return self._mean([part.slots.page_bytes for part in self.parts])
+
+    def _mean(self, of_parts: Sequence[float]) -> float:
+        """Over layers."""
+        counts = [len(part.layers) for part in self.parts]
+        if len(of_parts) == 1:
+            return of_parts[0]
+        return sum(n * x for n, x in zip(counts, of_parts, strict=True)) / sum(counts)
+
+    @property
+    def sidecar_blocks(self) -> int:
+        """Of a request, the same in all layers: they share one block table."""
+        return max(part.slots.sidecar_blocks for part in self.parts)
+
+    @property
+    def sink_blocks(self) -> int:
+        return max(part.slots.sink_blocks for part in self.parts)
+
+    @property
+    def sizes(self) -> int:
+        """How many sizes the pages of packed layers have."""
+        return len({part.slots.page_bytes for part in self.parts})
 
     @property
     def mixed(self) -> bool:
-        """Whether there are other layers beside packed ones, with pages of other sizes."""
-        return bool(self.layers.kept) or self.draft is not None or self.states is not None
+        """Whether pages of several sizes lie side by side: packed ones of several formats, or beside other layers."""
+        return bool(self.layers.kept) or self.draft is not None or self.states is not None or self.sizes > 1
 
     @property
     def exempt(self) -> tuple[str, ...]:
@@ -101,11 +154,11 @@ class Served:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        slots, length, block = self.slots, self.max_len, self.format.N
+        slots, length, block = self.parts[0].slots, self.max_len, self.format.N
         plain = 4 * slots.heads * slots.head_size
         whole, page = -(-length // block), block * slots.slot_bytes
-        packed = whole + slots.sidecar_blocks + slots.sink_blocks
-        kinds = [Kind(self.layers.packed, packed, slots.page_bytes, length * plain)]
+        packed = whole + self.sidecar_blocks + self.sink_blocks
+        kinds = [Kind(len(p.layers), packed, p.slots.page_bytes, length * plain, packed=True) for p in self.parts]
         if skipped := len(self.layers.skipped):
             kinds.append(Kind(skipped, whole, page, length * plain))
         if windows := len(self.layers.windows):
@@ -121,6 +174,34 @@ class Served:
         return tuple(kinds)
 
 
+def parts_of(vllm_config: Any, layers: Layers, block: int) -> tuple[Part, ...]:
+    """The packed layers by their options, in pages of `block` tokens; one part without layers where none is packed."""
+    model = vllm_config.model_config
+    heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    geometry = Geometry(model.get_head_size(), block, model.dtype)
+    options = kvq_options(vllm_config)
+    alike: dict[str, list[int]] = {}
+    for layer in layers.packed_layers:
+        alike.setdefault(json.dumps(options_at(options, layer), sort_keys=True), []).append(layer)
+    parts = []
+    for members in alike.values() or [[]]:
+        fmt = bind(vllm_config, replace(geometry, layer=members[0] if schedules(options) else 0))
+        slots = SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens)
+        parts.append(Part(tuple(members), fmt, slots))
+    return tuple(parts)
+
+
+def path_of(parts: Sequence[Part], wish: Wish) -> Path:
+    """One path for all layers: the slowest that any of them needs, and why."""
+    if len(parts) == 1:
+        return path_for(parts[0].format, wish)
+    found = {written(part.layers): path_for(part.format, wish) for part in parts}
+    slowest = max(found.values(), key=lambda path: path.rank)
+    why = [f"for {layers} {path.why}" for layers, path in found.items() if path.why and path.rank == slowest.rank]
+    slow = [f"in {layers} {path.slow}" for layers, path in found.items() if path.slow and path.rank == slowest.rank]
+    return Path(slowest.name, "; ".join(why) or None, "; ".join(slow) or None)
+
+
 def _recomputed(vllm_config: Any, fmt: PageFormat, layers: Layers, states: States | None) -> int:
     """The user's number; else W, so that the window is exact after a hit, too.
 
@@ -133,8 +214,8 @@ def _recomputed(vllm_config: Any, fmt: PageFormat, layers: Layers, states: State
     return 0 if layers.windows or states else fmt.W
 
 
-def _block(vllm_config: Any, copies: int, states: States | None) -> int:
-    """Tokens of a page. A block of the pool has `copies` pages, one for each head of each packed layer, or a state."""
+def _block(vllm_config: Any, layers: Layers, states: States | None) -> int:
+    """Tokens of a page. A block of the pool has a page of each packed layer, or a state."""
     cache, option = vllm_config.cache_config, settings_of(vllm_config).N
     if option is not None or cache.user_specified_block_size:
         return option or int(cache.block_size)
@@ -142,11 +223,10 @@ def _block(vllm_config: Any, copies: int, states: States | None) -> int:
 
     # vLLM's own default on the CPU (0.32 sets it, 0.33 leaves it open), ours elsewhere
     block = CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N
-    model = vllm_config.model_config
     # smaller pages beside a state would waste most of each block
     while states is not None and block < LARGEST_BLOCK:
-        page = bind(vllm_config, Geometry(model.get_head_size(), block, model.dtype)).record_bytes
-        if copies * page >= states.nbytes:
+        parts = parts_of(vllm_config, layers, block)
+        if sum(len(part.layers) * part.slots.page_bytes for part in parts) >= states.nbytes:
             break
         block *= 2
     return block

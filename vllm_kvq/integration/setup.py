@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
+from vllm_kvq.formats.by_layer import all_options, options_at
 from vllm_kvq.formats.settings import Settings
 from vllm_kvq.formats.table import readers
 from vllm_kvq.integration import compat
@@ -55,14 +56,20 @@ def _without_format(dtype: str) -> str:
     )
 
 
-def settings_of(vllm_config: Any) -> Settings:
-    """The configured format's settings: its defaults, and the user's options."""
-    return get_format(vllm_config.cache_config.cache_dtype).settings(kvq_options(vllm_config))
+def settings_of(vllm_config: Any, layer: int | None = None) -> Settings:
+    """The configured format's settings in one layer: its defaults, and the user's options.
+
+    What is the same in all layers (`by_layer.SHARED`) needs none; ValueError for options that no layer could have.
+    """
+    options, fmt = kvq_options(vllm_config), get_format(vllm_config.cache_config.cache_dtype)
+    for other in all_options(options):
+        fmt.settings(other)
+    return fmt.settings(options_at(options, layer))
 
 
 def bind(vllm_config: Any, geometry: Geometry) -> PageFormat:
     """The configured format for such heads. The same object for the same answer, so that layers can share work."""
-    options = json.dumps(kvq_options(vllm_config), sort_keys=True)
+    options = json.dumps(options_at(kvq_options(vllm_config), geometry.layer), sort_keys=True)
     return _bind(vllm_config.cache_config.cache_dtype, options, geometry)
 
 
@@ -73,9 +80,9 @@ def _bind(name: str, options: str, geometry: Geometry) -> PageFormat:
 
 def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype) -> PageFormat:
     """The format of one attention layer, once the model exists: its rotary embeddings say which channels they pair."""
-    pairing, rotary, settings = "half", None, settings_of(vllm_config)
-    if _needs_pairs(settings):
-        pairing, rotary = _pairing(vllm_config.model_config, head_size, settings.get("pairing"))
+    pairing, rotary, settings = "half", None, settings_of(vllm_config, layer)
+    if settings.keys.pairs_channels:
+        pairing, rotary = _pairing(vllm_config, head_size, settings.get("pairing"))
     return bind(vllm_config, Geometry(head_size, vllm_config.cache_config.block_size, dtype, layer, pairing, rotary))
 
 
@@ -85,45 +92,41 @@ def layer_of(vllm_config: Any, impl: Any) -> tuple[str, Any]:
     return next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is impl)
 
 
-def _needs_pairs(settings: Settings) -> bool:
-    """Whether the format's keys are stored in RoPE's channel pairs."""
-    return settings.keys.pairs_channels
-
-
-def _pairing(model: Any, head_size: int, wanted: str | None) -> tuple[str, int | None]:
-    styles = compat.rope_styles(head_size)
+def _pairing(vllm_config: Any, head_size: int, wanted: str | None) -> tuple[str, int | None]:
+    styles, model = compat.rope_styles(head_size), vllm_config.model_config
     if wanted is not None:
         dims = {dim for style, dim in styles if style == wanted}
         return wanted, dims.pop() if len(dims) == 1 else _rotary_dim(model.hf_text_config, head_size)
-    if problem := _unknown_pairs(model):
-        raise ValueError(problem)
-    if len(styles) != 1:
-        raise ValueError(
-            _pairing_sentence(f"the model has {len(styles) or 'no'} kinds of RoPE for head size {head_size}")
-        )
+    reason = _unknown_pairs(model)
+    if reason is None and len(styles) != 1:
+        reason = f"the model has {len(styles) or 'no'} kinds of RoPE for head size {head_size}"
+    if reason is not None:
+        raise ValueError(_pairing_sentence(vllm_config, reason))
     return styles.pop()
 
 
 def pairing_problem(vllm_config: Any) -> str | None:
     """Why the format can't know which channels RoPE pairs, as far as the configuration says."""
     settings = settings_of(vllm_config)
-    if not _needs_pairs(settings) or settings.get("pairing") is not None:
+    if not settings.keys.pairs_channels or settings.get("pairing") is not None:
         return None
-    return _unknown_pairs(vllm_config.model_config)
+    reason = _unknown_pairs(vllm_config.model_config)
+    return None if reason is None else _pairing_sentence(vllm_config, reason)
 
 
 def _unknown_pairs(model: Any) -> str | None:
+    """Why the configuration of this model does not tell."""
     config = model.hf_text_config.to_dict()
     if not any(value for key, value in config.items() if "rope" in key or "rotary" in key):
-        return _pairing_sentence("the model has no RoPE")
+        return "the model has no RoPE"
     if model.using_transformers_backend():
-        return _pairing_sentence("vLLM runs this model through Transformers, which does not tell")
+        return "vLLM runs this model through Transformers, which does not tell"
     return None
 
 
-def _pairing_sentence(reason: str) -> str:
+def _pairing_sentence(vllm_config: Any, reason: str) -> str:
     return (
-        f"PolarQuant needs to know which channels RoPE rotates together and {reason}; "
+        f"{vllm_config.cache_config.cache_dtype} needs to know which channels RoPE rotates together and {reason}; "
         "set the kvq option 'pairing' to 'half' or 'interleaved', or use squat2 or innerq2"
     )
 

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.layout import ONE_SIZE
+from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.spec import CompanionSpec, SidecarSpec, SinkSpec
 from vllm_kvq.kernels.slots import SlotGeometry
 
@@ -63,12 +64,17 @@ class CompanionBackend(AttentionBackend):
 class Companion(torch.nn.Module, AttentionLayerBase):
     """A layer without weights that owns an entry in a KV cache group."""
 
-    def __init__(self, fmt: PageFormat, slots: SlotGeometry) -> None:
+    def __init__(self, fmt: PageFormat, slots: SlotGeometry, blocks_per_request: int) -> None:
         super().__init__()
-        self.fmt, self.slots_geometry = fmt, slots
+        self.fmt, self.slots_geometry, self.blocks_per_request = fmt, slots, blocks_per_request
         self.kv_cache = torch.tensor([])
         self.blocks = torch.tensor([])
         """(blocks, elements) of the model's dtype."""
+
+    @property
+    def page_size_bytes(self) -> int:
+        """As vLLM's specs call it."""
+        return self.slots_geometry.page_bytes
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CompanionBackend
@@ -87,6 +93,7 @@ class Companion(torch.nn.Module, AttentionLayerBase):
             "dtype": dtype,
             "tokens_per_state": self.fmt.N,
             "state_content_bytes": page,
+            "blocks_per_request": self.blocks_per_request,
         }
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -96,10 +103,10 @@ class Companion(torch.nn.Module, AttentionLayerBase):
 
 class Sidecar(Companion):
     def __init__(
-        self, fmt: PageFormat, slots: SlotGeometry, copies: int = 1, report: Callable[[int], None] | None = None
+        self, fmt: PageFormat, slots: SlotGeometry, served: Served, report: Callable[[int], None] | None = None
     ) -> None:
-        super().__init__(fmt, slots)
-        self.copies, self.report = copies, report
+        super().__init__(fmt, slots, served.sidecar_blocks)
+        self.copies, self.mean_page_bytes, self.report = served.copies, served.page_bytes, report
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -110,15 +117,18 @@ class Sidecar(Companion):
         slots = self.slots_geometry
         return SidecarSpec(
             **self._spec_fields(),
-            blocks_per_request=slots.sidecar_blocks,
             window=self.fmt.W,
             unit=self.fmt.unit,
             sinks=self.fmt.S,
             elements=2 * slots.heads * slots.head_size,
             copies=self.copies,
+            mean_page_bytes=self.mean_page_bytes,
         )
 
 
 class Sinks(Companion):
+    def __init__(self, fmt: PageFormat, slots: SlotGeometry, served: Served) -> None:
+        super().__init__(fmt, slots, served.sink_blocks)
+
     def get_kv_cache_spec(self, vllm_config: Any) -> CompanionSpec:
-        return SinkSpec(**self._spec_fields(), blocks_per_request=self.slots_geometry.sink_blocks)
+        return SinkSpec(**self._spec_fields())

@@ -4,7 +4,7 @@ packed   one record per block and KV head, found again by prefix caching up to s
 sidecar  `blocks_per_request` blocks per running request, private to it: state rows and the full-precision ring
 sinks    the same for the first S tokens, but shared between requests by prefix caching
 
-Companions use the packed group's block size and page bytes, so that vLLM has nothing to unify or pad.
+A companion has its packed layer's block size and page bytes, so that vLLM has nothing to unify or pad.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class CompanionSpec(CircularBufferSpec):
         return max(self.blocks_per_request, cdiv(max_len, self.block_size))
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        return all(s == self for s in kv_cache_specs.values())
+        """Companions of one kind share a block table, whatever the size of their pages."""
+        others = kv_cache_specs.values()
+        return all(type(s) is type(self) and s.blocks_per_request == self.blocks_per_request for s in others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ class SidecarSpec(CompanionSpec):
     """Numbers of one token in one layer on one rank: its keys and values."""
     copies: int
     """Packed layers times ranks: each block of the pool is one page in each of them."""
+    mean_page_bytes: float
+    """Of these pages: options given by layer may make them of several sizes."""
 
     def packed_tokens(self, tokens: int) -> int:
         """How many of a request's tokens its next step reads from packed pages."""

@@ -69,7 +69,10 @@ def _format_problem(vllm_config: Any) -> str | None:
     except ValueError as error:
         return str(error)
     found = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    return None if found is None else kernels_problem(served.format, (found.major, found.minor))
+    if found is None:
+        return None
+    problems = (kernels_problem(part.format, (found.major, found.minor)) for part in served.parts)
+    return next(filter(None, problems), None)
 
 
 def kernels_problem(fmt: PageFormat, capability: tuple[int, int]) -> str | None:

@@ -70,6 +70,11 @@ class Path:
     def on_gpu(self) -> bool:
         return self.name.startswith("GPU")
 
+    @property
+    def rank(self) -> int:
+        """The higher, the slower."""
+        return 0 if self.on_gpu else (CPP, PYTORCH).index(self.name) + 1
+
 
 def path_for(fmt: PageFormat, wish: Wish) -> Path:
     problems = []

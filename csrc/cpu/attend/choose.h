@@ -50,7 +50,7 @@ inline KeyKernel choose_keys(const Layout& l, int rows) {
     if (channel && l.key_bits == 4) return key_kernel<typename Set::template Channel<D, 4>>();
     if (l.keys == Keys::boosted && l.boosted <= D / 2) return key_kernel<typename Set::template Boosted<D>>();
     if (l.keys == Keys::hybrid && l.key_bits == 2) return key_kernel<typename Set::template Hybrid<D>>();
-    if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && l.outer_rows == l.d && l.outliers <= 32)
+    if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && (l.outer_rows == l.d || !l.outliers) && l.outliers <= 32)
       return key_kernel<typename Set::template Sketch<D>>();
     if (polar && l.radius_bits == 4) return key_kernel<typename Set::template Polar<D, 4>>();
     if (polar && l.radius_bits == 2) return key_kernel<typename Set::template Polar<D, 2>>();

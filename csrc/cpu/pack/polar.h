@@ -102,6 +102,21 @@ inline Floats floor_positive(Floats x) {
   return n > x ? n - 1.0f : n;
 }
 
+// The angles of a slab, [32][pairs]. Three bits don't fill bytes: two, and a plane of the third ones.
+inline void put_angles(const Layout& l, int32_t* angle, uint8_t* slab) {
+  const int64_t pairs = l.d / 2;
+  if (l.key_bits != 3) return put_key_codes(angle, pairs, int(l.key_bits), slab + l.k_angle);
+  const int64_t padded = (pairs + SLAB - 1) / SLAB * SLAB;  // pairs whose bits are whole words
+  int32_t high[SLAB * 128] = {};
+  for (int t = 0; t < SLAB; ++t)
+    for (int64_t p = 0; p < pairs; ++p) {
+      high[t * padded + p] = angle[t * pairs + p] >> 2;
+      angle[t * pairs + p] &= 3;
+    }
+  put_key_codes(angle, pairs, 2, slab + l.k_angle);
+  put_key_codes(high, padded, 1, slab + l.k_angle_high);
+}
+
 inline void pack_polar(const PackUnit& u) {
   const Layout& l = *u.layout;
   const int64_t pairs = l.d / 2, tokens = u.tokens;
@@ -150,7 +165,7 @@ inline void pack_polar(const PackUnit& u) {
       for (int64_t i = t * pairs; i < (t + SLAB) * pairs; ++i) angle[i] |= radius[i] << 4;
       put_key_codes(angle + t * pairs, pairs, 8, slab + l.k_polar);
     } else {
-      put_key_codes(angle + t * pairs, pairs, int(l.key_bits), slab + l.k_angle);
+      put_angles(l, angle + t * pairs, slab);
       put_key_codes(radius + t * pairs, pairs, int(l.radius_bits), slab + l.k_radius);
     }
   }

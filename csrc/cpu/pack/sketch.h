@@ -65,6 +65,11 @@ inline void pack_sketch(const PackUnit& u) {
   float *inner = reinterpret_cast<float*>(u.work), *outer = inner + SLAB * l.d, *features = outer + SLAB * SLAB;
   float* panel = features + SLAB * SLAB;
   int32_t* signs = reinterpret_cast<int32_t*>(panel + l.d * SLAB);
+  if (!l.outliers) {
+    put_signs(u.key, l.d, l.d, u.constants->sketch, l.sketch_rows, features, panel, signs,
+              u.slabs + l.k_bits, u.slabs + l.k_norm);
+    return;
+  }
   uint8_t* index = u.slabs + l.ko_index;
   outlier_channels(u.key, u.state, l.d, l.outliers, index);
   std::memcpy(inner, u.key, 4 * size_t(SLAB) * l.d);

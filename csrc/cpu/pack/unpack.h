@@ -179,7 +179,11 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
         for (int i = 0; i < LANES; ++i) to[p * SLAB + t + i] = uint8_t(code[i]);
       };
     };
-    unpack_key_codes(slab.data + l.k_angle, pairs, l.key_bits, put(angle));
+    unpack_key_codes(slab.data + l.k_angle, pairs, l.key_bits == 3 ? 2 : int(l.key_bits), put(angle));
+    if (l.key_bits == 3)
+      unpack_key_codes(slab.data + l.k_angle_high, (pairs + SLAB - 1) / SLAB * SLAB, 1, [&](int p, int t, Ints bit) {
+        for (int i = 0; i < LANES && p < pairs; ++i) angle[p * SLAB + t + i] |= uint8_t(bit[i] << 2);
+      });
     unpack_key_codes(slab.data + l.k_radius, pairs, l.radius_bits, put(radius));
   }
   for (int p = 0; p < pairs; ++p) {

@@ -24,8 +24,8 @@ from vllm_kvq.formats.innerq import HybridKeys, HybridValues
 from vllm_kvq.formats.kitty import LOW, BoostedKeys
 from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.lossless import RawKeys
-from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
-from vllm_kvq.formats.qjl import SketchKeys
+from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys, ThirdBit
+from vllm_kvq.formats.qjl import OneSketchKeys, SketchKeys
 from vllm_kvq.formats.squat import SQuatKeys
 from vllm_kvq.formats.values import RawValues, Rotated, TokenValues
 from vllm_kvq.formats.variant import Fitted, variant
@@ -71,12 +71,15 @@ class Kind:
         return {k: getattr(codec, v) if isinstance(v, str) else v for k, v in self.numbers.items()}
 
 
+_CPU = torch.device("cpu")
+
+
+def _sketch(codec: SketchKeys) -> dict[str, np.ndarray]:
+    return {"sketch": codec.sketch(_CPU).T.contiguous().numpy()}
+
+
 def _sketches(codec: SketchKeys) -> dict[str, np.ndarray]:
-    cpu = torch.device("cpu")
-    return {
-        "sketch": codec.sketch(cpu).T.contiguous().numpy(),
-        "outer": codec.sketch_out(cpu).T.contiguous().numpy(),
-    }
+    return {**_sketch(codec), "outer": codec.sketch_out(_CPU).T.contiguous().numpy()}
 
 
 def _pairs(codec: PolarKeys) -> dict[str, np.ndarray]:
@@ -106,6 +109,8 @@ _BOOSTED = (("k_codes", "k_high", "k_scale", "k_zero"),)
 _SQUAT: dict[str, str | int] = {"key_bits": "bits", "lambda": "lam", "noise_floor": "floor", "squat_block": "block"}
 _TOKEN = (("v_codes", "v_scale", "v_zero"),)
 _GROUPS: dict[str, str | int] = {"value_bits": "bits", "group": "group"}
+_POLAR: dict[str, str | int] = {"key_bits": "m", "radius_bits": "n"}
+_PAPER: dict[str, str | int] = {**_POLAR, "paper": 1}
 _GRID = ("k_angle0", "k_angle_step", "k_radius0", "k_radius_step")
 
 KEYS: dict[type, Kind] = {
@@ -133,17 +138,28 @@ KEYS: dict[type, Kind] = {
         ("sketch", "outer"),
         _SQUARES,
     ),
-    PolarKeys: Kind(
-        "polar",
-        (("k_polar", *_GRID), ("k_angle", "k_radius", *_GRID)),
-        {"key_bits": "m", "radius_bits": "n"},
-        _pairs,
-        ("pairs",),
+    OneSketchKeys: Kind(
+        "sketch",
+        (("k_bits", "k_norm"),),
+        {"key_bits": 1, "sketch_rows": "m", "sketch_scale": "scale"},
+        _sketch,
+        ("sketch",),
+    ),
+    PolarKeys: Kind("polar", (("k_polar", *_GRID), ("k_angle", "k_radius", *_GRID)), _POLAR, _pairs, ("pairs",)),
+    variant(PolarKeys, ThirdBit): Kind(
+        "polar", (("k_angle", "k_angle_high", "k_radius", *_GRID),), _POLAR, _pairs, ("pairs",)
     ),
     PaperPolarKeys: Kind(
         "polar",
         (("k_polar", "k_radius_step"), ("k_angle", "k_radius", "k_radius_step")),
-        {"key_bits": "m", "radius_bits": "n", "paper": 1},
+        _PAPER,
+        _pairs,
+        ("pairs",),
+    ),
+    variant(PaperPolarKeys, ThirdBit): Kind(
+        "polar",
+        (("k_angle", "k_angle_high", "k_radius", "k_radius_step"),),
+        _PAPER,
         _pairs,
         ("pairs",),
     ),

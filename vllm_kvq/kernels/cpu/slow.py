@@ -82,7 +82,9 @@ def _reason(fmt: PageFormat, half: str) -> Reason | None:
     of_codec = f"of the codec '{codec.name}'"
     if half in chosen and _fast(fmt, half, {other: name for other, name in chosen.items() if other != half}):
         return Reason((half,), of_codec, (half,))
-    return None if _head_sizes(fmt, half) else Reason((half,), of_codec)
+    if _head_sizes(fmt, half):
+        return None
+    return Reason((half,), of_codec if half in chosen else f"as {fmt.name} stores them")
 
 
 def _fast(fmt: PageFormat, half: str, options: Mapping[str, Any], head_size: int | None = None) -> bool:

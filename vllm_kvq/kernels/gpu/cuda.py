@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.qjl import SketchKeys
+from vllm_kvq.formats.qjl import OneSketchKeys, SketchKeys
 from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.kernels.build import BuildError
 from vllm_kvq.kernels.gpu import build as build_cuda
@@ -101,9 +101,9 @@ class CudaKernels(PagedKernels):
 
     def why_not(self, fmt: PageFormat) -> str | None:
         # by their exact classes: a subclass may store something else
-        if type(fmt.keys) is not SketchKeys:
+        if type(fmt.keys) not in (SketchKeys, OneSketchKeys):
             return f"{fmt.name} has no CUDA kernels, they are for QJL keys; its kernels are Triton's or PyTorch's"
-        k, v, d = fmt.keys, fmt.values, fmt.geometry.head_size
+        k, v, d = cast(SketchKeys, fmt.keys), fmt.values, fmt.geometry.head_size
         if d not in HEAD_SIZES:
             return (
                 f"the CUDA kernels for QJL know head sizes 64, 128 and 256, not {d}; use another format for this model"

@@ -45,10 +45,11 @@ TORCH = Kernels(
 
 @dataclass
 class Planned:
-    """What a batch means to planned steps: one plan in practice, for the headers of all layers agree."""
+    """What a batch means to planned steps: one plan for layers whose companions are cut alike, in practice, for their
+    headers agree."""
 
     requests: Requests
-    plans: list[StepPlan] = field(default_factory=list)
+    plans: list[tuple[SlotGeometry, StepPlan]] = field(default_factory=list)
 
     @classmethod
     def of(cls, batch: StepBatch) -> Planned:
@@ -95,13 +96,14 @@ class PlannedStep:
         return replaced
 
     def plan(self, planned: Planned, caches: Caches) -> StepPlan:
-        """Another layer's plan, if this layer's headers agree with it."""
+        """Another layer's plan, if this layer's companions are cut alike and its headers agree with it."""
         headers = self.slots.headers(caches.sidecar)
-        for known in planned.plans:
-            if torch.equal(known.found, headers[known.header_block]):
+        for slots, known in planned.plans:
+            if slots == self.slots and torch.equal(known.found, headers[known.header_block]):
                 return known
-        planned.plans.append(self.planner.plan(planned.requests, headers))
-        return planned.plans[-1]
+        made = self.planner.plan(planned.requests, headers)
+        planned.plans.append((self.slots, made))
+        return made
 
     def update(
         self, plan: StepPlan, caches: Caches, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

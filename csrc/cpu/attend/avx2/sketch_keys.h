@@ -55,6 +55,7 @@ struct SketchKeys {
       return L::load(task.features + (row + r) * M + j) - sum;
     }, work);
     for (int r = 0; r < R; ++r) work.inner.fill(row + r, work.made[r]);
+    if (!outliers) return;
     make<OUTER, R>(outer, q, outliers, [](int, int, Reals sum) KVQ_LAMBDA { return sum; }, work);
     for (int r = 0; r < R; ++r) work.outer.fill(row + r, work.made[r]);
   }
@@ -89,6 +90,7 @@ struct SketchKeys {
       const Reals step = L::all(work.inner.step[row + r] * task.constants->sketch_scale);
       store(scores + r * BLOCK + token, s * step * L::load_halves(slab.data + l.k_norm + 2 * token));
     });
+    if (!l.outliers) return;
     work.outer.template add<R>(slab.data + l.ko_bits, row, task.prefetch, [&](auto r, int token, Reals s) KVQ_LAMBDA {
       const Reals step = L::all(work.outer.step[row + r] * task.constants->outer_scale);
       float* to = scores + r * BLOCK + token;

@@ -48,8 +48,9 @@ inline void score(Task& task, const Slab& slab, int column) {
   if (l.keys == Keys::sketch) {
     const Constants& constants = *task.constants;
     unpack_signs(slab.data + l.k_bits, slab.data + l.k_norm, l.sketch_rows, constants.sketch_scale, k);
-    unpack_signs(slab.data + l.ko_bits, slab.data + l.ko_norm, l.outer_rows, constants.outer_scale,
-                 k + l.sketch_rows * SLAB);
+    if (l.outliers)
+      unpack_signs(slab.data + l.ko_bits, slab.data + l.ko_norm, l.outer_rows, constants.outer_scale,
+                   k + l.sketch_rows * SLAB);
     for (int r = 0; r < task.rows; ++r) sketch_features(task, slab.data + l.ko_index, r, extra + r * features);
     query = extra;
   } else {

@@ -18,6 +18,7 @@ inline void rebuild_sketched(const Layout& l, const Constants& constants, const 
   const int d = int(l.d), m = int(l.sketch_rows), outer_m = int(l.outer_rows), n = int(l.outliers);
   unpack_signs(slab.data + l.k_bits, slab.data + l.k_norm, m, constants.sketch_scale, work);
   multiply(constants.sketch, m, d, m, work, SLAB, k, SLAB);
+  if (!n) return;
   unpack_signs(slab.data + l.ko_bits, slab.data + l.ko_norm, outer_m, constants.outer_scale, work);
   float* outliers = work + outer_m * SLAB;
   multiply(constants.outer, outer_m, n, outer_m, work, SLAB, outliers, SLAB);

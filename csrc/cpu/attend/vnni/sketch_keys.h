@@ -192,7 +192,7 @@ struct SketchKeys {
     }
     for (int r = 0; r < R; ++r) {
       work.inner.fill(row + r, inner[r]);
-      work.outer.fill(row + r, outer[r]);
+      if (outliers) work.outer.fill(row + r, outer[r]);
     }
   }
 
@@ -202,6 +202,15 @@ struct SketchKeys {
     const Constants& constants = *task.constants;
     __m512 inner[R][2], outer[R][2];
     work.inner.template add<R>(slab.data + l.k_bits, row, task.prefetch, inner);
+    if (!l.outliers) {
+      for (int half = 0; half < 2; ++half)
+        unroll<R>([&](auto r) KVQ_LAMBDA {
+          const __m512 x = _mm512_set1_ps(work.inner.step[row + r] * constants.sketch_scale);
+          const __m512 scale = _mm512_mul_ps(x, L::load_halves(slab.data + l.k_norm + 32 * half));
+          _mm512_storeu_ps(task.scores + (row + r) * BLOCK + column + 16 * half, _mm512_mul_ps(inner[r][half], scale));
+        });
+      return;
+    }
     work.outer.template add<R>(slab.data + l.ko_bits, row, task.prefetch, outer);
     for (int half = 0; half < 2; ++half) {
       const __m512 inner_norm = L::load_halves(slab.data + l.k_norm + 32 * half);
