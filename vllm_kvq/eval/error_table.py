@@ -12,7 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from vllm_kvq import console
+from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.table import public_formats
@@ -53,21 +56,32 @@ def rows() -> list[Row]:
     return ROWS + [(fmt.name, fmt.name, {}) for fmt in public_formats() if fmt.name not in listed]
 
 
+def asked(text: str) -> list[Row]:
+    """Those of `--formats`; ValueError for what can't be measured so."""
+    found = choices(text)
+    for choice in found:
+        if not choice.ours:
+            raise ValueError(f"--formats: {choice.label} is vLLM's own cache, which has no error here to measure")
+        for d, _ in CASES:
+            roundtrip(choice.format, *[torch.zeros(1, 1, d)] * 2, **choice.options)
+    return [(choice.label, choice.format, dict(choice.options)) for choice in found]
+
+
 def options_for(options: dict[str, Any], head_size: int) -> dict[str, Any]:
     """`blocks` is our shorthand for the `g` that gives so many blocks."""
     rest = {k: v for k, v in options.items() if k != "blocks"}
     return {**rest, "g": head_size // options["blocks"]} if "blocks" in options else rest
 
 
-def error(name: str, options: dict[str, Any], head_size: int, rope: bool) -> float:
-    """Averaged over `SEEDS` data sets."""
+def error(name: str, options: dict[str, Any], head_size: int, rope: bool, seeds: int = SEEDS) -> float:
+    """Averaged over so many data sets."""
     errors = []
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         query, key, value = attention_data(head_size, rope=rope, seed=seed)
         seen, new = query[: len(query) // 2], query[len(query) // 2 :]
         key_hat, _ = roundtrip(name, key, value, seen, **options_for(options, head_size))
         errors.append(score_error(new, key, key_hat))
-    return sum(errors) / SEEDS
+    return sum(errors) / seeds
 
 
 def key_bits(name: str, options: dict[str, Any], head_size: int) -> float:
@@ -88,24 +102,34 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq eval error",
         "Score errors of formats on synthetic data, every token quantized.",
-        ("", "--format squat2 innerq2", "--json"),
+        ("", "--format squat2 innerq2", "--formats squat2:r=40,floor=0,innerq2:quant_mode=symmetric", "--json"),
         "could not be done",
     )
     known = list(dict.fromkeys(name for _, name, _ in rows()))
-    p.add_argument("--format", nargs="+", choices=known, default=known, help="all unless named")
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--format", nargs="+", choices=known, default=known, help="all unless named")
+    which.add_argument("--formats", metavar="F,...", help="these instead, with options: squat2:r=8,g=32,kivi2")
+    p.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="data sets to average over (%(default)s)")
     console.add_json(p)
     return p
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
-    chosen = [row for row in rows() if row[1] in args.format]
+    p = parser()
+    args = p.parse_args(arguments)
+    if args.seeds < 1:
+        p.error("--seeds is at least 1")
+    try:
+        chosen = asked(args.formats) if args.formats else [row for row in rows() if row[1] in args.format]
+    except ValueError as problem:
+        p.error(str(problem))
     found: list[dict[str, Any]] = []
     for label, name, options in chosen:
-        errors = [error(name, options, d, rope) for d, rope in CASES]
+        errors = [error(name, options, d, rope, args.seeds) for d, rope in CASES]
         bits = key_bits(name, options, 128)
         found.append({"row": label, "format": name, "options": options, "key_bits": bits, "errors": errors})
-    shares = {d: symmetric_share(d) for d in (64, 128)} if "innerq2" in args.format else {}
+    plain = ("innerq2", {}) in [(name, options) for _, name, options in chosen]
+    shares = {d: symmetric_share(d) for d in (64, 128)} if plain else {}
     if args.json:
         cases = [{"head_size": d, "rope": rope} for d, rope in CASES]
         symmetric = [{"head_size": d, "keys": keys, "values": values} for d, (keys, values) in shares.items()]

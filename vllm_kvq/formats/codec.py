@@ -88,6 +88,9 @@ class Codec(ABC):
     state_rows = 0
     """Rows of d float32 that a request carries per KV head (SQuat's U, InnerQ's norm)."""
 
+    reference_only: ClassVar[str | None] = None
+    """Why it can't be served, in a sentence for users, though it can be measured; None: it can."""
+
     @abstractmethod
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         """`options` are its own, complete; ValueError where the head can't have them."""

@@ -65,6 +65,8 @@ class Served:
         if problem := layers.problem():
             raise ValueError(problem)
         fmt = bind(vllm_config, Geometry(model.get_head_size(), _block(vllm_config), model.dtype))
+        if problem := fmt.keys.reference_only or fmt.values.reference_only:
+            raise ValueError(problem)
         window = model.get_sliding_window() or model.max_model_len
         return cls(
             fmt,
