@@ -47,6 +47,14 @@ def test_a_gpus_kernels(case: Case) -> None:
     assert not verdict.findings
 
 
+def test_what_a_decode_step_packs() -> None:
+    """Otherwise than a prompt, and the reference agrees on which is which."""
+    options = {"W": 0, "S": 0, "quant_mode": "hybrid_prefill"}
+    verdict = judge(Case("innerq2", 64, 32, "float32", options), ("PyTorch",))
+    assert verdict.paths == ["PyTorch"]
+    assert not verdict.findings
+
+
 def test_every_declared_value_is_drawn() -> None:
     """In many draws each option is left out and set, each choice is taken, and so are both ends of a range."""
     rng, seen = Random(0), dict[str, set[object]]()

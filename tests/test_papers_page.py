@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+CHECKS = [command[2:] for command in COMMANDS if command[:2] == ["vllm-kvq", "check"]]
+
+
 def test_all_are_of_a_kind_that_is_run() -> None:
-    assert len(ERRORS) + len(ON_A_MODEL) == len(COMMANDS) > 10
+    assert len(ERRORS) + len(ON_A_MODEL) + len(CHECKS) == len(COMMANDS) > 10
     assert all(command[0] == "--formats" and len(command) == 2 for command in (*ERRORS, *ON_A_MODEL))
 
 
@@ -46,6 +50,13 @@ def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert heads_command.main(["demo", "--tokens", "256", "--formats", ",".join(every)]) == 0
     printed = capsys.readouterr().out
     assert all(label in printed for label in every)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", CHECKS, ids=lambda command: command[-1])
+def test_would_be_served(command: list[str]) -> None:
+    done = subprocess.run(["vllm-kvq", "check", *command], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_modules_and_functions_that_it_names_exist() -> None:

@@ -14,12 +14,15 @@ from proof.kernels.exact import relative_error
 from proof.oracle.reference import ReferenceCache, Unit
 from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.fields import round_up
 from vllm_kvq.kernels.paths import Path, step_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, StepBatch
 
 HEADS, SHARE = 2, 2
 DECODES = 2
+ONE_SIDED = 5.0
+"""The mean of some channels: there InnerQ's groups are asymmetric."""
 SAME = 2.0**-9
 """Of a field's largest number: what is read back from the same codes may differ by rounding of parameters."""
 
@@ -46,7 +49,9 @@ class Trace:
         d, dtype = fmt.geometry.head_size, fmt.geometry.dtype
         self.slots, self.scale = SlotGeometry.of(fmt, self.heads, 0), d**-0.5
         self.step = step_for(self.path, fmt, self.slots, 0, self.scale, device)
-        self.chunks = (fmt.N + 5, max(fmt.W, fmt.S) + fmt.unit + 3, *[1] * DECODES)
+        first, prompt = fmt.N + 5, round_up(fmt.N + max(fmt.W, fmt.S) + 2 * fmt.unit, fmt.unit) - 1
+        # the first decode step completes a unit
+        self.chunks = (first, prompt - first, *[1] * DECODES)
         self.tokens = sum(self.chunks)
         cuts = [-(-self.tokens // fmt.N), self.slots.sidecar_blocks, self.slots.sink_blocks]
         ids = torch.arange(1, 1 + sum(cuts), dtype=torch.int32)[None]
@@ -55,7 +60,10 @@ class Trace:
         pages = torch.zeros(blocks, self.heads, fmt.record_bytes, dtype=torch.uint8)
         side, sinks = (torch.zeros(blocks, elements, dtype=dtype) for _ in range(2))
         self.caches = Caches(pages, side, sinks if fmt.S else None)
-        key, value = (x.transpose(0, 1).to(dtype) for x in outlier_data(self.tokens, self.heads, d, self.seed))
+        key, value = outlier_data(self.tokens, self.heads, d, self.seed)
+        key[..., -32:] += ONE_SIDED
+        value[..., :32] += ONE_SIDED
+        key, value = (x.transpose(0, 1).to(dtype) for x in (key, value))
         rng = torch.Generator().manual_seed(self.seed + 1)
         # queries of a low rank and noise, so that SQuat has a subspace to find
         mixture = torch.randn(self.tokens, self.heads * self.share, 4, generator=rng)

@@ -153,6 +153,22 @@ def test_a_mode_is_that_of_keys_and_values() -> None:
             assert (fields[name].signbit() == (mode == "symmetric")).all()
 
 
+def test_hybrid_prefill_is_symmetric_where_a_decode_step_completes_a_group() -> None:
+    prefill, hybrid, symmetric = (
+        FORMATS["innerq2"].bind(Geometry(64, 64), {"quant_mode": mode})
+        for mode in ("hybrid_prefill", "hybrid", "symmetric")
+    )
+    x = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0)) + 3
+    state, decoded = torch.ones(3, 1, 64), torch.tensor([False, True, False])
+    got = prefill.pack(x, x, state, decoded)
+    other, same = hybrid.pack(x, x, state, decoded), symmetric.pack(x, x, state)
+    for name, field in got.items():
+        assert torch.equal(field[1], same[name][1])
+        assert torch.equal(field[[0, 2]], other[name][[0, 2]])
+    assert not torch.equal(other["k_scale"], same["k_scale"])
+    assert torch.equal(prefill.pack(x, x, state)["k_codes"], other["k_codes"])
+
+
 def test_without_the_norm_there_is_no_state() -> None:
     """And the page says so: its keys were divided by 1."""
     fmt = FORMATS["innerq2"].bind(Geometry(64, 64), {"key_norm": "none"})

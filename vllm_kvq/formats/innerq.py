@@ -2,7 +2,8 @@
 
 Keys: per token over 32 channels, after k / norm with norm_i = sqrt(max_t |K_ti|) of the prompt's keys (the norm is
 folded into q once per page). Values: per channel over 32 tokens. Each group takes the mode with the smaller error
-(`quant_mode: hybrid`), or all groups have the same one (`symmetric`, `asymmetric`):
+(`quant_mode: hybrid`; `hybrid_prefill`: only what prompts complete, the rest is symmetric), or all groups have the same
+one (`symmetric`, `asymmetric`):
 
     asymmetric   x = zero + code scale,   zero = min, scale = (max - min) / (2^b - 1)
     symmetric    x = v scale,             |v| <= 2^b - 1, scale = max |x| / (2^b - 1)     (one more bit: the sign)
@@ -26,7 +27,7 @@ Slab (32 tokens; d = 128, b = 2): keys 1792, values 1792 bytes, 3.5 bits per ele
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 
@@ -46,17 +47,40 @@ from vllm_kvq.formats.planes import (
 )
 from vllm_kvq.formats.quant import affine_codes, affine_parameters, half, positive_half
 from vllm_kvq.formats.table import Format
+from vllm_kvq.formats.variant import variant
 
 GROUP = 32
 """Fixed: the slot's 32 bits hold one sign per element."""
 
-
 MODES = ("hybrid", "symmetric", "asymmetric")
 """In the order in which kernels number them."""
 HYBRID, SYMMETRIC, _ = range(len(MODES))
+HYBRID_PREFILL = "hybrid_prefill"
 QUANT_MODE = Option(
-    "quant_mode", "mode of InnerQ's groups: the better one of each, or the same for all", MODES[0], MODES
+    "quant_mode",
+    "mode of InnerQ's groups: the better one of each, that in the prompt and symmetric after it, or the same for all",
+    "hybrid",
+    ("hybrid", HYBRID_PREFILL, "symmetric", "asymmetric"),
 )
+
+
+class HybridPrefill:
+    """`quant_mode: hybrid_prefill`: what a decode step completes is symmetric."""
+
+    tells_decode = True
+
+    def pack_decoded(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return cast("HybridKeys | HybridValues", self).pack_as(x, state, SYMMETRIC)
+
+
+def _mode(options: Mapping[str, Any]) -> int:
+    """Of what prompts complete."""
+    name = options["quant_mode"]
+    return HYBRID if name == HYBRID_PREFILL else MODES.index(name)
+
+
+def _changes(options: Mapping[str, Any]) -> tuple[type, ...]:
+    return (HybridPrefill,) if options["quant_mode"] == HYBRID_PREFILL else ()
 
 
 def hybrid_quantize(x: torch.Tensor, bits: int, mode: int = HYBRID) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,8 +130,12 @@ class HybridKeys(KeyCodec):
         Option("key_norm", "what InnerQ's keys are divided by: the prompt's norms, or nothing", "prompt", KEY_NORMS),
     )
 
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        return variant(cls, *_changes(options))(geometry, options)
+
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        self.d, self.bits, self.mode = geometry.d, options["key_bits"], MODES.index(options["quant_mode"])
+        self.d, self.bits, self.mode = geometry.d, options["key_bits"], _mode(options)
         self.state_rows = int(options["key_norm"] == "prompt")
         self.groups = geometry.d // GROUP
 
@@ -132,9 +160,12 @@ class HybridKeys(KeyCodec):
         return norm if state is None else torch.maximum(state, norm)
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return self.pack_as(x, state, self.mode)
+
+    def pack_as(self, x: torch.Tensor, state: torch.Tensor | None, mode: int) -> Packed:
         norm = torch.ones_like(x[:, 0]) if state is None else usable_norm(state[:, 0])
         grouped = (x / norm[:, None]).unflatten(1, (-1, SLAB)).unflatten(-1, (self.groups, GROUP))
-        codes, scale, slot = hybrid_quantize(grouped, self.bits, self.mode)
+        codes, scale, slot = hybrid_quantize(grouped, self.bits, mode)
         return {
             "k_codes": pack_keys(codes.flatten(-2), self.bits),
             "k_scale": scale.transpose(-2, -1),
@@ -157,8 +188,12 @@ class HybridValues(ValueCodec):
     title = "per channel over 32 tokens"
     options = (VALUE_BITS, QUANT_MODE)
 
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        return variant(cls, *_changes(options))(geometry, options)
+
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        self.d, self.bits, self.mode = geometry.d, options["value_bits"], MODES.index(options["quant_mode"])
+        self.d, self.bits, self.mode = geometry.d, options["value_bits"], _mode(options)
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:
@@ -169,7 +204,10 @@ class HybridValues(ValueCodec):
         )
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        codes, scale, slot = hybrid_quantize(x.unflatten(1, (-1, SLAB)).transpose(-2, -1), self.bits, self.mode)
+        return self.pack_as(x, state, self.mode)
+
+    def pack_as(self, x: torch.Tensor, state: torch.Tensor | None, mode: int) -> Packed:
+        codes, scale, slot = hybrid_quantize(x.unflatten(1, (-1, SLAB)).transpose(-2, -1), self.bits, mode)
         return {"v_codes": pack_values(codes.transpose(-2, -1), self.bits), "v_scale": scale, "v_slot": slot}
 
     def unpack(self, fields: Packed) -> torch.Tensor:
