@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from vllm_kvq.eval import error_table, heads_command
 from vllm_kvq.eval.choice import choices
 
-PAGE = (Path(__file__).parent.parent / "docs" / "papers.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 ERROR, HEADS = ["vllm-kvq", "eval", "error"], ["vllm-kvq", "eval", "heads", "demo"]
 COMMANDS = [shlex.split(text) for text in dict.fromkeys(re.findall(r"`(vllm-kvq [^`]*)`", PAGE)) if "MODEL" not in text]
 ERRORS = [command[3:] for command in COMMANDS if command[:3] == ERROR]
@@ -55,14 +57,14 @@ def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("command", CHECKS, ids=lambda command: command[-1])
 def test_would_be_served(command: list[str]) -> None:
-    done = subprocess.run(["vllm-kvq", "check", *command], capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "-m", "vllm_kvq", "check", *command]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_modules_and_functions_that_it_names_exist() -> None:
-    root = Path(__file__).parent.parent
-    sources = "".join(path.read_text(encoding="utf-8") for path in (root / "vllm_kvq" / "formats").glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "vllm_kvq" / "formats").glob("*.py"))
     for path in re.findall(r"`((?:vllm_kvq|csrc|triton_kernels|tests)/[^`]*)`", PAGE):
-        assert (root / path).exists(), path
+        assert (ROOT / path).exists(), path
     for name in re.findall(r"`(?:\w+\.)?(_?[a-z]\w*_\w+)`", " ".join(re.findall(r"^\| .* \| .*`.*$", PAGE, re.M))):
         assert re.search(rf"\bdef {name}\b|\"{name}\"", sources), name
