@@ -2,6 +2,7 @@
 
     oracle/     traces on the real engine, judged by plain vLLM and by a reference that knows positions only
     fuzz/       random traces for the oracle, and the smallest one that fails
+    options/    random combinations of options on every path, held against the reference
     soak/       a real server under mixed load
     kernels/    what kernels are held against; instructions counted, sanitizers
     mutants/    faults planted on purpose, one at a time: does a test notice?

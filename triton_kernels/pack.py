@@ -68,6 +68,8 @@ def pack_kernel(
     K_SLOT: tl.constexpr,
     K_RADIUS: tl.constexpr,
     K_NORM: tl.constexpr,
+    K_NORMED: tl.constexpr,
+    K_MODE: tl.constexpr,
     K_ANGLE0: tl.constexpr,
     K_ANGLE_STEP: tl.constexpr,
     K_RADIUS0: tl.constexpr,
@@ -89,6 +91,7 @@ def pack_kernel(
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
     V_SLOT: tl.constexpr,
+    V_MODE: tl.constexpr,
 ):
     """See the module. Grid: (requests * units, HEADS); `units` is the most that the longest chunk can complete."""
     request, head = tl.program_id(0) // units, tl.program_id(1)
@@ -141,6 +144,7 @@ def pack_kernel(
                     k_ring, ringed, k_new, fresh, base, base16, halves_ptr + record * 2 + K_NORM, follows,
                     side_table, side_floats_ptr, side_blocks, side_words, head,
                     HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_SLOT, SPB, WORDS,
+                    K_MODE, K_NORMED,
                 )  # fmt: skip
             if VALUES == TOKEN:
                 damage += token_values(
@@ -149,8 +153,9 @@ def pack_kernel(
                 )  # fmt: skip
             else:
                 damage += hybrid_values(
-                    v_ring, ringed, v_new, fresh, base, base16, HEAD, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_SLOT
-                )
+                    v_ring, ringed, v_new, fresh, base, base16,
+                    HEAD, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_SLOT, V_MODE,
+                )  # fmt: skip
             tl.store(bytes_ptr + record * 4 + 16 + slab, tl.full((), 1, tl.uint8))
         tl.store(words_ptr + record, MAGIC)
         if damage > 0:

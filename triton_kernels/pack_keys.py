@@ -185,6 +185,8 @@ def hybrid_keys(
     SLOT: tl.constexpr,
     SPB: tl.constexpr,
     WORDS: tl.constexpr,
+    MODE: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
     """InnerQ: k / norm, per token over 32 channels. A page keeps the norm that it was begun with."""
     width: tl.constexpr = D * BITS // 8
@@ -195,11 +197,23 @@ def hybrid_keys(
         raw = load_channels(ring, ringed, new, fresh, g * 32, 32, HEAD)
         damage += lost(raw)
         norm = _norm(
-            norm_ptr, follows, side_table, side_floats_ptr, side_blocks, side_words, head, g * 32, 32, D, SPB, WORDS
+            norm_ptr,
+            follows,
+            side_table,
+            side_floats_ptr,
+            side_blocks,
+            side_words,
+            head,
+            g * 32,
+            32,
+            D,
+            SPB,
+            WORDS,
+            NORMED,
         )
         x, divisor = tl.broadcast(clean(raw), norm[None, :])
         x = tl.div_rn(x, divisor)
-        scale, zero, symmetric = hybrid_choice(x, 1, BITS)
+        scale, zero, symmetric = hybrid_choice(x, 1, BITS, MODE)
         channel = tl.arange(0, 32)
         _, sign = hybrid_codes(x, scale[:, None], zero[:, None], symmetric[:, None], BITS)
         signs = tl.reduce(sign << (8 * (channel % 4) + channel // 4)[None, :], 1, tl.standard._sum_combine)
@@ -212,7 +226,7 @@ def hybrid_keys(
         for p in tl.static_range(8 // BITS):
             norm = _norm(
                 norm_ptr, follows, side_table, side_floats_ptr, side_blocks, side_words, head,
-                p * width + o, BLOCK, D, SPB, WORDS,
+                p * width + o, BLOCK, D, SPB, WORDS, NORMED,
             )  # fmt: skip
             x = clean(load_channels(ring, ringed, new, fresh, p * width + o, BLOCK, HEAD))
             x, divisor = tl.broadcast(x, norm[None, :])
@@ -239,9 +253,12 @@ def _norm(
     D: tl.constexpr,
     SPB: tl.constexpr,
     WORDS: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
-    """The divisor of each channel, as the page stores it."""
+    """The divisor of each channel, as the page stores it; 1 without NORMED, where there is no state."""
     channel = FIRST + tl.arange(0, WIDTH)
+    if not NORMED:
+        return tl.full((WIDTH,), 1.0, tl.float32)
     place, there = state_offset(side_table, head * D + channel, channel < D, side_blocks, side_words, SPB, WORDS)
     norm = tl.load(side_floats_ptr + place, mask=there, other=0.0)
     stored = tl.minimum(norm, 65504.0).to(tl.float16).to(tl.float32)

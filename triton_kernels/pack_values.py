@@ -110,8 +110,11 @@ def token_values(
 
 
 @triton.jit
-def hybrid_choice(x, AXIS: tl.constexpr, BITS: tl.constexpr):
-    """InnerQ's better mode of each group along AXIS: (scale, float32 zero, symmetric), see formats/innerq.py."""
+def hybrid_choice(x, AXIS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
+    """InnerQ's mode of each group along AXIS: (scale, float32 zero, symmetric), see formats/innerq.py.
+
+    MODE 0 takes the better one of each group, 1 is symmetric, 2 asymmetric.
+    """
     top: tl.constexpr = (1 << BITS) - 1
     low = tl.reduce(x, AXIS, tl.standard._elementwise_min)
     high = tl.reduce(x, AXIS, tl.standard._elementwise_max)
@@ -123,6 +126,8 @@ def hybrid_choice(x, AXIS: tl.constexpr, BITS: tl.constexpr):
     other = signed * broad - x
     error = tl.reduce(error * error, AXIS, tl.standard._sum_combine)
     symmetric = tl.reduce(other * other, AXIS, tl.standard._sum_combine) < error
+    if MODE != 0:
+        symmetric = tl.full(error.shape, MODE == 1, tl.int1)
     return tl.where(symmetric, wide, scale), low, symmetric
 
 
@@ -150,6 +155,7 @@ def hybrid_values(
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     SLOT: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """InnerQ: per channel over the slab's tokens."""
     width: tl.constexpr = D * BITS // 8
@@ -161,7 +167,7 @@ def hybrid_values(
             raw = load_channels(ring, ringed, new, fresh, p * width + o, BLOCK, HEAD)
             damage += lost(raw)
             x = clean(raw)
-            scale, zero, symmetric = hybrid_choice(x, 0, BITS)
+            scale, zero, symmetric = hybrid_choice(x, 0, BITS, MODE)
             code, sign = hybrid_codes(x, scale[None, :], zero[None, :], symmetric[None, :], BITS)
             data |= code << (p * BITS)
             # element e at bit 8 (e % 4) + e / 4

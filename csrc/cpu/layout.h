@@ -49,6 +49,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(Keys, keys)                                                                                         \
   FIELD(int64_t, key_bits)     /* of a code; polar: of an angle */                                          \
   FIELD(int64_t, key_fitted)   /* scales and zeros of least squares, not of the range */                    \
+  FIELD(int64_t, key_mode)     /* InnerQ: 0 the better mode of each group, 1 symmetric, 2 asymmetric */     \
   FIELD(int64_t, boosted)      /* Kitty: channels of a slab with 4 bits */                                  \
   FIELD(int64_t, radius_bits)                                                                               \
   FIELD(int64_t, paper)        /* polar: the paper's grid, whose only parameter is the step of the radii */ \
@@ -64,6 +65,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(Values, values)                                                                                     \
   FIELD(int64_t, value_bits)                                                                                \
   FIELD(int64_t, value_fitted) /* as key_fitted */                                                          \
+  FIELD(int64_t, value_mode)   /* as key_mode */                                                            \
   FIELD(int64_t, value_rotated) /* by a Hadamard matrix, see pack/affine.h */                               \
   FIELD(int64_t, group)        /* channels that share the parameters of a token */                          \
                                                                                                             \

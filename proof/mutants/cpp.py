@@ -45,6 +45,14 @@ FAULTS: tuple[Fault, ...] = (
         slow=True,
     ),
     Fault(
+        "C++ takes the better mode of InnerQ's groups, whatever is asked for",
+        "csrc/cpu/pack/hybrid.h",
+        "wanted ? Ints{}",
+        "wanted > 9 ? Ints{}",
+        f"{KERNELS}/test_cpu_pack.py -k innerq",
+        slow=True,
+    ),
+    Fault(
         "C++ stores corrected keys of any size",
         "csrc/cpu/pack/affine.h",
         "max(min(moved, splat(LIMIT)), splat(-LIMIT))",

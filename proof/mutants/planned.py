@@ -14,6 +14,13 @@ LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
 
 PLANNER = (
     Fault(
+        "planner: what prompts complete counts as decoded",
+        "vllm_kvq/kernels/torch/plan.py",
+        "torch.from_numpy(~prefill[owner])",
+        "torch.from_numpy(prefill[owner])",
+        "tests/test_option_properties.py -k decode_step",
+    ),
+    Fault(
         "planner: one damaged header among sound ones is accepted",
         "vllm_kvq/kernels/torch/plan.py",
         "if stale.any():",
@@ -188,6 +195,20 @@ TORCH = (
 )
 
 LAYOUTS = (
+    Fault(
+        "Triton layout: InnerQ's keys always take the better mode",
+        "vllm_kvq/kernels/gpu/triton_layout.py",
+        '"K_MODE": k.mode',
+        '"K_MODE": 0',
+        "tests/test_option_properties.py -k gpus",
+    ),
+    Fault(
+        "Triton layout: InnerQ's keys always have a norm",
+        "vllm_kvq/kernels/gpu/triton_layout.py",
+        '"K_NORMED": bool(k.state_rows)',
+        '"K_NORMED": True',
+        "tests/test_option_properties.py -k gpus",
+    ),
     Fault(
         "CPU layout: the two sketches' sizes are swapped",
         "vllm_kvq/kernels/cpu/layout.py",

@@ -62,7 +62,10 @@ class Plan:
         self._unit_rows: list[list[int]] = []
         self.unit_state: list[tuple[int, int]] = []
         """(life, number of its fit) of the state that each unit is packed with."""
+        self._unit_decoded: list[bool] = []
         self.reads = [self._reads(number, life) for number, life in enumerate(lives)]
+        self.unit_decoded = torch.tensor(self._unit_decoded, dtype=torch.bool)
+        """Whether a decode step completes the unit."""
         self.unit_rows = torch.tensor(self._unit_rows).reshape(-1, fmt.unit)
 
     def row(self, life: Life, part: int, position: int) -> int:
@@ -120,25 +123,27 @@ class Plan:
             for i, (writer, page) in enumerate(life.hit)
             for u in range(per_page)
         }
-        states: dict[int, int] = {}
+        states: dict[int, tuple[int, bool]] = {}
         page_state: dict[int, int] = {}
         fits: list[slice] = []
         row = self.first[life]
         for part in life.parts:
             new = len(part.tokens)
-            if new > 1 + self.num_spec or part.context == life.start:
+            prompt = new > 1 + self.num_spec or part.context == life.start
+            if fmt.state_rows and prompt:
                 fits.append(slice(row, row + new))
             row += new
             for unit in range(part.context // p, part.end // p):
                 page = unit // per_page
                 if unit % per_page == 0 or page not in page_state:
                     page_state[page] = len(fits) - 1
-                states[unit] = page_state[page] if fmt.keys.page_fields else len(fits) - 1
-        for unit, state in states.items():
+                states[unit] = (page_state[page] if fmt.keys.page_fields else len(fits) - 1), not prompt
+        for unit, (state, decoded) in states.items():
             rows = [at.get(t, -1) for t in range(unit * p, (unit + 1) * p)]
             if min(rows) >= 0:  # else it ends in drafts that were never accepted
                 index[unit] = len(self._unit_rows)
                 self._unit_rows.append(rows)
                 self.unit_state.append((number, state))
+                self._unit_decoded.append(decoded)
         self._unit_index[life] = index
         return fits

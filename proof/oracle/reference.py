@@ -72,9 +72,10 @@ class ReferenceCache:
         """Append a chunk of q tokens and attend: query (q, Hq, head_size), key and value (q, H, head_size)."""
         context, new = len(self.key), len(key)
         self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
-        if self.fmt.state_rows and (new > 1 + self.num_spec or context == self.start):
+        prompt = new > 1 + self.num_spec or context == self.start
+        if self.fmt.state_rows and prompt:
             self._fit(query, key)
-        self._pack(context)
+        self._pack(context, prompt)
         return self._attend(query, context, scale)
 
     def _fit(self, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -82,7 +83,7 @@ class ReferenceCache:
         grouped = q.unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         self.state = self.fmt.keys.fit(grouped, k.transpose(0, 1), self.state)
 
-    def _pack(self, context: int) -> None:
+    def _pack(self, context: int, prompt: bool) -> None:
         """Every unit that this chunk completes."""
         fmt, p = self.fmt, self.fmt.unit
         for unit in range(context // p, len(self.key) // p):
@@ -91,7 +92,7 @@ class ReferenceCache:
                 self.page_state[page] = self.state
             state = self.page_state[page] if fmt.keys.page_fields else self.state
             k, v = (fmt.widen(x[at])[0].transpose(0, 1) for x in (self.key, self.value))
-            k, v = fmt.unpack(fmt.pack(k, v, state))
+            k, v = fmt.unpack(fmt.pack(k, v, state, torch.full((len(k),), not prompt)))
             d = fmt.geometry.head_size
             self.packed[unit] = k.transpose(0, 1)[..., :d], v.transpose(0, 1)[..., :d]
 

@@ -62,8 +62,9 @@ class Whole:
             if states is not None:
                 state = torch.stack([states[s] for s in self.plan.unit_state[i : i + PACK_UNITS]]).flatten(0, 1)
             ks, vs = (fmt.widen(x[rows])[0].transpose(1, 2).flatten(0, 1) for x in (k, v))
-            decoded = fmt.unpack(fmt.pack(ks, vs, state))
-            parts.append([x[..., :size].unflatten(0, (-1, heads)) for x in decoded])
+            decoded = self.plan.unit_decoded[i : i + PACK_UNITS].repeat_interleave(heads)
+            read = fmt.unpack(fmt.pack(ks, vs, state, decoded))
+            parts.append([x[..., :size].unflatten(0, (-1, heads)) for x in read])
         if not parts:
             empty = k.new_zeros(1, heads, fmt.unit, size)
             return empty, empty

@@ -83,7 +83,7 @@ def test_a_slow_head_size_is_said(checked: Check, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--additional-config", '{"kvq": {"r": 99}}'], "option 'r' is 99; it takes a whole number from 1 to 16"),
+        (["--additional-config", '{"kvq": {"r": 99}}'], "option 'r' is 99; it takes a whole number from 1 to 64"),
         (
             ["--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'],
             "--kv-cache-dtype squat2 does not support KV connectors; drop --kv-transfer-config",

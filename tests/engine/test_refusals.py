@@ -32,8 +32,10 @@ def kvq(**options: Any) -> dict[str, Any]:
     ("arguments", "sentence"),
     [
         (kvq(rank=3), "unknown kvq option 'rank'; known options are keys, values"),
-        (kvq(r=99), "option 'r' is 99; it takes a whole number from 1 to 16"),
+        (kvq(r=99), "option 'r' is 99; it takes a whole number from 1 to 64"),
         (kvq(m=256), "option 'm' is not read by squat2"),
+        (kvq(g=1), "option 'g' is served in multiples of 16; finer blocks are for vllm_kvq.roundtrip"),
+        (kvq(r=64), "option 'r' is 64; a subspace of 64 channels is no more than 63 wide"),
         (kvq(g=64), "option 'g' is 64, the whole head of 64 channels"),
         (kvq(N=64) | {"block_size": 128}, "kvq option 'N' is 64 but --block-size is 128"),
         ({"additional_config": {"kvq": 3}}, "additional config 'kvq' is 3; it must be an object"),
@@ -85,7 +87,7 @@ def test_the_sentence_comes_first_in_python(model: Path) -> None:
 
     with pytest.raises(Refused) as caught:
         LLM(model=str(model), kv_cache_dtype="squat2", max_model_len=256, **kvq(r=99))
-    assert str(caught.value).startswith("option 'r' is 99; it takes a whole number from 1 to 16")
+    assert str(caught.value).startswith("option 'r' is 99; it takes a whole number from 1 to 64")
 
 
 @pytest.mark.parametrize(

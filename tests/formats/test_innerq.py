@@ -11,11 +11,11 @@ from hypothesis.extra import numpy as hnp
 
 from vllm_kvq.eval.error_table import symmetric_share
 from vllm_kvq.formats import FORMATS, Geometry
-from vllm_kvq.formats.innerq import HybridKeys, HybridValues, hybrid_dequantize, hybrid_quantize, usable_norm
+from vllm_kvq.formats.innerq import MODES, HybridKeys, HybridValues, hybrid_dequantize, hybrid_quantize, usable_norm
 from vllm_kvq.formats.planes import unpack_sign_words
 
 GROUPS = hnp.arrays(np.float32, (3, 32), elements=st.floats(-1000, 1000, width=32))
-TWO_BITS = {"key_bits": 2, "value_bits": 2}
+TWO_BITS = {"key_bits": 2, "value_bits": 2, "quant_mode": "hybrid", "key_norm": "prompt"}
 ANY = hnp.arrays(np.float32, (2, 32), elements=st.floats(-32768, 32768, width=32, allow_subnormal=True))
 
 
@@ -122,6 +122,64 @@ def test_symmetric_slot_holds_every_sign_pattern(bits: int) -> None:
 def test_sign_word_that_is_a_nan() -> None:
     x = hybrid_dequantize(torch.full((1, 32), 3.0), torch.tensor([-0.5]), torch.tensor([-1], dtype=torch.int32), 2)
     assert (x == 1.5).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_one_mode_for_all_groups(bits: int) -> None:
+    """Each as if the other one were never better; and neither is better than the choice."""
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    x[100:] += torch.linspace(0, 6, 100)[:, None]
+    errors = {}
+    for mode, name in enumerate(MODES):
+        codes, scale, slot = hybrid_quantize(x, bits, mode)
+        errors[name] = (hybrid_dequantize(codes.float(), scale, slot, bits) - x).square().sum(-1)
+        if name != "hybrid":
+            assert (scale.signbit() == (name == "symmetric")).all()
+    for i, group in enumerate(x.numpy()):
+        affine, symmetric = brute_force(group, bits)
+        assert math.isclose(errors["asymmetric"][i], affine, rel_tol=1e-3)
+        assert math.isclose(errors["symmetric"][i], symmetric, rel_tol=1e-3)
+    assert (errors["hybrid"] <= torch.minimum(errors["symmetric"], errors["asymmetric"]) * (1 + 1e-5)).all()
+    assert (errors["symmetric"] < errors["asymmetric"]).any()
+    assert (errors["asymmetric"] < errors["symmetric"]).any()
+
+
+def test_a_mode_is_that_of_keys_and_values() -> None:
+    for mode in ("symmetric", "asymmetric"):
+        fmt = FORMATS["innerq2"].bind(Geometry(64, 64), {"quant_mode": mode})
+        x = torch.randn(1, 64, 64)
+        fields = fmt.pack(x, x, torch.ones(1, 1, 64))
+        for name in ("k_scale", "v_scale"):
+            assert (fields[name].signbit() == (mode == "symmetric")).all()
+
+
+def test_hybrid_prefill_is_symmetric_where_a_decode_step_completes_a_group() -> None:
+    prefill, hybrid, symmetric = (
+        FORMATS["innerq2"].bind(Geometry(64, 64), {"quant_mode": mode})
+        for mode in ("hybrid_prefill", "hybrid", "symmetric")
+    )
+    x = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0)) + 3
+    state, decoded = torch.ones(3, 1, 64), torch.tensor([False, True, False])
+    got = prefill.pack(x, x, state, decoded)
+    other, same = hybrid.pack(x, x, state, decoded), symmetric.pack(x, x, state)
+    for name, field in got.items():
+        assert torch.equal(field[1], same[name][1])
+        assert torch.equal(field[[0, 2]], other[name][[0, 2]])
+    assert not torch.equal(other["k_scale"], same["k_scale"])
+    assert torch.equal(prefill.pack(x, x, state)["k_codes"], other["k_codes"])
+
+
+def test_without_the_norm_there_is_no_state() -> None:
+    """And the page says so: its keys were divided by 1."""
+    fmt = FORMATS["innerq2"].bind(Geometry(64, 64), {"key_norm": "none"})
+    assert fmt.state_rows == 0
+    assert fmt.bits_per_element == FORMATS["innerq2"].bind(Geometry(64, 64)).bits_per_element
+    x = torch.randn(1, 64, 64) * 30
+    fields = fmt.pack(x, x, None)
+    assert (fields["k_inner_norm"] == 1).all()
+    plain = hybrid_quantize(x.unflatten(-1, (2, 32)), 2)
+    want = hybrid_dequantize(plain[0].float(), *plain[1:], 2).flatten(-2)
+    assert torch.allclose(fmt.unpack(fields)[0], want)
 
 
 # -- which elements share a group

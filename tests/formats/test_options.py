@@ -18,6 +18,7 @@ READER = {
     "r": "squat2", "lambda": "squat2", "floor": "squat2", "g": "squat2", "key_bits": "squat2",
     "m": "qjl3", "m_out": "qjl3", "outliers": "qjl3", "outlier_choice": "qjl3", "sketch": "qjl3", "seed": "qjl3",
     "mode": "polar4", "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4", "boost": "kitty2",
+    "quant_mode": "innerq2", "key_norm": "innerq2",
 }  # fmt: skip
 WRONG_TYPES: list[Any] = ["5", [5], {"a": 1}, True, 5.5, math.nan, math.inf, (2,)]
 
@@ -118,7 +119,8 @@ def test_options_of_other_methods_are_refused(name: str) -> None:
               "outlier_choice": "slab", "sketch": "gaussian", "mode": "paper",
               "angle_bits": 4, "radius_bits": 4, "pairing": "half",
               "key_bits": 2, "value_bits": 2, "group": 32, "key_scales": "fitted", "value_scales": "fitted",
-              "token_scale": "balanced", "value_rotation": "hadamard"}  # fmt: skip
+              "quant_mode": "symmetric", "key_norm": "none", "token_scale": "balanced",
+              "value_rotation": "hadamard"}  # fmt: skip
     for option, value in sample.items():
         if used & set(readers()[option]):
             FORMATS[name].bind(Geometry(128, 64), {option: value})

@@ -24,8 +24,8 @@ CASES = [(name, ()) for name in FORMATS if name not in PEERS] + [
     ("polar3", (("angle_bits", 3),)),
     ("qjl3", (("m", 256), ("m_out", 32), ("outliers", 5))),
     ("qjl3", (("outliers", 0),)),
-    ("squat4", (("group", 48), ("value_bits", 2))),
-    ("innerq2", (("key_bits", 4), ("value_bits", 4))),
+    ("squat4", (("group", 48), ("value_bits", 2), ("r", 63))),
+    ("innerq2", (("key_bits", 4), ("value_bits", 4), ("quant_mode", "asymmetric"), ("key_norm", "none"))),
 ]
 WILD = st.sampled_from([-(1 << 63), -(1 << 40), -1, 1 << 31, 1 << 40, (1 << 63) - 1])
 

@@ -117,6 +117,7 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
         ("squat2", 128, torch.float32, 64, {"g": 48, "r": 16}),
         ("squat2", 128, torch.float32, 64, {"g": 32, "r": 16, "floor": 64}),  # well above 1 / lambda
         ("squat4", 64, torch.bfloat16, 128, {"g": 16}),
+        ("squat2", 80, torch.float32, 64, {"g": 16, "r": 64}),
         ("kivi2", 128, torch.float32, 64, {"key_scales": "fitted", "group": 48}),
         ("kivi2", 96, torch.float16, 64, {"value_scales": "fitted", "group": 80}),
         ("squat4", 80, torch.bfloat16, 128, {"key_scales": "fitted", "value_scales": "fitted"}),
@@ -128,6 +129,8 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
         ("innerq2", 128, torch.float32, 64, {}),
         ("innerq2", 64, torch.bfloat16, 128, {"key_bits": 4, "value_bits": 4}),
         ("innerq2", 112, torch.float16, 128, {}),
+        ("innerq2", 80, torch.float32, 64, {"quant_mode": "symmetric"}),
+        ("innerq2", 128, torch.float16, 64, {"quant_mode": "asymmetric", "key_norm": "none"}),
         ("polar4", 128, torch.float32, 64, {}),
         ("polar3", 64, torch.bfloat16, 96, {"pairing": "interleaved"}),
         ("polar3", 192, torch.float32, 32, {"mode": "paper"}),

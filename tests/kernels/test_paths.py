@@ -97,6 +97,30 @@ def test_an_option_that_kernels_do_not_know_is_not_ignored(
     assert (found.why is None) == (path == "C++")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "device", "path", "why"),
+    [
+        pytest.param("squat2", {"r": 40}, "cpu", "C++", "", marks=has_library),
+        ("squat2", {"r": 40, "floor": 0}, "cuda", "PyTorch", "no Triton kernel for its keys or values with r=40;"),
+        ("squat2", {"r": 40, "value_scales": "fitted"}, "cuda", "PyTorch", "no Triton kernel for its keys or values;"),
+        pytest.param("innerq2", {"quant_mode": "symmetric", "key_norm": "none"}, "cpu", "C++", "", marks=has_library),
+        ("innerq2", {"quant_mode": "symmetric", "key_norm": "none"}, "cuda", "GPU/Triton", ""),
+        pytest.param(
+            *("innerq2", {"quant_mode": "hybrid_prefill"}, "cpu", "PyTorch"),
+            "no C++ kernels for its keys or values with quant_mode=hybrid_prefill",
+            marks=has_library,
+        ),
+        ("innerq2", {"quant_mode": "hybrid_prefill"}, "cuda", "PyTorch", "values with quant_mode=hybrid_prefill;"),
+    ],
+)
+def test_an_option_that_is_to_blame_is_named(
+    name: str, options: dict[str, object], device: str, path: str, why: str
+) -> None:
+    found = path_for(get_format(name).bind(Geometry(64, 64), options), Wish(device))
+    assert found.name == path
+    assert why in str(found.why or "")
+
+
 class OtherKeys(SQuatKeys):
     """A third party's: it may store what its parent does not."""
 

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from vllm_kvq import console
 from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.synthetic import attention_data, score_error
@@ -57,6 +59,17 @@ def rows() -> list[Row]:
     return ROWS + [(fmt.name, fmt.name, {}) for fmt in public_formats() if fmt.name not in listed]
 
 
+def asked(text: str) -> list[Row]:
+    """Those of `--formats`; ValueError for what can't be measured so."""
+    found = choices(text)
+    for choice in found:
+        if not choice.ours:
+            raise ValueError(f"--formats: {choice.label} is vLLM's own cache, which has no error here to measure")
+        for d, _ in CASES:
+            roundtrip(choice.format, *[torch.zeros(1, 1, d)] * 2, **choice.options)
+    return [(choice.label, choice.format, dict(choice.options)) for choice in found]
+
+
 def options_for(options: dict[str, Any], head_size: int) -> dict[str, Any]:
     """`blocks` is our shorthand for the `g` that gives so many blocks."""
     rest = {k: v for k, v in options.items() if k != "blocks"}
@@ -92,40 +105,34 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq eval error",
         "Score errors of formats on synthetic data, every token quantized.",
-        ("", "--format squat2 innerq2", "--format qjl3:outliers=0 qjl3:m=512,sketch=gaussian", "--json"),
+        ("", "--format squat2 innerq2", "--formats squat2:r=40,floor=0,innerq2:quant_mode=symmetric", "--json"),
         "could not be done",
     )
-    about = "formats, all unless named; with options the format is one row, else it has all of its rows"
-    p.add_argument("--format", nargs="+", metavar="F[:OPTION=VALUE,...]", help=about)
-    p.add_argument("--seeds", type=int, default=SEEDS, choices=range(1, 100), metavar="N", help="data sets to average")
+    known = list(dict.fromkeys(name for _, name, _ in rows()))
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--format", nargs="+", choices=known, default=known, help="all unless named")
+    which.add_argument("--formats", metavar="F,...", help="these instead, with options: squat2:r=8,g=32,kivi2")
+    p.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="data sets to average over (%(default)s)")
     console.add_json(p)
     return p
-
-
-def wanted(text: str) -> list[Row]:
-    """The rows of a word after --format. ValueError for what is no format of ours."""
-    made = choices(text)
-    if len(made) > 1 or not made[0].ours:
-        raise ValueError(f"--format {text!r} is no format of this package; write each as squat2 or squat2:r=8,g=32")
-    (choice,) = made
-    if choice.options:
-        return [(choice.label, choice.format, dict(choice.options))]
-    return [row for row in rows() if row[1] == choice.format] or [(choice.format, choice.format, {})]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    found: list[dict[str, Any]] = []
+    if args.seeds < 1:
+        p.error("--seeds is at least 1")
     try:
-        chosen = rows() if args.format is None else [row for text in args.format for row in wanted(text)]
-        for label, name, options in chosen:
-            errors = [error(name, options, d, rope, args.seeds) for d, rope in CASES]
-            bits = key_bits(name, options, 128)
-            found.append({"row": label, "format": name, "options": options, "key_bits": bits, "errors": errors})
+        chosen = asked(args.formats) if args.formats else [row for row in rows() if row[1] in args.format]
     except ValueError as problem:
-        p.exit(console.USAGE, f"vllm-kvq: {problem}\n")
-    shares = {d: symmetric_share(d) for d in (64, 128)} if ("innerq2", {}) in [r[1:] for r in chosen] else {}
+        p.error(str(problem))
+    found: list[dict[str, Any]] = []
+    for label, name, options in chosen:
+        errors = [error(name, options, d, rope, args.seeds) for d, rope in CASES]
+        bits = key_bits(name, options, 128)
+        found.append({"row": label, "format": name, "options": options, "key_bits": bits, "errors": errors})
+    plain = ("innerq2", {}) in [(name, options) for _, name, options in chosen]
+    shares = {d: symmetric_share(d) for d in (64, 128)} if plain else {}
     if args.json:
         cases = [{"head_size": d, "rope": rope} for d, rope in CASES]
         symmetric = [{"head_size": d, "keys": keys, "values": values} for d, (keys, values) in shares.items()]

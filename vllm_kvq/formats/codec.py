@@ -88,6 +88,12 @@ class Codec(ABC):
     state_rows = 0
     """Rows of d float32 that a request carries per KV head (SQuat's U, InnerQ's norm)."""
 
+    reference_only: ClassVar[str | None] = None
+    """Why it can't be served, in a sentence for users, though it can be measured; None: it can."""
+
+    tells_decode = False
+    """Whether `pack_decoded` differs from `pack`."""
+
     @abstractmethod
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         """`options` are its own, complete; ValueError where the head can't have them."""
@@ -110,6 +116,10 @@ class Codec(ABC):
     @abstractmethod
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
         """(U, T, d) float32 [and (U, state_rows, d)] -> slab fields (U, T / 32, ...) and page fields (U, ...)."""
+
+    def pack_decoded(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        """`pack` of tokens that a decode step completes, and not a chunk of a prompt."""
+        return self.pack(x, state)
 
     @abstractmethod
     def unpack(self, fields: Packed) -> torch.Tensor:

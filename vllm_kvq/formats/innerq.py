@@ -1,14 +1,17 @@
 """InnerQ: groups of 32 along the *inner* dimension of each product, hybrid rounding, per-channel key norms.
 
 Keys: per token over 32 channels, after k / norm with norm_i = sqrt(max_t |K_ti|) of the prompt's keys (the norm is
-folded into q once per page). Values: per channel over 32 tokens. Each group takes the mode with the smaller error:
+folded into q once per page). Values: per channel over 32 tokens. Each group takes the mode with the smaller error
+(`quant_mode: hybrid`; `hybrid_prefill`: only what prompts complete, the rest is symmetric), or all groups have the same
+one (`symmetric`, `asymmetric`):
 
     asymmetric   x = zero + code scale,   zero = min, scale = (max - min) / (2^b - 1)
     symmetric    x = v scale,             |v| <= 2^b - 1, scale = max |x| / (2^b - 1)     (one more bit: the sign)
 
 The 32-bit slot of a group holds the float32 zero or the 32 sign bits; v is stored in two's complement, its low b
 bits as the code and the inverted sign as bit b, so that v + 2^b is one unsigned (b + 1)-bit code. The mode itself is
-the sign bit of the scale, which is positive anyway: the paper's mask costs nothing (3.50 instead of 3.53 bits).
+the sign bit of the scale, which is positive anyway: the paper's mask costs nothing (3.50 instead of 3.53 bits), and
+the bytes are the same in all modes. With `key_norm: none` the norm that a page stores is 1.
 
 Page (d = 128)
     k_inner_norm f16 [d]               256   the norm that this page's keys were divided by
@@ -24,13 +27,13 @@ Slab (32 tokens; d = 128, b = 2): keys 1792, values 1792 bytes, 3.5 bits per ele
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS
+from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS, Option
 from vllm_kvq.formats.planes import (
     SLAB,
     key_code_shape,
@@ -44,12 +47,43 @@ from vllm_kvq.formats.planes import (
 )
 from vllm_kvq.formats.quant import affine_codes, affine_parameters, half, positive_half
 from vllm_kvq.formats.table import Format
+from vllm_kvq.formats.variant import variant
 
 GROUP = 32
 """Fixed: the slot's 32 bits hold one sign per element."""
 
+MODES = ("hybrid", "symmetric", "asymmetric")
+"""In the order in which kernels number them."""
+HYBRID, SYMMETRIC, _ = range(len(MODES))
+HYBRID_PREFILL = "hybrid_prefill"
+QUANT_MODE = Option(
+    "quant_mode",
+    "mode of InnerQ's groups: the better one of each, that in the prompt and symmetric after it, or the same for all",
+    "hybrid",
+    ("hybrid", HYBRID_PREFILL, "symmetric", "asymmetric"),
+)
 
-def hybrid_quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+
+class HybridPrefill:
+    """`quant_mode: hybrid_prefill`: what a decode step completes is symmetric."""
+
+    tells_decode = True
+
+    def pack_decoded(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return cast("HybridKeys | HybridValues", self).pack_as(x, state, SYMMETRIC)
+
+
+def _mode(options: Mapping[str, Any]) -> int:
+    """Of what prompts complete."""
+    name = options["quant_mode"]
+    return HYBRID if name == HYBRID_PREFILL else MODES.index(name)
+
+
+def _changes(options: Mapping[str, Any]) -> tuple[type, ...]:
+    return (HybridPrefill,) if options["quant_mode"] == HYBRID_PREFILL else ()
+
+
+def hybrid_quantize(x: torch.Tensor, bits: int, mode: int = HYBRID) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(..., 32) -> codes (..., 32), scale (...) whose sign is the mode, slot (...) int32."""
     top = 2**bits - 1
     scale, zero = affine_parameters(x, -1, bits)
@@ -58,8 +92,11 @@ def hybrid_quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Ten
     codes = affine_codes(x, scale, zero, bits)
     wide = positive_half(x.abs().amax(-1, keepdim=True) / top)
     signed = (x / wide).round().clamp(-top, top)
-    error = (torch.addcmul(zero, codes, scale) - x).square().sum(-1, keepdim=True)
-    symmetric = (signed * wide - x).square().sum(-1, keepdim=True) < error
+    if mode == HYBRID:
+        error = (torch.addcmul(zero, codes, scale) - x).square().sum(-1, keepdim=True)
+        symmetric = (signed * wide - x).square().sum(-1, keepdim=True) < error
+    else:
+        symmetric = torch.full_like(zero, mode == SYMMETRIC, dtype=torch.bool)
     codes = torch.where(symmetric, signed.to(torch.int32) & top, codes.to(torch.int32))
     slot = torch.where(
         symmetric.squeeze(-1), pack_sign_words(signed >= 0), zero.squeeze(-1).contiguous().view(torch.int32)
@@ -81,14 +118,25 @@ def usable_norm(norm: torch.Tensor) -> torch.Tensor:
     return torch.where(norm > 0, half(norm).clamp_min(2.0**-6), 1.0)
 
 
+KEY_NORMS = ("prompt", "none")
+
+
 class HybridKeys(KeyCodec):
     name = "innerq"
     title = "per token over 32 channels, after division by the prompt's channel norms"
-    options = (KEY_BITS,)
-    state_rows = 1
+    options = (
+        KEY_BITS,
+        QUANT_MODE,
+        Option("key_norm", "what InnerQ's keys are divided by: the prompt's norms, or nothing", "prompt", KEY_NORMS),
+    )
+
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        return variant(cls, *_changes(options))(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        self.d, self.bits = geometry.d, options["key_bits"]
+        self.d, self.bits, self.mode = geometry.d, options["key_bits"], _mode(options)
+        self.state_rows = int(options["key_norm"] == "prompt")
         self.groups = geometry.d // GROUP
 
     @property
@@ -112,9 +160,12 @@ class HybridKeys(KeyCodec):
         return norm if state is None else torch.maximum(state, norm)
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return self.pack_as(x, state, self.mode)
+
+    def pack_as(self, x: torch.Tensor, state: torch.Tensor | None, mode: int) -> Packed:
         norm = torch.ones_like(x[:, 0]) if state is None else usable_norm(state[:, 0])
         grouped = (x / norm[:, None]).unflatten(1, (-1, SLAB)).unflatten(-1, (self.groups, GROUP))
-        codes, scale, slot = hybrid_quantize(grouped, self.bits)
+        codes, scale, slot = hybrid_quantize(grouped, self.bits, mode)
         return {
             "k_codes": pack_keys(codes.flatten(-2), self.bits),
             "k_scale": scale.transpose(-2, -1),
@@ -135,10 +186,14 @@ class HybridKeys(KeyCodec):
 class HybridValues(ValueCodec):
     name = "innerq"
     title = "per channel over 32 tokens"
-    options = (VALUE_BITS,)
+    options = (VALUE_BITS, QUANT_MODE)
+
+    @classmethod
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        return variant(cls, *_changes(options))(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        self.d, self.bits = geometry.d, options["value_bits"]
+        self.d, self.bits, self.mode = geometry.d, options["value_bits"], _mode(options)
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:
@@ -149,7 +204,10 @@ class HybridValues(ValueCodec):
         )
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        codes, scale, slot = hybrid_quantize(x.unflatten(1, (-1, SLAB)).transpose(-2, -1), self.bits)
+        return self.pack_as(x, state, self.mode)
+
+    def pack_as(self, x: torch.Tensor, state: torch.Tensor | None, mode: int) -> Packed:
+        codes, scale, slot = hybrid_quantize(x.unflatten(1, (-1, SLAB)).transpose(-2, -1), self.bits, mode)
         return {"v_codes": pack_values(codes.transpose(-2, -1), self.bits), "v_scale": scale, "v_slot": slot}
 
     def unpack(self, fields: Packed) -> torch.Tensor:

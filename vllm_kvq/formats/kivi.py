@@ -42,8 +42,13 @@ class ChannelKeys(KeyCodec):
 
     @classmethod
     def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        return variant(cls, *cls.changes(options))(geometry, options)
+
+    @classmethod
+    def changes(cls, options: Mapping[str, Any]) -> tuple[type, ...]:
+        """What the options make another class of."""
         scaled = (TokenScaled,) if options["token_scale"] == "balanced" else ()
-        return variant(cls, *scaled, *fitted(options["key_scales"]))(geometry, options)
+        return (*scaled, *fitted(options["key_scales"]))
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d, self.bits = geometry.d, options["key_bits"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq.formats.codec import LARGEST_BLOCK, Geometry, KeyCodec, ValueCodec
+from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.fields import Field, Packed, Region, round_up
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import sanitize
@@ -25,6 +25,16 @@ MAGIC = 0x3151564B  # "KVQ1"
 HEADER_BYTES = 64
 FLAGS_AT = 16
 assert LARGEST_BLOCK // SLAB <= HEADER_BYTES - FLAGS_AT
+
+
+def _packed(codec: Codec, x: torch.Tensor, state: torch.Tensor | None, decoded: torch.Tensor | None) -> Packed:
+    fields = codec.pack(x, state)
+    if not codec.tells_decode or decoded is None or not decoded.any():
+        return fields
+    others = codec.pack_decoded(x, state)
+    return {
+        name: torch.where(decoded.view(-1, *[1] * (old.dim() - 1)), others[name], old) for name, old in fields.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -95,9 +105,18 @@ class PageFormat:
         clean, replaced = sanitize(x)
         return torch.nn.functional.pad(clean, (0, self.geometry.d - self.geometry.head_size)), replaced
 
-    def pack(self, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        """Widened (U, T, d) keys and values of one pack unit each -> all fields."""
-        return {**self.keys.pack(key, state), **self.values.pack(value, None)}
+    def pack(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        state: torch.Tensor | None,
+        decoded: torch.Tensor | None = None,
+    ) -> Packed:
+        """Widened (U, T, d) keys and values of one pack unit each -> all fields.
+
+        decoded (U,) booleans: a decode step has completed the unit; None: prompts have completed all of them.
+        """
+        return {**_packed(self.keys, key, state, decoded), **_packed(self.values, value, None, decoded)}
 
     def unpack(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """All fields -> (U, T, d) keys and values."""

@@ -35,6 +35,11 @@ from vllm_kvq.formats.quant import LIMIT
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 
+NARROW = 16
+"""The largest rank that every kernel knows."""
+LEAST_BLOCK = 16
+"""Channels of a block that kernels quantize at once."""
+
 
 class SQuatKeys(ChannelKeys):
     name = "squat"
@@ -43,15 +48,26 @@ class SQuatKeys(ChannelKeys):
         KEY_BITS,
         KEY_SCALES,
         TOKEN_SCALE,
-        Option("r", "rank of SQuat's query subspace", 5, low=1, high=16),
+        Option("r", "rank of SQuat's query subspace", 5, low=1, high=64),
         Option("lambda", "SQuat's regularisation", 1e-3, low=1e-6, high=0.1, multiple=0),
         Option("floor", "times the queries' noise that 1 / lambda is at least; 0: the paper's rule", 4, low=0, high=64),
-        Option("g", "channels per block of SQuat's update", low=16, high=128, multiple=16),
+        Option("g", "channels per block of SQuat's update", low=1, high=128),
     )
     fits_queries = True
 
+    @classmethod
+    def changes(cls, options: Mapping[str, Any]) -> tuple[type, ...]:
+        wide = (WideSubspace,) if options["r"] > NARROW else ()
+        fine = (FineBlocks,) if options["g"] and options["g"] % LEAST_BLOCK else ()
+        return (*fine, *wide, *super().changes(options))
+
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         super().__init__(geometry, options)
+        if options["r"] >= geometry.head_size:
+            raise ValueError(
+                f"option 'r' is {options['r']}; a subspace of {geometry.head_size} channels is no more than "
+                f"{geometry.head_size - 1} wide"
+            )
         self.rank, self.lam, self.floor = options["r"], options["lambda"], options["floor"]
         self.state_rows = self.rank + 1
         self.beside = geometry.head_size - self.rank
@@ -114,6 +130,19 @@ class SQuatKeys(ChannelKeys):
         eye = torch.eye(self.rank, dtype=rest.dtype, device=rest.device)
         factor, _ = torch.linalg.cholesky_ex(eye * rho[:, None, None, None] + rest @ rest.transpose(-2, -1))
         return torch.cholesky_solve(u_t.double(), factor).float()
+
+
+class WideSubspace:
+    """`r` above 16, which the kernels for GPUs have no rows for."""
+
+
+class FineBlocks:
+    """`g` that is no multiple of 16, down to the paper's single channels: as many solutions per token as blocks."""
+
+    reference_only = (
+        f"option 'g' is served in multiples of {LEAST_BLOCK}; "
+        "finer blocks are for vllm_kvq.roundtrip and the evaluation alone"
+    )
 
 
 FORMATS = (

@@ -83,6 +83,9 @@ class Served:
         for schedule in schedules(kvq_options(vllm_config)):
             schedule.check(layers.packed_layers, layers.total)
         parts = parts_of(vllm_config, layers, _block(vllm_config, layers, states))
+        for part in parts:
+            if problem := part.format.keys.reference_only or part.format.values.reference_only:
+                raise ValueError(problem)
         window = model.get_sliding_window() or model.max_model_len
         served = cls(
             parts,

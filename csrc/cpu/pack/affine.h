@@ -154,11 +154,10 @@ inline void put_value_codes(const int32_t* codes, int64_t n, int bits, uint8_t* 
   }
 }
 
-// Of keys codes [32][d], corrected ones and their errors [32][d], and z [32][16], or (boosted.h) low digits, high digits
-// and those of boosted channels; of values codes, a group's channels
-// and the rotated ones.
+// Of keys codes [32][d], corrected ones and their errors [32][d], and z [32][MAX_RANK], or (boosted.h) low digits, high
+// digits and those of boosted channels; of values codes, a group's channels and the rotated ones.
 inline size_t scalar_work_bytes(const Layout& l) {
-  return align64(4 * size_t(SLAB) * (3 * l.d + 16));
+  return align64(4 * size_t(SLAB) * (3 * l.d + MAX_RANK));
 }
 
 // Per channel over 32 tokens x [32][stride], for channels [first, last): parameters to `scale` and `zero`.
@@ -192,7 +191,7 @@ inline void pack_channel(const PackUnit& u) {
   int32_t* codes = reinterpret_cast<int32_t*>(u.work);
   float *x = reinterpret_cast<float*>(codes + SLAB * d), *error = x + SLAB * d, *z = error + SLAB * d;
   uint8_t *scale = u.slabs + l.k_scale, *zero = u.slabs + l.k_zero;
-  if (u.pull) std::memset(z, 0, 4 * SLAB * 16);
+  if (u.pull) std::memset(z, 0, 4 * SLAB * MAX_RANK);
   for (int64_t start = 0; start < d; start += block) {
     const int64_t end = start + block < d ? start + block : d;
     const float* from = u.key;
@@ -200,7 +199,7 @@ inline void pack_channel(const PackUnit& u) {
       for (int t = 0; t < SLAB; ++t)
         for (int64_t c = start; c < end; c += LANES) {
           Floats sum{};
-          for (int r = 0; r < rank; ++r) sum += splat(z[t * 16 + r]) * load(u.pull + r * d + c);
+          for (int r = 0; r < rank; ++r) sum += splat(z[t * MAX_RANK + r]) * load(u.pull + r * d + c);
           const Floats moved = load(u.key + t * d + c) - sum;
           store(x + t * d + c, max(min(moved, splat(LIMIT)), splat(-LIMIT)));
         }
@@ -214,7 +213,7 @@ inline void pack_channel(const PackUnit& u) {
       for (int r = 0; r < rank; ++r) {
         Floats dot{};
         for (int64_t c = start; c < end; c += LANES) dot += load(error + t * d + c) * load(u.state + r * d + c);
-        z[t * 16 + r] += sum(dot);
+        z[t * MAX_RANK + r] += sum(dot);
       }
   }
   put_key_codes(codes, d, int(l.key_bits), u.slabs + l.k_codes);

@@ -1,7 +1,7 @@
 //     asymmetric:  x ~ lo + code scale        symmetric:  x ~ n scale, |n| < 2^bits
 //
-// InnerQ's hybrid groups (formats/innerq.py) of 32 elements, each with the mode of the smaller error: 32 groups side by
-// side in lanes.
+// InnerQ's hybrid groups (formats/innerq.py) of 32 elements, each with the mode of the smaller error unless all have the
+// same one: 32 groups side by side in lanes.
 #pragma once
 
 #include "affine.h"
@@ -9,9 +9,10 @@
 namespace {
 namespace float32 {
 
-// x [32 elements][stride], columns [0, 32): codes alike, 32 scales (the sign is the mode) and 32 slots.
-inline void hybrid_codes(const float* x, int64_t stride, int bits, int32_t* codes, int64_t code_stride, uint8_t* scale,
-                         uint8_t* slot) {
+// x [32 elements][stride], columns [0, 32): codes alike, 32 scales (the sign is the mode) and 32 slots. `wanted` is the
+// layout's key_mode or value_mode.
+inline void hybrid_codes(const float* x, int64_t stride, int bits, int64_t wanted, int32_t* codes,
+                         int64_t code_stride, uint8_t* scale, uint8_t* slot) {
   const Floats top = splat(float((1 << bits) - 1));
   for (int c = 0; c < SLAB; c += LANES) {
     Floats lo = load(x + c), hi = lo;
@@ -29,7 +30,7 @@ inline void hybrid_codes(const float* x, int64_t stride, int bits, int32_t* code
       affine += a * a;
       symmetric += b * b;
     }
-    const Ints mode = Ints(symmetric < affine);  // all ones: symmetric
+    const Ints mode = wanted ? Ints{} - int32_t(wanted == 1) : Ints(symmetric < affine);  // all ones: symmetric
     Ints signs{};
     for (int e = 0; e < SLAB; ++e) {
       const Floats v = load(x + e * stride + c);
@@ -47,7 +48,7 @@ inline void hybrid_codes(const float* x, int64_t stride, int bits, int32_t* code
 inline void pack_hybrid_values(const Layout& l, const float* value, uint8_t* slab, char* work) {
   int32_t* codes = reinterpret_cast<int32_t*>(work);
   for (int64_t c = 0; c < l.d; c += SLAB)
-    hybrid_codes(value + c, l.d, int(l.value_bits), codes + c, l.d, slab + l.v_scale + 2 * c,
+    hybrid_codes(value + c, l.d, int(l.value_bits), l.value_mode, codes + c, l.d, slab + l.v_scale + 2 * c,
                  slab + l.v_slot + 4 * c);
   put_value_codes(codes, l.d, int(l.value_bits), slab + l.v_codes);
 }
@@ -81,7 +82,7 @@ inline void pack_hybrid_keys(const PackUnit& u) {
   for (int64_t first = 0; first < l.d; first += SLAB) {
     for (int t = 0; t < SLAB; ++t)
       for (int c = 0; c < SLAB; ++c) block[c * SLAB + t] = u.key[t * l.d + first + c] / norm[first + c];
-    hybrid_codes(block, SLAB, int(l.key_bits), turned, SLAB, u.slabs + l.k_scale + 2 * first,
+    hybrid_codes(block, SLAB, int(l.key_bits), l.key_mode, turned, SLAB, u.slabs + l.k_scale + 2 * first,
                  u.slabs + l.k_slot + 4 * first);
     for (int t = 0; t < SLAB; ++t)
       for (int c = 0; c < SLAB; ++c) codes[t * l.d + first + c] = turned[c * SLAB + t];

@@ -7,6 +7,8 @@
 
 namespace kvq {
 
+constexpr int MAX_RANK = 64;  // of SQuat's subspace
+
 // One pack unit of one KV head as its kernel sees it: sanitized tokens, [tokens][d].
 struct PackUnit {
   const Layout* layout;

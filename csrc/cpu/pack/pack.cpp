@@ -19,7 +19,6 @@ namespace {
 
 constexpr int32_t MAGIC = 0x3151564B;  // as formats/page.py
 constexpr int FLAGS_AT = 16;
-constexpr int MAX_RANK = 16;
 
 void inside(int64_t i, int64_t limit, const char* what) {
   if (i < 0 || i >= limit)

@@ -26,7 +26,7 @@ from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.lossless import RawKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys, ThirdBit
 from vllm_kvq.formats.qjl import OneSketchKeys, SketchKeys
-from vllm_kvq.formats.squat import SQuatKeys
+from vllm_kvq.formats.squat import SQuatKeys, WideSubspace
 from vllm_kvq.formats.values import RawValues, Rotated, TokenValues
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu.library import library
@@ -118,10 +118,15 @@ KEYS: dict[type, Kind] = {
     variant(ChannelKeys, Fitted): Kind("channel", _CHANNEL, {"key_bits": "bits", "key_fitted": 1}),
     SQuatKeys: Kind("channel", _CHANNEL, _SQUAT, reduction=_GRAM),
     variant(SQuatKeys, Fitted): Kind("channel", _CHANNEL, {**_SQUAT, "key_fitted": 1}, reduction=_GRAM),
+    variant(SQuatKeys, WideSubspace): Kind("channel", _CHANNEL, _SQUAT, reduction=_GRAM),
+    variant(SQuatKeys, WideSubspace, Fitted): Kind("channel", _CHANNEL, {**_SQUAT, "key_fitted": 1}, reduction=_GRAM),
     BoostedKeys: Kind("boosted", _BOOSTED, {"key_bits": LOW, "boosted": "boosted"}),
     variant(BoostedKeys, Fitted): Kind("boosted", _BOOSTED, {"key_bits": LOW, "boosted": "boosted", "key_fitted": 1}),
     HybridKeys: Kind(
-        "hybrid", (("k_codes", "k_scale", "k_slot", "k_inner_norm"),), {"key_bits": "bits"}, reduction=_LARGEST
+        "hybrid",
+        (("k_codes", "k_scale", "k_slot", "k_inner_norm"),),
+        {"key_bits": "bits", "key_mode": "mode"},
+        reduction=_LARGEST,
     ),
     SketchKeys: Kind(
         "sketch",
@@ -170,7 +175,7 @@ VALUES: dict[type, Kind] = {
     variant(TokenValues, Fitted): Kind("token", _TOKEN, {**_GROUPS, "value_fitted": 1}),
     variant(TokenValues, Rotated): Kind("token", _TOKEN, {**_GROUPS, "value_rotated": 1}),
     variant(TokenValues, Rotated, Fitted): Kind("token", _TOKEN, {**_GROUPS, "value_rotated": 1, "value_fitted": 1}),
-    HybridValues: Kind("hybrid", (("v_codes", "v_scale", "v_slot"),), {"value_bits": "bits"}),
+    HybridValues: Kind("hybrid", (("v_codes", "v_scale", "v_slot"),), {"value_bits": "bits", "value_mode": "mode"}),
     RawValues: Kind("raw", (("v_raw",),)),
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_kvq.formats import PageFormat, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES, Codec
 from vllm_kvq.formats.qjl import SketchKeys
-from vllm_kvq.formats.table import key_codecs, value_codecs
+from vllm_kvq.kernels.blame import chosen_codecs
 from vllm_kvq.kernels.cpu.layout import bind
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 
@@ -69,7 +69,7 @@ def _reasons(fmt: PageFormat) -> list[Reason]:
 
 def _reason(fmt: PageFormat, half: str) -> Reason | None:
     """Which options, or which codec, keep integer kernels from attending this half; None: the head size."""
-    settings, chosen = fmt.settings, _codecs(fmt)
+    settings, chosen = fmt.settings, chosen_codecs(fmt)
     codec: type[Codec] = settings.keys if half == "keys" else settings.values
     default = get_format(fmt.name).settings(chosen)
     changed = tuple(o.name for o in codec.options if settings.get(o.name) != default.get(o.name))
@@ -96,18 +96,7 @@ def _fast(fmt: PageFormat, half: str, options: Mapping[str, Any], head_size: int
 
 def _head_sizes(fmt: PageFormat, half: str) -> list[int]:
     """Those that integer kernels attend with default options, if none with these codecs then with the format's own."""
-    for codecs in (_codecs(fmt), {}):
+    for codecs in (chosen_codecs(fmt), {}):
         if found := [d for d in HEAD_SIZES if _fast(fmt, half, codecs, d)]:
             return found
     return []
-
-
-def _codecs(fmt: PageFormat) -> dict[str, str]:
-    """The options that chose the codecs, where they are not those of the format's name."""
-    named, settings = get_format(fmt.name), fmt.settings
-    chosen = {}
-    if settings.keys is not named.keys:
-        chosen["keys"] = next(name for name, codec in key_codecs().items() if codec is settings.keys)
-    if settings.values is not named.values:
-        chosen["values"] = next(name for name, codec in value_codecs().items() if codec is settings.values)
-    return chosen

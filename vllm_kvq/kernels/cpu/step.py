@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.cpu import attend, pack
 from vllm_kvq.kernels.cpu.layout import bind, companions
 from vllm_kvq.kernels.cpu.library import isa, library
@@ -38,7 +39,9 @@ def why_not(fmt: PageFormat) -> str | None:
     """One sentence if C++ can't serve this format here."""
     if library() is None:
         return "the C++ kernels can't be built here (the log says why)"
-    return None if bind(fmt) is not None else f"{fmt.name} has no C++ kernels for its keys or values"
+    if bind(fmt) is not None:
+        return None
+    return f"{fmt.name} has no C++ kernels for its keys or values{blamed(fmt, lambda other: bind(other) is not None)}"
 
 
 class CPUStep:

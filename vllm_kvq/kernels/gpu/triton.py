@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.gpu import loading
 from vllm_kvq.kernels.gpu.launch import MIN_ROWS, power_of_two
 from vllm_kvq.kernels.gpu.paged import PagedKernels
@@ -76,7 +77,9 @@ class TritonKernels(PagedKernels):
     name = "Triton"
 
     def why_not(self, fmt: PageFormat) -> str | None:
-        return None if constants(fmt) else f"{fmt.name} has no Triton kernel for its keys or values"
+        if constants(fmt):
+            return None
+        return f"{fmt.name} has no Triton kernel for its keys or values{blamed(fmt, lambda o: bool(constants(o)))}"
 
     def prepare(self, fmt: PageFormat, device: torch.device) -> None:
         loading.load()

@@ -97,7 +97,8 @@ def _squat_pack(k: SQuatKeys) -> Constants:
 
 
 def _hybrid_pack(k: HybridKeys) -> Constants:
-    return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, GROUP))}
+    rule = {"K_MODE": k.mode, "K_NORMED": bool(k.state_rows)}
+    return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, GROUP))} | rule
 
 
 def _polar_pack(k: PolarKeys) -> Constants:
@@ -256,8 +257,10 @@ def pack_constants(fmt: PageFormat) -> Constants:
         raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
     own = {name: x for name, x in known.items() if name not in ("K_CHUNK", "OPERANDS", "V_PLACES")}
     none = {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0, "FLOOR": 0.0}
+    none |= {"K_MODE": 0, "K_NORMED": False}
+    rules = {"V_MODE": fmt.values.mode if isinstance(fmt.values, HybridValues) else 0}
     unit = {"UNIT": fmt.unit, "TOKENS": power_of_two(fmt.unit)}
-    return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | unit
+    return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | rules | unit
 
 
 def state_constants(fmt: PageFormat) -> Constants:

@@ -30,6 +30,8 @@ class Units:
     """Row of the state that each unit follows."""
     follows: torch.Tensor
     """Booleans: the page was begun in an earlier step, and the unit keeps its page parameters."""
+    decoded: torch.Tensor | None = None
+    """Booleans: a decode step completes the unit; None: prompts complete all of them."""
 
 
 def pack(
@@ -58,7 +60,8 @@ def pack(
             if kept is not None:
                 mine = torch.where(follows.repeat_interleave(heads)[:, None, None], kept, mine)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        fmt.write(pages, page, unit, fmt.pack(k, v, mine))
+        decoded = None if units.decoded is None else units.decoded[some].repeat_interleave(heads)
+        fmt.write(pages, page, unit, fmt.pack(k, v, mine, decoded))
     return replaced
 
 

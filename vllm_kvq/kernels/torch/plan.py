@@ -162,7 +162,7 @@ class Planner:
             self._long(requests.first_row[keep_owner] + keep_pos - c[keep_owner]),
             self._long(self._row(requests.sinks, put_owner, put_pos)),
             self._long(requests.first_row[put_owner] + put_pos - c[put_owner]),
-            *self._units(requests, pool),
+            *self._units(requests, pool, prefill),
             self._fits(requests, prefill, fresh) if fmt.state_rows else [],
             self._groups(requests, boundary, sinks, pool),
         )
@@ -184,7 +184,7 @@ class Planner:
             raise RuntimeError(f"a prefix hit resumes at {odd[0]}, not at a multiple of {self.fmt.unit} tokens")
 
     # -- parts -----------------------------------------------------------------------------------------------------
-    def _units(self, requests: Requests, pool: int) -> tuple[Units | None, Index | None]:
+    def _units(self, requests: Requests, pool: int, prefill: np.ndarray) -> tuple[Units | None, Index | None]:
         fmt, p = self.fmt, self.fmt.unit
         c, end = requests.context, requests.context + requests.new
         first, last = c // p, end // p
@@ -207,6 +207,7 @@ class Planner:
             self._long(rows),
             self._long(mine),
             torch.from_numpy(follows).to(self.device),
+            torch.from_numpy(~prefill[owner]).to(self.device),
         )
         return units, self._state(requests, owners) if fmt.state_rows else None
 
