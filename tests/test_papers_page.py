@@ -45,6 +45,18 @@ def test_errors(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert all(0 < float(cell) < 0.8 for cell in cells)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("command", ERRORS, ids=lambda command: command[1])
+def test_figures(command: list[str]) -> None:
+    """As the command prints them; the last place may differ between machines."""
+    row = next(line for line in PAGE.splitlines() if f"eval error --formats {command[1]}`" in line)
+    pairs = row.strip(" |").rpartition("|")[2].split(";")
+    for pair, choice in zip(pairs, choices(command[1]), strict=True):
+        for cell, rope in zip(pair.split(","), (False, True), strict=True):
+            error = error_table.error(choice.format, dict(choice.options), 128, rope)
+            assert float(cell) == pytest.approx(error, abs=0.0015)
+
+
 @pytest.mark.engine
 def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     """All in one run of the model, which takes longer than what they measure."""

@@ -257,11 +257,12 @@ def _norm(
 ):
     """The divisor of each channel, as the page stores it; 1 without NORMED, where there is no state."""
     channel = FIRST + tl.arange(0, WIDTH)
-    if not NORMED:
-        return tl.full((WIDTH,), 1.0, tl.float32)
-    place, there = state_offset(side_table, head * D + channel, channel < D, side_blocks, side_words, SPB, WORDS)
-    norm = tl.load(side_floats_ptr + place, mask=there, other=0.0)
-    stored = tl.minimum(norm, 65504.0).to(tl.float16).to(tl.float32)
-    norm = tl.where(norm > 0, tl.maximum(stored, 0.015625), 1.0)  # formats/innerq.py, usable_norm
-    begun = tl.load(norm_ptr + channel).to(tl.float32)
-    return tl.where(follows, begun, norm)
+    if NORMED:
+        place, there = state_offset(side_table, head * D + channel, channel < D, side_blocks, side_words, SPB, WORDS)
+        norm = tl.load(side_floats_ptr + place, mask=there, other=0.0)
+        stored = tl.minimum(norm, 65504.0).to(tl.float16).to(tl.float32)
+        norm = tl.where(norm > 0, tl.maximum(stored, 0.015625), 1.0)  # formats/innerq.py, usable_norm
+        norm = tl.where(follows, tl.load(norm_ptr + channel).to(tl.float32), norm)
+    else:
+        norm = tl.full((WIDTH,), 1.0, tl.float32)
+    return norm

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_kvq.eval.synthetic import attention_data, score_error
-from vllm_kvq.formats import Geometry, roundtrip
+from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters
 from vllm_kvq.formats.squat import SQuatKeys
@@ -96,7 +96,7 @@ class Recorder:
         monkeypatch.setattr(ChannelKeys, "_quantize", fake)
 
 
-@pytest.mark.parametrize(("d", "blocks"), [(64, 2), (128, 2), (128, 4), (256, 4), (128, 8), (192, 6)])
+@pytest.mark.parametrize(("d", "blocks"), [(64, 2), (128, 2), (128, 4), (256, 4), (128, 8), (192, 6), (64, 64)])
 def test_the_update_is_the_papers(d: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that reaches the quantizer, with a continuous stand-in for rounding."""
     k, u = example(d)
@@ -303,9 +303,30 @@ def test_no_rank_is_worse_than_kivi_under_rope(d: int) -> None:
         return score_error(new, key, roundtrip("squat2", key, value, seen, **options)[0])
 
     kivi = score_error(new, key, roundtrip("kivi2", key, value)[0])
-    for rank in (1, 3, 5, 8, 12, 16):
+    for rank in (1, 3, 5, 8, 12, 16, 40, 63):
         assert error(r=rank) < kivi
     assert error(r=16, floor=0) > 1.03 * kivi
+
+
+def test_single_channels_correct_most() -> None:
+    """The paper's Eq. (3), for queries that stay in the subspace."""
+    query, key, value = attention_data(64)
+    seen, new = query[:128], query[128:]
+    errors = [score_error(new, key, roundtrip("squat2", key, value, seen, g=g)[0]) for g in (1, 4, 16, 32)]
+    assert errors == sorted(errors)
+    assert errors[0] < 0.7 * errors[-1]
+
+
+def test_blocks_that_only_the_reference_knows_say_so() -> None:
+    for g, served in ((1, False), (20, False), (16, True), (48, True)):
+        keys = FORMATS["squat2"].bind(Geometry(64, 64), {"g": g}).keys
+        assert (keys.reference_only is None) == served
+
+
+def test_a_subspace_is_less_than_the_head() -> None:
+    FORMATS["squat2"].bind(Geometry(64, 64), {"r": 63})
+    with pytest.raises(ValueError, match="option 'r' is 64; a subspace of 64 channels is no more than 63 wide"):
+        FORMATS["squat2"].bind(Geometry(64, 64), {"r": 64})
 
 
 def test_a_block_of_the_whole_head_is_refused_where_it_is_padded() -> None:
