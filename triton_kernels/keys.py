@@ -24,7 +24,7 @@ from vllm_kvq.triton_kernels.fragments import (
     signed_low,
     signed_pair,
 )
-from vllm_kvq.triton_kernels.lang import SUBNORMAL, load_some
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, load_some, product
 
 CHANNEL: tl.constexpr = tl.constexpr(kinds.CHANNEL)
 HYBRID: tl.constexpr = tl.constexpr(kinds.HYBRID)
@@ -46,17 +46,24 @@ def query_channel(
     CHUNK: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    TABLE: tl.constexpr,
 ):
-    """Channels of query operand INDEX: a chunk of channels, or the x or the y of a chunk of pairs."""
+    """Channels of query operand INDEX: a chunk of channels; or, of a chunk of pairs, both numbers of half the pairs, as
+    `polar_scores` multiplies them; or the x or the y of all, where scores are looked up."""
     if KEYS == POLAR:
         chunks: tl.constexpr = D // 2 // CHUNK
-        pair = INDEX % chunks * CHUNK + at
-        if INTERLEAVED:
-            inside = 2 * pair + INDEX // chunks
+        if TABLE > 0:
+            pair = INDEX % chunks * CHUNK + at
+            second = INDEX // chunks
         else:
-            inside = pair + INDEX // chunks * (ROTARY // 2)
+            pair = INDEX // 2 * CHUNK + (at & -4) + INDEX % 2 * 2 + (at & 1)
+            second = (at >> 1) & 1
+        if INTERLEAVED:
+            inside = 2 * pair + second
+        else:
+            inside = pair + second * (ROTARY // 2)
         # pairs outside RoPE, as in formats/polar.py
-        outside = ROTARY // 2 + pair + INDEX // chunks * ((D - ROTARY) // 2)
+        outside = ROTARY // 2 + pair + second * ((D - ROTARY) // 2)
         return tl.where(pair < ROTARY // 2, inside, outside)
     else:
         return INDEX * CHUNK + at
@@ -112,8 +119,9 @@ def channel_scores(
             words = _chunk_words(words_ptr + j * SLAB_WORDS + CODES, c, width, CHUNK)
             for p in tl.static_range(8 // BITS):
                 place = halves_ptr + j * SLAB_WORDS * 2 + SCALE + p * width + c * CHUNK + channel
-                scaled = q[p * chunks + c] * load_some(place, channel, CHUNK, 16)
-                sums = tl.dot(plane(words, p, BITS), columns_of_lanes(scaled), sums)
+                scale = columns_of_lanes(load_some(place, channel, CHUNK, 16))
+                scaled = product(columns_of_lanes(q[p * chunks + c]), scale)
+                sums = tl.dot(plane(words, p, BITS), scaled, sums)
         scores = scores + (sums,)
     return scores
 

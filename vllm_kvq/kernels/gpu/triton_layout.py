@@ -126,7 +126,7 @@ def _hybrid_crowded(k: HybridKeys, rows: int, chip: int) -> bool:
 
 
 def _polar_crowded(k: PolarKeys, rows: int, chip: int) -> bool:
-    return _large(k.d, rows) or k.d > 128 or (not k.nibbles and k.d == 128 and 100 <= chip < 120)
+    return _large(k.d, rows) or k.d > 128
 
 
 def _hybrid_extra(k: HybridKeys, chip: int) -> int:
