@@ -38,6 +38,18 @@ def key_shift(channel, d, keys, bits):
 
 
 @triton.jit
+def pair_channel(pair, second, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The channel of a pair's first (0) or second (1) number."""
+    if INTERLEAVED:
+        inside = 2 * pair + second
+    else:
+        inside = pair + second * (ROTARY // 2)
+    # pairs outside RoPE, as in formats/polar.py
+    outside = ROTARY // 2 + pair + second * ((D - ROTARY) // 2)
+    return tl.where(pair < ROTARY // 2, inside, outside)
+
+
+@triton.jit
 def query_channel(
     INDEX: tl.constexpr,
     at,
@@ -50,23 +62,14 @@ def query_channel(
 ):
     """Channels of query operand INDEX: a chunk of channels; or, of a chunk of pairs, both numbers of half the pairs, as
     `polar_scores` multiplies them; or the x or the y of all, where scores are looked up."""
-    if KEYS == POLAR:
-        chunks: tl.constexpr = D // 2 // CHUNK
-        if TABLE > 0:
-            pair = INDEX % chunks * CHUNK + at
-            second = INDEX // chunks
-        else:
-            pair = INDEX // 2 * CHUNK + (at & -4) + INDEX % 2 * 2 + (at & 1)
-            second = (at >> 1) & 1
-        if INTERLEAVED:
-            inside = 2 * pair + second
-        else:
-            inside = pair + second * (ROTARY // 2)
-        # pairs outside RoPE, as in formats/polar.py
-        outside = ROTARY // 2 + pair + second * ((D - ROTARY) // 2)
-        return tl.where(pair < ROTARY // 2, inside, outside)
-    else:
+    if KEYS != POLAR:
         return INDEX * CHUNK + at
+    elif TABLE > 0:
+        chunks: tl.constexpr = D // 2 // CHUNK
+        return pair_channel(INDEX % chunks * CHUNK + at, INDEX // chunks, D, ROTARY, INTERLEAVED)
+    else:
+        pair = INDEX // 2 * CHUNK + (at & -4) + INDEX % 2 * 2 + (at & 1)
+        return pair_channel(pair, (at >> 1) & 1, D, ROTARY, INTERLEAVED)
 
 
 @triton.jit
