@@ -114,7 +114,7 @@ def attend_kernel(
     top = tl.full((M,), 1.0e-30, tl.float32)
     raw = ()
     for i in tl.static_range(OPERANDS):
-        channel = query_channel(i, at, KEYS, D, K_CHUNK, ROTARY, INTERLEAVED, TABLE)
+        channel = query_channel(i, at, KEYS, D, K_CHUNK, ROTARY, INTERLEAVED)
         inside = real[None, :] & ((at < K_CHUNK) & (channel < HEAD))[:, None]
         x = tl.load(q_row[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
         raw = raw + (x,)
@@ -123,7 +123,7 @@ def attend_kernel(
     for i in tl.static_range(OPERANDS):
         plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << key_shift(i * K_CHUNK, D, KEYS, K_BITS))
         x = (raw[i] * plane_factor / top[None, :]).to(tl.float16)
-        if TABLE == 0:
+        if KEYS != POLAR:
             x = lanes_of_columns(x)
         q = q + (x,)
     unit = top * (scale * LOG2E * SUBNORMAL)

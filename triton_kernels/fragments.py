@@ -139,8 +139,8 @@ def _low(x):
 
 
 @triton.jit
-def operand_of_words(even, odd):
-    """Words (32, R) of two float16 each, of bytes 0 and 2 and of bytes 1 and 3 -> left operand (8 R, 16)."""
+def _operand(even, odd):
+    """Masked words of bytes 0 and 2, and of bytes 1 and 3, (32, R) -> left operand (8 R, 16) in `mma_order`."""
     return left_operand(_low(even), _low(odd), _low(even >> 16), _low(odd >> 16))
 
 
@@ -156,7 +156,7 @@ def left_rows(x, others):
 def plane(words, P: tl.constexpr, BITS: tl.constexpr):
     """The codes of plane P of (32, R) words as left operand (8 R, 16), times 2^(P BITS - 24)."""
     mask: tl.constexpr = (((1 << BITS) - 1) << (P * BITS)) * 0x00010001
-    return operand_of_words(words & mask, (words >> 8) & mask)
+    return _operand(words & mask, (words >> 8) & mask)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _merge(x, y, mask):
 
 
 @triton.jit
-def moved(words, LEFT: tl.constexpr):
+def _moved(words, LEFT: tl.constexpr):
     return words << LEFT if LEFT >= 0 else words >> -LEFT
 
 
@@ -193,17 +193,17 @@ def signed_pair(
     if BITS == 2:
         # an even plane and what is two bits higher in the same words are put into nibbles together
         up: tl.constexpr = P % 2 if P % 2 == OTHER % 2 else 0
-        both = _merge(moved(words, 2 * (up - P)), moved(others, 4 + 2 * (up - OTHER)), full & 0x0F0F0F0F)
-        both = _merge(_rotated(signs, (2 - FIRST - t) & full), moved(both, -2 * up), full & 0x44444444)
+        both = _merge(_moved(words, 2 * (up - P)), _moved(others, 4 + 2 * (up - OTHER)), full & 0x0F0F0F0F)
+        both = _merge(_rotated(signs, (2 - FIRST - t) & full), _moved(both, -2 * up), full & 0x44444444)
         shifted = both >> 8
         return (
-            operand_of_words(both & 0x00070007, shifted & 0x00070007),
-            operand_of_words(both & 0x00700070, shifted & 0x00700070),
+            _operand(both & 0x00070007, shifted & 0x00070007),
+            _operand(both & 0x00700070, shifted & 0x00700070),
         )
     else:
-        low = _merge(signs << ((4 - FIRST - t) & 31), moved(words, -4 * P), full & 0x10101010)
-        high = _merge(signs >> (FIRST + t), moved(others, -4 * OTHER), full & 0x10101010)
+        low = _merge(signs << ((4 - FIRST - t) & 31), _moved(words, -4 * P), full & 0x10101010)
+        high = _merge(signs >> (FIRST + t), _moved(others, -4 * OTHER), full & 0x10101010)
         return (
-            operand_of_words(low & 0x001F001F, (low >> 8) & 0x001F001F),
-            operand_of_words(high & 0x001F001F, (high >> 8) & 0x001F001F),
+            _operand(low & 0x001F001F, (low >> 8) & 0x001F001F),
+            _operand(high & 0x001F001F, (high >> 8) & 0x001F001F),
         )

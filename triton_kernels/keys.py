@@ -38,18 +38,6 @@ def key_shift(channel, d, keys, bits):
 
 
 @triton.jit
-def pair_channel(pair, second, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The channel of a pair's first (0) or second (1) number."""
-    if INTERLEAVED:
-        inside = 2 * pair + second
-    else:
-        inside = pair + second * (ROTARY // 2)
-    # pairs outside RoPE, as in formats/polar.py
-    outside = ROTARY // 2 + pair + second * ((D - ROTARY) // 2)
-    return tl.where(pair < ROTARY // 2, inside, outside)
-
-
-@triton.jit
 def query_channel(
     INDEX: tl.constexpr,
     at,
@@ -58,18 +46,20 @@ def query_channel(
     CHUNK: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    TABLE: tl.constexpr,
 ):
-    """Channels of query operand INDEX: a chunk of channels; or, of a chunk of pairs, both numbers of half the pairs, as
-    `polar_scores` multiplies them; or the x or the y of all, where scores are looked up."""
-    if KEYS != POLAR:
-        return INDEX * CHUNK + at
-    elif TABLE > 0:
+    """Channels of query operand INDEX: a chunk of channels, or the x or the y of a chunk of pairs."""
+    if KEYS == POLAR:
         chunks: tl.constexpr = D // 2 // CHUNK
-        return pair_channel(INDEX % chunks * CHUNK + at, INDEX // chunks, D, ROTARY, INTERLEAVED)
+        pair = INDEX % chunks * CHUNK + at
+        if INTERLEAVED:
+            inside = 2 * pair + INDEX // chunks
+        else:
+            inside = pair + INDEX // chunks * (ROTARY // 2)
+        # pairs outside RoPE, as in formats/polar.py
+        outside = ROTARY // 2 + pair + INDEX // chunks * ((D - ROTARY) // 2)
+        return tl.where(pair < ROTARY // 2, inside, outside)
     else:
-        pair = INDEX // 2 * CHUNK + (at & -4) + INDEX % 2 * 2 + (at & 1)
-        return pair_channel(pair, (at >> 1) & 1, D, ROTARY, INTERLEAVED)
+        return INDEX * CHUNK + at
 
 
 @triton.jit

@@ -5,15 +5,6 @@
 
 or, in the paper's mode, phi = 2 pi a / 2^m and r = c dr. Either keys are rebuilt and multiplied with all rows at once
 (`polar_scores`), or every row looks its angles up, as in the paper (`polar_lookup`).
-
-To rebuild a key takes no sine: of a code a = 8 h + m, the eight angles of h = 0 turned by 4 dphi are computed once per
-page, one in each of the lanes that share a pair, which look m up there (a shuffle). With T_m = e^(i (phi0 + (m + 4 +
-1/2) dphi)) and s_h = -1 or 1 for h = 0 or 1,
-
-    r e^(i phi) = r T_m e^(i s_h 4 dphi) = cos(4 dphi) r T_m + sin(4 dphi) i (s_h r) T_m
-
-and the factors that depend on the pair alone go into two queries. Of two bits per angle the four are computed, and one
-query serves.
 """
 
 from __future__ import annotations
@@ -22,28 +13,42 @@ import triton
 import triton.language as tl
 
 from vllm_kvq.triton_kernels.fragments import (
-    columns_of_lanes,
     fragment_channels,
     fragment_index,
     fragment_places,
     lane_quads,
-    lane_rows,
+    left_operand,
     mma_order,
-    moved,
-    operand_of_words,
 )
-from vllm_kvq.triton_kernels.lang import (
-    SUBNORMAL,
-    cos_sin,
-    fused_halves,
-    halves_times,
-    product,
-    rounded_halves,
-    row_sum,
-    two_halves,
-)
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, cos_sin, row_sum
 
 CIRCLE: tl.constexpr = tl.constexpr(6.283185307179586)
+
+
+@triton.constexpr_function
+def mantissa_place(at, bits):
+    """Where in a float32's mantissa a code at bit `at` of a word is used: where it lies, 11 bits up or 9 bits down.
+
+    So two shifts serve the eight nibbles of a word. At bit 11 or higher, what 1.0 adds is at most 2^12 steps, and
+    taking it away again leaves errors of 2^-13 steps.
+    """
+    return at if 11 <= at <= 23 - bits else at + 11 if at < 11 else at - 9
+
+
+@triton.jit
+def _mantissa(words, one, AT: tl.constexpr, BITS: tl.constexpr):
+    """1 + code 2^(place - 23) for the code at bit AT: no conversion. `one` has the bits of 1.0, which the compiler does
+    not know, for an instruction takes one constant only."""
+    place: tl.constexpr = mantissa_place(AT, BITS)
+    moved = words << (place - AT) if place >= AT else words >> (AT - place)
+    return ((moved & (((1 << BITS) - 1) << place)) | one).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _grid(step, first, AT: tl.constexpr, BITS: tl.constexpr):
+    """(wide, base), so that wide * _mantissa + base = first + (code + 1/2) step."""
+    ones: tl.constexpr = 1 << (23 - mantissa_place(AT, BITS))
+    return step * ones, step * (0.5 - ones) + first
 
 
 @triton.jit
@@ -120,95 +125,22 @@ def _parameters(
     """r0, dr, phi0 and dphi of a chunk of pairs, by the byte that they belong to; zeros beyond the chunk."""
     channel = fragment_channels(8)
     pair, there = page_ptr + INDEX * CHUNK + channel, channel < CHUNK
-    r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0)
+    r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
     if PAPER:
         a_step = tl.full((32, 4), CIRCLE / (1 << BITS), tl.float32)
-        r_first, a_first = (r_step.to(tl.float32) * -0.5).to(tl.float16), a_step * -0.5
+        r_first, a_first = r_step * -0.5, a_step * -0.5
     else:
-        r_first = tl.load(pair + RADIUS0, mask=there, other=0.0)
+        r_first = tl.load(pair + RADIUS0, mask=there, other=0.0).to(tl.float32)
         a_step = tl.load(pair + ANGLE_STEP, mask=there, other=0.0).to(tl.float32)
         a_first = tl.load(pair + ANGLE0, mask=there, other=0.0).to(tl.float32)
     return _by_byte(r_first), _by_byte(r_step), _by_byte(a_first), _by_byte(a_step)
 
 
-@triton.constexpr_function
-def before_first(bits):
-    """1/2 - 2^bits, as two float16 in one word."""
-    half = 0x8000 | (14 + bits) << 10 | (1024 - (1024 >> bits))
-    return half * 0x00010001 - (1 << 32)
-
-
 @triton.jit
-def _radii(words, step, first, full, EVEN: tl.constexpr, AT: tl.constexpr, BITS: tl.constexpr):
-    """r of two bytes of each word as two float16: 0 and 2, or 1 and 3. A code in the upper bits of a float16's mantissa
-    is 2^BITS + code: no conversion. `full` is -1, which the compiler does not know: an instruction takes one constant.
-    """
-    place: tl.constexpr = 10 - BITS
-    mask: tl.constexpr = (((1 << BITS) - 1) << place) * 0x00010001
-    power: tl.constexpr = ((15 + BITS) << 10) * 0x00010001
-    codes = moved(words, place - AT if EVEN else place - AT - 8) & (full & mask)
-    return fused_halves(codes | power, step, first)
-
-
-@triton.jit
-def _grid(first, step, BITS: tl.constexpr):
-    """(step, first) of `_radii`, of bytes 0 and 2 and of bytes 1 and 3: step (2^BITS + code) + first is
-    r0 + (code + 1/2) dr."""
-    even, odd = two_halves(step[0], step[2]), two_halves(step[1], step[3])
-    before = tl.full((32, 1), before_first(BITS), tl.int32)
-    even_first = fused_halves(even, before, two_halves(first[0], first[2]))
-    return (even, even_first), (odd, fused_halves(odd, before, two_halves(first[1], first[3])))
-
-
-@triton.jit
-def _circle(first, step, BITS: tl.constexpr):
-    """cos and sin, two float16, of T_m: (32,) of which lane 4 g + t holds m = g for its pair."""
-    middle: tl.constexpr = 4.5 if BITS == 4 else 0.5
-    cos, sin = cos_sin(first + (lane_rows().to(tl.float32) + middle) * step)
-    return tl.reshape(rounded_halves(cos, sin), (32,))
-
-
-@triton.jit
-def _turned(
-    q,
-    page_ptr,
-    INDEX: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BITS: tl.constexpr,
-    PAPER: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-):
-    """Query operands of a chunk of pairs: q cos(4 dphi), and q turned by a right angle, times sin(4 dphi). Of each two,
-    one for bytes 0 and 1, one for bytes 2 and 3."""
-    m: tl.constexpr = q[0].shape[0] // 4
-    channel = fragment_channels(m)
-    if PAPER:
-        step = tl.full((4 * m, 4), CIRCLE / (1 << BITS), tl.float32)
-    else:
-        place = page_ptr + INDEX * CHUNK + channel + ANGLE_STEP
-        step = tl.load(place, mask=channel < CHUNK, other=0.0).to(tl.float32)
-    cos, sin = cos_sin(step * 4.0)
-    cos = tl.split(tl.permute(tl.reshape(cos.to(tl.float16), (4 * m, 2, 2)), (0, 2, 1)))
-    sin = tl.split(tl.permute(tl.reshape(sin.to(tl.float16), (4 * m, 2, 2)), (0, 2, 1)))
-    straight, across = (), ()
-    for half in tl.static_range(2):
-        x, y = tl.split(tl.permute(tl.reshape(q[half], (4 * m, 2, 2)), (0, 2, 1)))
-        both = tl.join(product(x, cos[half]), product(y, cos[half]))
-        turned = tl.join(product(y, -sin[half]), product(x, sin[half]))
-        straight = straight + (columns_of_lanes(tl.reshape(tl.permute(both, (0, 2, 1)), (4 * m, 4))),)
-        across = across + (columns_of_lanes(tl.reshape(tl.permute(turned, (0, 2, 1)), (4 * m, 4))),)
-    return straight, across
-
-
-@triton.jit
-def _chunk_scores(
-    straight,
-    across,
-    sums,
+def _rebuilt(
     words_ptr,
-    circles,
-    grid,
-    full,
+    parameters,
+    one,
     D: tl.constexpr,
     BITS: tl.constexpr,
     RADIUS_BITS: tl.constexpr,
@@ -217,36 +149,21 @@ def _chunk_scores(
     CODES: tl.constexpr,
     RADIUS: tl.constexpr,
 ):
-    """What a chunk of pairs adds to the scores of a slab.
-
-    `circles` are T_m by byte, `grid` is `_grid`'s, `straight` and `across` are `_turned`'s.
-    """
+    """The x and the y of a chunk of pairs, each a left operand (32, 16), made in the lanes that multiply them."""
     both: tl.constexpr = BITS + RADIUS_BITS
     a_at: tl.constexpr = first_bit(INDEX * CHUNK, D // 2, BITS, both)
     r_at: tl.constexpr = 4 if both == 8 else first_bit(INDEX * CHUNK, D // 2, RADIUS_BITS, both)
-    a_words, r_words = _words(
-        words_ptr, lane_quads(), fragment_places(4), INDEX, CHUNK, D // 2, BITS, RADIUS_BITS, CODES, RADIUS
-    )
-    looked_up: tl.constexpr = 0x1C1C1C1C if BITS == 4 else 0x0C0C0C0C
-    lanes = (moved(a_words, 2 - a_at) & looked_up) | (lane_quads() * 0x01010101)
-    even, odd = grid
-    r = (
-        _radii(r_words, even[0], even[1], full, True, r_at, RADIUS_BITS),
-        _radii(r_words, odd[0], odd[1], full, False, r_at, RADIUS_BITS),
-    )
-    key, other = (), ()
+    quad, token = lane_quads(), fragment_places(4)
+    a_words, r_words = _words(words_ptr, quad, token, INDEX, CHUNK, D // 2, BITS, RADIUS_BITS, CODES, RADIUS)
+    r_first, r_step, a_first, a_step = parameters
+    x, y = (), ()
     for b in tl.static_range(4):
-        lane = (lanes >> (8 * b)) & 31
-        unit = tl.reshape(tl.gather(circles[b], tl.reshape(lane, (128,)), 0), (32, 4))
-        key = key + (halves_times(unit, r[b % 2], b >= 2),)
-        if BITS == 4:
-            h = moved(a_words, (12 if b % 2 == 0 else 4) - a_at) & -0x7FFF8000
-            other = other + (halves_times(unit, r[b % 2] ^ h, b >= 2),)
-    for half in tl.static_range(2):
-        sums = tl.dot(operand_of_words(key[2 * half], key[2 * half + 1]), straight[half], sums)
-        if BITS == 4:
-            sums = tl.dot(operand_of_words(other[2 * half], other[2 * half + 1]), across[half], sums)
-    return sums
+        wide, base = _grid(r_step[b], r_first[b], 8 * b + r_at, RADIUS_BITS)
+        r = _mantissa(r_words, one, 8 * b + r_at, RADIUS_BITS) * wide + base
+        wide, base = _grid(a_step[b], a_first[b], 8 * b + a_at, BITS)
+        cos, sin = cos_sin(_mantissa(a_words, one, 8 * b + a_at, BITS) * wide + base)
+        x, y = x + ((r * cos).to(tl.float16),), y + ((r * sin).to(tl.float16),)
+    return left_operand(x[0], x[1], x[2], x[3]), left_operand(y[0], y[1], y[2], y[3])
 
 
 @triton.jit
@@ -271,31 +188,17 @@ def polar_scores(
     RADIUS_STEP: tl.constexpr,
 ):
     """With keys rebuilt, for SLABS slabs that follow each other. `full` is -1, which the compiler does not know."""
-    tl.static_assert(BITS == 2 or BITS == 4)
     chunks: tl.constexpr = D // 2 // CHUNK
+    one = full & 0x3F800000
     sums = ()
     for _ in tl.static_range(SLABS):
         sums = sums + (tl.full((32, M), 0.0, tl.float32),)
     for i in tl.static_range(chunks):
-        r_first, r_step, a_first, a_step = _parameters(
-            page_ptr, i, CHUNK, BITS, PAPER, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP
-        )
-        grid = _grid(r_first, r_step, RADIUS_BITS)
-        circles = ()
-        for b in tl.static_range(4):
-            circles = circles + (_circle(a_first[b], a_step[b], BITS),)
-        if BITS == 4:
-            straight, across = _turned((q[2 * i], q[2 * i + 1]), page_ptr, i, CHUNK, BITS, PAPER, ANGLE_STEP)
-        else:
-            straight = columns_of_lanes(q[2 * i]), columns_of_lanes(q[2 * i + 1])
-            across = straight
+        parameters = _parameters(page_ptr, i, CHUNK, BITS, PAPER, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP)
         added = ()
         for j in tl.static_range(SLABS):
-            part = _chunk_scores(
-                straight, across, sums[j], words_ptr + j * SLAB_WORDS, circles, grid, full,
-                D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS,
-            )  # fmt: skip
-            added = added + (part,)
+            x, y = _rebuilt(words_ptr + j * SLAB_WORDS, parameters, one, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS)
+            added = added + (tl.dot(y, q[chunks + i], tl.dot(x, q[i], sums[j])),)
         sums = added
     scores = ()
     for j in tl.static_range(SLABS):

@@ -45,56 +45,6 @@ def product(x, y):
 
 
 @triton.jit
-def low_half(words):
-    return words.to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def high_half(words):
-    return (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def two_halves(low, high):
-    """Two float16 in one int32."""
-    low = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-
-
-@triton.jit
-def rounded_halves(low, high):
-    """Two float32, rounded, as two float16 in one int32."""
-    if INTERPRETED:
-        return two_halves(low.to(tl.float16), high.to(tl.float16))
-    else:
-        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
-
-
-@triton.jit
-def fused_halves(x, y, z):
-    """x * y + z for both float16 of a word: one instruction."""
-    if INTERPRETED:
-        low = low_half(x).to(tl.float32) * low_half(y).to(tl.float32) + low_half(z).to(tl.float32)
-        high = high_half(x).to(tl.float32) * high_half(y).to(tl.float32) + high_half(z).to(tl.float32)
-        return rounded_halves(low, high)
-    else:
-        return tl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], tl.int32, True, 1)
-
-
-@triton.jit
-def halves_times(x, y, HIGH: tl.constexpr):
-    """Both float16 of x times one of y: one instruction, which can choose halves."""
-    if INTERPRETED:
-        factor = high_half(y) if HIGH else low_half(y)
-        return two_halves(low_half(x) * factor, high_half(x) * factor)
-    else:
-        # the moves become part of the product
-        both: tl.constexpr = "mov.b32 {l, h}, $2; mov.b32 f, " + ("{h, h}" if HIGH else "{l, l}")
-        asm: tl.constexpr = "{.reg .b16 l, h; .reg .b32 f; " + both + "; mul.rn.f16x2 $0, $1, f;}"
-        return tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], tl.int32, True, 1)
-
-
-@triton.jit
 def row_max(x):
     return tl.reduce(x, 1, tl.standard._elementwise_max)
 

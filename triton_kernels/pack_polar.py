@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys import pair_channel
+from vllm_kvq.triton_kernels.keys import POLAR, query_channel
 from vllm_kvq.triton_kernels.lang import ROUND, clean, lost
 from vllm_kvq.triton_kernels.pack_values import levels, positive_half
 
@@ -91,10 +91,11 @@ def _chunk(
     UNIT: tl.constexpr,
 ):
     """(angle codes, radius codes, replaced elements) of chunk INDEX of pairs; its parameters go to the page."""
+    chunks: tl.constexpr = D // 2 // CHUNK
     at = tl.arange(0, CHUNK)
     real = ringed | fresh
-    cx = pair_channel(INDEX * CHUNK + at, 0, D, ROTARY, INTERLEAVED)
-    cy = pair_channel(INDEX * CHUNK + at, 1, D, ROTARY, INTERLEAVED)
+    cx = query_channel(INDEX, at, POLAR, D, CHUNK, ROTARY, INTERLEAVED)
+    cy = query_channel(INDEX + chunks, at, POLAR, D, CHUNK, ROTARY, INTERLEAVED)
     x, y = _channels(ring, ringed, new, fresh, cx, HEAD), _channels(ring, ringed, new, fresh, cy, HEAD)
     damage = lost(x) + lost(y)
     x, y = clean(x), clean(y)

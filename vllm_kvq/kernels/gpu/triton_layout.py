@@ -126,7 +126,7 @@ def _hybrid_crowded(k: HybridKeys, rows: int, chip: int) -> bool:
 
 
 def _polar_crowded(k: PolarKeys, rows: int, chip: int) -> bool:
-    return _large(k.d, rows) or k.d > 128
+    return _large(k.d, rows) or k.d > 128 or (not k.nibbles and k.d == 128 and 100 <= chip < 120)
 
 
 def _hybrid_extra(k: HybridKeys, chip: int) -> int:
@@ -164,6 +164,8 @@ class KeyEntry:
     """(codec, rows, chip): two slabs in a turn take too many registers."""
     launch: Callable[[PageFormat, Any, int], Launch]
     """Of packing, on a chip."""
+    wide_rows: int = MAX_ROWS
+    """Rows of a program above 128 channels: 16 only where they take fewer instructions than two programs of 8."""
     extra: Callable[[Any, int], int] = lambda k, chip: 16
     """(codec, chip) -> `Launch.extra`."""
     looks_up: bool = False
@@ -171,9 +173,11 @@ class KeyEntry:
 
 
 KEYS: dict[type, KeyEntry] = {
-    ChannelKeys: KeyEntry(CHANNEL, _channel_attend, _channel_pack, _channel_crowded, _slab_launch),
-    SQuatKeys: KeyEntry(CHANNEL, _channel_attend, _squat_pack, _channel_crowded, _squat_launch),
-    HybridKeys: KeyEntry(HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, extra=_hybrid_extra),
+    ChannelKeys: KeyEntry(CHANNEL, _channel_attend, _channel_pack, _channel_crowded, _slab_launch, MIN_ROWS),
+    SQuatKeys: KeyEntry(CHANNEL, _channel_attend, _squat_pack, _channel_crowded, _squat_launch, MIN_ROWS),
+    HybridKeys: KeyEntry(
+        HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, MIN_ROWS, extra=_hybrid_extra
+    ),
     PolarKeys: KeyEntry(POLAR, _polar_attend, _polar_pack, _polar_crowded, _page_launch, looks_up=True),
     PaperPolarKeys: KeyEntry(POLAR, _paper_attend, _polar_pack, _polar_crowded, _page_launch, looks_up=True),
 }
@@ -264,8 +268,7 @@ def state_constants(fmt: PageFormat) -> Constants:
 
 
 def most_rows(fmt: PageFormat) -> int:
-    """Above 128 channels, 16 rows take more instructions than two programs of 8."""
-    return MIN_ROWS if fmt.geometry.d > 128 else MAX_ROWS
+    return KEYS[type(fmt.keys)].wide_rows if fmt.geometry.d > 128 else MAX_ROWS
 
 
 def rows_for(fmt: PageFormat, rows: int) -> int:
@@ -277,6 +280,8 @@ def attend_launch(fmt: PageFormat, rows: int, chip: int, table: int = 0) -> Laun
     k, d = fmt.keys, fmt.geometry.d
     if table:
         return Launch(max(2, d // 32))
+    if d > 128 and rows > MIN_ROWS:
+        return Launch(2)
     entry = KEYS[type(k)]
     one = entry.crowded(k, rows, chip) or fmt.slabs % 2
     return Launch(1, 1 if one else 2, extra=entry.extra(k, chip))
