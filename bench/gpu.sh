@@ -3,7 +3,7 @@
 # times, then, in the time that is left, compute-sanitizer on the CUDA kernels.
 #
 # A GPU may be lent for minutes only. Every number goes to docs/results/gpu-DEVICE.csv as soon as it is measured, with a page
-# beside it, and every test that passed is noted in .gpu-passed: another run goes on where this one ended, and measures and
+# and, where there is matplotlib, a figure beside it, and every test that passed is noted in .gpu-passed: another run goes on where this one ended, and measures and
 # tests nothing again. `rm -r .gpu-passed docs/results/gpu-DEVICE.csv` begins anew. $RESULTS and $PASSED are other folders.
 #
 #   bash bench/gpu.sh                 needs python3 with torch >= 2.11, Triton >= 3.6, apache-tvm-ffi and numpy, nvcc,
@@ -53,12 +53,22 @@ once() {
   fi
 }
 
+# figure: of all that was measured, on this machine and before
+figure() {
+  if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
+    step "figure" 60 "$PYTHON" -m vllm_kvq.bench.gpu_results "$RESULTS"/gpu-*.csv
+  else
+    echo "LEFT OUT: the figure (no matplotlib); where there is: python3 -m vllm_kvq.bench.gpu_results $RESULTS/gpu-*.csv"
+  fi
+}
+
 if [[ "${1:-}" == "--dry-run" ]]; then
   step "first decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run --results "$RESULTS" --formats squat2
   once "Triton kernels" 300 "$PYTHON" tests/gpu/test_gpu_attend.py --dry-run
   once "a layer's step" 300 "$PYTHON" tests/gpu/test_gpu_step.py --dry-run
   once "CUDA kernels" 300 "$PYTHON" tests/gpu/test_gpu_qjl.py --dry-run
   step "decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run --results "$RESULTS"
+  figure
   exit "$status"
 fi
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -94,6 +104,7 @@ once "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
 ((${#without[@]})) || once "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
 # shellcheck disable=SC2068  (an emptied name disappears)
 step "decode times" 170 "$PYTHON" -m vllm_kvq.bench.gpu --results "$RESULTS" --seconds 130 --formats ${FORMATS[@]}
+figure
 if ((${#without[@]})); then
   :
 elif ! command -v compute-sanitizer >/dev/null; then

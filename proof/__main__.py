@@ -23,6 +23,7 @@ COMMANDS = {
     "instructions": ("proof.tables.instructions", "instructions of CPU attention per cached element, counted"),
     "compile": ("proof.tables.compile_table", "registers, spills and instructions of the GPU kernels"),
     "traffic": ("proof.tables.gpu_traffic", "what the GPU kernels load per cached token in a decode step, counted"),
+    "roofline": ("proof.tables.roofline", "bytes and instructions of GPU attention, and what they bound, computed"),
     "models": ("proof.models.document", "prints docs/models.md"),
 }
 """Command -> its module, whose `main(arguments)` gives the exit status, and what it does."""

@@ -24,7 +24,7 @@ from vllm_kvq.triton_kernels.fragments import (
     signed_low,
     signed_pair,
 )
-from vllm_kvq.triton_kernels.lang import SUBNORMAL, load_some
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, load_some, product
 
 CHANNEL: tl.constexpr = tl.constexpr(kinds.CHANNEL)
 HYBRID: tl.constexpr = tl.constexpr(kinds.HYBRID)
@@ -112,8 +112,9 @@ def channel_scores(
             words = _chunk_words(words_ptr + j * SLAB_WORDS + CODES, c, width, CHUNK)
             for p in tl.static_range(8 // BITS):
                 place = halves_ptr + j * SLAB_WORDS * 2 + SCALE + p * width + c * CHUNK + channel
-                scaled = q[p * chunks + c] * load_some(place, channel, CHUNK, 16)
-                sums = tl.dot(plane(words, p, BITS), columns_of_lanes(scaled), sums)
+                scale = columns_of_lanes(load_some(place, channel, CHUNK, 16))
+                scaled = product(columns_of_lanes(q[p * chunks + c]), scale)
+                sums = tl.dot(plane(words, p, BITS), scaled, sums)
         scores = scores + (sums,)
     return scores
 

@@ -20,7 +20,6 @@ from vllm_kvq.triton_kernels.fragments import (
     fragment_rows,
     lane_quads,
     lane_rows,
-    lanes_of_columns,
     left_rows,
     plane,
     repeat_rows,
@@ -28,7 +27,7 @@ from vllm_kvq.triton_kernels.fragments import (
     signed_pair,
     tokens_in_order,
 )
-from vllm_kvq.triton_kernels.lang import SUBNORMAL
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, product
 
 TOKEN: tl.constexpr = tl.constexpr(kinds.TOKEN)
 HYBRID: tl.constexpr = tl.constexpr(kinds.HYBRID_VALUES)
@@ -112,14 +111,13 @@ def token_values(
     token = fragment_channels(m)
     there = token < 32 * live  # nothing of an unpacked slab may enter a sum, not even times zero
     first, last = _by_sixteen(weights.to(tl.float16))
-    first, last = lanes_of_columns(first), lanes_of_columns(last)
-    extra = tl.dot(_zero_rows(halves_ptr, live, 0, D, GROUP, ZERO), columns_of_lanes(first), extra)
-    extra = tl.dot(_zero_rows(halves_ptr, live, 16, D, GROUP, ZERO), columns_of_lanes(last), extra)
+    extra = tl.dot(_zero_rows(halves_ptr, live, 0, D, GROUP, ZERO), first, extra)
+    extra = tl.dot(_zero_rows(halves_ptr, live, 16, D, GROUP, ZERO), last, extra)
     out = ()
     for i in tl.static_range(D // BLOCK):
         place = halves_ptr + SCALE + i * BLOCK // GROUP * 32 + token
-        scaled = columns_of_lanes(first * tl.load(place, mask=there, other=0.0))
-        others_scaled = columns_of_lanes(last * tl.load(place + 16, mask=there, other=0.0))
+        scaled = product(first, columns_of_lanes(tl.load(place, mask=there, other=0.0)))
+        others_scaled = product(last, columns_of_lanes(tl.load(place + 16, mask=there, other=0.0)))
         words, others = block_words(words_ptr, i * BLOCK % width, BLOCK, PLACES, width, CODES)
         sums = tl.dot(plane(words, i * BLOCK // width, BITS), scaled, acc[i])
         out = out + (tl.dot(plane(others, i * BLOCK // width, BITS), others_scaled, sums),)

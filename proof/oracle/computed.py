@@ -13,7 +13,9 @@ from proof.oracle.trace import Chunk
 
 class Computed:
     def __init__(self, engine: Any) -> None:
-        self.runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        # processes of their own have runners that can't be seen from here, and are V1's
+        driver = getattr(engine.engine_core.engine_core.model_executor, "driver_worker", None)
+        self.states = getattr(driver and driver.worker.model_runner, "req_states", None)
 
     def chunks(self, out: Any) -> list[Chunk]:
         """Of the scheduler's output, without their pages."""
@@ -25,10 +27,10 @@ class Computed:
             Chunk(i, context[i], n, list(drafts.get(i, [])), admitted=i in admitted)
             for i, n in out.num_scheduled_tokens.items()
         ]
-        if hasattr(self.runner, "req_states"):
+        if self.states is not None:
             for chunk in chunks:
                 if not chunk.admitted:
-                    self._as_v2_knows_it(chunk, self.runner.req_states)
+                    self._as_v2_knows_it(chunk, self.states)
         return chunks
 
     def _as_v2_knows_it(self, chunk: Chunk, states: Any) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from proof.tables.sass import read_cubin, shortest_cycle
+
 
 @dataclass(frozen=True)
 class CudaVariant:
@@ -45,3 +47,8 @@ def build(variant: CudaVariant, target: int, directory: Path) -> Path:
     from vllm_kvq.kernels.gpu import build as build_cuda
 
     return build_cuda.one_kernel(target, variant.head_size, variant.part, directory)
+
+
+def inner_loop(variant: CudaVariant, target: int, directory: Path) -> list[str]:
+    """The instructions of an attention kernel's inner loop."""
+    return shortest_cycle(read_cubin(str(build(variant, target, directory)))[2])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.bench import gpu
+from vllm_kvq.bench import gpu, gpu_results
 from vllm_kvq.bench.gpu_results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,3 +103,17 @@ def test_times_of_another_torch_are_not_taken_for_these(tmp_path: Path, monkeypa
     monkeypatch.setattr("torch.__version__", "another")
     assert Results(tmp_path, "A GPU").take("squat2", 1, 64, lambda: (2e-3, 100)).seconds == 2e-3
     assert (tmp_path / "gpu-a-gpu.csv").exists()
+
+
+def test_the_figure_shows_decode_times_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Results(tmp_path, "A GPU")
+    kept.take("copy", 0, 0, lambda: (1e-3, 100))
+    kept.take("packing squat2", 1, 4096, lambda: (1e-3, 0))
+    file = tmp_path / "gpu-a-gpu.csv"
+    assert gpu_results.main([str(file)]) == 1
+    assert capsys.readouterr().err == f"no figure of {file}: {file} holds no decode times\n"
+    for batch, context in ((8, 4096), (1, 4096), (1, 1024)):
+        kept.take("squat2", batch, context, lambda: (1e-3, 100))
+    assert gpu_results.main([str(file)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'gpu-a-gpu.png'}\n"
+    assert (tmp_path / "gpu-a-gpu.png").read_bytes().startswith(b"\x89PNG")

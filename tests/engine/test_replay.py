@@ -40,7 +40,8 @@ def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None
     total = replayed(model, name, todo, got)
     assert not total.mismatches
     assert total.tokens > 700
-    assert total.hits >= 3
+    # a hit ends before a request's newest W tokens, so the wider windows have fewer
+    assert total.hits >= 2
     assert total.ties <= 0.02 * total.tokens
 
 

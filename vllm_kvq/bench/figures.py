@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import Row
 
 Measured = list[tuple[Shape, list[Row]]]
-STYLES = {"bf16": "k--o", "fp8": "k:o"}
+Curves = dict[str, list[tuple[int, float]]]
+"""Name -> (context, milliseconds)."""
+STYLES = {"bf16": "k--o", "fp8": "k:o", "sdpa": "k--o", "sdpa-flash": "k-.o", "flash_attn": "k--s"}
+"""What stores 16 or 8 bits."""
 
 
 def records(measured: Measured, threads: int, isa: str) -> list[dict[str, Any]]:
@@ -36,27 +40,36 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def plot(path: Path, measured: Measured, title: str) -> None:
-    """Milliseconds per decode step and layer against context, both axes logarithmic."""
+    """Milliseconds per decode step and layer against context."""
+    curves: Curves = {}
+    for shape, rows in measured:
+        for row in rows:
+            curves.setdefault(row.name, []).append((shape.context, row.ms))
+    draw(path, {"": {f"vLLM {name}" if name in STYLES else name: points for name, points in curves.items()}}, title)
+
+
+def draw(path: Path, panels: Mapping[str, Curves], title: str) -> None:
+    """Panels side by side of milliseconds per decode step and layer against context, all axes logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
-    for name in dict.fromkeys(row.name for _, rows in measured for row in rows):
-        points = [(shape.context, row.ms) for shape, rows in measured for row in rows if row.name == name]
-        label = f"vLLM {name}" if name in STYLES else name
-        axes.plot(*zip(*sorted(points), strict=True), STYLES.get(name, "-o"), label=label, markersize=4)
-    contexts = sorted({shape.context for shape, _ in measured})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(contexts, [f"{c // 1024}k" if c % 1024 == 0 else str(c) for c in contexts])
-    axes.set_xlabel("tokens in the cache, per request")
-    axes.set_ylabel("ms per decode step and layer")
-    axes.set_title(title, fontsize=10)
-    axes.grid(True, which="both", alpha=0.25)
-    axes.legend(fontsize=8)
+    figure, row = pyplot.subplots(1, len(panels), figsize=(8 * len(panels), 5), dpi=120, squeeze=False)
+    for axes, (above, curves) in zip(row[0], panels.items(), strict=True):
+        for name, points in curves.items():
+            style = STYLES.get(name.removeprefix("vLLM "), "-o")
+            axes.plot(*zip(*sorted(points), strict=True), style, label=name, markersize=4)
+        contexts = sorted({context for points in curves.values() for context, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(contexts, [f"{c // 1024}k" if c % 1024 == 0 else str(c) for c in contexts])
+        axes.set_xlabel("tokens in the cache, per request")
+        axes.set_ylabel("ms per decode step and layer")
+        axes.set_title(", ".join(filter(None, (title, above))), fontsize=10)
+        axes.grid(True, which="both", alpha=0.25)
+        axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

@@ -1,13 +1,17 @@
 """What was measured on a GPU, kept from run to run: a CSV that grows by a row per measurement, and a page made of it.
 
+    python -m vllm_kvq.bench.gpu_results FILE.csv      draws FILE.png (needs matplotlib, which the measurements do not)
+
 A GPU may be lent for minutes only: a run that is cut off has lost nothing, and the next one measures what is left.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -35,6 +39,14 @@ class Measured:
         return cls(version, what, int(batch), int(context), float(seconds), int(read))
 
 
+def read(path: Path) -> list[Measured]:
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+        return [Measured.of(row) for row in rows[1:]]
+    except ValueError as error:
+        raise ValueError(f"{path} holds no results ({error}); move it away to begin anew") from error
+
+
 class Results:
     """Of one device. Without a folder nothing is kept."""
 
@@ -54,10 +66,7 @@ class Results:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:  # a run ended while it wrote a line
             self.path.write_text(whole, encoding="utf-8")
-        try:
-            return [Measured.of(row) for row in list(csv.reader(whole.splitlines()))[1:]]
-        except ValueError as error:
-            raise ValueError(f"{self.path} holds no results ({error}); move it away to begin anew") from error
+        return read(self.path)
 
     def known(self, what: str, batch: int, context: int) -> Measured | None:
         return self.rows.get((what, batch, context))
@@ -91,3 +100,35 @@ class Results:
         text = "\n".join(f"    {x}" if x else "" for x in self.lines)
         title = f"# Decode times on {self.device}\n\nWritten by `bench/gpu.sh`; the numbers: `{self.path.name}`.\n"
         self.path.with_suffix(".md").write_text(f"{title}\n{text}\n", encoding="utf-8")
+
+
+def figure(path: Path) -> Path:
+    """Decode times by batch, of the newest torch, beside the CSV."""
+    from vllm_kvq.bench.figures import Curves, draw
+
+    rows = read(path)
+    panels: dict[str, Curves] = {}
+    # neither the copy nor what belongs to prompts is a decode step of a context
+    for row in sorted((r for r in rows if r.read and r.context and r.torch == rows[-1].torch), key=lambda r: r.batch):
+        curves = panels.setdefault(f"batch {row.batch}", {})
+        curves.setdefault(row.what, []).append((row.context, 1e3 * row.seconds))
+    if not panels:
+        raise ValueError(f"{path} holds no decode times")
+    draw(path.with_suffix(".png"), panels, path.stem.removeprefix("gpu-"))
+    return path.with_suffix(".png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Draws decode times that bench/gpu.sh has measured.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.csv")
+    for path in parser.parse_args(argv).files:
+        try:
+            print(figure(path))
+        except (ImportError, OSError, ValueError) as error:
+            print(f"no figure of {path}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
