@@ -119,13 +119,6 @@ REFUSED: list[Architecture] = [
         engine={"runner": "pooling"},
     ),
     Architecture(
-        "Llama 4",
-        "Llama4TextConfig",
-        llama_like(num_local_experts=2, attention_chunk_size=64, intermediate_size_mlp=128),
-        "chunked local attention",
-        refused="chunked local attention",
-    ),
-    Architecture(
         "Llama 32", "LlamaConfig", llama_like(head_dim=32), "head size 32", refused="head size 32 is not supported"
     ),
     Architecture(

@@ -101,6 +101,13 @@ SERVED: list[Architecture] = [
         dtype="bfloat16",
         hybrid=True,
     ),
+    Architecture(
+        "Llama 4",
+        "Llama4TextConfig",
+        llama_like(num_hidden_layers=4, num_local_experts=2, attention_chunk_size=64, intermediate_size_mlp=HIDDEN),
+        "one layer in four is packed; those with chunked local attention keep 16 bits",
+        windows=True,
+    ),
     Architecture("Phi-3", "Phi3Config", hidden(2, 96), "head size 96, fused projections", replay=True),
     Architecture(
         "Phi-2",

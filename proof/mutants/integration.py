@@ -158,12 +158,20 @@ FAULTS: tuple[Fault, ...] = (
         "kinds.append(Kind(states.layers, 0, states.nbytes, own, apart=True))",
         CAPACITY,
     ),
+    Fault(
+        "the rest of a prefix is not found in the host's memory",
+        f"{ROOM}/manager.py",
+        "if cls.behind_hit:",
+        "if cls.behind_hit is None:",
+        "tests/engine/test_offload.py",
+        slow=True,
+    ),
     # -- refusals
     Fault(
         "KV connectors are served by an offloading size",
-        f"{ROOM}/validate.py",
-        "vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size",
-        "vllm_config.kv_transfer_config is not None",
+        f"{ROOM}/connectors.py",
+        "if transfer is None and not vllm_config.cache_config.kv_offloading_size:",
+        "if transfer is None:",
         REFUSALS,
     ),
     Fault(
