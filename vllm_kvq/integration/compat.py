@@ -107,6 +107,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "FullAttentionSpec.tokens_per_state",
         "KVQuantMode",
         "AttentionSpec",
+        "SlidingWindowSpec",
         "UniformTypeKVCacheSpecs.first_spec",
         "replace_as",
     ),
