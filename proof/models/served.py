@@ -60,7 +60,8 @@ SERVED: list[Architecture] = [
             num_local_experts=0,
             **mamba_2(),
         ),
-        "one layer in four is packed, the others are Mamba-2",
+        "one layer in four is packed, without RoPE; the others are Mamba-2",
+        polar="no RoPE",
         hybrid=True,
     ),
     Architecture(
@@ -74,7 +75,8 @@ SERVED: list[Architecture] = [
             ssm_state_size=16,
             n_groups=1,
         ),
-        "attention, Mamba-2 and MLP are layers of their own; those with attention are packed",
+        "attention, Mamba-2 and MLP are layers of their own; those with attention, without RoPE, are packed",
+        polar="no RoPE",
         hybrid=True,
     ),
     Architecture(
