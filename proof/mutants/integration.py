@@ -152,6 +152,21 @@ FAULTS: tuple[Fault, ...] = (
         SERVED,
     ),
     Fault(
+        "a chunk's layer forgets half of it",
+        f"{ROOM}/chunked.py",
+        "sliding_window=self.attention_chunk_size)",
+        "sliding_window=self.attention_chunk_size // 2)",
+        "tests/models/test_hits.py",
+        slow=True,
+    ),
+    Fault(
+        "states are kept between the ends of pages",
+        f"{ROOM}/served.py",
+        "cache.mamba_block_size = served.format.N",
+        "pass",
+        SERVED,
+    ),
+    Fault(
         "groups of states are not counted",
         f"{ROOM}/served.py",
         "kinds.append(Kind(states.layers, states.blocks, states.nbytes, own, apart=True))",

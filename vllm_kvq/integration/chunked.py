@@ -2,13 +2,13 @@
 
 A token of such a layer sees its own chunk up to itself, which a window of a chunk's length always holds. vLLM frees
 what has left a window, cuts window layers into groups that are no wider than the packed one, and finds them again by
-prefix caching. It can't cut chunked ones: each block of the pool would be as wide as all of them together.
+prefix caching. It can't cut chunked ones: each block of the pool would be as wide as all of them together. The price: a
+hit that ends where a chunk ends would need nothing of the chunk, and here needs the window before it.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -40,11 +40,3 @@ def keep_chunks(ours: Callable[[Any], bool]) -> None:
 
     get_kv_cache_spec._kvq = True  # type: ignore[attr-defined]
     chunked_local_attention.get_attn_backend, layer.get_kv_cache_spec = get_attn_backend, get_kv_cache_spec
-
-
-def allow_groups() -> None:
-    """Have vLLM free what has left a window although the model has chunked layers.
-
-    It otherwise keeps all tokens of all layers, for a slowness of chunked layers' own manager, which has none here.
-    """
-    os.environ["VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"] = "1"

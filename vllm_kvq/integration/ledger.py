@@ -71,11 +71,6 @@ LEDGER = (
         "it looks at the list of skipped layers, and its groups are cut",
     ),
     Patch(
-        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE set (chunked.py)",
-        "vLLM keeps all tokens of all layers for a slowness of chunked layers' manager, which is not used",
-        "that is its default",
-    ),
-    Patch(
         "mamba_block_size set (served.py)",
         "it is read from the block size before ours is known",
         "it is read later",

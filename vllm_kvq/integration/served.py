@@ -15,7 +15,6 @@ from typing import Any
 from vllm_kvq.formats import Geometry, PageFormat
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
-from vllm_kvq.integration.chunked import allow_groups
 from vllm_kvq.integration.drafts import Draft
 from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.setup import bind, settings_of
@@ -164,8 +163,6 @@ def apply(served: Served, vllm_config: Any) -> None:
         cache.mamba_block_size = served.format.N
     # The layers whose dtype vLLM then makes "auto": window layers are not in the user's list.
     cache.kv_cache_dtype_skip_layers = list(served.layers.kept)
-    if vllm_config.model_config.attention_chunk_size is not None:
-        allow_groups()
     if served.draft is not None and vllm_config.speculative_config.kv_cache_dtype is None:
         # Otherwise vLLM hands the target's dtype to the draft, too.
         vllm_config.speculative_config.kv_cache_dtype = "auto"
