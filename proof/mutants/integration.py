@@ -178,7 +178,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/manager.py",
         "if cls.behind_hit:",
         "if cls.behind_hit is None:",
-        "tests/engine/test_offload.py",
+        "tests/models/test_offload.py",
         slow=True,
     ),
     # -- refusals
