@@ -38,8 +38,9 @@ memory does not grow with the context, stay in vLLM's own 16-bit cache, as do th
 flag `--kv-cache-dtype-skip-layers` names. Pages of both sizes lie side by side in vLLM's pool, and prefix caching stays
 on: hits are as long as plain vLLM's, and the tokens before their end are read packed (option `recompute`). Of windows
 vLLM by default keeps what the end of a prompt sees, so an identical prompt and the next turn of a conversation hit, and
-a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. On a GPU such models have not
-run yet.
+a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. Layers with chunked local
+attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end. On a
+GPU such models have not run yet.
 """
 
 STATES = """\
@@ -66,6 +67,17 @@ Plain vLLM takes each of these; use `--kv-cache-dtype auto`.
 REST = """\
 A model of which some attention layer does not get the KV cache dtype from vLLM is refused when that layer is made, so
 that no cache stays in 16 bits unnoticed.
+"""
+
+
+MLA = """\
+What latent attention (MLA) would take: vLLM caches one latent of 512 numbers and 64 rotated channels of a token for all
+heads together, and no values. A format for it is a record without values, whose one code of the latent is read as key
+and as value, with the rotated channels beside it; a decode kernel that multiplies all query heads, absorbed into the
+latent's space, with one record and gives 512 numbers per head back; later chunks of a prompt, which vLLM expands from
+cached latents to keys and values; and a backend of vLLM's other interface, which has `forward_mqa` and a separate
+cache update. vLLM 0.32 runs MLA on a CPU (blocks of 16 tokens, heads of 576 numbers), but without chunks and prefix
+caching, so `lossless` could be held to plain vLLM there for whole prompts alone. None of this is built.
 """
 
 
@@ -101,7 +113,8 @@ def page() -> str:
             STATES,
             REFUSALS,
             table(["model", "configuration", "what is special", "the sentence says"], refused),
-            REST.rstrip("\n"),
+            REST,
+            MLA.rstrip("\n"),
         ]
     )
 

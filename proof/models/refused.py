@@ -16,7 +16,7 @@ REFUSED: list[Architecture] = [
         "Gemma-2",
         "Gemma2Config",
         llama_like(),
-        "soft-capped logits, sliding windows",
+        "logits are soft-capped, which the kernels do not; sliding windows",
         refused="a soft-cap on attention logits",
     ),
     Architecture(
@@ -40,7 +40,7 @@ REFUSED: list[Architecture] = [
             hidden_size_per_layer_input=32,
             vocab_size_per_layer_input=VOCAB,
         ),
-        "larger heads in full layers than in those with a sliding window",
+        "larger heads in full layers than in those with a sliding window (512 in checkpoints; 256 is our largest)",
         refused="head sizes that differ per layer",
     ),
     Architecture(
@@ -119,13 +119,6 @@ REFUSED: list[Architecture] = [
         engine={"runner": "pooling"},
     ),
     Architecture(
-        "Llama 4",
-        "Llama4TextConfig",
-        llama_like(num_local_experts=2, attention_chunk_size=64, intermediate_size_mlp=128),
-        "chunked local attention",
-        refused="chunked local attention",
-    ),
-    Architecture(
         "Llama 32", "LlamaConfig", llama_like(head_dim=32), "head size 32", refused="head size 32 is not supported"
     ),
     Architecture(
@@ -138,7 +131,7 @@ REFUSED: list[Architecture] = [
             vocab_size_per_layer_input=VOCAB,
             hidden_size_per_layer_input=32,
         ),
-        "layers that share their KV cache, sliding windows",
+        "layers that read an earlier layer's KV cache, whose newest tokens no other layer keeps here",
         refused="layers that share their KV cache",
     ),
 ]

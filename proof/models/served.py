@@ -60,7 +60,8 @@ SERVED: list[Architecture] = [
             num_local_experts=0,
             **mamba_2(),
         ),
-        "one layer in four is packed, the others are Mamba-2",
+        "one layer in four is packed, without RoPE; the others are Mamba-2",
+        polar="no RoPE",
         hybrid=True,
     ),
     Architecture(
@@ -74,7 +75,8 @@ SERVED: list[Architecture] = [
             ssm_state_size=16,
             n_groups=1,
         ),
-        "attention, Mamba-2 and MLP are layers of their own; those with attention are packed",
+        "attention, Mamba-2 and MLP are layers of their own; those with attention, without RoPE, are packed",
+        polar="no RoPE",
         hybrid=True,
     ),
     Architecture(
@@ -100,6 +102,13 @@ SERVED: list[Architecture] = [
         "one layer in four is packed, the others are gated delta nets, which vLLM's CPU computes in bfloat16 alone",
         dtype="bfloat16",
         hybrid=True,
+    ),
+    Architecture(
+        "Llama 4",
+        "Llama4TextConfig",
+        llama_like(num_hidden_layers=4, num_local_experts=2, attention_chunk_size=64, intermediate_size_mlp=HIDDEN),
+        "one layer in four is packed; those with chunked local attention keep 16 bits",
+        windows=True,
     ),
     Architecture("Phi-3", "Phi3Config", hidden(2, 96), "head size 96, fused projections", replay=True),
     Architecture(

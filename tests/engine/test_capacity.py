@@ -50,6 +50,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         {**LONG, "numbers": {"num_hidden_layers": 12}, **kvq(skip_layers=[5])},
         "wwwwwswwwwwp",
     ),
+    "chunks": ({**LONG, "model": "Llama 4"}, "wwwp"),
     "a hybrid": ({"kv_cache_dtype": "squat2", "max_model_len": 2048, "model": "Granite 4"}, "mmpm"),
     "a hybrid, small pages": ({"kv_cache_dtype": "innerq2", "model": "Granite 4", "block_size": 32}, "mmpm"),
     "a hybrid without prefix caching": (
@@ -118,7 +119,7 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
             attn_type="decoder",
             kv_cache_dtype=vllm_config.cache_config.cache_dtype if kind == "p" else "auto",
             kv_cache_torch_dtype=of.dtype,
-            sliding_window=model.get_sliding_window() if kind == "w" else None,
+            sliding_window=(model.get_sliding_window() or model.attention_chunk_size) if kind == "w" else None,
             attn_backend=backend,
             num_kv_heads=heads,
             head_size=of.get_head_size(),

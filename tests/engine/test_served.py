@@ -52,9 +52,14 @@ def test_what_is_written_and_printed(case: str, bare: Bare) -> None:
 
 
 def test_what_is_served_is_frozen_and_has_reasons(bare: Bare) -> None:
-    plain, mixed = (Served.of(bare(**CASES[case][0])) for case in ("plain", "windows"))
+    plain, mixed, hybrid = (Served.of(bare(**CASES[case][0])) for case in ("plain", "windows", "a hybrid"))
     assert (plain.mixed, plain.recomputed) == (False, plain.format.W)
-    # what vLLM keeps of a window ends where a prompt does
+    # a state is kept where a page ends
+    vllm_config = bare(**CASES["a hybrid"][0])
+    apply(Served.of(vllm_config), vllm_config)
+    assert vllm_config.cache_config.mamba_block_size == hybrid.format.N == 256
+    # what vLLM keeps of a window or a state ends where a prompt does
+    assert (hybrid.mixed, hybrid.recomputed, hybrid.layers.packed) == (True, 0, 1)
     assert (mixed.mixed, mixed.recomputed) == (True, 0)
     assert (mixed.layers.packed, len(mixed.layers.windows), len(mixed.layers.skipped)) == (1, 5, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):

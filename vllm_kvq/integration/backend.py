@@ -152,7 +152,7 @@ class KVQBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

@@ -30,6 +30,11 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.distributed.parallel_state": ("GroupCoordinator.all_gather", "get_tp_group", "is_global_first_rank"),
     "vllm.forward_context": ("ForwardContext.attn_metadata", "get_forward_context"),
     "vllm.logger": ("init_logger",),
+    "vllm.model_executor.layers.attention": ("chunked_local_attention",),
+    "vllm.model_executor.layers.attention.chunked_local_attention": (
+        "ChunkedLocalAttention.get_kv_cache_spec",
+        "get_attn_backend",
+    ),
     "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase.get_kv_cache_spec",),
     "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
     "vllm.model_executor.models": ("ModelRegistry",),
@@ -102,11 +107,13 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "FullAttentionSpec.tokens_per_state",
         "KVQuantMode",
         "AttentionSpec",
+        "SlidingWindowSpec",
         "UniformTypeKVCacheSpecs.first_spec",
         "replace_as",
     ),
     "vllm.v1.kv_cache_layout": ("KVCacheLayout.BLHNC", "KVCacheLayout.LBHNC"),
     "vllm.v1.kv_cache_spec_registry": ("KVCacheSpecRegistry.register", "_REGISTRY_KVCACHESPEC_LIST"),
+    "vllm.v1.simple_kv_offload.manager": ("SimpleCPUOffloadScheduler.get_num_new_matched_tokens",),
 }
 """Module -> what the integration imports from it, and the members that it overrides or reads.
 

@@ -1,4 +1,5 @@
-"""Layers that stay in vLLM's own 16-bit cache beside packed ones: layers with a sliding window, and `skip_layers`.
+"""Layers that stay in vLLM's own 16-bit cache beside packed ones: layers with a sliding window or with chunked local
+attention, and `skip_layers`.
 
 Each kind of layers has pages of its own size and KV cache groups of its own. The pages of a group's layers lie side by
 side in a block of vLLM's pool, whose blocks are as large as the widest group (layout.py). The memory of window layers
@@ -25,7 +26,7 @@ class Layers:
     attention: frozenset[int]
     """Indices of the layers that have any."""
     windows: frozenset[int]
-    """Indices of the layers that have a sliding window."""
+    """Indices of the layers that have a sliding window, or chunks, which vLLM plans as windows (chunked.py)."""
     skipped: frozenset[int]
     """Indices of the layers with full attention that the user keeps in 16 bits."""
     kept: tuple[str, ...]
@@ -35,10 +36,13 @@ class Layers:
     def of(cls, vllm_config: Any) -> Layers:
         model = vllm_config.model_config
         kinds, total = layer_types(model), model.get_total_num_hidden_layers()
-        windows = frozenset(i for i, kind in enumerate(kinds) if "sliding" in kind)
+        sliding = frozenset(i for i, kind in enumerate(kinds) if "sliding" in kind)
+        chunks = frozenset(i for i, kind in enumerate(kinds) if "chunked" in kind)
+        windows = sliding | chunks
         attention = frozenset(i for i in range(total) if not model.is_hybrid or has_attention(kinds[i]))
         kept = {str(i) for i in settings_of(vllm_config).skip_layers}
-        kept |= {*vllm_config.cache_config.kv_cache_dtype_skip_layers} | ({WINDOWS} if windows else set())
+        kept |= {*vllm_config.cache_config.kv_cache_dtype_skip_layers} | ({WINDOWS} if sliding else set())
+        kept |= {str(i) for i in chunks}
         named = frozenset(int(i) for i in kept if i.isdigit())
         return cls(total, attention, windows, named - windows, tuple(sorted(kept)))
 
@@ -73,10 +77,11 @@ def layer_types(model: Any) -> list[str]:
 
 def window_problem(model: Any) -> str | None:
     """What stands against serving this model's window layers beside packed ones; None: nothing."""
-    kinds = layer_types(model)
-    sliding = [kind for kind in kinds if "sliding" in kind]
-    if model.get_sliding_window() is None and not sliding:
+    kinds, chunks = layer_types(model), model.attention_chunk_size
+    local = [kind for kind in kinds if "sliding" in kind or "chunked" in kind]
+    if model.get_sliding_window() is None and chunks is None and not local:
         return None
-    if not sliding or len(sliding) == len(kinds):
-        return "models in which all layers have sliding-window attention"
+    if not local or len(local) == len(kinds):
+        what = "sliding-window" if chunks is None else "chunked local"
+        return f"models in which all layers have {what} attention"
     return None

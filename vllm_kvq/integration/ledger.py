@@ -66,6 +66,11 @@ LEDGER = (
         "it looks into them",
     ),
     Patch(
+        "ChunkedLocalAttention.get_kv_cache_spec and the get_attn_backend of its module wrapped (chunked.py)",
+        "it asks for a backend of the whole model's dtype, and groups of such layers can't be cut; windows can",
+        "it looks at the list of skipped layers, and its groups are cut",
+    ),
+    Patch(
         "mamba_block_size set (served.py)",
         "it is read from the block size before ours is known",
         "it is read later",
@@ -94,6 +99,11 @@ LEDGER = (
         "Scheduler.make_stats wrapped",
         "what is cached is known in the engine core alone, and a request's tokens to its scheduler",
         "a plugin may add to its statistics",
+    ),
+    Patch(
+        "SimpleCPUOffloadScheduler.get_num_new_matched_tokens wrapped (connectors.py)",
+        "it asks for what follows a hit as if that began a request, where no sinks are",
+        "managers are told what comes before",
     ),
     Patch(
         "builtin specs registered first",

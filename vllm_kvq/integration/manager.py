@@ -77,6 +77,8 @@ class SinkManager(SidecarManager):
     """
 
     KEY_STRIDE = 1 << 16
+    behind_hit = False
+    """Whether a KV connector asks for what follows a hit, which has its sinks (connectors.py)."""
 
     def _wants_zeroing(self, available: bool) -> bool:
         return False
@@ -111,6 +113,8 @@ class SinkManager(SidecarManager):
         miss: tuple[tuple[list[Any], ...], int] = tuple([] for _ in kv_cache_group_ids), 0
         length = max_length - size if drop_eagle_block else max_length
         length -= length % math.lcm(size, alignment_tokens)
+        if cls.behind_hit:
+            return tuple([block_pool.null_block] * (length // size) for _ in kv_cache_group_ids), max(length, 0)
         # the pages stand in the first entries of the row: a shorter hit has no room for them
         if length <= 0 or length // size < pages:
             return miss

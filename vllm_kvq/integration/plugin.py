@@ -17,11 +17,13 @@ def register() -> None:
     compat.hide_test_formats()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_kvq.integration import held, layout, platform, spec
+    from vllm_kvq.integration import chunked, connectors, held, layout, platform, spec
 
     register_backend(AttentionBackendEnum.CUSTOM, platform.BACKEND)
     compat.wrap_platform(platform.configure, platform.backend_of)
     layout.keep_pages_apart(platform.ours)
+    chunked.keep_chunks(platform.ours)
     compat.ensure_builtin_specs()
+    connectors.look_behind_hits()
     compat.wrap_scheduler(held.take_census)
     spec.register()

@@ -86,7 +86,7 @@ class Served:
         for part in parts:
             if problem := part.format.keys.reference_only or part.format.values.reference_only:
                 raise ValueError(problem)
-        window = model.get_sliding_window() or model.max_model_len
+        window = model.get_sliding_window() or model.attention_chunk_size or model.max_model_len
         served = cls(
             parts,
             layers,

@@ -117,7 +117,9 @@ def pairing_problem(vllm_config: Any) -> str | None:
 def _unknown_pairs(model: Any) -> str | None:
     """Why the configuration of this model does not tell."""
     config = model.hf_text_config.to_dict()
-    if not any(value for key, value in config.items() if "rope" in key or "rotary" in key):
+    rotated = any(value for key, value in config.items() if "rope" in key or "rotary" in key)
+    # Granite 4 has RoPE's numbers whether it is used or not
+    if not rotated or config.get("position_embedding_type", "rope") != "rope":
         return "the model has no RoPE"
     if model.using_transformers_backend():
         return "vLLM runs this model through Transformers, which does not tell"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration.connectors import connector_problem
 from vllm_kvq.integration.drafts import draft_problem
 from vllm_kvq.integration.kept import window_problem
 from vllm_kvq.integration.memory import memory_problem
@@ -96,17 +97,12 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (_layers_differ(text), "head sizes that differ per layer", f"{plain} or fp8"),
         (window := window_problem(model), window or "", f"{plain} or fp8"),
         (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
-        (getattr(text, "attention_chunk_size", None), "chunked local attention", plain),
         (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
         (model.uses_alibi, "ALiBi", plain),
         (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
         (gpu := _gpu_problem(current_platform), gpu or "", plain),
-        (
-            vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size,
-            "KV connectors",
-            "drop --kv-transfer-config and --kv-offloading-size, or " + plain,
-        ),
+        (connector := connector_problem(vllm_config), "KV connectors", connector or ""),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism", "use --tensor-parallel-size"),
         (
@@ -153,7 +149,6 @@ _ASKED = {
     "use_per_head_quant_scales": "quantization scales per head",
     "has_sliding_window": "sliding-window attention",
     "use_non_causal": "attention in both directions",
-    "use_kv_connector": "KV connectors",
     "use_pcp": "prefill context parallelism",
     "use_dcp": "decode context parallelism",
     "use_rswa": "relative sliding windows",

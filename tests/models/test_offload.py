@@ -1,0 +1,103 @@
+"""Packed pages that were kept in the host's memory: prefix hits on them give the tokens that hits in the pool give."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from lab import Lab
+from offload import copied, copy_at_once
+
+from proof.models import named
+from proof.oracle.forked import EngineProcess
+from proof.oracle.trace import Request, Trace
+
+pytestmark = pytest.mark.engine
+N = 32
+ENGINE: dict[str, Any] = {
+    "block_size": N,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 512,
+    "skip_tokenizer_init": True,
+}
+
+
+def connector(name: str = "SimpleCPUOffloadConnector") -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    extra = {"cpu_bytes_to_use": 1 << 28}
+    how = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+    return {"kv_transfer_config": how, "before": copy_at_once}
+
+
+def todo(reset: bool) -> list[Trace]:
+    """A long prompt; two that begin like it, after the pool has forgotten all; and one whose first blocks are in the
+    pool again."""
+    rng = random.Random(1)
+
+    def words(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(8, 512) for _ in range(count))
+
+    shared, tail, end = words(160), words(40), words(5)
+    return [
+        Trace((Request("cold", shared + tail, 24),)),
+        Trace((Request("other", words(9), 4),)),
+        Trace((Request("begins alike", shared + end, 24), Request("same", shared + tail, 24, arrival=3)), reset=reset),
+        Trace((Request("first blocks", shared[:70] + end, 4),), reset=reset),
+        Trace((Request("the rest", shared + end, 24),)),
+    ]
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lossless": ("Llama", "lossless", {"W": 32, "S": 4}),
+    # a page that a request computes behind a hit is fitted to that request: here none does
+    "squat2": ("Llama", "squat2", {"recompute": 0}),
+    "innerq2": ("Llama", "innerq2", {"recompute": 0, "S": 8}),  # its sinks are on two pages
+    "windows": ("gpt-oss", "lossless", {"W": 32, "S": 4}),
+    "chunks": ("Llama 4", "lossless", {"W": 32, "S": 4}),
+    "states": ("Granite 4", "lossless", {"W": 32, "S": 4}),
+}
+WIDE = ("windows", "chunks")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.wide if c in WIDE else ()) for c in CASES])
+def test_hits_from_the_host_give_the_same_tokens(case: str, lab: Lab) -> None:
+    name, format_name, options = CASES[case]
+    arch = named(name)
+    engine = {**ENGINE, "dtype": arch.dtype, "kv_cache_dtype": format_name, "additional_config": {"kvq": options}}
+    with EngineProcess(str(lab.model(arch)), engine, {}) as process:
+        expected = [process.run(trace) for trace in todo(reset=False)]
+    with EngineProcess(str(lab.model(arch)), {**engine, **connector()}, {}) as process:
+        got, loaded = [], []
+        for trace in todo(reset=True):
+            got.append(process.run(trace))
+            loaded.append(process.call(copied)["loaded"])
+    for there, here in zip(expected, got, strict=True):
+        assert here.outputs == there.outputs
+    cached = {request: tokens for result in got for request, tokens in result.cached.items()}
+    assert cached["the rest"] == expected[4].cached["the rest"] > 0
+    assert cached["same"] == expected[2].cached["same"] > 0
+    # blocks came from the host in the third trace
+    assert 0 == loaded[0] < loaded[2]
+    if name == "Llama":  # of windows and states vLLM keeps what the end of a prompt sees
+        assert cached["begins alike"] == cached["the rest"]
+        # and the rest of a prefix in the last one
+        assert loaded[3] < loaded[4]
+
+
+@pytest.mark.parametrize("name", ["ExampleConnector", "OffloadingConnector", "MultiConnector"])
+def test_other_connectors_are_refused(name: str, lab: Lab) -> None:
+    how = connector(name)["kv_transfer_config"]
+    said = lab.refusal(lab.model(named("Llama")), kv_cache_dtype="squat2", kv_transfer_config=how)
+    assert said is not None
+    assert "does not support KV connectors; drop --kv-transfer-config" in said
+    assert "or use SimpleCPUOffloadConnector on a GPU" in said
+
+
+def test_a_cpu_has_nothing_to_offload(lab: Lab) -> None:
+    how = connector()["kv_transfer_config"]
+    said = lab.refusal(lab.model(named("Llama")), kv_cache_dtype="squat2", kv_transfer_config=how)
+    assert said is not None
+    assert "does not support KV connectors; drop --kv-transfer-config" in said
+    assert "SimpleCPUOffloadConnector copies on GPUs alone" in said
