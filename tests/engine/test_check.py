@@ -219,7 +219,7 @@ def test_the_text_says_the_same(checked: Check, model: Path, capsys: pytest.Capt
 def test_options_by_layer(checked: Check, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = '{"kvq": {"m": {"0": 512, "*": 128}}}'
     arguments = ["--kv-cache-dtype", "qjl3", "--max-model-len", "256", "--additional-config", options]
-    parts = checked(*arguments)["layers"]["by_layer"]
+    parts = checked(*arguments)["by_layer"]
     assert [part.split(", bits=")[0] for part in parts] == ["layer 0: m=512", "layer 1: m=128"]
     assert cli.main(["check", str(model), *arguments]) == 0
     text = capsys.readouterr().out

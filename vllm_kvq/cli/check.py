@@ -98,12 +98,8 @@ def describe(start: DryStart) -> dict[str, Any]:
         "format": fmt.name,
         "bits_per_element": served.bits_per_element,
         **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
-        "layers": {
-            "packed": served.layers.packed,
-            "all": served.layers.total,
-            "in_16_bits": list(served.exempt),
-            "by_layer": by_layer,
-        },
+        "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
+        "by_layer": by_layer,
         "kernels": {
             "path": path.name,
             "isa": ISAS[isa()] if path.name == "C++" else None,
@@ -144,5 +140,5 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory, about", f"{gib(memory['bytes'])}: {memory['because']}"),
         ("capacity, about", f"{capacity['tokens']:,} tokens {per_request}; bf16: {capacity['bf16_tokens']:,}"),
     ]
-    text[1:1] = [("by layer", line) for line in layers["by_layer"]]
+    text[1:1] = [("by layer", line) for line in found["by_layer"]]
     return text + [("slow", sentence) for sentence in (kernels["why_not_faster"], kernels["slow"]) if sentence]
