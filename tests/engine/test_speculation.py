@@ -74,17 +74,21 @@ def test_mtp_equals_plain_vllm(run: Any, tmp_path: Path) -> None:
     assert accepted_and_rejected(got, total.tokens)[1] > 300
 
 
-@pytest.mark.parametrize(("name", "method"), [("squat2", "draft_model"), ("innerq2", "eagle")])
+@pytest.mark.parametrize(("name", "method", "blocks"), [("squat2", "draft_model", 60), ("innerq2", "eagle", 90)])
 def test_lossy_formats_equal_the_reference(
-    name: str, method: str, run: Any, model: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, method: str, blocks: int, run: Any, model: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 512 tokens, because 32 of the draft's in float32 have to fit into one."""
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
-    todo = [traces.repeats(64), traces.crowd(64)]
+    todo = [traces.repeats(2 * N), traces.crowd(2 * N)]
     got = run(
-        todo, kv_cache_dtype=name, block_size=512, num_gpu_blocks_override=50, **speculative(method, drafts[method])
+        todo,
+        kv_cache_dtype=name,
+        block_size=N,
+        additional_config={"kvq": {"W": 32, "S": 4}},
+        num_gpu_blocks_override=blocks,
+        **speculative(method, drafts[method]),
     )
-    total = judge(ReplayModel(str(model), name, 512, DRAFTS), todo, got)
+    total = judge(ReplayModel(str(model), name, N, DRAFTS, W=32, S=4), todo, got)
     assert not total.mismatches
     assert total.rejected > 100
     assert total.preemptions > 0
