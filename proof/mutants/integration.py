@@ -110,8 +110,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "window layers make one group however wide",
         f"{ROOM}/report.py",
-        "groups = [(kind, -(-kind.layers // (widest // kind.page_bytes))) for kind in apart]",
-        "groups = [(kind, 1) for kind in apart]",
+        "return [(kind, -(-kind.layers // (widest // kind.page_bytes))) for kind in apart]",
+        "return [(kind, 1) for kind in apart]",
         CAPACITY,
     ),
     Fault(
@@ -124,8 +124,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "companions alone are no pattern",
         f"{ROOM}/report.py",
-        "groups = [full, packed, *([packed] if served.sink_blocks else [])]",
-        "groups = [full]",
+        "together = [full, packed, *([packed] if served.sink_blocks else [])]",
+        "together = [full]",
         CAPACITY,
     ),
     Fault(
@@ -211,8 +211,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "pages beside a state stay small",
         f"{ROOM}/served.py",
-        "if copies * page >= states.nbytes:",
-        "if page:",
+        "if sum(len(part.layers) * part.slots.page_bytes for part in parts) >= states.nbytes:",
+        "if parts:",
         SERVED,
     ),
     Fault(

@@ -19,11 +19,21 @@ def test_rows_are_those_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["symmetric_share_of_innerq2"] == []
 
 
+def test_bits_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_table.main(["--formats", "qjl3:outliers=0,qjl3:m=512,sketch=gaussian", "--seeds", "1", "--json"]) == 0
+    none, gaussian = json.loads(capsys.readouterr().out)["rows"]
+    assert (none["row"], none["key_bits"]) == ("qjl3:outliers=0", 2.125)
+    assert none["errors"][0] == pytest.approx(error_table.error("qjl3", {"outliers": 0}, 128, False, seeds=1))
+    assert gaussian["options"] == {"m": 512, "sketch": "gaussian"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--formats", "kivi2:W=64"], "takes no option 'W'"),
         (["--formats", "squat2:g=64"], "option 'g' is 64, the whole head of 64 channels"),
+        (["--formats", "qjl3:m=5"], "option 'm' is 5"),
+        (["--formats", 'qjl3:m={"0":64,"*":32}'], "only where a whole model is served it may be given by layer"),
         (["--formats", "auto"], "vLLM's own cache, which has no error here"),
         (["--formats", "kivi2,nothing"], "unknown KV cache format 'nothing'"),
         (["--formats", "kivi2", "--format", "kivi2"], "not allowed with argument"),

@@ -1,7 +1,6 @@
 """Score errors on the synthetic data of `vllm_kvq.eval`: bounds for every head size and dtype, and who beats
 whom."""
 
-import json
 from functools import cache
 from typing import Any
 
@@ -214,33 +213,3 @@ def test_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{label} " in out
     assert f"{table('squat2', 128, False):.3f}" in out
     assert set(FORMATS) - {"lossless", *PEERS} == {n for _, n, _ in error_table.ROWS}
-
-
-def test_command_measures_any_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        error_table.main(["--seeds", "1", "--format", "qjl3:outliers=0", "qjl3:m=512,sketch=gaussian", "--json"]) == 0
-    )
-    none, gaussian = json.loads(capsys.readouterr().out)["rows"]
-    assert (none["row"], none["key_bits"]) == ("qjl3:outliers=0", 2.125)
-    assert none["errors"][0] == pytest.approx(error_table.error("qjl3", {"outliers": 0}, 128, False, seeds=1))
-    assert gaussian["options"] == {"m": 512, "sketch": "gaussian"}
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("qjl", "unknown KV cache format 'qjl'"),
-        ("fp8", "--format 'fp8' is no format of this package; write each as squat2 or squat2:r=8,g=32"),
-        ("qjl3,kivi2", "--format 'qjl3,kivi2' is no format of this package"),
-        ("qjl3:m=5", "option 'm' is 5"),
-        ("qjl3:W=32", "roundtrip quantizes every token of one layer, so it takes no option 'W'"),
-        ('qjl3:m={"0":64,"*":32}', "only where a whole model is served it may be given by layer"),
-    ],
-)
-def test_command_refuses_in_a_sentence(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        error_table.main(["--format", text])
-    said = capsys.readouterr().err
-    assert end.value.code == 2
-    assert sentence in said
-    assert said.count("\n") == 1
