@@ -35,7 +35,7 @@ NAMES = {
     "qjl3": "`qjl3`",
 }
 """A format with kernels -> what its rows are called: KIVI is attended as SQuat."""
-WITHOUT = ("kitty2",)
+WITHOUT = ("kitty2", "polar4_v16")
 """PyTorch computes them on a GPU so far."""
 RIVALS = {"bf16": 4.0 * HEAD, "fp8": 2.0 * HEAD}
 """Bytes of a token."""

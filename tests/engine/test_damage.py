@@ -50,7 +50,13 @@ class Requests:
         each = 4 + self.slots.sidecar_blocks
         self.ids = torch.arange(1, 1 + 2 * each, dtype=torch.int32).view(2, each)
         blocks = 1 + self.ids.numel()
-        sidecar = Sidecar(fmt, self.slots)
+        served: Any = SimpleNamespace(
+            sidecar_blocks=self.slots.sidecar_blocks,
+            sink_blocks=self.slots.sink_blocks,
+            copies=1,
+            page_bytes=self.slots.page_bytes,
+        )
+        sidecar = Sidecar(fmt, self.slots, served)
         sidecar.bind_kv_cache(torch.zeros(blocks, self.slots.page_bytes // 4))
         self.layer = PackedLayer(fmt, "layers.7.attn", D**-0.5, sidecar, None, step)
         self.pages = torch.zeros(blocks, H, 1, fmt.record_bytes, dtype=torch.uint8)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,11 @@ class InOneCall:
     def __init__(self, world: World) -> None:
         fmt, self.world = world.fmt, world
         self.step = CPUStep(fmt, world.slots, SPEC, world.scale)
-        sidecar, sinks = Sidecar(fmt, world.slots), Sinks(fmt, world.slots) if fmt.S else None
+        slots = world.slots
+        served: Any = SimpleNamespace(
+            sidecar_blocks=slots.sidecar_blocks, sink_blocks=slots.sink_blocks, copies=1, page_bytes=slots.page_bytes
+        )
+        sidecar, sinks = Sidecar(fmt, slots, served), Sinks(fmt, slots, served) if fmt.S else None
         sidecar.bind_kv_cache(world.side[1])
         if sinks is not None:
             sinks.bind_kv_cache(world.sinks[1])
