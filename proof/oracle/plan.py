@@ -130,7 +130,7 @@ class Plan:
         for part in life.parts:
             new = len(part.tokens)
             prompt = new > 1 + self.num_spec or part.context == life.start
-            if fmt.state_rows and prompt:
+            if prompt:
                 fits.append(slice(row, row + new))
             row += new
             for unit in range(part.context // p, part.end // p):
