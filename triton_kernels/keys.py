@@ -83,12 +83,14 @@ def channel_scores(
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
+    BOOSTED: tl.constexpr,
 ):
     """SQuat and KIVI: k = zero_c + scale_c code, so
 
         s = sum_c (q_c scale_c) code_c + sum_c q_c zero_c
 
-    The scale goes into the query once per slab, the zero into one number per row.
+    The scale goes into the query once per slab, the zero into one number per row. With BOOSTED channels a
+    scale's sign says something else (keys_boosted.py).
     """
     tl.static_assert(SLABS <= 2)
     width: tl.constexpr = D * BITS // 8
@@ -112,7 +114,10 @@ def channel_scores(
             words = _chunk_words(words_ptr + j * SLAB_WORDS + CODES, c, width, CHUNK)
             for p in tl.static_range(8 // BITS):
                 place = halves_ptr + j * SLAB_WORDS * 2 + SCALE + p * width + c * CHUNK + channel
-                scaled = q[p * chunks + c] * load_some(place, channel, CHUNK, 16)
+                scale = load_some(place, channel, CHUNK, 16)
+                if BOOSTED > 0:
+                    scale = tl.abs(scale)
+                scaled = q[p * chunks + c] * scale
                 sums = tl.dot(plane(words, p, BITS), columns_of_lanes(scaled), sums)
         scores = scores + (sums,)
     return scores

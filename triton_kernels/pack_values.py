@@ -56,12 +56,17 @@ def affine(x, scale, zero, BITS: tl.constexpr):
 
 @triton.jit
 def store_values(base, data, FIRST, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 tokens, from channel FIRST of the plane on."""
+    """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 tokens, from channel FIRST of the plane on.
+    Columns beyond the plane are left out."""
     width: tl.constexpr = data.shape[1]
     eight, four, column = tl.arange(0, 8), tl.arange(0, 4), tl.arange(0, width)
     data = tl.reshape(data, (8, 4, width)) << (8 * four)[None, :, None]
     word = tl.reduce(data, 1, tl.standard._sum_combine)
-    tl.store(base + CODES + eight[:, None] * PLANE + FIRST + column[None, :], word)
+    place = base + CODES + eight[:, None] * PLANE + FIRST + column[None, :]
+    if width > PLANE:
+        tl.store(place, word, mask=(column < PLANE)[None, :])
+    else:
+        tl.store(place, word)
 
 
 @triton.jit

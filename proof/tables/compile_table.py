@@ -34,7 +34,7 @@ TARGETS = (80, 86, 89, 90, 100, 120)
 MATRIX = re.compile(r"\b(HMMA|UTCHMMA|UTCQMMA|QGMMA|HGMMA|OMMA)")
 COLUMNS = ("kernel", "warps", "shared", "matrix")
 
-LIMITS = {f"attend {name} d=128 rows=8": 3.0 for name in ("squat2", "innerq2", "qjl3")} | {
+LIMITS = {f"attend {name} d=128 rows=8": 3.0 for name in ("squat2", "kitty2", "innerq2", "qjl3")} | {
     "attend polar4 d=128 rows=8": 4.5,
     "attend polar3 d=128 rows=8": 4.5,
 }
@@ -109,7 +109,7 @@ def attend_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.kernels.gpu.triton_layout import constants as layout
     from vllm_kvq.triton_kernels.attend import attend_kernel
 
-    for name in ("squat2", "squat4", "innerq2", "polar4", "polar3"):
+    for name in ("squat2", "squat4", "kitty2", "innerq2", "polar4", "polar3"):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
             k = layout(fmt)
@@ -151,7 +151,7 @@ def step_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.triton_kernels.pack import pack_kernel
     from vllm_kvq.triton_kernels.step import begin_kernel, commit_kernel
 
-    for name in ("squat2", "squat4", "kivi2", "innerq2", "polar4", "polar3"):
+    for name in ("squat2", "squat4", "kivi2", "kitty2", "innerq2", "polar4", "polar3"):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
             slots = SlotGeometry.of(fmt, 8, 2)
