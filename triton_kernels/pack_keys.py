@@ -15,7 +15,7 @@ import triton.language as tl
 
 from vllm_kvq.triton_kernels.lang import clean, lost
 from vllm_kvq.triton_kernels.pack_fitted import fitted_parameters
-from vllm_kvq.triton_kernels.pack_values import affine, hybrid_choice, hybrid_codes, load_channels, parameters
+from vllm_kvq.triton_kernels.pack_values import affine, hybrid_choice, hybrid_codes, load_channels, parameters, top_of
 from vllm_kvq.triton_kernels.step import state_offset
 
 RANKS: tl.constexpr = tl.constexpr(16)  # rows of U as a matrix operand; those beyond the rank are zero
@@ -153,7 +153,7 @@ def channel_keys(
         high = tl.reduce(x, 0, tl.standard._elementwise_max)
         channel = i * BLOCK + tl.arange(0, BLOCK)
         if FITTED:
-            scale, zero = fitted_parameters(x, (channel < D)[None, :], low, high, 32, 0, BITS)
+            scale, zero = fitted_parameters(x, (channel < D)[None, :], low, high, top_of(low, BITS), 32, 0)
         else:
             scale, zero = parameters(low, high, BITS)
         code = affine(x, scale[None, :], zero[None, :], BITS)

@@ -13,7 +13,15 @@ import triton.language as tl
 from vllm_kvq.triton_kernels.lang import clean, lost
 from vllm_kvq.triton_kernels.pack_fitted import fitted_parameters
 from vllm_kvq.triton_kernels.pack_keys import store_keys
-from vllm_kvq.triton_kernels.pack_values import affine, load_channels, parameters, store_values
+from vllm_kvq.triton_kernels.pack_values import (
+    affine,
+    affine_to,
+    load_channels,
+    parameters,
+    range_parameters,
+    store_values,
+    top_of,
+)
 from vllm_kvq.triton_kernels.rotation import rotated
 
 
@@ -79,28 +87,24 @@ def boosted_keys(
 ):
     """Kitty (formats/kitty.py). Returns how many values had to be replaced."""
     raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
-    x = clean(raw)
+    damage, x = lost(raw), clean(raw)
     channel = tl.arange(0, COLUMNS)
     real = channel < D
     low = tl.reduce(x, 0, tl.standard._elementwise_min)
     high = tl.reduce(x, 0, tl.standard._elementwise_max)
     # of two zeros one may be negative
     wide = _largest(tl.where(real, tl.abs(high - low), -1.0), BOOSTED)
-    if FITTED:
-        inside = real[None, :]
-        few, few_zero = fitted_parameters(x, inside, low, high, 32, 0, 2)
-        many, many_zero = fitted_parameters(x, inside, low, high, 32, 0, 4)
-    else:
-        few, few_zero = parameters(low, high, 2)
-        many, many_zero = parameters(low, high, 4)
-    scale, zero = tl.where(wide, many, few), tl.where(wide, many_zero, few_zero)
     top = tl.where(wide, 15.0, 3.0)
-    code = tl.minimum(affine(x, scale[None, :], zero[None, :], 4), top[None, :]).to(tl.int32)
+    if FITTED:
+        scale, zero = fitted_parameters(x, real[None, :], low, high, top, 32, 0)
+    else:
+        scale, zero = range_parameters(low, high, top)
+    code = affine_to(x, scale[None, :], zero[None, :], top[None, :]).to(tl.int32)
     tl.store(base16 + SCALE + channel, tl.where(wide, -scale, scale).to(tl.float16), mask=real)
     tl.store(base16 + ZERO + channel, zero.to(tl.float16), mask=real)
     store_keys(base, _plane_bytes(code & 3, channel, real, D // 4, 2), 0, CODES, D // 16)
     store_keys(base, _plane_bytes(code >> 2, _number(wide) - 1, wide, BOOSTED // 4, 2), 0, HIGH, BOOSTED // 16)
-    return lost(raw)
+    return damage
 
 
 @triton.jit
@@ -125,7 +129,7 @@ def tile_values(
     """Per token over GROUP channels (formats/values.py). Returns how many values had to be replaced."""
     width: tl.constexpr = D * BITS // 8
     raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
-    x = clean(raw)
+    damage, x = lost(raw), clean(raw)
     if ROTATED > 0:
         x = rotated(x, ROTATED)
     token, channel = tl.arange(0, 32), tl.arange(0, COLUMNS)
@@ -135,11 +139,11 @@ def tile_values(
         low = tl.reduce(tl.where(inside, x, 65504.0), 1, tl.standard._elementwise_min)
         high = tl.reduce(tl.where(inside, x, -65504.0), 1, tl.standard._elementwise_max)
         if FITTED:
-            scale, zero = fitted_parameters(x, inside, low, high, min(GROUP, D - g * GROUP), 1, BITS)
+            scale, zero = fitted_parameters(x, inside, low, high, top_of(low, BITS), min(GROUP, D - g * GROUP), 1)
         else:
             scale, zero = parameters(low, high, BITS)
         tl.store(base16 + SCALE + g * 32 + token, scale.to(tl.float16))
         tl.store(base16 + ZERO + g * 32 + token, zero.to(tl.float16))
         code = tl.where(inside, affine(x, scale[:, None], zero[:, None], BITS), code)
     store_values(base, _plane_bytes(code, channel, channel < D, width, BITS), 0, width, CODES)
-    return lost(raw)
+    return damage

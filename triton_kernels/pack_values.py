@@ -30,13 +30,24 @@ def positive_half(x):
 @triton.jit
 def levels(x, BITS: tl.constexpr):
     """x / (2^b - 1), rounded once."""
-    return tl.div_rn(x, tl.full(x.shape, (1 << BITS) - 1, tl.float32))
+    return tl.div_rn(x, top_of(x, BITS))
+
+
+@triton.jit
+def top_of(x, BITS: tl.constexpr):
+    """The largest code of b bits, for each of x."""
+    return tl.full(x.shape, (1 << BITS) - 1, tl.float32)
+
+
+@triton.jit
+def range_parameters(low, high, top):
+    """(scale, zero) as float16 stores them, in float32, for codes up to `top`."""
+    return positive_half(tl.div_rn(high - low, top)), low.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def parameters(low, high, BITS: tl.constexpr):
-    """(scale, zero) as float16 stores them, in float32."""
-    return positive_half(levels(high - low, BITS)), low.to(tl.float16).to(tl.float32)
+    return range_parameters(low, high, top_of(low, BITS))
 
 
 @triton.jit
@@ -47,11 +58,16 @@ def rounded(x, scale):
 
 
 @triton.jit
-def affine(x, scale, zero, BITS: tl.constexpr):
-    """Whole float32 codes."""
+def affine_to(x, scale, zero, top):
+    """Whole float32 codes up to `top`."""
     x, scale = tl.broadcast(x - zero, scale)
-    code = tl.minimum(tl.maximum(tl.div_rn(x, scale), 0.0), (1 << BITS) - 1)
+    code = tl.minimum(tl.maximum(tl.div_rn(x, scale), 0.0), top)
     return (code + ROUND) - ROUND
+
+
+@triton.jit
+def affine(x, scale, zero, BITS: tl.constexpr):
+    return affine_to(x, scale, zero, (1 << BITS) - 1)
 
 
 @triton.jit

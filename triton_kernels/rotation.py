@@ -45,7 +45,10 @@ def rotated_back(blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexp
     h = _signs(places, 4 if places > BLOCK else 0)
     out = ()
     for i in tl.static_range(D // BLOCK):
-        out = out + (tl.dot(h, blocks[i], input_precision="tf32x3"),)
+        # in two parts that tf32 holds
+        most = (blocks[i].to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        x = tl.dot(h, blocks[i] - most, input_precision="tf32")
+        out = out + (tl.dot(h, most, x, input_precision="tf32"),)
     return out
 
 
@@ -53,10 +56,8 @@ def rotated_back(blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexp
 def rotated(x, SIZE: tl.constexpr):
     """Rows of channels (tokens, channels) times H / SIZE, in blocks of SIZE channels."""
     tokens: tl.constexpr = x.shape[0]
-    channels: tl.constexpr = x.shape[1]
+    channel = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], (tokens, x.shape[1]))
     for level in tl.static_range(levels(SIZE)):
-        pairs = tl.reshape(x, (tokens, channels // (2 << level), 2, 1 << level))
-        first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
-        x = tl.reshape(pairs, (tokens, channels))
+        other = tl.gather(x, channel ^ (1 << level), 1)
+        x = other + tl.where((channel & (1 << level)) == 0, x, -x)
     return x * (1.0 / SIZE)

@@ -150,9 +150,10 @@ def test_ragged_lengths_and_empty_splits(name: str, splits: int) -> None:
     check(fmt, pages, queries(5, 1, 4, 64), table, low, high, splits)
 
 
-def test_pages_out_of_range_and_unpacked_slabs_are_not_seen() -> None:
+@pytest.mark.parametrize("name", ["squat2", "kitty2"])
+def test_pages_out_of_range_and_unpacked_slabs_are_not_seen(name: str) -> None:
     """Page 0 is NaN throughout, ids point nowhere, one slab's flag is missing: all as if they were not there."""
-    fmt, pages = pool("squat2", 64, 64)
+    fmt, pages = pool(name, 64, 64)
     pages = pages.clone()
     slab = fmt.slabs_at + fmt.slab_region.nbytes
     pages[2, :, slab : slab + fmt.slab_region.nbytes] = 0xFF

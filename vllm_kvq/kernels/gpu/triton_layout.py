@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from vllm_kvq.formats import PageFormat
@@ -44,6 +44,9 @@ Constants = dict[str, Any]
 
 STEPS = (16, 12, 8, 4)
 """Channels, or pairs, of one step of 16 of the matrix products: the most that fit."""
+
+TILE_WARPS = 8
+"""Of what packs a slab as one tile: with fewer the registers do not suffice."""
 
 
 # -- where fields lie --------------------------------------------------------------------------------------------------
@@ -138,7 +141,7 @@ def _channel_crowded(k: ChannelKeys, rows: int, chip: int) -> bool:
 
 
 def _boosted_crowded(k: BoostedKeys, rows: int, chip: int) -> bool:
-    return _large(k.d, rows) or k.d > 128
+    return _large(k.d, rows) or k.d > 128 or k.boosted > 32
 
 
 def _hybrid_crowded(k: HybridKeys, rows: int, chip: int) -> bool:
@@ -157,9 +160,9 @@ def _slab_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
     return Launch(4, stages=3, fused=False)
 
 
-def _boosted_launch(fmt: PageFormat, k: BoostedKeys, chip: int) -> Launch:
-    """A slab is one tile."""
-    return Launch(8 if k.d > 128 else 4, stages=3, fused=False)
+def _tile_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
+    """What packs a slab as one tile (triton_kernels/pack_tile.py)."""
+    return Launch(TILE_WARPS, stages=3, fused=False)
 
 
 def _squat_launch(fmt: PageFormat, k: SQuatKeys, chip: int) -> Launch:
@@ -210,7 +213,7 @@ KEYS: dict[type, KeyEntry] = {
         SQuatKeys, KeyEntry(CHANNEL, _channel_attend, _squat_pack, _channel_crowded, _squat_launch, MIN_ROWS)
     ),
     **_fitted_or_not(
-        BoostedKeys, KeyEntry(CHANNEL, _boosted_attend, _boosted_pack, _boosted_crowded, _boosted_launch, MIN_ROWS)
+        BoostedKeys, KeyEntry(CHANNEL, _boosted_attend, _boosted_pack, _boosted_crowded, _tile_launch, MIN_ROWS)
     ),
     HybridKeys: KeyEntry(
         HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, MIN_ROWS, extra=_hybrid_extra
@@ -334,7 +337,9 @@ def attend_launch(fmt: PageFormat, rows: int, chip: int, table: int = 0) -> Laun
 
 
 def pack_launch(fmt: PageFormat, chip: int) -> Launch:
-    return KEYS[type(fmt.keys)].launch(fmt, fmt.keys, chip)
+    launch = KEYS[type(fmt.keys)].launch(fmt, fmt.keys, chip)
+    tiled = isinstance(fmt.values, (Rotated, Fitted))
+    return replace(launch, warps=max(launch.warps, TILE_WARPS)) if tiled else launch
 
 
 def looks_up(fmt: PageFormat) -> bool:
