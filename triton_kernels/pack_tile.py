@@ -92,8 +92,7 @@ def boosted_keys(
     real = channel < D
     low = tl.reduce(x, 0, tl.standard._elementwise_min)
     high = tl.reduce(x, 0, tl.standard._elementwise_max)
-    # of two zeros one may be negative
-    wide = _largest(tl.where(real, tl.abs(high - low), -1.0), BOOSTED)
+    wide = _largest(tl.where(real, high - low, -1.0), BOOSTED)
     top = tl.where(wide, 15.0, 3.0)
     if FITTED:
         scale, zero = fitted_parameters(x, real[None, :], low, high, top, 32, 0)
