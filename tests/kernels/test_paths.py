@@ -35,6 +35,7 @@ def bound(name: str) -> PageFormat:
         ("squat2", Wish("cpu", "torch"), "PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out"),
         ("squat2", Wish("cuda"), "GPU/Triton", None),
         ("squat2", Wish("cpu", gpu_path=True), "GPU/Triton", None),
+        ("kitty2", Wish("cuda"), "GPU/Triton", None),
         ("qjl3", Wish("cuda"), "GPU/CUDA", None),
         ("lossless", Wish("cuda"), "PyTorch", "has no Triton kernel for its keys or values"),
         pytest.param("lossless", Wish("cpu", gpu_path=True), "C++", "has no CUDA kernels", marks=has_library),
@@ -61,12 +62,13 @@ def test_the_environment_is_read_and_checked() -> None:
     ("options", "device", "path"),
     [
         pytest.param({"key_scales": "fitted", "value_scales": "fitted"}, "cpu", "C++", marks=has_library),
-        ({"key_scales": "fitted"}, "cuda", "PyTorch"),
-        ({"value_scales": "fitted"}, "cuda", "PyTorch"),
+        ({"key_scales": "fitted"}, "cuda", "GPU/Triton"),
+        ({"value_scales": "fitted"}, "cuda", "GPU/Triton"),
         ({"token_scale": "balanced"}, "cpu", "PyTorch"),
+        ({"token_scale": "balanced"}, "cuda", "PyTorch"),
         pytest.param({"value_rotation": "hadamard"}, "cpu", "C++", marks=has_library),
         pytest.param({"value_rotation": "hadamard", "value_scales": "fitted"}, "cpu", "C++", marks=has_library),
-        ({"value_rotation": "hadamard"}, "cuda", "PyTorch"),
+        ({"value_rotation": "hadamard"}, "cuda", "GPU/Triton"),
     ],
 )
 @pytest.mark.parametrize("name", ["squat2", "kivi4"])
@@ -75,7 +77,7 @@ def test_an_option_that_kernels_do_not_know_is_not_ignored(
 ) -> None:
     found = path_for(get_format(name).bind(Geometry(64, 64, torch.bfloat16), options), Wish(device))
     assert found.name == path
-    assert (found.why is None) == (path == "C++")
+    assert (found.why is None) == (path != "PyTorch")
 
 
 class OtherKeys(SQuatKeys):
