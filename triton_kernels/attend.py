@@ -24,8 +24,10 @@ from vllm_kvq.triton_kernels.keys import (
     key_shift,
     query_channel,
 )
+from vllm_kvq.triton_kernels.keys_boosted import boosted_scores
 from vllm_kvq.triton_kernels.keys_polar import polar_lookup, polar_scores
 from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, column_max, column_sum
+from vllm_kvq.triton_kernels.rotation import rotated_back
 from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, sums_weights, token_values, value_shift
 
 
@@ -76,6 +78,8 @@ def attend_kernel(
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
     K_SLOT: tl.constexpr,
+    K_HIGH: tl.constexpr,
+    BOOSTED: tl.constexpr,
     K_RADIUS: tl.constexpr,
     K_NORM: tl.constexpr,
     K_ANGLE0: tl.constexpr,
@@ -85,6 +89,7 @@ def attend_kernel(
     VALUES: tl.constexpr,
     V_BITS: tl.constexpr,
     V_GROUP: tl.constexpr,
+    V_ROTATED: tl.constexpr,
     V_BLOCK: tl.constexpr,
     V_PLACES: tl.constexpr,
     V_CODES: tl.constexpr,
@@ -141,6 +146,12 @@ def attend_kernel(
     begin = first + split * share
     end = tl.minimum(begin + share, first + count)
 
+    if BOOSTED > 0:  # each lane's own row, and four times what the queries in q were multiplied by
+        own = tl.program_id(0) % tiles * M + tl.arange(0, 4 * M) // 4
+        own = tl.minimum(own, count_rows * SHARE - 1)
+        lane_query = q_first + own // SHARE * query_token + (head * SHARE + own % SHARE) * query_head
+        lane_query = lane_query[:, None]
+        lane_factor = tl.reshape(tl.broadcast_to((4.0 / top)[:, None], (M, 4)), (4 * M, 1))
     best = tl.full((M,), LOWEST, tl.float32)
     total = tl.full((M,), 0.0, tl.float32)
     extra = tl.full((EXTRA, M), 0.0, tl.float32)
@@ -167,8 +178,13 @@ def attend_kernel(
         k_halves = base16 + (SLABS_AT + slab * SLAB_WORDS) * 2
         if KEYS == CHANNEL:
             sums = channel_scores(
-                q, k_words, k_halves, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M, K_CODES, K_SCALE, K_ZERO
+                q, k_words, k_halves, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M, K_CODES, K_SCALE, K_ZERO, BOOSTED
             )  # fmt: skip
+            if BOOSTED > 0:
+                sums = boosted_scores(
+                    sums, lane_query, lane_factor, k_words, k_halves,
+                    HEAD, D, TURN, SLAB_WORDS, M, BOOSTED, K_HIGH, K_SCALE,
+                )  # fmt: skip
         elif KEYS == HYBRID:
             sums = hybrid_scores(
                 q, k_words, k_halves, base16, full, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M,
@@ -240,15 +256,19 @@ def attend_kernel(
     if RAGGED:  # `merge` does not read what a split without tokens would write
         written = row < tl.where(begin < end, count_rows * SHARE, 0)
     column = fragment_index(tl.arange(0, V_PLACES), V_PLACES // 8)
+    blocks = ()
     for b in tl.static_range(D // V_BLOCK):
         # which plane the block lies in, and its share of the zeros
         lift = SUBNORMAL / (1 << value_shift(b * V_BLOCK // (D * V_BITS // 8), VALUES, V_BITS))
         o = acc[b] * lift
         if VALUES == TOKEN:
             o += column_sum(tl.where(group[:, None] == b * V_BLOCK // V_GROUP, extra, 0.0))[None, :]
-        o *= norm[None, :]
+        blocks = blocks + (o * norm[None, :],)
+    if V_ROTATED > 0:
+        blocks = rotated_back(blocks, V_ROTATED, V_BLOCK, D)
+    for b in tl.static_range(D // V_BLOCK):
         channel = b * V_BLOCK + column
         inside = ((column < V_BLOCK) & (channel < HEAD))[:, None] & written[None, :]
-        tl.store(out_ptr + target[None, :] * HEAD + channel[:, None], o, mask=inside)
+        tl.store(out_ptr + target[None, :] * HEAD + channel[:, None], blocks[b], mask=inside)
     lse = tl.where(total > 0, (best + tl.log2(tl.maximum(total, 1.0e-30))) * LN2, float("-inf"))
     tl.store(lse_ptr + target, lse, mask=real)

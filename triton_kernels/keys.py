@@ -83,12 +83,14 @@ def channel_scores(
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
+    BOOSTED: tl.constexpr,
 ):
     """SQuat and KIVI: k = zero_c + scale_c code, so
 
         s = sum_c (q_c scale_c) code_c + sum_c q_c zero_c
 
-    The scale goes into the query once per slab, the zero into one number per row.
+    The scale goes into the query once per slab, the zero into one number per row. With BOOSTED channels a
+    scale's sign says something else (keys_boosted.py).
     """
     tl.static_assert(SLABS <= 2)
     width: tl.constexpr = D * BITS // 8
@@ -112,8 +114,10 @@ def channel_scores(
             words = _chunk_words(words_ptr + j * SLAB_WORDS + CODES, c, width, CHUNK)
             for p in tl.static_range(8 // BITS):
                 place = halves_ptr + j * SLAB_WORDS * 2 + SCALE + p * width + c * CHUNK + channel
-                scale = columns_of_lanes(load_some(place, channel, CHUNK, 16))
-                scaled = product(columns_of_lanes(q[p * chunks + c]), scale)
+                scale = load_some(place, channel, CHUNK, 16)
+                if BOOSTED > 0:
+                    scale = tl.abs(scale)
+                scaled = product(columns_of_lanes(q[p * chunks + c]), columns_of_lanes(scale))
                 sums = tl.dot(plane(words, p, BITS), scaled, sums)
         scores = scores + (sums,)
     return scores

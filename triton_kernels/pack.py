@@ -14,6 +14,7 @@ from vllm_kvq.triton_kernels.keys import CHANNEL, HYBRID
 from vllm_kvq.triton_kernels.lang import MAGIC
 from vllm_kvq.triton_kernels.pack_keys import channel_keys, hybrid_keys
 from vllm_kvq.triton_kernels.pack_polar import polar_keys
+from vllm_kvq.triton_kernels.pack_tile import boosted_keys, tile_values
 from vllm_kvq.triton_kernels.pack_values import hybrid_values, token_values
 from vllm_kvq.triton_kernels.step import CONTEXT, COUNT, load_token
 from vllm_kvq.triton_kernels.values import TOKEN
@@ -53,6 +54,7 @@ def pack_kernel(
     SLABS: tl.constexpr,
     SLABS_AT: tl.constexpr,
     SLAB_WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
     SPB: tl.constexpr,
     SLOT: tl.constexpr,
@@ -66,6 +68,9 @@ def pack_kernel(
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
     K_SLOT: tl.constexpr,
+    K_HIGH: tl.constexpr,
+    BOOSTED: tl.constexpr,
+    K_FITTED: tl.constexpr,
     K_RADIUS: tl.constexpr,
     K_NORM: tl.constexpr,
     K_NORMED: tl.constexpr,
@@ -86,6 +91,8 @@ def pack_kernel(
     VALUES: tl.constexpr,
     V_BITS: tl.constexpr,
     V_GROUP: tl.constexpr,
+    V_ROTATED: tl.constexpr,
+    V_FITTED: tl.constexpr,
     V_BLOCK: tl.constexpr,
     V_CODES: tl.constexpr,
     V_SCALE: tl.constexpr,
@@ -132,11 +139,16 @@ def pack_kernel(
             k_ring, k_new = side_ptr + ring + head * HEAD, key_ptr + row * key_token + head * key_head
             v_ring, v_new = k_ring + HEADS * HEAD, value_ptr + row * value_token + head * value_head
             side_table = side_table_ptr + request * side_row
-            if KEYS == CHANNEL:
+            if BOOSTED > 0:
+                damage += boosted_keys(
+                    k_ring, ringed, k_new, fresh, base, base16,
+                    HEAD, D, COLUMNS, BOOSTED, K_FITTED, K_CODES, K_HIGH, K_SCALE, K_ZERO,
+                )  # fmt: skip
+            elif KEYS == CHANNEL:
                 damage += channel_keys(
                     k_ring, ringed, k_new, fresh, base, base16,
                     side_table, side_floats_ptr, side_blocks, side_words, head,
-                    HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_ZERO, RANK, UPDATE, LAMBDA, FLOOR,
+                    HEAD, D, K_BITS, K_BLOCK, K_FITTED, K_CODES, K_SCALE, K_ZERO, RANK, UPDATE, LAMBDA, FLOOR,
                     SPB, WORDS,
                 )  # fmt: skip
             elif KEYS == HYBRID:
@@ -146,7 +158,12 @@ def pack_kernel(
                     HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_SLOT, SPB, WORDS,
                     K_MODE, K_NORMED,
                 )  # fmt: skip
-            if VALUES == TOKEN:
+            if V_ROTATED > 0 or V_FITTED:
+                damage += tile_values(
+                    v_ring, ringed, v_new, fresh, base, base16,
+                    HEAD, D, COLUMNS, V_BITS, V_GROUP, V_ROTATED, V_FITTED, V_CODES, V_SCALE, V_ZERO,
+                )  # fmt: skip
+            elif VALUES == TOKEN:
                 damage += token_values(
                     v_ring, ringed, v_new, fresh, base, base16,
                     HEAD, D, V_BITS, V_GROUP, V_BLOCK, V_CODES, V_SCALE, V_ZERO,

@@ -14,20 +14,26 @@ import triton
 import triton.language as tl
 
 from vllm_kvq.triton_kernels.lang import clean, lost
-from vllm_kvq.triton_kernels.pack_values import affine, hybrid_choice, hybrid_codes, load_channels, parameters
+from vllm_kvq.triton_kernels.pack_fitted import fitted_parameters
+from vllm_kvq.triton_kernels.pack_values import affine, hybrid_choice, hybrid_codes, load_channels, parameters, top_of
 from vllm_kvq.triton_kernels.step import state_offset
 
 RANKS: tl.constexpr = tl.constexpr(16)  # rows of U as a matrix operand; those beyond the rank are zero
 
 
 @triton.jit
-def store_keys(base, data, FIRST, CODES: tl.constexpr):
-    """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 channels, from channel FIRST of the plane on."""
+def store_keys(base, data, FIRST, CODES: tl.constexpr, QUADS: tl.constexpr = 0):
+    """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 channels, from channel FIRST of the plane on: QUADS
+    words for each token, or all."""
     width: tl.constexpr = data.shape[1]
     token, four, quad = tl.arange(0, 32), tl.arange(0, 4), tl.arange(0, width // 4)
     data = tl.reshape(data, (32, width // 4, 4)) << (8 * four)[None, None, :]
     word = tl.reduce(data, 2, tl.standard._sum_combine)
-    tl.store(base + CODES + (FIRST // 4 + quad)[None, :] * 32 + token[:, None], word)
+    place = base + CODES + (FIRST // 4 + quad)[None, :] * 32 + token[:, None]
+    if QUADS == 0 or width == QUADS * 4:
+        tl.store(place, word)
+    else:
+        tl.store(place, word, mask=(quad < QUADS)[None, :])
 
 
 @triton.jit
@@ -110,6 +116,7 @@ def channel_keys(
     D: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FITTED: tl.constexpr,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -144,10 +151,13 @@ def channel_keys(
                 x = clean(x - tl.dot(z, u, input_precision="ieee"))
         low = tl.reduce(x, 0, tl.standard._elementwise_min)
         high = tl.reduce(x, 0, tl.standard._elementwise_max)
-        scale, zero = parameters(low, high, BITS)
+        channel = i * BLOCK + tl.arange(0, BLOCK)
+        if FITTED:
+            scale, zero = fitted_parameters(x, (channel < D)[None, :], low, high, top_of(low, BITS), 32, 0)
+        else:
+            scale, zero = parameters(low, high, BITS)
         code = affine(x, scale[None, :], zero[None, :], BITS)
         codes = codes + (code.to(tl.int32),)
-        channel = i * BLOCK + tl.arange(0, BLOCK)
         tl.store(base16 + SCALE + channel, scale.to(tl.float16))
         tl.store(base16 + ZERO + channel, zero.to(tl.float16))
         if RANK > 0:

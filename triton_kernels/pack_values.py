@@ -30,13 +30,24 @@ def positive_half(x):
 @triton.jit
 def levels(x, BITS: tl.constexpr):
     """x / (2^b - 1), rounded once."""
-    return tl.div_rn(x, tl.full(x.shape, (1 << BITS) - 1, tl.float32))
+    return tl.div_rn(x, top_of(x, BITS))
+
+
+@triton.jit
+def top_of(x, BITS: tl.constexpr):
+    """The largest code of b bits, for each of x."""
+    return tl.full(x.shape, (1 << BITS) - 1, tl.float32)
+
+
+@triton.jit
+def range_parameters(low, high, top):
+    """(scale, zero) as float16 stores them, in float32, for codes up to `top`."""
+    return positive_half(tl.div_rn(high - low, top)), low.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def parameters(low, high, BITS: tl.constexpr):
-    """(scale, zero) as float16 stores them, in float32."""
-    return positive_half(levels(high - low, BITS)), low.to(tl.float16).to(tl.float32)
+    return range_parameters(low, high, top_of(low, BITS))
 
 
 @triton.jit
@@ -47,21 +58,31 @@ def rounded(x, scale):
 
 
 @triton.jit
-def affine(x, scale, zero, BITS: tl.constexpr):
-    """Whole float32 codes."""
+def affine_to(x, scale, zero, top):
+    """Whole float32 codes up to `top`."""
     x, scale = tl.broadcast(x - zero, scale)
-    code = tl.minimum(tl.maximum(tl.div_rn(x, scale), 0.0), (1 << BITS) - 1)
+    code = tl.minimum(tl.maximum(tl.div_rn(x, scale), 0.0), top)
     return (code + ROUND) - ROUND
 
 
 @triton.jit
+def affine(x, scale, zero, BITS: tl.constexpr):
+    return affine_to(x, scale, zero, (1 << BITS) - 1)
+
+
+@triton.jit
 def store_values(base, data, FIRST, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 tokens, from channel FIRST of the plane on."""
+    """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 tokens, from channel FIRST of the plane on.
+    Columns beyond the plane are left out."""
     width: tl.constexpr = data.shape[1]
     eight, four, column = tl.arange(0, 8), tl.arange(0, 4), tl.arange(0, width)
     data = tl.reshape(data, (8, 4, width)) << (8 * four)[None, :, None]
     word = tl.reduce(data, 1, tl.standard._sum_combine)
-    tl.store(base + CODES + eight[:, None] * PLANE + FIRST + column[None, :], word)
+    place = base + CODES + eight[:, None] * PLANE + FIRST + column[None, :]
+    if width > PLANE:
+        tl.store(place, word, mask=(column < PLANE)[None, :])
+    else:
+        tl.store(place, word)
 
 
 @triton.jit

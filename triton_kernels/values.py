@@ -115,9 +115,10 @@ def token_values(
     extra = tl.dot(_zero_rows(halves_ptr, live, 16, D, GROUP, ZERO), last, extra)
     out = ()
     for i in tl.static_range(D // BLOCK):
-        place = halves_ptr + SCALE + i * BLOCK // GROUP * 32 + token
-        scaled = product(first, columns_of_lanes(tl.load(place, mask=there, other=0.0)))
-        others_scaled = product(last, columns_of_lanes(tl.load(place + 16, mask=there, other=0.0)))
+        if i * BLOCK % GROUP == 0:
+            place = halves_ptr + SCALE + i * BLOCK // GROUP * 32 + token
+            scaled = product(first, columns_of_lanes(tl.load(place, mask=there, other=0.0)))
+            others_scaled = product(last, columns_of_lanes(tl.load(place + 16, mask=there, other=0.0)))
         words, others = block_words(words_ptr, i * BLOCK % width, BLOCK, PLACES, width, CODES)
         sums = tl.dot(plane(words, i * BLOCK // width, BITS), scaled, acc[i])
         out = out + (tl.dot(plane(others, i * BLOCK // width, BITS), others_scaled, sums),)

@@ -1,23 +1,28 @@
-"""The packing of one step by the CUDA kernel alone, for one request, without the rest of a layer's step."""
+"""The packing of one step by a GPU's kernel alone, for one request, without the rest of a layer's step."""
 
 from __future__ import annotations
 
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.gpu.paged import PagedKernels
+from vllm_kvq.kernels.slots import SlotGeometry
 
 
 def pack_like_a_step(
-    fmt: PageFormat, key: torch.Tensor, value: torch.Tensor, context: int, state: torch.Tensor | None, device: str
+    kernels: PagedKernels,
+    fmt: PageFormat,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: int,
+    state: torch.Tensor | None,
+    device: str,
 ) -> tuple[torch.Tensor, int]:
     """One request's pages, after an unused page 0, and the number of elements that had to be replaced.
 
     Of the keys and values (tokens, heads, head_size) the tokens before `context` lie in the ring, the others are the
     step's own. Slabs that end before `context` stay empty.
     """
-    from vllm_kvq.kernels.gpu.cuda import CUDA
-    from vllm_kvq.kernels.slots import SlotGeometry
-
     tokens, heads, _ = key.shape
     slots = SlotGeometry.of(fmt, heads, 0)
     pages = torch.zeros(1 + -(-tokens // fmt.N), heads, fmt.record_bytes, dtype=torch.uint8)
@@ -38,5 +43,5 @@ def pack_like_a_step(
     plan, table, side_table, side, k, v, pages, faults = (
         x.to(device) for x in (plan, *tables, side, *new, pages, faults)
     )
-    CUDA.pack(fmt, slots, plan, table, side_table, side, k, v, pages, faults, -(-len(k) // fmt.unit))
+    kernels.pack(fmt, slots, plan, table, side_table, side, k, v, pages, faults, -(-len(k) // fmt.unit))
     return pages.cpu(), int(faults[1])

@@ -18,6 +18,8 @@ REFERENCE_TRITON = f"{TRITON}/test_reference_triton.py"
 STEP_TRITON = f"{TRITON}/test_step.py"
 LARGE_CUDA = f"{CUDA}/test_large_pools_cuda.py"
 LATE_CUDA = f"{CUDA}/test_late_maximum_cuda.py"
+KITTY_TRITON = f"{TRITON}/test_attend.py -k kitty2-128"
+PACK_TRITON = f"{TRITON}/test_pack_tile.py"
 PACK_CUDA = f"{CUDA}/test_cuda_emulated.py -k 'nobodys or packed_bytes'"
 
 FAULTS: tuple[Fault, ...] = (
@@ -125,6 +127,62 @@ FAULTS: tuple[Fault, ...] = (
         "weight = tl.exp(lse - top)",
         "weight = tl.where(lse - top < -11.5, 1.0, tl.exp(lse - top))",
         f"{LATE_TRITON} -k merge",
+    ),
+    Fault(
+        "Triton takes the boosted channels of another slab",
+        "triton_kernels/keys_boosted.py",
+        "scale_ptr = halves_ptr + s * SLAB_WORDS * 2 + SCALE",
+        "scale_ptr = halves_ptr + SCALE",
+        KITTY_TRITON,
+    ),
+    Fault(
+        "Triton's high digits count as much as low ones",
+        "triton_kernels/attend.py",
+        "4.0 / top",
+        "1.0 / top",
+        KITTY_TRITON,
+    ),
+    Fault(
+        "Triton multiplies by a boosted channel's sign",
+        "triton_kernels/keys.py",
+        "scale = tl.abs(scale)",
+        "scale = scale + 0.0",
+        KITTY_TRITON,
+    ),
+    Fault(
+        "Triton leaves values rotated",
+        "triton_kernels/attend.py",
+        "blocks = rotated_back(blocks, V_ROTATED, V_BLOCK, D)",
+        "blocks = blocks + ()",
+        KITTY_TRITON,
+    ),
+    Fault(
+        "Triton packs high digits a place too far",
+        "triton_kernels/pack_tile.py",
+        "_number(wide) - 1",
+        "_number(wide)",
+        f"{PACK_TRITON} -k codecs",
+    ),
+    Fault(
+        "Triton boosts all channels that are as wide as the last one",
+        "triton_kernels/pack_tile.py",
+        "above | (equal & (_number(equal) <= COUNT - _count(above)))",
+        "above | equal",
+        f"{PACK_TRITON} -k equally",
+    ),
+    Fault(
+        "Triton fits scales in one round",
+        "triton_kernels/pack_fitted.py",
+        "for _ in range(3):",
+        "for _ in range(1):",
+        f"{PACK_TRITON} -k codecs",
+    ),
+    Fault(
+        "Triton does not count what it replaces of Kitty's keys",
+        "triton_kernels/pack.py",
+        "damage += boosted_keys(",
+        "damage += 0 * boosted_keys(",
+        f"{PACK_TRITON} -k counted",
     ),
     Fault(
         "GPU step: units that a step completes are rounded down",

@@ -136,7 +136,8 @@ class _Parser:
             assert isinstance(found, Register)
             guard = found
         opcode, _, arguments = rest.partition(" ")
-        name, *mods = opcode.split(".")
+        # a block's own shared memory has two names
+        name, *mods = opcode.replace("shared::cta", "shared").split(".")
         operands = [self._operand(a.strip(), scopes) for a in _split(arguments)]
         return Instruction(name, tuple(mods), tuple(operands), guard, unless, text)
 

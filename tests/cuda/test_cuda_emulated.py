@@ -186,7 +186,7 @@ def test_packed_bytes_agree_but_for_rounding(d: int, n: int, dtype: torch.dtype,
         wide = fmt.widen(key)[0].transpose(0, 1)
         prompt = fmt.keys.fit(wide, wide, None)
     # 40 tokens in the ring, 83 new ones: slab 1 from both, slab 2 from the step, slab 3 is not complete
-    got, replaced = pack_like_a_step(fmt, key[:123], value[:123], 40, prompt, "cpu")
+    got, replaced = pack_like_a_step(CUDA, fmt, key[:123], value[:123], 40, prompt, "cpu")
     assert replaced == 2
     rows = torch.arange(32, 96).view(2, 32)
     page, slab = 1 + rows[:, 0] // n, rows[:, 0] % n // 32

@@ -20,7 +20,7 @@ except ImportError:
     pass
 
 BOUND = 2e-3
-FORMATS = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3")
+FORMATS = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3", "kitty2")
 LOOKUP = TritonKernels(scores="table")
 
 

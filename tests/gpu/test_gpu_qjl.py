@@ -82,7 +82,7 @@ def test_pack() -> None:
     for d, dtype in itertools.product((128,) if QUICK else (64, 128, 256), (torch.bfloat16, torch.float32)):
         fmt = get_format("qjl3").bind(Geometry(d, 64, dtype))
         key, value = (x.transpose(0, 1).to(dtype).contiguous() for x in outlier_data(128, 2, d, 0))
-        got, replaced = pack_like_a_step(fmt, key, value, 40, None, DEVICE)
+        got, replaced = pack_like_a_step(CUDA, fmt, key, value, 40, None, DEVICE)
         assert not replaced
         rows = torch.arange(32, 128).view(3, 32)
         page, slab = 1 + rows[:, 0] // 64, rows[:, 0] % 64 // 32

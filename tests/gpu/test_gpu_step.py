@@ -17,7 +17,7 @@ try:
 except ImportError:
     pass
 
-FORMATS = ("squat2", "kivi4", "innerq2", "polar4", "polar3", "qjl3")
+FORMATS = ("squat2", "kivi4", "innerq2", "polar4", "polar3", "kitty2", "qjl3")
 
 
 def step(name: str, d: int, dtype: torch.dtype, graph: bool) -> None:

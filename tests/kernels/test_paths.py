@@ -36,6 +36,7 @@ def bound(name: str, **options: Any) -> PageFormat:
         ("squat2", Wish("cpu", "torch"), "PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out"),
         ("squat2", Wish("cuda"), "GPU/Triton", None),
         ("squat2", Wish("cpu", gpu_path=True), "GPU/Triton", None),
+        ("kitty2", Wish("cuda"), "GPU/Triton", None),
         ("qjl3", Wish("cuda"), "GPU/CUDA", None),
         ("lossless", Wish("cuda"), "PyTorch", "has no Triton kernel for its keys or values"),
         pytest.param("lossless", Wish("cpu", gpu_path=True), "C++", "has no CUDA kernels", marks=has_library),
@@ -80,12 +81,13 @@ def test_the_papers_other_settings(name: str, options: dict[str, Any], device: s
     ("options", "device", "path"),
     [
         pytest.param({"key_scales": "fitted", "value_scales": "fitted"}, "cpu", "C++", marks=has_library),
-        ({"key_scales": "fitted"}, "cuda", "PyTorch"),
-        ({"value_scales": "fitted"}, "cuda", "PyTorch"),
+        ({"key_scales": "fitted"}, "cuda", "GPU/Triton"),
+        ({"value_scales": "fitted"}, "cuda", "GPU/Triton"),
         ({"token_scale": "balanced"}, "cpu", "PyTorch"),
+        ({"token_scale": "balanced"}, "cuda", "PyTorch"),
         pytest.param({"value_rotation": "hadamard"}, "cpu", "C++", marks=has_library),
         pytest.param({"value_rotation": "hadamard", "value_scales": "fitted"}, "cpu", "C++", marks=has_library),
-        ({"value_rotation": "hadamard"}, "cuda", "PyTorch"),
+        ({"value_rotation": "hadamard"}, "cuda", "GPU/Triton"),
     ],
 )
 @pytest.mark.parametrize("name", ["squat2", "kivi4"])
@@ -94,7 +96,7 @@ def test_an_option_that_kernels_do_not_know_is_not_ignored(
 ) -> None:
     found = path_for(get_format(name).bind(Geometry(64, 64, torch.bfloat16), options), Wish(device))
     assert found.name == path
-    assert (found.why is None) == (path == "C++")
+    assert (found.why is None) == (path != "PyTorch")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_an_option_that_kernels_do_not_know_is_not_ignored(
     [
         pytest.param("squat2", {"r": 40}, "cpu", "C++", "", marks=has_library),
         ("squat2", {"r": 40, "floor": 0}, "cuda", "PyTorch", "no Triton kernel for its keys or values with r=40;"),
-        ("squat2", {"r": 40, "value_scales": "fitted"}, "cuda", "PyTorch", "no Triton kernel for its keys or values;"),
+        ("squat2", {"r": 40, "values": "raw"}, "cuda", "PyTorch", "no Triton kernel for its keys or values;"),
         pytest.param("innerq2", {"quant_mode": "symmetric", "key_norm": "none"}, "cpu", "C++", "", marks=has_library),
         ("innerq2", {"quant_mode": "symmetric", "key_norm": "none"}, "cuda", "GPU/Triton", ""),
         pytest.param(

@@ -25,9 +25,11 @@ BOUND = 2e-3
 LSE_BOUND = 8e-3
 """Scores here reach +-50, and float16 queries leave 2^-12 of that."""
 
+wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 
-SUPPORTED = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3")
+SUPPORTED = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3", "kitty2")
+SLOW = {("kitty2", 96), ("kitty2", 256)}
 
 # every format with every head size, everything else in turn
 GRID = [
@@ -66,8 +68,11 @@ def check(fmt: PageFormat, pages: torch.Tensor, query: torch.Tensor, table, low,
 
 @pytest.mark.parametrize(
     ("name", "d", "share", "n", "dtype"),
-    # KIVI's kernels are SQuat's (test_compile.py)
-    [pytest.param(*case, marks=[pytest.mark.wide] if case[0].startswith("kivi") else []) for case in GRID],
+    # KIVI's kernels are SQuat's (test_compile.py), and Kitty's but for the high digits
+    [
+        pytest.param(*case, marks=[pytest.mark.wide] if case[0].startswith("kivi") or case[:2] in SLOW else [])
+        for case in GRID
+    ],
 )
 def test_against_float64(name: str, d: int, share: int, n: int, dtype: torch.dtype) -> None:
     fmt, pages = pool(name, d, n)
@@ -108,6 +113,22 @@ def test_other_options(name: str, d: int, options: dict[str, object]) -> None:
     check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
 
 
+@pytest.mark.parametrize(
+    ("d", "options"),
+    [
+        (80, {"boost": "eighth", "value_bits": 4}),
+        wide(64, {"boost": "half", "value_rotation": "none", "value_scales": "range"}),
+        wide(192, {"boost": "half", "group": 48}),
+        wide(256, {"boost": "half", "value_bits": 4}),
+    ],
+)
+def test_kitty_of_other_options(d: int, options: dict[str, object]) -> None:
+    """16 boosted channels are less than a product has places for, 48 and 96 have planes of 3 and 6 quads."""
+    fmt = get_format("kitty2").bind(Geometry(d, 32), options)
+    table, low, high = torch.tensor([[3, 1], [2, 0]]), torch.tensor([5, 0]), torch.tensor([51, 19])
+    check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
+
+
 def test_polar_scores_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fmt = get_format("polar4").bind(Geometry(64, 32))
     monkeypatch.setenv("VLLM_KVQ_POLAR_SCORES", "table")
@@ -129,9 +150,10 @@ def test_ragged_lengths_and_empty_splits(name: str, splits: int) -> None:
     check(fmt, pages, queries(5, 1, 4, 64), table, low, high, splits)
 
 
-def test_pages_out_of_range_and_unpacked_slabs_are_not_seen() -> None:
+@pytest.mark.parametrize("name", ["squat2", "kitty2"])
+def test_pages_out_of_range_and_unpacked_slabs_are_not_seen(name: str) -> None:
     """Page 0 is NaN throughout, ids point nowhere, one slab's flag is missing: all as if they were not there."""
-    fmt, pages = pool("squat2", 64, 64)
+    fmt, pages = pool(name, 64, 64)
     pages = pages.clone()
     slab = fmt.slabs_at + fmt.slab_region.nbytes
     pages[2, :, slab : slab + fmt.slab_region.nbytes] = 0xFF

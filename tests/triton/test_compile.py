@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (
             "90",
             [
-                *(f"attend {name} d=128 rows=8" for name in ("squat2", "innerq2", "polar4")),
+                *(f"attend {name} d=128 rows=8" for name in ("squat2", "kitty2", "innerq2", "polar4")),
                 *("lookup polar4 d=128", "pack innerq2 d=128", "decode in full precision d=128"),
             ],
         ),

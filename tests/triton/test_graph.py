@@ -150,7 +150,14 @@ def wide(*case: Any) -> Any:
 
 
 SQUAT, INNERQ = ("squat2", {}), ("innerq2", {"S": 8})
-OTHERS = (("kivi2", {}), ("polar4", {}), ("polar3", {"S": 5}), ("qjl3", {}), ("squat4", {"dtype": torch.bfloat16}))
+OTHERS = (
+    ("kivi2", {}),
+    ("polar4", {}),
+    ("polar3", {"S": 5}),
+    ("qjl3", {}),
+    ("squat4", {"dtype": torch.bfloat16}),
+    ("kitty2", {}),
+)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from vllm_kvq.kernels.gpu.triton import TRITON, TritonKernels
 
 D, N, PAGES = 64, 64, 3
 PEAKS = (3, 100, N * PAGES - 1)
-FORMATS = ("squat2", "squat4", "innerq2", "polar4", "polar3")  # KIVI's kernels are SQuat's (test_compile.py)
+FORMATS = ("squat2", "squat4", "kitty2", "innerq2", "polar4", "polar3")  # KIVI's kernels are SQuat's (test_compile.py)
 
 
 def check(kernels: TritonKernels, name: str, splits: int, queries: int = 1, share: int = 2) -> None:

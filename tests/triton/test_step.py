@@ -44,6 +44,8 @@ class OnGPU:
         wide("innerq2", 64, 32, torch.float32, {"W": 32, "S": 20}),
         wide("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
         wide("kivi2", 64, 64, torch.float32, {"W": 32, "S": 5}),
+        wide("squat4", 64, 32, torch.float32, {"key_scales": "fitted", "value_rotation": "hadamard"}),
+        wide("kitty2", 96, 64, torch.bfloat16, {"W": 32, "S": 5}),
     ],
 )
 def test_random_traffic(name: str, d: int, n: int, dtype: torch.dtype, options: dict[str, object]) -> None:

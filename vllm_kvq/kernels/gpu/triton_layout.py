@@ -7,14 +7,15 @@ Constants of the kernels have one meaning each. Offsets of a slab's fields are c
 numbers from the slab's first byte, those of a page's fields in float16 numbers from the page's:
 
     K_CODES   words    codes; PolarQuant's angles, or angles and radii where they share a byte
-    K_SCALE   halves   scales of SQuat, KIVI, InnerQ               V_CODES   words    codes
-    K_ZERO    halves   zeros of SQuat and KIVI                     V_SCALE   halves   scales
+    K_SCALE   halves   scales of SQuat, KIVI, Kitty, InnerQ        V_CODES   words    codes
+    K_ZERO    halves   zeros of SQuat, KIVI and Kitty              V_SCALE   halves   scales
     K_SLOT    words    InnerQ's zeros or signs                     V_ZERO    halves   zeros per token
     K_RADIUS  words    PolarQuant's radii                          V_SLOT    words    InnerQ's zeros or signs
+    K_HIGH    words    high digits of Kitty's boosted channels, BOOSTED many
     K_NORM    halves   of the page: InnerQ's norm
     K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP   of the page, halves: PolarQuant's grid
 
-A constant that a kind does not have is 0.
+V_ROTATED is the size of the blocks that values are rotated in. A constant that a kind does not have is 0.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.codec import KeyCodec
 from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
+from vllm_kvq.formats.kitty import LOW, BoostedKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
 from vllm_kvq.formats.qjl import SketchKeys
+from vllm_kvq.formats.rotation import block
 from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
-from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.formats.values import Rotated, TokenValues
+from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, power_of_two
 from vllm_kvq.triton_kernels.kinds import CHANNEL, HYBRID, HYBRID_VALUES, POLAR, TOKEN
 from vllm_kvq.triton_kernels.version import old_triton
@@ -40,6 +44,9 @@ Constants = dict[str, Any]
 
 STEPS = (16, 12, 8, 4)
 """Channels, or pairs, of one step of 16 of the matrix products: the most that fit."""
+
+TILE_WARPS = 8
+"""Of what packs a slab as one tile: with fewer the registers do not suffice."""
 
 
 # -- where fields lie --------------------------------------------------------------------------------------------------
@@ -55,10 +62,18 @@ def _page_halves(fmt: PageFormat, name: str) -> int:
     return (fmt.slabs_at - fmt.page_region.nbytes + fmt.page_region.offset(name)) // 2
 
 
-def _channel_attend(fmt: PageFormat, k: ChannelKeys) -> Constants:
-    chunk = next(c for c in STEPS if k.d * k.bits // 8 % c == 0)  # in one plane
-    codes = {"K_BITS": k.bits, "K_CHUNK": chunk, "OPERANDS": k.d // chunk, "K_CODES": _words(fmt, "k_codes")}
+def _per_channel(fmt: PageFormat, d: int, bits: int) -> Constants:
+    chunk = next(c for c in STEPS if d * bits // 8 % c == 0)  # in one plane
+    codes = {"K_BITS": bits, "K_CHUNK": chunk, "OPERANDS": d // chunk, "K_CODES": _words(fmt, "k_codes")}
     return codes | {"K_SCALE": _halves(fmt, "k_scale"), "K_ZERO": _halves(fmt, "k_zero")}
+
+
+def _channel_attend(fmt: PageFormat, k: ChannelKeys) -> Constants:
+    return _per_channel(fmt, k.d, k.bits)
+
+
+def _boosted_attend(fmt: PageFormat, k: BoostedKeys) -> Constants:
+    return _per_channel(fmt, k.d, LOW) | {"BOOSTED": k.boosted, "K_HIGH": _words(fmt, "k_high")}
 
 
 def _hybrid_attend(fmt: PageFormat, k: HybridKeys) -> Constants:
@@ -88,6 +103,10 @@ def _paper_attend(fmt: PageFormat, k: PaperPolarKeys) -> Constants:
 # -- what packing takes beside them ------------------------------------------------------------------------------------
 def _channel_pack(k: ChannelKeys) -> Constants:
     return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, k.d))}
+
+
+def _boosted_pack(k: BoostedKeys) -> Constants:
+    return {"K_BLOCK": 0}
 
 
 def _squat_pack(k: SQuatKeys) -> Constants:
@@ -122,6 +141,10 @@ def _channel_crowded(k: ChannelKeys, rows: int, chip: int) -> bool:
     return _large(k.d, rows) or (k.d > 128 and k.bits != 2)
 
 
+def _boosted_crowded(k: BoostedKeys, rows: int, chip: int) -> bool:
+    return _large(k.d, rows) or k.d > 128 or k.boosted > 32
+
+
 def _hybrid_crowded(k: HybridKeys, rows: int, chip: int) -> bool:
     return _large(k.d, rows) or k.d > 128
 
@@ -136,6 +159,11 @@ def _hybrid_extra(k: HybridKeys, chip: int) -> int:
 
 def _slab_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
     return Launch(4, stages=3, fused=False)
+
+
+def _tile_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
+    """What packs a slab as one tile (triton_kernels/pack_tile.py)."""
+    return Launch(TILE_WARPS, stages=3, fused=False)
 
 
 def _squat_launch(fmt: PageFormat, k: SQuatKeys, chip: int) -> Launch:
@@ -173,9 +201,21 @@ class KeyEntry:
     """Whether scores may be looked up in a table of angles."""
 
 
+def _fitted_or_not(codec: type[KeyCodec], entry: KeyEntry) -> dict[type, KeyEntry]:
+    """The bytes mean the same."""
+    return {codec: entry, variant(codec, Fitted): entry}
+
+
 KEYS: dict[type, KeyEntry] = {
-    ChannelKeys: KeyEntry(CHANNEL, _channel_attend, _channel_pack, _channel_crowded, _slab_launch, MIN_ROWS),
-    SQuatKeys: KeyEntry(CHANNEL, _channel_attend, _squat_pack, _channel_crowded, _squat_launch, MIN_ROWS),
+    **_fitted_or_not(
+        ChannelKeys, KeyEntry(CHANNEL, _channel_attend, _channel_pack, _channel_crowded, _slab_launch, MIN_ROWS)
+    ),
+    **_fitted_or_not(
+        SQuatKeys, KeyEntry(CHANNEL, _channel_attend, _squat_pack, _channel_crowded, _squat_launch, MIN_ROWS)
+    ),
+    **_fitted_or_not(
+        BoostedKeys, KeyEntry(CHANNEL, _boosted_attend, _boosted_pack, _boosted_crowded, _tile_launch, MIN_ROWS)
+    ),
     HybridKeys: KeyEntry(
         HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, MIN_ROWS, extra=_hybrid_extra
     ),
@@ -188,12 +228,19 @@ def _token_values(fmt: PageFormat, v: TokenValues) -> Constants:
     return {"V_GROUP": v.group, "V_ZERO": _halves(fmt, "v_zero")}
 
 
+def _rotated_values(fmt: PageFormat, v: Rotated) -> Constants:
+    return _token_values(fmt, v) | {"V_ROTATED": block(v.d)}
+
+
 def _hybrid_values(fmt: PageFormat, v: HybridValues) -> Constants:
     return {"V_GROUP": GROUP, "V_SLOT": _words(fmt, "v_slot")}
 
 
 VALUES: dict[type, tuple[int, Callable[[PageFormat, Any], Constants]]] = {
     TokenValues: (TOKEN, _token_values),
+    variant(TokenValues, Fitted): (TOKEN, _token_values),
+    variant(TokenValues, Rotated): (TOKEN, _rotated_values),
+    variant(TokenValues, Rotated, Fitted): (TOKEN, _rotated_values),
     HybridValues: (HYBRID_VALUES, _hybrid_values),
 }
 
@@ -212,13 +259,14 @@ STATES: dict[type, State] = {
     HybridKeys: State("NORM"),
     SketchKeys: State("ENERGY"),
     SQuatKeys: State(of_queries=True),
+    variant(SQuatKeys, Fitted): State(of_queries=True),
 }
 
 
 # -- what the launches read --------------------------------------------------------------------------------------------
 NONE = dict.fromkeys(
     (
-        *("K_SCALE", "K_ZERO", "K_SLOT", "K_RADIUS", "K_NORM"),
+        *("K_SCALE", "K_ZERO", "K_SLOT", "K_HIGH", "K_RADIUS", "K_NORM", "BOOSTED", "V_ROTATED"),
         *("K_ANGLE0", "K_ANGLE_STEP", "K_RADIUS0", "K_RADIUS_STEP", "ROTARY", "RADIUS_BITS", "V_ZERO", "V_SLOT"),
     ),
     0,
@@ -259,7 +307,8 @@ def pack_constants(fmt: PageFormat) -> Constants:
     none = {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0, "FLOOR": 0.0}
     none |= {"K_MODE": 0, "K_NORMED": False}
     rules = {"V_MODE": fmt.values.mode if isinstance(fmt.values, HybridValues) else 0}
-    unit = {"UNIT": fmt.unit, "TOKENS": power_of_two(fmt.unit)}
+    rules |= {"K_FITTED": isinstance(fmt.keys, Fitted), "V_FITTED": isinstance(fmt.values, Fitted)}
+    unit = {"UNIT": fmt.unit, "TOKENS": power_of_two(fmt.unit), "COLUMNS": power_of_two(fmt.geometry.d)}
     return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | rules | unit
 
 
@@ -291,7 +340,9 @@ def attend_launch(fmt: PageFormat, rows: int, chip: int, table: int = 0) -> Laun
 
 
 def pack_launch(fmt: PageFormat, chip: int) -> Launch:
-    return KEYS[type(fmt.keys)].launch(fmt, fmt.keys, chip)
+    launch = KEYS[type(fmt.keys)].launch(fmt, fmt.keys, chip)
+    tiled = isinstance(fmt.values, (Rotated, Fitted))
+    return replace(launch, warps=max(launch.warps, TILE_WARPS)) if tiled else launch
 
 
 def looks_up(fmt: PageFormat) -> bool:

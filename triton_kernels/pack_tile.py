@@ -1,0 +1,148 @@
+"""Packs what looks at all channels of a slab at once: Kitty's keys, and values per token that are rotated or fitted.
+
+A slab is one tile of 32 tokens and COLUMNS channels, a power of two of which D are real. Which of its codes share a
+byte depends on the data, or on a D that is no power of two, so bytes are a matrix product: codes times the power of two
+that each has in its byte. All of it is exact in float16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.triton_kernels.lang import clean, lost
+from vllm_kvq.triton_kernels.pack_fitted import fitted_parameters
+from vllm_kvq.triton_kernels.pack_keys import store_keys
+from vllm_kvq.triton_kernels.pack_values import (
+    affine,
+    affine_to,
+    load_channels,
+    parameters,
+    range_parameters,
+    store_values,
+    top_of,
+)
+from vllm_kvq.triton_kernels.rotation import rotated
+
+
+@triton.constexpr_function
+def _lanes(width):
+    """What a matrix product takes for so many columns."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+@triton.jit
+def _plane_bytes(codes, place, there, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Codes (32, COLUMNS) that belong to `place` (COLUMNS,), where they are `there` -> bytes (32, _lanes(WIDTH)) of
+    planes of WIDTH bytes (formats/planes.py)."""
+    column = tl.arange(0, _lanes(WIDTH))
+    mine = there[:, None] & ((place % WIDTH)[:, None] == column[None, :])
+    weight = tl.where(mine, (1 << (place // WIDTH * BITS))[:, None], 0)
+    return tl.dot(codes.to(tl.float16), weight.to(tl.float16)).to(tl.int32)
+
+
+@triton.jit
+def _number(x):
+    """How many are true up to and including each."""
+    return tl.associative_scan(x.to(tl.int32), 0, tl.standard._sum_combine)
+
+
+@triton.jit
+def _count(x):
+    return tl.reduce(x.to(tl.int32), 0, tl.standard._sum_combine)
+
+
+@triton.jit
+def _largest(x, COUNT: tl.constexpr):
+    """Which are the COUNT largest of float32 numbers, the first of equals; negative ones are none of them.
+
+    Floats that are not negative have the same order as integers, so the least of the largest is found bit by bit.
+    """
+    key = x.to(tl.int32, bitcast=True)
+    least = tl.full((), 0, tl.int32)
+    for bit in range(31):
+        more = least | (1 << (30 - bit))
+        least = tl.where(_count(key >= more) >= COUNT, more, least)
+    above, equal = key > least, key == least
+    return above | (equal & (_number(equal) <= COUNT - _count(above)))
+
+
+@triton.jit
+def boosted_keys(
+    ring,
+    ringed,
+    new,
+    fresh,
+    base,
+    base16,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BOOSTED: tl.constexpr,
+    FITTED: tl.constexpr,
+    CODES: tl.constexpr,
+    HIGH: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Kitty (formats/kitty.py). Returns how many values had to be replaced."""
+    raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
+    damage, x = lost(raw), clean(raw)
+    channel = tl.arange(0, COLUMNS)
+    real = channel < D
+    low = tl.reduce(x, 0, tl.standard._elementwise_min)
+    high = tl.reduce(x, 0, tl.standard._elementwise_max)
+    wide = _largest(tl.where(real, high - low, -1.0), BOOSTED)
+    top = tl.where(wide, 15.0, 3.0)
+    if FITTED:
+        scale, zero = fitted_parameters(x, real[None, :], low, high, top, 32, 0)
+    else:
+        scale, zero = range_parameters(low, high, top)
+    code = affine_to(x, scale[None, :], zero[None, :], top[None, :]).to(tl.int32)
+    tl.store(base16 + SCALE + channel, tl.where(wide, -scale, scale).to(tl.float16), mask=real)
+    tl.store(base16 + ZERO + channel, zero.to(tl.float16), mask=real)
+    store_keys(base, _plane_bytes(code & 3, channel, real, D // 4, 2), 0, CODES, D // 16)
+    store_keys(base, _plane_bytes(code >> 2, _number(wide) - 1, wide, BOOSTED // 4, 2), 0, HIGH, BOOSTED // 16)
+    return damage
+
+
+@triton.jit
+def tile_values(
+    ring,
+    ringed,
+    new,
+    fresh,
+    base,
+    base16,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROTATED: tl.constexpr,
+    FITTED: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Per token over GROUP channels (formats/values.py). Returns how many values had to be replaced."""
+    width: tl.constexpr = D * BITS // 8
+    raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
+    damage, x = lost(raw), clean(raw)
+    if ROTATED > 0:
+        x = rotated(x, ROTATED)
+    token, channel = tl.arange(0, 32), tl.arange(0, COLUMNS)
+    code = tl.full((32, COLUMNS), 0.0, tl.float32)
+    for g in tl.static_range((D + GROUP - 1) // GROUP):
+        inside = ((channel >= g * GROUP) & (channel < min((g + 1) * GROUP, D)))[None, :]
+        low = tl.reduce(tl.where(inside, x, 65504.0), 1, tl.standard._elementwise_min)
+        high = tl.reduce(tl.where(inside, x, -65504.0), 1, tl.standard._elementwise_max)
+        if FITTED:
+            scale, zero = fitted_parameters(x, inside, low, high, top_of(low, BITS), min(GROUP, D - g * GROUP), 1)
+        else:
+            scale, zero = parameters(low, high, BITS)
+        tl.store(base16 + SCALE + g * 32 + token, scale.to(tl.float16))
+        tl.store(base16 + ZERO + g * 32 + token, zero.to(tl.float16))
+        code = tl.where(inside, affine(x, scale[:, None], zero[:, None], BITS), code)
+    store_values(base, _plane_bytes(code, channel, channel < D, width, BITS), 0, width, CODES)
+    return damage
