@@ -4,7 +4,7 @@
 # with a MODEL, `vllm bench serve` on each cache, fp8's too, all of the same bytes: docs/results/gpu-serve/CACHE.json. What
 # is there is not measured again. vLLM's V2 model runner serves, as it does on CUDA unless it is told otherwise.
 #
-#   bash bench/gpu_serve.sh [--dry-run] [FORMAT...]       default: auto squat2 qjl3 polar4 innerq2
+#   bash bench/gpu_serve.sh [--dry-run] [FORMAT...]       default: auto squat2 kitty2 qjl3 polar4 innerq2
 #
 #   PYTHON=python3       makes the environment (.venv-gpu), which installs vLLM from the package index
 #   WHEELS=DIR           install from this folder of wheels instead, without network
@@ -35,7 +35,7 @@ for argument in "$@"; do
   *) formats+=("$argument") ;;
   esac
 done
-((${#formats[@]})) || formats=(auto squat2 qjl3 polar4 innerq2)
+((${#formats[@]})) || formats=(auto squat2 kitty2 qjl3 polar4 innerq2)
 
 run() {
   if ((dry)); then

@@ -28,7 +28,7 @@ import torch
 
 from vllm_kvq.bench.gpu_results import Results
 
-FORMATS = ("squat2", "qjl3", "innerq2", "polar4", "polar4+table", "polar3", "polar3+table", "squat4")
+FORMATS = ("squat2", "kitty2", "qjl3", "innerq2", "polar4", "polar4+table", "polar3", "polar3+table", "squat4")
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 BATCHES = (1, 8, 64)
 HEADS, SHARE, HEAD, N = 8, 4, 128, 64
