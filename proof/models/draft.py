@@ -72,7 +72,7 @@ def _eagle3(weights: dict[str, torch.Tensor], config: dict) -> dict[str, torch.T
     eye = torch.eye(hidden, dtype=weights["lm_head.weight"].dtype)
     config["num_hidden_layers"] = 1
     # the second name is the V2 model runner's
-    config["eagle_config"] = dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "layer_ids"), [0, 1, 2])
+    config["eagle_config"] = {key: [0, 1, 2] for key in ("eagle_aux_hidden_state_layer_ids", "layer_ids")}
     return {
         **kept,
         "midlayer.hidden_norm.weight": torch.ones(hidden, dtype=eye.dtype),

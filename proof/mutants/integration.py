@@ -13,6 +13,7 @@ REPLICAS = "tests/engine/test_replicas.py"
 ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
 SETUP = "tests/engine/test_setup.py"
 LAYERED = "tests/engine/test_by_layer.py"
+WARM = "tests/engine/test_v2.py -k warm_up"
 
 FAULTS: tuple[Fault, ...] = (
     # -- what is served, and what users are told
@@ -434,6 +435,23 @@ FAULTS: tuple[Fault, ...] = (
         "            self.input_batch.generators[i].set_state(state)",
         "            pass",
         "tests/engine/test_seeds.py",
+        slow=True,
+    ),
+    # -- vLLM's V2 model runner
+    Fault(
+        "a GPU's warm-up gives companions one block",
+        f"{ROOM}/warmup.py",
+        "return spec.blocks_per_request if",
+        "return 1 if",
+        WARM,
+        slow=True,
+    ),
+    Fault(
+        "a GPU's warm-up takes companions as the last one left them",
+        f"{ROOM}/warmup.py",
+        "layer.blocks.zero_()",
+        "layer.blocks.mean()",
+        WARM,
         slow=True,
     ),
 )

@@ -50,6 +50,13 @@ def _mend_interpreter() -> None:
         return splat(shape, interpreter.TensorHandle(arg.data, int1) if truth else arg)
 
     builder.create_splat = create_splat
+    # what a kernel's loops count with: vLLM's own kernels take it for a number of Triton's
+    interpreter.range = lambda *ends: map(_Index, range(*ends))
+
+
+class _Index(int):
+    def to(self, dtype: Any) -> _Index:
+        return self
 
 
 def keep_async_scheduling() -> None:

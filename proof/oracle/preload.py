@@ -18,6 +18,8 @@ def _silently() -> None:
         for fd in (1, 2):
             os.dup2(nothing, fd)
         warm()
+    except ImportError as error:
+        raise RuntimeError("engines would start in a server that is not warm") from error  # it ignores ImportError
     finally:
         for fd, old in zip((1, 2), kept, strict=True):
             os.dup2(old, fd)

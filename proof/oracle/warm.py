@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from importlib import import_module
 
 from proof.oracle.interpreted import keep_async_scheduling, v2_asked_for
 
 
 def warm() -> None:
-    import vllm.entrypoints.launchers.cli_args
+    with suppress(ImportError):  # 0.33 has it elsewhere
+        import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401

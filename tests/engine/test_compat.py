@@ -28,8 +28,8 @@ def imported_names() -> set[tuple[str, str]]:
 
 
 def test_every_import_is_in_the_ledger() -> None:
-    needed = [*compat.NEEDED.items(), *compat.NEEDED_BY_CHECK.items(), *compat.NEEDED_BY_HYBRIDS.items()]
-    known = {(module, name.split(".")[0]) for module, names in needed for name in names}
+    tables = (compat.NEEDED, compat.NEEDED_BY_CHECK, compat.NEEDED_BY_HYBRIDS, compat.NEEDED_BY_V2)
+    known = {(module, name.split(".")[0]) for needed in tables for module, names in needed.items() for name in names}
     # loaded on one platform alone; and the version is looked at before the names
     unknown = {module for module, _ in imported_names() - known}
     assert unknown == {

@@ -25,6 +25,7 @@ from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.integration import compat
 
 pytestmark = pytest.mark.engine
 N, DRAFTS = 32, 2
@@ -109,6 +110,30 @@ def test_the_gpu_path(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert total.tokens == 28
     assert min(total.hits, total.rejected) > 0
     assert total.ties <= 2
+
+
+def warm_up(engine: Any) -> None:
+    """What vLLM's worker for GPUs does before the first request, and the one for CPUs from 0.33 on.
+
+    It makes requests, and reserves for them what it thinks that they need.
+    """
+    assert compat.names_problem(compat.NEEDED_BY_V2) is None
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    worker = engine.engine.engine_core.engine_core.model_executor.driver_worker.worker
+    for _ in range(2):  # the second time with the first one's blocks, as where there are drafts
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+
+
+@pytest.mark.parametrize("gpu_path", ["0", "1"])
+def test_warm_up(gpu_path: str, model: Path) -> None:
+    path = {"VLLM_KVQ_GPU_PATH": gpu_path, "VLLM_KVQ_KERNELS": "torch"} if gpu_path == "1" else {}
+    with EngineProcess(str(model), {**ENGINE, "kv_cache_dtype": "squat2", **ngram("ngram_gpu")}, path) as process:
+        process.call(warm_up)
+        got = [process.run(trace) for trace in TRACES]
+    total = judge(ReplayModel(str(model), "squat2", N, DRAFTS, kernel_error=1e-3), TRACES, got)
+    assert not total.mismatches
+    assert total.tokens == 28
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from vllm_kvq.integration.setup import bind_layer, layer_of
 from vllm_kvq.integration.spec import PackedSpec
 from vllm_kvq.integration.states import leave_checkpoints_out, start_kernels
 from vllm_kvq.integration.validate import Refused, check_layer
+from vllm_kvq.integration.warmup import serve_warmup
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.paths import Wish
 from vllm_kvq.kernels.step import StepBatch
@@ -81,6 +82,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         if device.type == "cpu":
             keep_seeds()
             zero_all_groups()
+        if vllm_config.use_v2_model_runner:
+            serve_warmup()
         if vllm_config.model_config.is_hybrid:
             start_kernels(vllm_config)
 

@@ -140,6 +140,13 @@ NEEDED_BY_HYBRIDS: dict[str, tuple[str, ...]] = {
 """The same for models with Mamba or linear attention layers alone: it takes long to import."""
 
 
+NEEDED_BY_V2: dict[str, tuple[str, ...]] = {
+    "vllm.v1.worker.gpu": ("warmup",),
+    "vllm.v1.worker.gpu.warmup": ("_warmup_block_counter",),
+}
+"""The same for the V2 model runner alone, whose modules need Triton."""
+
+
 NEEDED_BY_CHECK: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils": ("AsyncEngineArgs.create_engine_config", "AsyncEngineArgs.from_cli_args"),
     "vllm.entrypoints.cli.serve": ("cmd_init",),

@@ -125,6 +125,11 @@ LEDGER = (
         "the engine stays when its server is killed",
         "vLLM's processes watch the one that made them",
     ),
+    Patch(
+        "vllm.v1.worker.gpu.warmup._warmup_block_counter wrapped (warmup.py)",
+        "a GPU warms up with fewer blocks than a companion has, and with used ones",
+        "it asks the spec, and hands out zeroed blocks",
+    ),
     Patch("CircularBufferManager's hooks", "one more block than one per request, zeroed", "a public base"),
     Patch(
         'sys.modules["triton_kernels"] = None in a checkout',
