@@ -88,7 +88,8 @@ def _rope(network: Any) -> Rope:
     positions = torch.arange(network.config.max_position_embeddings)
     cos, sin = (x[0] for x in network.model.rotary_emb(torch.zeros(1), positions[None]))
     half = cos.shape[1] // 2
-    return Rope(torch.cat([cos[:, :half], sin[:, :half]], 1))
+    pairing = "interleaved" if network.config.model_type == "glm4" else "half"
+    return Rope(torch.cat([cos[:, :half], sin[:, :half]], 1), pairing)
 
 
 class Replay:
