@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_kvq.eval import error_table
-from vllm_kvq.eval.synthetic import attention_data, plain_rope
+from vllm_kvq.eval.synthetic import attention_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format, roundtrip
 from vllm_kvq.formats.page import FLAGS_AT, HEADER_BYTES
 from vllm_kvq.formats.rope import Rope
@@ -22,7 +22,7 @@ def bound(name: str, head_size: int = 64, n: int = 128, rope: Rope | None = None
 @pytest.mark.parametrize("rotary", [32, 64])
 def test_what_was_turned_comes_back(pairing: str, rotary: int) -> None:
     """Also by a table that bfloat16 has rounded and a model has scaled: such rotations are none."""
-    exact = plain_rope(rotary, 300, pairing=pairing)
+    exact = Rope.plain(rotary, 300, pairing=pairing)
     x, position = torch.randn(2, 300, 64, generator=torch.Generator().manual_seed(0)), torch.arange(300)
     for table in (exact.table, (1.4 * exact.table).bfloat16()):
         rope = Rope(table, pairing)
@@ -36,7 +36,7 @@ def test_what_was_turned_comes_back(pairing: str, rotary: int) -> None:
 
 
 def test_no_position_is_read_outside_of_the_table() -> None:
-    rope = plain_rope(64, 8)
+    rope = Rope.plain(64, 8)
     x = torch.randn(2, 64)
     for far, near in ((100, 7), (-1, 0)):
         assert torch.equal(rope.apply(x, torch.tensor(far)), rope.apply(x, torch.tensor(near)))
@@ -48,13 +48,13 @@ def test_what_is_no_rope_is_refused() -> None:
     with pytest.raises(ValueError, match=r"table \(4, 63\) is not \(positions, an even number of channels\)"):
         Rope(torch.ones(4, 63))
     with pytest.raises(ValueError, match="RoPE of 96 channels does not fit head size 64"):
-        bound("squat2_pre", rope=plain_rope(96, 4))
+        bound("squat2_pre", rope=Rope.plain(96, 4))
 
 
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_pages_know_their_positions(head_size: int) -> None:
     """Units of two pages, written in any order, one page somewhere else in the pool: read as if packed by hand."""
-    rope, d = plain_rope(head_size, 1024), head_size
+    rope, d = Rope.plain(head_size, 1024), head_size
     fmt = bound("squat2_pre", head_size, rope=rope)
     key = torch.randn(HEADS, 256, d, generator=torch.Generator().manual_seed(1))
     state = fmt.keys.fit(*[fmt.before_rope(fmt.widen(key)[0], torch.arange(256))] * 2, None)
@@ -82,14 +82,14 @@ def test_pages_know_their_positions(head_size: int) -> None:
 def test_positions_must_be_told() -> None:
     k = torch.zeros(1, 32, 64)
     with pytest.raises(ValueError, match="squat2_pre stores keys as they are before RoPE, and needs to know"):
-        bound("squat2_pre", rope=plain_rope(64, 64)).pack(k, k, None)
+        bound("squat2_pre", rope=Rope.plain(64, 64)).pack(k, k, None)
 
 
 def test_other_formats_keep_their_bytes() -> None:
     """Their keys are not touched, whatever the model's RoPE is, and their headers have no position."""
     k = torch.randn(HEADS, 32, 64, generator=torch.Generator().manual_seed(2))
     pools = []
-    for rope in (None, plain_rope(64, 1024)):
+    for rope in (None, Rope.plain(64, 1024)):
         fmt = bound("squat2", rope=rope)
         pool = torch.zeros(2, HEADS, fmt.record_bytes, dtype=torch.uint8)
         fields = fmt.pack(k, k, None, position=torch.full((HEADS,), 96))

@@ -16,8 +16,9 @@ import torch
 
 from vllm_kvq import console
 from vllm_kvq.eval.choice import choices
-from vllm_kvq.eval.synthetic import attention_data, plain_rope, score_error
+from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
+from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.table import public_formats
 
 Row = tuple[str, str, dict[str, Any]]
@@ -83,7 +84,7 @@ def error(name: str, options: dict[str, Any], head_size: int, rope: bool, seeds:
     for seed in range(seeds):
         query, key, value = attention_data(head_size, rope=rope, seed=seed)
         seen, new = query[: len(query) // 2], query[len(query) // 2 :]
-        turned = plain_rope(head_size, len(key)) if rope else None
+        turned = Rope.plain(head_size, len(key)) if rope else None
         key_hat, _ = roundtrip(name, key, value, seen, turned, **options_for(options, head_size))
         errors.append(score_error(new, key, key_hat))
     return sum(errors) / seeds

@@ -21,16 +21,9 @@ OUTLIERS_PER_HEAD = 16
 """One outlier channel in so many."""
 
 
-def plain_rope(rotary_dim: int, positions: int, theta: float = 500_000.0, pairing: str = "half") -> Rope:
-    """RoPE of so many channels, as it is without scaling."""
-    half = rotary_dim // 2
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] * theta ** (-torch.arange(half) / half)
-    return Rope(torch.cat([angle.cos(), angle.sin()], 1).float(), pairing)
-
-
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """RoPE of rotate-half models on (tokens, heads, d), positions from 0."""
-    return plain_rope(x.shape[-1], len(x)).apply(x, torch.arange(len(x))[:, None])
+    return Rope.plain(x.shape[-1], len(x)).apply(x, torch.arange(len(x))[:, None])
 
 
 def attention_data(

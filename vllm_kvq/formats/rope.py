@@ -31,6 +31,13 @@ class Rope:
         if self.table.dim() != 2 or self.table.shape[1] % 2:
             raise ValueError(f"RoPE's table {tuple(self.table.shape)} is not (positions, an even number of channels)")
 
+    @classmethod
+    def plain(cls, rotary_dim: int, positions: int, theta: float = 500_000.0, pairing: str = "half") -> Rope:
+        """Of so many channels, without scaling: pair j turns by theta^(-2 j / rotary_dim) from token to token."""
+        half = rotary_dim // 2
+        angle = torch.arange(positions, dtype=torch.float64)[:, None] * theta ** (-torch.arange(half) / half)
+        return cls(torch.cat([angle.cos(), angle.sin()], 1).float(), pairing)
+
     @property
     def rotary_dim(self) -> int:
         return self.table.shape[1]
