@@ -41,7 +41,7 @@ def values(option: Option) -> tuple[Any, ...]:
 
 
 def variants() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every public format that C++ serves, alone and with each value of each option that it reads, where it still does."""
+    """Every public format that C++ serves, alone and with each value of each of its options where C++ still does."""
     for fmt in public_formats():
         if layout.bind(bound(fmt.name, 128)) is None:
             continue
