@@ -10,6 +10,7 @@ from layer import Layer
 from proof.kernels.exact import relative_error
 from proof.oracle.reference import ReferenceCache
 from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.rope import Rope
 from vllm_kvq.kernels.step import Step
 
 DRAFTS = 2
@@ -22,7 +23,7 @@ def worst_error(
 ) -> float:
     """Of all answers of the trace; `learned`: the layer has learned sinks. Blocks begin as what their last owner left:
     NaN, but for the sidecars."""
-    fmt = get_format(name).bind(Geometry(64, 64, torch.float32), {"W": 32, "S": 40})
+    fmt = get_format(name).bind(Geometry(64, 64, torch.float32, rope=Rope.plain(64, 512)), {"W": 32, "S": 40})
     layer = Layer(fmt, 3, tokens=320, heads=heads, share=share, drafts=DRAFTS)
     layer.caches.sinks.fill_(torch.nan)  # type: ignore[union-attr]
     layer.caches.pages[..., fmt.slabs_at :] = 0xFF

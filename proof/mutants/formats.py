@@ -73,6 +73,19 @@ SQUAT = (
         "squat.py",
     ),
 )
+BEFORE_ROPE = (
+    _fault("RoPE is put on twice", "rope", "c / square, -s / square", "c / square, s / square", "rope.py"),
+    _fault("a scaled rotation is taken for a rotation", "rope", "square = c * c + s * s", "square = 1", "-k squat_pre"),
+    _fault("neighbours turn as halves do", "rope", 'if self.pairing == "interleaved":', "if False:", "-k squat_pre"),
+    _fault("the table ends with its rows", "rope", ".clamp(0, len(self.table) - 1)", "", "rope.py"),
+    _fault("keys before RoPE are read as they lie", "page", "        if self.rope is None:\n            return key\n",
+           "        return key\n", "-k squat_pre"),
+    _fault("keys are read a position further", "page", 'fields["position"][:, None] + ',
+           'fields["position"][:, None] + 1 + ', "-k squat_pre"),
+    _fault("keys are packed as RoPE left them", "page", "self.rope.undo(x, position)", "x", "-k squat_pre"),
+    _fault("a page's position is that of its last unit", "page", " - unit[:, None] * self.unit", "", "rope.py"),
+    _fault("every format keeps its keys before RoPE", "page", " if self.keys.before_rope else None", "", "rope.py"),
+)  # fmt: skip
 QJL = (
     _fault(
         "the Gaussian's constant on the sphere",
@@ -261,4 +274,4 @@ ROUNDTRIP = (
         "accuracy.py",
     ),
 )
-FAULTS: tuple[Fault, ...] = (*QUANT, *SQUAT, *QJL, *POLAR, *INNERQ, *LAYOUT, *OPTIONS, *ROUNDTRIP)
+FAULTS: tuple[Fault, ...] = (*QUANT, *SQUAT, *BEFORE_ROPE, *QJL, *POLAR, *INNERQ, *LAYOUT, *OPTIONS, *ROUNDTRIP)

@@ -12,6 +12,7 @@ COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
 REPLICAS = "tests/engine/test_replicas.py"
 ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
 SETUP = "tests/engine/test_setup.py"
+ROPE = "tests/engine/test_rope.py"
 LAYERED = "tests/engine/test_by_layer.py"
 WARM = "tests/engine/test_v2.py -k warm_up"
 
@@ -341,6 +342,16 @@ FAULTS: tuple[Fault, ...] = (
         "Geometry(head_size, vllm_config.cache_config.block_size, dtype, 0, pairing, rotary)",
         SETUP,
     ),
+    Fault(
+        "another table than the one by which the model turns keys",
+        f"{ROOM}/rope.py",
+        "if (rope.apply(key, position) - turned).abs().max() <= near else None",
+        "if turned is not None else None",
+        ROPE,
+    ),
+    Fault("M-RoPE counts as RoPE", f"{ROOM}/rope.py", "model.uses_mrope", "False", ROPE),
+    Fault("one of several kinds of RoPE", f"{ROOM}/rope.py", "if len(found) != 1:", "if not found:", ROPE),
+    Fault("RoPE is left on", f"{ROOM}/setup.py", "if fmt.keys.before_rope:", "if False:", ROPE),
     Fault(
         "the user's pairing is overruled by the model's",
         f"{ROOM}/setup.py",

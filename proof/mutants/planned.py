@@ -113,6 +113,20 @@ PLANNER = (
     ),
 )
 
+BEFORE_ROPE = tuple(
+    Fault(name, f"vllm_kvq/kernels/torch/{module}.py", before, after, f"{KERNELS}/test_reference.py -k squat2_pre")
+    for name, module, before, after in (
+        ("a unit's position is its number", "plan", "self._long(unit * p),", "self._long(unit),"),
+        (
+            "a page's first unit begins every unit",
+            "plan",
+            "self._long(unit * p),",
+            "self._long(unit // per_page * fmt.N),",
+        ),
+        ("every chunk is fitted as the first", "plan", "int(requests.context[i])", "0"),
+        ("SQuat-pre's queries have had RoPE", "step", "self.fmt.before_rope(x, position)", "x"),
+    )
+)
 TORCH = (
     Fault(
         "PyTorch step: another layer's plan serves whatever the headers say",
@@ -253,4 +267,4 @@ LAYOUTS = (
     ),
 )
 
-FAULTS: tuple[Fault, ...] = (*PLANNER, *TORCH, *LAYOUTS)
+FAULTS: tuple[Fault, ...] = (*PLANNER, *BEFORE_ROPE, *TORCH, *LAYOUTS)

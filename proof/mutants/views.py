@@ -36,6 +36,7 @@ FAULTS: tuple[Fault, ...] = (
         "fitted(page, key[:packed], query)",
         HEADS,
     ),
+    _eval("keys before RoPE are keys after it", "heads", "replace(geometry, rope=captured.rope)", "geometry", HEADS),
     _eval("any pairing of channels", "heads", "pairing=captured.pairing, ", "", HEADS),
     _eval("the best layers stay in 16 bits", "assign", "-errors[layer]", "errors[layer]", ASSIGN),
     _eval("more than the budget", "assign", "c.bits <= budget", "c.bits <= budget + 1", ASSIGN),

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.rope import Rope
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+POSITIONS = 2048
+"""More than a case has tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Case:
 
     def bind(self, **changed: Any) -> PageFormat:
         """ValueError for a combination that the format refuses."""
-        geometry = Geometry(self.head_size, self.block_size, DTYPES[self.dtype], rotary_dim=self.rotary_dim)
+        rope = Rope.plain(self.rotary_dim or self.head_size, POSITIONS)
+        geometry = Geometry(self.head_size, self.block_size, DTYPES[self.dtype], rotary_dim=self.rotary_dim, rope=rope)
         return get_format(self.format).bind(geometry, {**self.options, **changed})
 
     @classmethod

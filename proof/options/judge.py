@@ -109,7 +109,8 @@ def _error(case: Case, option: str, fmt: PageFormat) -> float:
     state = state_for(fmt, key, case.seed)
     state = None if state is None else state.repeat_interleave(units[0], 0)
     k, v = (fmt.widen(x.to(geometry.dtype))[0].unflatten(1, units).flatten(0, 1) for x in (key, value))
-    k_hat, v_hat = fmt.unpack(fmt.pack(k, v, state))
+    position = torch.arange(0, 2 * fmt.N, fmt.unit).repeat(HEADS)
+    k_hat, v_hat = fmt.unpack(fmt.pack(k, v, state, position=position))
     if option in {o.name for o in fmt.settings.values.options}:
         return relative_error(v_hat, v.double())
     queries = torch.randn(256, geometry.d, generator=torch.Generator().manual_seed(case.seed))

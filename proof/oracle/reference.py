@@ -79,7 +79,8 @@ class ReferenceCache:
         return self._attend(query, context, scale)
 
     def _fit(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        q, k = self.fmt.widen(query)[0], self.fmt.widen(key)[0]
+        position = len(self.key) - len(key) + torch.arange(len(key))[:, None]
+        q, k = (self.fmt.before_rope(self.fmt.widen(x)[0], position) for x in (query, key))
         grouped = q.unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         self.state = self.fmt.keys.fit(grouped, k.transpose(0, 1), self.state)
 
@@ -92,7 +93,8 @@ class ReferenceCache:
                 self.page_state[page] = self.state
             state = self.page_state[page] if fmt.keys.page_fields else self.state
             k, v = (fmt.widen(x[at])[0].transpose(0, 1) for x in (self.key, self.value))
-            k, v = fmt.unpack(fmt.pack(k, v, state, torch.full((len(k),), not prompt)))
+            decoded, position = torch.full((len(k),), not prompt), torch.full((len(k),), unit * p)
+            k, v = fmt.unpack(fmt.pack(k, v, state, decoded, position))
             d = fmt.geometry.head_size
             self.packed[unit] = k.transpose(0, 1)[..., :d], v.transpose(0, 1)[..., :d]
 

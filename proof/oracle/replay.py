@@ -7,6 +7,7 @@ The replay runs the scheduler's chunks over the engine's own tokens, so that eac
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from proof.oracle.attention import attending, load
 from proof.oracle.reference import ExactCache, ReferenceCache
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at
+from vllm_kvq.formats.rope import Rope
 
 NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
@@ -41,12 +43,14 @@ class ReplayModel:
         config = self.network.config
         self.heads, self.num_spec = config.num_key_value_heads, num_spec
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        geometry = Geometry(head_size, block_size, torch.float32)
         self.formats = [
-            get_format(format_name).bind(
-                Geometry(head_size, block_size, torch.float32, layer), options_at(options, layer)
-            )
+            get_format(format_name).bind(replace(geometry, layer=layer), options_at(options, layer))
             for layer in range(config.num_hidden_layers)
         ]
+        if any(fmt.keys.before_rope for fmt in self.formats):
+            rope = _rope(self.network)
+            self.formats = [replace(fmt, geometry=replace(fmt.geometry, rope=rope)) for fmt in self.formats]
 
     def perturb(self, seed: int) -> None:
         """From now on, disturb queries, keys and values as float32 rounding does, and outputs as the kernels may."""
@@ -77,6 +81,15 @@ class ReplayModel:
             for layer, fmt in enumerate(self.formats)
         ]
         return Replay(self, caches)
+
+
+def _rope(network: Any) -> Rope:
+    """As Transformers computes it, for models whose layers share one."""
+    positions = torch.arange(network.config.max_position_embeddings)
+    cos, sin = (x[0] for x in network.model.rotary_emb(torch.zeros(1), positions[None]))
+    half = cos.shape[1] // 2
+    pairing = "interleaved" if network.config.model_type == "glm4" else "half"
+    return Rope(torch.cat([cos[:, :half], sin[:, :half]], 1), pairing)
 
 
 class Replay:

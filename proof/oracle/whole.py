@@ -63,7 +63,8 @@ class Whole:
                 state = torch.stack([states[s] for s in self.plan.unit_state[i : i + PACK_UNITS]]).flatten(0, 1)
             ks, vs = (fmt.widen(x[rows])[0].transpose(1, 2).flatten(0, 1) for x in (k, v))
             decoded = self.plan.unit_decoded[i : i + PACK_UNITS].repeat_interleave(heads)
-            read = fmt.unpack(fmt.pack(ks, vs, state, decoded))
+            position = self.plan.position[rows[:, 0]].repeat_interleave(heads)
+            read = fmt.unpack(fmt.pack(ks, vs, state, decoded, position))
             parts.append([x[..., :size].unflatten(0, (-1, heads)) for x in read])
         if not parts:
             empty = k.new_zeros(1, heads, fmt.unit, size)
@@ -77,7 +78,8 @@ class Whole:
         for number, reads in enumerate(self.plan.reads):
             state = None
             for i, rows in enumerate(reads.fits):
-                query, key = fmt.widen(q[rows])[0], fmt.widen(k[rows])[0]
+                position = self.plan.position[rows, None]
+                query, key = (fmt.before_rope(fmt.widen(x[rows])[0], position) for x in (q, k))
                 grouped = query.unflatten(1, (key.shape[1], -1)).transpose(0, 1).flatten(1, 2)
                 state = fmt.keys.fit(grouped, key.transpose(0, 1), state)
                 states[number, i] = state

@@ -36,7 +36,7 @@ NAMES = {
     "qjl3": "`qjl3`",
 }
 """A format with kernels -> what its rows are called: KIVI is attended as SQuat."""
-WITHOUT = ("polar4_v16",)
+WITHOUT = ("polar4_v16", "squat2_pre")
 """PyTorch computes it on a GPU."""
 RIVALS = {"bf16": 4.0 * HEAD, "fp8": 2.0 * HEAD}
 """Bytes of a token."""

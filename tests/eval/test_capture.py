@@ -26,6 +26,10 @@ def test_queries_keys_and_values(tmp_path: Path) -> None:
     with torch.no_grad():
         forward(shape, load_file(model / "model.safetensors"), tokens[None], tap=lambda *x: wanted.append(x))
     assert (captured.windows, captured.pairing, captured.rotary_dim) == ((), "half", 64)
+    assert captured.rope is not None
+    assert captured.rope.table.shape == (150, 64)
+    theta = shape.rope_theta ** (-torch.arange(0, 64, 2) / 64)
+    torch.testing.assert_close(captured.rope.table[149], torch.cat([(149 * theta).cos(), (149 * theta).sin()]))
     assert [layer.index for layer in captured.layers] == [0, 1]
     for layer, tensors in zip(captured.layers, wanted, strict=True):
         assert layer.scale == 64**-0.5

@@ -11,6 +11,7 @@ from vllm_kvq.eval.capture import Captured, Layer
 from vllm_kvq.eval.heads import READERS, HeadError, as_cached, bound, head_errors, layer_errors
 from vllm_kvq.eval.synthetic import attention_data
 from vllm_kvq.formats import roundtrip
+from vllm_kvq.formats.rope import Rope
 
 TOKENS = 256 + READERS
 HEADS, GROUP, SIZE = 2, 2, 64
@@ -22,7 +23,7 @@ def captured() -> Captured:
     for index in (0, 3):
         query, key, value = attention_data(SIZE, TOKENS, HEADS, GROUP, rope=True, seed=index)
         layers.append(Layer(index, query, key, value, SIZE**-0.5))
-    return Captured(tuple(layers), windows=(1,), pairing="half", rotary_dim=SIZE)
+    return Captured(tuple(layers), windows=(1,), pairing="half", rotary_dim=SIZE, rope=Rope.plain(SIZE, TOKENS))
 
 
 def test_lossless_has_no_error(captured: Captured) -> None:
@@ -104,6 +105,18 @@ def test_formats_see_the_layer_and_its_pairs(captured: Captured) -> None:
     assert (geometry.layer, geometry.pairing, geometry.rotary_dim, geometry.block_size) == (3, "interleaved", 32, 64)
     with pytest.raises(ValueError, match="needs to know which channels RoPE rotates together"):
         head_errors(replace(captured, pairing=None), "polar4", {})
+
+
+def test_keys_before_rope_are_those_of_the_model(captured: Captured) -> None:
+    """The model's own rotation is taken off: without it SQuat-pre is SQuat."""
+    layer = captured.layers[0]
+    page = bound(captured, layer, "squat2_pre", {}, 128)
+    assert page.rope is captured.rope
+    assert bound(captured, layer, "squat2", {}, 128).rope is None
+    before, after = (sum(e.score for e in head_errors(captured, name, {})) for name in ("squat2_pre", "squat2"))
+    assert before < 0.95 * after
+    with pytest.raises(ValueError, match="squat2_pre takes RoPE off keys, and this model has none, or several kinds"):
+        head_errors(replace(captured, rope=None), "squat2_pre", {})
 
 
 def test_options_by_layer(captured: Captured) -> None:

@@ -15,7 +15,7 @@ from vllm_kvq.formats.table import declared_options, key_codecs, readers, value_
 OPTIONS = {option.name: option for option, _ in declared_options()}
 # a format that reads the option
 READER = {
-    "r": "squat2", "lambda": "squat2", "floor": "squat2", "g": "squat2", "key_bits": "squat2",
+    "r": "squat2", "lambda": "squat2", "floor": "squat2", "g": "squat2", "rope": "squat2", "key_bits": "squat2",
     "m": "qjl3", "m_out": "qjl3", "outliers": "qjl3", "outlier_choice": "qjl3", "sketch": "qjl3", "seed": "qjl3",
     "mode": "polar4", "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4", "boost": "kitty2",
     "quant_mode": "innerq2", "key_norm": "innerq2",

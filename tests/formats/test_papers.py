@@ -15,6 +15,7 @@ import torch
 
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.qjl import SketchKeys, sphere_constant
+from vllm_kvq.formats.rope import Rope
 
 Array = np.ndarray
 HEADS = 2
@@ -126,12 +127,20 @@ def test_squat_bytes_solve_the_papers_problem(g: int, bits: int, floor: int, chu
     keys = keys.astype(np.float32).astype(np.float64)
     fmt = bound(f"squat{bits}", g=g, floor=floor)
     packed = fmt.keys.pack(tensor(keys), chunked(fmt, queries, queries, chunks))
-    open_tokens, corrected = [], []
+    lambdas = compare_with_the_paper(packed, keys, queries, g, bits, floor)
+    assert [lam < LAMBDA for lam in lambdas] == [floor > 0 and len(chunks) == 1] * HEADS
+
+
+def compare_with_the_paper(
+    packed: dict[str, torch.Tensor], keys: Array, queries: Array, g: int, bits: int, floor: float
+) -> list[float]:
+    """Two slabs of each head against Lemma 2's problem for these keys and queries; the lambda that each head had."""
+    open_tokens, corrected, lambdas = [], [], []
     for head in range(HEADS):
         q_hat = subspace(queries[head], 5)
         noise = (np.square(queries[head]).sum() - np.square(q_hat).sum()) / (64 - 5)
         lam = min(LAMBDA, 1 / (floor * noise)) if floor * noise > 1 else LAMBDA
-        assert (lam < LAMBDA) == (floor > 0 and len(chunks) == 1)
+        lambdas.append(lam)
         for slab in range(2):
             k = keys[head, 32 * slab : 32 * (slab + 1)]
             scale, zero = (packed[n][head, slab].double().numpy() for n in ("k_scale", "k_zero"))
@@ -151,6 +160,55 @@ def test_squat_bytes_solve_the_papers_problem(g: int, bits: int, floor: int, chu
             corrected.append(np.linalg.norm((got - k) @ q.T) / np.linalg.norm((plain - k) @ q.T))
     assert np.mean(open_tokens) > 0.9
     assert np.mean(corrected) < 0.85, "so weak a correction could as well be missing"
+    return lambdas
+
+
+def turned(x: Array, position: Array, pairing: str, rotary: int, stretch: float = 1.0) -> Array:
+    """RoPE of (heads, tokens, d): pair j of token t, as a complex number, times stretch * e^(i t theta_j)."""
+    at = np.arange(rotary // 2)
+    real, imaginary = (at, at + rotary // 2) if pairing == "half" else (2 * at, 2 * at + 1)
+    turn = stretch * np.exp(1j * position[:, None] * 10_000.0 ** (-2 * at / rotary))
+    pairs = (x[..., real] + 1j * x[..., imaginary]) * turn
+    out = x.copy()
+    out[..., real], out[..., imaginary] = pairs.real, pairs.imag
+    return out
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize(("rotary", "stretch"), [(64, 1.0), (32, 1.3)], ids=["whole", "part, scaled"])
+def test_squat_pre_solves_the_papers_problem_before_rope(pairing: str, rotary: int, stretch: float) -> None:
+    """Section 4: keys are stored as they are before RoPE, which is applied to what is dequantized. The queries that U
+    is made of are those before RoPE, too. The prompt comes in two chunks, and its tokens from 64 on are packed."""
+    rng, tokens = np.random.default_rng(4), np.arange(200)
+    queries = 6 * rng.standard_normal((HEADS, 200, 5)) @ rng.standard_normal((HEADS, 5, 64))
+    keys = rng.standard_normal((HEADS, 200, 64)) * (1 + 3 * rng.random(64)) + 2 * rng.standard_normal(64)
+    angle = tokens[:, None] * 10_000.0 ** (-np.arange(0, rotary, 2) / rotary)
+    rope = Rope(tensor(stretch * np.hstack([np.cos(angle), np.sin(angle)])), pairing)
+    fmt = get_format("squat2_pre").bind(Geometry(64, 64, torch.float32, rope=rope), {"g": 32, "floor": 0})
+    q, k = (turned(x, tokens, pairing, rotary, stretch) for x in (queries, keys))
+    state = None
+    for at in (slice(0, 70), slice(70, 200)):
+        got = (fmt.before_rope(tensor(x[:, at]), torch.from_numpy(tokens[at])) for x in (q, k))
+        state = fmt.keys.fit(*got, state)
+    packed = fmt.pack(tensor(k[:, 64:128]), tensor(k[:, 64:128]), state, position=torch.full((HEADS,), 64))
+    compare_with_the_paper(packed, keys[:, 64:128], queries, 32, 2, 0)
+    stored = np.stack(
+        [
+            np.concatenate(
+                [
+                    packed["k_zero"][head, slab].double().numpy()
+                    + packed["k_scale"][head, slab].double().numpy() * codes_of(packed["k_codes"][head, slab], 2)
+                    for slab in range(2)
+                ]
+            )
+            for head in range(HEADS)
+        ]
+    )
+    want = turned(stored, tokens[64:128], pairing, rotary, stretch)
+    np.testing.assert_allclose(fmt.unpack(packed)[0].numpy(), want, atol=1e-4)
+    # and not as it was before RoPE, nor a token further
+    assert np.abs(stored - want).max() > 1
+    assert np.abs(turned(stored, tokens[65:129], pairing, rotary, stretch) - want).max() > 1
 
 
 # -- QJL --------------------------------------------------------------------------------------------------------------

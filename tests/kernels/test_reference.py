@@ -16,7 +16,7 @@ from vllm_kvq.kernels.torch.step import PlannedStep
 FORMATS = ("squat2", "kivi4", "innerq2", "qjl3", "polar4", "polar3", "lossless")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "squat2_pre"])
 def test_pytorch(name: str) -> None:
     def build(layer: Layer) -> PlannedStep:
         return PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"))

@@ -36,7 +36,8 @@ def pages_of(fmt: PageFormat, key: torch.Tensor, value: torch.Tensor, seed: int 
     repeated = None if state is None else state.repeat(units, 1, 1)
     index = torch.arange(units)
     per_page = fmt.N // fmt.unit
-    fmt.write(pool, 1 + index // per_page, index % per_page, fmt.pack(k, v, repeated))
+    position = (index * fmt.unit).repeat_interleave(heads)
+    fmt.write(pool, 1 + index // per_page, index % per_page, fmt.pack(k, v, repeated, position=position))
     pool[0] = 0xFF
     return pool
 

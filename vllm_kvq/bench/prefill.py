@@ -25,6 +25,7 @@ import torch
 from vllm_kvq import console
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
@@ -75,7 +76,8 @@ class Packed:
     def __init__(self, name: str, heads: int, d: int, tokens: int) -> None:
         from vllm_kvq.integration.prompts import Asked, prompts_for
 
-        fmt, cpu = get_format(name).bind(Geometry(d, BLOCK, torch.bfloat16)), torch.device("cpu")
+        geometry = Geometry(d, BLOCK, torch.bfloat16, rope=Rope.plain(d, tokens))
+        fmt, cpu = get_format(name).bind(geometry), torch.device("cpu")
         slots = SlotGeometry.of(fmt, heads, 0)
         pages = -(-tokens // BLOCK)
         pool = torch.zeros(1 + pages + slots.sidecar_blocks + slots.sink_blocks, slots.page_bytes // 2).bfloat16()

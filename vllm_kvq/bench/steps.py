@@ -17,6 +17,7 @@ import torch
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.rope import Rope
 from vllm_kvq.kernels.paths import Wish, kernels_for
 
 Step = Callable[[], object]
@@ -97,7 +98,8 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int, seed: int) -> torch.Ten
 
 
 def bound_format(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> PageFormat:
-    return get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16), options)
+    rope = Rope.plain(shape.head_size, shape.context)
+    return get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16, rope=rope), options)
 
 
 def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> Candidate:

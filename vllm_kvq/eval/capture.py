@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK
+from vllm_kvq.formats.rope import Rope
 
 
 class CaptureFailed(Exception):
@@ -48,6 +49,8 @@ class Captured:
     pairing: str | None
     """How RoPE pairs channels; None where the model has no RoPE, or several kinds."""
     rotary_dim: int | None
+    rope: Rope | None
+    """What has turned token t's queries and keys, at position t; None where there are several, or none."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -104,6 +107,7 @@ def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
     from vllm import LLM, EngineArgs, SamplingParams
 
     from vllm_kvq.integration import compat
+    from vllm_kvq.integration.rope import table_of
 
     engine: dict[str, Any] = {
         "model": model,
@@ -125,7 +129,11 @@ def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
     layers = seen.layers()
     styles = compat.rope_styles(layers[0].head_size) if layers else set()
     pairing, rotary = styles.pop() if len(styles) == 1 else (None, None)
-    return Captured(layers, tuple(seen.windows), pairing, rotary)
+    ropes = compat.ropes(layers[0].head_size) if layers else []
+    rope = table_of(ropes[0]) if len(ropes) == 1 else None
+    if rope is not None:
+        rope = replace(rope, table=rope.table[: len(tokens)].cpu().clone())
+    return Captured(layers, tuple(seen.windows), pairing, rotary, rope)
 
 
 def _room(model: Any, tokens: int) -> int:

@@ -18,6 +18,7 @@ from vllm_kvq import console
 from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
+from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.table import public_formats
 
 Row = tuple[str, str, dict[str, Any]]
@@ -30,6 +31,7 @@ ROWS: list[Row] = [
     ("squat2, paper", "squat2", {"floor": 0}),
     ("squat2, paper, r = 16", "squat2", {"floor": 0, "r": 16}),
     ("kivi2, fitted", "kivi2", {"key_scales": "fitted"}),
+    ("squat2_pre", "squat2_pre", {}),
     ("squat2, fitted", "squat2", {"key_scales": "fitted"}),
     ("squat2, fitted, token scale", "squat2", {"key_scales": "fitted", "token_scale": "balanced"}),
     ("kitty2", "kitty2", {}),
@@ -82,7 +84,8 @@ def error(name: str, options: dict[str, Any], head_size: int, rope: bool, seeds:
     for seed in range(seeds):
         query, key, value = attention_data(head_size, rope=rope, seed=seed)
         seen, new = query[: len(query) // 2], query[len(query) // 2 :]
-        key_hat, _ = roundtrip(name, key, value, seen, **options_for(options, head_size))
+        turned = Rope.plain(head_size, len(key)) if rope else None
+        key_hat, _ = roundtrip(name, key, value, seen, turned, **options_for(options, head_size))
         errors.append(score_error(new, key, key_hat))
     return sum(errors) / seeds
 

@@ -41,7 +41,12 @@ def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any
         if captured.pairing is None:
             raise ValueError(f"{name} needs to know which channels RoPE rotates together, and this model does not tell")
         geometry = replace(geometry, pairing=captured.pairing, rotary_dim=captured.rotary_dim)
-    return fmt.bind(geometry, options)
+    page = fmt.bind(geometry, options)
+    if not page.keys.before_rope:
+        return page
+    if captured.rope is None:
+        raise ValueError(f"{name} takes RoPE off keys, and this model has none, or several kinds")
+    return fmt.bind(replace(geometry, rope=captured.rope), options)
 
 
 def as_cached(

@@ -14,18 +14,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from vllm_kvq.formats.rope import Rope
+
 RANK = 4
 OUTLIERS_PER_HEAD = 16
 """One outlier channel in so many."""
 
 
-def rotate(x: torch.Tensor, theta: float = 500_000.0) -> torch.Tensor:
+def rotate(x: torch.Tensor) -> torch.Tensor:
     """RoPE of rotate-half models on (tokens, heads, d), positions from 0."""
-    half = x.shape[-1] // 2
-    angle = torch.arange(len(x), dtype=torch.float64)[:, None] * theta ** (-torch.arange(half) / half)
-    cos, sin = angle.cos()[:, None].float(), angle.sin()[:, None].float()
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return Rope.plain(x.shape[-1], len(x)).apply(x, torch.arange(len(x))[:, None])
 
 
 def attention_data(

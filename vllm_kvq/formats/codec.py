@@ -18,6 +18,7 @@ import torch
 from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.rope import PAIRINGS, Rope
 
 LARGEST_BLOCK = 1024
 """Tokens of a page; a record's header has a byte for each of its slabs."""
@@ -41,6 +42,8 @@ class Geometry:
     """How RoPE pairs channels: "half" (i, i + rotary_dim / 2) or "interleaved" (2i, 2i + 1)."""
     rotary_dim: int | None = None
     """Channels that RoPE rotates, all of them unless said otherwise."""
+    rope: Rope | None = None
+    """What codecs that store keys as they are before RoPE take off; None: the keys that they get have had none."""
 
     def __post_init__(self) -> None:
         if self.head_size not in HEAD_SIZES:
@@ -51,8 +54,10 @@ class Geometry:
             raise ValueError(f"block size {self.block_size} is too large; the largest is {LARGEST_BLOCK}")
         if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"model dtype {self.dtype} is not supported; use float16, bfloat16 or float32")
-        if self.pairing not in ("half", "interleaved"):
-            raise ValueError(f"pairing {self.pairing!r} is not one of 'half', 'interleaved'")
+        if self.pairing not in PAIRINGS:
+            raise ValueError(f"pairing {self.pairing!r} is not one of {', '.join(map(repr, PAIRINGS))}")
+        if self.rope is not None and self.rope.rotary_dim > self.head_size:
+            raise ValueError(f"RoPE of {self.rope.rotary_dim} channels does not fit head size {self.head_size}")
         rotary = self.rotary
         if rotary % 2 or not 0 < rotary <= self.head_size:
             raise ValueError(f"rotary_dim {rotary} does not fit head size {self.head_size}")
@@ -130,14 +135,19 @@ class KeyCodec(Codec):
     pairs_channels: ClassVar[bool] = False
     """Whether it depends on which channels RoPE rotates together (`geometry.pairing`); it then reads `PAIRING`, too."""
 
+    before_rope: ClassVar[bool] = False
+    """Whether it stores keys as they are before RoPE. Whoever packs takes RoPE off keys, and off queries for `fit`, and
+    puts it on what is read (`geometry.rope`, formats/page.py)."""
+
     fits_queries = False
     """Whether `fit` looks at the queries: widening a long prompt's for nothing costs more than the fit."""
 
     def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The request's state after one more chunk of its prompt.
 
-        queries (H, n * group, d) and keys (H, n, d) are the chunk's, post-RoPE, float32; `state` is
-        (H, state_rows, d) of the chunks before, None for the first. Only codecs with state_rows > 0 implement it.
+        queries (H, n * group, d) and keys (H, n, d) are the chunk's, float32, after RoPE or before it as `before_rope`
+        says; `state` is (H, state_rows, d) of the chunks before, None for the first. Only codecs with state_rows > 0
+        implement it.
         """
         raise TypeError(f"{type(self).__name__} keeps no state")
 

@@ -1,6 +1,7 @@
 """The record: one vLLM block of N tokens of one KV head, self-contained.
 
-    header   64 bytes   i32 magic, 12 bytes unused, then one byte per slab: 1 when the slab is packed (N <= 1024)
+    header   64 bytes   i32 magic, i32 position of the page's first token where keys are stored as they are before RoPE
+                        (else 0), 8 bytes unused, then one byte per slab: 1 when the slab is packed (N <= 1024)
     page fields         what the codecs store once per page (PolarQuant's grids, InnerQ's norm)
     slab 0 .. N/32 - 1  key fields, then value fields of 32 tokens: one run, so that a writer emits it at once and a
                         GPU can copy it in bulk
@@ -19,10 +20,12 @@ from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, Geometry, KeyCodec, Val
 from vllm_kvq.formats.fields import Field, Packed, Region, round_up
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import sanitize
+from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.settings import Settings
 
 MAGIC = 0x3151564B  # "KVQ1"
 HEADER_BYTES = 64
+POSITION_AT = 4
 FLAGS_AT = 16
 assert LARGEST_BLOCK // SLAB <= HEADER_BYTES - FLAGS_AT
 
@@ -79,6 +82,11 @@ class PageFormat:
         return self.keys.state_rows
 
     @property
+    def rope(self) -> Rope | None:
+        """What is taken off keys that are packed, and put on those that are read; None: nothing."""
+        return self.geometry.rope if self.keys.before_rope else None
+
+    @property
     def page_region(self) -> Region:
         return Region.of(self.keys.page_fields + self.values.page_fields)
 
@@ -111,16 +119,43 @@ class PageFormat:
         value: torch.Tensor,
         state: torch.Tensor | None,
         decoded: torch.Tensor | None = None,
+        position: torch.Tensor | None = None,
     ) -> Packed:
         """Widened (U, T, d) keys and values of one pack unit each -> all fields.
 
         decoded (U,) booleans: a decode step has completed the unit; None: prompts have completed all of them.
+        position (U,) of each unit's first token: only formats with a `rope` need it, and store it.
         """
-        return {**_packed(self.keys, key, state, decoded), **_packed(self.values, value, None, decoded)}
+        placed: Packed = {}
+        if self.rope is not None:
+            if position is None:
+                raise ValueError(f"{self.name} stores keys as they are before RoPE, and needs to know their positions")
+            key = self.before_rope(key, position[:, None] + torch.arange(key.shape[1], device=key.device))
+            placed = {"position": position}
+        return {**_packed(self.keys, key, state, decoded), **_packed(self.values, value, None, decoded), **placed}
+
+    def before_rope(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Keys or queries (..., d) as the key codec gets them; `position` broadcasts to their leading dimensions."""
+        return x if self.rope is None else self.rope.undo(x, position)
 
     def unpack(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """All fields -> (U, T, d) keys and values."""
-        return self.keys.unpack(fields), self.values.unpack(fields)
+        return self._after_rope(self.keys.unpack(fields), fields), self.values.unpack(fields)
+
+    def query_features(self, query: torch.Tensor) -> torch.Tensor:
+        """f(q) with q . key == f(q) . g(page); (..., d) -> (..., F)."""
+        return self.keys.query_features(query) if self.rope is None else query
+
+    def key_features(self, fields: Packed) -> torch.Tensor:
+        """g(page). No f(q) serves all tokens of a page whose keys are yet to be turned, so these are read as keys."""
+        if self.rope is None:
+            return self.keys.key_features(fields)
+        return self._after_rope(self.keys.unpack(fields), fields)
+
+    def _after_rope(self, key: torch.Tensor, fields: Packed) -> torch.Tensor:
+        if self.rope is None:
+            return key
+        return self.rope.apply(key, fields["position"][:, None] + torch.arange(key.shape[1], device=key.device))
 
     def _slab_view(self, pages: torch.Tensor) -> torch.Tensor:
         """(B, H, record_bytes) -> (B, H, slabs, slab bytes), a view."""
@@ -140,13 +175,19 @@ class PageFormat:
             self.page_region.write(extra, shape)
             pages[..., HEADER_BYTES : self.slabs_at][page] = extra
         pages[..., :4].view(torch.int32)[page] = MAGIC
+        if self.rope is not None:
+            first = shape["position"] - unit[:, None] * self.unit
+            pages[..., POSITION_AT : POSITION_AT + 4].view(torch.int32)[page] = first.unsqueeze(-1).int()
         pages[..., FLAGS_AT : FLAGS_AT + self.slabs][page[:, None], :, slab] = 1
 
     def read(self, pages: torch.Tensor, page: torch.Tensor) -> Packed:
         """All fields of n whole pages, leading size n * H."""
         data = pages[page].flatten(0, 1)
         slabs = data[:, self.slabs_at : self.slabs_at + self.slabs * self.slab_region.nbytes]
-        return {**self.slab_region.read(slabs.unflatten(-1, (self.slabs, -1))), **self.read_page_fields(data)}
+        fields = {**self.slab_region.read(slabs.unflatten(-1, (self.slabs, -1))), **self.read_page_fields(data)}
+        if self.rope is not None:
+            fields["position"] = data[:, POSITION_AT : POSITION_AT + 4].contiguous().view(torch.int32)[:, 0]
+        return fields
 
     def read_page_fields(self, data: torch.Tensor) -> Packed:
         return self.page_region.read(data[..., HEADER_BYTES : self.slabs_at])

@@ -9,20 +9,27 @@ import torch
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.fields import round_up
 from vllm_kvq.formats.page import PageFormat
+from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.settings import BLOCK, COMMON
 from vllm_kvq.formats.table import DEFAULT_N, get_format
 
 
 def roundtrip(
-    name: str, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None = None, **options: Any
+    name: str,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query: torch.Tensor | None = None,
+    turned: Rope | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(key_hat, value_hat): every token quantized by format `name`, no window, no sinks.
 
     key and value are (tokens, heads, head_size), query (tokens, query heads, head_size): the prompt's queries, from
     which SQuat fits its subspace (without them there is none to protect, and SQuat is KIVI). For QJL key_hat is the
-    linear reconstruction, so that q . key_hat is its estimator. `options` are the format's; those of what is not
-    quantized (W, S, recompute, skip_layers) are refused. Incomplete groups at the end are completed by repeating the
-    last token.
+    linear reconstruction, so that q . key_hat is its estimator. `turned` is the RoPE that keys and queries have had,
+    token t at position t, which formats that store keys as they are before it take off; None: they have had none.
+    `options` are the format's; those of what is not quantized (W, S, recompute, skip_layers) are refused. Incomplete
+    groups at the end are completed by repeating the last token.
     """
     if exact := ({option.name for option in COMMON} - {BLOCK.name}) & options.keys():
         raise ValueError(f"roundtrip quantizes every token of one layer, so it takes no option {min(exact)!r}")
@@ -33,7 +40,7 @@ def roundtrip(
     tokens, _, head_size = key.shape
     fmt = get_format(name)
     dtype = key.dtype if key.dtype in (torch.float16, torch.bfloat16) else torch.float32
-    page = fmt.bind(Geometry(head_size, fmt.settings(options).N or DEFAULT_N, dtype), options)
+    page = fmt.bind(Geometry(head_size, fmt.settings(options).N or DEFAULT_N, dtype, rope=turned), options)
     if tokens == 0:
         return key.clone(), value.clone()
     return through_pages(page, key, value, fitted(page, key, query))
@@ -43,8 +50,13 @@ def fitted(page: PageFormat, key: torch.Tensor, query: torch.Tensor | None) -> t
     """What the key codec keeps of a prompt: (heads, state rows, d); None where it keeps nothing."""
     if not page.state_rows or (query is None and page.keys.fits_queries):
         return None
-    k = page.widen(key.transpose(0, 1))[0]
-    return page.keys.fit(_grouped(page.widen(query)[0], len(k)) if query is not None else k, k, None)
+    k = _before_rope(page, key).transpose(0, 1)
+    return page.keys.fit(_grouped(_before_rope(page, query), len(k)) if query is not None else k, k, None)
+
+
+def _before_rope(page: PageFormat, x: torch.Tensor) -> torch.Tensor:
+    """(tokens, heads, d) of the first tokens, as `fit` is given them."""
+    return page.before_rope(page.widen(x)[0], torch.arange(len(x))[:, None])
 
 
 def through_pages(
@@ -58,7 +70,8 @@ def through_pages(
     k, v = (x[:, at].reshape(heads * units, page.unit, -1) for x in (k, v))
     if state is not None:
         state = state.repeat_interleave(units, dim=0)
-    k, v = page.unpack(page.pack(k, v, state))
+    position = torch.arange(0, len(at), page.unit).repeat(heads)
+    k, v = page.unpack(page.pack(k, v, state, position=position))
     k, v = (x.reshape(heads, -1, page.geometry.d)[:, :tokens, :head_size].transpose(0, 1) for x in (k, v))
     return k.to(key.dtype), v.to(value.dtype)
 

@@ -52,6 +52,7 @@ class SQuatKeys(ChannelKeys):
         Option("lambda", "SQuat's regularisation", 1e-3, low=1e-6, high=0.1, multiple=0),
         Option("floor", "times the queries' noise that 1 / lambda is at least; 0: the paper's rule", 4, low=0, high=64),
         Option("g", "channels per block of SQuat's update", low=1, high=128),
+        Option("rope", "whether keys are stored as they are after RoPE, or before it", "after", ("after", "before")),
     )
     fits_queries = True
 
@@ -59,7 +60,8 @@ class SQuatKeys(ChannelKeys):
     def changes(cls, options: Mapping[str, Any]) -> tuple[type, ...]:
         wide = (WideSubspace,) if options["r"] > NARROW else ()
         fine = (FineBlocks,) if options["g"] and options["g"] % LEAST_BLOCK else ()
-        return (*fine, *wide, *super().changes(options))
+        before = (BeforeRope,) if options["rope"] == "before" else ()
+        return (*before, *fine, *wide, *super().changes(options))
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         super().__init__(geometry, options)
@@ -145,7 +147,14 @@ class FineBlocks:
     )
 
 
+class BeforeRope:
+    """`rope`: before, the paper's SQuat-pre: keys, and the queries that U is made of, are as they were before RoPE."""
+
+    before_rope = True
+
+
 FORMATS = (
     Format("squat2", "SQuat, 2-bit keys", SQuatKeys, TokenValues, {"W": 32}),
+    Format("squat2_pre", "SQuat, 2-bit keys, before RoPE", SQuatKeys, TokenValues, {"W": 32, "rope": "before"}),
     Format("squat4", "SQuat, 4-bit keys", SQuatKeys, TokenValues, {"key_bits": 4, "value_bits": 4, "W": 32}),
 )

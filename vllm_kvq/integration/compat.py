@@ -327,12 +327,18 @@ def ensure_builtin_specs() -> None:
         register_all_kvcache_specs(None)
 
 
-def rope_styles(head_size: int) -> set[tuple[str, int]]:
-    """(pairing, rotary_dim) of every rotary embedding that the model has built for this head size."""
+def ropes(head_size: int) -> list[Any]:
+    """The rotary embeddings that the model has built for this head size."""
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-    return {
-        ("half" if rope.is_neox_style else "interleaved", rope.rotary_dim)
-        for rope in _ROPE_DICT.values()
-        if rope.head_size == head_size
-    }
+    return [rope for rope in _ROPE_DICT.values() if rope.head_size == head_size]
+
+
+def rope_style(rope: Any) -> tuple[str, int]:
+    """(pairing, rotary_dim) of a rotary embedding."""
+    return "half" if rope.is_neox_style else "interleaved", rope.rotary_dim
+
+
+def rope_styles(head_size: int) -> set[tuple[str, int]]:
+    """Of all of this head size."""
+    return {rope_style(rope) for rope in ropes(head_size)}

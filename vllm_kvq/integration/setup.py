@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vllm_kvq.formats.by_layer import all_options, options_at
 from vllm_kvq.formats.settings import Settings
 from vllm_kvq.formats.table import readers
 from vllm_kvq.integration import compat
+from vllm_kvq.integration.rope import no_rope, rope_of
 
 
 def kvq_options(vllm_config: Any) -> dict[str, Any]:
@@ -83,7 +85,11 @@ def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype)
     pairing, rotary, settings = "half", None, settings_of(vllm_config, layer)
     if settings.keys.pairs_channels:
         pairing, rotary = _pairing(vllm_config, head_size, settings.get("pairing"))
-    return bind(vllm_config, Geometry(head_size, vllm_config.cache_config.block_size, dtype, layer, pairing, rotary))
+    geometry = Geometry(head_size, vllm_config.cache_config.block_size, dtype, layer, pairing, rotary)
+    fmt = bind(vllm_config, geometry)
+    if fmt.keys.before_rope:
+        return bind(vllm_config, replace(geometry, rope=rope_of(fmt.name, head_size)))
+    return fmt
 
 
 def layer_of(vllm_config: Any, impl: Any) -> tuple[str, Any]:
@@ -97,7 +103,7 @@ def _pairing(vllm_config: Any, head_size: int, wanted: str | None) -> tuple[str,
     if wanted is not None:
         dims = {dim for style, dim in styles if style == wanted}
         return wanted, dims.pop() if len(dims) == 1 else _rotary_dim(model.hf_text_config, head_size)
-    reason = _unknown_pairs(model)
+    reason = no_rope(model)
     if reason is None and len(styles) != 1:
         reason = f"the model has {len(styles) or 'no'} kinds of RoPE for head size {head_size}"
     if reason is not None:
@@ -110,20 +116,8 @@ def pairing_problem(vllm_config: Any) -> str | None:
     settings = settings_of(vllm_config)
     if not settings.keys.pairs_channels or settings.get("pairing") is not None:
         return None
-    reason = _unknown_pairs(vllm_config.model_config)
+    reason = no_rope(vllm_config.model_config)
     return None if reason is None else _pairing_sentence(vllm_config, reason)
-
-
-def _unknown_pairs(model: Any) -> str | None:
-    """Why the configuration of this model does not tell."""
-    config = model.hf_text_config.to_dict()
-    rotated = any(value for key, value in config.items() if "rope" in key or "rotary" in key)
-    # Granite 4 has RoPE's numbers whether it is used or not
-    if not rotated or config.get("position_embedding_type", "rope") != "rope":
-        return "the model has no RoPE"
-    if model.using_transformers_backend():
-        return "vLLM runs this model through Transformers, which does not tell"
-    return None
 
 
 def _pairing_sentence(vllm_config: Any, reason: str) -> str:

@@ -12,6 +12,7 @@ from vllm_kvq.integration.connectors import connector_problem
 from vllm_kvq.integration.drafts import draft_problem
 from vllm_kvq.integration.kept import window_problem
 from vllm_kvq.integration.memory import memory_problem
+from vllm_kvq.integration.rope import rope_problem
 from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.setup import options_problem, pairing_problem, settings_of
 from vllm_kvq.integration.states import drafts_problem, hybrid_problem
@@ -63,12 +64,16 @@ def _format_problem(vllm_config: Any) -> str | None:
     """Why this model's heads and layers can't be packed so, or not by kernels of this GPU."""
     from vllm.platforms import current_platform
 
+    model = vllm_config.model_config
     if problem := pairing_problem(vllm_config):
         return problem
     try:
         served = Served.of(vllm_config)
     except ValueError as error:
         return str(error)
+    before_rope = any(part.format.keys.before_rope for part in served.parts)
+    if before_rope and (problem := rope_problem(served.format.name, model, bool(served.layers.windows))):
+        return problem
     found = current_platform.get_device_capability() if current_platform.is_cuda() else None
     if found is None:
         return None

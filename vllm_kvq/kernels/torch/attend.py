@@ -147,7 +147,7 @@ def attend_packed(
     """
     n, q, _, _ = query.shape
     heads = pages.shape[1]
-    rows = fmt.keys.query_features(_by_head(fmt.widen(query)[0], heads)) * scale  # (n, H, q * g, F)
+    rows = fmt.query_features(_by_head(fmt.widen(query)[0], heads)) * scale  # (n, H, q * g, F)
     if q <= DECODE_QUERIES:
         out, lse = _split_by_page(fmt, rows, pages, page_ids, owner, low, high)
     else:
@@ -268,7 +268,7 @@ def _unpack(
     slabs.masked_fill_(~seen.unflatten(1, (fmt.slabs, -1)).any(-1)[:, None, :, None], 0)
     fields = fmt.read(data, torch.arange(len(ids), device=ids.device))
     shape = (-1, pages.shape[1])
-    return fmt.keys.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
+    return fmt.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
 
 
 def _seen(fmt: PageFormat, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

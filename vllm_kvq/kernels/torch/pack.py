@@ -32,6 +32,8 @@ class Units:
     """Booleans: the page was begun in an earlier step, and the unit keeps its page parameters."""
     decoded: torch.Tensor | None = None
     """Booleans: a decode step completes the unit; None: prompts complete all of them."""
+    position: torch.Tensor | None = None
+    """Of each unit's first token. Only `PageFormat.pack` asks for it."""
 
 
 def pack(
@@ -60,8 +62,10 @@ def pack(
             if kept is not None:
                 mine = torch.where(follows.repeat_interleave(heads)[:, None, None], kept, mine)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        decoded = None if units.decoded is None else units.decoded[some].repeat_interleave(heads)
-        fmt.write(pages, page, unit, fmt.pack(k, v, mine, decoded))
+        decoded, position = (
+            None if x is None else x[some].repeat_interleave(heads) for x in (units.decoded, units.position)
+        )
+        fmt.write(pages, page, unit, fmt.pack(k, v, mine, decoded, position))
     return replaced
 
 

@@ -101,6 +101,8 @@ class Fit:
     """One request's chunk of a prompt: its rows, and where its state lies."""
 
     rows: slice
+    position: int
+    """Of its first token."""
     state: Index
     fresh: bool
 
@@ -208,6 +210,7 @@ class Planner:
             self._long(mine),
             torch.from_numpy(follows).to(self.device),
             torch.from_numpy(~prefill[owner]).to(self.device),
+            self._long(unit * p),
         )
         return units, self._state(requests, owners) if fmt.state_rows else None
 
@@ -216,7 +219,8 @@ class Planner:
         for i in np.flatnonzero(prefill):
             block, slot = self._state(requests, np.array([i]))
             row = int(requests.first_row[i])
-            fits.append(Fit(slice(row, row + int(requests.new[i])), (block[0], slot[0]), bool(fresh[i])))
+            rows = slice(row, row + int(requests.new[i]))
+            fits.append(Fit(rows, int(requests.context[i]), (block[0], slot[0]), bool(fresh[i])))
         return fits
 
     def _groups(self, requests: Requests, boundary: np.ndarray, sinks: np.ndarray, pool: int) -> list[Group]:

@@ -128,10 +128,12 @@ class PlannedStep:
         """The request's state after this chunk of its prompt."""
         block, slot = fit.state
         before = None if fit.fresh else self.slots.read_state(slots, block[None], slot[None], self.fmt.state_rows)[0]
-        queries = query[fit.rows]
+        queries, keys = query[fit.rows], key[fit.rows]
         if self.all_queries is not None and self.fmt.keys.fits_queries:
             queries = self.all_queries(queries)
-        state = self.kernels.fit(self.fmt, queries, key[fit.rows], before)
+        position = fit.position + torch.arange(len(keys), device=keys.device)[:, None]
+        queries, keys = (self.fmt.before_rope(x, position) for x in (queries, keys))
+        state = self.kernels.fit(self.fmt, queries, keys, before)
         self.slots.write_state(slots, block, slot, state)
 
     def attend(

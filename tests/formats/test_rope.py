@@ -1,0 +1,110 @@
+"""RoPE off and on again: what is turned comes back, and pages know the positions by which their keys are turned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_kvq.eval import error_table
+from vllm_kvq.eval.synthetic import attention_data
+from vllm_kvq.formats import Geometry, PageFormat, get_format, roundtrip
+from vllm_kvq.formats.page import FLAGS_AT, HEADER_BYTES
+from vllm_kvq.formats.rope import Rope
+
+HEADS = 2
+
+
+def bound(name: str, head_size: int = 64, n: int = 128, rope: Rope | None = None) -> PageFormat:
+    return get_format(name).bind(Geometry(head_size, n, torch.float32, rope=rope))
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("rotary", [32, 64])
+def test_what_was_turned_comes_back(pairing: str, rotary: int) -> None:
+    """Also by a table that bfloat16 has rounded and a model has scaled: such rotations are none."""
+    exact = Rope.plain(rotary, 300, pairing=pairing)
+    x, position = torch.randn(2, 300, 64, generator=torch.Generator().manual_seed(0)), torch.arange(300)
+    for table in (exact.table, (1.4 * exact.table).bfloat16()):
+        rope = Rope(table, pairing)
+        turned = rope.apply(x, position)
+        torch.testing.assert_close(rope.undo(turned, position), x)
+        assert torch.equal(turned[..., rotary:], x[..., rotary:])
+        assert not torch.allclose(turned[:, 1:, :rotary], x[:, 1:, :rotary])
+    # scores know distances alone
+    early, late = (exact.apply(x[:, :250], position[:250] + shift) for shift in (0, 50))
+    torch.testing.assert_close(early @ early.mT, late @ late.mT, rtol=1e-3, atol=1e-3)
+
+
+def test_no_position_is_read_outside_of_the_table() -> None:
+    rope = Rope.plain(64, 8)
+    x = torch.randn(2, 64)
+    for far, near in ((100, 7), (-1, 0)):
+        assert torch.equal(rope.apply(x, torch.tensor(far)), rope.apply(x, torch.tensor(near)))
+
+
+def test_what_is_no_rope_is_refused() -> None:
+    with pytest.raises(ValueError, match="pairing 'thirds' is not one of 'half', 'interleaved'"):
+        Rope(torch.ones(4, 64), "thirds")
+    with pytest.raises(ValueError, match=r"table \(4, 63\) is not \(positions, an even number of channels\)"):
+        Rope(torch.ones(4, 63))
+    with pytest.raises(ValueError, match="RoPE of 96 channels does not fit head size 64"):
+        bound("squat2_pre", rope=Rope.plain(96, 4))
+
+
+@pytest.mark.parametrize("head_size", [64, 80])
+def test_pages_know_their_positions(head_size: int) -> None:
+    """Units of two pages, written in any order, one page somewhere else in the pool: read as if packed by hand."""
+    rope, d = Rope.plain(head_size, 1024), head_size
+    fmt = bound("squat2_pre", head_size, rope=rope)
+    key = torch.randn(HEADS, 256, d, generator=torch.Generator().manual_seed(1))
+    state = fmt.keys.fit(*[fmt.before_rope(fmt.widen(key)[0], torch.arange(256))] * 2, None)
+    pool = torch.zeros(9, HEADS, fmt.record_bytes, dtype=torch.uint8)
+    where, first = {0: 7, 1: 3}, 512  # the request's pages 4 and 5
+    for unit in (5, 0, 7, 1, 2, 6, 3, 4):
+        k = fmt.widen(key[:, 32 * unit : 32 * unit + 32])[0]
+        fields = fmt.pack(k, k, state, position=torch.full((HEADS,), first + 32 * unit))
+        fmt.write(pool, torch.tensor([where[unit // 4]]), torch.tensor([unit % 4]), fields)
+    heads = pool[:, :, 4:8].contiguous().view(torch.int32)[..., 0]
+    assert heads[[7, 3]].tolist() == [[512] * HEADS, [640] * HEADS]
+    assert not pool[..., 8:FLAGS_AT].any()
+    got, _ = fmt.unpack(fmt.read(pool, torch.tensor([7, 3])))
+    got = got.unflatten(0, (2, HEADS)).transpose(0, 1).flatten(1, 2)
+    plain = bound("squat2", head_size)
+    position = first + torch.arange(256)
+    before = rope.undo(fmt.widen(key)[0], position).unflatten(1, (-1, 32)).flatten(0, 1)
+    kept = plain.keys.unpack(plain.keys.pack(before, state.repeat_interleave(8, 0))).unflatten(0, (HEADS, -1))
+    assert torch.equal(got, rope.apply(kept.flatten(1, 2), position))
+    moved = pool[[0, 3, 7]]
+    again, _ = fmt.unpack(fmt.read(moved, torch.tensor([2, 1])))
+    assert torch.equal(again.unflatten(0, (2, HEADS)).transpose(0, 1).flatten(1, 2), got)
+
+
+def test_positions_must_be_told() -> None:
+    k = torch.zeros(1, 32, 64)
+    with pytest.raises(ValueError, match="squat2_pre stores keys as they are before RoPE, and needs to know"):
+        bound("squat2_pre", rope=Rope.plain(64, 64)).pack(k, k, None)
+
+
+def test_other_formats_keep_their_bytes() -> None:
+    """Their keys are not touched, whatever the model's RoPE is, and their headers have no position."""
+    k = torch.randn(HEADS, 32, 64, generator=torch.Generator().manual_seed(2))
+    pools = []
+    for rope in (None, Rope.plain(64, 1024)):
+        fmt = bound("squat2", rope=rope)
+        pool = torch.zeros(2, HEADS, fmt.record_bytes, dtype=torch.uint8)
+        fields = fmt.pack(k, k, None, position=torch.full((HEADS,), 96))
+        fmt.write(pool, torch.tensor([1]), torch.tensor([3]), fields)
+        pools.append(pool)
+    assert torch.equal(*pools)
+    assert not pools[0][..., 4:FLAGS_AT].any()
+    assert pools[0][1, :, FLAGS_AT:HEADER_BYTES].any()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_it_is_better_where_rope_hides_what_keys_share(d: int) -> None:
+    """And the same where there was no RoPE."""
+    after, before = (error_table.error(name, {}, d, rope=True) for name in ("squat2", "squat2_pre"))
+    assert before < 0.95 * after
+    data = attention_data(d)[1:] + attention_data(d)[:1]
+    got, want = (roundtrip(name, *data) for name in ("squat2_pre", "squat2"))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
