@@ -12,7 +12,7 @@ COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
 REPLICAS = "tests/engine/test_replicas.py"
 ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
 SETUP = "tests/engine/test_setup.py"
-ROPE = "tests/engine/test_rope.py"
+ROPE = "tests/engine/test_keys_before_rope.py"
 LAYERED = "tests/engine/test_by_layer.py"
 WARM = "tests/engine/test_v2.py -k warm_up"
 
