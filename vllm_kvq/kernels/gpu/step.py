@@ -3,7 +3,7 @@
     begin     what happens to each request, from query_start, seq_lens and the sidecar's header; state and sinks
     pack      units that are complete now: ring and new tokens -> pages
     attend    packed pages by block table; sinks, ring and the new tokens in place; one merge
-    commit    the newest tokens into the ring, and the header; where other layers share the caches, after the last of them
+    commit    the newest tokens into the ring, and the header; after the last of the layers that share the caches
 
 Pages are packed and attended by the kernels that know the format (Triton's or CUDA's), all else by Triton's. Grids
 follow from shapes and from the longest query alone, so a CUDA graph may replay a step whose lengths, tables and headers
