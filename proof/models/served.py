@@ -49,7 +49,7 @@ SERVED: list[Architecture] = [
             hidden_size_per_layer_input=32,
             tie_word_embeddings=True,
         ),
-        "one layer in five is packed, those with a sliding window keep 16 bits; the last layers share these caches",
+        "the last layers share the caches of earlier ones; those with a sliding window keep 16 bits",
         windows=True,
     ),
     Architecture(
