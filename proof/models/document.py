@@ -43,6 +43,14 @@ attention (Llama 4) are planned as windows of a chunk's length, and a hit needs 
 GPU such models have not run yet.
 """
 
+SHARING = """\
+Layers that share an earlier layer's KV cache (the last ones of Gemma-3n) have queries alone. They attend what that
+layer attended in the same step, its pages, its recent tokens and those of the step itself, and take no memory. SQuat's
+subspace is fitted to the queries of the layer that has the cache. Where `skip_layers` names that layer, those that
+share its cache stay in 16 bits, too. `--kv-sharing-fast-prefill`, with which they would skip a prompt's tokens, is
+refused. On a GPU such models have not run yet.
+"""
+
 STATES = """\
 In a hybrid the layers with attention are packed, and the states of Mamba-2 and of gated delta nets stay as vLLM keeps
 them. A block of vLLM's pool is one page of each packed layer, or one state of some layers: where `--block-size` and `N`
@@ -110,6 +118,7 @@ def page() -> str:
             table(["model", "configuration", "what is special", "polar formats", "tested"], works),
             POLAR,
             WINDOWS,
+            SHARING,
             STATES,
             REFUSALS,
             table(["model", "configuration", "what is special", "the sentence says"], refused),

@@ -121,17 +121,4 @@ REFUSED: list[Architecture] = [
     Architecture(
         "Llama 32", "LlamaConfig", llama_like(head_dim=32), "head size 32", refused="head size 32 is not supported"
     ),
-    Architecture(
-        "Gemma-3n",
-        "Gemma3nTextConfig",
-        llama_like(
-            num_kv_shared_layers=1,
-            num_hidden_layers=2,
-            layer_types=["full_attention", "full_attention"],
-            vocab_size_per_layer_input=VOCAB,
-            hidden_size_per_layer_input=32,
-        ),
-        "layers that read an earlier layer's KV cache, whose newest tokens no other layer keeps here",
-        refused="layers that share their KV cache",
-    ),
 ]

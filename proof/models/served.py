@@ -6,7 +6,9 @@ Configurations are the real ones of Transformers with small numbers; what a chec
 
 from __future__ import annotations
 
-from proof.models.architecture import HIDDEN, Architecture, gpt_like, hidden, llama_like, mamba_2, moe, vision
+from proof.models.architecture import HIDDEN, VOCAB, Architecture, gpt_like, hidden, llama_like, mamba_2, moe, vision
+
+FULL, WINDOW = "full_attention", "sliding_attention"
 
 SERVED: list[Architecture] = [
     Architecture("Llama", "LlamaConfig", llama_like(), "GQA, head size 64", replay=True),
@@ -33,6 +35,21 @@ SERVED: list[Architecture] = [
         "Gemma3TextConfig",
         llama_like(num_hidden_layers=6, sliding_window=48),
         "one layer in six is packed, those with a sliding window keep 16 bits",
+        windows=True,
+    ),
+    Architecture(
+        "Gemma-3n",
+        "Gemma3nTextConfig",
+        llama_like(
+            num_hidden_layers=7,
+            num_kv_shared_layers=3,
+            layer_types=[FULL, WINDOW, WINDOW, FULL, WINDOW, FULL, FULL],
+            sliding_window=48,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=32,
+            tie_word_embeddings=True,
+        ),
+        "the last layers share the caches of earlier ones; those with a sliding window keep 16 bits",
         windows=True,
     ),
     Architecture(

@@ -22,7 +22,30 @@ KITTY_TRITON = f"{TRITON}/test_attend.py -k kitty2-128"
 PACK_TRITON = f"{TRITON}/test_pack_tile.py"
 PACK_CUDA = f"{CUDA}/test_cuda_emulated.py -k 'nobodys or packed_bytes'"
 
+SHARING_TRITON = f"{TRITON}/test_reference_triton.py -k 'sharing and other'"
+
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "GPU: the ring is overwritten before sharing layers have read it",
+        "vllm_kvq/kernels/gpu/step.py",
+        "        if not caches.readers:",
+        "        if batch.requests:",
+        SHARING_TRITON,
+    ),
+    Fault(
+        "GPU: new tokens are not kept where layers share the caches",
+        "vllm_kvq/kernels/gpu/step.py",
+        "        if last:",
+        "        if not last and last:",
+        SHARING_TRITON,
+    ),
+    Fault(
+        "GPU: sharing layers attend keys in memory that vLLM uses again",
+        "vllm_kvq/kernels/gpu/step.py",
+        "Attended(plan, decodes, key.clone(), value.clone())",
+        "Attended(plan, decodes, key, value)",
+        SHARING_TRITON,
+    ),
     Fault(
         "Triton attends at a page offset of 32 bits",
         "triton_kernels/attend.py",

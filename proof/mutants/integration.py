@@ -26,6 +26,21 @@ FAULTS: tuple[Fault, ...] = (
         CAPACITY,
     ),
     Fault(
+        "the announced capacity counts layers that share a cache",
+        f"{ROOM}/kept.py",
+        "self.windows - self.skipped - self.sharing",
+        "self.windows - self.skipped",
+        CAPACITY,
+    ),
+    Fault(
+        "layers that share a cache in 16 bits are told to pack",
+        f"{ROOM}/kept.py",
+        "kept |= {str(i) for i in sharing - local}",
+        "kept |= {str(i) for i in sharing & local}",
+        "tests/models/test_sharing.py -k 'lossless and shared'",
+        slow=True,
+    ),
+    Fault(
         "the announced capacity forgets skipped layers",
         f"{ROOM}/served.py",
         "if skipped := len(self.layers.skipped):",

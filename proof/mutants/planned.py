@@ -12,7 +12,37 @@ REFERENCE = f"{KERNELS}/test_reference.py -k pytorch"
 INNERQ = f"{KERNELS}/test_reference.py -k 'pytorch and innerq2'"
 LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
 
+SHARING = f"{KERNELS}/test_reference.py -k 'sharing and squat2'"
+
 PLANNER = (
+    Fault(
+        "sharing layers attend keys in memory that vLLM uses again",
+        "vllm_kvq/kernels/torch/step.py",
+        "Attended(plan, ring, key.clone(), value.clone())",
+        "Attended(plan, ring, key, value)",
+        SHARING,
+    ),
+    Fault(
+        "sharing layers read a chunk's history after it was overwritten",
+        "vllm_kvq/kernels/torch/step.py",
+        "Attended(plan, ring, key.clone(), value.clone())",
+        "Attended(plan, self.slots.cut(caches.sidecar)[plan.ring_read], key.clone(), value.clone())",
+        SHARING,
+    ),
+    Fault(
+        "what sharing layers attend is kept too long",
+        "vllm_kvq/kernels/step.py",
+        "        self.shared = None\n        return True",
+        "        return True",
+        SHARING,
+    ),
+    Fault(
+        "C++ plans for layers that share the caches of a decode step",
+        "vllm_kvq/kernels/cpu/step.py",
+        "self.decode(batch, caches, query, None, None, output)",
+        "self.planned.share(batch, caches, query, output)",
+        SHARING,
+    ),
     Fault(
         "planner: what prompts complete counts as decoded",
         "vllm_kvq/kernels/torch/plan.py",

@@ -76,7 +76,11 @@ class ReferenceCache:
         if self.fmt.state_rows and prompt:
             self._fit(query, key)
         self._pack(context, prompt)
-        return self._attend(query, context, scale)
+        return self.share(query, scale)
+
+    def share(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Another layer's queries over what the last chunk attended, its own tokens included."""
+        return self._attend(query, len(self.key) - len(query), scale)
 
     def _fit(self, query: torch.Tensor, key: torch.Tensor) -> None:
         position = len(self.key) - len(key) + torch.arange(len(key))[:, None]
@@ -146,7 +150,10 @@ class ExactCache:
         context = len(self.key)
         self.key = torch.cat([self.key, key]) if context else key
         self.value = torch.cat([self.value, value]) if context else value
-        group = query.shape[1] // key.shape[1]
+        return self.share(query, scale)
+
+    def share(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        context, group = len(self.key) - len(query), query.shape[1] // self.key.shape[1]
         k, v = (x.float().repeat_interleave(group, dim=1) for x in (self.key, self.value))
         scores = torch.einsum("qhd,thd->hqt", query.float(), k) * scale
         behind = context + torch.arange(len(query))[:, None] - torch.arange(len(k))

@@ -22,6 +22,16 @@ NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
 
 
+def sharing_layers(config: Any) -> dict[int, int]:
+    """The layers that have no cache of their own, each with the one whose cache it reads: the last of its kind."""
+    first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    kinds = getattr(config, "layer_types", None) or []
+    return {
+        layer: max(i for i in range(first) if kinds[i] == kinds[layer])
+        for layer in range(first, config.num_hidden_layers)
+    }
+
+
 class ReplayModel:
     """A checkpoint in float32 whose attention reads a format."""
 
@@ -51,6 +61,7 @@ class ReplayModel:
         if any(fmt.keys.before_rope for fmt in self.formats):
             rope = _rope(self.network)
             self.formats = [replace(fmt, geometry=replace(fmt.geometry, rope=rope)) for fmt in self.formats]
+        self.shared = sharing_layers(config)
 
     def perturb(self, seed: int) -> None:
         """From now on, disturb queries, keys and values as float32 rounding does, and outputs as the kernels may."""
@@ -63,13 +74,11 @@ class ReplayModel:
         return x + size * x.square().mean().sqrt() * torch.randn(x.shape, generator=self.noise)
 
     def request(self) -> Replay:
-        return Replay(
-            self,
-            [
-                ExactCache(self.exact[layer]) if layer in self.exact else ReferenceCache(fmt, self.heads, self.num_spec)
-                for layer, fmt in enumerate(self.formats)
-            ],
-        )
+        caches = [
+            ExactCache(self.exact[layer]) if layer in self.exact else ReferenceCache(fmt, self.heads, self.num_spec)
+            for layer, fmt in enumerate(self.formats)
+        ]
+        return Replay(self, caches)
 
     def after_hit(self, pages: list[list[Any]]) -> Replay:
         """A request that found `pages` (one list of layers per page) in the prefix cache."""
@@ -96,7 +105,8 @@ class Replay:
     """One request."""
 
     def __init__(self, model: ReplayModel, caches: list[Any]) -> None:
-        self.model, self.caches = model, caches
+        self.model = model
+        self.caches = [caches[model.shared.get(layer, layer)] for layer in range(len(caches))]
 
     @property
     def length(self) -> int:
@@ -113,7 +123,9 @@ class Replay:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Of the chunk's own tokens, which the layer's cache takes in."""
         q, k, v = (self.model.disturbed(x, NOISE) for x in (q, k, v))
-        return self.model.disturbed(self.caches[layer].step(q, k, v, scale), self.model.kernel_error)
+        cache = self.caches[layer]
+        out = cache.share(q, scale) if layer in self.model.shared else cache.step(q, k, v, scale)
+        return self.model.disturbed(out, self.model.kernel_error)
 
     @torch.no_grad()
     def step(self, tokens: list[int], logits: int = 1) -> torch.Tensor:

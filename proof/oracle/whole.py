@@ -26,11 +26,21 @@ class Whole:
         """`lives` with all lives that they hit, writers first."""
         self.model = model
         self.plan = Plan(model.formats[0], model.num_spec, lives)
+        self.kept: dict[int, tuple[torch.Tensor, ...]] = {}
+        """What a layer attends that others share: keys and values of all rows, and of its units."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """(rows, heads, d) queries, keys and values of all rows -> outputs."""
         model = self.model
         q, k, v = (model.disturbed(x, NOISE) for x in (q, k, v))
+        target = model.shared.get(layer)
+        if target is None:
+            found = (k, v) if layer in model.exact else (k, v, *self._packed(model.formats[layer], q, k, v))
+            if layer in model.shared.values():
+                self.kept[layer] = found
+        else:
+            found = self.kept[target]
+        k, v, *units = found
         out = torch.empty_like(q)
         if layer in model.exact:
             window = model.exact[layer] or len(q)
@@ -39,12 +49,11 @@ class Whole:
                 keys, values = (torch.cat([x[reads.found], x[reads.rows]]) for x in (k, v))
                 out[reads.rows] = _softmax(q[reads.rows], keys, values, seen, scale)
             return out
-        key, value = self._packed(model.formats[layer], q, k, v)
         for reads in self.plan.reads:
             rows = reads.rows
             keys, values = (
                 torch.cat([x[reads.sinks], x[rows], packed[reads.units].transpose(1, 2).flatten(0, 1)])
-                for x, packed in ((k, key), (v, value))
+                for x, packed in zip((k, v), units, strict=True)
             )
             out[rows] = _softmax(q[rows], keys, values, reads.seen, scale)
         return model.disturbed(out, model.kernel_error)

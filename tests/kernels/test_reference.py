@@ -8,6 +8,7 @@ import pytest
 import torch
 from layer import Layer
 from reference_trace import worst_error
+from sharing_step import SharedStep
 
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPUStep
@@ -33,6 +34,19 @@ def test_cpp(name: str) -> None:
         return CPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale)
 
     assert worst_error(name, build) < (1e-2 if name == "qjl3" else 1e-3)
+
+
+@pytest.mark.parametrize("name", ["squat2", "innerq2", "polar4", "lossless"])
+def test_sharing_layers(name: str) -> None:
+    def pytorch(layer: Layer) -> SharedStep:
+        return SharedStep(PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu")))
+
+    def cpp(layer: Layer) -> SharedStep:
+        return SharedStep(CPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale))
+
+    assert worst_error(name, pytorch) < 1e-5
+    if library() is not None:
+        assert worst_error(name, cpp) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["squat2", "lossless"])

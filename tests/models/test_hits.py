@@ -53,6 +53,7 @@ def conversation() -> list[Trace]:
 TODO = conversation()
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma-3": ("Gemma-3", {}),
+    "Gemma-3n": ("Gemma-3n", {}),
     "Command R7B": ("Command R7B", {}),
     "a skipped layer": ("Llama", {"skip_layers": [0]}),
     "Llama 4": ("Llama 4", {}),
@@ -64,6 +65,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 RETAINED = [
     ("Gemma-3", 0),
     ("Gemma-3", None),
+    ("Gemma-3n", None),
     ("a skipped layer", 0),
     ("Llama 4", 0),
     ("Granite 4", None),
@@ -71,6 +73,7 @@ RETAINED = [
     *(
         pytest.param(*case, marks=pytest.mark.wide)
         for case in (
+            ("Gemma-3n", 0),
             ("Command R7B", 0),
             ("Command R7B", None),
             ("Granite 4", 0),
@@ -116,7 +119,7 @@ def crowded() -> list[Trace]:
     ]
 
 
-POOLS = {"Gemma-3": 120, "a skipped layer": 34, "Granite 4": 64}
+POOLS = {"Gemma-3": 120, "Gemma-3n": 64, "a skipped layer": 34, "Granite 4": 64}
 
 
 @pytest.mark.parametrize("kind", POOLS)

@@ -31,6 +31,7 @@ def twice() -> list[Trace]:
 CASES: dict[str, tuple[str, dict[str, Any], dict[int, int | None]]] = {
     "a skipped layer": ("Llama", {"skip_layers": [0]}, {0: None}),
     "windows": ("Gemma-3", {}, dict.fromkeys(range(5), 48)),
+    "sharing layers": ("Gemma-3n", {}, dict.fromkeys((1, 2, 4), 48)),
 }
 """The model, options, and the layers that stay in 16 bits, with their windows."""
 

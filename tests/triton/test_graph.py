@@ -7,7 +7,7 @@ rounded up to whole requests of 1 + drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -188,6 +188,34 @@ def test_a_replay_is_the_step(fmt: tuple[str, dict[str, Any]], drafts: int, size
     if requests > 1:
         world.check(buffers, recording, [queries] * (requests // 2))
     world.check(buffers, recording, [queries] * requests)
+
+
+class Shares(GPUStep):
+    """With a layer that shares the caches, whose answer is compared."""
+
+    def run(
+        self,
+        batch: StepBatch,
+        caches: Caches,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> int:
+        caches = replace(caches, readers=1)
+        super().run(batch, caches, query, key, value, torch.empty_like(output))
+        self.share(batch, caches, query, output)
+        return 0
+
+
+def test_a_replay_serves_sharing_layers() -> None:
+    world = World(bound("squat2"), 0, 2, Shares)
+    buffers = world.buffers(2)
+    recording = world.record(buffers)
+    assert not recording.problems
+    assert recording.launches == 9  # begin, pack, attend twice, merge, again those three, commit
+    world.check(buffers, recording, [1, 1])
+    world.check(buffers, recording, [1])
 
 
 class Peeks(GPUStep):

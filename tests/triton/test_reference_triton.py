@@ -6,8 +6,10 @@ import pytest
 import torch
 from layer import Layer
 from reference_trace import worst_error
+from sharing_step import SharedStep
 
 from vllm_kvq.kernels.gpu.step import GPUStep
+from vllm_kvq.kernels.step import Causal
 from vllm_kvq.kernels.torch.attend import causal
 
 
@@ -17,6 +19,14 @@ def test_triton(name: str) -> None:
         return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal)
 
     assert worst_error(name, build, heads=1, share=1, decodes=2) < 2e-3
+
+
+@pytest.mark.parametrize("prompts", [causal, pytest.param(None, marks=pytest.mark.wide)], ids=["other kernel", "own"])
+def test_sharing_layers(prompts: Causal | None) -> None:
+    def build(layer: Layer) -> SharedStep:
+        return SharedStep(GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), prompts))
+
+    assert worst_error("squat2", build, heads=1, share=1, decodes=1) < 2e-3
 
 
 def test_learned_sinks() -> None:

@@ -31,6 +31,7 @@ from vllm_kvq.integration.report import Damage
 from vllm_kvq.integration.seeds import keep_seeds
 from vllm_kvq.integration.served import Served, parts_of, path_of
 from vllm_kvq.integration.setup import bind_layer, layer_of
+from vllm_kvq.integration.sharing import SharingLayer, check_sharing, find_specs_of_sharing_layers
 from vllm_kvq.integration.spec import PackedSpec
 from vllm_kvq.integration.states import leave_checkpoints_out, start_kernels
 from vllm_kvq.integration.validate import Refused, check_layer
@@ -200,23 +201,35 @@ class KVQImpl(AttentionImpl):
         **extra: Any,
     ) -> None:
         self.learned = extra.pop("sinks", None)
-        check_layer(alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name, extra)
+        self.target_name = kv_sharing_target_layer_name
+        check_layer(alibi_slopes, sliding_window, logits_soft_cap, attn_type, extra)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.vllm_config = get_current_vllm_config()
         self.packed: PackedLayer | None = None
+        self.sharing: SharingLayer | None = None
+        """In place of `packed`, in a layer that shares another's cache."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Bind the format and create the companions; the layer has its name by now."""
-        if self.packed is not None:
+        if self.packed is not None or self.sharing is not None:
             return  # weights were loaded anew: caches and companions are bound already
         layers = self.vllm_config.compilation_config.static_forward_context
         name, layer = layer_of(self.vllm_config, self)
         index = _layer_index(name)
+        if self.target_name is not None:
+            target = layers[self.target_name]
+            check_sharing(index, self, self.target_name, target.impl)
+            target.impl.process_weights_after_loading(act_dtype)
+            layer.attn_backend = target.attn_backend
+            self.sharing = SharingLayer.create(name, target.impl.packed, self.scale, self.vllm_config)
+            return
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
         served = Served.of(self.vllm_config)
         if served.states is not None and self.vllm_config.device_config.device_type == "cpu":
             leave_checkpoints_out()
+        if served.layers.sharing:
+            find_specs_of_sharing_layers()
         layer.attn_backend = bound_backend(fmt, served.recomputed, served.mixed)
         self.packed = PackedLayer.create(
             fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers, self.learned
@@ -238,13 +251,17 @@ class KVQImpl(AttentionImpl):
             raise Refused("low-bit KV cache formats do not fuse output quantization; disable that compilation pass")
         if attn_metadata is None:  # profiling and warm-up
             return output.fill_(0)
-        packed = self.packed
+        packed = self.packed if self.sharing is None else self.sharing.target
         if packed is None:
             raise RuntimeError(
                 "the sidecar companion of this layer is missing: process_weights_after_loading did not run"
             )
         batch = attn_metadata.joined(get_forward_context().attn_metadata, packed)
-        packed.run(batch, query, key, value, kv_cache, output.view(-1, self.num_heads, self.head_size))
+        out = output.view(-1, self.num_heads, self.head_size)
+        if self.sharing is None:
+            packed.run(batch, query, key, value, kv_cache, out)
+        else:
+            self.sharing.run(batch, query, out)
         return output
 
 

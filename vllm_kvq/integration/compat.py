@@ -18,6 +18,7 @@ from vllm_kvq.integration.ledger import SUPPORTED
 NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.config": (
         "CacheConfig.kv_cache_dtype_skip_layers",
+        "CacheConfig.kv_sharing_fast_prefill",
         "CacheConfig.user_specified_block_size",
         "VllmConfig.max_in_flight_tokens",
         "VllmConfig.num_speculative_tokens",
@@ -109,10 +110,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "AttentionSpec",
         "SlidingWindowSpec",
         "UniformTypeKVCacheSpecs.first_spec",
+        "UniformTypeKVCacheSpecs.kv_cache_specs",
         "replace_as",
     ),
     "vllm.v1.kv_cache_layout": ("KVCacheLayout.BLHNC", "KVCacheLayout.LBHNC"),
     "vllm.v1.kv_cache_spec_registry": ("KVCacheSpecRegistry.register", "_REGISTRY_KVCACHESPEC_LIST"),
+    "vllm.v1.worker.utils": ("add_kv_sharing_layers_to_kv_cache_groups",),
     "vllm.v1.simple_kv_offload.manager": ("SimpleCPUOffloadScheduler.get_num_new_matched_tokens",),
 }
 """Module -> what the integration imports from it, and the members that it overrides or reads.

@@ -25,6 +25,9 @@ class Layers:
     """With those of a hybrid that have no attention."""
     attention: frozenset[int]
     """Indices of the layers that have any."""
+    sharing: frozenset[int]
+    """Indices of the layers that have no cache of their own, but share an earlier layer's (sharing.py). In what follows
+    they count for nothing."""
     windows: frozenset[int]
     """Indices of the layers that have a sliding window, or chunks, which vLLM plans as windows (chunked.py)."""
     skipped: frozenset[int]
@@ -38,18 +41,23 @@ class Layers:
         kinds, total = layer_types(model), model.get_total_num_hidden_layers()
         sliding = frozenset(i for i, kind in enumerate(kinds) if "sliding" in kind)
         chunks = frozenset(i for i, kind in enumerate(kinds) if "chunked" in kind)
-        windows = sliding | chunks
+        sharing = sharing_layers(model)
         attention = frozenset(i for i in range(total) if not model.is_hybrid or has_attention(kinds[i]))
         kept = {str(i) for i in settings_of(vllm_config).skip_layers}
         kept |= {*vllm_config.cache_config.kv_cache_dtype_skip_layers} | ({WINDOWS} if sliding else set())
         kept |= {str(i) for i in chunks}
-        named = frozenset(int(i) for i in kept if i.isdigit())
-        return cls(total, attention, windows, named - windows, tuple(sorted(kept)))
+        named, local = frozenset(int(i) for i in kept if i.isdigit()), sliding | chunks
+        skipped = named - local
+        if (own := attention - local - sharing) and max(own) in named:
+            # layers with full attention share the last such cache, and vLLM asks each of them for its dtype
+            kept |= {str(i) for i in sharing - local}
+            skipped -= sharing
+        return cls(total, attention, sharing, local - sharing, skipped, tuple(sorted(kept)))
 
     @property
     def packed_layers(self) -> tuple[int, ...]:
         """Indices of those that are packed."""
-        return tuple(sorted(self.attention - self.windows - self.skipped))
+        return tuple(sorted(self.attention - self.windows - self.skipped - self.sharing))
 
     @property
     def packed(self) -> int:
@@ -61,12 +69,20 @@ class Layers:
             return f"option 'skip_layers' names layer {beyond[0]}; the model has layers 0 to {self.total - 1}"
         if without := sorted(self.skipped - self.attention):
             return f"option 'skip_layers' names layer {without[0]}, which has no attention"
+        if shared := sorted(self.skipped & self.sharing):
+            return f"option 'skip_layers' names layer {shared[0]}, which shares an earlier layer's KV cache"
         return None
 
 
 def has_attention(kind: str) -> bool:
     """`hybrid`: Falcon-H1 has attention beside a Mamba-2 state in every layer."""
     return kind in ("attention", "full_attention", "hybrid")
+
+
+def sharing_layers(model: Any) -> frozenset[int]:
+    """Indices of the layers that share an earlier layer's KV cache: the last ones."""
+    total = model.get_total_num_hidden_layers()
+    return frozenset(range(total - (getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0), total))
 
 
 def layer_types(model: Any) -> list[str]:

@@ -43,6 +43,10 @@ class PackedLayer:
         self.sink_name = name + SINK_SUFFIX if sinks is not None else None
         self.step = step
         self.damage = Damage(name, export)
+        self.readers = 0
+        """Layers that share the caches."""
+        self.shared: Caches | None = None
+        """The caches in this step, for these layers."""
 
     @classmethod
     def create(
@@ -56,8 +60,7 @@ class PackedLayer:
         learned: torch.Tensor | None = None,
     ) -> PackedLayer:
         """The layer and its companions, which become layers of the model's forward context."""
-        num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device
-        slots, served = SlotGeometry.of(fmt, heads, num_spec), Served.of(vllm_config)
+        slots, served = SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens), Served.of(vllm_config)
         # an existing companion is kept: after a reload of weights its cache is still bound
         first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
         report = functools.partial(report_start, served, vllm_config) if first else None
@@ -68,11 +71,7 @@ class PackedLayer:
         if served.sizes > 1:
             for suffix in (SIDECAR_SUFFIX, SINK_SUFFIX):
                 smallest_first([n for n in layers if n.endswith(suffix)], layers)
-
-        def causal(merged: bool) -> Causal:
-            return prompts_for(Asked(device, fmt.geometry.dtype, fmt.geometry.head_size, merged or learned is not None))
-
-        step = step_for(served.path, fmt, slots, num_spec, scale, device, causal, all_queries_of(vllm_config))
+        step = step_of(fmt, slots, scale, vllm_config, learned is not None)
         export = functools.partial(Series.of(vllm_config).add, CLAMPED)
         if learned is not None and isinstance(step, CPUStep):
             logger.warning_once(
@@ -91,10 +90,23 @@ class PackedLayer:
     ) -> None:
         """`kv_cache` is vLLM's (blocks, H, 1, record bytes)."""
         sinks = None if self.sinks is None else self.sinks.blocks
-        caches = Caches(kv_cache.view(torch.uint8).flatten(2), self.sidecar.blocks, sinks, self.learned)
+        caches = Caches(kv_cache.view(torch.uint8).flatten(2), self.sidecar.blocks, sinks, self.learned, self.readers)
+        self.shared = caches if self.readers else None
         try:
             self.damage.count(self.step.run(batch, caches, query, key, value, output))
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # PyTorch's own, such as running out of memory
                 raise
             raise RuntimeError(f"{self.name}: {error}") from error
+
+
+def step_of(fmt: PageFormat, slots: SlotGeometry, scale: float, vllm_config: Any, merged: bool = False) -> Step:
+    """`merged`: attention among a prompt's new tokens must return its log-sum-exp."""
+    num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device
+    geometry = fmt.geometry
+
+    def causal(wanted: bool) -> Causal:
+        return prompts_for(Asked(device, geometry.dtype, geometry.head_size, wanted or merged))
+
+    path = Served.of(vllm_config).path
+    return step_for(path, fmt, slots, num_spec, scale, device, causal, all_queries_of(vllm_config))

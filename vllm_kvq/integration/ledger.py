@@ -66,6 +66,11 @@ LEDGER = (
         "it looks into them",
     ),
     Patch(
+        "add_kv_sharing_layers_to_kv_cache_groups wrapped in the model runners (sharing.py)",
+        "a layer that shares a cache is put into its group, and not into the spec around the layers of that group",
+        "it is put into both",
+    ),
+    Patch(
         "ChunkedLocalAttention.get_kv_cache_spec and the get_attn_backend of its module wrapped (chunked.py)",
         "it asks for a backend of the whole model's dtype, and groups of such layers can't be cut; windows can",
         "it looks at the list of skipped layers, and its groups are cut",

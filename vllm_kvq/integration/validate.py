@@ -105,7 +105,7 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
         (model.uses_alibi, "ALiBi", plain),
         (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
-        (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
+        (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
         (gpu := _gpu_problem(current_platform), gpu or "", plain),
         (connector := connector_problem(vllm_config), "KV connectors", connector or ""),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
@@ -173,7 +173,6 @@ def check_layer(
     sliding_window: object,
     soft_cap: object,
     attn_type: str,
-    sharing: object,
     extra: dict[str, Any],
 ) -> None:
     """The arguments of one attention layer: what `_refusals` could not see from the configuration."""
@@ -182,7 +181,6 @@ def check_layer(
         (sliding_window is not None, "sliding-window attention"),
         (bool(soft_cap), "a soft-cap on attention logits"),
         (attn_type != "decoder", f"{attn_type} attention"),
-        (sharing is not None, "layers that share their KV cache"),
     ]
     for bad, what in checks:
         if bad:

@@ -72,7 +72,7 @@ class StepBatch:
 
 @dataclass(eq=False)
 class Caches:
-    """One layer's caches as vLLM holds them now, and its learned sinks; a step keeps none of them."""
+    """One layer's caches as vLLM holds them in this step, and its learned sinks; a step keeps none of them."""
 
     pages: torch.Tensor
     """(blocks, H, record bytes) uint8."""
@@ -83,6 +83,18 @@ class Caches:
     learned: torch.Tensor | None = None
     """(Hq,) learned attention sinks, a weight of the layer: of a token that every query sees, the score, and the value
     is 0. None where the model has none."""
+    readers: int = 0
+    """Layers without a cache of their own that are still to attend these ones in this step (`Step.share`)."""
+    shared: Any = None
+    """What `run` leaves for them, because later tokens overwrite it or vLLM may use its memory again."""
+
+    def read(self) -> bool:
+        """Count one of the readers that has attended; whether it was the last."""
+        self.readers -= 1
+        if self.readers:
+            return False
+        self.shared = None
+        return True
 
 
 class Step(Protocol):
@@ -101,6 +113,11 @@ class Step(Protocol):
         packing, as far as the host knows: on a GPU they are counted there (`GPUStep.faults`). RuntimeError for a
         sidecar that belongs to other tokens and for a page that was never packed, IndexError for a block beyond its
         cache.
+        """
+
+    def share(self, batch: StepBatch, caches: Caches, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Another layer's queries over what `run` attended in this step, its new tokens included: all in the same
+        parts, packed or not. `caches` are those that `run` got.
         """
 
 

@@ -41,7 +41,8 @@ kvq::Companions read_companions(const TensorView& t, const kvq::Layout& l) {
   return c;
 }
 
-// query (tokens, query heads, head_size), key and value (tokens, 1, heads, head_size), out as query
+// query (tokens, query heads, head_size), key and value (tokens, 1, heads, head_size), out as query. Without keys and
+// values, (0, 1, heads, head_size), another layer has updated the caches.
 int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, TensorView seq_lens, TensorView table,
                     TensorView side_table, TensorView sink_table, TensorView query, TensorView key, TensorView value,
                     TensorView pages, TensorView side, TensorView sinks, TensorView out, double scale, int64_t
@@ -73,7 +74,8 @@ int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, T
   d.query_strides[1] = query.stride(1);
   d.dtype = float_type(query);
   d.fresh = read_tokens(key, value, d.heads, d.layout.head_size, d.dtype);
-  require(d.fresh.rows() == d.tokens, "query and key have different tokens");
+  d.update = d.fresh.rows() > 0;
+  require(!d.update || d.fresh.rows() == d.tokens, "query and key have different tokens");
   const int64_t state = 4 * d.heads * d.cut.state_rows * d.layout.d;
   require(d.cut.state_rows >= 0 && d.cut.ring_at == 1 + d.cut.state_slots &&
               state <= d.cut.state_slots * 2 * d.heads * d.layout.head_size * (d.dtype == kvq::Dtype::f32 ? 4 : 2),

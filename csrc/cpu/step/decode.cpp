@@ -44,12 +44,7 @@ class Decoder {
     if (!read_requests()) return NOT_DECODING;
     if (requests_.empty()) return 0;
     plan_attention();  // checks every id, so that nothing is written in vain
-    plan_units();
-    plan_stores();
-    const int64_t replaced = unit_.empty() ? 0 : pack_units();
-    store(d_.side, ring_to_, ring_from_);
-    store(d_.sink, sink_to_, sink_from_);
-    for (const Request& r : requests_) *header(r.index) = {SIDE_MAGIC, int32_t(r.start), int32_t(r.end())};
+    const int64_t replaced = d_.update ? update() : 0;
     for (const Group& group : groups_) attend_group(group);
     return replaced;
   }
@@ -61,6 +56,16 @@ class Decoder {
     std::vector<int64_t> page_ids, owner, low, high, rows, out_rows;
     std::vector<uint8_t> seen;
   };
+
+  int64_t update() {
+    plan_units();
+    plan_stores();
+    const int64_t replaced = unit_.empty() ? 0 : pack_units();
+    store(d_.side, ring_to_, ring_from_);
+    store(d_.sink, sink_to_, sink_from_);
+    for (const Request& r : requests_) *header(r.index) = {SIDE_MAGIC, int32_t(r.start), int32_t(r.end())};
+    return replaced;
+  }
 
   // -- the batch --------------------------------------------------------------------------------------------------
   Header* header(int64_t request) const {
@@ -78,9 +83,11 @@ class Decoder {
         if (d_.side_of.at(i, b) == 0) throw std::runtime_error("a request has an incomplete sidecar");
       const Header h = *header(i);
       if (h.magic == 0) return false;
-      const int64_t context = d_.seq_lens[i] - q, rewound = h.next - context;
+      const int64_t context = d_.seq_lens[i] - q;
       if (context < 0) throw std::out_of_range("a request has more new tokens than tokens");
-      if (h.magic != SIDE_MAGIC || rewound < 0 || rewound > c_.drafts || h.start < 0 || h.start > context) {
+      // rejected drafts are written again; after an update the header is this step's
+      const int64_t rewound = h.next - (d_.update ? context : context + q), most = d_.update ? c_.drafts : 0;
+      if (h.magic != SIDE_MAGIC || rewound < 0 || rewound > most || h.start < 0 || h.start > context) {
         std::ostringstream text;
         text << "stale sidecar: magic 0x" << std::hex << h.magic << std::dec << ", positions from " << h.start
              << ", next position " << h.next << ", but " << context << " tokens are computed";

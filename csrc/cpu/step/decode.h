@@ -46,6 +46,9 @@ struct Decode {
   const void* query;
   int64_t query_strides[2];
   Tokens fresh;
+  // Whether this layer packs and stores its new tokens. Else it has no cache of its own: it attends what another layer
+  // holds, which has updated these caches in this step, and `fresh` is empty.
+  bool update;
   Dtype dtype;
   // Caches: records (pages, heads), strides in bytes; the slots of companions; and the sidecar's blocks themselves.
   uint8_t* records;

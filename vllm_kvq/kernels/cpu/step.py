@@ -64,6 +64,7 @@ class CPUStep:
         self._scale, self._isa, self._most = scale, isa(), 1 + num_spec
         # made once: at short contexts a decode step costs what its call costs
         self._no_sinks = torch.empty(0, slots.page_bytes // slots.itemsize, dtype=fmt.geometry.dtype)
+        self._no_tokens = torch.empty(0, 1, slots.heads, slots.head_size, dtype=fmt.geometry.dtype)
         self.planned = PlannedStep(fmt, slots, num_spec, scale, torch.device("cpu"), CPU, causal, all_queries)
 
     def run(
@@ -82,22 +83,33 @@ class CPUStep:
                 return replaced
         return self.planned.run(batch, caches, query, key, value, output)
 
+    def share(self, batch: StepBatch, caches: Caches, query: torch.Tensor, output: torch.Tensor) -> None:
+        if caches.shared is not None:
+            self.planned.share(batch, caches, query, output)
+            return
+        # after a decode step the ring still holds all that the step has attended
+        self.decode(batch, caches, query, None, None, output)
+        caches.read()
+
     def decode(
         self,
         batch: StepBatch,
         caches: Caches,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         output: torch.Tensor,
     ) -> int | None:
-        """The elements that were replaced before packing; None, and nothing is done, where the step takes a plan."""
+        """The elements that were replaced before packing; None, and nothing is done, where the step takes a plan.
+
+        Without key and value the caches have been updated by another layer in this step, and are attended alone.
+        """
         replaced = self._lib.decode_step(
             *self._constants,
             *(batch.query_start, batch.seq_lens, batch.table, batch.side_table),
             _NO_TABLE if batch.sink_table is None else batch.sink_table,
-            *(query, key.unsqueeze(1), value.unsqueeze(1), caches.pages, caches.sidecar),
-            *(self._no_sinks if caches.sinks is None else caches.sinks, output),
+            *(query, *(self._no_tokens if x is None else x.unsqueeze(1) for x in (key, value))),
+            *(caches.pages, caches.sidecar, self._no_sinks if caches.sinks is None else caches.sinks, output),
             *(self._scale, torch.get_num_threads(), self._isa),
         )
         return None if replaced == _NOT_DECODING else int(replaced)

@@ -3,7 +3,7 @@
     begin     what happens to each request, from query_start, seq_lens and the sidecar's header; state and sinks
     pack      units that are complete now: ring and new tokens -> pages
     attend    packed pages by block table; sinks, ring and the new tokens in place; one merge
-    commit    the newest tokens into the ring, and the header
+    commit    the newest tokens into the ring, and the header; after the last of the layers that share the caches
 
 Pages are packed and attended by the kernels that know the format (Triton's or CUDA's), all else by Triton's. Grids
 follow from shapes and from the longest query alone, so a CUDA graph may replay a step whose lengths, tables and headers
@@ -14,6 +14,7 @@ that is how it is tested.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,16 @@ def kernels_of(fmt: PageFormat) -> PagedKernels | None:
 def why_not(fmt: PageFormat) -> str:
     """One sentence, for a format that no kind of kernels knows."""
     return "; ".join(k.why_not(fmt) or "" for k in KINDS)
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What a step attends, for layers that share the caches (`Caches.shared`)."""
+
+    plan: torch.Tensor
+    decodes: int
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 class GPUStep:
@@ -104,9 +115,22 @@ class GPUStep:
         if decodes < batch.requests and self.fits_queries:
             self._fit(batch, caches, plan, fit_query, decodes)
         self._pack(batch, caches, plan, key, value)
+        if caches.readers:
+            caches.shared = Attended(plan, decodes, key.clone(), value.clone())
         self._attend(batch, caches, plan, decodes, query, key, value, output)
-        self._commit(batch, caches, plan, key, value)
+        if not caches.readers:
+            self._commit(batch, caches, plan, key, value)
         return 0
+
+    def share(self, batch: StepBatch, caches: Caches, query: torch.Tensor, output: torch.Tensor) -> None:
+        shared: Attended | None = caches.shared
+        last = caches.read()
+        if shared is None:  # no request has new tokens
+            return
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        self._attend(batch, caches, shared.plan, shared.decodes, query, shared.key, shared.value, output)
+        if last:
+            self._commit(batch, caches, shared.plan, shared.key, shared.value)
 
     # -- parts -----------------------------------------------------------------------------------------------------
     def _begin(

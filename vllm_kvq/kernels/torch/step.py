@@ -56,6 +56,17 @@ class Planned:
         return cls(Requests.of(batch))
 
 
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What a step attends, for layers that share the caches (`Caches.shared`)."""
+
+    plan: StepPlan
+    ring: torch.Tensor
+    """The chunks' history, which they have overwritten."""
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 class PlannedStep:
     """`kernels.step.Step` of one layer.
 
@@ -92,8 +103,15 @@ class PlannedStep:
             return 0
         plan = self.plan(planned, caches)
         ring, replaced = self.update(plan, caches, query, key, value)
+        if caches.readers:
+            caches.shared = Attended(plan, ring, key.clone(), value.clone())
         self.attend(plan, caches, ring, query, key, value, output)
         return replaced
+
+    def share(self, batch: StepBatch, caches: Caches, query: torch.Tensor, output: torch.Tensor) -> None:
+        if (shared := caches.shared) is not None:  # else no request has new tokens
+            self.attend(shared.plan, caches, shared.ring, query, shared.key, shared.value, output)
+        caches.read()
 
     def plan(self, planned: Planned, caches: Caches) -> StepPlan:
         """Another layer's plan, if this layer's companions are cut alike and its headers agree with it."""
