@@ -18,8 +18,8 @@ from the architecture's real Transformers configuration.
 
 Tokens under the test format `lossless` in float32 equal plain vLLM's exactly: with a prompt in several chunks, a
 prefix hit and several requests at once. A lossy format answers too; where the last column says so, each of its tokens
-is the one that the reference implementation chooses. Head sizes 64, 80, 96, 112, 128, 192 and 256 are supported (80
-and 112 are stored as 96 and 128).
+is the one that the reference implementation chooses. Head sizes 64, 80, 96, 112, 128, 192, 256 and 512 are supported
+(80 and 112 are stored as 96 and 128).
 """
 
 POLAR = """\

@@ -13,13 +13,6 @@ REFUSED: list[Architecture] = [
         refused="models in which all layers have sliding-window attention",
     ),
     Architecture(
-        "Gemma-2",
-        "Gemma2Config",
-        llama_like(),
-        "logits are soft-capped, which the kernels do not; sliding windows",
-        refused="a soft-cap on attention logits",
-    ),
-    Architecture(
         "Gemma-3 with images",
         "Gemma3Config",
         {

@@ -97,10 +97,12 @@ class Replay:
         n = self.model.formats[0].N
         return [c.page(index, n) if isinstance(c, ExactCache) else c.page(index) for c in self.caches]
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float
+    ) -> torch.Tensor:
         """Of the chunk's own tokens, which the layer's cache takes in."""
         q, k, v = (self.model.disturbed(x, NOISE) for x in (q, k, v))
-        return self.model.disturbed(self.caches[layer].step(q, k, v, scale), self.model.kernel_error)
+        return self.model.disturbed(self.caches[layer].step(q, k, v, scale, cap), self.model.kernel_error)
 
     @torch.no_grad()
     def step(self, tokens: list[int], logits: int = 1) -> torch.Tensor:

@@ -54,8 +54,10 @@ class PackedLayer:
         vllm_config: Any,
         layers: dict[str, Any],
         learned: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> PackedLayer:
-        """The layer and its companions, which become layers of the model's forward context."""
+        """The layer and its companions, which become layers of the model's forward context. `cap`: the soft cap of its
+        scores; 0: none."""
         num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device
         slots, served = SlotGeometry.of(fmt, heads, num_spec), Served.of(vllm_config)
         # an existing companion is kept: after a reload of weights its cache is still bound
@@ -70,9 +72,10 @@ class PackedLayer:
                 smallest_first([n for n in layers if n.endswith(suffix)], layers)
 
         def causal(merged: bool) -> Causal:
-            return prompts_for(Asked(device, fmt.geometry.dtype, fmt.geometry.head_size, merged or learned is not None))
+            merged |= learned is not None
+            return prompts_for(Asked(device, fmt.geometry.dtype, fmt.geometry.head_size, merged, cap > 0))
 
-        step = step_for(served.path, fmt, slots, num_spec, scale, device, causal, all_queries_of(vllm_config))
+        step = step_for(served.path, fmt, slots, num_spec, scale, device, causal, all_queries_of(vllm_config), cap)
         export = functools.partial(Series.of(vllm_config).add, CLAMPED)
         if learned is not None and isinstance(step, CPUStep):
             logger.warning_once(

@@ -96,7 +96,7 @@ class Served:
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
             ranks=parallel.tensor_parallel_size,
-            path=path_of(parts, Wish.of(vllm_config.device_config.device_type, os.environ)),
+            path=path_of(parts, Wish.of(vllm_config.device_config.device_type, os.environ), capped(model)),
         )
         if served.sizes > 1 and parallel.pipeline_parallel_size > 1:
             raise ValueError(
@@ -194,11 +194,16 @@ def parts_of(vllm_config: Any, layers: Layers, block: int) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def path_of(parts: Sequence[Part], wish: Wish) -> Path:
+def capped(model: Any) -> bool:
+    """Whether attention scores have a soft cap."""
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
+def path_of(parts: Sequence[Part], wish: Wish, capped: bool) -> Path:
     """One path for all layers: the slowest that any of them needs, and why."""
     if len(parts) == 1:
-        return path_for(parts[0].format, wish)
-    found = {written(part.layers): path_for(part.format, wish) for part in parts}
+        return path_for(parts[0].format, wish, capped)
+    found = {written(part.layers): path_for(part.format, wish, capped) for part in parts}
     slowest = max(found.values(), key=lambda path: path.rank)
     why = [f"for {layers} {path.why}" for layers, path in found.items() if path.why and path.rank == slowest.rank]
     slow = [f"in {layers} {path.slow}" for layers, path in found.items() if path.slow and path.rank == slowest.rank]

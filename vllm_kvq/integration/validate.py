@@ -97,7 +97,6 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (_layers_differ(text), "head sizes that differ per layer", f"{plain} or fp8"),
         (window := window_problem(model), window or "", f"{plain} or fp8"),
         (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
-        (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
         (model.uses_alibi, "ALiBi", plain),
         (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share their KV cache", plain),
@@ -166,7 +165,6 @@ def check_selection(asked: Any) -> None:
 def check_layer(
     alibi_slopes: object,
     sliding_window: object,
-    soft_cap: object,
     attn_type: str,
     sharing: object,
     extra: dict[str, Any],
@@ -175,7 +173,6 @@ def check_layer(
     checks = [
         (alibi_slopes is not None, "ALiBi"),
         (sliding_window is not None, "sliding-window attention"),
-        (bool(soft_cap), "a soft-cap on attention logits"),
         (attn_type != "decoder", f"{attn_type} attention"),
         (sharing is not None, "layers that share their KV cache"),
     ]
