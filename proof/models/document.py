@@ -39,8 +39,10 @@ flag `--kv-cache-dtype-skip-layers` names. Pages of both sizes lie side by side 
 on: hits are as long as plain vLLM's, and the tokens before their end are read packed (option `recompute`). Of windows
 vLLM by default keeps what the end of a prompt sees, so an identical prompt and the next turn of a conversation hit, and
 a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. Layers with chunked local
-attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end. On a
-GPU such models have not run yet.
+attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end. Layers
+that are packed must have equal heads; those of the others may differ from them (Gemma-4), and blocks do not grow for
+that, as plain vLLM's do. On a GPU such models have not run yet; heads of 512 are served by PyTorch there, and the log
+says so.
 """
 
 STATES = """\

@@ -6,7 +6,7 @@ Configurations are the real ones of Transformers with small numbers; what a chec
 
 from __future__ import annotations
 
-from proof.models.architecture import HIDDEN, Architecture, gpt_like, hidden, llama_like, mamba_2, moe, vision
+from proof.models.architecture import HIDDEN, VOCAB, Architecture, gpt_like, hidden, llama_like, mamba_2, moe, vision
 
 SERVED: list[Architecture] = [
     Architecture("Llama", "LlamaConfig", llama_like(), "GQA, head size 64", replay=True),
@@ -48,6 +48,23 @@ SERVED: list[Architecture] = [
         llama_like(num_hidden_layers=6, sliding_window=48),
         "one layer in six is packed, those with a sliding window keep 16 bits",
         windows=True,
+    ),
+    Architecture(
+        "Gemma-4",
+        "Gemma4TextConfig",
+        llama_like(
+            num_hidden_layers=6,
+            global_head_dim=512,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            sliding_window=48,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=VOCAB,
+        ),
+        "one layer in six is packed, with heads of 512 whose values are normalized keys without RoPE; those with a "
+        "sliding window have smaller heads and keep 16 bits",
+        windows=True,
+        replay=True,
     ),
     Architecture(
         "Command R7B",

@@ -20,6 +20,12 @@ NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Each layer's: in some models layers have heads of their own."""
+    alone = getattr(config, "per_layer_config", None)
+    return [alone[i] if alone else config for i in range(config.num_hidden_layers)]
+
+
 class ReplayModel:
     """A checkpoint in float32 whose attention reads a format."""
 
@@ -38,14 +44,13 @@ class ReplayModel:
         self.kernel_error, self.exact = kernel_error, exact or {}
         self.noise: torch.Generator | None = None
         self.network = load(path)
-        config = self.network.config
-        self.heads, self.num_spec = config.num_key_value_heads, num_spec
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.num_spec = num_spec
+        layers = layer_configs(self.network.config)
+        self.heads = [config.num_key_value_heads for config in layers]
+        sizes = [getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads for c in layers]
         self.formats = [
-            get_format(format_name).bind(
-                Geometry(head_size, block_size, torch.float32, layer), options_at(options, layer)
-            )
-            for layer in range(config.num_hidden_layers)
+            get_format(format_name).bind(Geometry(size, block_size, torch.float32, layer), options_at(options, layer))
+            for layer, size in enumerate(sizes)
         ]
 
     def perturb(self, seed: int) -> None:
@@ -62,8 +67,8 @@ class ReplayModel:
         return Replay(
             self,
             [
-                ExactCache(self.exact[layer]) if layer in self.exact else ReferenceCache(fmt, self.heads, self.num_spec)
-                for layer, fmt in enumerate(self.formats)
+                ExactCache(self.exact[layer]) if layer in self.exact else ReferenceCache(fmt, heads, self.num_spec)
+                for layer, (fmt, heads) in enumerate(zip(self.formats, self.heads, strict=True))
             ],
         )
 
@@ -73,8 +78,8 @@ class ReplayModel:
         caches = [
             ExactCache.after_hit(self.exact[layer], list(found[layer]))
             if layer in self.exact
-            else ReferenceCache.after_hit(fmt, self.heads, list(found[layer]), self.num_spec)
-            for layer, fmt in enumerate(self.formats)
+            else ReferenceCache.after_hit(fmt, heads, list(found[layer]), self.num_spec)
+            for layer, (fmt, heads) in enumerate(zip(self.formats, self.heads, strict=True))
         ]
         return Replay(self, caches)
 

@@ -75,7 +75,17 @@ class PackedLayer:
             merged |= learned is not None
             return prompts_for(Asked(device, fmt.geometry.dtype, fmt.geometry.head_size, merged, cap > 0))
 
-        step = step_for(served.path, fmt, slots, num_spec, scale, device, causal, all_queries_of(vllm_config), cap)
+        step = step_for(
+            served.path,
+            fmt,
+            slots,
+            num_spec,
+            scale,
+            device,
+            causal,
+            all_queries_of(vllm_config, fmt.geometry.layer),
+            cap,
+        )
         export = functools.partial(Series.of(vllm_config).add, CLAMPED)
         if learned is not None and isinstance(step, CPUStep):
             logger.warning_once(

@@ -92,15 +92,12 @@ class PagedKernels(ABC):
         """
 
     def problem(self, fmt: PageFormat, capped: bool) -> str | None:
-        """The same where scores may have a soft cap."""
+        """`why_not`, and whether they know a soft cap where scores have one."""
         if (problem := self.why_not(fmt)) is not None:
             return problem
         if capped and not self.caps:
             return f"the {self.name} kernels for {fmt.name} know no soft cap of attention scores"
         return None
-
-    def supports(self, fmt: PageFormat) -> bool:
-        return self.why_not(fmt) is None
 
     def attend_table(
         self,
