@@ -19,10 +19,16 @@ HIT, OF = 2, 0
 
 
 def worst_error(
-    name: str, build: Callable[[Layer], Step], heads: int = 2, share: int = 2, decodes: int = 33, learned: bool = False
+    name: str,
+    build: Callable[[Layer], Step],
+    heads: int = 2,
+    share: int = 2,
+    decodes: int = 33,
+    learned: bool = False,
+    cap: float = 0.0,
 ) -> float:
-    """Of all answers of the trace; `learned`: the layer has learned sinks. Blocks begin as what their last owner left:
-    NaN, but for the sidecars."""
+    """Of all answers of the trace; `learned`: the layer has learned sinks; `cap`: the soft cap of its scores. Blocks
+    begin as what their last owner left: NaN, but for the sidecars."""
     fmt = get_format(name).bind(Geometry(64, 64, torch.float32, rope=Rope.plain(64, 512)), {"W": 32, "S": 40})
     layer = Layer(fmt, 3, tokens=320, heads=heads, share=share, drafts=DRAFTS)
     layer.caches.sinks.fill_(torch.nan)  # type: ignore[union-attr]
@@ -43,7 +49,7 @@ def worst_error(
         for i, new in enumerate(lengths):
             if new:
                 mine = (x[at : at + new] for x in data)
-                worst = max(worst, relative_error(got[at : at + new], caches[i].step(*mine, layer.scale).double()))
+                worst = max(worst, relative_error(got[at : at + new], caches[i].step(*mine, layer.scale, cap).double()))
                 at += new
         if shared:
             assert torch.equal(layer.blocks(OF)[0][:pages], shared[0]), "a shared page was written to"

@@ -139,7 +139,7 @@ def test_it_sees_a_refusal_that_says_nothing(monkeypatch: pytest.MonkeyPatch) ->
         raise ValueError("no")
 
     monkeypatch.setattr(HybridKeys, "__init__", refuse)
-    assert judge(Case("innerq2", 64, 32)).findings == ["refused without naming one of its options: no"]
+    assert judge(Case("innerq2", 64, 32)).findings == ["refused without naming one of its options, or its heads: no"]
 
 
 def test_options_it_judges_by_bits_exist() -> None:

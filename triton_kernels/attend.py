@@ -3,6 +3,7 @@
 
     part of split s:   o_s = sum_t p_t v_t / sum_t p_t,   l_s = log sum_t exp(x_t),   x_t = scale q . k_t,
                        p_t = exp(x_t - max x),   t over the split's tokens in [low, high)
+                       with a soft cap (CAPPED), cap tanh(x_t / cap) in the place of x_t
 
 One program attends one split of one request for all query heads of one KV head, M rows at a time: a packed byte is
 read and unpacked once. Everything is decided on the device: which page, whether it exists, whether the slab is
@@ -26,7 +27,7 @@ from vllm_kvq.triton_kernels.keys import (
 )
 from vllm_kvq.triton_kernels.keys_boosted import boosted_scores
 from vllm_kvq.triton_kernels.keys_polar import polar_lookup, polar_scores
-from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, column_max, column_sum
+from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, capped, column_max, column_sum
 from vllm_kvq.triton_kernels.rotation import rotated_back
 from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, sums_weights, token_values, value_shift
 
@@ -54,6 +55,7 @@ def attend_kernel(
     table_row,
     table_width,
     out_split,
+    cap,
     SHARE: tl.constexpr,
     M: tl.constexpr,
     HEAD: tl.constexpr,
@@ -65,6 +67,7 @@ def attend_kernel(
     EXTRA: tl.constexpr,
     LISTED: tl.constexpr,
     RAGGED: tl.constexpr,
+    CAPPED: tl.constexpr,
     KEYS: tl.constexpr,
     K_BITS: tl.constexpr,
     K_CHUNK: tl.constexpr,
@@ -132,6 +135,9 @@ def attend_kernel(
             x = lanes_of_columns(x)
         q = q + (x,)
     unit = top * (scale * LOG2E * SUBNORMAL)
+    step = unit  # what a score is a multiple of, once it is capped
+    if CAPPED:
+        step = tl.full((M,), 1.0, tl.float32)
 
     # this split's share of the request's slabs
     low, high = 0, table_width * (SLABS * 32)
@@ -209,12 +215,15 @@ def attend_kernel(
             # one comparison for both ends: below `from_` the difference wraps around
             span = tl.where(packed, tl.maximum(to - from_, 0), 0)
             seen = (token - (from_ - 32 * j)).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
-            scores = scores + (tl.where(seen[:, None], sums[j], float("-inf")),)
+            score = sums[j]
+            if CAPPED:
+                score = capped(score * unit[None, :], cap * LOG2E)
+            scores = scores + (tl.where(seen[:, None], score, float("-inf")),)
             live = live + (tl.where(packed, 1, 0),)
         most = scores[0]
         for j in tl.static_range(1, TURN):
             most = tl.maximum(most, scores[j])
-        new = tl.maximum(best, column_max(most) * unit)
+        new = tl.maximum(best, column_max(most) * step)
         decay = tl.exp2(best - new)
         best = new
         if VALUES == TOKEN and not sums_weights(D, V_GROUP):
@@ -225,7 +234,7 @@ def attend_kernel(
             faded = faded + (acc[b] * decay[None, :],)
         acc = faded
         for j in tl.static_range(TURN):
-            weights = tl.exp2(scores[j] * unit[None, :] - new[None, :])
+            weights = tl.exp2(scores[j] * step[None, :] - new[None, :])
             if VALUES == TOKEN:
                 if not sums_weights(D, V_GROUP):
                     total += column_sum(weights)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, row_max, row_sum
+from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, capped, row_max, row_sum
 from vllm_kvq.triton_kernels.step import BOUNDARY, CONTEXT, COUNT, LOW, slot_offset
 
 
@@ -45,6 +45,7 @@ def full_precision_kernel(
     key_head,
     value_token,
     value_head,
+    cap,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
     M: tl.constexpr,
@@ -57,6 +58,7 @@ def full_precision_kernel(
     RING: tl.constexpr,
     RING_AT: tl.constexpr,
     NEW: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -131,6 +133,8 @@ def full_precision_kernel(
         if WIDE:
             k, v = k.to(tl.float32), v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+        if CAPPED:
+            scores = capped(scores, cap * LOG2E)
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(best, row_max(scores))
         decay = tl.exp2(best - new)

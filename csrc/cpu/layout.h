@@ -9,6 +9,7 @@
 
 namespace kvq {
 
+constexpr int LARGEST_HEAD = 512;  // channels
 constexpr int SLAB = 32;        // tokens that are packed together
 constexpr int BLOCK_SLABS = 4;  // slabs between two updates of the running softmax
 constexpr int BLOCK = BLOCK_SLABS * SLAB;

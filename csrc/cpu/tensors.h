@@ -87,7 +87,7 @@ inline kvq::Constants read_constants(const TensorView& layout, const kvq::Layout
 inline kvq::Layout read_layout(const TensorView& t) {
   const auto l = read_fields<kvq::Layout>(t);
   require(l.bytes == t.numel(), "the layout has another size");
-  require(l.d > 0 && l.d <= 256 && l.d % kvq::SLAB == 0 && l.head_size <= l.d, "unsupported head size");
+  require(l.d > 0 && l.d <= kvq::LARGEST_HEAD && l.d % kvq::SLAB == 0 && l.head_size <= l.d, "unsupported head size");
   require(l.tokens > 0 && l.tokens % kvq::SLAB == 0, "unsupported page size");
   const bool sketch = l.keys == kvq::Keys::sketch, polar = l.keys == kvq::Keys::polar;
   require(l.keys == kvq::Keys::raw || (l.key_bits >= 1 && l.key_bits <= 8), "keys have no codes");

@@ -17,8 +17,10 @@ def exact_attention(
     low: torch.Tensor,
     high: torch.Tensor,
     scale: float,
+    cap: float = 0.0,
 ) -> Exact:
-    """Float64 attention over the same codes; `table` as in `attend_table`, every page in [low, high) packed."""
+    """Float64 attention over the same codes; `table` as in `attend_table`, every page in [low, high) packed. `cap`:
+    the soft cap of scores; 0: none."""
     n, q, query_heads, d = query.shape
     heads = pages.shape[1]
     out = torch.zeros(n, q, query_heads, d, dtype=torch.float64)
@@ -36,6 +38,7 @@ def exact_attention(
         )
         rows = query[i].double().unflatten(1, (heads, -1)).permute(1, 0, 2, 3)  # (H, q, g, d)
         scores = torch.einsum("hqgd,htd->hqgt", rows, keys) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
         lse[i] = scores.logsumexp(-1).transpose(0, 1).flatten(1)
         got = torch.einsum("hqgt,htd->hqgd", scores.softmax(-1), values)
         out[i] = got.transpose(0, 1).flatten(1, 2)

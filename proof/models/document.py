@@ -18,8 +18,8 @@ from the architecture's real Transformers configuration.
 
 Tokens under the test format `lossless` in float32 equal plain vLLM's exactly: with a prompt in several chunks, a
 prefix hit and several requests at once. A lossy format answers too; where the last column says so, each of its tokens
-is the one that the reference implementation chooses. Head sizes 64, 80, 96, 112, 128, 192 and 256 are supported (80
-and 112 are stored as 96 and 128).
+is the one that the reference implementation chooses. Head sizes 64, 80, 96, 112, 128, 192, 256 and 512 are supported
+(80 and 112 are stored as 96 and 128).
 """
 
 POLAR = """\
@@ -39,8 +39,10 @@ flag `--kv-cache-dtype-skip-layers` names. Pages of both sizes lie side by side 
 on: hits are as long as plain vLLM's, and the tokens before their end are read packed (option `recompute`). Of windows
 vLLM by default keeps what the end of a prompt sees, so an identical prompt and the next turn of a conversation hit, and
 a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. Layers with chunked local
-attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end. On a
-GPU such models have not run yet.
+attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end. Layers
+that are packed must have equal heads; those of the others may differ from them (Gemma-4), and blocks do not grow for
+that, as plain vLLM's do. On a GPU such models have not run yet; heads of 512 are served by PyTorch there, and the log
+says so.
 """
 
 SHARING = """\

@@ -13,13 +13,6 @@ REFUSED: list[Architecture] = [
         refused="models in which all layers have sliding-window attention",
     ),
     Architecture(
-        "Gemma-2",
-        "Gemma2Config",
-        llama_like(),
-        "logits are soft-capped, which the kernels do not; sliding windows",
-        refused="a soft-cap on attention logits",
-    ),
-    Architecture(
         "Gemma-3 with images",
         "Gemma3Config",
         {
@@ -31,17 +24,11 @@ REFUSED: list[Architecture] = [
         needs="torchvision",
     ),
     Architecture(
-        "Gemma-4",
-        "Gemma4TextConfig",
-        llama_like(
-            num_hidden_layers=6,
-            global_head_dim=128,
-            sliding_window=48,
-            hidden_size_per_layer_input=32,
-            vocab_size_per_layer_input=VOCAB,
-        ),
-        "larger heads in full layers than in those with a sliding window (512 in checkpoints; 256 is our largest)",
-        refused="head sizes that differ per layer",
+        "Llama with other KV heads in some layers",
+        "LlamaConfig",
+        llama_like(per_layer_config={1: {"num_key_value_heads": 1}}),
+        "layers that would be packed have different numbers of KV heads, as pruned models do",
+        refused="full-attention layers that have different KV heads",
     ),
     Architecture(
         "BLOOM",

@@ -1,7 +1,7 @@
 """The kinds of models that are served, as tiny random ones.
 
 Configurations are the real ones of Transformers with small numbers; what a checkpoint of the architecture declares
-(layer types, biases, soft-caps) is left as it is.
+(layer types, biases, caps of logits) is left as it is.
 """
 
 from __future__ import annotations
@@ -31,6 +31,20 @@ SERVED: list[Architecture] = [
     ),
     Architecture("Gemma", "GemmaConfig", llama_like(2, 1, 256, tie_word_embeddings=True), "MQA, head size 256"),
     Architecture(
+        "Gemma-2",
+        "Gemma2Config",
+        llama_like(
+            num_hidden_layers=4,
+            sliding_window=48,
+            query_pre_attn_scalar=64,
+            attn_logit_softcapping=2.0,  # 50 in checkpoints, whose scores are as large
+            tie_word_embeddings=True,
+        ),
+        "attention scores have a soft cap; one layer in two is packed, those with a sliding window keep 16 bits",
+        windows=True,
+        replay=True,
+    ),
+    Architecture(
         "Gemma-3",
         "Gemma3TextConfig",
         llama_like(num_hidden_layers=6, sliding_window=48),
@@ -51,6 +65,23 @@ SERVED: list[Architecture] = [
         ),
         "the last layers share the caches of earlier ones; those with a sliding window keep 16 bits",
         windows=True,
+    ),
+    Architecture(
+        "Gemma-4",
+        "Gemma4TextConfig",
+        llama_like(
+            num_hidden_layers=6,
+            global_head_dim=512,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            sliding_window=48,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=VOCAB,
+        ),
+        "one layer in six is packed, with heads of 512 whose values are normalized keys without RoPE; those with a "
+        "sliding window have smaller heads and keep 16 bits",
+        windows=True,
+        replay=True,
     ),
     Architecture(
         "Command R7B",

@@ -124,4 +124,28 @@ FAULTS: tuple[Fault, ...] = (
         NO_MEMORY,
         slow=True,
     ),
+    Fault(
+        "C++: no soft cap of the scores of packed tokens",
+        "csrc/cpu/attend/attend.cpp",
+        "if (task.cap > 0)",
+        "if (task.cap > 1e30f)",
+        f"{KERNELS}/test_cpu_attend.py -k cap",
+        slow=True,
+    ),
+    Fault(
+        "C++: no soft cap of the scores of full-precision tokens",
+        "csrc/cpu/attend/float32/raw.h",
+        "if (task.cap > 0)",
+        "if (task.cap > 1e30f)",
+        f"{KERNELS}/test_cpu_raw.py -k cap",
+        slow=True,
+    ),
+    Fault(
+        "C++: no soft cap in a decode step of one call",
+        "csrc/cpu/step/decode.cpp",
+        "a.cap = d_.cap;",
+        "a.cap = 0;",
+        f"{KERNELS}/test_reference.py -k cap",
+        slow=True,
+    ),
 )

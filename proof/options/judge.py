@@ -62,8 +62,9 @@ def judge(case: Case, paths: tuple[str, ...] = tuple(WISHES)) -> Verdict:
         fmt = case.bind()
     except ValueError as error:
         verdict.refused = str(error)
-        if not any(f"option {name!r}" in verdict.refused for name in case.options) or "\n" in verdict.refused:
-            verdict.findings.append(f"refused without naming one of its options: {error}")
+        named = [f"option {name!r}" for name in case.options] + [f"not {case.head_size};"]
+        if not any(words in verdict.refused for words in named) or "\n" in verdict.refused:
+            verdict.findings.append(f"refused without naming one of its options, or its heads: {error}")
         return verdict
     for name in paths:
         path = path_for(fmt, WISHES[name])

@@ -18,9 +18,10 @@ NAME = "kvq_reference"
 
 class Attention(Protocol):
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float
     ) -> torch.Tensor:
-        """(tokens, heads, head_size) queries, keys and values, with RoPE applied -> outputs shaped as the queries."""
+        """(tokens, heads, head_size) queries, keys and values, with RoPE applied -> outputs shaped as the queries.
+        `cap`: the soft cap of scores; 0: none."""
 
 
 class _Thread(threading.local):
@@ -37,12 +38,13 @@ def _attend(
     value: torch.Tensor,
     *args: Any,
     scaling: float,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface: (1, heads, tokens, head_size) each."""
     assert _thread.attention is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _thread.attention.attend(module.layer_idx, q, k, v, scaling)[None].to(query.dtype), None
+    return _thread.attention.attend(module.layer_idx, q, k, v, scaling, softcap or 0.0)[None].to(query.dtype), None
 
 
 def load(path: str) -> Any:

@@ -27,6 +27,11 @@ class CachedPage:
     sink_value: torch.Tensor
 
 
+def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Scores under a soft cap; 0: there is none."""
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
 class ReferenceCache:
     """One request's cache of one layer."""
 
@@ -68,19 +73,22 @@ class ReferenceCache:
         """Forget rejected drafts."""
         self.key, self.value = self.key[:length], self.value[:length]
 
-    def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Append a chunk of q tokens and attend: query (q, Hq, head_size), key and value (q, H, head_size)."""
+    def step(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float = 0.0
+    ) -> torch.Tensor:
+        """Append a chunk of q tokens and attend: query (q, Hq, head_size), key and value (q, H, head_size). `cap`: the
+        soft cap of scores; 0: none."""
         context, new = len(self.key), len(key)
         self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
         prompt = new > 1 + self.num_spec or context == self.start
         if self.fmt.state_rows and prompt:
             self._fit(query, key)
         self._pack(context, prompt)
-        return self.share(query, scale)
+        return self.share(query, scale, cap)
 
-    def share(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def share(self, query: torch.Tensor, scale: float, cap: float = 0.0) -> torch.Tensor:
         """Another layer's queries over what the last chunk attended, its own tokens included."""
-        return self._attend(query, len(self.key) - len(query), scale)
+        return self._attend(query, len(self.key) - len(query), scale, cap)
 
     def _fit(self, query: torch.Tensor, key: torch.Tensor) -> None:
         position = len(self.key) - len(key) + torch.arange(len(key))[:, None]
@@ -113,11 +121,11 @@ class ReferenceCache:
             key[at], value[at] = (x[first - unit * p :] for x in self.packed[unit])
         return key, value
 
-    def _attend(self, query: torch.Tensor, context: int, scale: float) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, context: int, scale: float, cap: float) -> torch.Tensor:
         key, value = self.history(context)
         group = query.shape[1] // key.shape[1]
         k, v = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,thd->hqt", query.float(), k) * scale
+        scores = capped(torch.einsum("qhd,thd->hqt", query.float(), k) * scale, cap)
         position = context + torch.arange(len(query))[:, None]
         scores = scores.masked_fill(torch.arange(len(k)) > position, float("-inf"))
         if self.learned is not None:
@@ -146,16 +154,18 @@ class ExactCache:
     def rewind(self, length: int) -> None:
         self.key, self.value = self.key[:length], self.value[:length]
 
-    def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def step(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float = 0.0
+    ) -> torch.Tensor:
         context = len(self.key)
         self.key = torch.cat([self.key, key]) if context else key
         self.value = torch.cat([self.value, value]) if context else value
-        return self.share(query, scale)
+        return self.share(query, scale, cap)
 
-    def share(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def share(self, query: torch.Tensor, scale: float, cap: float = 0.0) -> torch.Tensor:
         context, group = len(self.key) - len(query), query.shape[1] // self.key.shape[1]
         k, v = (x.float().repeat_interleave(group, dim=1) for x in (self.key, self.value))
-        scores = torch.einsum("qhd,thd->hqt", query.float(), k) * scale
+        scores = capped(torch.einsum("qhd,thd->hqt", query.float(), k) * scale, cap)
         behind = context + torch.arange(len(query))[:, None] - torch.arange(len(k))
         unseen = (behind < 0) | (behind >= (self.window or len(k)))
         return torch.einsum("hqt,thd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), v)

@@ -32,6 +32,12 @@ def sharing_layers(config: Any) -> dict[int, int]:
     }
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Each layer's: in some models layers have heads of their own."""
+    alone = getattr(config, "per_layer_config", None)
+    return [alone[i] if alone else config for i in range(config.num_hidden_layers)]
+
+
 class ReplayModel:
     """A checkpoint in float32 whose attention reads a format."""
 
@@ -50,18 +56,18 @@ class ReplayModel:
         self.kernel_error, self.exact = kernel_error, exact or {}
         self.noise: torch.Generator | None = None
         self.network = load(path)
-        config = self.network.config
-        self.heads, self.num_spec = config.num_key_value_heads, num_spec
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        geometry = Geometry(head_size, block_size, torch.float32)
+        self.num_spec = num_spec
+        layers = layer_configs(self.network.config)
+        self.heads = [config.num_key_value_heads for config in layers]
+        sizes = [getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads for c in layers]
         self.formats = [
-            get_format(format_name).bind(replace(geometry, layer=layer), options_at(options, layer))
-            for layer in range(config.num_hidden_layers)
+            get_format(format_name).bind(Geometry(size, block_size, torch.float32, layer), options_at(options, layer))
+            for layer, size in enumerate(sizes)
         ]
         if any(fmt.keys.before_rope for fmt in self.formats):
             rope = _rope(self.network)
             self.formats = [replace(fmt, geometry=replace(fmt.geometry, rope=rope)) for fmt in self.formats]
-        self.shared = sharing_layers(config)
+        self.shared = sharing_layers(self.network.config)
 
     def perturb(self, seed: int) -> None:
         """From now on, disturb queries, keys and values as float32 rounding does, and outputs as the kernels may."""
@@ -74,11 +80,13 @@ class ReplayModel:
         return x + size * x.square().mean().sqrt() * torch.randn(x.shape, generator=self.noise)
 
     def request(self) -> Replay:
-        caches = [
-            ExactCache(self.exact[layer]) if layer in self.exact else ReferenceCache(fmt, self.heads, self.num_spec)
-            for layer, fmt in enumerate(self.formats)
-        ]
-        return Replay(self, caches)
+        return Replay(
+            self,
+            [
+                ExactCache(self.exact[layer]) if layer in self.exact else ReferenceCache(fmt, heads, self.num_spec)
+                for layer, (fmt, heads) in enumerate(zip(self.formats, self.heads, strict=True))
+            ],
+        )
 
     def after_hit(self, pages: list[list[Any]]) -> Replay:
         """A request that found `pages` (one list of layers per page) in the prefix cache."""
@@ -86,8 +94,8 @@ class ReplayModel:
         caches = [
             ExactCache.after_hit(self.exact[layer], list(found[layer]))
             if layer in self.exact
-            else ReferenceCache.after_hit(fmt, self.heads, list(found[layer]), self.num_spec)
-            for layer, fmt in enumerate(self.formats)
+            else ReferenceCache.after_hit(fmt, heads, list(found[layer]), self.num_spec)
+            for layer, (fmt, heads) in enumerate(zip(self.formats, self.heads, strict=True))
         ]
         return Replay(self, caches)
 
@@ -120,11 +128,13 @@ class Replay:
         n = self.model.formats[0].N
         return [c.page(index, n) if isinstance(c, ExactCache) else c.page(index) for c in self.caches]
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float
+    ) -> torch.Tensor:
         """Of the chunk's own tokens, which the layer's cache takes in."""
         q, k, v = (self.model.disturbed(x, NOISE) for x in (q, k, v))
         cache = self.caches[layer]
-        out = cache.share(q, scale) if layer in self.model.shared else cache.step(q, k, v, scale)
+        out = cache.share(q, scale, cap) if layer in self.model.shared else cache.step(q, k, v, scale, cap)
         return self.model.disturbed(out, self.model.kernel_error)
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 from proof.oracle.attention import attending
 from proof.oracle.lives import Life
 from proof.oracle.plan import Plan
+from proof.oracle.reference import capped
 from proof.oracle.replay import NOISE, ReplayModel
 from vllm_kvq.formats import PageFormat
 
@@ -29,7 +30,9 @@ class Whole:
         self.kept: dict[int, tuple[torch.Tensor, ...]] = {}
         """What a layer attends that others share: keys and values of all rows, and of its units."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float
+    ) -> torch.Tensor:
         """(rows, heads, d) queries, keys and values of all rows -> outputs."""
         model = self.model
         q, k, v = (model.disturbed(x, NOISE) for x in (q, k, v))
@@ -47,7 +50,7 @@ class Whole:
             for reads in self.plan.reads:
                 seen = (reads.behind >= 0) & (reads.behind < window)
                 keys, values = (torch.cat([x[reads.found], x[reads.rows]]) for x in (k, v))
-                out[reads.rows] = _softmax(q[reads.rows], keys, values, seen, scale)
+                out[reads.rows] = _softmax(q[reads.rows], keys, values, seen, scale, cap)
             return out
         for reads in self.plan.reads:
             rows = reads.rows
@@ -55,7 +58,7 @@ class Whole:
                 torch.cat([x[reads.sinks], x[rows], packed[reads.units].transpose(1, 2).flatten(0, 1)])
                 for x, packed in zip((k, v), units, strict=True)
             )
-            out[rows] = _softmax(q[rows], keys, values, reads.seen, scale)
+            out[rows] = _softmax(q[rows], keys, values, reads.seen, scale, cap)
         return model.disturbed(out, model.kernel_error)
 
     def _packed(
@@ -107,12 +110,14 @@ class Whole:
         return out.logits[0]
 
 
-def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
+def _softmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, cap: float
+) -> torch.Tensor:
     """(rows, query heads, d) queries over (tokens, heads, d) keys and values, of which each sees some."""
     k, v, group = k.transpose(0, 1), v.transpose(0, 1), q.shape[1] // k.shape[1]
     # (H, g * rows, d): all query heads of a KV head together
     mine = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
-    scores = (mine.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, (group, -1)) * scale
+    scores = capped((mine.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, (group, -1)) * scale, cap)
     weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
     part = (weights.flatten(1, 2) @ v).unflatten(1, (group, -1))
     return part.permute(2, 0, 1, 3).flatten(1, 2)

@@ -93,6 +93,7 @@ POINTERS = {
     "low_ptr": "*i32",
     "high_ptr": "*i32",
     "scale": "fp32",
+    "cap": "fp32",
 }
 """What an argument is if it is neither a constant nor (by the suffix _ptr) float32 nor i32."""
 
@@ -118,7 +119,14 @@ def attend_variants(target: int) -> Iterator[Variant]:
             shapes = [(rows, 0) for rows in sorted({MIN_ROWS, most_rows(fmt)})]
             for rows, table in [*shapes, *([(MIN_ROWS, 4)] if name in ("polar4", "polar3") else [])]:
                 launch = attend_launch(fmt, rows, target, table)
-                constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "TABLE": table}
+                constants = k | {
+                    "SHARE": 4,
+                    "M": rows,
+                    "LISTED": False,
+                    "RAGGED": True,
+                    "CAPPED": False,
+                    "TABLE": table,
+                }
                 yield Variant(
                     f"lookup {name} d={d} rows={table}" if table else f"attend {name} d={d} rows={rows}",
                     attend_kernel,

@@ -50,6 +50,12 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         {**LONG, "numbers": {"num_hidden_layers": 12}, **kvq(skip_layers=[5])},
         "wwwwwswwwwwp",
     ),
+    "larger heads in full layers": ({**LONG, "model": "Gemma-4"}, "wwwwwp"),
+    "larger heads in a skipped layer, too": (
+        {**LONG, "model": "Gemma-4", "numbers": {"num_hidden_layers": 18}, **kvq(skip_layers=[5])},
+        "wwwwwswwwwwpwwwwwp",
+    ),
+    "smaller heads in full layers": ({**LONG, "model": "Gemma-4", "numbers": {"global_head_dim": 64}}, "wwwwwp"),
     "chunks": ({**LONG, "model": "Llama 4"}, "wwwp"),
     # the other three layers of this model share caches, and vLLM's runner collects nothing from them
     "sharing layers": ({**LONG, "model": "Gemma-3n"}, "pwwp"),
@@ -111,12 +117,13 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
             found[f"layers.{i}.{kind}"] = state_spec(vllm_config)
             continue
         part = next((part for part in served.parts if i in part.layers), served.parts[0])
-        of, how = model, parallel
+        of, how, arch = model, parallel, model.model_arch_config[i]
         if kind == "d":
             spec = vllm_config.speculative_config
             of, how = spec.draft_model_config, spec.draft_parallel_config
+            arch = of.model_arch_config
         packed = bound_backend(part.format, served.recomputed, served.mixed)
-        backend, heads = packed if kind == "p" else SideBySideBackend, of.get_num_kv_heads(how)
+        backend, heads = packed if kind == "p" else SideBySideBackend, of.get_num_kv_heads(how, arch)
         layer = SimpleNamespace(
             attn_type="decoder",
             kv_cache_dtype=vllm_config.cache_config.cache_dtype if kind == "p" else "auto",
@@ -124,12 +131,13 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
             sliding_window=(model.get_sliding_window() or model.attention_chunk_size) if kind == "w" else None,
             attn_backend=backend,
             num_kv_heads=heads,
-            head_size=of.get_head_size(),
-            head_size_v=of.get_head_size(),
+            head_size=arch.head_size,
+            head_size_v=arch.head_size,
         )
         spec, name = Attention.get_kv_cache_spec(layer, vllm_config), f"layers.{i}.{kind}"
         found[name] = backend.customize_spec(spec)
         if kind == "p":
+            assert (part.slots.heads, part.slots.head_size) == (heads, arch.head_size)
             found[name + SIDECAR_SUFFIX] = Sidecar(part.format, part.slots, served).get_kv_cache_spec(vllm_config)
             if served.format.S:
                 found[name + SINK_SUFFIX] = Sinks(part.format, part.slots, served).get_kv_cache_spec(vllm_config)

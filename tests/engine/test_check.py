@@ -77,7 +77,7 @@ def test_a_slow_head_size_is_said(checked: Check, tmp_path: Path) -> None:
     narrow = random_model(tmp_path / "narrow", hidden=96, layers=1, heads=1, kv_heads=1, head_dim=96)
     found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256", model_path=narrow)
     assert found["starts"]
-    assert "at head size 96 (they do at 64, 112, 128 and 256)" in found["kernels"]["slow"]
+    assert "at head size 96 (they do at 64, 112, 128, 256 and 512)" in found["kernels"]["slow"]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,23 @@ def test_qjl_without_nvcc_is_refused_before_weights_load(monkeypatch: pytest.Mon
     assert validate.kernels_problem(squat, (9, 0)) is None
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_prompts_under_a_soft_cap(merged: bool) -> None:
+    """vLLM's own CPU attention, and PyTorch's. xFormers knows none."""
+    asked = Asked(torch.device("cpu"), torch.float32, 64, merged, capped=True)
+    rng = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(150, h, 64, generator=rng) for h in (4, 2, 2))
+    k, v = (x.repeat_interleave(2, 1).double() for x in (key, value))
+    out, lse = prompts.prompts_for(asked)(query, key, value, torch.tensor([0, 150]).int(), (150,), 0.3, 2.0)
+    scores = 2 * torch.tanh(0.3 * torch.einsum("qhd,thd->qht", query.double(), k) / 2)
+    later = torch.ones(150, 150).triu(1).bool()[:, None]
+    scores = scores.masked_fill(later, -torch.inf)
+    assert (out - torch.einsum("qht,thd->qhd", scores.softmax(-1), v)).abs().max() < 1e-5
+    assert (lse is not None) == merged
+    if lse is not None:
+        assert (lse - scores.logsumexp(-1)).abs().max() < 1e-5
+
+
 def test_prompts_by_sdpa() -> None:
     """The last entry of the table serves any device; its log-sum-exp is what the merge needs."""
     asked = Asked(torch.device("cpu"), torch.float32, 64, merged=True)

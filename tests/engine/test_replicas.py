@@ -71,16 +71,16 @@ def test_the_queries_that_share_a_head(rank: int, queries: torch.Tensor, monkeyp
 def test_how_many_copies(ranks: int, heads: int, copies: int) -> None:
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
+        model_config=SimpleNamespace(model_arch_config=[SimpleNamespace(total_num_kv_heads=heads)]),
     )
-    found = all_queries_of(config)
+    found = all_queries_of(config, 0)
     if copies == 1:
         assert found is None
         return
     assert found is not None
     assert found.keywords == {"copies": copies}  # type: ignore[attr-defined]
     # layers share a step if their arguments are equal
-    assert all_queries_of(config) is found
+    assert all_queries_of(config, 0) is found
 
 
 def packed(

@@ -169,7 +169,7 @@ def test_every_slab_and_unit_has_its_own_state() -> None:
             assert torch.equal(both[i, slab], alone[0])
 
 
-@pytest.mark.parametrize("d", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("d", [64, 80, 96, 112, 128, 192, 256, 512])
 def test_last_block_may_be_smaller(d: int) -> None:
     stored = Geometry(d, 64).d
     for g in (16, 48, 112):

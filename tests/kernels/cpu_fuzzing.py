@@ -37,9 +37,11 @@ def bound(
     return get_format(name).bind(Geometry(d, N, dtype), dict(options))
 
 
-def shapes(draw: st.DrawFn) -> dict[str, Any]:
+def shapes(draw: st.DrawFn, case: tuple[str, tuple[tuple[str, Any], ...]] | None = None) -> dict[str, Any]:
+    """With a head size that the format of the case knows: QJL's outliers are named by bytes."""
+    narrow = case is not None and case[0] == "qjl3" and ("outliers", 0) not in case[1]
     return {
-        "d": draw(st.sampled_from([64, 80, 128, 256])),
+        "d": draw(st.sampled_from([64, 80, 128, 256] if narrow else [64, 80, 128, 256, 512])),
         "N": draw(st.sampled_from([32, 64, 96])),
         "heads": draw(st.integers(1, 2)),
         "group": draw(st.sampled_from([1, 2, 3, 4, 7])),

@@ -56,7 +56,7 @@ def packed_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torc
 
 def reference(
     fmt: PageFormat, query: torch.Tensor, pool: torch.Tensor, ids: torch.Tensor, owner: torch.Tensor,
-    low: torch.Tensor, high: torch.Tensor, scale: float,
+    low: torch.Tensor, high: torch.Tensor, scale: float, cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Softmax attention in float64 over the codes, as the formats' own `unpack` reads them."""
     n, q, query_heads, d = query.shape
@@ -70,6 +70,7 @@ def reference(
         k, v = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))  # (H, t, d)
         rows = fmt.widen(query[r])[0][..., :d].double().unflatten(1, (heads, -1))
         scores = torch.einsum("qhgd,htd->qhgt", rows, k) * scale
+        scores = cap * (scores / cap).tanh() if cap else scores
         lse[r] = scores.logsumexp(-1).flatten(1)
         out[r] = torch.einsum("qhgt,htd->qhgd", scores.softmax(-1), v).flatten(1, 2)
     return out, lse
@@ -89,7 +90,7 @@ def check(fmt: PageFormat, got: Partial, want: Partial) -> None:
 @functools.cache
 def case(
     name: str, d: int, gqa: int, N: int, lengths: tuple[int, ...], q: int, heads: int, low: int, seed: int,
-    page_dtype: torch.dtype, options: tuple[tuple[str, Any], ...],
+    page_dtype: torch.dtype, options: tuple[tuple[str, Any], ...], cap: float = 0.0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of attend_packed and its answer; kept, because all instruction sets get the same ones."""
     pairing = dict(options).get("pairing", "half")
@@ -103,7 +104,7 @@ def case(
     position = torch.cat([torch.arange(c) for c in count])
     high = (torch.tensor(lengths)[owner] - position * N).clamp_max(N)
     lows = torch.where(position == 0, low, 0).minimum(high)
-    arguments = (query, pool, ids, owner, lows, high, d**-0.5)
+    arguments = (query, pool, ids, owner, lows, high, d**-0.5, cap)
     want = reference(fmt, *arguments)
     poison(fmt, pool, ids, lows, high)
     return fmt, arguments, want
@@ -111,10 +112,10 @@ def case(
 
 def run(
     name: str, d: int, gqa: int, N: int, lengths: list[int], *, q: int = 1, heads: int = 2, low: int = 0,
-    seed: int = 0, page_dtype: torch.dtype = torch.bfloat16, **options: Any,
+    seed: int = 0, page_dtype: torch.dtype = torch.bfloat16, cap: float = 0.0, **options: Any,
 ) -> None:  # fmt: skip
     fmt, arguments, want = case(
-        name, d, gqa, N, tuple(lengths), q, heads, low, seed, page_dtype, tuple(options.items())
+        name, d, gqa, N, tuple(lengths), q, heads, low, seed, page_dtype, tuple(options.items()), cap
     )
     check(fmt, cpu.attend_packed(fmt, *arguments), want)
 
@@ -140,6 +141,14 @@ def poison(fmt: PageFormat, pool: torch.Tensor, ids: torch.Tensor, low: torch.Te
 @pytest.mark.parametrize("gqa", [1, 4, 7, 8])
 def test_formats_heads_and_groups(isa: int, name: str, d: int, gqa: int) -> None:
     run(name, d, gqa, 64, [200, 64, 37, 0], seed=d + gqa)
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+def test_heads_of_512(isa: int, name: str) -> None:
+    """QJL names its outliers by bytes, so it has none there."""
+    options = {"outliers": 0} if name == "qjl3" else {}
+    run(name, 512, 4, 64, [200, 37, 0], low=20, **options)
+    run(name, 512, 4, 32, [90], q=100, heads=1, **options)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -168,6 +177,23 @@ def test_the_pytorch_kernels_too(name: str) -> None:
     for q, N, lengths in ((1, 160, (450, 37, 0)), (37, 64, (500, 90))):
         fmt, arguments, want = case(name, 64, 4, N, lengths, q, 2, 20, q, torch.bfloat16, ())
         check(fmt, attend.attend_packed(fmt, *arguments), want)
+
+
+@pytest.mark.parametrize("cap", [2.0, 50.0])
+@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+def test_a_soft_cap(isa: int, name: str, cap: float) -> None:
+    """Of a decode step, and of a chunk of many rows."""
+    run(name, 128, 4, 64, [200, 64, 37, 0], cap=cap)
+    run(name, 64, 4, 64, [300, 90], q=100, heads=1, low=20, cap=cap)
+
+
+@pytest.mark.parametrize("cap", [2.0, 50.0])
+def test_a_dropped_cap_is_noticed(cap: float) -> None:
+    fmt, arguments, want = case("squat2", 128, 4, 64, (200, 64, 37, 0), 1, 2, 0, 0, torch.bfloat16, (), cap)
+    for kernels in (cpu, attend):
+        check(fmt, kernels.attend_packed(fmt, *arguments), want)
+        with pytest.raises(AssertionError, match="relative error"):
+            check(fmt, kernels.attend_packed(fmt, *arguments[:-1]), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

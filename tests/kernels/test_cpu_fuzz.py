@@ -32,7 +32,7 @@ def attend(fmt: PageFormat, isa: int, threads: int, *arguments: Any) -> tuple[to
     n, q, heads, head_size = query.shape
     out, lse = torch.full((n, q, heads, head_size), 7.0), torch.full((n, q, heads), 7.0)
     lists = [torch.tensor(x, dtype=torch.int64) for x in lists]
-    library().attend_packed(bind(fmt), query, pages, *lists, head_size**-0.5, out, lse, threads, isa)
+    library().attend_packed(bind(fmt), query, pages, *lists, head_size**-0.5, 0.0, out, lse, threads, isa)
     return out, lse
 
 
@@ -41,7 +41,7 @@ def attend(fmt: PageFormat, isa: int, threads: int, *arguments: Any) -> tuple[to
 @given(data=st.data())
 def test_any_bytes_any_lists(isa: int, case: tuple[str, Any], data: st.DataObject) -> None:
     """Only what the lists name is read; a page or an owner that does not exist is refused."""
-    s = shapes(data.draw)
+    s = shapes(data.draw, case)
     fmt = bound(*case, s["d"], s["N"])
     rng = torch.Generator().manual_seed(s["seed"])
     # the pool ends where its last record ends, so that a sanitizer sees the first byte too many
@@ -100,7 +100,7 @@ def spoil_token(field: Field, at: torch.Tensor, t: int) -> None:
 @fuzz
 @given(data=st.data())
 def test_bytes_of_unattended_tokens_change_no_bit(isa: int, case: tuple[str, Any], data: st.DataObject) -> None:
-    s = shapes(data.draw)
+    s = shapes(data.draw, case)
     fmt = bound(*case, s["d"], s["N"])
     rng = torch.Generator().manual_seed(s["seed"])
     count, heads = s["pages"], s["heads"]
@@ -153,9 +153,9 @@ def test_any_rows_of_full_precision_tokens(isa: int, data: st.DataObject) -> Non
     n, q, query_heads, d = query.shape
     out, lse = torch.full((n * q, query_heads, d), 7.0), torch.full((n, q, query_heads), 7.0)
     empty = torch.zeros(0)
-    parts = [empty] * 4
+    parts, cap = [empty] * 4, data.draw(st.sampled_from([0.0, 5.0]))
     at = out, torch.arange(n * q), lse, s["threads"], isa
-    tensors = query, *pools[0], *pools[1], rows, seen.view(torch.uint8), d**-0.5, *parts, *at
+    tensors = query, *pools[0], *pools[1], rows, seen.view(torch.uint8), d**-0.5, cap, *parts, *at
     if t and int(rows.max()) >= limit:
         with pytest.raises(IndexError):
             library().attend_raw(*tensors)

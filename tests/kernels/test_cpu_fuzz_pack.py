@@ -71,7 +71,7 @@ def listed(fmt: PageFormat, pages: int, limit: int, owners: int, data: st.DataOb
 @fuzz
 @given(data=st.data())
 def test_pack(case: tuple[str, Any], data: st.DataObject) -> None:
-    s = shapes(data.draw)
+    s = shapes(data.draw, case)
     dtype = data.draw(FLOATS)
     fmt = bound(*case, s["d"], s["N"], dtype)
     rng = torch.Generator().manual_seed(s["seed"])
@@ -154,7 +154,7 @@ def test_store(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_fit(name: str, data: st.DataObject) -> None:
     """Any bits, any number of tokens, with and without what came before: finite, and what the reference finds."""
-    s = shapes(data.draw)
+    s = shapes(data.draw, (name, ()))
     dtype = data.draw(FLOATS)
     fmt = bound(name, (), s["d"], 64, dtype)
     rng = torch.Generator().manual_seed(s["seed"])
@@ -181,7 +181,7 @@ def test_fit(name: str, data: st.DataObject) -> None:
 @fuzz
 @given(data=st.data())
 def test_all_packed(case: tuple[str, Any], data: st.DataObject) -> None:
-    s = shapes(data.draw)
+    s = shapes(data.draw, case)
     fmt = bound(*case, s["d"], s["N"])
     rng = torch.Generator().manual_seed(s["seed"])
     pages = torch.zeros(s["pages"], s["heads"], fmt.record_bytes, dtype=torch.uint8)

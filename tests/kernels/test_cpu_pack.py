@@ -111,6 +111,12 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
     ("name", "d", "dtype", "n", "options"),
     [
         ("kivi2", 128, torch.float32, 64, {}),
+        *(
+            (name, 512, torch.float32, 64, {})
+            for name in ("squat2", "innerq2", "polar4", "polar3", "kitty2", "lossless")
+        ),
+        ("polar4", 512, torch.float32, 64, {"angle_bits": 3}),
+        ("qjl3", 512, torch.float32, 64, {"outliers": 0}),
         ("kivi4", 80, torch.float16, 128, {}),
         ("kivi2", 256, torch.bfloat16, 64, {"group": 48}),
         ("squat2", 128, torch.float32, 64, {}),

@@ -36,12 +36,34 @@ def inputs(n: int, q: int, t: int, heads: int, gqa: int, d: int, dtype: torch.dt
         (1, 37, 61, 1, 8, 256),
         (2, 1, 61, 2, 7, 256),
         (2, 70, 100, 1, 1, 64),
+        (1, 1, 61, 1, 4, 512),
+        (1, 37, 61, 1, 4, 512),
     ],
 )
 def test_the_same_as_pytorch(n: int, q: int, t: int, heads: int, gqa: int, d: int, dtype: torch.dtype) -> None:
     query, key, value, seen = inputs(n, q, t, heads, gqa, d, dtype)
     got, want = (f(query, key, value, seen, d**-0.5) for f in (cpu.attend_raw, attend.attend_raw))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("q", [1, 37])
+def test_a_soft_cap(q: int, dtype: torch.dtype) -> None:
+    """Against float64; scores are as large as the cap."""
+    query, key, value, seen = inputs(2, q, 61, 2, 4, 64, dtype)
+    seen[-1, -1] = True
+    k, v = (x.double().repeat_interleave(4, 2) for x in (key, value))
+    for cap in (2.0, 50.0):
+        scores = torch.einsum("nqhd,nthd->nhqt", query.double(), k) * (cap / 8)
+        scores = (cap * torch.tanh(scores / cap)).masked_fill(~seen[:, None], -math.inf)
+        want = torch.einsum("nhqt,nthd->nqhd", scores.softmax(-1), v)
+        for kernels in (cpu, attend):
+            got, lse = kernels.attend_raw(query, key, value, seen, cap / 8, cap)
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(lse.double(), scores.logsumexp(-1).transpose(1, 2), rtol=1e-4, atol=1e-4)
+            # the control
+            without = kernels.attend_raw(query, key, value, seen, cap / 8)[0]
+            assert (without - want).norm() > 0.1 * want.norm()
 
 
 @pytest.mark.parametrize("gqa", [1, 4, 7])

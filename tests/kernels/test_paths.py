@@ -52,6 +52,32 @@ def test_path(name: str, wish: Wish, path: str, why: str | None) -> None:
         assert kernels_for(bound(name), wish) is (CPU if path == "C++" else TORCH)
 
 
+@pytest.mark.parametrize(
+    ("name", "wish", "path", "why"),
+    [
+        ("squat2", Wish("cuda"), "GPU/Triton", None),
+        ("qjl3", Wish("cuda"), "PyTorch", "the CUDA kernels for qjl3 know no soft cap of attention scores"),
+        pytest.param("qjl3", Wish("cpu"), "C++", None, marks=has_library),
+    ],
+)
+def test_a_soft_cap(name: str, wish: Wish, path: str, why: str | None) -> None:
+    found = path_for(bound(name), wish, capped=True)
+    assert found.name == path
+    assert found.why is None if why is None else why in str(found.why)
+    if name == "qjl3":
+        slots = SlotGeometry.of(bound(name), 2, 0)
+        with pytest.raises(ValueError, match="know no soft cap"):
+            step_for(Path("GPU/CUDA"), bound(name), slots, 0, 0.125, HERE, cap=50.0)
+
+
+def test_large_heads() -> None:
+    fmt = get_format("squat2").bind(Geometry(512, 64, torch.bfloat16))
+    found = path_for(fmt, Wish("cuda"))
+    assert found.name == "PyTorch"
+    assert "the Triton kernels know head sizes up to 256, not 512" in str(found.why)
+    assert library() is None or path_for(fmt, Wish("cpu")).name == "C++"
+
+
 def test_the_environment_is_read_and_checked() -> None:
     assert Wish.of("cpu", {}) == Wish("cpu")
     assert Wish.of("cpu", {"VLLM_KVQ_KERNELS": "torch", "VLLM_KVQ_GPU_PATH": "1"}) == Wish("cpu", "torch", True)

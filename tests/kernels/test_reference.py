@@ -50,6 +50,22 @@ def test_sharing_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["squat2", "lossless"])
+def test_a_soft_cap(name: str) -> None:
+    def pytorch(layer: Layer, cap: float = 2.0) -> PlannedStep:
+        return PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), cap=cap)
+
+    def cpp(layer: Layer) -> CPUStep:
+        return CPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, cap=2.0)
+
+    assert worst_error(name, pytorch, cap=2.0) < 1e-5
+    assert worst_error(name, pytorch, cap=2.0, learned=True) < 1e-5
+    if library() is not None:
+        assert worst_error(name, cpp, cap=2.0) < 1e-3
+    # the control
+    assert worst_error(name, lambda layer: pytorch(layer, 0.0), cap=2.0) > 0.05
+
+
+@pytest.mark.parametrize("name", ["squat2", "lossless"])
 def test_learned_sinks(name: str) -> None:
     def pytorch(layer: Layer) -> PlannedStep:
         return PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"))

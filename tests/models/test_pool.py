@@ -46,6 +46,7 @@ def taken_and_said(traced: Any) -> tuple[int, int]:
         ("Llama", "innerq2", 0),
         ("Gemma-3", "squat2", 5),
         ("Gemma-3n", "squat2", 2),
+        ("Gemma-4", "squat2", 5),
         ("Llama 4", "squat2", 3),
         ("Granite 4", "qjl3", 0),
         pytest.param("gpt-oss", "squat2", 2, marks=pytest.mark.wide),

@@ -54,10 +54,12 @@ def queries(n: int, q: int, heads: int, d: int, dtype: torch.dtype = torch.float
     return torch.randn(n, q, heads, d, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
-def check(fmt: PageFormat, pages: torch.Tensor, query: torch.Tensor, table, low, high, splits: int | None) -> None:
+def check(
+    fmt: PageFormat, pages: torch.Tensor, query: torch.Tensor, table, low, high, splits: int | None, cap: float = 0.0
+) -> None:
     scale = fmt.geometry.head_size**-0.5
-    out, lse = kernels.attend_table(fmt, query, pages, table, low, high, scale, splits)
-    want, want_lse = exact_attention(fmt, query, pages, table, low, high, scale)
+    out, lse = kernels.attend_table(fmt, query, pages, table, low, high, scale, splits, cap)
+    want, want_lse = exact_attention(fmt, query, pages, table, low, high, scale, cap)
     assert out.dtype == lse.dtype == torch.float32
     assert relative_error(out, want) < BOUND
     empty = want_lse == -torch.inf
@@ -127,6 +129,18 @@ def test_kitty_of_other_options(d: int, options: dict[str, object]) -> None:
     fmt = get_format("kitty2").bind(Geometry(d, 32), options)
     table, low, high = torch.tensor([[3, 1], [2, 0]]), torch.tensor([5, 0]), torch.tensor([51, 19])
     check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
+
+
+@pytest.mark.parametrize("cap", [2.0, 50.0])
+@pytest.mark.parametrize("name", ["squat2", wide("innerq2"), wide("polar4"), wide("kitty2")])
+def test_a_soft_cap(name: str, cap: float) -> None:
+    fmt, pages = pool(name, 64, 64)
+    ragged = torch.tensor([[1, 2, 3], [2, 0, 0]]), torch.tensor([5, 0]), torch.tensor([150, 19])
+    check(fmt, pages, queries(2, 1, 8, 64), *ragged, splits=2, cap=cap)
+    # the control
+    out, _ = kernels.attend_table(fmt, queries(2, 1, 8, 64), pages, *ragged, 0.125, 2)
+    want, _ = exact_attention(fmt, queries(2, 1, 8, 64), pages, *ragged, 0.125, cap)
+    assert relative_error(out, want) > BOUND
 
 
 def test_polar_scores_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

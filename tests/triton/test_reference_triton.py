@@ -29,6 +29,15 @@ def test_sharing_layers(prompts: Causal | None) -> None:
     assert worst_error("squat2", build, heads=1, share=1, decodes=1) < 2e-3
 
 
+def test_a_soft_cap() -> None:
+    """Of what is packed, of what is in full precision, and of prompts."""
+
+    def build(layer: Layer) -> GPUStep:
+        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal, cap=2.0)
+
+    assert worst_error("squat2", build, heads=1, share=2, decodes=1, cap=2.0) < 2e-3
+
+
 def test_learned_sinks() -> None:
     def build(layer: Layer) -> GPUStep:
         return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal)

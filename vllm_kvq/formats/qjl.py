@@ -99,6 +99,10 @@ def orthonormal(a: np.ndarray) -> np.ndarray:
     return a
 
 
+MOST_NAMED = 256
+"""Channels that a byte can tell apart."""
+
+
 class SketchKeys(KeyCodec):
     name = "qjl"
     title = "sign bits of a random sketch and norms; outlier channels with their own"
@@ -127,6 +131,11 @@ class SketchKeys(KeyCodec):
 
     def _divide(self, options: Mapping[str, Any]) -> None:
         """The outliers and their sketch."""
+        if self.d > MOST_NAMED:
+            raise ValueError(
+                f"QJL names outlier channels by bytes, so heads have at most {MOST_NAMED} channels, not {self.d}; "
+                "set the kvq option 'outliers' to 0, or use squat2 or innerq2"
+            )
         self.m_out, self.n = options["m_out"] or self.d, options["outliers"] or self.d // 16
         self.state_rows = 2 if options["outlier_choice"] == "prompt" else 0
         self.scale_out = self._constant(self.n) / self.m_out

@@ -29,7 +29,7 @@ from vllm_kvq.integration.layer import PackedLayer
 from vllm_kvq.integration.layout import ONE_SIZE, SIDE_BY_SIDE, zero_all_groups
 from vllm_kvq.integration.report import Damage
 from vllm_kvq.integration.seeds import keep_seeds
-from vllm_kvq.integration.served import Served, parts_of, path_of
+from vllm_kvq.integration.served import Served, capped, parts_of, path_of
 from vllm_kvq.integration.setup import bind_layer, layer_of
 from vllm_kvq.integration.sharing import SharingLayer, check_sharing, find_specs_of_sharing_layers
 from vllm_kvq.integration.spec import PackedSpec
@@ -97,7 +97,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
             return AttentionCGSupport.NEVER
         # beside other layers vLLM hands over the spec that wraps those of a group
         spec = getattr(kv_cache_spec, "first_spec", kv_cache_spec)
-        path = path_of(parts_of(vllm_config, Layers.of(vllm_config), spec.block_size), wish)
+        parts = parts_of(vllm_config, Layers.of(vllm_config), spec.block_size)
+        path = path_of(parts, wish, capped(vllm_config.model_config))
         return AttentionCGSupport.UNIFORM_BATCH if path.on_gpu else AttentionCGSupport.NEVER
 
     def _watch(self) -> None:
@@ -202,8 +203,9 @@ class KVQImpl(AttentionImpl):
     ) -> None:
         self.learned = extra.pop("sinks", None)
         self.target_name = kv_sharing_target_layer_name
-        check_layer(alibi_slopes, sliding_window, logits_soft_cap, attn_type, extra)
+        check_layer(alibi_slopes, sliding_window, attn_type, extra)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.cap = float(logits_soft_cap or 0.0)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.vllm_config = get_current_vllm_config()
         self.packed: PackedLayer | None = None
@@ -222,7 +224,7 @@ class KVQImpl(AttentionImpl):
             check_sharing(index, self, self.target_name, target.impl)
             target.impl.process_weights_after_loading(act_dtype)
             layer.attn_backend = target.attn_backend
-            self.sharing = SharingLayer.create(name, target.impl.packed, self.scale, self.vllm_config)
+            self.sharing = SharingLayer.create(name, target.impl.packed, self.scale, self.vllm_config, self.cap)
             return
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
         served = Served.of(self.vllm_config)
@@ -232,7 +234,7 @@ class KVQImpl(AttentionImpl):
             find_specs_of_sharing_layers()
         layer.attn_backend = bound_backend(fmt, served.recomputed, served.mixed)
         self.packed = PackedLayer.create(
-            fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers, self.learned
+            fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers, self.learned, self.cap
         )
 
     def forward(

@@ -58,8 +58,10 @@ class PackedLayer:
         vllm_config: Any,
         layers: dict[str, Any],
         learned: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> PackedLayer:
-        """The layer and its companions, which become layers of the model's forward context."""
+        """The layer and its companions, which become layers of the model's forward context. `cap`: the soft cap of its
+        scores; 0: none."""
         slots, served = SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens), Served.of(vllm_config)
         # an existing companion is kept: after a reload of weights its cache is still bound
         first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
@@ -71,7 +73,7 @@ class PackedLayer:
         if served.sizes > 1:
             for suffix in (SIDECAR_SUFFIX, SINK_SUFFIX):
                 smallest_first([n for n in layers if n.endswith(suffix)], layers)
-        step = step_of(fmt, slots, scale, vllm_config, learned is not None)
+        step = step_of(fmt, slots, scale, vllm_config, learned is not None, cap)
         export = functools.partial(Series.of(vllm_config).add, CLAMPED)
         if learned is not None and isinstance(step, CPUStep):
             logger.warning_once(
@@ -100,13 +102,15 @@ class PackedLayer:
             raise RuntimeError(f"{self.name}: {error}") from error
 
 
-def step_of(fmt: PageFormat, slots: SlotGeometry, scale: float, vllm_config: Any, merged: bool = False) -> Step:
+def step_of(
+    fmt: PageFormat, slots: SlotGeometry, scale: float, vllm_config: Any, merged: bool = False, cap: float = 0.0
+) -> Step:
     """`merged`: attention among a prompt's new tokens must return its log-sum-exp."""
     num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device
     geometry = fmt.geometry
 
     def causal(wanted: bool) -> Causal:
-        return prompts_for(Asked(device, geometry.dtype, geometry.head_size, wanted or merged))
+        return prompts_for(Asked(device, geometry.dtype, geometry.head_size, wanted or merged, cap > 0))
 
-    path = Served.of(vllm_config).path
-    return step_for(path, fmt, slots, num_spec, scale, device, causal, all_queries_of(vllm_config))
+    path, queries = Served.of(vllm_config).path, all_queries_of(vllm_config, geometry.layer)
+    return step_for(path, fmt, slots, num_spec, scale, device, causal, queries, cap)

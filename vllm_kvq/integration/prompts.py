@@ -31,6 +31,8 @@ class Asked:
     head_size: int
     merged: bool
     """Whether the log-sum-exp is needed."""
+    capped: bool = False
+    """Whether scores have a soft cap."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def _cpu(
     start: torch.Tensor,
     lengths: tuple[int, ...],
     scale: float,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, None]:
     """vLLM's own CPU kernel, over a scratch cache: it knows the processor (AMX, AVX-512, NEON) better than PyTorch's,
     which takes more than twice as long, and a prompt costs what it costs without us. Prompts of one length."""
@@ -86,7 +89,7 @@ def _cpu(
     schedule = ops.cpu_attn_get_scheduler_metadata(n, query_heads, heads, d, ends, dtype, start, True, -1, isa, True)
     out = torch.empty(n * q, query_heads, d, dtype=dtype)
     ops.cpu_attention_with_kv_cache(
-        *(query, keys, values, out, start, ends, scale, True, None, -1, table, 0.0, schedule, None)
+        *(query, keys, values, out, start, ends, scale, True, None, -1, table, cap, schedule, None)
     )
     return out, None
 
@@ -115,6 +118,7 @@ def _flash(
     start: torch.Tensor,
     lengths: tuple[int, ...],
     scale: float,
+    cap: float = 0.0,
 ) -> Partial:
     from vllm.v1.attention.backends import fa_utils
 
@@ -126,6 +130,7 @@ def _flash(
         max_seqlen_k=longest,
         cu_seqlens_k=start,
         softmax_scale=scale,
+        softcap=cap,
         causal=True,
         return_softmax_lse=True,
         fa_version=fa_utils.get_flash_attn_version(head_size=query.shape[-1]),
@@ -136,6 +141,8 @@ def _flash(
 def _xformers_problem(asked: Asked) -> str | None:
     if problem := _half_on_cuda(asked):
         return problem
+    if asked.capped:
+        return "it knows no soft cap"
     return None if importlib.util.find_spec("xformers") else "xformers is not installed (extra 'xformers')"
 
 
@@ -146,9 +153,12 @@ def _xformers(
     start: torch.Tensor,
     lengths: tuple[int, ...],
     scale: float,
+    cap: float = 0.0,
 ) -> Partial:
     from xformers.ops import fmha
 
+    if cap:
+        raise ValueError("xFormers knows no soft cap")
     total, heads = sum(lengths), key.shape[1]
     q = query[:total].unflatten(1, (heads, -1))[None]  # (1, T, H, g, d)
     k, v = (x[:total][None, :, :, None].expand(q.shape) for x in (key, value))

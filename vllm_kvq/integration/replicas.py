@@ -16,10 +16,10 @@ import torch
 AllQueries = Callable[[torch.Tensor], torch.Tensor]
 
 
-def all_queries_of(vllm_config: Any) -> AllQueries | None:
-    """What extends a rank's queries by those of the copies; None where every KV head lies on one rank."""
+def all_queries_of(vllm_config: Any, layer: int) -> AllQueries | None:
+    """What extends a rank's queries by those of the copies; None where every KV head of the layer lies on one rank."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    copies = max(1, ranks // vllm_config.model_config.get_total_num_kv_heads())
+    copies = max(1, ranks // vllm_config.model_config.model_arch_config[layer].total_num_kv_heads)
     return None if copies == 1 else _gatherer(copies)
 
 

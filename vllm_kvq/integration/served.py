@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from vllm_kvq.formats.by_layer import options_at, schedules, written
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
+from vllm_kvq.integration.heads import Heads
 from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.setup import bind, kvq_options, settings_of
 from vllm_kvq.integration.states import States
@@ -60,6 +62,10 @@ class Served:
     parts: tuple[Part, ...]
     layers: Layers
     """Which layers are packed, and which stay in 16 bits and why."""
+    skipped_heads: tuple[Heads, ...]
+    """Of each layer in `layers.skipped`."""
+    window_heads: tuple[Heads, ...]
+    """Of each layer in `layers.windows`."""
     draft: Draft | None
     states: States | None
     """What a hybrid's other layers keep."""
@@ -90,13 +96,15 @@ class Served:
         served = cls(
             parts,
             layers,
+            tuple(Heads.of(vllm_config, layer) for layer in sorted(layers.skipped)),
+            tuple(Heads.of(vllm_config, layer) for layer in sorted(layers.windows)),
             draft,
             states,
             recomputed=_recomputed(vllm_config, parts[0].format, layers, states),
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
             ranks=parallel.tensor_parallel_size,
-            path=path_of(parts, Wish.of(vllm_config.device_config.device_type, os.environ)),
+            path=path_of(parts, Wish.of(vllm_config.device_config.device_type, os.environ), capped(model)),
         )
         if served.sizes > 1 and parallel.pipeline_parallel_size > 1:
             raise ValueError(
@@ -159,15 +167,16 @@ class Served:
     def kinds(self) -> tuple[Kind, ...]:
         slots, length, block = self.parts[0].slots, self.max_len, self.format.N
         plain = 4 * slots.heads * slots.head_size
-        whole, page = -(-length // block), block * slots.slot_bytes
+        whole = -(-length // block)
         packed = whole + self.sidecar_blocks + self.sink_blocks
         kinds = [Kind(len(p.layers), packed, p.slots.page_bytes, length * plain, packed=True) for p in self.parts]
-        if skipped := len(self.layers.skipped):
-            kinds.append(Kind(skipped, whole, page, length * plain))
-        if windows := len(self.layers.windows):
+        for heads, layers in Counter(self.skipped_heads).items():
+            kinds.append(Kind(layers, whole, block * slots.itemsize * heads.elements, 2 * length * heads.elements))
+        for heads, layers in Counter(self.window_heads).items():
             # as vLLM counts a window: one block more, because it may begin in the middle of one
             seen = min(self.window_tokens, length)
-            kinds.append(Kind(windows, -(-seen // block) + 1, page, seen * plain, apart=True))
+            page = block * slots.itemsize * heads.elements
+            kinds.append(Kind(layers, -(-seen // block) + 1, page, 2 * seen * heads.elements, apart=True))
         if states := self.states:
             own = states.blocks * states.nbytes
             kinds.append(Kind(states.layers, states.blocks, states.nbytes, own, apart=True))
@@ -179,9 +188,9 @@ class Served:
 
 def parts_of(vllm_config: Any, layers: Layers, block: int) -> tuple[Part, ...]:
     """The packed layers by their options, in pages of `block` tokens; one part without layers where none is packed."""
-    model = vllm_config.model_config
-    heads = model.get_num_kv_heads(vllm_config.parallel_config)
-    geometry = Geometry(model.get_head_size(), block, model.dtype)
+    # all packed layers have such heads (validate.py)
+    heads = Heads.of(vllm_config, next(iter(layers.packed_layers), 0))
+    geometry = Geometry(heads.size, block, vllm_config.model_config.dtype)
     options = kvq_options(vllm_config)
     alike: dict[str, list[int]] = {}
     for layer in layers.packed_layers:
@@ -189,16 +198,21 @@ def parts_of(vllm_config: Any, layers: Layers, block: int) -> tuple[Part, ...]:
     parts = []
     for members in alike.values() or [[]]:
         fmt = bind(vllm_config, replace(geometry, layer=members[0] if schedules(options) else 0))
-        slots = SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens)
+        slots = SlotGeometry.of(fmt, heads.count, vllm_config.num_speculative_tokens)
         parts.append(Part(tuple(members), fmt, slots))
     return tuple(parts)
 
 
-def path_of(parts: Sequence[Part], wish: Wish) -> Path:
+def capped(model: Any) -> bool:
+    """Whether attention scores have a soft cap."""
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
+def path_of(parts: Sequence[Part], wish: Wish, capped: bool) -> Path:
     """One path for all layers: the slowest that any of them needs, and why."""
     if len(parts) == 1:
-        return path_for(parts[0].format, wish)
-    found = {written(part.layers): path_for(part.format, wish) for part in parts}
+        return path_for(parts[0].format, wish, capped)
+    found = {written(part.layers): path_for(part.format, wish, capped) for part in parts}
     slowest = max(found.values(), key=lambda path: path.rank)
     why = [f"for {layers} {path.why}" for layers, path in found.items() if path.why and path.rank == slowest.rank]
     slow = [f"in {layers} {path.slow}" for layers, path in found.items() if path.slow and path.rank == slowest.rank]

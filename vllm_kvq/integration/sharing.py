@@ -28,9 +28,9 @@ class SharingLayer:
         target.readers += 1
 
     @classmethod
-    def create(cls, name: str, target: PackedLayer, scale: float, vllm_config: Any) -> SharingLayer:
+    def create(cls, name: str, target: PackedLayer, scale: float, vllm_config: Any, cap: float) -> SharingLayer:
         slots = target.sidecar.slots_geometry
-        return cls(name, target, step_of(target.fmt, slots, scale, vllm_config))
+        return cls(name, target, step_of(target.fmt, slots, scale, vllm_config, cap=cap))
 
     def run(self, batch: StepBatch, query: torch.Tensor, output: torch.Tensor) -> None:
         caches = self.target.shared

@@ -10,7 +10,8 @@ from typing import Any
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.connectors import connector_problem
 from vllm_kvq.integration.drafts import draft_problem
-from vllm_kvq.integration.kept import window_problem
+from vllm_kvq.integration.heads import Heads
+from vllm_kvq.integration.kept import Layers, window_problem
 from vllm_kvq.integration.memory import memory_problem
 from vllm_kvq.integration.rope import rope_problem
 from vllm_kvq.integration.served import Served
@@ -99,10 +100,9 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (model.runner_type != "generate", "pooling and embedding models", plain),
         (model.is_encoder_decoder, "encoder-decoder models", plain),
         (hybrid := hybrid_problem(model), hybrid or "", plain),
-        (_layers_differ(text), "head sizes that differ per layer", f"{plain} or fp8"),
+        (_heads_differ(vllm_config), "full-attention layers that have different KV heads", f"{plain} or fp8"),
         (window := window_problem(model), window or "", f"{plain} or fp8"),
         (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
-        (getattr(text, "attn_logit_softcapping", None), "a soft-cap on attention logits", plain),
         (model.uses_alibi, "ALiBi", plain),
         (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
         (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
@@ -135,15 +135,13 @@ def _gpu_problem(platform: Any) -> str | None:
     return None if found is None else capability_problem((found.major, found.minor))
 
 
-def _layers_differ(text: Any) -> bool:
-    """Whether layers have different KV shapes: their pages would have different sizes."""
-    config = text.to_dict()
-    own = (config.get("per_layer_config") or {}).values()
-    return any(
-        isinstance(config.get(name), list)
-        or any(layer.get(name, config.get(name)) != config.get(name) for layer in own)
-        for name in ("head_dim", "num_key_value_heads")
-    )
+def _heads_differ(vllm_config: Any) -> bool:
+    """Whether the layers that would be packed have KV heads of different sizes or numbers. Those of other layers may be
+    as they are: pages of several sizes lie side by side."""
+    config = vllm_config.model_config.hf_text_config.to_dict()
+    if any(isinstance(config.get(name), list) for name in ("head_dim", "num_key_value_heads")):
+        return True  # OpenELM's, of which vLLM knows one number
+    return len({Heads.of(vllm_config, layer) for layer in Layers.of(vllm_config).packed_layers}) > 1
 
 
 # what vLLM asks of a backend before it makes a layer, and what it is called in a sentence
@@ -171,7 +169,6 @@ def check_selection(asked: Any) -> None:
 def check_layer(
     alibi_slopes: object,
     sliding_window: object,
-    soft_cap: object,
     attn_type: str,
     extra: dict[str, Any],
 ) -> None:
@@ -179,7 +176,6 @@ def check_layer(
     checks = [
         (alibi_slopes is not None, "ALiBi"),
         (sliding_window is not None, "sliding-window attention"),
-        (bool(soft_cap), "a soft-cap on attention logits"),
         (attn_type != "decoder", f"{attn_type} attention"),
     ]
     for bad, what in checks:

@@ -76,13 +76,14 @@ class Path:
         return 0 if self.on_gpu else (CPP, PYTORCH).index(self.name) + 1
 
 
-def path_for(fmt: PageFormat, wish: Wish) -> Path:
+def path_for(fmt: PageFormat, wish: Wish, capped: bool = False) -> Path:
+    """`capped`: scores have a soft cap."""
     problems = []
     if wish.on_gpu:
-        kernels = gpu.kernels_of(fmt)
+        kernels = gpu.kernels_of(fmt, capped)
         if kernels is not None:
             return Path(f"GPU/{kernels.name}")
-        problems.append(gpu.why_not(fmt))
+        problems.append(gpu.why_not(fmt, capped))
     if wish.device_type == "cpu":
         problem = "VLLM_KVQ_KERNELS=torch leaves C++ out" if wish.kernels == "torch" else cpu.why_not(fmt)
         if problem is None:
@@ -105,18 +106,20 @@ def step_for(
     device: torch.device,
     causal: Callable[[bool], Causal | None] = lambda merged: None,
     all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    cap: float = 0.0,
 ) -> Step:
     """A layer's step on this path.
 
     `causal(merged)` attends the new tokens of prompts, with their log-sum-exp if `merged`; the default leaves them to
     the path's own kernels. `all_queries` extends queries by those of other ranks that hold a copy of the same KV heads.
-    Layers on the GPU's path share a step, and with it the counters of its kernels, if their arguments are equal.
+    `cap`: the soft cap of scores; 0: none. Layers on the GPU's path share a step, and with it the counters of its
+    kernels, if their arguments are equal.
     """
     if path.on_gpu:
-        return _gpu_step(fmt, slots, num_spec, scale, device, causal(True), all_queries)
+        return _gpu_step(fmt, slots, num_spec, scale, device, causal(True), all_queries, cap)
     if path.name == CPP:
-        return cpu.CPUStep(fmt, slots, num_spec, scale, causal(False), all_queries)
-    return PlannedStep(fmt, slots, num_spec, scale, device, TORCH, causal(False), all_queries)
+        return cpu.CPUStep(fmt, slots, num_spec, scale, causal(False), all_queries, cap)
+    return PlannedStep(fmt, slots, num_spec, scale, device, TORCH, causal(False), all_queries, cap)
 
 
 @functools.cache

@@ -122,8 +122,8 @@ class Step(Protocol):
 
 
 Causal = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-"""Causal attention among the new tokens of prompts: (query, key, value, start, lengths, scale) -> (out, lse).
+"""Causal attention among the new tokens of prompts: (query, key, value, start, lengths, scale, cap) -> (out, lse).
 
 query (T, Hq, d), key and value (T, H, d): the prompts one after the other, as many tokens each as `lengths` says;
 `start` has their first rows, and the number of all, int32 on the device. out (T, Hq, d) and the log-sum-exp (T, Hq), or
-None in its place by a kernel that does not return it."""
+None in its place by a kernel that does not return it. `cap`: the soft cap of scores; 0: none."""

@@ -13,7 +13,7 @@ void read_threads(kvq::Attend& a, int64_t threads, int64_t isa) {
   a.isa = int(isa);
 }
 
-void read_query(kvq::Attend& a, const TensorView& query, int64_t heads, double scale) {
+void read_query(kvq::Attend& a, const TensorView& query, int64_t heads, double scale, double cap) {
   require(query.ndim() == 4 && (query.stride(3) == 1 || query.size(3) == 1),
           "query must be (requests, queries, heads, head_size) with dense rows");
   a.requests = query.size(0);
@@ -21,12 +21,14 @@ void read_query(kvq::Attend& a, const TensorView& query, int64_t heads, double s
   a.query_heads = query.size(2);
   a.head_size = query.size(3);
   a.heads = heads;
-  require(a.head_size > 0 && a.head_size <= 256 && a.head_size % 16 == 0, "unsupported head size");
+  require(a.head_size > 0 && a.head_size <= kvq::LARGEST_HEAD && a.head_size % 16 == 0, "unsupported head size");
   require(heads > 0 && a.query_heads % heads == 0, "query heads must be a multiple of the KV heads");
   a.query = query.data_ptr();
   a.query_dtype = float_type(query);
   for (int i = 0; i < 3; ++i) a.query_strides[i] = query.stride(i);
   a.scale = float(scale);
+  require(cap >= 0, "a soft cap must be positive");
+  a.cap = float(cap);
 }
 
 void read_packed(kvq::Attend& a, const TensorView& layout, const TensorView& pages, const TensorView& page_ids,
@@ -67,11 +69,11 @@ void run(const kvq::Attend& a) {
 }
 
 void attend_packed(TensorView layout, TensorView query, TensorView pages, TensorView page_ids, TensorView owner,
-                   TensorView low, TensorView high, double scale, TensorView out, TensorView lse, int64_t threads,
-                   int64_t isa) {
+                   TensorView low, TensorView high, double scale, double cap, TensorView out, TensorView lse,
+                   int64_t threads, int64_t isa) {
   kvq::Attend a{};
   read_threads(a, threads, isa);
-  read_query(a, query, pages.ndim() == 3 ? pages.size(1) : 0, scale);
+  read_query(a, query, pages.ndim() == 3 ? pages.size(1) : 0, scale, cap);
   read_packed(a, layout, pages, page_ids, owner, low, high);
   read_dense_output(a, out, lse);
   run(a);
@@ -110,11 +112,12 @@ void read_output(kvq::Attend& a, const TensorView& out, const TensorView& out_ro
 // Full-precision tokens, merged with up to two prior parts: out (requests, queries, heads, head_size) and lse, empty
 // where there are none.
 void attend_raw(TensorView query, TensorView key, TensorView value, TensorView more_key, TensorView more_value,
-                TensorView rows, TensorView seen, double scale, TensorView out0, TensorView lse0, TensorView out1,
-                TensorView lse1, TensorView out, TensorView out_rows, TensorView lse, int64_t threads, int64_t isa) {
+                TensorView rows, TensorView seen, double scale, double cap, TensorView out0, TensorView lse0,
+                TensorView out1, TensorView lse1, TensorView out, TensorView out_rows, TensorView lse, int64_t threads,
+                int64_t isa) {
   kvq::Attend a{};
   read_threads(a, threads, isa);
-  read_query(a, query, key.ndim() == 4 ? key.size(2) : 0, scale);
+  read_query(a, query, key.ndim() == 4 ? key.size(2) : 0, scale, cap);
   read_raw(a, key, value, more_key, more_value, rows, seen);
   read_output(a, out, out_rows);
   const int64_t lines = a.requests * a.queries * a.query_heads;
@@ -145,11 +148,11 @@ int64_t first_unpacked(const kvq::Packed& p) {
 // unpacked slab among its attended ones, and then does nothing; or -1.
 int64_t attend_step(TensorView layout, TensorView query, TensorView pages, TensorView page_ids, TensorView owner,
                     TensorView low, TensorView high, TensorView key, TensorView value, TensorView more_key,
-                    TensorView more_value, TensorView rows, TensorView seen, double scale, TensorView out,
+                    TensorView more_value, TensorView rows, TensorView seen, double scale, double cap, TensorView out,
                     TensorView out_rows, int64_t threads, int64_t isa) {
   kvq::Attend a{};
   read_threads(a, threads, isa);
-  read_query(a, query, key.ndim() == 4 ? key.size(2) : 0, scale);
+  read_query(a, query, key.ndim() == 4 ? key.size(2) : 0, scale, cap);
   read_packed(a, layout, pages, page_ids, owner, low, high);
   read_raw(a, key, value, more_key, more_value, rows, seen);
   read_output(a, out, out_rows);

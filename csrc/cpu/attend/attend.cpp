@@ -230,6 +230,7 @@ class Driver {
     task.layout = &l_;
     task.constants = &p_.constants;
     task.rows = rows;
+    task.cap = a_.cap * LOG2_E;
     task.query = query;
     task.features = features_of(piece.share);
     task.scores = query + block_rows_ * l_.d;
@@ -252,6 +253,7 @@ class Driver {
       }
       task.prefetch = {nullptr, nullptr, ahead, ahead + next, l_.slab_bytes};
       for (int i = 0; i < count; ++i) keys.score(task, block[i], i * SLAB);
+      if (task.cap > 0) kernels_.cap(task.scores, BLOCK, rows, count * SLAB, task.cap);
       kernels_.softmax(task, block, count);
       values.add(task, block, count);
     }
@@ -305,7 +307,7 @@ class Driver {
   };
 
   void merge(const Share& share) const {
-    float out[256];
+    float out[LARGEST_HEAD];
     for (int64_t r = 0; r < share.rows; ++r) {
       const int64_t row = output_row(share.request, share.head, share.row + r), n = a_.head_size;
       const auto part = [&](int64_t i) { return partial_.get() + pieces_[share.first_task + i].partial; };

@@ -41,7 +41,7 @@ struct Attend {
   int64_t query_strides[3];
   Packed packed;  // listed == 0: none
   Raw raw;        // tokens == 0: none
-  float scale;
+  float scale, cap;  // cap: the soft cap of scores; 0: none
   // Other parts of the same attention, outputs (requests, queries, query_heads, head_size) and their log-sum-exps,
   // dense; null where there are none. They are merged into the output.
   const float *prior_out[2], *prior_lse[2];

@@ -26,6 +26,9 @@ struct Size {
   static constexpr int d = D;
 };
 
+// The channels that QJL's and PolarQuant's kernels are compiled for: these unroll their loops over channels.
+constexpr int MOST_UNROLLED = 256;
+
 // f(Size<D>) for the head sizes whose planes are whole vectors.
 template <class F>
 inline KeyKernel by_head_size(const Layout& l, int rows, F&& f) {
@@ -36,6 +39,7 @@ inline KeyKernel by_head_size(const Layout& l, int rows, F&& f) {
     case 128: return f(Size<128>{});
 #ifndef KVQ_SANITIZED
     case 256: return f(Size<256>{});
+    case 512: return f(Size<512>{});
 #endif
     default: return float32::keys(l, rows);
   }
@@ -50,10 +54,13 @@ inline KeyKernel choose_keys(const Layout& l, int rows) {
     if (channel && l.key_bits == 4) return key_kernel<typename Set::template Channel<D, 4>>();
     if (l.keys == Keys::boosted && l.boosted <= D / 2) return key_kernel<typename Set::template Boosted<D>>();
     if (l.keys == Keys::hybrid && l.key_bits == 2) return key_kernel<typename Set::template Hybrid<D>>();
-    if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && (l.outer_rows == l.d || !l.outliers) && l.outliers <= 32)
-      return key_kernel<typename Set::template Sketch<D>>();
-    if (polar && l.radius_bits == 4) return key_kernel<typename Set::template Polar<D, 4>>();
-    if (polar && l.radius_bits == 2) return key_kernel<typename Set::template Polar<D, 2>>();
+    if constexpr (D <= MOST_UNROLLED) {
+      const bool outer = l.outer_rows == l.d || !l.outliers;
+      if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && outer && l.outliers <= 32)
+        return key_kernel<typename Set::template Sketch<D>>();
+      if (polar && l.radius_bits == 4) return key_kernel<typename Set::template Polar<D, 4>>();
+      if (polar && l.radius_bits == 2) return key_kernel<typename Set::template Polar<D, 2>>();
+    }
     return float32::keys(l, rows);
   });
 }

@@ -4,6 +4,7 @@
 // up to BLOCK_SLABS slabs; for every block
 //
 //     keys->score      S = q K^T                                   one slab at a time, for all rows
+//     cap              S = c tanh(S / c)                           where the model has a soft cap
 //     softmax          m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
 //     values->add      O = O + P V
 //
@@ -76,6 +77,7 @@ struct Task {
   const Layout* layout;
   const Constants* constants;
   int rows;
+  float cap;              // the soft cap of scores, times log2(e); 0: none
   const float* query;     // [rows][d]
   const float* features;  // QJL: S q, [rows][m]
   float* scores;          // [rows][BLOCK]
@@ -124,6 +126,7 @@ struct RawTask {
   const float* query;          // [rows][d]
   const uint16_t* query_bits;  // the same before `unit` = scale * log2(e), [rows][d] bf16; null: not to be used
   float unit;
+  float cap;                   // as in Task
   float* work;                 // 2 [32][d] + [rows][32]
   float *out, *top, *total;    // as in Task
 };
@@ -140,6 +143,7 @@ struct ManyKernel {
 struct AttendKernels {
   KeyKernel (*keys)(const Layout&, int rows);
   ValueKernel (*values)(const Layout&, int rows);
+  void (*cap)(float* scores, int64_t stride, int rows, int width, float cap);
   void (*softmax)(Task&, const Slab*, int count);
   void (*add_raw)(RawTask&);
   // QJL's features: S q for `rows` rows

@@ -145,6 +145,7 @@ void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int6
   t.dtype = a.raw.dtype;
   t.seen_stride = a.raw.tokens;
   t.unit = a.scale * LOG2_E;
+  t.cap = a.cap * LOG2_E;
   t.work = query + rows * d;
   uint16_t* bits = reinterpret_cast<uint16_t*>(t.work + 2 * SLAB * d + ROWS * SLAB);
   const bool both_bf16 = a.query_dtype == Dtype::bf16 && a.raw.dtype == Dtype::bf16 && a.head_size == d && has_bf16();

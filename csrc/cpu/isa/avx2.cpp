@@ -8,7 +8,7 @@
 
 namespace kvq {
 const Isa avx2_isa = {"avx2",
-                      {integer::keys, integer::values, float32::softmax, float32::add_raw, float32::project,
+                      {integer::keys, integer::values, float32::cap, float32::softmax, float32::add_raw, float32::project,
                        float32::many_kernel},
                       float32::pack_kernels};
 }

@@ -7,7 +7,7 @@
 
 namespace kvq {
 const Isa avx512bw_isa = {"avx512bw",
-                          {integer::keys, integer::values, float32::softmax, float32::add_raw, float32::project,
+                          {integer::keys, integer::values, float32::cap, float32::softmax, float32::add_raw, float32::project,
                            float32::many_kernel},
                           float32::pack_kernels};
 }

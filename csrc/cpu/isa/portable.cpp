@@ -6,7 +6,7 @@
 
 namespace kvq {
 const Isa portable_isa = {"portable",
-                          {float32::keys, float32::values, float32::softmax, float32::add_raw, float32::project,
+                          {float32::keys, float32::values, float32::cap, float32::softmax, float32::add_raw, float32::project,
                            float32::many_kernel},
                           float32::pack_kernels};
 }

@@ -141,7 +141,7 @@ inline void put_key_codes(const int32_t* codes, int64_t n, int bits, uint8_t* to
 inline void put_value_codes(const int32_t* codes, int64_t n, int bits, uint8_t* to) {
   const int planes = 8 / bits;
   const int64_t stride = n / planes;
-  int32_t words[256];
+  int32_t words[LARGEST_HEAD];
   for (int quad = 0; quad < SLAB / 4; ++quad) {
     for (int64_t i = 0; i < stride; ++i) words[i] = 0;
     for (int j = 0; j < 4; ++j)

@@ -82,7 +82,7 @@ kvq::Reduce read_reduce(const TensorView& rows, const TensorView& out, int dimen
   r.heads = out.size(0);
   r.d = out.size(1);
   require(r.heads > 0 && rows.size(1) % r.heads == 0, "rows must belong to a multiple of the KV heads");
-  require(r.d > 0 && r.d <= 256 && r.d % kvq::SLAB == 0 && r.head_size <= r.d && r.head_size % 16 == 0,
+  require(r.d > 0 && r.d <= kvq::LARGEST_HEAD && r.d % kvq::SLAB == 0 && r.head_size <= r.d && r.head_size % 16 == 0,
           "unsupported head size");
   r.group = rows.size(1) / r.heads;
   r.rows = rows.data_ptr();

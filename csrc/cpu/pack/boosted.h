@@ -26,7 +26,7 @@ inline void pack_boosted(const PackUnit& u) {
   const int64_t d = l.d, boosted = l.boosted;
   int32_t *low = reinterpret_cast<int32_t*>(u.work), *high = low + SLAB * d, *gathered = high + SLAB * d;
   uint8_t *scale = u.slabs + l.k_scale, *zero = u.slabs + l.k_zero;
-  float least[256], most[256], span[256];
+  float least[LARGEST_HEAD], most[LARGEST_HEAD], span[LARGEST_HEAD];
   for (int64_t c = 0; c < d; c += LANES) {
     Floats lo = load(u.key + c), hi = lo;
     for (int t = 1; t < SLAB; ++t) {
@@ -52,7 +52,7 @@ inline void pack_boosted(const PackUnit& u) {
       std::memcpy(high + t * d + c, &digits[1], sizeof code);
     }
   }
-  int32_t channels[256];
+  int32_t channels[LARGEST_HEAD];
   boosted_channels(scale, int(d), int(boosted), channels);
   for (int t = 0; t < SLAB; ++t)
     for (int64_t i = 0; i < boosted; ++i) gathered[t * boosted + i] = high[t * d + channels[i]];

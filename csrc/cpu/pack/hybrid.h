@@ -59,7 +59,7 @@ inline Floats usable_norm(Floats norm) { return norm > Floats{} ? max(half(norm)
 inline void pack_hybrid_keys(const PackUnit& u) {
   const Layout& l = *u.layout;
   int32_t* codes = reinterpret_cast<int32_t*>(u.work);  // [32][d]
-  float norm[256], block[SLAB * SLAB];
+  float norm[LARGEST_HEAD], block[SLAB * SLAB];
   int32_t turned[SLAB * SLAB];
   uint8_t* stored = u.record + l.k_inner_norm;
   for (int64_t c = 0; c < l.d; c += LANES) {

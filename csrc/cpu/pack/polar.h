@@ -107,7 +107,7 @@ inline void put_angles(const Layout& l, int32_t* angle, uint8_t* slab) {
   const int64_t pairs = l.d / 2;
   if (l.key_bits != 3) return put_key_codes(angle, pairs, int(l.key_bits), slab + l.k_angle);
   const int64_t padded = (pairs + SLAB - 1) / SLAB * SLAB;  // pairs whose bits are whole words
-  int32_t high[SLAB * 128] = {};
+  int32_t high[SLAB * LARGEST_HEAD / 2] = {};
   for (int t = 0; t < SLAB; ++t)
     for (int64_t p = 0; p < pairs; ++p) {
       high[t * padded + p] = angle[t * pairs + p] >> 2;

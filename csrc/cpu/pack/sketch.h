@@ -41,7 +41,7 @@ inline void put_signs(const float* rows, int64_t stride, int64_t n, const float*
 
 // The n channels of the largest norm, ascending: over the prompt where its state counts 32 tokens, else over the slab.
 inline void outlier_channels(const float* key, const float* state, int64_t d, int64_t n, uint8_t* index) {
-  float norm[256];
+  float norm[LARGEST_HEAD];
   const bool prompt = state && state[d] >= SLAB;
   if (prompt) std::memcpy(norm, state, 4 * size_t(d));
   for (int64_t c = 0; !prompt && c < d; c += LANES) {
@@ -49,7 +49,7 @@ inline void outlier_channels(const float* key, const float* state, int64_t d, in
     for (int t = 0; t < SLAB; ++t) square += load(key + t * d + c) * load(key + t * d + c);
     store(norm + c, square);
   }
-  bool taken[256] = {};
+  bool taken[LARGEST_HEAD] = {};
   for (int64_t i = 0; i < n; ++i) {
     int64_t best = -1;
     for (int64_t c = 0; c < d; ++c)

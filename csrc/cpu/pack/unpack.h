@@ -61,13 +61,14 @@ inline void read_raw(const uint8_t* from, Dtype dtype, int count, float* to) {
 
 // InnerQ's groups of 32 elements: k = (code + (sign ? 0 : -2^b)) |scale| or zero + code scale (see formats/innerq.py).
 struct HybridGroups {
-  static constexpr int MOST = 256 + LANES;  // a vector may begin at the last but one
-  float scale[MOST] = {}, zero[MOST] = {};
-  int32_t offset[MOST] = {};  // -2^b where symmetric, else 0
-  int32_t slot[MOST] = {};
+  static constexpr int MOST = LARGEST_HEAD + LANES;  // a vector may begin at the last but one
+  float scale[MOST], zero[MOST];
+  int32_t offset[MOST];  // -2^b where symmetric, else 0
+  int32_t slot[MOST];
 
   HybridGroups(const uint8_t* scales, const uint8_t* slots, int count, int bits) {
     read_halves(scales, count, scale);
+    for (int i = count; i < count + LANES; ++i) scale[i] = zero[i] = float(offset[i] = slot[i] = 0);
     for (int i = 0; i < count; ++i) {
       const bool symmetric = float_to_bits(scale[i]) >> 31;
       const uint32_t bytes = word(slots, i);
@@ -86,7 +87,7 @@ struct HybridGroups {
 };
 
 inline void unpack_channel(const Layout& l, const Slab& slab, float* k) {
-  float scale[256], zero[256];
+  float scale[LARGEST_HEAD], zero[LARGEST_HEAD];
   read_halves(slab.data + l.k_scale, int(l.d), scale);
   read_halves(slab.data + l.k_zero, int(l.d), zero);
   unpack_key_codes(slab.data + l.k_codes, int(l.d), int(l.key_bits), [&](int c, int t, Ints code) {
@@ -96,8 +97,8 @@ inline void unpack_channel(const Layout& l, const Slab& slab, float* k) {
 
 inline void unpack_boosted(const Layout& l, const Slab& slab, float* k) {
   const int d = int(l.d), boosted = int(l.boosted);
-  float scale[256], zero[256];
-  int32_t channels[256];
+  float scale[LARGEST_HEAD], zero[LARGEST_HEAD];
+  int32_t channels[LARGEST_HEAD];
   read_halves(slab.data + l.k_scale, d, scale);
   read_halves(slab.data + l.k_zero, d, zero);
   for (int c = 0; c < d; ++c) scale[c] = __builtin_fabsf(scale[c]);
@@ -114,7 +115,7 @@ inline void unpack_boosted(const Layout& l, const Slab& slab, float* k) {
 inline void unpack_hybrid(const Layout& l, const Slab& slab, float* k) {
   const int d = int(l.d), bits = int(l.key_bits);
   const HybridGroups groups(slab.data + l.k_scale, slab.data + l.k_slot, d, bits);  // by 32 channels, then tokens
-  float norm[256];
+  float norm[LARGEST_HEAD];
   read_halves(slab.page + l.k_inner_norm, d, norm);
   unpack_key_codes(slab.data + l.k_codes, d, bits, [&](int c, int t, Ints code) {
     store(k + c * SLAB + t, groups.value(c / SLAB * SLAB + t, c % SLAB, code) * norm[c]);
@@ -133,7 +134,8 @@ inline void unpack_signs(const uint8_t* bits, const uint8_t* norms, int rows, fl
 // The page's tables: cos and sin of all angles of a pair, from the first one by rotation, and its radii.
 inline void polar_tables(const Layout& l, const uint8_t* page, float* cosines, float* sines, float* radii) {
   const int pairs = l.d / 2, angles = 1 << l.key_bits, steps = 1 << l.radius_bits;
-  float angle0[128], angle_step[128], first_radius[128], radius_step[128];
+  constexpr int MOST = LARGEST_HEAD / 2;
+  float angle0[MOST], angle_step[MOST], first_radius[MOST], radius_step[MOST];
   const float turn = 6.28318530718f;
   read_halves(page + l.k_radius_step, pairs, radius_step);
   if (!l.paper) {
@@ -168,7 +170,7 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
   float *cosines = tables, *sines = tables + 16 * pairs, *radii = tables + 32 * pairs;
   if (task.prepared != slab.page) polar_tables(l, slab.page, cosines, sines, radii);
   task.prepared = slab.page;
-  uint8_t angle[128 * SLAB], radius[128 * SLAB];
+  uint8_t angle[LARGEST_HEAD / 2 * SLAB], radius[LARGEST_HEAD / 2 * SLAB];
   if (l.key_bits == 4 && l.radius_bits == 4) {
     unpack_key_codes(slab.data + l.k_polar, pairs, 8, [&](int p, int t, Ints code) {
       for (int i = 0; i < LANES; ++i) angle[p * SLAB + t + i] = code[i] & 15, radius[p * SLAB + t + i] = code[i] >> 4;

@@ -45,8 +45,8 @@ kvq::Companions read_companions(const TensorView& t, const kvq::Layout& l) {
 // values, (0, 1, heads, head_size), another layer has updated the caches.
 int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, TensorView seq_lens, TensorView table,
                     TensorView side_table, TensorView sink_table, TensorView query, TensorView key, TensorView value,
-                    TensorView pages, TensorView side, TensorView sinks, TensorView out, double scale, int64_t
-                    threads, int64_t isa) {
+                    TensorView pages, TensorView side, TensorView sinks, TensorView out, double scale, double cap,
+                    int64_t threads, int64_t isa) {
   kvq::Decode d{};
   d.layout = read_layout(layout);
   d.constants = read_constants(layout, d.layout);
@@ -92,6 +92,8 @@ int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, T
   d.out_strides[0] = out.stride(0);
   d.out_strides[1] = out.stride(1);
   d.scale = float(scale);
+  require(cap >= 0, "a soft cap must be positive");
+  d.cap = float(cap);
   require_isa(threads, isa);
   d.threads = int(threads);
   d.isa = int(isa);

@@ -260,6 +260,7 @@ class Decoder {
       throw std::runtime_error("a page that was never packed would have been read");
     a.raw = {d_.side, d_.sink, d_.dtype, g.tokens, g.rows.data(), g.seen.data()};
     a.scale = d_.scale;
+    a.cap = d_.cap;
     a.out = d_.out;
     a.out_dtype = d_.out_dtype;
     a.out_count = d_.tokens;

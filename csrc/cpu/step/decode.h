@@ -59,7 +59,7 @@ struct Decode {
   void* out;            // (tokens, query_heads, head_size), strides in elements
   Dtype out_dtype;
   int64_t out_strides[2];
-  float scale;
+  float scale, cap;  // as in Attend
   int threads, isa;
 };
 

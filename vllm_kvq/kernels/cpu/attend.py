@@ -1,6 +1,6 @@
 """CPU kernels in C++ (csrc/cpu), with the PyTorch kernels' contract.
 
-    attend_packed(fmt, query, pages, page_ids, owner, low, high, scale) -> (out, lse)
+    attend_packed(fmt, query, pages, page_ids, owner, low, high, scale, cap) -> (out, lse)
 
 Where the library can't be had, or does not know a format, the PyTorch path serves its whole step (kernels/paths.py).
 """
@@ -35,6 +35,7 @@ def attend_packed(
     low: torch.Tensor,
     high: torch.Tensor,
     scale: float,
+    cap: float = 0.0,
 ) -> Partial:
     """n requests with q queries each over their packed tokens; see `attend.attend_packed`.
 
@@ -47,7 +48,7 @@ def attend_packed(
     lists = (x.to(torch.int64).contiguous() for x in (page_ids, owner, low, high))
     n, q, heads, head_size = query.shape
     out, lse = torch.empty(n, q, heads, head_size), torch.empty(n, q, heads)
-    lib.attend_packed(bound, query, pages, *lists, scale, out, lse, torch.get_num_threads(), isa())
+    lib.attend_packed(bound, query, pages, *lists, scale, cap, out, lse, torch.get_num_threads(), isa())
     return out, lse
 
 
@@ -63,7 +64,7 @@ _NO_PART = (_NONE, _NONE)
 
 
 def attend_raw(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float, cap: float = 0.0
 ) -> Partial:
     """`attend.attend_raw`, with any outer strides; a token that no query sees is not read.
 
@@ -72,7 +73,8 @@ def attend_raw(
     n, q, heads, d = query.shape
     out, lse = torch.empty(n * q, heads, d), torch.empty(n, q, heads)
     rows = torch.arange(n * key.shape[1]).view(n, -1)
-    _raw(library(), out, torch.arange(n * q), lse, query, (key, value), (key[:0], value[:0]), rows, seen, scale, [])
+    pools = (key, value), (key[:0], value[:0])
+    _raw(library(), out, torch.arange(n * q), lse, query, *pools, rows, seen, scale, [], cap)
     return out.view(n, q, heads, d), lse
 
 
@@ -86,9 +88,10 @@ def attend_into(
     seen: torch.Tensor,
     scale: float,
     parts: list[Partial],
+    cap: float = 0.0,
 ) -> None:
     """`attend.attend_into` without copies, for at most two other parts. IndexError for a row beyond its tensor."""
-    _raw(library(), output, output_rows, _NONE, query, pool, more, rows, seen, scale, parts)
+    _raw(library(), output, output_rows, _NONE, query, pool, more, rows, seen, scale, parts, cap)
 
 
 def attend_step(
@@ -106,6 +109,7 @@ def attend_step(
     rows: torch.Tensor,
     seen: torch.Tensor,
     scale: float,
+    cap: float = 0.0,
 ) -> bool:
     """`attend.attend_step` in one call and one parallel loop. IndexError as in `attend_packed` and `attend_into`."""
     bound, lib = bound_to(fmt)
@@ -115,7 +119,7 @@ def attend_step(
     return (
         lib.attend_step(
             *(bound, query, pages, page_ids, owner, low, high),
-            *(*pool, *more, rows, seen.contiguous().view(torch.uint8), scale),
+            *(*pool, *more, rows, seen.contiguous().view(torch.uint8), scale, cap),
             *(output, output_rows, torch.get_num_threads(), isa()),
         )
         < 0
@@ -134,10 +138,11 @@ def _raw(
     seen: torch.Tensor,
     scale: float,
     parts: list[Partial],
+    cap: float,
 ) -> None:
     if len(parts) > 2:
         raise ValueError(f"{len(parts)} other parts; the library merges at most 2")
     query, *tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
     first, second = (*parts, _NO_PART, _NO_PART)[:2]
     at = (output, output_rows, lse, torch.get_num_threads(), isa())
-    lib.attend_raw(query, *tokens, rows, seen.contiguous().view(torch.uint8), scale, *first, *second, *at)
+    lib.attend_raw(query, *tokens, rows, seen.contiguous().view(torch.uint8), scale, cap, *first, *second, *at)

@@ -55,17 +55,18 @@ class CPUStep:
         scale: float,
         causal: Causal | None = None,
         all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        cap: float = 0.0,
     ) -> None:
         bound = bind(fmt)
         self._lib: Any = library()
         if bound is None or self._lib is None:
             raise ValueError(why_not(fmt))
         self._constants = (bound, companions(fmt, slots, num_spec))
-        self._scale, self._isa, self._most = scale, isa(), 1 + num_spec
+        self._scale, self._cap, self._isa, self._most = scale, cap, isa(), 1 + num_spec
         # made once: at short contexts a decode step costs what its call costs
         self._no_sinks = torch.empty(0, slots.page_bytes // slots.itemsize, dtype=fmt.geometry.dtype)
         self._no_tokens = torch.empty(0, 1, slots.heads, slots.head_size, dtype=fmt.geometry.dtype)
-        self.planned = PlannedStep(fmt, slots, num_spec, scale, torch.device("cpu"), CPU, causal, all_queries)
+        self.planned = PlannedStep(fmt, slots, num_spec, scale, torch.device("cpu"), CPU, causal, all_queries, cap)
 
     def run(
         self,
@@ -110,6 +111,6 @@ class CPUStep:
             _NO_TABLE if batch.sink_table is None else batch.sink_table,
             *(query, *(self._no_tokens if x is None else x.unsqueeze(1) for x in (key, value))),
             *(caches.pages, caches.sidecar, self._no_sinks if caches.sinks is None else caches.sinks, output),
-            *(self._scale, torch.get_num_threads(), self._isa),
+            *(self._scale, self._cap, torch.get_num_threads(), self._isa),
         )
         return None if replaced == _NOT_DECODING else int(replaced)

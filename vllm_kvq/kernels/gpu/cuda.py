@@ -98,6 +98,7 @@ def _device(device: torch.device) -> Any:
 
 class CudaKernels(PagedKernels):
     name = "CUDA"
+    caps = False
 
     def why_not(self, fmt: PageFormat) -> str | None:
         # by their exact classes: a subclass may store something else
@@ -150,7 +151,10 @@ class CudaKernels(PagedKernels):
         scale: float,
         start: torch.Tensor | None = None,
         longest: int = 0,
+        cap: float = 0.0,
     ) -> None:
+        if cap:
+            raise ValueError(self.problem(fmt, True))
         if start is None:  # as many queries for each request, one request after the other
             n, q = query.shape[:2]
             start = torch.arange(0, (n + 1) * q, q, dtype=torch.int32, device=pages.device)

@@ -25,6 +25,8 @@ class PagedKernels(ABC):
     """One kind of kernels; what it does not know (`why_not`) others serve."""
 
     name: ClassVar[str]
+    caps: ClassVar[bool]
+    """Whether they know a soft cap of scores."""
 
     @abstractmethod
     def why_not(self, fmt: PageFormat) -> str | None:
@@ -80,15 +82,22 @@ class PagedKernels(ABC):
         scale: float,
         start: torch.Tensor | None = None,
         longest: int = 0,
+        cap: float = 0.0,
     ) -> None:
         """Fills out (splits, requests, queries, query heads, head_size) and lse, dense float32: parts of a merge.
 
         With `start`, requests + 1 numbers on the device, query is (1, tokens, query heads, head_size): request i has
-        the tokens [start[i], start[i + 1]), at most `longest`; tokens of no request are not written.
+        the tokens [start[i], start[i + 1]), at most `longest`; tokens of no request are not written. `cap`: the soft
+        cap of scores; 0: none.
         """
 
-    def supports(self, fmt: PageFormat) -> bool:
-        return self.why_not(fmt) is None
+    def problem(self, fmt: PageFormat, capped: bool) -> str | None:
+        """`why_not`, and whether they know a soft cap where scores have one."""
+        if (problem := self.why_not(fmt)) is not None:
+            return problem
+        if capped and not self.caps:
+            return f"the {self.name} kernels for {fmt.name} know no soft cap of attention scores"
+        return None
 
     def attend_table(
         self,
@@ -100,6 +109,7 @@ class PagedKernels(ABC):
         high: torch.Tensor,
         scale: float,
         splits: int | None = None,
+        cap: float = 0.0,
     ) -> Partial:
         """n requests with q queries each over their packed tokens [low, high); nothing is read on the host.
 
@@ -107,7 +117,7 @@ class PagedKernels(ABC):
         int32 or int64 rows of `pages`, low and high (n,). A padded row has high = 0. Pages out of range and slabs that
         were never packed are not seen. With `low` and `high` of the table's shape every page has limits of its own.
         """
-        self._check(fmt, query, pages)
+        self._check(fmt, query, pages, cap)
         n, q, query_heads, head_size = query.shape
         if query.stride(-1) != 1:
             query = query.contiguous()
@@ -116,11 +126,11 @@ class PagedKernels(ABC):
         lse = query.new_empty(splits, n, q, query_heads, dtype=torch.float32)
         if not out.numel() or not pages.shape[0] or not table.shape[1]:
             return out[0].zero_(), lse[0].fill_(-torch.inf)
-        self.launch_attend(fmt, query, pages, table, low, high, out, lse, scale)
+        self.launch_attend(fmt, query, pages, table, low, high, out, lse, scale, cap=cap)
         return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
 
-    def _check(self, fmt: PageFormat, query: torch.Tensor, pages: torch.Tensor) -> None:
-        if problem := self.why_not(fmt):
+    def _check(self, fmt: PageFormat, query: torch.Tensor, pages: torch.Tensor, cap: float) -> None:
+        if problem := self.problem(fmt, cap > 0):
             raise ValueError(problem)
         if query.shape[-1] != fmt.geometry.head_size:
             raise ValueError(f"queries of {query.shape[-1]} channels; the format is bound to {fmt.geometry.head_size}")

@@ -33,14 +33,17 @@ from vllm_kvq.kernels.step import Caches, Causal, StepBatch
 KINDS: tuple[PagedKernels, ...] = (TRITON, CUDA)
 
 
-def kernels_of(fmt: PageFormat) -> PagedKernels | None:
-    """What packs and attends this format's pages; everything else of a step is Triton's for all formats."""
-    return next((k for k in KINDS if k.supports(fmt)), None)
+def kernels_of(fmt: PageFormat, capped: bool = False) -> PagedKernels | None:
+    """What packs and attends this format's pages; everything else of a step is Triton's for all formats.
+
+    `capped`: scores have a soft cap.
+    """
+    return next((k for k in KINDS if k.problem(fmt, capped) is None), None)
 
 
-def why_not(fmt: PageFormat) -> str:
-    """One sentence, for a format that no kind of kernels knows."""
-    return "; ".join(k.why_not(fmt) or "" for k in KINDS)
+def why_not(fmt: PageFormat, capped: bool = False) -> str:
+    """One sentence, for a format that no kind of kernels serves."""
+    return "; ".join(k.problem(fmt, capped) or "" for k in KINDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +61,8 @@ class GPUStep:
 
     Requests of up to 1 + num_spec new tokens come first, as vLLM orders them; if they do not, everything is served as
     prompts. `causal` attends the new tokens of prompts; None: the kernel that attends what is in full precision does.
-    `all_queries` extends queries by those of other ranks that hold a copy of the same KV heads.
+    `all_queries` extends queries by those of other ranks that hold a copy of the same KV heads. `cap`: the soft cap of
+    scores; 0: none.
     """
 
     def __init__(
@@ -70,14 +74,15 @@ class GPUStep:
         device: torch.device,
         causal: Causal | None = None,
         all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        cap: float = 0.0,
     ) -> None:
-        kernels = kernels_of(fmt)
+        kernels = kernels_of(fmt, cap > 0)
         if kernels is None:
-            raise ValueError(why_not(fmt))
+            raise ValueError(why_not(fmt, cap > 0))
         load()
         kernels.prepare(fmt, device)
         self.fmt, self.slots, self.num_spec, self.scale, self.kernels = fmt, slots, num_spec, scale, kernels
-        self.causal, self.all_queries = causal, all_queries
+        self.causal, self.all_queries, self.cap = causal, all_queries, cap
         cut = slots_constants(slots)
         self._cut = {name: cut[name] for name in ("SPB", "SLOT")}
         self._words = {"WORDS": cut["WORDS"]}
@@ -238,7 +243,7 @@ class GPUStep:
                 continue
             self.kernels.launch_attend(
                 self.fmt, query[None], caches.pages, batch.table[a:b], plan[4, a:b], plan[5, a:b], out[:count],
-                lse[:count], self.scale, batch.device_start[a : b + 1], most,
+                lse[:count], self.scale, batch.device_start[a : b + 1], most, self.cap,
             )  # fmt: skip
             new = not (own and a == decodes)
             self._full_precision(batch, caches, plan, (a, b), most, query, key, value, out[packed], lse[packed], new)
@@ -246,7 +251,7 @@ class GPUStep:
             first = sum(batch.lengths[:decodes])
             start = batch.device_start[decodes : n + 1] - first
             tokens = (x[first:] for x in (query, key, value))
-            attended, its_lse = self.causal(*tokens, start, batch.lengths[decodes:], self.scale)
+            attended, its_lse = self.causal(*tokens, start, batch.lengths[decodes:], self.scale, self.cap)
             if its_lse is None:
                 raise TypeError("attention among the new tokens of a chunk must return its log-sum-exp")
             mine = slice(first, first + len(attended))
@@ -281,13 +286,14 @@ class GPUStep:
             *(plan[:, first:], batch.device_start[first:], side_table, sink_table, side, sinks, query, key, value),
             *(out, lse, self.scale, plan.shape[1], longest, side_table.stride(0), sink_table.stride(0), side.shape[0]),
             *(sinks.shape[0], side.stride(0), sinks.stride(0), *query.stride()[:2], *key.stride()[:2]),
-            *value.stride()[:2],
+            *(*value.stride()[:2], self.cap),
             **sizes,
             **full_precision_launch(self.fmt).options,
         )
 
     def full_precision_constants(self, share: int, longest: int, new: bool = True) -> dict[str, Any]:
         own = {"HEADS": self.slots.heads, "SHARE": share, "S": self.fmt.S, "NEW": new, "WIDE": self.interpreted}
+        own["CAPPED"] = self.cap > 0
         # float32 is exact: its products do not go through tf32
         exact = self.fmt.geometry.dtype == torch.float32
         rows = full_precision_rows(self.fmt, longest * share)

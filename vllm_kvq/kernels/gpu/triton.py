@@ -29,6 +29,8 @@ from vllm_kvq.kernels.slots import SlotGeometry
 
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
+LARGEST_HEAD = 256
+"""Channels: launches were found for heads up to these; larger ones have not been compiled."""
 
 
 @functools.cache
@@ -75,8 +77,11 @@ class TritonKernels(PagedKernels):
     """PolarQuant's: "dot" or "table"; None: as $VLLM_KVQ_POLAR_SCORES says, else what is faster on the chip."""
 
     name = "Triton"
+    caps = True
 
     def why_not(self, fmt: PageFormat) -> str | None:
+        if fmt.geometry.d > LARGEST_HEAD:
+            return f"the Triton kernels know head sizes up to {LARGEST_HEAD}, not {fmt.geometry.head_size}"
         if constants(fmt):
             return None
         return f"{fmt.name} has no Triton kernel for its keys or values{blamed(fmt, lambda o: bool(constants(o)))}"
@@ -105,6 +110,7 @@ class TritonKernels(PagedKernels):
         scale: float,
         start: torch.Tensor | None = None,
         longest: int = 0,
+        cap: float = 0.0,
     ) -> None:
         from vllm_kvq.triton_kernels.attend import attend_kernel
 
@@ -118,8 +124,9 @@ class TritonKernels(PagedKernels):
         attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
             *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
             *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], table.stride(0), table.shape[1]),
-            lse[0].numel(),
+            *(lse[0].numel(), cap),
             SHARE=share,
+            CAPPED=cap > 0,
             M=m,
             LISTED=low.dim() == 2,
             RAGGED=start is not None,

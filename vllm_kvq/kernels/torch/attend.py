@@ -1,6 +1,7 @@
 """Attention over packed pages and over full-precision tokens, in vectorised PyTorch, and their merge.
 
     part i:  o_i = softmax(s_i) V_i,  l_i = log sum exp s_i,  s_i = scale * q . k
+             with a soft cap (Gemma-2), cap * tanh(s_i / cap) in the place of s_i
     merge:   o = sum_i exp(l_i - l) o_i,  l = log sum_i exp l_i
 
 They serve every codec on every device, and every other kernel is compared with them. They take whole tensors: no loop
@@ -46,6 +47,11 @@ def with_learned(part: Partial, learned: torch.Tensor | None) -> Partial:
     return out * (lse - total).exp().unsqueeze(-1), total
 
 
+def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Scores under a soft cap; 0: there is none."""
+    return scores.div_(cap).tanh_().mul_(cap) if cap else scores
+
+
 def softmax_part(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., keys) masked scores -> unnormalised weights and the log of their sum; an empty row gives 0 and -inf."""
     top = scores.amax(-1, keepdim=True)
@@ -55,7 +61,7 @@ def softmax_part(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attend_raw(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float, cap: float = 0.0
 ) -> Partial:
     """n requests of the same padded shape: query (n, q, Hq, d), key and value (n, t, H, d), seen (n, q, t) booleans."""
     n, q, query_heads, _ = query.shape
@@ -68,7 +74,7 @@ def attend_raw(
     for at in range(0, q, tile):
         part = query[:, at : at + tile]
         rows = _by_head(part.float(), heads)
-        scores = (rows @ keys).mul_(scale).unflatten(2, (part.shape[1], -1))
+        scores = capped((rows @ keys).mul_(scale), cap).unflatten(2, (part.shape[1], -1))
         scores = scores.masked_fill_(~seen[:, None, at : at + tile, None], float("-inf"))
         weights, lse = softmax_part(scores.flatten(2, 3))
         outs.append(_by_token(weights @ values, part.shape[1]))
@@ -86,6 +92,7 @@ def attend_into(
     seen: torch.Tensor,
     scale: float,
     parts: list[Partial],
+    cap: float = 0.0,
 ) -> None:
     """Attention over raw tokens where they lie, merged with other parts of the same attention into the output.
 
@@ -100,7 +107,7 @@ def attend_into(
     # a row that no query sees may hold anything, even NaN, which times 0 would still be NaN
     wanted = there.any(1)[..., None, None]
     key, value = (torch.where(wanted, gather(*x, rows.clamp_min(0)), 0) for x in zip(pool, more, strict=True))
-    out = merge([attend_raw(query, key, value, there, scale), *parts])
+    out = merge([attend_raw(query, key, value, there, scale, cap), *parts])
     output[output_rows] = out.to(output.dtype)
 
 
@@ -111,12 +118,22 @@ def causal(
     start: torch.Tensor,
     lengths: tuple[int, ...],
     scale: float,
+    cap: float = 0.0,
 ) -> Partial:
-    """`kernels.step.Causal`: one prompt at a time, by those of PyTorch's fused kernels that return the log-sum-exp."""
+    """`kernels.step.Causal`: one prompt at a time, by those of PyTorch's fused kernels that return the log-sum-exp.
+    They know no soft cap; with one `attend_raw` serves."""
     share = query.shape[1] // key.shape[1]
     outs, lses, at = [], [], 0
     for n in lengths:
         if not n:
+            continue
+        if cap:
+            alone = [x[None, at : at + n] for x in (query, key, value)]
+            earlier = torch.ones(1, n, n, dtype=torch.bool, device=query.device).tril()
+            out, lse = attend_raw(alone[0], alone[1], alone[2], earlier, scale, cap)
+            outs.append(out[0])
+            lses.append(lse[0])
+            at += n
             continue
         q, k, v = (x[at : at + n].transpose(0, 1)[None] for x in (query, key, value))
         k, v = (x.repeat_interleave(share, 1) for x in (k, v))
@@ -139,6 +156,7 @@ def attend_packed(
     low: torch.Tensor,
     high: torch.Tensor,
     scale: float,
+    cap: float = 0.0,
 ) -> Partial:
     """n requests with q queries each over their packed tokens.
 
@@ -149,10 +167,11 @@ def attend_packed(
     heads = pages.shape[1]
     rows = fmt.query_features(_by_head(fmt.widen(query)[0], heads)) * scale  # (n, H, q * g, F)
     if q <= DECODE_QUERIES:
-        out, lse = _split_by_page(fmt, rows, pages, page_ids, owner, low, high)
+        out, lse = _split_by_page(fmt, rows, pages, page_ids, owner, low, high, cap)
     else:
         alone = [
-            _one_request(fmt, rows[i], pages, page_ids[owner == i], low[owner == i], high[owner == i]) for i in range(n)
+            _one_request(fmt, rows[i], pages, page_ids[owner == i], low[owner == i], high[owner == i], cap)
+            for i in range(n)
         ]
         out, lse = torch.stack([o for o, _ in alone]), torch.stack([s for _, s in alone])
     return _by_token(out, q)[..., : fmt.geometry.head_size], _by_token(lse.unsqueeze(-1), q).squeeze(-1)
@@ -173,12 +192,13 @@ def attend_step(
     rows: torch.Tensor,
     seen: torch.Tensor,
     scale: float,
+    cap: float = 0.0,
 ) -> bool:
     """`attend_packed` and `attend_into` in one; False, and nothing done, where a page is not packed."""
     if not all_packed(fmt, pages, page_ids, low, high):
         return False
-    parts = [attend_packed(fmt, query, pages, page_ids, owner, low, high, scale)] if len(page_ids) else []
-    attend_into(output, output_rows, query, pool, more, rows, seen, scale, parts)
+    parts = [attend_packed(fmt, query, pages, page_ids, owner, low, high, scale, cap)] if len(page_ids) else []
+    attend_into(output, output_rows, query, pool, more, rows, seen, scale, parts, cap)
     return True
 
 
@@ -199,6 +219,7 @@ def _split_by_page(
     owner: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
+    cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode: every page is one split, reduced per request by its log-sum-exp."""
     n, heads, queries, features = rows.shape
@@ -209,7 +230,7 @@ def _split_by_page(
         part = slice(at, at + max(1, WORK_BYTES // page_bytes))
         seen = _seen(fmt, low[part], high[part])
         key, value = _unpack(fmt, pages, page_ids[part], seen)
-        scores = rows[owner[part]] @ key.transpose(-2, -1)  # (p, H, q * g, N)
+        scores = capped(rows[owner[part]] @ key.transpose(-2, -1), cap)  # (p, H, q * g, N)
         scores = scores.masked_fill_(~seen[:, None, None], float("-inf"))
         weights, lse = softmax_part(scores)
         outs.append(weights @ value)
@@ -232,6 +253,7 @@ def _one_request(
     page_ids: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
+    cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A chunk of a prompt over its history: rounds of pages as one long matrix, with a running softmax."""
     heads, queries, features = rows.shape
@@ -242,7 +264,7 @@ def _one_request(
         part = slice(at, at + step)
         seen = _seen(fmt, low[part], high[part])
         key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, page_ids[part], seen))
-        scores = (rows @ key.transpose(1, 2)).masked_fill_(~seen.flatten(), float("-inf"))
+        scores = capped(rows @ key.transpose(1, 2), cap).masked_fill_(~seen.flatten(), float("-inf"))
         weights, lse = softmax_part(scores)
         new = weights @ value, lse
         if parts:

@@ -71,7 +71,7 @@ class PlannedStep:
     """`kernels.step.Step` of one layer.
 
     `causal` attends prompts that nothing precedes; None: PyTorch does. `all_queries` extends queries by those of other
-    ranks that hold a copy of the same KV heads.
+    ranks that hold a copy of the same KV heads. `cap`: the soft cap of scores; 0: none.
     """
 
     def __init__(
@@ -84,8 +84,9 @@ class PlannedStep:
         kernels: Kernels = TORCH,
         causal: Causal | None = None,
         all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        cap: float = 0.0,
     ) -> None:
-        self.fmt, self.slots, self.scale, self.kernels = fmt, slots, scale, kernels
+        self.fmt, self.slots, self.scale, self.cap, self.kernels = fmt, slots, scale, cap, kernels
         self.planner = Planner(fmt, slots, num_spec, device)
         self.causal, self.all_queries = causal or attend.causal, all_queries
 
@@ -177,7 +178,7 @@ class PlannedStep:
             lists = group.page_ids, group.owner, group.low, group.high
             alone = not group.chunk and caches.learned is None
             if alone:
-                packed = self.kernels.attend_step(self.fmt, output, group.rows, q, caches.pages, *lists, *raw)
+                packed = self.kernels.attend_step(self.fmt, output, group.rows, q, caches.pages, *lists, *raw, self.cap)
             else:
                 packed = self.kernels.all_packed(self.fmt, caches.pages, group.page_ids, group.low, group.high)
             if not packed:
@@ -186,22 +187,23 @@ class PlannedStep:
                 continue
             parts = []
             if len(group.page_ids):
-                parts.append(self.kernels.attend_packed(self.fmt, q, caches.pages, *lists, self.scale))
+                parts.append(self.kernels.attend_packed(self.fmt, q, caches.pages, *lists, self.scale, self.cap))
             if group.chunk:
                 length = q.shape[1]
                 earlier = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
-                parts.append(self.kernels.attend_raw(q, group.pick(key), group.pick(value), earlier, self.scale))
+                tokens = group.pick(key), group.pick(value)
+                parts.append(self.kernels.attend_raw(q, *tokens, earlier, self.scale, self.cap))
             if caches.learned is not None:
                 nothing = q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf).float()
                 parts.append(with_learned(parts.pop() if parts else nothing, caches.learned))
-            self.kernels.attend_into(output, group.rows, q, *raw, parts)
+            self.kernels.attend_into(output, group.rows, q, *raw, parts, self.cap)
 
     def _prompts(
         self, group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, learned: torch.Tensor | None
     ) -> torch.Tensor:
         n, q = query.shape[:2]
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-        out, lse = self.causal(query, key, value, group.start, (q,) * n, self.scale)
+        out, lse = self.causal(query, key, value, group.start, (q,) * n, self.scale, self.cap)
         if learned is not None:
             if lse is None:
                 raise TypeError("attention among a prompt's tokens must return its log-sum-exp beside learned sinks")

@@ -18,7 +18,7 @@ using namespace kvq;
 
 template <int BITS>
 struct TokenValues {
-  static constexpr int GROUPS = 8;
+  static constexpr int GROUPS = LARGEST_HEAD / 32;
   static constexpr int RUN = SUMS<BITS> / (SLAB / 4) < BLOCK_SLABS ? SUMS<BITS> / (SLAB / 4) : BLOCK_SLABS;
   static_assert(RUN >= 1);  // slabs between two widenings
 

@@ -7,6 +7,7 @@
 // slab's outliers, where it is S'^T sign' |k_out| c(n) / m_out. q . k_t is then the same sum in another order.
 #pragma once
 
+#include "cap.h"
 #include "keys.h"
 #include "softmax.h"
 
@@ -70,6 +71,7 @@ inline void many(Task& task, const Slab* slabs, int count) {
     part.total = task.total + first;
     for (int s = 0; s < count; ++s)
       multiply(part.query, d, part.rows, d, k + s * d * SLAB, SLAB, part.scores + s * SLAB, BLOCK);
+    if (part.cap > 0) cap(part.scores, BLOCK, part.rows, count * SLAB, part.cap);
     softmax(part, slabs, count);
     for (int c = 0; c < d; c += SLAB)
       multiply<true>(part.scores, BLOCK, part.rows, count * SLAB, v + c * BLOCK, SLAB, part.out + c, d);

@@ -3,6 +3,7 @@
 // Attention over full-precision tokens, 32 at a time, wherever they lie (see RawTask in ../kernel.h).
 #pragma once
 
+#include "cap.h"
 #include "keys.h"
 
 namespace {
@@ -11,7 +12,7 @@ namespace float32 {
 // k[c][t] and v[t][c] in float32; absent tokens are 0
 inline void gather(const RawTask& task, float* k, float* v) {
   const int d = task.head_size, padded = task.d;
-  float row[256];
+  float row[LARGEST_HEAD];
   std::memset(v, 0, 4 * size_t(padded) * SLAB);
   for (int t = 0; t < SLAB; ++t) {
     if (task.key[t]) {
@@ -200,6 +201,7 @@ inline void add_raw(RawTask& task, Score score) {
     task.gathered = true;
     multiply(task.query, task.d, task.rows, task.head_size, k, SLAB, scores, SLAB);
   }
+  if (task.cap > 0) cap(scores, SLAB, task.rows, SLAB, task.cap);
   uint8_t present[SLAB];
   for (int t = 0; t < SLAB; ++t) present[t] = task.key[t] ? 1 : 0;
   for (int r = 0; r < task.rows; ++r) {

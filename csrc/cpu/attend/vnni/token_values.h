@@ -18,7 +18,7 @@ using namespace kvq;
 
 template <int BITS>
 struct TokenValues {
-  static constexpr int GROUPS = 8;
+  static constexpr int GROUPS = LARGEST_HEAD / 32;
 
   struct Work {
     alignas(64) float widest[BLOCK];                         // the largest scale of a token

@@ -1,0 +1,27 @@
+"""A layer's KV heads. Layers of one model may have other ones: in Gemma-4 those of layers with a sliding window are
+smaller, and there may be more of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one rank."""
+
+    count: int
+    size: int
+
+    @property
+    def elements(self) -> int:
+        """Of a token, keys and values."""
+        return 2 * self.count * self.size
+
+    @classmethod
+    def of(cls, vllm_config: Any, layer: int) -> Heads:
+        model = vllm_config.model_config
+        arch = model.model_arch_config[layer]
+        return cls(model.get_num_kv_heads(vllm_config.parallel_config, arch), arch.head_size)
