@@ -19,11 +19,19 @@ HIT, OF = 2, 0
 
 
 def worst_error(
-    name: str, build: Callable[[Layer], Step], heads: int = 2, share: int = 2, decodes: int = 33, learned: bool = False
+    name: str,
+    build: Callable[[Layer], Step],
+    heads: int = 2,
+    share: int = 2,
+    decodes: int = 33,
+    learned: bool = False,
+    **options: int,
 ) -> float:
     """Of all answers of the trace; `learned`: the layer has learned sinks. Blocks begin as what their last owner left:
     NaN, but for the sidecars."""
-    fmt = get_format(name).bind(Geometry(64, 64, torch.float32, rope=Rope.plain(64, 512)), {"W": 32, "S": 40})
+    fmt = get_format(name).bind(
+        Geometry(64, 64, torch.float32, rope=Rope.plain(64, 512)), {"W": 32, "S": 40, **options}
+    )
     layer = Layer(fmt, 3, tokens=320, heads=heads, share=share, drafts=DRAFTS)
     layer.caches.sinks.fill_(torch.nan)  # type: ignore[union-attr]
     layer.caches.pages[..., fmt.slabs_at :] = 0xFF
