@@ -26,10 +26,12 @@ def worst_error(
     decodes: int = 33,
     learned: bool = False,
     cap: float = 0.0,
+    **options: int,
 ) -> float:
     """Of all answers of the trace; `learned`: the layer has learned sinks; `cap`: the soft cap of its scores. Blocks
     begin as what their last owner left: NaN, but for the sidecars."""
-    fmt = get_format(name).bind(Geometry(64, 64, torch.float32, rope=Rope.plain(64, 512)), {"W": 32, "S": 40})
+    geometry = Geometry(64, 64, torch.float32, rope=Rope.plain(64, 512))
+    fmt = get_format(name).bind(geometry, {"W": 32, "S": 40, **options})
     layer = Layer(fmt, 3, tokens=320, heads=heads, share=share, drafts=DRAFTS)
     layer.caches.sinks.fill_(torch.nan)  # type: ignore[union-attr]
     layer.caches.pages[..., fmt.slabs_at :] = 0xFF

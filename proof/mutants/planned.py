@@ -81,8 +81,8 @@ PLANNER = (
     Fault(
         "planner: a unit is read packed that the window still covers",
         "vllm_kvq/kernels/torch/plan.py",
-        "(c - fmt.W) // fmt.unit * fmt.unit",
-        "(c - fmt.W + fmt.unit) // fmt.unit * fmt.unit",
+        "(c - window) // fmt.unit * fmt.unit",
+        "(c - window + fmt.unit) // fmt.unit * fmt.unit",
         REFERENCE,
     ),
     Fault(
@@ -155,6 +155,21 @@ BEFORE_ROPE = tuple(
         ),
         ("every chunk is fitted as the first", "plan", "int(requests.context[i])", "0"),
         ("SQuat-pre's queries have had RoPE", "step", "self.fmt.before_rope(x, position)", "x"),
+    )
+)
+WINDOWS = tuple(
+    Fault(name, f"vllm_kvq/kernels/torch/{module}.py", before, after, f"{KERNELS}/test_reference.py -k windows_of")
+    for name, module, before, after in (
+        ("one window for keys and values", "plan", "for window in (fmt.W, fmt.W_keys)", "for window in (fmt.W, fmt.W)"),
+        (
+            "values between the windows are those of a token before",
+            "plan",
+            "rows[i, j] = held",
+            "rows[i, j] = -1 + held",
+        ),
+        ("keys between the windows are seen twice", "plan", "held[i, column[i, j]] = -1", "pass"),
+        ("keys of the page's beginning", "plan", "(rows, page, position % self.fmt.N)", "(rows, page, position % 32)"),
+        ("sinks are read packed between the windows", "plan", "np.maximum(boundary, self.fmt.S)[", "boundary["),
     )
 )
 TORCH = (
@@ -297,4 +312,4 @@ LAYOUTS = (
     ),
 )
 
-FAULTS: tuple[Fault, ...] = (*PLANNER, *BEFORE_ROPE, *TORCH, *LAYOUTS)
+FAULTS: tuple[Fault, ...] = (*PLANNER, *BEFORE_ROPE, *WINDOWS, *TORCH, *LAYOUTS)

@@ -7,6 +7,10 @@ boundary B(c), the row at position p sees
     raw      rows of its own chunk up to p, and kept rows t < c of earlier chunks with t < S or t >= B(c);
              after a hit, the sinks t < S of the life that wrote page 0
 
+With a shorter window of keys, B is that of the keys for raw rows, and the row also sees
+
+    between  tokens t of its life,  S <= t, from B of the values to B of the keys: keys packed, values raw
+
 and in a layer that stays in vLLM's own cache the kept rows of all earlier chunks and its own, up to p, and after a hit
 those of the lives that wrote its pages.
 """
@@ -33,6 +37,8 @@ class Reads:
     """The packed units, numbered over all lives, from unit 0 on."""
     seen: torch.Tensor
     """(rows, sinks + rows + packed tokens)."""
+    between: torch.Tensor | None
+    """(rows, packed tokens): those of the same units whose keys alone are read packed; None where windows are equal."""
     fits: list[slice]
     """Rows of each chunk that moves the state."""
     found: torch.Tensor
@@ -91,11 +97,11 @@ class Plan:
         fits = self._pack_events(number, life, at)
 
         c, t, who, there = (torch.tensor(x) for x in (context, position, part_of, kept))
-        boundary = ((c - fmt.W) // p * p).clamp_min(life.start)[:, None]
+        boundary, until = (((c - w) // p * p).clamp_min(life.start)[:, None] for w in (fmt.W, fmt.W_keys))
         earlier, own = (who < who[:, None]) & there, (who == who[:, None]) & (t <= t[:, None])
-        raw, whole = (earlier & ((t < fmt.S) | (t >= boundary))) | own, earlier | own
+        raw, whole = (earlier & ((t < fmt.S) | (t >= until))) | own, earlier | own
         index = self._unit_index[life]
-        packed = torch.arange(int(boundary.max()) if len(c) else 0)
+        packed = torch.arange(int(until.max()) if len(c) else 0)
         sinks = [self._canonical[life.hit[0][0]][s] for s in range(min(fmt.S, life.start))] if life.hit else []
         seen = torch.cat(
             [torch.ones(len(c), len(sinks), dtype=torch.bool), raw, (packed >= fmt.S) & (packed < boundary)], dim=1
@@ -109,6 +115,7 @@ class Plan:
             torch.tensor(sinks, dtype=torch.long),
             units.clamp_min(0),
             seen,
+            (packed >= fmt.S) & (packed >= boundary) & (packed < until) if fmt.W_keys < fmt.W else None,
             fits,
             torch.tensor([self._canonical[life.hit[i // fmt.N][0]][i] for i in range(life.start)], dtype=torch.long),
             torch.cat([t[:, None] - torch.arange(life.start), torch.where(whole, t[:, None] - t, -1)], dim=1),

@@ -53,12 +53,14 @@ class Whole:
                 out[reads.rows] = _softmax(q[reads.rows], keys, values, seen, scale, cap)
             return out
         for reads in self.plan.reads:
-            rows = reads.rows
-            keys, values = (
-                torch.cat([x[reads.sinks], x[rows], packed[reads.units].transpose(1, 2).flatten(0, 1)])
-                for x, packed in zip((k, v), units, strict=True)
-            )
-            out[rows] = _softmax(q[rows], keys, values, reads.seen, scale, cap)
+            rows, seen = reads.rows, reads.seen
+            packed = [x[reads.units].transpose(1, 2).flatten(0, 1) for x in units]
+            keys, values = (torch.cat([x[reads.sinks], x[rows], y]) for x, y in zip((k, v), packed, strict=True))
+            if reads.between is not None:
+                keys = torch.cat([keys, packed[0]])
+                values = torch.cat([values, v[self.plan.unit_rows[reads.units]].flatten(0, 1)])
+                seen = torch.cat([seen, reads.between], 1)
+            out[rows] = _softmax(q[rows], keys, values, seen, scale, cap)
         return model.disturbed(out, model.kernel_error)
 
     def _packed(

@@ -107,6 +107,17 @@ def test_formats_see_the_layer_and_its_pairs(captured: Captured) -> None:
         head_errors(replace(captured, pairing=None), "polar4", {})
 
 
+def test_keys_and_values_have_their_own_windows(captured: Captured) -> None:
+    layer = captured.layers[0]
+    page = bound(captured, layer, "squat2", {"W": 64, "W_keys": 0}, 128)
+    key_hat, value_hat = as_cached(page, layer.query[:250], layer.key[:250], layer.value[:250])
+    # 7 groups of 32 keys are full, and the newest 64 values are as they were, with those beside them
+    for hat, x, end in ((key_hat, layer.key, 224), (value_hat, layer.value, 160)):
+        same = (hat == x[:250]).flatten(1).all(1)
+        assert same[end:].all()
+        assert not same[:end].any()
+
+
 def test_keys_before_rope_are_those_of_the_model(captured: Captured) -> None:
     """The model's own rotation is taken off: without it SQuat-pre is SQuat."""
     layer = captured.layers[0]

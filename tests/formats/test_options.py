@@ -75,7 +75,9 @@ def test_ranges(option: str) -> None:
         settings = FORMATS[reader(option)].settings({option: value})
         assert value in (getattr(settings, option, None), settings.get(option))
         if option != "S":
-            FORMATS[reader(option)].bind(Geometry(256, 64), {option: value})
+            # a window of keys is no longer than W
+            rest = {"W": 4096} if option == "W_keys" else {}
+            FORMATS[reader(option)].bind(Geometry(256, 64), {option: value, **rest})
 
 
 def test_every_option_is_a_setting_with_a_default_in_range() -> None:

@@ -138,6 +138,13 @@ def test_sinks_must_fit_in_a_page() -> None:
         bind("innerq2", n=32, S=64)
 
 
+def test_the_window_of_keys_is_no_longer_than_that_of_values() -> None:
+    assert (bind("squat2").W_keys, bind("squat2", W_keys=0).W_keys) == (32, 0)
+    assert (bind("polar4", W=128, W_keys=32).W, bind("polar4", W=128, W_keys=32).W_keys) == (128, 128)
+    with pytest.raises(ValueError, match="option 'W_keys' is 64, more than 'W', 32, the window of the values"):
+        bind("squat2", W_keys=64)
+
+
 def garbage(fmt: PageFormat, pages: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(1)
     return torch.randint(0, 256, (pages, HEADS, fmt.record_bytes), generator=g, dtype=torch.uint8)

@@ -53,15 +53,14 @@ def as_cached(
     page: PageFormat, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Keys and values of a prompt as the decode step after it reads them."""
-    packed = max(0, (len(key) - page.W) // page.unit * page.unit)
-    key_hat, value_hat = key.clone(), value.clone()
-    if packed > page.S:
+    ends = [max(0, (len(key) - window) // page.unit * page.unit) for window in (page.W_keys, page.W)]
+    hats = key.clone(), value.clone()
+    if max(ends) > page.S:
         state = fitted(page, key, query)
-        for hat, read in zip(
-            (key_hat, value_hat), through_pages(page, key[:packed], value[:packed], state), strict=True
-        ):
-            hat[page.S : packed] = read[page.S :]
-    return key_hat, value_hat
+        read = through_pages(page, key[: max(ends)], value[: max(ends)], state)
+        for hat, x, end in zip(hats, read, ends, strict=True):
+            hat[page.S : end] = x[page.S : end]
+    return hats
 
 
 def layer_errors(page: PageFormat, layer: Layer) -> list[HeadError]:

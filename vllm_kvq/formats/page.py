@@ -53,6 +53,8 @@ class PageFormat:
     def __post_init__(self) -> None:
         if self.S > self.N:
             raise ValueError(f"option 'S' is {self.S}; sinks must fit in one page of {self.N} tokens")
+        if self.W_keys > self.W:
+            raise ValueError(f"option 'W_keys' is {self.W_keys}, more than 'W', {self.W}, the window of the values")
 
     # -- sizes ---------------------------------------------------------------------------------------------------
     @property
@@ -72,6 +74,11 @@ class PageFormat:
     def W(self) -> int:
         """The full-precision window, rounded up to whole pack units."""
         return round_up(self.settings.W, self.unit)
+
+    @property
+    def W_keys(self) -> int:
+        """The same of keys alone, at most W: between the two windows packed keys go with values in full precision."""
+        return self.W if self.settings.W_keys is None else round_up(self.settings.W_keys, self.unit)
 
     @property
     def S(self) -> int:

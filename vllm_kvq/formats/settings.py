@@ -18,6 +18,7 @@ BLOCK = Option("N", "tokens per page, the same as --block-size", low=SLAB, high=
 COMMON = (
     BLOCK,
     Option("W", "newest tokens read in full precision", 0, low=0, high=4096, multiple=32),
+    Option("W_keys", "newest tokens whose keys are read so, if fewer than W", low=0, high=4096, multiple=32),
     Option("S", "first tokens read in full precision", 0, low=0, high=1024),
     Option(
         "recompute",
@@ -37,6 +38,8 @@ class Settings:
     values: type[ValueCodec]
     N: int | None
     W: int
+    W_keys: int | None
+    """None: W."""
     S: int
     recompute: int | None
     """None: `integration/served.py` decides."""

@@ -117,7 +117,7 @@ LEDGER = (
     ),
     Patch(
         "rotary_embedding._ROPE_DICT read",
-        "an attention layer can't see which channels RoPE pairs",
+        "an attention layer can't see which channels RoPE pairs, and by which angles it turns them",
         "it can",
     ),
     Patch(

@@ -81,9 +81,10 @@ def _full_bytes(served: Served) -> int:
 def start_line(served: Served, blocks: int) -> str:
     """A value is one word, so that programs can read the line (`bench/server.py`)."""
     fmt, capacity = served.format, Capacity.of(served, blocks)
+    keys = f"W_keys={fmt.W_keys} " if fmt.W_keys < fmt.W else ""
     sidecar = round((served.sidecar_blocks + served.sink_blocks) * served.page_bytes)
     return (
-        f"kvq: format={fmt.name} bits={served.bits_per_element:.3f} N={fmt.N} W={fmt.W} S={fmt.S} "
+        f"kvq: format={fmt.name} bits={served.bits_per_element:.3f} N={fmt.N} W={fmt.W} {keys}S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
         f"path={served.path.name} "
         f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "

@@ -64,7 +64,7 @@ def table_of(embedding: Any) -> Rope | None:
     rope = Rope(table, compat.rope_style(embedding)[0])
     position = torch.tensor([0, 1, len(table) // 2, len(table) - 1], device=table.device)
     rng = torch.Generator().manual_seed(0)
-    key = torch.randn(len(position), embedding.head_size, generator=rng).to(table)
+    key = torch.randn(len(position), embedding.head_size, generator=rng, device="cpu").to(table)
     turned = embedding.forward_native(position, key.clone(), key.clone())[1].float()
     # rounded once on their side, to the model's dtype
     near = 4 * torch.finfo(table.dtype).eps * turned.abs().max()

@@ -177,6 +177,37 @@ def attend_packed(
     return _by_token(out, q)[..., : fmt.geometry.head_size], _by_token(lse.unsqueeze(-1), q).squeeze(-1)
 
 
+def attend_between(
+    fmt: PageFormat,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    page: torch.Tensor,
+    place: torch.Tensor,
+    pool: Pair,
+    more: Pair,
+    rows: torch.Tensor,
+    scale: float,
+    cap: float = 0.0,
+) -> Partial:
+    """Attention over tokens whose keys are read packed and whose values are not.
+
+    query (n, q, Hq, head_size); page, place and rows (n, m): token j of request i has the key at place[i, j] of page
+    page[i, j] of pages (B, H, record_bytes), and the value in row rows[i, j] of the pools, as `attend_into` has them.
+    """
+    there = rows >= 0
+    ids, mine = page[there].unique(return_inverse=True)
+    seen = torch.zeros(len(ids), fmt.N, dtype=torch.bool, device=pages.device)
+    seen[mine, place[there]] = True
+    if (seen.unflatten(1, (fmt.slabs, -1)).any(-1) & ~fmt.packed_slabs(pages, ids)).any():
+        raise RuntimeError("a page that was never packed would have been read")
+    features = _unpack(fmt, pages, ids, seen)[0]  # (p, H, N, F)
+    key = features.new_zeros(*rows.shape, features.shape[1], features.shape[3])
+    key[there] = features[mine, :, place[there]]
+    value = torch.where(there[..., None, None], gather(pool[1], more[1], rows.clamp_min(0)), 0)
+    q = fmt.query_features(fmt.widen(query)[0])
+    return attend_raw(q, key, value, there[:, None].expand(-1, query.shape[1], -1), scale, cap)
+
+
 def attend_step(
     fmt: PageFormat,
     output: torch.Tensor,

@@ -176,7 +176,7 @@ class PlannedStep:
             held = _tokens(ring[:, None]) if group.chunk else _tokens(slots)
             raw = held, sinks, group.held, group.seen, self.scale
             lists = group.page_ids, group.owner, group.low, group.high
-            alone = not group.chunk and caches.learned is None
+            alone = not group.chunk and caches.learned is None and group.between is None
             if alone:
                 packed = self.kernels.attend_step(self.fmt, output, group.rows, q, caches.pages, *lists, *raw, self.cap)
             else:
@@ -188,6 +188,9 @@ class PlannedStep:
             parts = []
             if len(group.page_ids):
                 parts.append(self.kernels.attend_packed(self.fmt, q, caches.pages, *lists, self.scale, self.cap))
+            if (b := group.between) is not None:
+                where = b.page, b.place, held, sinks, b.rows
+                parts.append(attend.attend_between(self.fmt, q, caches.pages, *where, self.scale, self.cap))
             if group.chunk:
                 length = q.shape[1]
                 earlier = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
