@@ -74,17 +74,17 @@ SQUAT = (
     ),
 )
 BEFORE_ROPE = (
-    _fault("RoPE is put on twice", "rope", "c / square, -s / square", "c / square, s / square", "rope.py"),
+    _fault("RoPE is put on twice", "rope", "c / square, -s / square", "c / square, s / square", "before_rotation.py"),
     _fault("a scaled rotation is taken for a rotation", "rope", "square = c * c + s * s", "square = 1", "-k squat_pre"),
     _fault("neighbours turn as halves do", "rope", 'if self.pairing == "interleaved":', "if False:", "-k squat_pre"),
-    _fault("the table ends with its rows", "rope", ".clamp(0, len(self.table) - 1)", "", "rope.py"),
+    _fault("the table ends with its rows", "rope", ".clamp(0, len(self.table) - 1)", "", "before_rotation.py"),
     _fault("keys before RoPE are read as they lie", "page", "        if self.rope is None:\n            return key\n",
            "        return key\n", "-k squat_pre"),
     _fault("keys are read a position further", "page", 'fields["position"][:, None] + ',
            'fields["position"][:, None] + 1 + ', "-k squat_pre"),
     _fault("keys are packed as RoPE left them", "page", "self.rope.undo(x, position)", "x", "-k squat_pre"),
-    _fault("a page's position is that of its last unit", "page", " - unit[:, None] * self.unit", "", "rope.py"),
-    _fault("every format keeps its keys before RoPE", "page", " if self.keys.before_rope else None", "", "rope.py"),
+    _fault("a page's position is that of its last unit", "page", " - unit[:, None] * self.unit", "", "before_rotation.py"),
+    _fault("every format keeps its keys before RoPE", "page", " if self.keys.before_rope else None", "", "before_rotation.py"),
 )  # fmt: skip
 QJL = (
     _fault(
@@ -121,10 +121,10 @@ QJL = (
         "by_layer",
         "for layers, value in self.named if layer in layers), self.rest)",
         "for layers, value in self.named if layer in layers[1:]), self.rest)",
-        "by_layer.py",
+        "schedules.py",
     ),
-    _fault("a range ends before its last layer", "by_layer", "found[1]) + 1)", "found[1]))", "by_layer.py"),
-    _fault("layers may be named twice", "by_layer", "seen.update(layers)", "pass", "by_layer.py"),
+    _fault("a range ends before its last layer", "by_layer", "found[1]) + 1)", "found[1]))", "schedules.py"),
+    _fault("layers may be named twice", "by_layer", "seen.update(layers)", "pass", "schedules.py"),
     _fault("the inliers' norm is the key's", "qjl", "half(inner.norm(dim=-1))", "half(x.norm(dim=-1))", "-k qjl"),
     _fault("QJL forgets earlier chunks", "qjl", "state is None else state + new", "state is None else new", "-k qjl"),
     _fault("a prompt of 32 tokens is too short", "qjl", "state[:, 1, :1] >= SLAB", "state[:, 1, :1] > SLAB", "-k qjl"),
