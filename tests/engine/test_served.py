@@ -75,6 +75,20 @@ def test_a_window_layer_that_is_skipped_counts_once(bare: Bare) -> None:
     assert layers.skipped == frozenset()
 
 
+def test_layers_that_share_a_cache_count_for_nothing(bare: Bare) -> None:
+    """Of seven layers the last three; with the layer whose cache they share, those with full attention keep 16 bits."""
+    gemma = {"kv_cache_dtype": "squat2", "model": "Gemma-3n"}
+    layers = Layers.of(bare(**gemma))
+    assert (layers.packed_layers, layers.windows, layers.sharing) == ((0, 3), {1, 2}, {4, 5, 6})
+    assert layers.kept == ("sliding_window",)
+    vllm_config = bare(**gemma, **kvq(skip_layers=[3]))
+    served = Served.of(vllm_config)
+    apply(served, vllm_config)
+    assert Served.of(vllm_config) == served
+    assert (served.layers.packed_layers, served.layers.skipped) == ((0,), {3})
+    assert served.layers.kept == ("3", "5", "6", "sliding_window")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_platform_does_all_of_it(case: str, configured: Bare) -> None:
     """Without the fixture: vLLM itself gets there, and a second configuration is not affected by a first."""
