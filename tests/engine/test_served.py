@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.integration import report, validate
 from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.served import Served, apply
+from vllm_kvq.integration.sharing import SharingLayer, check_sharing
 from vllm_kvq.kernels.paths import Path as KernelPath
 
 pytestmark = pytest.mark.engine
@@ -73,6 +75,46 @@ def test_a_window_layer_that_is_skipped_counts_once(bare: Bare) -> None:
     assert layers.packed + len(layers.windows) + len(layers.skipped) == layers.total
     assert 0 in layers.windows
     assert layers.skipped == frozenset()
+
+
+def test_layers_that_share_a_cache_count_for_nothing(bare: Bare) -> None:
+    """Of seven layers the last three; with the layer whose cache they share, those with full attention keep 16 bits."""
+    gemma = {"kv_cache_dtype": "squat2", "model": "Gemma-3n"}
+    layers = Layers.of(bare(**gemma))
+    assert (layers.packed_layers, layers.windows, layers.sharing) == ((0, 3), {1, 2}, {4, 5, 6})
+    assert layers.kept == ("sliding_window",)
+    vllm_config = bare(**gemma, **kvq(skip_layers=[3]))
+    served = Served.of(vllm_config)
+    apply(served, vllm_config)
+    assert Served.of(vllm_config) == served
+    assert (served.layers.packed_layers, served.layers.skipped) == ((0,), {3})
+    assert served.layers.kept == ("3", "5", "6", "sliding_window")
+
+
+@pytest.mark.parametrize(
+    ("index", "target", "why"),
+    [
+        (2, {}, "that this model's configuration does not name"),
+        (6, {"learned": 1}, "beside learned attention sinks"),
+        (6, {"head_size": 128}, "with other KV heads"),
+        (6, None, "of layers.3, which is not packed"),
+    ],
+)
+def test_a_cache_that_can_not_be_shared(index: int, target: dict[str, Any] | None, why: str, bare: Bare) -> None:
+    vllm_config = bare(kv_cache_dtype="squat2", model="Gemma-3n")
+    own = {"vllm_config": vllm_config, "learned": None, "num_kv_heads": 2, "head_size": 64}
+    impl = SimpleNamespace(**own)
+    check_sharing(6, impl, "layers.3", SimpleNamespace(**own))
+    with pytest.raises(validate.Refused, match=f"do not support layers that share a KV cache {why}; use"):
+        check_sharing(index, impl, "layers.3", None if target is None else SimpleNamespace(**own | target))
+
+
+def test_a_layer_whose_cache_is_shared_runs_first() -> None:
+    target = SimpleNamespace(name="layers.3", readers=0, shared=None)
+    layer = SharingLayer("layers.6", target, None)  # type: ignore[arg-type]
+    assert target.readers == 1
+    with pytest.raises(RuntimeError, match=r"layers\.6: layers\.3, whose KV cache it shares, has not run before it"):
+        layer.run(None, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -41,22 +41,19 @@ class SharingLayer:
 
 def check_sharing(index: int, impl: Any, target_name: str, target: Any) -> None:
     """Of the layer with this number, its implementation and that of the layer whose cache it shares."""
-    checks = [
-        (index not in Layers.of(impl.vllm_config).sharing, "that this model's configuration does not name"),
-        (type(target) is not type(impl), f"of {target_name}, which is not packed"),
-        (impl.learned is not None or getattr(target, "learned", None) is not None, "beside learned attention sinks"),
-        (_heads(impl) != _heads(target), "with other KV heads"),
-    ]
-    for bad, what in checks:
-        if bad:
-            raise Refused(
-                f"low-bit KV cache formats do not support layers that share a KV cache {what}; "
-                "use --kv-cache-dtype auto"
-            )
-
-
-def _heads(impl: Any) -> tuple[int, int]:
-    return impl.num_kv_heads, impl.head_size
+    if index not in Layers.of(impl.vllm_config).sharing:
+        what = "that this model's configuration does not name"
+    elif type(target) is not type(impl):
+        what = f"of {target_name}, which is not packed"
+    elif impl.learned is not None or target.learned is not None:
+        what = "beside learned attention sinks"
+    elif (impl.num_kv_heads, impl.head_size) != (target.num_kv_heads, target.head_size):
+        what = "with other KV heads"
+    else:
+        return
+    raise Refused(
+        f"low-bit KV cache formats do not support layers that share a KV cache {what}; use --kv-cache-dtype auto"
+    )
 
 
 class _WithSharing(dict[str, Any]):
