@@ -13,7 +13,7 @@ from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.innerq import HybridKeys
 from vllm_kvq.formats.peers import PEERS
-from vllm_kvq.formats.qjl import sketch, sphere_constant
+from vllm_kvq.formats.qjl import MOST_NAMED, sketch, sphere_constant
 
 # format: (least, most) relative error of q . K, and of the values, over all head sizes without RoPE
 BOUNDS = {
@@ -42,13 +42,15 @@ def errors(name: str, d: int, dtype: torch.dtype) -> tuple[float, float]:
     return score_error(query[64:], key, k), ((v.double() - value).norm() / value.norm()).item()
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize(
+    ("name", "d"), [(name, d) for name in BOUNDS for d in HEAD_SIZES if name != "qjl3" or d <= MOST_NAMED]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_error_is_within_bounds(name: str, d: int, dtype: torch.dtype) -> None:
     """Not too large, and not so small that nothing can have been quantized."""
     for got, (least, most) in zip(errors(name, d, dtype), BOUNDS[name], strict=True):
-        assert least < got < most
+        # the errors of 512 channels average out further
+        assert least * (0.7 if d > 256 else 1) < got < most
 
 
 @pytest.mark.parametrize("name", BOUNDS)

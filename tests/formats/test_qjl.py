@@ -12,7 +12,7 @@ import torch
 from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.qjl import SketchKeys, sketch, sphere_constant
+from vllm_kvq.formats.qjl import MOST_NAMED, SketchKeys, sketch, sphere_constant
 
 
 def codec(d: int = 128, layer: int = 0, seed: int = 42, **options: int | str) -> SketchKeys:
@@ -111,7 +111,7 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x / x.norm(dim=-1, keepdim=True)
 
 
-@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("d", [d for d in HEAD_SIZES if d <= MOST_NAMED])
 @pytest.mark.parametrize("options", [{}, {"m": 64, "m_out": 32, "outliers": 3}], ids=str)
 def test_features_score_like_the_reconstruction(d: int, options: dict[str, int]) -> None:
     c = codec(d, **options)
