@@ -46,6 +46,11 @@ class Architecture:
     def slug(self) -> str:
         return "".join(c if c.isalnum() else "-" for c in self.name.lower()).strip("-")
 
+    @property
+    def head_size(self) -> int:
+        text = self.build().get_text_config()
+        return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
     def build(self) -> Any:
         import transformers
 

@@ -50,7 +50,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         {**LONG, "numbers": {"num_hidden_layers": 12}, **kvq(skip_layers=[5])},
         "wwwwwswwwwwp",
     ),
-    "chunks": ({**LONG, "model": "Llama 4"}, "wwwp"),
+    "chunks": ({**LONG, "model": "Llama 4", "block_size": 64}, "wwwp"),
     "a hybrid": ({"kv_cache_dtype": "squat2", "max_model_len": 2048, "model": "Granite 4"}, "mmpm"),
     "a hybrid, small pages": ({"kv_cache_dtype": "innerq2", "model": "Granite 4", "block_size": 32}, "mmpm"),
     "a hybrid without prefix caching": (

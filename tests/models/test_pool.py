@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from checkpoints import PROMPT_TOKENS
 from lab import Lab
 
 from proof.models import named
+from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
 

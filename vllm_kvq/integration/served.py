@@ -19,7 +19,7 @@ from vllm_kvq.formats.by_layer import options_at, schedules, written
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
-from vllm_kvq.integration.kept import Layers
+from vllm_kvq.integration.kept import Layers, chunk_problem
 from vllm_kvq.integration.setup import bind, kvq_options, settings_of
 from vllm_kvq.integration.states import States
 from vllm_kvq.kernels.paths import Path, Wish, path_for
@@ -83,6 +83,8 @@ class Served:
         for schedule in schedules(kvq_options(vllm_config)):
             schedule.check(layers.packed_layers, layers.total)
         parts = parts_of(vllm_config, layers, _block(vllm_config, layers, states))
+        if problem := chunk_problem(model.attention_chunk_size, parts[0].format.N):
+            raise ValueError(problem)
         for part in parts:
             if problem := part.format.keys.reference_only or part.format.values.reference_only:
                 raise ValueError(problem)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,20 @@ def write_model(arch: Architecture, path: Path) -> Path:
             _fill(name, p, generator, tied=config.get_text_config().tie_word_embeddings)
     model.to(getattr(torch, arch.dtype)).save_pretrained(path)
     return path
+
+
+_writing = threading.Lock()
+
+
+def written_beside(model: str, arch: Architecture) -> str:
+    """The path of a checkpoint of `arch` with the tokenizer of `model`, which is written beside it at first use."""
+    path = Path(f"{model}-{arch.slug}")
+    with _writing:
+        if not path.exists():
+            write_model(arch, path)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(Path(model) / name, path / name)
+    return str(path)
 
 
 def _fill(name: str, p: torch.Tensor, generator: torch.Generator, tied: bool) -> None:
