@@ -7,11 +7,13 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import mixed_faults
 import pytest
 
 from proof.fuzz.attempt import Runner
 from proof.fuzz.case import MODEL, Setup
-from proof.fuzz.draw import Drawer, draw_setup
+from proof.fuzz.draw import WORDS, Drawer, draw_setup
+from proof.oracle.trace import Request, Trace
 from proof.oracle.verdict import Verdict
 from vllm_kvq.bench.random_model import random_model
 
@@ -21,17 +23,29 @@ Judge = Callable[..., Verdict]
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """judged(setup, seed, how many traces, prepare) -> verdict."""
+    """judged(setup, traces, prepare) -> verdict."""
     model = random_model(tmp_path_factory.mktemp("traffic") / "model", **MODEL)
 
-    def judge(setup: Setup, seed: str, count: int = 2, prepare: Any = None) -> Verdict:
-        drawer, runner = Drawer(Random(f"{seed}/traces"), setup), Runner(str(model), setup, prepare)
+    def judge(setup: Setup, todo: list[Trace], prepare: Any = None) -> Verdict:
+        runner = Runner(str(model), setup, prepare)
         try:
-            return runner.judge([drawer.trace(f"t{i}", reset=i == 0) for i in range(count)])
+            return runner.judge(todo)
         finally:
             runner.close()
 
     return judge
+
+
+def drawn(setup: Setup, seed: str) -> list[Trace]:
+    drawer = Drawer(Random(seed), setup)
+    return [drawer.trace(f"t{i}", reset=i == 0) for i in range(2)]
+
+
+def growing(setup: Setup, seed: str) -> list[Trace]:
+    """Requests that are admitted together and grow until the pool is empty, as the fuzzer draws them now and then."""
+    rng = Random(seed)
+    prompts = [tuple(rng.choice(WORDS) for _ in range(40 + 9 * i)) for i in range(6)]
+    return [Trace(tuple(Request(f"r{i}", p, 110, arrival=i) for i, p in enumerate(prompts)), reset=True)]
 
 
 BY_DEFAULT = (("Llama 4", "squat2"), ("Granite 4", "lossless"), ("gpt-oss", "innerq2"))
@@ -48,7 +62,29 @@ CASES = [
 def test_random_traffic(name: str, form: str, judged: Judge) -> None:
     rng = Random(f"{name}/{form}")
     setup = replace(draw_setup(rng, form, "V1", name), prefix_caching=True, far=False)
-    total = judged(setup, f"{name}/{form}")
+    total = judged(setup, drawn(setup, f"{name}/{form}/traces"))
     assert not total.mismatches
     assert total.tokens > 200
     assert total.ties <= 0.05 * total.tokens
+
+
+FAULTS: dict[str, tuple[Any, Any, Setup]] = {
+    "a stale page of a window": (mixed_faults.stale_window, drawn, Setup("squat2", 32, {"W": 32}, "Gemma-3", pool=1.6)),
+    "a learned sink": (mixed_faults.dropped_sink, drawn, Setup("squat2", 32, {"W": 32}, "gpt-oss", pool=3.0)),
+    "a state after preemption": (
+        mixed_faults.kept_state,
+        growing,
+        Setup("squat2", 32, {"W": 0}, "Granite 4", pool=1.6, budget=64, keep_all=True),
+    ),
+}
+"""What is planted, the traffic, and the engine that has to be told from a healthy one."""
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if "state" in f else pytest.mark.wide) for f in FAULTS])
+def test_a_planted_fault_is_found(fault: str, judged: Judge) -> None:
+    plant, traffic, setup = FAULTS[fault]
+    todo = traffic(setup, fault)
+    healthy = judged(setup, todo)
+    assert not healthy.mismatches
+    assert healthy.preemptions > 0 if traffic is growing else healthy.hits > 0
+    assert judged(setup, todo, plant).mismatches
