@@ -86,7 +86,8 @@ class Setup:
     @property
     def kvq(self) -> dict[str, Any]:
         """The options, and what polar formats have to be told of some models."""
-        pairing = {"pairing": "half"} if self.arch.polar and str(self.format).startswith("polar") else {}
+        told = self.arch.polar or self.arch.rope != "half"
+        pairing = {"pairing": self.arch.rope} if told and str(self.format).startswith("polar") else {}
         return {**pairing, **self.options}
 
     @property

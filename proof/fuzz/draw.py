@@ -26,7 +26,9 @@ LONGEST = MAX_LEN - LONGEST_ANSWER - 10
 
 def judged(models: Sequence[str], format_name: str) -> list[str]:
     """Those of the models whose tokens can be judged under this format: `lossless` is held to plain vLLM's."""
-    return [name for name in models if format_name == "lossless" or named(name).replay]
+    lossless, polar = format_name == "lossless", format_name.startswith("polar")
+    known = {name for name in models if named(name).replay and not (polar and named(name).rope == "partial")}
+    return [name for name in models if lossless or name in known]
 
 
 def draw_model(rng: Random, models: Sequence[str]) -> str:

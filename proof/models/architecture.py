@@ -26,6 +26,8 @@ class Architecture:
     """A fragment of the sentence that polar formats are refused with, though the others work."""
     lossy: str = "squat2"
     """The lossy format that the tests run: polar4 where rotary embeddings differ."""
+    rope: str = "half"
+    """How RoPE pairs channels, as the option `pairing` has it; or `partial`, which the reference does not know."""
     replay: bool = False
     """Whether the reference replays the lossy tokens: for models whose attention Transformers lets us replace."""
     model: str = "AutoModelForCausalLM"

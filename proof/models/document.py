@@ -39,8 +39,8 @@ flag `--kv-cache-dtype-skip-layers` names. Pages of both sizes lie side by side 
 on: hits are as long as plain vLLM's, and the tokens before their end are read packed (option `recompute`). Of windows
 vLLM by default keeps what the end of a prompt sees, so an identical prompt and the next turn of a conversation hit, and
 a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. Layers with chunked local
-attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end. On a
-GPU such models have not run yet.
+attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end; a block
+that does not divide the chunk is refused. On a GPU such models have not run yet.
 """
 
 STATES = """\

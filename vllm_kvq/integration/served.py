@@ -38,6 +38,10 @@ class Kind:
     """Of a page in one layer."""
     plain_bytes: int
     """What it would take in a plain 16-bit cache, in one layer."""
+    freed: int = 0
+    """Of these blocks, those that it takes only while its prompt is computed."""
+    plain_freed: int = 0
+    """The same of `plain_bytes`."""
     apart: bool = False
     """Whether they are in other KV cache groups than the layers with full attention: those with a window or a state."""
     packed: bool = False
@@ -67,7 +71,9 @@ class Served:
     """So many tokens at a request's end no prefix hit covers."""
     max_len: int
     window_tokens: int
-    """The most tokens of a long request that a layer with a sliding window holds."""
+    """The most tokens of a long request that a layer with a sliding window holds while its prompt is computed."""
+    decode_tokens: int
+    """The same of a request whose prompt is computed."""
     ranks: int
     """That share the heads of a layer."""
     path: Path
@@ -97,6 +103,7 @@ class Served:
             recomputed=_recomputed(vllm_config, parts[0].format, layers, states),
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
+            decode_tokens=window - 1 + vllm_config.max_concurrent_batches * (1 + vllm_config.num_speculative_tokens),
             ranks=parallel.tensor_parallel_size,
             path=path_of(parts, Wish.of(vllm_config.device_config.device_type, os.environ)),
         )
@@ -168,8 +175,10 @@ class Served:
             kinds.append(Kind(skipped, whole, page, length * plain))
         if windows := len(self.layers.windows):
             # as vLLM counts a window: one block more, because it may begin in the middle of one
-            seen = min(self.window_tokens, length)
-            kinds.append(Kind(windows, -(-seen // block) + 1, page, seen * plain, apart=True))
+            seen, kept = (min(tokens, length) for tokens in (self.window_tokens, self.decode_tokens))
+            blocks, own = -(-seen // block) + 1, seen * plain
+            freed = max(0, blocks - (-(-(kept - 1) // block) + 1))
+            kinds.append(Kind(windows, blocks, page, own, freed, own - kept * plain, apart=True))
         if states := self.states:
             own = states.blocks * states.nbytes
             kinds.append(Kind(states.layers, states.blocks, states.nbytes, own, apart=True))
