@@ -42,12 +42,12 @@ a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` chang
 attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end; a block
 that does not divide the chunk is refused. On a GPU such models have not run yet.
 
-While its prompt is computed a request takes more of a window than afterwards: what a whole step computes. vLLM's own line
-"KV cache size" counts that for every request. The line that starts with `kvq:` counts it once, because prompts that come in
-chunks are computed one after the other, and for all others what they keep: a pool then holds the requests that it says.
-A window layer's pages are as large as those of several packed layers, so many of them make many KV cache groups, each with
-a block table that vLLM's scheduler keeps: with 16 requests that decode a step of it took 0.46 ms at 8 groups and 2.1 ms at
-50 (medians, Intel Xeon with AMX, measured beside other work).
+While its prompt is computed a request takes more of a window than afterwards: what a whole step computes. vLLM's own
+line "KV cache size" counts that for every request. The line that starts with `kvq:` counts it once, because all
+requests share the tokens of a step, and for the others what they keep: a pool then holds the requests that it says. A
+window layer's pages are as large as those of several packed layers, so many of them make many KV cache groups, each
+with block tables that vLLM's scheduler keeps: with 16 requests that decode, its part of a step took 0.46 ms at 8
+groups and 2.1 ms at 50 (medians, Intel Xeon with AMX, measured beside other work).
 """
 
 STATES = """\
