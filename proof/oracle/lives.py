@@ -179,7 +179,8 @@ class Historian:
         for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
             # a state is that of a page's end only where a chunk ends there
             first = part.known // n - (part.known % n == 0) if kind.state else life.published
-            for i in range(max(first, life.published), part.known // n):
+            # without prefix caching a request has one block for its states
+            for i in range(max(first, life.published), min(part.known // n, len(blocks))):
                 self.pages[group, blocks[i], s.keys[i]] = life, i
         life.published = max(life.published, part.known // n)
 
