@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from proof.fuzz.case import PLAIN, Case, Setup
+from proof.fuzz.case import LLAMA, PLAIN, Case, Setup
+from proof.models.checkpoints import written_beside
 from proof.models.draft import random_draft
 from proof.oracle.compare import differences
 from proof.oracle.forked import EngineFailed, EngineProcess, Prepare
@@ -31,15 +33,31 @@ def draft_of(model: str) -> str:
     return str(path)
 
 
+def counted(traces: Sequence[Trace], results: Sequence[Result]) -> Verdict:
+    """What can be said without a reference."""
+    total = Verdict()
+    for trace, result in zip(traces, results, strict=True):
+        tokens = sum(len(sample) for samples in result.outputs.values() for sample in samples)
+        hits = [n for n in result.cached.values() if n]
+        total.add(Verdict(len(trace.requests), tokens, hits=len(hits), hit_tokens=sum(hits)))
+        total.preemptions += result.preemptions
+        total.mismatches += result.changed
+    return total
+
+
 class Runner:
     """One configuration's engine, the reference that judges it and, for `lossless`, plain vLLM beside it."""
 
     def __init__(self, model: str, setup: Setup, prepare: Prepare | None = None) -> None:
-        self.model, self.setup, self.prepare = model, setup, prepare
+        """`model`: the Llama of every run; others are written beside it."""
+        self.model = model if setup.model == LLAMA else written_beside(model, setup.arch)
+        self.setup, self.prepare = setup, prepare
         self.engines: dict[str, EngineProcess] = {}
-        self.reference = ReplayModel(
-            model, setup.format, setup.block_size, setup.drafts, setup.kernel_error, **setup.options
-        )
+        self.reference: Any = None  # of a model that the reference knows
+        if setup.arch.replay:
+            self.reference = ReplayModel(
+                self.model, setup.format, setup.block_size, setup.drafts, setup.kernel_error, **setup.kvq
+            )
 
     def engine(self, name: str) -> EngineProcess:
         """Ours, or plain vLLM's, started at first use."""
@@ -50,7 +68,7 @@ class Runner:
         return self.engines[name]
 
     def run(self, traces: Sequence[Trace]) -> tuple[list[Result], Verdict]:
-        """Every token judged by the reference; an engine that fails is a mismatch."""
+        """Every token judged by the reference, where it knows the model; an engine that fails is a mismatch."""
         results: list[Result] = []
         try:
             for trace in traces:
@@ -58,7 +76,7 @@ class Runner:
         except EngineFailed as error:
             self.close()
             return results, Verdict(mismatches=[f"the engine failed: {error}"])
-        verdict = judge(self.reference, traces, results)
+        verdict = judge(self.reference, traces, results) if self.setup.arch.replay else counted(traces, results)
         verdict.mismatches += [leak for r in results for leak in leaks(r)]
         return results, verdict
 
@@ -69,7 +87,7 @@ class Runner:
             temperature = {r.name: r.temperature for r in trace.requests}
             for found in differences(trace, self.engine(PLAIN).run(trace), result):
                 near = max(CLOSE, NEVER * min(GREEDY, temperature[found.request]))
-                if distance(self.reference, traces, results, found) < near:
+                if self.setup.arch.replay and distance(self.reference, traces, results, found) < near:
                     total.ties += 1
                 else:
                     total.mismatches.append(f"{found}; plain vLLM and lossless: {found.tokens}")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from proof.models import SERVED, named
+from proof.models.architecture import Architecture
 from proof.oracle.interpreted import RUNNER
 from proof.oracle.trace import Trace, whole
 from vllm_kvq.formats import Geometry, get_format
@@ -15,7 +17,10 @@ MAX_LEN = 640
 PLENTY = 24
 """Requests of the maximum length that a pool without a limit holds."""
 MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}
-"""The model of every run: two layers, so that a wrong read in the first changes what the second stores."""
+"""The Llama of every run: two layers, so that a wrong read in the first changes what the second stores."""
+LLAMA = "Llama"
+MODELS = tuple(a.name for a in SERVED if a.dtype == "float32" and not (a.needs or a.adapter))
+"""Kinds of models, by their names in docs/models.md: those that can be held to plain vLLM's tokens in float32."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Setup:
     format: str
     block_size: int = 64
     options: Mapping[str, Any] = field(default_factory=dict)
+    model: str = LLAMA
+    """One of MODELS."""
     pool: float | None = None
     budget: int = 2048
     max_seqs: int = 16
@@ -34,6 +41,8 @@ class Setup:
     """Drafts come from a model, not from the request's own ngrams."""
     policy: str = "fcfs"
     prefix_caching: bool = True
+    keep_all: bool = False
+    """Of windows and states vLLM's prefix cache keeps those of every page, not of a prompt's end alone."""
     kernels: str = "torch"
     far: bool = False
     """The blocks lie apart in a pool beyond 4 GiB."""
@@ -46,10 +55,12 @@ class Setup:
         for name, least in (("block_size", 1), ("budget", 1), ("max_seqs", 1), ("drafts", 0), ("lookup_min", 1)):
             whole(name, getattr(self, name), least)
         for name, choices in (
+            ("model", MODELS),
             ("policy", ("fcfs", "priority")),
             ("kernels", ("auto", "torch")),
             ("draft_model", (False, True)),
             ("prefix_caching", (False, True)),
+            ("keep_all", (False, True)),
             ("far", (False, True)),
             ("runner", ("V1", "V2")),
             ("asynchronous", (False, True)),
@@ -63,8 +74,21 @@ class Setup:
             raise ValueError(f"pool is {self.pool!r}; it takes a number from 1 to 1000, or null")
         if not isinstance(self.options, Mapping):
             raise ValueError(f"options is {self.options!r}; it takes an object of options")
+        if self.arch.hybrid and self.drafts:
+            raise ValueError("drafts are refused beside states on a CPU")
         if self.format != PLAIN:
-            get_format(str(self.format)).bind(Geometry(MODEL["head_dim"], self.block_size), self.options)
+            get_format(str(self.format)).bind(Geometry(self.arch.head_size, self.block_size), self.kvq)
+
+    @property
+    def arch(self) -> Architecture:
+        return named(self.model)
+
+    @property
+    def kvq(self) -> dict[str, Any]:
+        """The options, and what polar formats have to be told of some models."""
+        told = self.arch.polar or self.arch.rope != "half"
+        pairing = {"pairing": self.arch.rope} if told and str(self.format).startswith("polar") else {}
+        return {**pairing, **self.options}
 
     @property
     def variables(self) -> dict[str, str]:
@@ -87,14 +111,18 @@ class Setup:
             "scheduling_policy": self.policy,
             "enable_prefix_caching": self.prefix_caching,
             "max_model_len": MAX_LEN,
+            "prefix_cache_retention_interval": None if self.keep_all else 0,
             "async_scheduling": self.asynchronous,
         }
         if self.format == PLAIN:
-            found["num_gpu_blocks_override"] = PLENTY * -(-MAX_LEN // self.block_size)
+            layers = self.arch.build().num_hidden_layers  # each may have blocks of its own
+            found["num_gpu_blocks_override"] = PLENTY * layers * -(-MAX_LEN // self.block_size)
+            if self.arch.hybrid:
+                found["before"] = mend_prompts
         else:
             found |= {"pool": self.pool or PLENTY, "far": self.far}
-        if self.options:
-            found["additional_config"] = {"kvq": dict(self.options)}
+        if self.kvq:
+            found["additional_config"] = {"kvq": self.kvq}
         if self.drafts:
             ngram = {
                 # vLLM schedules asynchronously only what drafts on the device
@@ -111,6 +139,13 @@ class Setup:
         return replace(
             self, format=PLAIN, options={}, pool=None, kernels="torch", far=False, runner="V1", asynchronous=False
         )
+
+
+def mend_prompts() -> None:
+    """Plain vLLM 0.32 ends with a long prompt of a Mamba-2 model on a CPU; with our formats that is mended."""
+    from vllm_kvq.integration.states import leave_checkpoints_out
+
+    leave_checkpoints_out()
 
 
 @dataclass(frozen=True)

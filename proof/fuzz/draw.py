@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from proof.fuzz.case import MAX_LEN, Setup
+from proof.fuzz.case import LLAMA, MAX_LEN, Setup
+from proof.models import named
+from proof.oracle.kinds import exact_layers
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import get_format
 
@@ -21,8 +24,24 @@ LONGEST = MAX_LEN - LONGEST_ANSWER - 10
 """Tokens of a prompt."""
 
 
-def draw_setup(rng: Random, format_name: str, runner: str | None = None) -> Setup:
+def judged(models: Sequence[str], format_name: str) -> list[str]:
+    """Those of the models whose tokens can be judged under this format: `lossless` is held to plain vLLM's."""
+    lossless, polar = format_name == "lossless", format_name.startswith("polar")
+    known = {name for name in models if named(name).replay and not (polar and named(name).rope == "partial")}
+    return [name for name in models if lossless or name in known]
+
+
+def draw_model(rng: Random, models: Sequence[str]) -> str:
+    """Models with windows and hybrids as often as all others together."""
+    kinds: dict[tuple[bool, bool], list[str]] = {}
+    for name in models:
+        kinds.setdefault((named(name).windows, named(name).hybrid), []).append(name)
+    return rng.choice(rng.choice(list(kinds.values())))
+
+
+def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: str = LLAMA) -> Setup:
     """`runner`: the one that is asked for; None: mostly V1, whose steps take a thirtieth of the time."""
+    arch = named(model)
     block = rng.choice(BLOCK_SIZES)
     options = {}
     # half of the time the format's own window and sinks
@@ -30,13 +49,19 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None) -> Setu
         options = {"W": rng.choice(WINDOWS), "S": min(block, rng.choice(SINKS))}
     elif block < get_format(format_name).settings().S:
         block = 64
-    drafts, draft_model = rng.choice((0, 0, 1, 2, 3, 4, 5)), rng.random() < 0.25
+    chunk = getattr(arch.build(), "attention_chunk_size", None)
+    if chunk is not None and chunk % block:  # vLLM takes blocks alone that divide its chunks
+        block = chunk
+    drafts, draft_model = rng.choice((0, 0, 1, 2, 3, 4, 5)), rng.random() < 0.25 and model == LLAMA
+    if arch.hybrid:
+        drafts = 0
     if drafts and draft_model and format_name != "lossless":
         block = ROOM_FOR_A_DRAFT
     setup = Setup(
         format_name,
         block,
         options,
+        model,
         pool=rng.choice((1.1, 1.3, 1.6, 2.0, 3.0, None)),
         budget=rng.choice((24, 40, 64, 100, 256, 2048)),
         max_seqs=rng.choice((3, 8, 16, 16)),
@@ -51,7 +76,19 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None) -> Setu
         far=rng.random() < 0.2 and block >= 64,
     )
     chosen, asynchronous = runner or ("V2" if rng.random() < 0.1 else "V1"), rng.random() < 0.5
-    return replace(setup, runner=chosen, asynchronous=asynchronous and chosen == "V2")
+    setup = replace(setup, runner=chosen, asynchronous=asynchronous and chosen == "V2", keep_all=rng.random() < 0.5)
+    full = _full_layers(setup)
+    if len(full) > 1 and rng.random() < 0.15:
+        setup = replace(setup, options={**options, "skip_layers": [rng.choice(full)]})
+    return setup
+
+
+def _full_layers(setup: Setup) -> list[int]:
+    """Indices of the layers with full attention; of hybrids none is drawn."""
+    if setup.arch.hybrid:
+        return []
+    config = setup.arch.build()
+    return sorted({*range(config.num_hidden_layers)} - {*exact_layers(config)})
 
 
 class Drawer:

@@ -14,17 +14,20 @@ import json
 import os
 import platform
 import re
+import shlex
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from proof.fuzz.case import MODEL, Case
+from proof.fuzz.case import MODEL, MODELS, Case
+from proof.fuzz.draw import judged
 from vllm_kvq.formats import FORMATS
 
-DEFAULT = ("squat2", "lossless", "qjl3", "polar4", "innerq2")
+DEFAULT = ("squat2", "lossless", "qjl3", "polar4", "innerq2", "kitty2")
 COLUMNS = (
     "engines", "traces", "requests", "tokens", "preemptions", "hits", "hit_tokens", "accepted", "rejected", "aborts",
     "stops", "ties", "mismatches",
@@ -41,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     length.add_argument("--minutes", type=float, default=1.0)
     length.add_argument("--requests", type=int, metavar="N", help="end once so many are judged, however long it takes")
     parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=list(DEFAULT), metavar="NAME")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
+        help="kinds of models, by their names in docs/models.md, of which each engine has one",
+    )  # fmt: skip
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner; drawn unless one is asked for")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="engines at a time (cores)")
     parser.add_argument("--shrink-minutes", type=float, default=3.0, help="at most this long after a mismatch")
@@ -54,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--jobs and --minutes must be positive")
     if options.requests is not None and options.requests < 1:
         parser.error("--requests must be positive")
+    for name in options.format:
+        if not judged(options.models, name):
+            parser.error(f"--models {' '.join(options.models)}: the reference can't judge {name} there, only lossless")
     if options.report and options.replay:
         parser.error("--report is for a run, not for one case")
     try:
@@ -82,7 +92,7 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
     library()  # compiles where they have changed: the time limits of the engines do not allow for that
     session = Session(
         model, options.seed, 60 * options.minutes, options.format, options.jobs, requests=options.requests,
-        runner=options.runner,
+        runner=options.runner, models=options.models,
     )  # fmt: skip
     begun = time.monotonic()
     session.run()
@@ -91,8 +101,13 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
     rows["total"] = {c: sum(row[c] for row in rows.values()) for c in COLUMNS}
     print(f"seed {options.seed}, {minutes:.0f} minutes, {options.jobs} engines at a time")
     print(table(rows), flush=True)
+    engines = Counter[str]()
+    for count in session.counts.values():
+        engines.update(count.models)
+    models = ", ".join(f"{name} {n}" for name, n in engines.most_common())
+    print(f"models of the engines: {models}", flush=True)
     if options.report:
-        options.report.write_text(write_up(options, minutes, rows), encoding="utf-8")
+        options.report.write_text(write_up(options, minutes, rows, models), encoding="utf-8")
     report: dict[str, Any] = {"seed": options.seed, "minutes": options.minutes, "counts": rows}
     if session.finding is not None:
         print(f"\nMISMATCH (seed {options.seed}): {_text(session.finding.messages)}\nshrinking ...", flush=True)
@@ -121,12 +136,14 @@ def replay(model: str, case: Case) -> int:
     return int(bool(verdict.mismatches))
 
 
-def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Mapping[str, int]]) -> str:
+def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Mapping[str, int]], models: str) -> str:
     """A page of docs/results."""
     length = f"--minutes {options.minutes:g}" if options.requests is None else f"--requests {options.requests}"
     command = f"python -m proof fuzz --seed {options.seed} {length}"
     if options.runner:
         command += f" --runner {options.runner}"
+    if options.models != list(MODELS):
+        command += f" --models {' '.join(map(shlex.quote, options.models))}"
     if options.format != list(DEFAULT):
         command += f" --format {' '.join(options.format)}"
     cores, total = len(os.sched_getaffinity(0)), rows["total"]
@@ -140,6 +157,8 @@ def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Map
     {command}
 
 {chr(10).join("    " + line for line in lines)}
+
+Models of the engines (docs/models.md): {models}.
 
 A *tie* is a token that the reference chooses as well once it is disturbed by what float32 rounds.
 """

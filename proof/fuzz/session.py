@@ -11,8 +11,8 @@ from itertools import count
 from random import Random
 
 from proof.fuzz.attempt import Runner, Runners
-from proof.fuzz.case import Case
-from proof.fuzz.draw import Drawer, draw_setup
+from proof.fuzz.case import LLAMA, Case
+from proof.fuzz.draw import Drawer, draw_model, draw_setup, judged
 from proof.fuzz.shrink import Shrinker, last_good
 from proof.oracle.forked import Prepare
 from proof.oracle.trace import Result, Trace
@@ -30,9 +30,14 @@ PLAIN_SHARE = 0.4
 class Count:
     """What was run under one format, and what came of it."""
 
-    engines: int = 0
     traces: int = 0
     verdict: Verdict = field(default_factory=Verdict)
+    models: dict[str, int] = field(default_factory=dict)
+    """How many engines had each kind of model."""
+
+    @property
+    def engines(self) -> int:
+        return sum(self.models.values())
 
 
 @dataclass
@@ -64,9 +69,10 @@ class Session:
         episode: int = EPISODE,
         requests: int | None = None,
         runner: str | None = None,
+        models: Sequence[str] = (LLAMA,),
     ) -> None:
         """Ends after `seconds`, or once `requests` are judged, however long that takes. `runner`: see `draw_setup`."""
-        self.runner = runner
+        self.runner, self.models = runner, models
         self.model, self.seed, self.jobs, self.prepare, self.episode = model, seed, jobs, prepare, episode
         self.end = time.monotonic() + seconds
         self.counts = {name: Count() for name in formats}
@@ -117,14 +123,15 @@ class Session:
             self.stop.set()
 
     def _round(self, this: Round, end: float) -> None:
-        setup = draw_setup(this.rng(self.seed, "setup"), this.format, self.runner)
+        model = draw_model(this.rng(self.seed, "model"), judged(self.models, this.format))
+        setup = draw_setup(this.rng(self.seed, "setup"), this.format, self.runner, model)
         runner = Runner(self.model, setup, self.prepare)
         traces: list[Trace] = []
         results: list[Result] = []
         if this.format == "lossless":
             end -= PLAIN_SHARE * (end - time.monotonic())
         try:
-            self._count(this, 0, Verdict(), engines=1)
+            self._count(this, 0, Verdict(), engine=model)
             episode = 0
             while not episode or (not self.over and time.monotonic() < end):
                 drawer = Drawer(this.rng(self.seed, f"traces {episode}"), setup)
@@ -146,10 +153,12 @@ class Session:
         finally:
             runner.close()
 
-    def _count(self, this: Round, traces: int, verdict: Verdict, engines: int = 0) -> None:
+    def _count(self, this: Round, traces: int, verdict: Verdict, engine: str | None = None) -> None:
+        """`engine`: the model of one that has just started."""
         with self.lock:
             count = self.counts[this.format]
-            count.engines += engines
+            if engine is not None:
+                count.models[engine] = count.models.get(engine, 0) + 1
             count.traces += traces
             count.verdict.add(verdict)
 

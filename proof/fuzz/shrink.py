@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from proof.fuzz.case import Case
+from proof.fuzz.case import LLAMA, Case
 from proof.oracle.trace import Request, Trace
 
 Fails = Callable[[Case], bool]
@@ -23,8 +23,10 @@ _PLAINER_REQUEST: tuple[dict[str, Any], ...] = (
 )
 _PLAINER_SETUP: tuple[dict[str, Any], ...] = (
     {"pool": None, "policy": "fcfs", "budget": 2048, "max_seqs": 16, "prefix_caching": True},
+    {"model": LLAMA, "options": {}},
     {"drafts": 0, "draft_model": False},
     {"draft_model": False},
+    {"keep_all": False},
     {"far": False},
     {"pool": None},
     {"budget": 2048},

@@ -26,6 +26,8 @@ class Architecture:
     """A fragment of the sentence that polar formats are refused with, though the others work."""
     lossy: str = "squat2"
     """The lossy format that the tests run: polar4 where rotary embeddings differ."""
+    rope: str = "half"
+    """How RoPE pairs channels, as the option `pairing` has it; or `partial`, which the reference does not know."""
     replay: bool = False
     """Whether the reference replays the lossy tokens: for models whose attention Transformers lets us replace."""
     model: str = "AutoModelForCausalLM"
@@ -45,6 +47,11 @@ class Architecture:
     @property
     def slug(self) -> str:
         return "".join(c if c.isalnum() else "-" for c in self.name.lower()).strip("-")
+
+    @property
+    def head_size(self) -> int:
+        text = self.build().get_text_config()
+        return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
     def build(self) -> Any:
         import transformers

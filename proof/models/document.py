@@ -39,10 +39,17 @@ flag `--kv-cache-dtype-skip-layers` names. Pages of both sizes lie side by side 
 on: hits are as long as plain vLLM's, and the tokens before their end are read packed (option `recompute`). Of windows
 vLLM by default keeps what the end of a prompt sees, so an identical prompt and the next turn of a conversation hit, and
 a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. Layers with chunked local
-attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end. Layers
-that are packed must have equal heads; those of the others may differ from them (Gemma-4), and blocks do not grow for
-that, as plain vLLM's do. On a GPU such models have not run yet; heads of 512 are served by PyTorch there, and the log
-says so.
+attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end; a block
+that does not divide the chunk is refused. Layers that are packed must have equal heads; those of the others may differ
+from them (Gemma-4), and blocks do not grow for that, as plain vLLM's do. On a GPU such models have not run yet; heads of
+512 are served by PyTorch there, and the log says so.
+
+While its prompt is computed a request takes more of a window than afterwards: what a whole step computes. vLLM's own
+line "KV cache size" counts that for every request. The line that starts with `kvq:` counts it once, because all
+requests share the tokens of a step, and for the others what they keep: a pool then holds the requests that it says. A
+window layer's pages are as large as those of several packed layers, so many of them make many KV cache groups, each
+with block tables that vLLM's scheduler keeps: with 16 requests that decode, its part of a step took 0.46 ms at 8
+groups and 2.1 ms at 50 (medians, Intel Xeon with AMX, measured beside other work).
 """
 
 SHARING = """\

@@ -12,12 +12,12 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 
 SERVED: list[Architecture] = [
     Architecture("Llama", "LlamaConfig", llama_like(), "GQA, head size 64", replay=True),
-    Architecture("Llama MHA", "LlamaConfig", llama_like(2, 2, 96), "MHA, head size 96"),
+    Architecture("Llama MHA", "LlamaConfig", llama_like(2, 2, 96), "MHA, head size 96", replay=True),
     Architecture("Llama MQA", "LlamaConfig", llama_like(4, 1, 80), "MQA, head size 80 (padded to 96)", replay=True),
-    Architecture("Llama 112", "LlamaConfig", llama_like(2, 1, 112), "head size 112 (padded to 128)"),
-    Architecture("Llama 128", "LlamaConfig", llama_like(4, 2, 128), "head size 128"),
-    Architecture("Llama 192", "LlamaConfig", llama_like(2, 1, 192), "head size 192"),
-    Architecture("Llama 256", "LlamaConfig", llama_like(2, 1, 256), "head size 256"),
+    Architecture("Llama 112", "LlamaConfig", llama_like(2, 1, 112), "head size 112 (padded to 128)", replay=True),
+    Architecture("Llama 128", "LlamaConfig", llama_like(4, 2, 128), "head size 128", replay=True),
+    Architecture("Llama 192", "LlamaConfig", llama_like(2, 1, 192), "head size 192", replay=True),
+    Architecture("Llama 256", "LlamaConfig", llama_like(2, 1, 256), "head size 256", replay=True),
     Architecture("Llama float16", "LlamaConfig", llama_like(), "16-bit model", dtype="float16"),
     Architecture("Llama bfloat16", "LlamaConfig", llama_like(), "16-bit model", dtype="bfloat16"),
     Architecture("Qwen2", "Qwen2Config", hidden(2, 64), "biases of query, key and value", replay=True),
@@ -29,7 +29,9 @@ SERVED: list[Architecture] = [
         "without sliding window (v0.2 and later)",
         replay=True,
     ),
-    Architecture("Gemma", "GemmaConfig", llama_like(2, 1, 256, tie_word_embeddings=True), "MQA, head size 256"),
+    Architecture(
+        "Gemma", "GemmaConfig", llama_like(2, 1, 256, tie_word_embeddings=True), "MQA, head size 256", replay=True
+    ),
     Architecture(
         "Gemma-2",
         "Gemma2Config",
@@ -50,6 +52,7 @@ SERVED: list[Architecture] = [
         llama_like(num_hidden_layers=6, sliding_window=48),
         "one layer in six is packed, those with a sliding window keep 16 bits",
         windows=True,
+        replay=True,
     ),
     Architecture(
         "Gemma-3n",
@@ -88,7 +91,9 @@ SERVED: list[Architecture] = [
         "Cohere2Config",
         hidden(2, 64, num_hidden_layers=4, sliding_window=48, logit_scale=1.0, tie_word_embeddings=True),
         "one layer in four is packed and has no RoPE; the others keep 16 bits",
+        rope="interleaved",
         windows=True,
+        replay=True,
     ),
     Architecture(
         "gpt-oss",
@@ -96,6 +101,7 @@ SERVED: list[Architecture] = [
         llama_like(num_hidden_layers=4, num_local_experts=4, sliding_window=48),
         "learned attention sinks; one layer in two is packed, those with a sliding window keep 16 bits",
         windows=True,
+        replay=True,
     ),
     Architecture(
         "Granite 4",
@@ -111,6 +117,7 @@ SERVED: list[Architecture] = [
         "one layer in four is packed, without RoPE; the others are Mamba-2",
         polar="no RoPE",
         hybrid=True,
+        replay=True,
     ),
     Architecture(
         "Nemotron-H",
@@ -126,6 +133,7 @@ SERVED: list[Architecture] = [
         "attention, Mamba-2 and MLP are layers of their own; those with attention, without RoPE, are packed",
         polar="no RoPE",
         hybrid=True,
+        replay=True,
     ),
     Architecture(
         "Falcon-H1",
@@ -133,6 +141,7 @@ SERVED: list[Architecture] = [
         hidden(2, 64, mamba_d_ssm=256, mamba_d_head=64, **mamba_2()),
         "every layer has packed attention beside Mamba-2",
         hybrid=True,
+        replay=True,
     ),
     Architecture(
         "Qwen3-Next",
@@ -157,6 +166,7 @@ SERVED: list[Architecture] = [
         llama_like(num_hidden_layers=4, num_local_experts=2, attention_chunk_size=64, intermediate_size_mlp=HIDDEN),
         "one layer in four is packed; those with chunked local attention keep 16 bits",
         windows=True,
+        replay=True,
     ),
     Architecture("Phi-3", "Phi3Config", hidden(2, 96), "head size 96, fused projections", replay=True),
     Architecture(
@@ -164,7 +174,9 @@ SERVED: list[Architecture] = [
         "PhiConfig",
         hidden(2, 80, num_key_value_heads=2, partial_rotary_factor=0.4),
         "32 of 80 channels rotated, layer norms with biases, parallel MLP",
+        rope="partial",
         polar="through Transformers",
+        replay=True,
     ),
     Architecture(
         "StableLM",
@@ -185,7 +197,9 @@ SERVED: list[Architecture] = [
         "GPTNeoXConfig",
         hidden(2, 64, num_key_value_heads=2, rotary_pct=0.25),
         "16 of 64 channels rotated, fused projections",
+        rope="partial",
         polar="through Transformers",
+        replay=True,
     ),
     Architecture(
         "GLM-4",
@@ -207,6 +221,7 @@ SERVED: list[Architecture] = [
         gpt_like(),
         "MQA, learned positions, no RoPE",
         polar="no RoPE",
+        replay=True,
     ),
     Architecture(
         "OPT",
@@ -227,12 +242,14 @@ SERVED: list[Architecture] = [
         "MixtralConfig",
         llama_like(sliding_window=None, **moe(num_local_experts=4)),
         "mixture of experts",
+        replay=True,
     ),
     Architecture(
         "Qwen3-MoE",
         "Qwen3MoeConfig",
         llama_like(**moe(num_experts=4, moe_intermediate_size=64)),
         "mixture of experts",
+        replay=True,
     ),
     Architecture(
         "Llama with LoRA",

@@ -7,6 +7,7 @@ from proof.mutants.fault import Fault
 HOME = "vllm_kvq/formats"
 TESTS = "tests/formats"
 PAPERS = f"{TESTS}/test_papers.py"
+BEFORE = "before_rotation.py"
 
 
 def _fault(name: str, module: str, before: str, after: str, tests: str) -> Fault:
@@ -74,17 +75,17 @@ SQUAT = (
     ),
 )
 BEFORE_ROPE = (
-    _fault("RoPE is put on twice", "rope", "c / square, -s / square", "c / square, s / square", "before_rotation.py"),
+    _fault("RoPE is put on twice", "rope", "c / square, -s / square", "c / square, s / square", BEFORE),
     _fault("a scaled rotation is taken for a rotation", "rope", "square = c * c + s * s", "square = 1", "-k squat_pre"),
     _fault("neighbours turn as halves do", "rope", 'if self.pairing == "interleaved":', "if False:", "-k squat_pre"),
-    _fault("the table ends with its rows", "rope", ".clamp(0, len(self.table) - 1)", "", "before_rotation.py"),
+    _fault("the table ends with its rows", "rope", ".clamp(0, len(self.table) - 1)", "", BEFORE),
     _fault("keys before RoPE are read as they lie", "page", "        if self.rope is None:\n            return key\n",
            "        return key\n", "-k squat_pre"),
     _fault("keys are read a position further", "page", 'fields["position"][:, None] + ',
            'fields["position"][:, None] + 1 + ', "-k squat_pre"),
     _fault("keys are packed as RoPE left them", "page", "self.rope.undo(x, position)", "x", "-k squat_pre"),
-    _fault("a page's position is that of its last unit", "page", " - unit[:, None] * self.unit", "", "before_rotation.py"),
-    _fault("every format keeps its keys before RoPE", "page", " if self.keys.before_rope else None", "", "before_rotation.py"),
+    _fault("a page's position is that of its last unit", "page", " - unit[:, None] * self.unit", "", BEFORE),
+    _fault("every format keeps its keys before RoPE", "page", " if self.keys.before_rope else None", "", BEFORE),
 )  # fmt: skip
 QJL = (
     _fault(

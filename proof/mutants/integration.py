@@ -21,8 +21,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the announced capacity is doubled",
         f"{ROOM}/report.py",
-        "tokens = blocks / per_request * served.max_len",
-        "tokens = 2 * blocks / per_request * served.max_len",
+        "tokens = _requests(blocks, per_request, freed)",
+        "tokens = 2 * _requests(blocks, per_request, freed)",
         CAPACITY,
     ),
     Fault(
@@ -91,8 +91,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the 16-bit cache of the same bytes counts a rank's blocks for a group of one layer",
         f"{ROOM}/report.py",
-        "plain = blocks * size / sum",
-        "plain = blocks * served.page_bytes / sum",
+        "plain = _requests(blocks * size, whole, part)",
+        "plain = _requests(blocks * served.page_bytes, whole, part)",
         CAPACITY,
     ),
     Fault(

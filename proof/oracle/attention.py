@@ -1,4 +1,4 @@
-"""An object of ours in the place of a Transformers model's attention.
+"""An object of ours in the place of a Transformers model's attention, and around its layers that keep a state.
 
 Transformers calls one function for every layer of every model and does not say on whose behalf. The thread that runs
 the model knows, so the object is a variable of the thread.
@@ -6,22 +6,39 @@ the model knows, so the object is a variable of the thread.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from proof.oracle.kinds import in_vllms_order
+
 NAME = "kvq_reference"
+
+
+Mixer = Callable[[torch.Tensor], torch.Tensor]
+"""A layer with a state (Mamba-2) over (1, tokens, hidden) of one request, from its first token on."""
 
 
 class Attention(Protocol):
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        cap: float = 0.0,
+        learned: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(tokens, heads, head_size) queries, keys and values, with RoPE applied -> outputs shaped as the queries.
-        `cap`: the soft cap of scores; 0: none."""
+        `cap`: the soft cap of scores; 0: none. `learned`: (heads,) scores of a token whose value is 0 (gpt-oss)."""
+
+    def mix(self, layer: int, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
+        """(1, tokens, hidden) -> the same, computed by `mixer` from each request's tokens alone."""
 
 
 class _Thread(threading.local):
@@ -39,12 +56,20 @@ def _attend(
     *args: Any,
     scaling: float,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface: (1, heads, tokens, head_size) each."""
     assert _thread.attention is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _thread.attention.attend(module.layer_idx, q, k, v, scaling, softcap or 0.0)[None].to(query.dtype), None
+    q, k = (in_vllms_order(module.config, x) for x in (q, k))
+    out = _thread.attention.attend(module.layer_idx, q, k, v, scaling, softcap or 0.0, s_aux)
+    return out[None].to(query.dtype), None
+
+
+def _mix(layer: int, mixer: Mixer, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    assert _thread.attention is not None
+    return _thread.attention.mix(layer, mixer, hidden_states)
 
 
 def load(path: str) -> Any:
@@ -52,7 +77,11 @@ def load(path: str) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, _attend)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=NAME)
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=NAME)
+    for module in network.modules():
+        if hasattr(module, "A_log"):  # Mamba-2
+            module.forward = functools.partial(_mix, module.layer_idx, module.forward)
+    return network
 
 
 @contextmanager

@@ -5,21 +5,17 @@ The engine is observed, not changed.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proof.oracle.computed import Computed
 from proof.oracle.far import POOL_BYTES, far_ids, hand_out_only, sparse_zeros
+from proof.oracle.groups import groups_of
 from proof.oracle.shared import SharedPages
 from proof.oracle.trace import Chunk, Request, Result, Trace
-
-if TYPE_CHECKING:
-    from vllm_kvq.kernels.slots import SlotGeometry
 
 ENVIRONMENT = {
     # the scheduler has to be in reach
@@ -61,11 +57,9 @@ class TracedEngine:
             "kv_cache_memory_bytes": 1 << 28,
         }
         arguments = {**defaults, **engine}
+        wanted = 0
         if pool is not None:
-            arguments["num_gpu_blocks_override"] = blocks_of(model, pool, arguments)
-        wanted = arguments.get("num_gpu_blocks_override", 0)
-        if far:
-            arguments["num_gpu_blocks_override"] = -(-POOL_BYTES // slots_of(model, arguments).page_bytes)
+            wanted, arguments["num_gpu_blocks_override"] = blocks_for(model, pool, far, arguments)
         with sparse_zeros() if far else nullcontext():
             self.engine = LLM(model, **arguments).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
@@ -76,18 +70,9 @@ class TracedEngine:
         self.steps: list[list[Chunk]] = []
         self.shared = SharedPages(self.engine, self.scheduler)
         self.computed = Computed(self.engine)
-        self.packed_group = self._find_packed_group()
+        layers = self.engine.vllm_config.model_config.get_total_num_hidden_layers()
+        self.packed_group, self.beside = groups_of(self.scheduler.kv_cache_config, layers)
         self._observe()
-
-    def _find_packed_group(self) -> int:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-        from vllm_kvq.integration.spec import PackedSpec
-
-        specs = [g.kv_cache_spec for g in self.scheduler.kv_cache_config.kv_cache_groups]
-        # without packed layers it does not matter
-        kind = PackedSpec if any(isinstance(s, PackedSpec) for s in specs) else FullAttentionSpec
-        return next(i for i, s in enumerate(specs) if isinstance(s, kind))
 
     def _observe(self) -> None:
         schedule = self.scheduler.schedule
@@ -95,7 +80,11 @@ class TracedEngine:
         def observed(*args: Any, **kwargs: Any) -> Any:
             out = schedule(*args, **kwargs)
             blocks, chunks = self.scheduler.kv_cache_manager.get_block_ids, self.computed.chunks(out)
-            step = [replace(chunk, pages=list(blocks(chunk.request)[self.packed_group])) for chunk in chunks]
+            step = []
+            for chunk in chunks:
+                table = blocks(chunk.request)
+                beside = [list(table[group]) for group in self.beside]
+                step.append(replace(chunk, pages=list(table[self.packed_group]), beside=beside))
             if step:
                 self.steps.append(step)
             self.shared.scheduled(out.num_scheduled_tokens)
@@ -137,7 +126,8 @@ class TracedEngine:
                     del aborts[out.request_id]
             step += 1
         free = before, self.free_blocks()
-        return Result(outputs, cached, self.steps, self._preemptions(), free, aborted, stopped, changed)
+        beside = list(self.beside.values())
+        return Result(outputs, cached, self.steps, self._preemptions(), free, aborted, stopped, changed, beside)
 
     def _add(self, r: Request, sampling: Any) -> None:
         params = sampling(
@@ -163,23 +153,15 @@ def packed_pools(engine: Any) -> list[Any]:
     return [layer.kv_cache for layer in layers if getattr(getattr(layer, "impl", None), "packed", None) is not None]
 
 
-def slots_of(model: str, arguments: dict[str, Any]) -> SlotGeometry:
-    """The layout of a model's packed layers."""
-    import torch
+def blocks_for(model: str, pool: float, far: bool, arguments: dict[str, Any]) -> tuple[int, int]:
+    """How many blocks `pool` requests of the maximum length take, with block 0, which vLLM never hands out; and how
+    many a pool beyond 4 GiB has."""
+    from vllm import EngineArgs
 
-    from vllm_kvq.formats import Geometry, get_format
-    from vllm_kvq.kernels.slots import SlotGeometry
+    from vllm_kvq.integration.report import Capacity, block_bytes
+    from vllm_kvq.integration.served import Served
 
-    config = json.loads((Path(model) / "config.json").read_text())
-    geometry = Geometry(config["head_dim"], arguments["block_size"], getattr(torch, arguments["dtype"]))
-    options = arguments.get("additional_config", {}).get("kvq", {})
-    fmt = get_format(arguments["kv_cache_dtype"]).bind(geometry, options)
-    drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
-    return SlotGeometry.of(fmt, config["num_key_value_heads"], drafts)
-
-
-def blocks_of(model: str, pool: float, arguments: dict[str, Any]) -> int:
-    """Pages, sidecar and sinks of `pool` requests, and block 0, which vLLM never hands out."""
-    slots = slots_of(model, arguments)
-    pages = -(-arguments["max_model_len"] // arguments["block_size"])
-    return 1 + int(pool * (pages + slots.sidecar_blocks + slots.sink_blocks))
+    served = Served.of(EngineArgs(model, **arguments).create_engine_config())
+    stride = block_bytes(served) if served.mixed else int(served.page_bytes)
+    wanted = 1 + int(pool * Capacity.of(served, 1).per_request)
+    return wanted, -(-POOL_BYTES // stride) if far else wanted

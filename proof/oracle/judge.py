@@ -173,5 +173,5 @@ def _needed(lives: Sequence[Life], choices: Sequence[Choice]) -> list[Life]:
     wanted = {c.life for c in choices}
     for life in reversed(lives):
         if life in wanted:
-            wanted |= {writer for writer, _ in life.hit}
+            wanted |= life.writers
     return [life for life in lives if life in wanted]

@@ -1,6 +1,6 @@
 """From the scheduler's chunks to *lives*: what a request computed between one admission and its end or preemption.
 
-A life has tokens, positions and the complete pages that it found in the prefix cache, each by the life that wrote it;
+A life has tokens, positions and what it found in the prefix cache, each page and state by the life that wrote it;
 blocks are used only here, as names by which a hit finds its page. Two replays read lives: `replay.Replay` step by
 step, and `whole.Whole` all rows at once.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from proof.oracle.trace import Chunk, Request, Result, Trace
+from proof.oracle.trace import Beside, Chunk, Request, Result, Trace
 from vllm_kvq.formats import PageFormat
 
 
@@ -49,6 +49,21 @@ class Life:
     parts: list[Part] = field(default_factory=list)
     published: int = 0
     """Pages from 0 on that are complete, its own and those of its hit."""
+    windows: dict[int, list[tuple[Life, int] | None]] = field(default_factory=dict)
+    """Layer with a window -> the same there; None for pages that vLLM keeps no longer."""
+    states: dict[int, Life] = field(default_factory=dict)
+    """Layer with a state -> who left the one after `start` tokens."""
+
+    def hit_in(self, layer: int) -> Sequence[tuple[Life, int] | None]:
+        """The pages of the hit in a layer that stays in vLLM's own cache; in all but windows they are the packed ones'
+        companions."""
+        return self.windows.get(layer, self.hit)
+
+    @property
+    def writers(self) -> set[Life]:
+        """All lives of whose pages and states this one begins."""
+        pages: list[Sequence[tuple[Life, int] | None]] = [self.hit, *self.windows.values()]
+        return {page[0] for found in pages for page in found if page is not None} | {*self.states.values()}
 
 
 @dataclass
@@ -75,13 +90,17 @@ class _Sample:
             self.keys.append(hash((self.keys[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]))))
 
 
+Name = tuple[int, int, int]
+"""Of a page or state in the prefix cache: its group (-1: the packed layers'), its block, the tokens up to its end."""
+
+
 class Historian:
     """Keeps the prefix cache between the traces of one engine: who wrote each block, by the tokens up to its end."""
 
     def __init__(self, fmt: PageFormat) -> None:
         self.fmt = fmt
         self.history = History()
-        self.pages: dict[tuple[int, int], tuple[Life, int]] = {}
+        self.pages: dict[Name, tuple[Life, int]] = {}
 
     def add(self, trace: Trace, result: Result) -> None:
         if trace.reset:
@@ -91,29 +110,49 @@ class Historian:
             waiting = list(step)
             while waiting:
                 # a request may hit a page that another one completes in this very step
-                ready = [c for c in waiting if self._found(samples[_sample_of(samples, c)], c)]
+                ready = [c for c in waiting if self._found(samples[_sample_of(samples, c)], c, result.beside)]
                 if not ready:
                     self.history.problems.append(f"{waiting[0].request}: hit a page that was never written")
                     return
                 for chunk in ready:
-                    self._chunk(samples[_sample_of(samples, chunk)], chunk)
+                    self._chunk(samples[_sample_of(samples, chunk)], chunk, result.beside)
                     waiting.remove(chunk)
 
-    def _hit(self, s: _Sample, c: Chunk) -> list[tuple[int, int]]:
-        return [(c.pages[i], s.keys[i]) for i in range(c.context // self.fmt.N)]
+    def _hit(self, s: _Sample, c: Chunk) -> list[Name]:
+        return [(-1, c.pages[i], s.keys[i]) for i in range(c.context // self.fmt.N)]
 
-    def _found(self, s: _Sample, c: Chunk) -> bool:
-        return not _admitted(s, c) or all(key in self.pages for key in self._hit(s, c))
+    def _hits_beside(self, s: _Sample, c: Chunk, beside: Sequence[Beside]) -> list[list[Name | None]]:
+        """The same in each group beside: of a state the last one alone."""
+        found, pages = [], c.context // self.fmt.N
+        for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
+            first = max(0, pages - 1) if kind.state else 0
+            found.append([(group, blocks[i], s.keys[i]) if blocks[i] else None for i in range(first, pages)])
+        return found
 
-    def _chunk(self, s: _Sample, c: Chunk) -> None:
+    def _found(self, s: _Sample, c: Chunk, beside: Sequence[Beside]) -> bool:
+        if not _admitted(s, c):
+            return True
+        apart = self._hits_beside(s, c, beside)
+        states = [name for found, kind in zip(apart, beside, strict=True) for name in found if kind.state]
+        names = [*self._hit(s, c), *(name for found in apart for name in found if name is not None)]
+        return all(name in self.pages for name in names) and None not in states
+
+    def _chunk(self, s: _Sample, c: Chunk, beside: Sequence[Beside]) -> None:
         n, history = self.fmt.N, self.history
         if _admitted(s, c):
-            keys = self._hit(s, c)
-            hit = [self.pages[k] for k in keys]
-            s.life = Life(s.name, s.request, s.tokens, c.context, hit, s.known, published=len(keys))
+            names = self._hit(s, c)
+            hit = [self.pages[k] for k in names]
+            s.life = Life(s.name, s.request, s.tokens, c.context, hit, s.known, published=len(names))
+            for found, kind in zip(self._hits_beside(s, c, beside), beside, strict=True):
+                pages = [name and self.pages[name] for name in found]
+                for layer in kind.layers:
+                    if not kind.state:
+                        s.life.windows[layer] = pages
+                    elif pages and pages[0]:
+                        s.life.states[layer] = pages[0][0]
             history.lives.append(s.life)
-            history.hits += bool(keys)
-            history.hit_tokens += len(keys) * n
+            history.hits += bool(names)
+            history.hit_tokens += len(names) * n
         life = s.life
         assert life is not None
         if life.parts:
@@ -136,7 +175,13 @@ class Historian:
                 s.known += 1
         # what vLLM caches in this step: drafts are cached once they are accepted
         for i in range(life.published, part.known // n):
-            self.pages[c.pages[i], s.keys[i]] = life, i
+            self.pages[-1, c.pages[i], s.keys[i]] = life, i
+        for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
+            # a state is that of a page's end only where a chunk ends there
+            first = part.known // n - (part.known % n == 0) if kind.state else life.published
+            # without prefix caching a request has one block for its states
+            for i in range(max(first, life.published), min(part.known // n, len(blocks))):
+                self.pages[group, blocks[i], s.keys[i]] = life, i
         life.published = max(life.published, part.known // n)
 
 

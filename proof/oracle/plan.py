@@ -12,7 +12,8 @@ With a shorter window of keys, B is that of the keys for raw rows, and the row a
     between  tokens t of its life,  S <= t, from B of the values to B of the keys: keys packed, values raw
 
 and in a layer that stays in vLLM's own cache the kept rows of all earlier chunks and its own, up to p, and after a hit
-those of the lives that wrote its pages.
+those of the lives that wrote the pages that it finds there. The state of a layer that keeps one follows from the rows
+of all tokens before: those of the life that left it, of the one that left that life's, and so on.
 """
 
 from __future__ import annotations
@@ -41,10 +42,9 @@ class Reads:
     """(rows, packed tokens): those of the same units whose keys alone are read packed; None where windows are equal."""
     fits: list[slice]
     """Rows of each chunk that moves the state."""
-    found: torch.Tensor
-    """Rows of all tokens of a hit."""
-    behind: torch.Tensor
-    """(rows, found + rows) how many positions the second lies behind the first; negative where it is not seen."""
+    before: torch.Tensor
+    """(rows, rows) which of them are there, and not behind."""
+    position: torch.Tensor
 
 
 class Plan:
@@ -69,6 +69,7 @@ class Plan:
         self.unit_state: list[tuple[int, int]] = []
         """(life, number of its fit) of the state that each unit is packed with."""
         self._unit_decoded: list[bool] = []
+        self.lives = lives
         self.reads = [self._reads(number, life) for number, life in enumerate(lives)]
         self.unit_decoded = torch.tensor(self._unit_decoded, dtype=torch.bool)
         """Whether a decode step completes the unit."""
@@ -77,6 +78,22 @@ class Plan:
     def row(self, life: Life, part: int, position: int) -> int:
         before = sum(len(p.tokens) for p in life.parts[:part])
         return self.first[life] + before + position - life.parts[part].context
+
+    def found(self, life: Life, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and positions of the tokens of a hit in a layer that stays in vLLM's own cache."""
+        n = self.fmt.N
+        pages = [(page[0], i) for i, page in enumerate(life.hit_in(layer)) if page is not None]
+        tokens = [(writer, t) for writer, i in pages for t in range(i * n, (i + 1) * n)]
+        rows = torch.tensor([self._canonical[writer][t] for writer, t in tokens], dtype=torch.long)
+        return rows, torch.tensor([t for _, t in tokens], dtype=torch.long)
+
+    def past(self, life: Life, layer: int) -> list[int]:
+        """Rows of the tokens before this life, from whose state the layer's goes on."""
+        if not life.start:
+            return []
+        writer = life.states[layer]
+        own = range(writer.start, life.start)
+        return [*self.past(writer, layer), *(self._canonical[writer][t] for t in own)]
 
     def _reads(self, number: int, life: Life) -> Reads:
         fmt, p = self.fmt, self.fmt.unit
@@ -99,7 +116,7 @@ class Plan:
         c, t, who, there = (torch.tensor(x) for x in (context, position, part_of, kept))
         boundary, until = (((c - w) // p * p).clamp_min(life.start)[:, None] for w in (fmt.W, fmt.W_keys))
         earlier, own = (who < who[:, None]) & there, (who == who[:, None]) & (t <= t[:, None])
-        raw, whole = (earlier & ((t < fmt.S) | (t >= until))) | own, earlier | own
+        raw = (earlier & ((t < fmt.S) | (t >= until))) | own
         index = self._unit_index[life]
         packed = torch.arange(int(until.max()) if len(c) else 0)
         sinks = [self._canonical[life.hit[0][0]][s] for s in range(min(fmt.S, life.start))] if life.hit else []
@@ -117,8 +134,8 @@ class Plan:
             seen,
             (packed >= fmt.S) & (packed >= boundary) & (packed < until) if fmt.W_keys < fmt.W else None,
             fits,
-            torch.tensor([self._canonical[life.hit[i // fmt.N][0]][i] for i in range(life.start)], dtype=torch.long),
-            torch.cat([t[:, None] - torch.arange(life.start), torch.where(whole, t[:, None] - t, -1)], dim=1),
+            earlier | own,
+            t,
         )
 
     def _pack_events(self, number: int, life: Life, at: dict[int, int]) -> list[slice]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from proof.oracle.attention import Mixer
+from proof.oracle.kinds import Sight
 from vllm_kvq.formats.page import PageFormat
 
 Unit = tuple[torch.Tensor, torch.Tensor]
@@ -127,17 +129,22 @@ class ReferenceCache:
         k, v = (x.repeat_interleave(group, dim=1) for x in (key, value))
         scores = capped(torch.einsum("qhd,thd->hqt", query.float(), k) * scale, cap)
         position = context + torch.arange(len(query))[:, None]
-        scores = scores.masked_fill(torch.arange(len(k)) > position, float("-inf"))
-        if self.learned is not None:
-            scores = torch.cat([scores, self.learned[:, None, None].expand(-1, len(query), 1)], dim=-1)
-        return torch.einsum("hqt,thd->qhd", scores.softmax(-1)[..., : len(k)], v)
+        return _weigh(scores.masked_fill(torch.arange(len(k)) > position, float("-inf")), v, self.learned)
+
+
+def _weigh(scores: torch.Tensor, value: torch.Tensor, learned: torch.Tensor | None) -> torch.Tensor:
+    """(heads, queries, tokens) scores and (tokens, heads, d) values -> (queries, heads, d)."""
+    if learned is not None:
+        scores = torch.cat([scores, learned[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    return torch.einsum("hqt,thd->qhd", scores.softmax(-1)[..., : len(value)], value)
 
 
 class ExactCache:
-    """One request's cache of a layer that stays in vLLM's own: a chunk's token p sees (p - window, p]."""
+    """One request's cache of a layer that stays in vLLM's own."""
 
-    def __init__(self, window: int | None) -> None:
-        self.window = window
+    def __init__(self, sight: Sight) -> None:
+        self.sight = sight
+        self.learned: torch.Tensor | None = None
         self.key = self.value = torch.zeros(0)
 
     def page(self, index: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,8 +153,8 @@ class ExactCache:
         return self.key[at], self.value[at]
 
     @classmethod
-    def after_hit(cls, window: int | None, pages: list[tuple[torch.Tensor, torch.Tensor]]) -> ExactCache:
-        new = cls(window)
+    def after_hit(cls, sight: Sight, pages: list[tuple[torch.Tensor, torch.Tensor]]) -> ExactCache:
+        new = cls(sight)
         new.key, new.value = (torch.cat(parts) for parts in zip(*pages, strict=True))
         return new
 
@@ -166,6 +173,28 @@ class ExactCache:
         context, group = len(self.key) - len(query), query.shape[1] // self.key.shape[1]
         k, v = (x.float().repeat_interleave(group, dim=1) for x in (self.key, self.value))
         scores = capped(torch.einsum("qhd,thd->hqt", query.float(), k) * scale, cap)
-        behind = context + torch.arange(len(query))[:, None] - torch.arange(len(k))
-        unseen = (behind < 0) | (behind >= (self.window or len(k)))
-        return torch.einsum("hqt,thd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), v)
+        position = context + torch.arange(len(query))[:, None]
+        behind = position - torch.arange(len(k))
+        unseen = (behind < 0) | (behind >= self.sight.tokens(position))
+        return _weigh(scores.masked_fill(unseen, float("-inf")), v, self.learned)
+
+
+class StateCache:
+    """What one request's layer with a state was given: the state follows from that."""
+
+    def __init__(self) -> None:
+        self.hidden = torch.zeros(0)
+
+    def page(self, index: int, n: int) -> torch.Tensor:
+        return self.hidden[:, index * n : (index + 1) * n]
+
+    @classmethod
+    def after_hit(cls, pages: list[torch.Tensor]) -> StateCache:
+        new = cls()
+        new.hidden = torch.cat(pages, 1)
+        return new
+
+    def step(self, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
+        """(1, tokens, hidden) of a chunk."""
+        self.hidden = torch.cat([self.hidden, hidden], 1) if len(self.hidden) else hidden
+        return mixer(self.hidden)[:, -hidden.shape[1] :]

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from proof.oracle.attention import attending, load
-from proof.oracle.reference import ExactCache, ReferenceCache
+from proof.oracle.attention import Mixer, attending, load
+from proof.oracle.kinds import Sight, exact_layers
+from proof.oracle.reference import ExactCache, ReferenceCache, StateCache
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at
 from vllm_kvq.formats.rope import Rope
@@ -48,16 +49,18 @@ class ReplayModel:
         block_size: int,
         num_spec: int = 0,
         kernel_error: float = 0.0,
-        exact: Mapping[int, int | None] | None = None,
+        exact: Mapping[int, Sight] | None = None,
         **options: Any,
     ) -> None:
         """`kernel_error`: relative error of the attention output that the engine's kernels declare. `exact`: the layers
-        that stay in vLLM's own cache, and how many tokens each one's window has (None: it sees all)."""
-        self.kernel_error, self.exact = kernel_error, exact or {}
+        that stay in vLLM's own cache, if not those that follow from the checkpoint and from the option skip_layers."""
+        self.kernel_error = kernel_error
         self.noise: torch.Generator | None = None
         self.network = load(path)
+        config = self.network.config.get_text_config()
+        self.exact = exact_layers(config, options.get("skip_layers", ())) if exact is None else exact
         self.num_spec = num_spec
-        layers = layer_configs(self.network.config)
+        layers = layer_configs(config)
         self.heads = [config.num_key_value_heads for config in layers]
         sizes = [getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads for c in layers]
         self.formats = [
@@ -80,24 +83,29 @@ class ReplayModel:
         return x + size * x.square().mean().sqrt() * torch.randn(x.shape, generator=self.noise)
 
     def request(self) -> Replay:
-        return Replay(
-            self,
-            [
-                ExactCache(self.exact[layer]) if layer in self.exact else ReferenceCache(fmt, heads, self.num_spec)
-                for layer, (fmt, heads) in enumerate(zip(self.formats, self.heads, strict=True))
-            ],
-        )
+        return Replay(self)
 
-    def after_hit(self, pages: list[list[Any]]) -> Replay:
-        """A request that found `pages` (one list of layers per page) in the prefix cache."""
-        found = list(zip(*pages, strict=True))
-        caches = [
-            ExactCache.after_hit(self.exact[layer], list(found[layer]))
-            if layer in self.exact
-            else ReferenceCache.after_hit(fmt, heads, list(found[layer]), self.num_spec)
-            for layer, (fmt, heads) in enumerate(zip(self.formats, self.heads, strict=True))
-        ]
-        return Replay(self, caches)
+    def cache(self, layer: int, pages: list[Any] | None = None) -> Any:
+        """Of a new request, in a layer with attention; `pages`: what a prefix hit found there."""
+        if layer in self.exact:
+            sight = self.exact[layer]
+            return ExactCache.after_hit(sight, pages) if pages else ExactCache(sight)
+        fmt = self.formats[layer]
+        if pages:
+            return ReferenceCache.after_hit(fmt, self.heads[layer], pages, self.num_spec)
+        return ReferenceCache(fmt, self.heads[layer], self.num_spec)
+
+    def after_hit(self, pages: list[Page]) -> Replay:
+        """A request that found `pages` in the prefix cache."""
+        new = Replay(self)
+        new.length = len(pages) * self.formats[0].N
+        new.caches = {layer: self.cache(layer, [page[0][layer] for page in pages]) for layer in pages[0][0]}
+        new.states = {layer: StateCache.after_hit([page[1][layer] for page in pages]) for layer in pages[0][1]}
+        return new
+
+
+Page = tuple[dict[int, Any], dict[int, torch.Tensor]]
+"""By layer: what those with attention keep of a page's tokens, and what those with a state were given."""
 
 
 def _rope(network: Any) -> Rope:
@@ -112,35 +120,49 @@ def _rope(network: Any) -> Rope:
 class Replay:
     """One request."""
 
-    def __init__(self, model: ReplayModel, caches: list[Any]) -> None:
-        self.model = model
-        self.caches = [caches[model.shared.get(layer, layer)] for layer in range(len(caches))]
-
-    @property
-    def length(self) -> int:
-        return len(self.caches[0].key)
+    def __init__(self, model: ReplayModel) -> None:
+        self.model, self.length = model, 0
+        self.caches: dict[int, Any] = {}
+        self.states: dict[int, StateCache] = {}
 
     def rewind(self, length: int) -> None:
-        for cache in self.caches:
+        self.length = length
+        for cache in self.caches.values():
             cache.rewind(length)
 
-    def page(self, index: int) -> list[Any]:
+    def page(self, index: int) -> Page:
         n = self.model.formats[0].N
-        return [c.page(index, n) if isinstance(c, ExactCache) else c.page(index) for c in self.caches]
+        caches = {i: c.page(index, n) if isinstance(c, ExactCache) else c.page(index) for i, c in self.caches.items()}
+        return caches, {i: state.page(index, n) for i, state in self.states.items()}
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        cap: float = 0.0,
+        learned: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of the chunk's own tokens, which the layer's cache takes in."""
         q, k, v = (self.model.disturbed(x, NOISE) for x in (q, k, v))
-        cache = self.caches[layer]
-        out = cache.share(q, scale, cap) if layer in self.model.shared else cache.step(q, k, v, scale, cap)
+        owner = self.model.shared.get(layer, layer)
+        if owner not in self.caches:
+            self.caches[owner] = self.model.cache(owner)
+        cache = self.caches[owner]
+        cache.learned = learned
+        out = cache.step(q, k, v, scale, cap) if owner == layer else cache.share(q, scale, cap)
         return self.model.disturbed(out, self.model.kernel_error)
+
+    def mix(self, layer: int, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
+        return self.states.setdefault(layer, StateCache()).step(mixer, self.model.disturbed(hidden, NOISE))
 
     @torch.no_grad()
     def step(self, tokens: list[int], logits: int = 1) -> torch.Tensor:
         """(logits, vocabulary) of the last positions of one chunk."""
         position = torch.arange(self.length, self.length + len(tokens))[None]
+        self.length += len(tokens)
         with attending(self):
             out = self.model.network(
                 input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=logits

@@ -76,6 +76,14 @@ class Trace:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A KV cache group beside the packed layers': layers with a window, or those that keep a state."""
+
+    layers: tuple[int, ...]
+    state: bool
+
+
 @dataclass
 class Chunk:
     """One request's share of one step: `tokens` new tokens after `context` computed ones."""
@@ -88,6 +96,8 @@ class Chunk:
     """The request's packed blocks: names of pages, by which a prefix hit finds what another request packed."""
     admitted: bool = False
     """The request begins here, for the first time or after a preemption."""
+    beside: list[list[int]] = field(default_factory=list)
+    """The request's blocks in each group of `Result.beside`; 0 where vLLM keeps none."""
 
 
 @dataclass
@@ -107,11 +117,13 @@ class Result:
     """Samples that met a stop string or token."""
     changed: list[str] = field(default_factory=list)
     """Pages that were written while they were in the prefix cache, one line each."""
+    beside: list[Beside] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:
         steps = [[Chunk(**c) for c in step] for step in data["steps"]]
-        return cls(**{**data, "steps": steps, "free_blocks": tuple(data["free_blocks"])})
+        beside = [Beside(tuple(b["layers"]), b["state"]) for b in data["beside"]]
+        return cls(**{**data, "steps": steps, "free_blocks": tuple(data["free_blocks"]), "beside": beside})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

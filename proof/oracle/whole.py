@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from proof.oracle.attention import attending
+from proof.oracle.attention import Mixer, attending
+from proof.oracle.kinds import Sight
 from proof.oracle.lives import Life
 from proof.oracle.plan import Plan
 from proof.oracle.reference import capped
@@ -31,27 +32,29 @@ class Whole:
         """What a layer attends that others share: keys and values of all rows, and of its units."""
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        cap: float = 0.0,
+        learned: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(rows, heads, d) queries, keys and values of all rows -> outputs."""
         model = self.model
         q, k, v = (model.disturbed(x, NOISE) for x in (q, k, v))
-        target = model.shared.get(layer)
-        if target is None:
+        owner = model.shared.get(layer, layer)
+        if owner == layer:
             found = (k, v) if layer in model.exact else (k, v, *self._packed(model.formats[layer], q, k, v))
             if layer in model.shared.values():
                 self.kept[layer] = found
         else:
-            found = self.kept[target]
+            found = self.kept[owner]
         k, v, *units = found
-        out = torch.empty_like(q)
         if layer in model.exact:
-            window = model.exact[layer] or len(q)
-            for reads in self.plan.reads:
-                seen = (reads.behind >= 0) & (reads.behind < window)
-                keys, values = (torch.cat([x[reads.found], x[reads.rows]]) for x in (k, v))
-                out[reads.rows] = _softmax(q[reads.rows], keys, values, seen, scale, cap)
-            return out
+            return self._exact(owner, model.exact[layer], q, k, v, scale, cap, learned)
+        out = torch.empty_like(q)
         for reads in self.plan.reads:
             rows, seen = reads.rows, reads.seen
             packed = [x[reads.units].transpose(1, 2).flatten(0, 1) for x in units]
@@ -60,8 +63,41 @@ class Whole:
                 keys = torch.cat([keys, packed[0]])
                 values = torch.cat([values, v[self.plan.unit_rows[reads.units]].flatten(0, 1)])
                 seen = torch.cat([seen, reads.between], 1)
-            out[rows] = _softmax(q[rows], keys, values, seen, scale, cap)
+            out[rows] = _softmax(q[rows], keys, values, seen, scale, cap, learned)
         return model.disturbed(out, model.kernel_error)
+
+    def _exact(
+        self,
+        layer: int,
+        sight: Sight,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        cap: float,
+        learned: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for life, reads in zip(self.plan.lives, self.plan.reads, strict=True):
+            found, where = self.plan.found(life, layer)
+            wanted = sight.tokens(reads.position)
+            there = torch.cat([torch.ones(len(reads.position), len(found), dtype=torch.bool), reads.before], dim=1)
+            behind = reads.position[:, None] - torch.cat([where, reads.position])
+            seen = there & (behind < wanted[:, None])
+            if (seen.sum(1) != wanted).any():
+                raise RuntimeError(f"{life.name}: layer {layer} would have read tokens that vLLM keeps no longer")
+            keys, values = (torch.cat([x[found], x[reads.rows]]) for x in (k, v))
+            out[reads.rows] = _softmax(q[reads.rows], keys, values, seen, scale, cap, learned)
+        return out
+
+    def mix(self, layer: int, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
+        """(1, rows, hidden) of all rows; each life goes on from the state that it found."""
+        hidden = self.model.disturbed(hidden, NOISE)
+        out = torch.empty_like(hidden)
+        for life, reads in zip(self.plan.lives, self.plan.reads, strict=True):
+            past = self.plan.past(life, layer)
+            out[:, reads.rows] = mixer(torch.cat([hidden[:, past], hidden[:, reads.rows]], 1))[:, len(past) :]
+        return out
 
     def _packed(
         self, fmt: PageFormat, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -113,13 +149,24 @@ class Whole:
 
 
 def _softmax(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, cap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    cap: float,
+    learned: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(rows, query heads, d) queries over (tokens, heads, d) keys and values, of which each sees some."""
+    """(rows, query heads, d) queries over (tokens, heads, d) keys and values, of which each sees some; `learned` is one
+    more score of each head."""
     k, v, group = k.transpose(0, 1), v.transpose(0, 1), q.shape[1] // k.shape[1]
     # (H, g * rows, d): all query heads of a KV head together
     mine = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
     scores = capped((mine.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, (group, -1)) * scale, cap)
-    weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill_(~seen, float("-inf"))
+    if learned is not None:
+        sink = learned.unflatten(0, (-1, group))[..., None, None].expand(-1, -1, len(seen), 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
     part = (weights.flatten(1, 2) @ v).unflatten(1, (group, -1))
     return part.permute(2, 0, 1, 3).flatten(1, 2)

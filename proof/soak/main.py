@@ -110,7 +110,7 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
 
 
 def _arguments(model: str, options: argparse.Namespace) -> list[str]:
-    from proof.oracle.engine import blocks_of
+    from proof.soak.pool import blocks_of
 
     cache = {"kv_cache_dtype": options.format, "block_size": BLOCK, "max_model_len": MAX_LEN, "dtype": "float32"}
     blocks = int(POOL * MAX_LEN / BLOCK) if options.format == PLAIN else blocks_of(model, POOL, cache)

@@ -1,4 +1,8 @@
-"""The capacity of the start-up line against vLLM's own count, for every kind of configuration."""
+"""The capacity of the start-up line against vLLM's own count, for every kind of configuration.
+
+Of windows vLLM counts more than requests keep: that a pool holds what is said there is proved by filling one
+(tests/models/test_pool.py).
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         "wwwwwswwwwwpwwwwwp",
     ),
     "smaller heads in full layers": ({**LONG, "model": "Gemma-4", "numbers": {"global_head_dim": 64}}, "wwwwwp"),
-    "chunks": ({**LONG, "model": "Llama 4"}, "wwwp"),
+    "chunks": ({**LONG, "model": "Llama 4", "block_size": 64}, "wwwp"),
     # the other three layers of this model share caches, and vLLM's runner collects nothing from them
     "sharing layers": ({**LONG, "model": "Gemma-3n"}, "pwwp"),
     "a hybrid": ({"kv_cache_dtype": "squat2", "max_model_len": 2048, "model": "Granite 4"}, "mmpm"),
@@ -188,7 +192,11 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
     said = parse_capacity(report.start_line(served, BLOCKS))
     assert said is not None
     concurrency = get_max_concurrency_for_kv_cache_config(vllm_config, config)
-    assert said.tokens == int(concurrency * vllm_config.model_config.max_model_len)
+    assert report.Capacity.of(served, BLOCKS).per_request == round(BLOCKS / concurrency)
+    if "w" in kinds:  # vLLM counts for each request what only one at a time takes of windows
+        assert said.tokens >= int(concurrency * vllm_config.model_config.max_model_len)
+    else:
+        assert said.tokens == int(concurrency * vllm_config.model_config.max_model_len)
     if not {"w", "m"} & {*kinds}:  # a plain cache of the same bytes, for as many layers and tokens
         assert said.bf16_tokens == config.kv_cache_tensors[0].size // sum(token_bytes(x) for x in layers.values())
 
@@ -240,4 +248,7 @@ def test_a_real_engine_says_the_same(name: str, model: Path, tmp_path: Path) -> 
     assert len(said) == 1
     capacity = parse_capacity(said[0])
     assert capacity is not None
-    assert capacity.tokens == int(concurrency * length)
+    if name == "windows":
+        assert capacity.tokens > int(concurrency * length)
+    else:
+        assert capacity.tokens == int(concurrency * length)

@@ -49,11 +49,10 @@ def test_beside_a_layer_in_16_bits(run: Any, model: Path, monkeypatch: pytest.Mo
     """Pages of two sizes side by side, and a hit that covers the window, too."""
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
-    options, todo = {"W": 32, "recompute": 0}, traces.few(N)
+    options, todo = {"W": 32, "recompute": 0, "skip_layers": [0]}, traces.few(N)
     engine = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256}
-    kvq = {"kvq": {**options, "skip_layers": [0]}}
-    got = run(todo, kv_cache_dtype="squat2", block_size=N, additional_config=kvq, **engine)
-    reference = ReplayModel(str(model), "squat2", N, kernel_error=1e-3, exact={0: None}, **options)
+    got = run(todo, kv_cache_dtype="squat2", block_size=N, additional_config={"kvq": options}, **engine)
+    reference = ReplayModel(str(model), "squat2", N, kernel_error=1e-3, **options)
     total = judge(reference, todo, got)
     assert not total.mismatches
     assert total.hits >= 1

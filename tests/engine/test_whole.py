@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from proof.oracle.judge import choices_of
+from proof.oracle.kinds import Sight
 from proof.oracle.lives import Historian, Life, Part
 from proof.oracle.replay import Replay, ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
@@ -85,7 +86,7 @@ def test_equal_logits_beside_exact_layers(model: Path) -> None:
     hit = [(made[0], i) for i in range(2)]
     made.append(life(rng, "hit", [*made[0].tokens[:128], *(rng.randint(10, 500) for _ in range(40))], 128, hit))
     rows, logits = torch.arange(sum(len(p.tokens) for each in made for p in each.parts)), []
-    for exact in ({}, {0: None}, {0: 48}, {1: None}):
+    for exact in ({}, {0: Sight()}, {0: Sight(window=48)}, {0: Sight(chunk=48)}, {1: Sight()}):
         replay = ReplayModel(str(model), "squat2", 64, DRAFTS, exact=exact, W=0)
         expected, got = stepwise(replay, made), Whole(replay, made).logits(rows)
         assert ((expected - got).abs().amax(1) < 1e-2).float().mean() > 0.9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,11 @@ from plans import evaluate, plan
 
 from proof.models import named
 from proof.models.architecture import VOCAB
+from proof.models.checkpoints import write_model
 from vllm_kvq.bench.tokenizer import made_up_tokenizer
 from vllm_kvq.eval.result import DECODING, TEACHER_FORCED
 from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.kernels.slots import SlotGeometry
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-from checkpoints import write_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide]
 

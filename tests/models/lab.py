@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-
+from proof.models import checkpoints
 from proof.models.architecture import Architecture
 from proof.oracle import forked
 from proof.oracle.trace import Result, Trace

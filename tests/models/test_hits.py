@@ -10,10 +10,10 @@ import random
 from typing import Any
 
 import pytest
-from checkpoints import PROMPT_TOKENS
 from lab import Lab
 
 from proof.models import named
+from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.compare import compare, compare_all
 from proof.oracle.trace import Request, Result, Trace
 

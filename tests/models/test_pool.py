@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from checkpoints import PROMPT_TOKENS
 from lab import Lab
 
 from proof.models import named
+from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
 
@@ -71,3 +72,59 @@ def test_a_request_takes_what_is_said(name: str, format_name: str, windows: int,
         process.run(Trace((Request("long", prompt, 4),)))
         taken, said = process.call(taken_and_said)
     assert taken == said - windows
+
+
+def most_at_once(traced: Any) -> None:
+    """Keeps how many requests a TracedEngine computes at once."""
+    schedule, traced.most = traced.scheduler.schedule, 0
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        out = schedule(*args, **kwargs)
+        traced.most = max(traced.most, len(out.num_scheduled_tokens))
+        return out
+
+    traced.scheduler.schedule = observed
+
+
+def ran(traced: Any) -> int:
+    return traced.most
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["Gemma-3", "gpt-oss"])
+def test_so_many_requests_run_at_once(name: str, lab: Lab) -> None:
+    """With windows, of which a request keeps less than it takes while its prompt is computed: a pool that is said to
+    hold so many holds them, and one that is 4 % smaller does not."""
+    arch = named(name)
+    # as long a window as blocks hold: where it begins makes no difference then
+    arch = replace(arch, name=f"{name} 512", numbers={**arch.numbers, "sliding_window": 512})
+    wanted, rng = 6, random.Random(5)
+    prompts = [tuple(rng.choice(PROMPT_TOKENS) for _ in range(LENGTH - 31)) for _ in range(wanted)]
+    trace = Trace(tuple(Request(f"r{i}", prompt, 31) for i, prompt in enumerate(prompts)))
+    engine = {
+        "dtype": arch.dtype,
+        "skip_tokenizer_init": True,
+        "kv_cache_dtype": "kivi2",
+        "block_size": 32,
+        "max_model_len": LENGTH,
+        "max_num_batched_tokens": 512,
+        "num_gpu_blocks_override": BLOCKS,
+    }
+    with EngineProcess(str(lab.model(arch)), engine, {}) as process:
+        blocks = process.call(blocks_of_six)
+    for size, fits in ((blocks, True), (int(0.96 * blocks), False)):
+        with EngineProcess(
+            str(lab.model(arch)), {**engine, "num_gpu_blocks_override": size}, {}, most_at_once
+        ) as process:
+            preemptions = process.run(trace).preemptions
+            assert (process.call(ran) == wanted and not preemptions) == fits
+
+
+def blocks_of_six(traced: Any) -> int:
+    """The smallest pool that is said to hold six requests of the maximum length."""
+    from vllm_kvq.integration.report import Capacity
+    from vllm_kvq.integration.sidecar import Sidecar
+
+    layers = traced.engine.vllm_config.compilation_config.static_forward_context.values()
+    served = next(layer for layer in layers if isinstance(layer, Sidecar)).report.args[0]
+    return next(n for n in range(1, BLOCKS) if Capacity.of(served, n).tokens >= 6 * LENGTH)

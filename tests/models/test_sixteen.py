@@ -6,12 +6,13 @@ import random
 from typing import Any
 
 import pytest
-from checkpoints import PROMPT_TOKENS
 from lab import Lab
 
 from proof.models import named
+from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle import judge as judging
 from proof.oracle.judge import judge
+from proof.oracle.kinds import Sight
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Trace
 
@@ -28,10 +29,10 @@ def twice() -> list[Trace]:
     return [Trace(first), Trace(again)]
 
 
-CASES: dict[str, tuple[str, dict[str, Any], dict[int, int | None]]] = {
-    "a skipped layer": ("Llama", {"skip_layers": [0]}, {0: None}),
-    "windows": ("Gemma-3", {}, dict.fromkeys(range(5), 48)),
-    "sharing layers": ("Gemma-3n", {}, dict.fromkeys((1, 2, 4), 48)),
+CASES: dict[str, tuple[str, dict[str, Any], dict[int, Sight]]] = {
+    "a skipped layer": ("Llama", {"skip_layers": [0]}, {0: Sight()}),
+    "windows": ("Gemma-3", {}, dict.fromkeys(range(5), Sight(window=48))),
+    "sharing layers": ("Gemma-3n", {}, dict.fromkeys((1, 2, 4), Sight(window=48))),
 }
 """The model, options, and the layers that stay in 16 bits, with their windows."""
 
@@ -43,7 +44,8 @@ def test_cold_and_again(case: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
     arch, todo = named(name), twice()
     engine = {"max_num_batched_tokens": 128, "max_model_len": 1024, "block_size": N}
     got = lab.run(arch, todo, kv_cache_dtype="squat2", additional_config={"kvq": {"W": 32, **options}}, **engine)
-    reference = ReplayModel(str(lab.model(arch)), "squat2", N, exact=exact, W=32)
+    reference = ReplayModel(str(lab.model(arch)), "squat2", N, W=32, **options)
+    assert reference.exact == exact
     for i in (1, 2):  # the first time alone, then with what came again
         verdict = judge(reference, todo[:i], got[:i])
         assert not verdict.mismatches
@@ -53,6 +55,6 @@ def test_cold_and_again(case: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
     # the control: a reference that packs all layers, or none, disagrees, whatever a few disturbed replays say
     for name in ("SOME", "MANY"):
         monkeypatch.setattr(judging, name, judging.BRIEF)
-    for others in ({}, dict.fromkeys(range(len(reference.formats)))):
+    for others in ({}, dict.fromkeys(range(len(reference.formats)), Sight())):
         wrong = ReplayModel(str(lab.model(arch)), "squat2", N, exact=others, W=32)
         assert judge(wrong, todo[:1], got[:1]).mismatches

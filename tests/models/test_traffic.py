@@ -1,66 +1,90 @@
-"""Random engines and traffic, as the fuzzer draws them, over models that mix kinds of layers: plain vLLM's tokens."""
+"""Random engines and traffic of the fuzzer over models that mix kinds of layers, and the faults that it has to find."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
 
+import mixed_faults
 import pytest
-from lab import Lab
 
-from proof.fuzz.draw import Drawer, draw_setup
-from proof.models import named
-from proof.oracle.compare import compare_all
-from proof.oracle.trace import Trace
+from proof.fuzz.attempt import Runner
+from proof.fuzz.case import MODEL, Setup
+from proof.fuzz.draw import WORDS, Drawer, draw_setup
+from proof.oracle.trace import Request, Trace
+from proof.oracle.verdict import Verdict
+from vllm_kvq.bench.random_model import random_model
 
 pytestmark = pytest.mark.engine
-N = 32
-LEAST = {
-    "Gemma-3": 150,
-    "Gemma-3n": 110,
-    "Command R7B": 110,
-    "gpt-oss": 100,
-    "Llama 4": 110,
-    "Granite 4": 45,
-    "Nemotron-H": 40,
-}
-"""About as many blocks as a request of the maximum length takes: with few more, requests are preempted."""
-BY_DEFAULT = (("Llama 4", 1), ("Granite 4", 2))
+Judge = Callable[..., Verdict]
 
 
-def traffic(rng: Random, setup: Any) -> list[Trace]:
-    """Without stop strings, for which these models have no tokenizer, and greedy: rounding may turn a sample."""
-    drawer = Drawer(rng, setup)
-    drawn = [drawer.trace(f"t{i}", reset=i == 0) for i in range(3)]
-    return [Trace(tuple(replace(r, stop=(), n=1, temperature=0.0) for r in t.requests), t.reset) for t in drawn]
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """judged(setup, traces, prepare) -> verdict."""
+    model = random_model(tmp_path_factory.mktemp("traffic") / "model", **MODEL)
+
+    def judge(setup: Setup, todo: list[Trace], prepare: Any = None) -> Verdict:
+        runner = Runner(str(model), setup, prepare)
+        try:
+            return runner.judge(todo)
+        finally:
+            runner.close()
+
+    return judge
+
+
+def drawn(setup: Setup, seed: str) -> list[Trace]:
+    drawer = Drawer(Random(seed), setup)
+    return [drawer.trace(f"t{i}", reset=i == 0) for i in range(2)]
+
+
+def growing(setup: Setup, seed: str) -> list[Trace]:
+    """Requests that are admitted together and grow until the pool is empty, as the fuzzer draws them now and then."""
+    rng = Random(seed)
+    prompts = [tuple(rng.choice(WORDS) for _ in range(40 + 9 * i)) for i in range(6)]
+    return [Trace(tuple(Request(f"r{i}", p, 110, arrival=i) for i, p in enumerate(prompts)), reset=True)]
+
+
+BY_DEFAULT = (("Llama 4", "squat2"), ("Granite 4", "lossless"), ("gpt-oss", "innerq2"))
+CASES = [
+    (name, form)
+    for name in ("Gemma-3", "Command R7B", "gpt-oss", "Llama 4", "Granite 4", "Nemotron-H", "Falcon-H1")
+    for form in ("lossless", "squat2", "innerq2", "qjl3", "polar4", "kitty2")
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"),
-    [
-        pytest.param(name, seed, marks=() if (name, seed) in BY_DEFAULT else pytest.mark.wide)
-        for name in LEAST
-        for seed in (1, 2)
-    ],
+    ("name", "form"), [pytest.param(*c, marks=() if c in BY_DEFAULT else pytest.mark.wide) for c in CASES]
 )
-def test_random_traffic(name: str, seed: int, lab: Lab) -> None:
-    rng, arch = Random(f"{name}/{seed}"), named(name)
-    drawn = draw_setup(rng, "lossless", "V1")
-    options = {**drawn.options, "S": min(N, drawn.options["S"])}
-    setup = replace(drawn, block_size=N, options=options, prefix_caching=True, far=False, draft_model=False)
-    if arch.hybrid:
-        setup = replace(setup, drafts=0)
-    todo, least = traffic(rng, setup), LEAST[name]
-    shared = {
-        "max_model_len": 640,
-        "prefix_cache_retention_interval": rng.choice((0, None)),
-        "skip_tokenizer_init": True,
-    }
-    plain = {**setup.plain().arguments(), **shared, "num_gpu_blocks_override": 30 * least}
-    plain.pop("speculative_config", None)
-    ours = {**setup.arguments(), **shared, "num_gpu_blocks_override": int(rng.choice((1.1, 1.6, 3)) * least)}
-    del ours["pool"]
-    total = compare_all(todo, lab.run(arch, todo, **plain), lab.run(arch, todo, **ours))
+def test_random_traffic(name: str, form: str, judged: Judge) -> None:
+    rng = Random(f"{name}/{form}")
+    setup = replace(draw_setup(rng, form, "V1", name), prefix_caching=True, far=False)
+    total = judged(setup, drawn(setup, f"{name}/{form}/traces"))
     assert not total.mismatches
     assert total.tokens > 200
+    assert total.ties <= 0.05 * total.tokens
+
+
+FAULTS: dict[str, tuple[Any, Any, Setup]] = {
+    "a stale page of a window": (mixed_faults.stale_window, drawn, Setup("squat2", 32, {"W": 32}, "Gemma-3", pool=1.6)),
+    "a learned sink": (mixed_faults.dropped_sink, drawn, Setup("squat2", 32, {"W": 32}, "gpt-oss", pool=3.0)),
+    "a state after preemption": (
+        mixed_faults.kept_state,
+        growing,
+        Setup("squat2", 32, {"W": 0}, "Granite 4", pool=1.6, budget=64, keep_all=True),
+    ),
+}
+"""What is planted, the traffic, and the engine that has to be told from a healthy one."""
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if "state" in f else pytest.mark.wide) for f in FAULTS])
+def test_a_planted_fault_is_found(fault: str, judged: Judge) -> None:
+    plant, traffic, setup = FAULTS[fault]
+    todo = traffic(setup, fault)
+    healthy = judged(setup, todo)
+    assert not healthy.mismatches
+    assert healthy.preemptions > 0 if traffic is growing else healthy.hits > 0
+    assert judged(setup, todo, plant).mismatches

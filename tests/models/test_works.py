@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from checkpoints import PROMPT_TOKENS
 from lab import Lab
 
 from proof.models import SERVED, named
 from proof.models.architecture import Architecture
+from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.compare import compare
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
@@ -133,6 +133,13 @@ def test_drafts_beside_states_are_refused(lab: Lab) -> None:
     sentence = lab.refusal(lab.model(named("Granite 4")), kv_cache_dtype="squat2", speculative_config=drafts)
     assert sentence is not None
     assert "speculative decoding in hybrid models on a CPU; leave --speculative-config out" in sentence
+
+
+def test_blocks_that_do_not_divide_chunks_are_refused(lab: Lab) -> None:
+    """vLLM would end with the first step."""
+    sentence = lab.refusal(lab.model(named("Llama 4")), kv_cache_dtype="squat2", block_size=96)
+    assert sentence is not None
+    assert "attends in chunks of 64 tokens, which blocks of 96 do not divide; choose another --block-size" in sentence
 
 
 def test_the_flag_skips_layers_like_the_option(lab: Lab) -> None:

@@ -101,3 +101,13 @@ def window_problem(model: Any) -> str | None:
         what = "sliding-window" if chunks is None else "chunked local"
         return f"models in which all layers have {what} attention"
     return None
+
+
+def chunk_problem(chunk: int | None, block: int) -> str | None:
+    """vLLM attends to a chunk as to a request of its own, whose block table begins with a block."""
+    if chunk is None or chunk % block == 0:
+        return None
+    return (
+        f"the model attends in chunks of {chunk} tokens, which blocks of {block} do not divide; "
+        "choose another --block-size"
+    )

@@ -19,10 +19,11 @@ logger = init_logger("vllm.kvq")
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a pool of so many blocks holds, as vLLM counts it: tokens of requests of the maximum length, with their
-    sidecars and sink pages.
+    """What a pool of so many blocks holds: tokens of requests of the maximum length, with their sidecars and sinks.
 
     It is the very number of vLLM's own line "KV cache size", which counts block 0, too, that is never handed out.
+    Beside windows it is larger: vLLM's line counts for each request the blocks that a window takes while a whole step
+    computes a piece of its prompt. One request at a time needs these; here one does, and the others what they keep.
     """
 
     tokens: int
@@ -30,16 +31,23 @@ class Capacity:
     """A bf16 cache of the same bytes."""
     ratio: float
     per_request: int
-    """Blocks of a request of the maximum length."""
+    """The most blocks that a request of the maximum length takes."""
 
     @classmethod
     def of(cls, served: Served, blocks: int) -> Capacity:
         kinds, size = served.kinds, block_bytes(served)
         # layers with full attention share their blocks, and only packed ones have companions
         per_request = kinds[0].blocks + sum(n * kind.blocks for kind, n in groups_apart(served))
-        tokens = blocks / per_request * served.max_len
-        plain = blocks * size / sum(k.layers * k.plain_bytes for k in kinds) * served.max_len
+        freed = sum(n * kind.freed for kind, n in groups_apart(served))
+        tokens = _requests(blocks, per_request, freed) * served.max_len
+        whole, part = sum(k.layers * k.plain_bytes for k in kinds), sum(k.layers * k.plain_freed for k in kinds)
+        plain = _requests(blocks * size, whole, part) * served.max_len
         return cls(int(tokens), int(plain), tokens / plain if blocks else 0.0, per_request)
+
+
+def _requests(pool: int, most: int, freed: int) -> float:
+    """How many requests share a pool, each of which takes `most` while its prompt is computed and then `freed` less."""
+    return 1 + (pool - 1 - most) / (most - freed) if freed and pool > most else pool / most
 
 
 def block_bytes(served: Served) -> int:

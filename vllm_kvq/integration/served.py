@@ -21,7 +21,7 @@ from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.drafts import Draft
 from vllm_kvq.integration.heads import Heads
-from vllm_kvq.integration.kept import Layers
+from vllm_kvq.integration.kept import Layers, chunk_problem
 from vllm_kvq.integration.setup import bind, kvq_options, settings_of
 from vllm_kvq.integration.states import States
 from vllm_kvq.kernels.paths import Path, Wish, path_for
@@ -40,6 +40,10 @@ class Kind:
     """Of a page in one layer."""
     plain_bytes: int
     """What it would take in a plain 16-bit cache, in one layer."""
+    freed: int = 0
+    """Of these blocks, those that it takes only while its prompt is computed."""
+    plain_freed: int = 0
+    """The same of `plain_bytes`."""
     apart: bool = False
     """Whether they are in other KV cache groups than the layers with full attention: those with a window or a state."""
     packed: bool = False
@@ -73,7 +77,9 @@ class Served:
     """So many tokens at a request's end no prefix hit covers."""
     max_len: int
     window_tokens: int
-    """The most tokens of a long request that a layer with a sliding window holds."""
+    """The most tokens of a long request that a layer with a sliding window holds while its prompt is computed."""
+    decode_tokens: int
+    """The same of a request whose prompt is computed."""
     ranks: int
     """That share the heads of a layer."""
     path: Path
@@ -89,6 +95,8 @@ class Served:
         for schedule in schedules(kvq_options(vllm_config)):
             schedule.check(layers.packed_layers, layers.total)
         parts = parts_of(vllm_config, layers, _block(vllm_config, layers, states))
+        if problem := chunk_problem(model.attention_chunk_size, parts[0].format.N):
+            raise ValueError(problem)
         for part in parts:
             if problem := part.format.keys.reference_only or part.format.values.reference_only:
                 raise ValueError(problem)
@@ -103,6 +111,7 @@ class Served:
             recomputed=_recomputed(vllm_config, parts[0].format, layers, states),
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
+            decode_tokens=window - 1 + vllm_config.max_concurrent_batches * (1 + vllm_config.num_speculative_tokens),
             ranks=parallel.tensor_parallel_size,
             path=path_of(parts, Wish.of(vllm_config.device_config.device_type, os.environ), capped(model)),
         )
@@ -174,9 +183,11 @@ class Served:
             kinds.append(Kind(layers, whole, block * slots.itemsize * heads.elements, 2 * length * heads.elements))
         for heads, layers in Counter(self.window_heads).items():
             # as vLLM counts a window: one block more, because it may begin in the middle of one
-            seen = min(self.window_tokens, length)
+            seen, kept = (min(tokens, length) for tokens in (self.window_tokens, self.decode_tokens))
+            blocks, plain = -(-seen // block) + 1, 2 * heads.elements
+            freed = max(0, blocks - (-(-(kept - 1) // block) + 1))
             page = block * slots.itemsize * heads.elements
-            kinds.append(Kind(layers, -(-seen // block) + 1, page, 2 * seen * heads.elements, apart=True))
+            kinds.append(Kind(layers, blocks, page, seen * plain, freed, (seen - kept) * plain, apart=True))
         if states := self.states:
             own = states.blocks * states.nbytes
             kinds.append(Kind(states.layers, states.blocks, states.nbytes, own, apart=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ GAINS = (
     (r"(self_attn|self_attention|attention|attn)\.(o_proj|out_proj|dense|c_proj)\.weight$", 2.0),
     (r"[qk]_norm\.weight$", 1.4),
 )
+UNSCALED = 0.125**0.5
+"""Of query and key norms of 64 channels, in models that do not divide scores by the root of the head size."""
 UNSCALED = 0.125**0.5
 """Of query and key norms of 64 channels, in models that do not divide scores by the root of the head size."""
 
@@ -55,8 +59,24 @@ def write_model(arch: Architecture, path: Path) -> Path:
             _fill(name, p, generator, tied=config.get_text_config().tie_word_embeddings)
             if arch.config == "Gemma3nTextConfig" and name.endswith(("q_norm.weight", "k_norm.weight")):
                 p.mul_(UNSCALED)
+            if arch.config == "Gemma3nTextConfig" and name.endswith(("q_norm.weight", "k_norm.weight")):
+                p.mul_(UNSCALED)
     model.to(getattr(torch, arch.dtype)).save_pretrained(path)
     return path
+
+
+_writing = threading.Lock()
+
+
+def written_beside(model: str, arch: Architecture) -> str:
+    """The path of a checkpoint of `arch` with the tokenizer of `model`, which is written beside it at first use."""
+    path = Path(f"{model}-{arch.slug}")
+    with _writing:
+        if not path.exists():
+            write_model(arch, path)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(Path(model) / name, path / name)
+    return str(path)
 
 
 def _fill(name: str, p: torch.Tensor, generator: torch.Generator, tied: bool) -> None:

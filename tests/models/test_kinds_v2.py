@@ -1,0 +1,41 @@
+"""Mixed kinds of layers under vLLM's V2 model runner, which it takes on a GPU: the tokens of its runner for CPUs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from lab import Lab
+from test_hits import ENGINE, lossless, words
+
+from proof.models import named
+from proof.oracle.compare import compare_all
+from proof.oracle.interpreted import RUNNER
+from proof.oracle.trace import Request, Trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.wide]
+
+
+def few() -> list[Trace]:
+    """A prompt longer than a window, in chunks; then a hit on all of it beside another request."""
+    rng = random.Random(9)
+    cold = words(rng, 100)
+    return [
+        Trace((Request("cold", cold, 6),)),
+        Trace((Request("turn", cold + words(rng, 20), 6), Request("other", words(rng, 40), 6, arrival=1))),
+    ]
+
+
+@pytest.mark.parametrize("name", ["Gemma-3", "Granite 4"])
+def test_tokens_are_plain_vllms(name: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, todo = named(name), few()
+    engine: dict[str, Any] = {**ENGINE, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    expected = lab.run(arch, todo, kv_cache_dtype="auto", **engine)
+    monkeypatch.setenv(RUNNER, "1")
+    got = lab.run(arch, todo, **lossless(), **engine)
+    total = compare_all(todo, expected, got)
+    assert not total.mismatches
+    assert total.tokens == 18
+    assert [r.cached for r in got] == [r.cached for r in expected]
+    assert total.hits == 1
