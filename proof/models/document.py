@@ -43,8 +43,8 @@ vLLM by default keeps what the end of a prompt sees, so an identical prompt and 
 a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. Layers with chunked local
 attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end; a block
 that does not divide the chunk is refused. Layers that are packed must have equal heads; those of the others may differ
-from them (Gemma-4), and blocks do not grow for that, as plain vLLM's do. On a GPU such models have not run yet; heads of
-512 are served by PyTorch there, and the log says so.
+from them (Gemma-4), and blocks do not grow for that, as plain vLLM's do. On a GPU such models have not run yet; heads
+of 512 are served by PyTorch there, and the log says so.
 
 While its prompt is computed a request takes more of a window than afterwards: what a whole step computes. vLLM's own
 line "KV cache size" counts that for every request. The line that starts with `kvq:` counts it once, because all
