@@ -25,8 +25,6 @@ GAINS = (
 )
 UNSCALED = 0.125**0.5
 """Of query and key norms of 64 channels, in models that do not divide scores by the root of the head size."""
-UNSCALED = 0.125**0.5
-"""Of query and key norms of 64 channels, in models that do not divide scores by the root of the head size."""
 
 
 def write_config(arch: Architecture, path: Path) -> Path:
@@ -57,8 +55,6 @@ def write_model(arch: Architecture, path: Path) -> Path:
     with torch.no_grad():
         for name, p in model.float().named_parameters():
             _fill(name, p, generator, tied=config.get_text_config().tie_word_embeddings)
-            if arch.config == "Gemma3nTextConfig" and name.endswith(("q_norm.weight", "k_norm.weight")):
-                p.mul_(UNSCALED)
             if arch.config == "Gemma3nTextConfig" and name.endswith(("q_norm.weight", "k_norm.weight")):
                 p.mul_(UNSCALED)
     model.to(getattr(torch, arch.dtype)).save_pretrained(path)

@@ -68,6 +68,7 @@ SERVED: list[Architecture] = [
         ),
         "the last layers share the caches of earlier ones; those with a sliding window keep 16 bits",
         windows=True,
+        replay=True,
     ),
     Architecture(
         "Gemma-4",
@@ -83,6 +84,22 @@ SERVED: list[Architecture] = [
         ),
         "one layer in six is packed, with heads of 512 whose values are normalized keys without RoPE; those with a "
         "sliding window have smaller heads and keep 16 bits",
+        windows=True,
+        replay=True,
+    ),
+    Architecture(
+        "Gemma-4 E4B",
+        "Gemma4TextConfig",
+        llama_like(
+            num_hidden_layers=8,
+            num_kv_shared_layers=4,
+            layer_types=[WINDOW, FULL, WINDOW, FULL, WINDOW, WINDOW, FULL, FULL],
+            global_head_dim=128,
+            sliding_window=48,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=VOCAB,
+        ),
+        "as Gemma-4, and the last layers share the caches of earlier ones",
         windows=True,
         replay=True,
     ),

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checkpoints import PROMPT_TOKENS
 from images import SIZE, name_as_published, show_images, without_torchvision, write_llava_processor
 from lab import Lab
 from test_works import ENGINE, LOSSLESS, kvq
 
 from proof.models import named
 from proof.models.architecture import vision
+from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.compare import compare_all
 from proof.oracle.trace import Request, Result, Trace
 
