@@ -46,14 +46,14 @@ class Whole:
         q, k, v = (model.disturbed(x, NOISE) for x in (q, k, v))
         owner = model.shared.get(layer, layer)
         if owner == layer:
-            found = (k, v) if layer in model.exact else (k, v, *self._packed(model.formats[layer], q, k, v))
+            found = (k, v) if owner in model.exact else (k, v, *self._packed(model.formats[layer], q, k, v))
             if layer in model.shared.values():
                 self.kept[layer] = found
         else:
             found = self.kept[owner]
         k, v, *units = found
-        if layer in model.exact:
-            return self._exact(owner, model.exact[layer], q, k, v, scale, cap, learned)
+        if owner in model.exact:
+            return self._exact(owner, model.exact[owner], q, k, v, scale, cap, learned)
         out = torch.empty_like(q)
         for reads in self.plan.reads:
             rows, seen = reads.rows, reads.seen
