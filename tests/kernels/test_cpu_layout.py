@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cpu_fuzzing import IN_CPP
 
-from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
+from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.fields import Field
-from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.squat import ChannelKeys
 from vllm_kvq.kernels.cpu import layout
 from vllm_kvq.kernels.cpu.library import ISAS, library
@@ -72,7 +72,7 @@ def test_the_order_does_not_matter() -> None:
     assert (a[scale], a[zero]) == (b[zero], b[scale])
 
 
-@pytest.mark.parametrize("name", [n for n in FORMATS if n not in PEERS])
+@pytest.mark.parametrize("name", IN_CPP)
 def test_every_format_is_served(name: str) -> None:
     assert layout.bind(bound(name)) is not None
 

@@ -105,6 +105,8 @@ class CPUStep:
 
         Without key and value the caches have been updated by another layer in this step, and are attended alone.
         """
+        if key is not None and len(key) != len(query):
+            raise ValueError("query and key have different tokens")
         replaced = self._lib.decode_step(
             *self._constants,
             *(batch.query_start, batch.seq_lens, batch.table, batch.side_table),
