@@ -50,7 +50,11 @@ class Architecture:
 
     @property
     def head_size(self) -> int:
+        """Of the layers with full attention, where others have heads of their own."""
         text = self.build().get_text_config()
+        if alone := getattr(text, "per_layer_config", None):
+            kinds = getattr(text, "layer_types", None) or []
+            text = alone[kinds.index("full_attention") if "full_attention" in kinds else 0]
         return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
     def build(self) -> Any:
