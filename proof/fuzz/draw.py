@@ -10,6 +10,7 @@ from random import Random
 from proof.fuzz.case import LLAMA, MAX_LEN, Setup
 from proof.models import named
 from proof.oracle.kinds import exact_layers
+from proof.oracle.replay import sharing_layers
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import get_format
 
@@ -84,11 +85,11 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: 
 
 
 def _full_layers(setup: Setup) -> list[int]:
-    """Indices of the layers with full attention; of hybrids none is drawn."""
+    """Indices of the layers with full attention and a cache of their own; of hybrids none is drawn."""
     if setup.arch.hybrid:
         return []
     config = setup.arch.build()
-    return sorted({*range(config.num_hidden_layers)} - {*exact_layers(config)})
+    return sorted({*range(config.num_hidden_layers)} - {*exact_layers(config)} - {*sharing_layers(config)})
 
 
 class Drawer:
