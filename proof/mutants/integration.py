@@ -16,10 +16,10 @@ WARM = "tests/engine/test_v2.py -k warm_up"
 FAULTS: tuple[Fault, ...] = (
     # -- refusals
     Fault(
-        "KV connectors are served by an offloading size",
+        "another backend's offloading is taken for vLLM's own",
         f"{ROOM}/connectors.py",
-        "if transfer is None and not vllm_config.cache_config.kv_offloading_size:",
-        "if transfer is None:",
+        'known = cache.kv_offloading_backend == "native"',
+        "known = True",
         REFUSALS,
     ),
     Fault(

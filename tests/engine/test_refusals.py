@@ -61,7 +61,11 @@ def kvq(**options: Any) -> dict[str, Any]:
         ),
         (
             {"kv_offloading_size": 0.1},
-            "does not support KV connectors; drop --kv-transfer-config and --kv-offloading-size",
+            "drop --kv-transfer-config and --kv-offloading-size: SimpleCPUOffloadConnector copies on GPUs alone",
+        ),
+        (
+            {"kv_offloading_size": 0.1, "kv_offloading_backend": "lmcache"},
+            "drop --kv-transfer-config and --kv-offloading-size, or use SimpleCPUOffloadConnector",
         ),
         ({"prefix_match_unit": 16}, "does not support --prefix-match-unit"),
     ],

@@ -9,7 +9,7 @@ from vllm_kvq.eval.cache import Store
 from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.plan import REFERENCE, Plan
-from vllm_kvq.eval.result import REGIMES, Results
+from vllm_kvq.eval.result import USUAL, Results
 from vllm_kvq.eval.rows import rows
 from vllm_kvq.eval.run import Run
 
@@ -19,7 +19,7 @@ def plan(model: Path, formats: str, **more: Any) -> Plan:
     named = choices(formats)
     chosen = (REFERENCE, *(choice for choice in named if choice != REFERENCE))
     small: dict[str, Any] = {
-        **{"tasks": ("recall", "text"), "contexts": (160,), "count": 3, "seed": 0, "regimes": REGIMES, "chunk": 32},
+        **{"tasks": ("recall", "text"), "contexts": (160,), "count": 3, "seed": 0, "regimes": USUAL, "chunk": 32},
         **{"top": None, "answers": 2, "longest": 24, "control": REFERENCE in named},
     }
     return Plan(model=Model.of(str(model), "float32"), choices=chosen, **{**small, **more})

@@ -13,7 +13,8 @@ from plans import evaluate, plan
 
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval import cache
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.eval.engines import EngineFailed
+from vllm_kvq.eval.result import DECODING, HITS, TEACHER_FORCED, Estimate, Results, Row
 from vllm_kvq.formats import table
 
 pytestmark = pytest.mark.engine
@@ -101,6 +102,21 @@ def test_a_broken_codec_is_caught_while_it_generates(results: Results, task: str
     assert found.metrics["kl"].low > 100 * right.metrics["kl"].high
     if task == "text":
         assert found.metrics["agreement"].high < right.metrics["agreement"].low
+
+
+def test_hits_are_measured(model: Path, tmp_path: Path) -> None:
+    """Answers to prompts that are found in the prefix cache: `lossless` loses nothing, and the more of `squat2` is read
+    from pages the more it loses."""
+    wanted = {"tasks": ("text",), "regimes": (HITS,), "contexts": (1024,)}
+    formats = "lossless,squat2:recompute=256,squat2:recompute=0"
+    found = {row.label: row.metrics["kl"] for row in evaluate(tmp_path, plan(model, formats, **wanted)).rows}
+    assert found["lossless"].high < NOISE
+    assert NOISE < found["squat2:recompute=256"].value < found["squat2:recompute=0"].value
+
+
+def test_a_prompt_that_is_never_found_ends_it(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="too short to be found in the prefix cache; ask for a longer --context"):
+        evaluate(tmp_path, plan(model, "squat2", regimes=(HITS,)))
 
 
 def test_bits_are_those_of_what_is_kept(results: Results) -> None:

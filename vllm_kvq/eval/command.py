@@ -14,7 +14,7 @@ from vllm_kvq import console
 from vllm_kvq.eval import lm_command, plots, report
 from vllm_kvq.eval.cache import Store, default_folder
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
-from vllm_kvq.eval.result import REGIMES, Results
+from vllm_kvq.eval.result import REGIMES, USUAL, Results
 from vllm_kvq.eval.tasks import TASKS
 
 FORMATS = "squat2,innerq2,polar4,kivi2"
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=", ".join(TASKS))
     p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="lengths of the texts (2048)")
     p.add_argument("--sequences", type=_positive, metavar="N", help="texts of each task and length (16)")
-    p.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), metavar="R", help=", ".join(REGIMES))
+    p.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(USUAL), metavar="R", help=", ".join(REGIMES))
     p.add_argument("--answers", type=_positive, metavar="N", help="answers generated for each text, at most (4)")
     p.add_argument("--longest", type=_positive, metavar="TOKENS", help="generated for an answer, at most (1024)")
     p.add_argument("--chunk", type=_chunk, default=32, metavar="TOKENS", help="of a teacher-forced step (%(default)s)")

@@ -23,6 +23,8 @@ class EngineArguments:
     """So many of the most probable tokens are kept; None: the whole vocabulary."""
     requests: int
     """At once."""
+    hits: bool
+    """Whether prompts that are continued are found in the prefix cache."""
     one_thread: bool
     """On a CPU: for a model so small that threads only wait for each other."""
     lengths: tuple[int, ...]

@@ -9,7 +9,7 @@ from vllm_kvq.eval import cache
 from vllm_kvq.eval.choice import PLAIN, Choice
 from vllm_kvq.eval.jobs import EngineArguments, Generate, Tokens
 from vllm_kvq.eval.model import Model
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED
+from vllm_kvq.eval.result import DECODING, HITS, TEACHER_FORCED
 from vllm_kvq.eval.samples import Sequence, Span, sequence
 
 REFERENCE = Choice(PLAIN)
@@ -75,7 +75,7 @@ class Plan:
 
     def key(self, choice: Choice, item: Sequence, regime: str) -> str:
         decoding = {"answers": self.answers, "longest": self.longest, "lead": LEAD}
-        how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: decoding}
+        how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: decoding, HITS: decoding}
         return cache.key(
             **self._engine(choice),
             regime=regime,
@@ -111,6 +111,7 @@ class Plan:
             cache_bytes=max(LEAST_CACHE_BYTES, 2 * REQUESTS * self.max_len * self.model.token_bytes),
             top=self.top,
             requests=REQUESTS,
+            hits=regime == HITS,
             one_thread=self.model.weight_bytes < SMALL_MODEL,
             lengths=self.contexts,
         )

@@ -8,14 +8,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_kvq.console import Table
-from vllm_kvq.eval.result import ALL, DECODING, METRICS, TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.eval.result import ALL, DECODING, HITS, METRICS, TEACHER_FORCED, Estimate, Results, Row
 
 ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
 """Metrics that are shares of one; printed as percentages."""
+GENERATED = ("kl", "kl_p999", "top1", "exact", "agreement", "score")
 COLUMNS = {
     TEACHER_FORCED: ("kl", "kl_median", "kl_p999", "top1", "perplexity", "dp_mean", "dp_rms", "accuracy", "score"),
-    DECODING: ("kl", "kl_p999", "top1", "exact", "agreement", "score"),
+    DECODING: GENERATED,
+    HITS: GENERATED,
 }
 HEADS = {
     "kl": "KL",
@@ -33,6 +35,7 @@ HEADS = {
 TITLES = {
     TEACHER_FORCED: "teacher-forced: what each token of a text is given, the cache read in small chunks",
     DECODING: "decoding: what the format generates itself",
+    HITS: "hits: what the format generates itself, its prompt found in the prefix cache",
 }
 BOUND = "KL is a lower bound: the most probable tokens are compared one by one, all others as one."
 NOTE = "[ ]: 95 % confidence interval over sequences (bootstrap). bits: per cached number at that length, all counted."

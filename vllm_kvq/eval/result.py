@@ -23,7 +23,10 @@ TEACHER_FORCED = "teacher-forced"
 DECODING = "decoding"
 """The prompt is read at once, its last tokens one by one; then the format generates the answer itself, so that its
 errors accumulate."""
-REGIMES = (TEACHER_FORCED, DECODING)
+HITS = "hits"
+"""As decoding, with a prompt that the prefix cache knows: what a hit covers is read from pages (option `recompute`)."""
+USUAL = (TEACHER_FORCED, DECODING)
+REGIMES = (*USUAL, HITS)
 
 ALL = "all"
 """Instead of a task's name: the sequences of all tasks."""

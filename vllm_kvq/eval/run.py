@@ -1,7 +1,7 @@
 """Carries a plan out: one engine after the other, each number kept as soon as it is there.
 
 teacher-forced    plain scores every text; each format scores it, too, and is compared at once
-decoding          plain generates; each format generates; plain is made to say what each format said
+decoding, hits    plain generates; each format generates; plain is made to say what each format said
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_kvq.eval.engines import Engine, EngineFailed
 from vllm_kvq.eval.jobs import Score, Tokens
 from vllm_kvq.eval.logprobs import Logprobs, divergence, joined
 from vllm_kvq.eval.plan import REFERENCE, Plan
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED
+from vllm_kvq.eval.result import TEACHER_FORCED
 from vllm_kvq.eval.samples import Sequence
 
 FIGURES, WHOLE, BITS = "figures", "whole", "bits"
@@ -40,7 +40,7 @@ class Run:
         for regime in self.plan.regimes:
             missing = {choice: self._missing(choice, regime) for choice in self.plan.choices}
             if any(missing.values()):
-                (self._teacher_forced if regime == TEACHER_FORCED else self._decoding)(missing)
+                self._teacher_forced(missing) if regime == TEACHER_FORCED else self._decoding(missing, regime)
         for choice in self.plan.choices:
             for item in self.plan.sequences:
                 for regime in self.plan.regimes:
@@ -109,45 +109,45 @@ class Run:
             self._keep(choice, item, TEACHER_FORCED, compared(self._whole(REFERENCE, item, TEACHER_FORCED), found))
 
     # -- decoding ----------------------------------------------------------------------------------------------------
-    def _decoding(self, missing: Missing) -> None:
-        plan, regime = self.plan, DECODING
+    def _decoding(self, missing: Missing, regime: str) -> None:
+        plan = self.plan
         for choice, items in missing.items():
-            self._generate(choice, [item for item in items if not self._generated(choice, item)])
+            self._generate(choice, [item for item in items if not self._generated(choice, item, regime)], regime)
         # what could not be generated is the format's problem
-        generated = {c: [item for item in items if self._generated(c, item)] for c, items in missing.items()}
+        generated = {c: [item for item in items if self._generated(c, item, regime)] for c, items in missing.items()}
         if not plan.control:
             for item in generated.pop(REFERENCE):
                 said = self._whole(REFERENCE, item, regime)
                 self._keep(REFERENCE, item, regime, compared(said, said))
         if any(generated.values()):
-            self._with_engine(REFERENCE, regime, functools.partial(self._judge, generated))
+            self._with_engine(REFERENCE, regime, functools.partial(self._judge, generated, regime))
 
-    def _generated(self, choice: Choice, item: Sequence) -> bool:
-        return self.store.has(WHOLE, self.plan.key(choice, item, DECODING))
+    def _generated(self, choice: Choice, item: Sequence, regime: str) -> bool:
+        return self.store.has(WHOLE, self.plan.key(choice, item, regime))
 
-    def _generate(self, choice: Choice, items: list[Sequence]) -> None:
+    def _generate(self, choice: Choice, items: list[Sequence], regime: str) -> None:
         def generate(engine: Engine) -> None:
             for item in items:
-                self.progress(f"{choice.label}, {DECODING}: {item.task}, {item.context} tokens", 0)
+                self.progress(f"{choice.label}, {regime}: {item.task}, {item.context} tokens", 0)
                 said = self._answers(engine, item)
-                self.store.put(WHOLE, self.plan.key(choice, item, DECODING), said.arrays())
+                self.store.put(WHOLE, self.plan.key(choice, item, regime), said.arrays())
 
         if items:
-            self._with_engine(choice, DECODING, generate)
+            self._with_engine(choice, regime, generate)
 
     def _answers(self, engine: Engine, item: Sequence, said: tuple[Tokens, ...] | None = None) -> Logprobs:
         """One after the other, without their leads."""
         runs = engine.generate(self.plan.generate(item, said))
         return joined([run.after(lead) for run, lead in zip(runs, self.plan.leads(item), strict=True)])
 
-    def _judge(self, generated: Missing, engine: Engine) -> None:
+    def _judge(self, generated: Missing, regime: str, engine: Engine) -> None:
         plan = self.plan
         for choice, items in generated.items():
             for item in items:
-                said = self._whole(choice, item, DECODING)
+                said = self._whole(choice, item, regime)
                 plain = self._answers(engine, item, split(said.token, plan.lengths(item)))
-                self._keep(choice, item, DECODING, compared(plain, said))
-                self.store.drop(WHOLE, plan.key(choice, item, DECODING))
+                self._keep(choice, item, regime, compared(plain, said))
+                self.store.drop(WHOLE, plan.key(choice, item, regime))
 
 
 def split(tokens: np.ndarray, lengths: tuple[int, ...]) -> tuple[Tokens, ...]:

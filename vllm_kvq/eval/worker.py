@@ -66,7 +66,7 @@ class Engine:
 
         from vllm_kvq.formats import FORMATS
 
-        self.top = arguments.top
+        self.top, self.hits = arguments.top, arguments.hits
         chunk = {"max_num_batched_tokens": arguments.chunk} if arguments.chunk else {}
         engine: dict[str, Any] = {
             "model": arguments.model,
@@ -76,7 +76,7 @@ class Engine:
             "max_num_seqs": arguments.requests,
             "max_logprobs": -1,
             "kv_cache_memory_bytes": arguments.cache_bytes,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": arguments.hits,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
@@ -120,7 +120,11 @@ class Engine:
             for count, forced in zip(job.counts, job.forced, strict=True)
         ]
         prompts = [{"prompt_token_ids": list(tokens)} for tokens in job.prompts]
+        if self.hits:
+            self.llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        if self.hits and not all(output.num_cached_tokens for output in outputs):
+            raise ValueError("a prompt is too short to be found in the prefix cache; ask for a longer --context")
         return [Logprobs.of_flat(output.outputs[0].logprobs, self.top is None) for output in outputs]
 
     @property

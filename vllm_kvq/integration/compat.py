@@ -17,6 +17,7 @@ from vllm_kvq.integration.ledger import SUPPORTED
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.config": (
+        "KVTransferConfig.kv_connector_extra_config",
         "CacheConfig.kv_cache_dtype_skip_layers",
         "CacheConfig.kv_sharing_fast_prefill",
         "CacheConfig.user_specified_block_size",

@@ -10,7 +10,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_kvq.integration.manager import SinkManager
+
+logger = init_logger("vllm.kvq")
 
 KNOWN = "SimpleCPUOffloadConnector"
 
@@ -19,12 +23,32 @@ def connector_problem(vllm_config: Any) -> str | None:
     """What to do instead, where a connector does not go with a packed cache."""
     from vllm.platforms import current_platform
 
-    transfer, without = vllm_config.kv_transfer_config, "drop --kv-transfer-config and --kv-offloading-size"
-    if transfer is None and not vllm_config.cache_config.kv_offloading_size:
+    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    without = "drop --kv-transfer-config and --kv-offloading-size"
+    if cache.kv_offloading_size:
+        known = cache.kv_offloading_backend == "native"
+    elif transfer is None:
         return None
-    if transfer is None or transfer.kv_connector != KNOWN or transfer.kv_connector_module_path is not None:
+    else:
+        known = transfer.kv_connector == KNOWN and transfer.kv_connector_module_path is None
+    if not known:
         return f"{without}, or use {KNOWN} on a GPU"
     return None if can_copy(current_platform) else f"{without}: {KNOWN} copies on GPUs alone"
+
+
+def choose_connector(vllm_config: Any) -> None:
+    """Have the known connector serve --kv-offloading-size. vLLM's own choice for it, OffloadingConnector, ends where it
+    meets other kinds of layers than vLLM's, as sinks and sidecars are."""
+    from vllm.config import KVTransferConfig
+
+    cache = vllm_config.cache_config
+    if not cache.kv_offloading_size:
+        return
+    transfer = vllm_config.kv_transfer_config or KVTransferConfig()
+    transfer.kv_connector, transfer.kv_role = KNOWN, "kv_both"
+    transfer.kv_connector_extra_config["cpu_bytes_to_use"] = cache.kv_offloading_size * (1 << 30)
+    vllm_config.kv_transfer_config, cache.kv_offloading_size = transfer, None
+    logger.info("kvq: --kv-offloading-size is served by %s", KNOWN)
 
 
 def can_copy(platform: Any) -> bool:

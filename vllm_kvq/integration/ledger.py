@@ -46,6 +46,11 @@ LEDGER = (
         "it asks before",
     ),
     Patch(
+        "kv_transfer_config set and kv_offloading_size taken back (connectors.py)",
+        "the connector that vLLM chooses for it knows vLLM's own kinds of layers alone",
+        "OffloadingConnector takes registered kinds",
+    ),
+    Patch(
         "the list of skipped layers set (served.py)",
         "window layers are not in the user's list",
         "a backend may say which layers it does not serve",

@@ -19,6 +19,7 @@ from vllm_kvq.formats import Geometry, PageFormat
 from vllm_kvq.formats.by_layer import options_at, schedules, written
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
+from vllm_kvq.integration.connectors import choose_connector
 from vllm_kvq.integration.drafts import Draft
 from vllm_kvq.integration.heads import Heads
 from vllm_kvq.integration.kept import Layers, chunk_problem
@@ -274,3 +275,4 @@ def apply(served: Served, vllm_config: Any) -> None:
     if served.draft is not None and vllm_config.speculative_config.kv_cache_dtype is None:
         # Otherwise vLLM hands the target's dtype to the draft, too.
         vllm_config.speculative_config.kv_cache_dtype = "auto"
+    choose_connector(vllm_config)
