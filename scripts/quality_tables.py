@@ -53,7 +53,12 @@ GENERATED = (
     Column("KL sums", "arithmetic", "kl"),
     Column("sums right, %", "arithmetic", "exact", percent=True),
 )
-TABLES = (Results("4096", GIVEN), Results("2048", GIVEN), Results("generated", GENERATED))
+TABLES = (
+    Results("4096", GIVEN),
+    Results("2048", GIVEN),
+    Results("generated", GENERATED),
+    Results("hits", GENERATED[:3]),
+)
 
 
 def short(value: float) -> str:
