@@ -24,6 +24,7 @@ COMMANDS = {
     "compile": ("proof.tables.compile_table", "registers, spills and instructions of the GPU kernels"),
     "traffic": ("proof.tables.gpu_traffic", "what the GPU kernels load per cached token in a decode step, counted"),
     "roofline": ("proof.tables.roofline", "bytes and instructions of GPU attention, and what they bound, computed"),
+    "scheduler": ("proof.tables.scheduler", "what KV cache groups cost vLLM's scheduler, and what smaller pages save"),
     "models": ("proof.models.document", "prints docs/models.md"),
 }
 """Command -> its module, whose `main(arguments)` gives the exit status, and what it does."""

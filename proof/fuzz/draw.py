@@ -50,9 +50,6 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: 
         options = {"W": rng.choice(WINDOWS), "S": min(block, rng.choice(SINKS))}
     elif block < get_format(format_name).settings().S:
         block = 64
-    chunk = getattr(arch.build(), "attention_chunk_size", None)
-    if chunk is not None and chunk % block:  # vLLM takes blocks alone that divide its chunks
-        block = chunk
     drafts, draft_model = rng.choice((0, 0, 1, 2, 3, 4, 5)), rng.random() < 0.25 and model == LLAMA
     if arch.hybrid:
         drafts = 0

@@ -158,10 +158,10 @@ def blocks_for(model: str, pool: float, far: bool, arguments: dict[str, Any]) ->
     many a pool beyond 4 GiB has."""
     from vllm import EngineArgs
 
-    from vllm_kvq.integration.report import Capacity, block_bytes
+    from vllm_kvq.integration.report import Capacity
     from vllm_kvq.integration.served import Served
 
     served = Served.of(EngineArgs(model, **arguments).create_engine_config())
-    stride = block_bytes(served) if served.mixed else int(served.page_bytes)
+    stride = served.pool.block_bytes if served.mixed else int(served.page_bytes)
     wanted = 1 + int(pool * Capacity.of(served, 1).per_request)
     return wanted, -(-POOL_BYTES // stride) if far else wanted

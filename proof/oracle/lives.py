@@ -32,6 +32,20 @@ class Part:
         return self.end - self.drafts
 
 
+@dataclass(frozen=True)
+class Found:
+    """The pages of a hit in one layer: who wrote each, and as which of its own; None where vLLM keeps it no longer."""
+
+    block: int
+    """Tokens of a page."""
+    pages: Sequence[tuple[Life, int] | None]
+
+    def tokens(self) -> list[tuple[Life, int]]:
+        """Of the pages that are there: who computed it, and its position."""
+        there = [(page[0], i) for i, page in enumerate(self.pages) if page is not None]
+        return [(writer, t) for writer, i in there for t in range(i * self.block, (i + 1) * self.block)]
+
+
 @dataclass(eq=False)
 class Life:
     name: str
@@ -48,21 +62,21 @@ class Life:
     in this life, although a chunk may end between them."""
     parts: list[Part] = field(default_factory=list)
     published: int = 0
-    """Pages from 0 on that are complete, its own and those of its hit."""
-    windows: dict[int, list[tuple[Life, int] | None]] = field(default_factory=dict)
-    """Layer with a window -> the same there; None for pages that vLLM keeps no longer."""
+    """Tokens whose complete pages other lives may hit, its own and those of its hit."""
+    windows: dict[int, Found] = field(default_factory=dict)
+    """Layer with a window -> what it found there."""
     states: dict[int, Life] = field(default_factory=dict)
     """Layer with a state -> who left the one after `start` tokens."""
 
-    def hit_in(self, layer: int) -> Sequence[tuple[Life, int] | None]:
-        """The pages of the hit in a layer that stays in vLLM's own cache; in all but windows they are the packed ones'
-        companions."""
-        return self.windows.get(layer, self.hit)
+    def hit_in(self, layer: int, n: int) -> Found:
+        """The hit in a layer that stays in vLLM's own cache; in all but windows its pages are the packed ones'
+        companions, of `n` tokens."""
+        return self.windows.get(layer) or Found(n, self.hit)
 
     @property
     def writers(self) -> set[Life]:
         """All lives of whose pages and states this one begins."""
-        pages: list[Sequence[tuple[Life, int] | None]] = [self.hit, *self.windows.values()]
+        pages = [self.hit, *(found.pages for found in self.windows.values())]
         return {page[0] for found in pages for page in found if page is not None} | {*self.states.values()}
 
 
@@ -81,13 +95,19 @@ class History:
 class _Sample:
     """One sample of one request: its tokens, the names of its pages, its present life."""
 
-    def __init__(self, name: str, request: Request, output: Sequence[int], n: int) -> None:
+    def __init__(self, name: str, request: Request, output: Sequence[int]) -> None:
         self.name, self.request, self.tokens = name, request, [*request.prompt, *output]
         self.life: Life | None = None
         self.known = len(request.prompt)
-        self.keys: list[int] = []
-        for i in range(len(self.tokens) // n):
-            self.keys.append(hash((self.keys[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]))))
+        self._keys: dict[int, list[int]] = {}
+
+    def keys(self, n: int) -> list[int]:
+        """Of each page of n tokens: one for all tokens up to its end."""
+        if n not in self._keys:
+            found = self._keys[n] = []
+            for i in range(len(self.tokens) // n):
+                found.append(hash((found[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]))))
+        return self._keys[n]
 
 
 Name = tuple[int, int, int]
@@ -105,7 +125,7 @@ class Historian:
     def add(self, trace: Trace, result: Result) -> None:
         if trace.reset:
             self.pages.clear()
-        samples = _samples(trace, result, self.fmt.N)
+        samples = _samples(trace, result)
         for step in result.steps:
             waiting = list(step)
             while waiting:
@@ -119,14 +139,16 @@ class Historian:
                     waiting.remove(chunk)
 
     def _hit(self, s: _Sample, c: Chunk) -> list[Name]:
-        return [(-1, c.pages[i], s.keys[i]) for i in range(c.context // self.fmt.N)]
+        keys = s.keys(self.fmt.N)
+        return [(-1, c.pages[i], keys[i]) for i in range(c.context // self.fmt.N)]
 
     def _hits_beside(self, s: _Sample, c: Chunk, beside: Sequence[Beside]) -> list[list[Name | None]]:
         """The same in each group beside: of a state the last one alone."""
-        found, pages = [], c.context // self.fmt.N
+        found = []
         for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
+            pages, keys = c.context // kind.block, s.keys(kind.block)
             first = max(0, pages - 1) if kind.state else 0
-            found.append([(group, blocks[i], s.keys[i]) if blocks[i] else None for i in range(first, pages)])
+            found.append([(group, blocks[i], keys[i]) if blocks[i] else None for i in range(first, pages)])
         return found
 
     def _found(self, s: _Sample, c: Chunk, beside: Sequence[Beside]) -> bool:
@@ -142,12 +164,12 @@ class Historian:
         if _admitted(s, c):
             names = self._hit(s, c)
             hit = [self.pages[k] for k in names]
-            s.life = Life(s.name, s.request, s.tokens, c.context, hit, s.known, published=len(names))
+            s.life = Life(s.name, s.request, s.tokens, c.context, hit, s.known, published=c.context)
             for found, kind in zip(self._hits_beside(s, c, beside), beside, strict=True):
                 pages = [name and self.pages[name] for name in found]
                 for layer in kind.layers:
                     if not kind.state:
-                        s.life.windows[layer] = pages
+                        s.life.windows[layer] = Found(kind.block, pages)
                     elif pages and pages[0]:
                         s.life.states[layer] = pages[0][0]
             history.lives.append(s.life)
@@ -174,15 +196,16 @@ class Historian:
                     break
                 s.known += 1
         # what vLLM caches in this step: drafts are cached once they are accepted
-        for i in range(life.published, part.known // n):
-            self.pages[-1, c.pages[i], s.keys[i]] = life, i
+        for i in range(life.published // n, part.known // n):
+            self.pages[-1, c.pages[i], s.keys(n)[i]] = life, i
         for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
+            done, keys = part.known // kind.block, s.keys(kind.block)
             # a state is that of a page's end only where a chunk ends there
-            first = part.known // n - (part.known % n == 0) if kind.state else life.published
+            first = done - (part.known % kind.block == 0) if kind.state else 0
             # without prefix caching a request has one block for its states
-            for i in range(max(first, life.published), min(part.known // n, len(blocks))):
-                self.pages[group, blocks[i], s.keys[i]] = life, i
-        life.published = max(life.published, part.known // n)
+            for i in range(max(first, life.published // kind.block), min(done, len(blocks))):
+                self.pages[group, blocks[i], keys[i]] = life, i
+        life.published = max(life.published, part.known)
 
 
 def _admitted(s: _Sample, c: Chunk) -> bool:
@@ -190,12 +213,12 @@ def _admitted(s: _Sample, c: Chunk) -> bool:
     return c.admitted or s.life is None
 
 
-def _samples(trace: Trace, result: Result, n: int) -> dict[str, _Sample]:
+def _samples(trace: Trace, result: Result) -> dict[str, _Sample]:
     """By the names that vLLM gives them, up to a suffix: sample i of n is `i_R`, a single one `R`."""
     samples = {}
     for r in trace.requests:
         for i, output in enumerate(result.outputs[r.name]):
-            samples[r.name if r.n == 1 else f"{i}_{r.name}"] = _Sample(f"{r.name}[{i}]", r, output, n)
+            samples[r.name if r.n == 1 else f"{i}_{r.name}"] = _Sample(f"{r.name}[{i}]", r, output)
     return samples
 
 

@@ -81,9 +81,7 @@ class Plan:
 
     def found(self, life: Life, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and positions of the tokens of a hit in a layer that stays in vLLM's own cache."""
-        n = self.fmt.N
-        pages = [(page[0], i) for i, page in enumerate(life.hit_in(layer)) if page is not None]
-        tokens = [(writer, t) for writer, i in pages for t in range(i * n, (i + 1) * n)]
+        tokens = life.hit_in(layer, self.fmt.N).tokens()
         rows = torch.tensor([self._canonical[writer][t] for writer, t in tokens], dtype=torch.long)
         return rows, torch.tensor([t for _, t in tokens], dtype=torch.long)
 

@@ -82,6 +82,8 @@ class Beside:
 
     layers: tuple[int, ...]
     state: bool
+    block: int
+    """Tokens of a page, or between two states."""
 
 
 @dataclass
@@ -122,7 +124,7 @@ class Result:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:
         steps = [[Chunk(**c) for c in step] for step in data["steps"]]
-        beside = [Beside(tuple(b["layers"]), b["state"]) for b in data["beside"]]
+        beside = [Beside(tuple(b["layers"]), b["state"], b["block"]) for b in data["beside"]]
         return cls(**{**data, "steps": steps, "free_blocks": tuple(data["free_blocks"]), "beside": beside})
 
     def to_json(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from proof.models import named
 from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.compare import compare, compare_all
 from proof.oracle.trace import Request, Result, Trace
+from vllm_kvq.integration import served
 
 pytestmark = pytest.mark.engine
 N = 32
@@ -113,6 +114,39 @@ def test_hits_are_plain_vllms(kind: str, retention: int | None, lab: Lab) -> Non
     hit = {request for result in got for request, tokens in result.cached.items() if tokens}
     assert {"again", "again 2", "turn 3", "branch"} <= hit
     assert ("nested" in hit) == (not named(name).hybrid and (retention is None or kind == "a skipped layer"))
+
+
+def smallest_pages() -> None:
+    """Windows get pages of 32 tokens beside ours of 64, whether that saves memory or not."""
+    served._window_block = lambda served, sizes: min(sizes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "retention"),
+    [
+        ("Gemma-3", None),
+        ("Llama 4", 0),
+        pytest.param("Gemma-3", 0, marks=pytest.mark.wide),
+        pytest.param("Gemma-3n", None, marks=pytest.mark.wide),
+        pytest.param("Gemma-4", None, marks=pytest.mark.wide),
+        pytest.param("Llama 4", None, marks=pytest.mark.wide),
+    ],
+)
+def test_hits_where_windows_have_pages_of_their_own(kind: str, retention: int | None, lab: Lab) -> None:
+    """Hits end where a packed page does."""
+    name, options = KINDS[kind]
+    todo = [*TODO, *crowded()]
+    engine = {**ENGINE, "block_size": 64, "prefix_cache_retention_interval": retention}
+    expected = lab.run(named(name), todo, kv_cache_dtype="auto", **engine)
+    few = {"num_gpu_blocks_override": None, "pool": 1.0, "before": smallest_pages}
+    got = lab.run(named(name), todo, **lossless(**options), **engine | few)
+    assert {beside.block for result in got for beside in result.beside} == {32}
+    total = compare_all(todo, expected, got)
+    assert not total.mismatches
+    assert total.preemptions > 0
+    hit = {request: tokens for result in got for request, tokens in result.cached.items() if tokens}
+    assert {"again", "turn 3"} <= {*hit}
+    assert all(tokens % 64 == 0 for tokens in hit.values())
 
 
 def crowded() -> list[Trace]:

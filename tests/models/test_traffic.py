@@ -68,8 +68,25 @@ def test_random_traffic(name: str, form: str, judged: Judge) -> None:
     assert total.ties <= 0.05 * total.tokens
 
 
+def pages_of_32(engine: Any) -> None:
+    assert {beside.block for beside in engine.beside.values()} == {32}
+
+
+def test_windows_with_pages_of_their_own(judged: Judge) -> None:
+    """Packed pages of 128 tokens, and pages of 32 in layers with a window."""
+    setup = Setup("squat2", 128, {"W": 32, "S": 4}, "Gemma-3", pool=1.6, keep_all=True)
+    total = judged(setup, drawn(setup, "pages of their own"), pages_of_32)
+    assert not total.mismatches
+    assert total.hits > 0
+
+
 FAULTS: dict[str, tuple[Any, Any, Setup]] = {
     "a stale page of a window": (mixed_faults.stale_window, drawn, Setup("squat2", 32, {"W": 32}, "Gemma-3", pool=1.6)),
+    "a stale page of 32 tokens": (
+        mixed_faults.stale_window,
+        drawn,
+        Setup("squat2", 128, {"W": 32}, "Gemma-3", pool=1.6, keep_all=True),
+    ),
     "a learned sink": (mixed_faults.dropped_sink, drawn, Setup("squat2", 32, {"W": 32}, "gpt-oss", pool=3.0)),
     "a state after preemption": (
         mixed_faults.kept_state,

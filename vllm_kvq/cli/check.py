@@ -76,12 +76,12 @@ def be_quiet() -> None:
 
 def describe(start: DryStart) -> dict[str, Any]:
     from vllm_kvq.integration.memory import cache_memory, gib
-    from vllm_kvq.integration.report import Capacity, block_bytes, part_lines
+    from vllm_kvq.integration.report import Capacity, part_lines
     from vllm_kvq.kernels.cpu.library import ISAS, isa
 
     served, config = start.served, start.vllm_config
     fmt, path, memory = served.format, served.path, cache_memory(config)
-    page_group = block_bytes(served)
+    page_group = served.pool.block_bytes
     by_layer = [line.removeprefix("kvq: ") for line in part_lines(served)]
     blocks = memory.nbytes * config.parallel_config.pipeline_parallel_size // page_group
     capacity = Capacity.of(served, blocks)

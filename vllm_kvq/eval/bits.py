@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.integration.dry_start import dry_start
-from vllm_kvq.integration.report import Capacity, block_bytes
 from vllm_kvq.integration.served import Served
 
 PLAIN_BITS = 16
@@ -18,7 +17,7 @@ PLAIN_BITS = 16
 def bits_at(served: Served, tokens: int) -> float:
     """Whole blocks, as vLLM gives them out, against the same numbers in 16 bits; layers in 16 bits count, too."""
     served = replace(served, max_len=tokens)
-    taken = Capacity.of(served, 1).per_request * block_bytes(served)
+    taken = served.pool.per_request * served.pool.block_bytes
     return PLAIN_BITS * taken / sum(kind.layers * kind.plain_bytes for kind in served.kinds)
 
 

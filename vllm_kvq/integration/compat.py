@@ -32,7 +32,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.distributed.parallel_state": ("GroupCoordinator.all_gather", "get_tp_group", "is_global_first_rank"),
     "vllm.forward_context": ("ForwardContext.attn_metadata", "get_forward_context"),
     "vllm.logger": ("init_logger",),
-    "vllm.model_executor.layers.attention": ("chunked_local_attention",),
+    "vllm.model_executor.layers.attention": ("Attention.get_kv_cache_spec", "chunked_local_attention"),
     "vllm.model_executor.layers.attention.chunked_local_attention": (
         "ChunkedLocalAttention.get_kv_cache_spec",
         "get_attn_backend",

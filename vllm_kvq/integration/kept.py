@@ -8,6 +8,7 @@ does not grow with the context; that of skipped layers does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class Layers:
     """Indices of the layers that have no cache of their own, but share an earlier layer's (sharing.py). In what follows
     they count for nothing."""
     windows: frozenset[int]
-    """Indices of the layers that have a sliding window, or chunks, which vLLM plans as windows (chunked.py)."""
+    """Indices of the layers that have a sliding window, or chunks, which vLLM plans as windows (windows.py)."""
     skipped: frozenset[int]
     """Indices of the layers with full attention that the user keeps in 16 bits."""
     kept: tuple[str, ...]
@@ -103,11 +104,12 @@ def window_problem(model: Any) -> str | None:
     return None
 
 
-def chunk_problem(chunk: int | None, block: int) -> str | None:
-    """vLLM attends to a chunk as to a request of its own, whose block table begins with a block."""
-    if chunk is None or chunk % block == 0:
+def chunk_problem(chunk: int | None, sizes: Sequence[int], block: int) -> str | None:
+    """vLLM attends to a chunk as to a request of its own, whose block table begins with a page: no page of these
+    `sizes` may lie in two."""
+    if chunk is None or sizes:
         return None
     return (
-        f"the model attends in chunks of {chunk} tokens, which blocks of {block} do not divide; "
+        f"the model attends in chunks of {chunk} tokens, which no page beside blocks of {block} divides; "
         "choose another --block-size"
     )

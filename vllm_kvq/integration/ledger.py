@@ -76,7 +76,12 @@ LEDGER = (
         "it is put into both",
     ),
     Patch(
-        "ChunkedLocalAttention.get_kv_cache_spec and the get_attn_backend of its module wrapped (chunked.py)",
+        "Attention.get_kv_cache_spec wrapped (windows.py)",
+        "pages of a window have as many tokens as packed ones, and would leave most of a block unused",
+        "a model's windows may have a block size of their own",
+    ),
+    Patch(
+        "ChunkedLocalAttention.get_kv_cache_spec and the get_attn_backend of its module wrapped (windows.py)",
         "it asks for a backend of the whole model's dtype, and groups of such layers can't be cut; windows can",
         "it looks at the list of skipped layers, and its groups are cut",
     ),

@@ -44,6 +44,11 @@ def ours(vllm_config: Any) -> bool:
     return vllm_config.cache_config.cache_dtype in FORMATS
 
 
+def window_block(vllm_config: Any) -> int | None:
+    """Tokens of a page in layers with a window or chunks; None where no format of ours is served."""
+    return Served.of(vllm_config).window_block if ours(vllm_config) else None
+
+
 def _is_vllms_command() -> bool:
     """Whether this process is `vllm ...` or `python -m vllm...`."""
     spec = sys.modules["__main__"].__spec__

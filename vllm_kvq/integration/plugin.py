@@ -17,12 +17,12 @@ def register() -> None:
     compat.hide_test_formats()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_kvq.integration import chunked, connectors, held, layout, platform, spec
+    from vllm_kvq.integration import connectors, held, layout, platform, spec, windows
 
     register_backend(AttentionBackendEnum.CUSTOM, platform.BACKEND)
     compat.wrap_platform(platform.configure, platform.backend_of)
     layout.keep_pages_apart(platform.ours)
-    chunked.keep_chunks(platform.ours)
+    windows.cut_windows(platform.window_block)
     compat.ensure_builtin_specs()
     connectors.look_behind_hits()
     compat.wrap_scheduler(held.take_census)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_kvq.formats.by_layer import written
 from vllm_kvq.integration import metrics
-from vllm_kvq.integration.served import Kind, Served
+from vllm_kvq.integration.served import Served
 
 logger = init_logger("vllm.kvq")
 
@@ -31,14 +30,12 @@ class Capacity:
     """A bf16 cache of the same bytes."""
     ratio: float
     per_request: int
-    """The most blocks that a request of the maximum length takes."""
+    """`Pool.per_request`."""
 
     @classmethod
     def of(cls, served: Served, blocks: int) -> Capacity:
-        kinds, size = served.kinds, block_bytes(served)
-        # layers with full attention share their blocks, and only packed ones have companions
-        per_request = kinds[0].blocks + sum(n * kind.blocks for kind, n in groups_apart(served))
-        freed = sum(n * kind.freed for kind, n in groups_apart(served))
+        pool = served.pool
+        kinds, size, per_request, freed = pool.kinds, pool.block_bytes, pool.per_request, pool.freed
         tokens = _requests(blocks, per_request, freed) * served.max_len
         whole, part = sum(k.layers * k.plain_bytes for k in kinds), sum(k.layers * k.plain_freed for k in kinds)
         plain = _requests(blocks * size, whole, part) * served.max_len
@@ -48,42 +45,6 @@ class Capacity:
 def _requests(pool: int, most: int, freed: int) -> float:
     """How many requests share a pool, each of which takes `most` while its prompt is computed and then `freed` less."""
     return 1 + (pool - 1 - most) / (most - freed) if freed and pool > most else pool / most
-
-
-def block_bytes(served: Served) -> int:
-    """Of a block of the pool: one page of each layer of the widest KV cache group."""
-    return max(_full_bytes(served), *(-(-k.layers // n) * k.page_bytes for k, n in groups_apart(served)), 0)
-
-
-def groups_apart(served: Served) -> list[tuple[Kind, int]]:
-    """How many KV cache groups vLLM makes of the layers of each kind that is apart from those with full attention."""
-    apart = [kind for kind in served.kinds if kind.apart]
-    if not apart:
-        return []
-    full, packed = Counter[int](), Counter[int]()
-    for kind in served.kinds:
-        if not kind.apart:
-            full[kind.page_bytes] += kind.layers
-        if kind.packed:
-            packed[kind.page_bytes] += kind.layers
-    # the layers with full attention, the sidecars, the sinks
-    together = [full, packed, *([packed] if served.sink_blocks else [])]
-    alike = [counts for counts in together if len({*counts.values()}) == 1]
-    if any(len(counts) > 1 for counts in alike):
-        # As many layers of each size are a pattern for vLLM, and groups hold as many repeats as pad all kinds least.
-        repeated = [next(iter(counts.values())) for counts in alike]
-        least = max(n for n, counts in zip(repeated, alike, strict=True) if len(counts) > 1)
-        layers = [*repeated, *(kind.layers for kind in apart)]
-        repeats = min(range(least, max(layers) + 1), key=lambda size: (sum(-n % size for n in layers), -size))
-        return [(kind, -(-kind.layers // repeats)) for kind in apart]
-    # else as many groups as keep them from being wider than the widest that can't be split
-    widest = max(_full_bytes(served), *(kind.page_bytes for kind in apart))
-    return [(kind, -(-kind.layers // (widest // kind.page_bytes))) for kind in apart]
-
-
-def _full_bytes(served: Served) -> int:
-    """One page of each layer with full attention."""
-    return sum(k.layers * k.page_bytes for k in served.kinds if not k.apart)
 
 
 def start_line(served: Served, blocks: int) -> str:

@@ -21,6 +21,7 @@ from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.connectors import choose_connector
 from vllm_kvq.integration.drafts import Draft
+from vllm_kvq.integration.groups import Kind, Pool
 from vllm_kvq.integration.heads import Heads
 from vllm_kvq.integration.kept import Layers, chunk_problem
 from vllm_kvq.integration.setup import bind, kvq_options, settings_of
@@ -29,26 +30,10 @@ from vllm_kvq.kernels.paths import Path, Wish, path_for
 from vllm_kvq.kernels.slots import SlotGeometry
 
 CPU_BLOCK = 128
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Layers of one kind, and what a request of the maximum length takes in each of them."""
-
-    layers: int
-    blocks: int
-    page_bytes: int
-    """Of a page in one layer."""
-    plain_bytes: int
-    """What it would take in a plain 16-bit cache, in one layer."""
-    freed: int = 0
-    """Of these blocks, those that it takes only while its prompt is computed."""
-    plain_freed: int = 0
-    """The same of `plain_bytes`."""
-    apart: bool = False
-    """Whether they are in other KV cache groups than the layers with full attention: those with a window or a state."""
-    packed: bool = False
-    """Whether they have companions, whose pages are as large as theirs."""
+LEAST_WINDOW_BLOCK = 16
+"""Tokens of a page that vLLM's attention kernels read; those for CPUs: twice as many."""
+HARDLY_MORE = 1.05
+"""So much more memory than the least may pages of more tokens take in layers with a window."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +66,8 @@ class Served:
     """The most tokens of a long request that a layer with a sliding window holds while its prompt is computed."""
     decode_tokens: int
     """The same of a request whose prompt is computed."""
+    window_block: int
+    """Tokens of a page in these layers."""
     ranks: int
     """That share the heads of a layer."""
     path: Path
@@ -96,7 +83,8 @@ class Served:
         for schedule in schedules(kvq_options(vllm_config)):
             schedule.check(layers.packed_layers, layers.total)
         parts = parts_of(vllm_config, layers, _block(vllm_config, layers, states))
-        if problem := chunk_problem(model.attention_chunk_size, parts[0].format.N):
+        window_blocks = _window_blocks(model.attention_chunk_size, parts[0].format.N)
+        if problem := chunk_problem(model.attention_chunk_size, window_blocks, parts[0].format.N):
             raise ValueError(problem)
         for part in parts:
             if problem := part.format.keys.reference_only or part.format.values.reference_only:
@@ -113,6 +101,7 @@ class Served:
             max_len=model.max_model_len,
             window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
             decode_tokens=window - 1 + vllm_config.max_concurrent_batches * (1 + vllm_config.num_speculative_tokens),
+            window_block=parts[0].format.N,
             ranks=parallel.tensor_parallel_size,
             path=path_of(parts, Wish.of(vllm_config.device_config.device_type, os.environ), capped(model)),
         )
@@ -121,7 +110,7 @@ class Served:
                 "options given by layer make pages of several sizes, which do not work with pipeline parallelism; "
                 "use --tensor-parallel-size"
             )
-        return served
+        return replace(served, window_block=_window_block(served, window_blocks)) if layers.windows else served
 
     @property
     def format(self) -> PageFormat:
@@ -174,6 +163,10 @@ class Served:
         return (*self.layers.kept, *(("draft",) if self.draft else ()))
 
     @property
+    def pool(self) -> Pool:
+        return Pool(self.kinds, bool(self.sink_blocks))
+
+    @property
     def kinds(self) -> tuple[Kind, ...]:
         slots, length, block = self.parts[0].slots, self.max_len, self.format.N
         plain = 4 * slots.heads * slots.head_size
@@ -185,9 +178,9 @@ class Served:
         for heads, layers in Counter(self.window_heads).items():
             # as vLLM counts a window: one block more, because it may begin in the middle of one
             seen, kept = (min(tokens, length) for tokens in (self.window_tokens, self.decode_tokens))
-            blocks, plain = -(-seen // block) + 1, 2 * heads.elements
-            freed = max(0, blocks - (-(-(kept - 1) // block) + 1))
-            page = block * slots.itemsize * heads.elements
+            blocks, plain = -(-seen // self.window_block) + 1, 2 * heads.elements
+            freed = max(0, blocks - (-(-(kept - 1) // self.window_block) + 1))
+            page = self.window_block * slots.itemsize * heads.elements
             kinds.append(Kind(layers, blocks, page, seen * plain, freed, (seen - kept) * plain, apart=True))
         if states := self.states:
             own = states.blocks * states.nbytes
@@ -259,6 +252,24 @@ def _block(vllm_config: Any, layers: Layers, states: States | None) -> int:
             break
         block *= 2
     return block
+
+
+def _window_blocks(chunk: int | None, block: int) -> list[int]:
+    """The numbers of tokens that a page of a layer with a window may have, beside packed pages of `block` tokens."""
+    from vllm.platforms import current_platform
+
+    least = LEAST_WINDOW_BLOCK * (2 if current_platform.is_cpu() else 1)
+    return [tokens for tokens in range(least, block + 1, least) if block % tokens == 0 and not (chunk or 0) % tokens]
+
+
+def _window_block(served: Served, sizes: Sequence[int]) -> int:
+    """The most tokens with which a request takes hardly more memory than with any other number.
+
+    The fewer, the better they fill the blocks of the pool, and the more blocks vLLM's scheduler has to hand out.
+    """
+    pools = {tokens: replace(served, window_block=tokens).pool for tokens in sizes}
+    taken = {tokens: (pool.per_request - pool.freed) * pool.block_bytes for tokens, pool in pools.items()}
+    return max(tokens for tokens, nbytes in taken.items() if nbytes <= HARDLY_MORE * min(taken.values()))
 
 
 def apply(served: Served, vllm_config: Any) -> None:

@@ -1,0 +1,112 @@
+"""What KV cache groups cost vLLM's scheduler, and what pages of a window's own save.
+
+    python -m proof scheduler        minutes, and an idle machine
+
+A Gemma-3 of tiny layers, as many as the published ones have, with 16 requests that decode: how many KV cache groups its
+windows make, how many more tokens the pool holds than one in 16 bits, and how long vLLM's scheduler takes for its part
+of a step. With pages of as many tokens as the packed layers' for windows, too, and with those that are served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from proof.models import named
+from proof.models.checkpoints import PROMPT_TOKENS, write_model
+from proof.oracle.forked import EngineProcess
+from proof.oracle.trace import Request, Trace
+from vllm_kvq import console
+
+LAYERS = {"Gemma-3 270M": 18, "Gemma-3 1B": 26, "Gemma-3 4B": 34, "Gemma-3 27B": 62}
+WINDOW, LENGTH, REQUESTS, PROMPT, ANSWER = 512, 8192, 16, 600, 60
+FORMAT, BLOCKS = "squat2", 4000
+
+
+def as_packed_ones() -> None:
+    """Pages of a window have as many tokens as packed ones."""
+    from vllm_kvq.integration import served
+
+    served._window_block = lambda served, sizes: max(sizes)
+
+
+def watch(traced: Any) -> None:
+    """Has a TracedEngine keep the seconds that each call of its scheduler takes."""
+    traced.seconds = {"schedule": [], "update_from_output": []}
+    for name, seconds in traced.seconds.items():
+        setattr(traced.scheduler, name, _timed(getattr(traced.scheduler, name), seconds))
+
+
+def _timed(call: Any, seconds: list[float]) -> Any:
+    @functools.wraps(call)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        out = call(*args, **kwargs)
+        seconds.append(time.perf_counter() - begin)
+        return out
+
+    return timed
+
+
+def found(traced: Any) -> tuple[int, int, float, float]:
+    """Tokens of a window's page, KV cache groups, capacity as a multiple of 16 bits, and milliseconds of a step."""
+    from vllm_kvq.integration.report import Capacity
+    from vllm_kvq.integration.sidecar import Sidecar
+
+    layers = traced.engine.vllm_config.compilation_config.static_forward_context.values()
+    sidecar: Any = next(layer for layer in layers if isinstance(layer, Sidecar))
+    served = sidecar.report.args[0]
+    groups = len(traced.scheduler.kv_cache_config.kv_cache_groups)
+    # steps in which all requests decode: the last ones
+    parts = [seconds[-ANSWER // 2 :] for seconds in traced.seconds.values()]
+    step = statistics.median(map(sum, zip(*parts, strict=True)))
+    return served.window_block, groups, Capacity.of(served, BLOCKS).ratio, 1000 * step
+
+
+def measure(path: str, block: int, before: Any) -> tuple[int, int, float, float]:
+    rng = Random(0)
+    prompts = [tuple(rng.choice(PROMPT_TOKENS) for _ in range(PROMPT)) for _ in range(REQUESTS)]
+    engine = {
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "kv_cache_dtype": FORMAT,
+        "block_size": block,
+        "max_model_len": LENGTH,
+        "num_gpu_blocks_override": BLOCKS,
+        "before": before,
+    }
+    with EngineProcess(path, engine, {}, watch) as process:
+        process.run(Trace(tuple(Request(f"r{i}", prompt, ANSWER) for i, prompt in enumerate(prompts))))
+        return process.call(found)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("python -m proof scheduler", description=__doc__.partition("\n")[0])
+    p.add_argument("--block-size", type=int, default=128, help="tokens of a packed page")
+    p.add_argument("--models", nargs="+", choices=LAYERS, default=[*LAYERS], help="layers of which models")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.models:
+            arch = named("Gemma-3")
+            numbers = {**arch.numbers, "num_hidden_layers": LAYERS[name], "sliding_window": WINDOW}
+            numbers["max_position_embeddings"] = LENGTH
+            path = write_model(replace(arch, name=name, dtype="bfloat16", numbers=numbers), Path(folder) / name)
+            for before in (as_packed_ones, None):
+                block, groups, ratio, ms = measure(str(path), args.block_size, before)
+                rows.append((name, str(block), str(groups), f"{ratio:.2f}", f"{ms:.2f}"))
+    head = ("layers of", "tokens of a window's page", "groups", "capacity", "ms per step")
+    console.Table(head, rows, 1).show()
+    return 0
