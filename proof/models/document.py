@@ -95,8 +95,9 @@ heads together, and no values. A format for it is a record without values, whose
 and as value, with the rotated channels beside it; a decode kernel that multiplies all query heads, absorbed into the
 latent's space, with one record and gives 512 numbers per head back; later chunks of a prompt, which vLLM expands from
 cached latents to keys and values; and a backend of vLLM's other interface, which has `forward_mqa` and a separate
-cache update. vLLM 0.32 runs MLA on a CPU (blocks of 16 tokens, heads of 576 numbers), but without chunks and prefix
-caching, so `lossless` could be held to plain vLLM there for whole prompts alone. None of this is built.
+cache update. On a CPU vLLM 0.32 has two backends: a reference in any dtype (blocks of 16 tokens, heads of 576 numbers)
+without chunks and prefix caching, to which `lossless` could be held for whole prompts alone, and one for processors
+with AMX, in bfloat16, that has both. That is several days' work, and none of it is built.
 """
 
 

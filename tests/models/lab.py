@@ -11,6 +11,7 @@ from proof.models import checkpoints
 from proof.models.architecture import Architecture
 from proof.oracle import forked
 from proof.oracle.trace import Result, Trace
+from vllm_kvq.integration import served
 from vllm_kvq.integration.states import leave_checkpoints_out
 
 
@@ -69,3 +70,8 @@ def configure(model: str, engine: dict[str, Any]) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def smallest_pages() -> None:
+    """Before an engine is made: pages of 32 tokens for windows, whether that saves memory or not."""
+    served._window_block = lambda served, sizes: min(sizes)

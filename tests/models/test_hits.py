@@ -10,13 +10,12 @@ import random
 from typing import Any
 
 import pytest
-from lab import Lab
+from lab import Lab, smallest_pages
 
 from proof.models import named
 from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.compare import compare, compare_all
 from proof.oracle.trace import Request, Result, Trace
-from vllm_kvq.integration import served
 
 pytestmark = pytest.mark.engine
 N = 32
@@ -114,11 +113,6 @@ def test_hits_are_plain_vllms(kind: str, retention: int | None, lab: Lab) -> Non
     hit = {request for result in got for request, tokens in result.cached.items() if tokens}
     assert {"again", "again 2", "turn 3", "branch"} <= hit
     assert ("nested" in hit) == (not named(name).hybrid and (retention is None or kind == "a skipped layer"))
-
-
-def smallest_pages() -> None:
-    """Windows get pages of 32 tokens beside ours of 64, whether that saves memory or not."""
-    served._window_block = lambda served, sizes: min(sizes)
 
 
 @pytest.mark.parametrize(

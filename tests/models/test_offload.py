@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from lab import Lab
+from lab import Lab, smallest_pages
 from offload import copied, copy_at_once
 
 from proof.models import named
@@ -58,10 +58,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "squat2": ("Llama", "squat2", {"recompute": 0}),
     "innerq2": ("Llama", "innerq2", {"recompute": 0, "S": 8}),  # its sinks are on two pages
     "windows": ("gpt-oss", "lossless", {"W": 32, "S": 4}),
+    "pages of 32 tokens for windows": ("Gemma-3", "lossless", {"W": 32, "S": 4, "N": 64}),
     "chunks": ("Llama 4", "lossless", {"W": 32, "S": 4}),
     "states": ("Granite 4", "lossless", {"W": 32, "S": 4}),
 }
-WIDE = ("windows", "chunks")
+WIDE = ("windows", "pages of 32 tokens for windows", "chunks")
+
+
+def copy_small_pages() -> None:
+    smallest_pages()
+    copy_at_once()
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.wide if c in WIDE else ()) for c in CASES])
@@ -69,10 +75,14 @@ def test_hits_from_the_host_give_the_same_tokens(case: str, lab: Lab) -> None:
     name, format_name, options = CASES[case]
     arch = named(name)
     engine = {**ENGINE, "dtype": arch.dtype, "kv_cache_dtype": format_name, "additional_config": {"kvq": options}}
+    if "N" in options:
+        del engine["block_size"]
     with EngineProcess(str(lab.model(arch)), engine, {}) as process:
         expected = [process.run(trace) for trace in todo(reset=False)]
     # the flag is another way to the same connector
     offloading = BY_SIZE if case == "squat2" else connector()
+    if "N" in options:
+        offloading["before"] = copy_small_pages
     with EngineProcess(str(lab.model(arch)), {**engine, **offloading}, {}) as process:
         got, loaded = [], []
         for trace in todo(reset=True):

@@ -90,41 +90,53 @@ def ran(traced: Any) -> int:
     return traced.most
 
 
+KINDS = {
+    "Llama": "innerq2",
+    "Gemma-3": "kivi2",
+    "Gemma-3n": "squat2",
+    "Gemma-4": "polar4",
+    "gpt-oss": "kivi2",
+    "Llama 4": "qjl3",
+    "Granite 4": "squat2",
+    "Nemotron-H": "lossless",
+    "Falcon-H1": "innerq2",
+}
+WANTED, LONG, WINDOW = 6, 3072, 2048
+"""Requests, the tokens of each, and of a window: so long that it makes hardly a difference where in a block one
+begins."""
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["Gemma-3", "gpt-oss"])
+@pytest.mark.parametrize("name", KINDS)
 def test_so_many_requests_run_at_once(name: str, lab: Lab) -> None:
-    """With windows, of which a request keeps less than it takes while its prompt is computed: a pool that is said to
-    hold so many holds them, and one that is 4 % smaller does not."""
-    arch = named(name)
-    # as long a window as blocks hold: where it begins makes no difference then
-    arch = replace(arch, name=f"{name} 512", numbers={**arch.numbers, "sliding_window": 512})
-    wanted, rng = 6, random.Random(5)
-    prompts = [tuple(rng.choice(PROMPT_TOKENS) for _ in range(LENGTH - 31)) for _ in range(wanted)]
+    """A pool that is said to hold so many holds them, and one that is 2 % smaller does not."""
+    arch, rng = named(name), random.Random(5)
+    own = {field: WINDOW for field in ("sliding_window", "attention_chunk_size") if field in arch.numbers}
+    arch = replace(arch, name=f"{name} long", numbers={**arch.numbers, **own, "max_position_embeddings": LONG})
+    prompts = [tuple(rng.choice(PROMPT_TOKENS) for _ in range(LONG - 31)) for _ in range(WANTED)]
     trace = Trace(tuple(Request(f"r{i}", prompt, 31) for i, prompt in enumerate(prompts)))
     engine = {
         "dtype": arch.dtype,
         "skip_tokenizer_init": True,
-        "kv_cache_dtype": "kivi2",
+        "kv_cache_dtype": KINDS[name],
         "block_size": 32,
-        "max_model_len": LENGTH,
+        "max_model_len": LONG,
         "max_num_batched_tokens": 512,
-        "num_gpu_blocks_override": BLOCKS,
     }
-    with EngineProcess(str(lab.model(arch)), engine, {}) as process:
-        blocks = process.call(blocks_of_six)
-    for size, fits in ((blocks, True), (int(0.96 * blocks), False)):
-        with EngineProcess(
-            str(lab.model(arch)), {**engine, "num_gpu_blocks_override": size}, {}, most_at_once
-        ) as process:
+    path = str(lab.model(arch))
+    with EngineProcess(path, {**engine, "num_gpu_blocks_override": BLOCKS}, {}) as process:
+        blocks = process.call(blocks_of_all)
+    for size, fits in ((blocks, True), (int(0.98 * blocks), False)):
+        with EngineProcess(path, {**engine, "num_gpu_blocks_override": size}, {}, most_at_once) as process:
             preemptions = process.run(trace).preemptions
-            assert (process.call(ran) == wanted and not preemptions) == fits
+            assert (process.call(ran) == WANTED and not preemptions) == fits
 
 
-def blocks_of_six(traced: Any) -> int:
-    """The smallest pool that is said to hold six requests of the maximum length."""
+def blocks_of_all(traced: Any) -> int:
+    """The smallest pool that is said to hold all these requests of the maximum length."""
     from vllm_kvq.integration.report import Capacity
     from vllm_kvq.integration.sidecar import Sidecar
 
     layers = traced.engine.vllm_config.compilation_config.static_forward_context.values()
     served = next(layer for layer in layers if isinstance(layer, Sidecar)).report.args[0]
-    return next(n for n in range(1, BLOCKS) if Capacity.of(served, n).tokens >= 6 * LENGTH)
+    return next(n for n in range(1, 1 << 16) if Capacity.of(served, n).tokens >= WANTED * LONG)
