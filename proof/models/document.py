@@ -41,17 +41,22 @@ flag `--kv-cache-dtype-skip-layers` names. Pages of both sizes lie side by side 
 on: hits are as long as plain vLLM's, and the tokens before their end are read packed (option `recompute`). Of windows
 vLLM by default keeps what the end of a prompt sees, so an identical prompt and the next turn of a conversation hit, and
 a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. Layers with chunked local
-attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end; a block
-that does not divide the chunk is refused. Layers that are packed must have equal heads; those of the others may differ
+attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end; blocks
+beside which no page divides the chunk are refused. Layers that are packed must have equal heads; those of the others may differ
 from them (Gemma-4), and blocks do not grow for that, as plain vLLM's do. On a GPU such models have not run yet; heads
 of 512 are served by PyTorch there, and the log says so.
 
+A window layer's page of as many tokens takes as much memory as those of several packed layers, so that blocks of the
+pool would be as wide as one of them, or be filled by a few and wasted for the rest, in one KV cache group for each few
+layers. Pages of windows therefore have fewer tokens than N, 16 at least and 32 on a CPU: the most with which a request
+takes hardly more memory than with any other number. `python -m proof scheduler` says what that saves:
+
+SCHEDULER_TABLE
+
 While its prompt is computed a request takes more of a window than afterwards: what a whole step computes. vLLM's own
 line "KV cache size" counts that for every request. The line that starts with `kvq:` counts it once, because all
-requests share the tokens of a step, and for the others what they keep: a pool then holds the requests that it says. A
-window layer's pages are as large as those of several packed layers, so many of them make many KV cache groups, each
-with block tables that vLLM's scheduler keeps: with 16 requests that decode, its part of a step took 0.46 ms at 8
-groups and 2.1 ms at 50 (medians, Intel Xeon with AMX, measured beside other work).
+requests share the tokens of a step, and for the others what they keep: a pool then holds the requests that it says, and
+one that is 2 % smaller does not (`tests/models/test_pool.py`).
 """
 
 SHARING = """\
@@ -67,8 +72,9 @@ In a hybrid the layers with attention are packed, and the states of Mamba-2 and 
 them. A block of vLLM's pool is one page of each packed layer, or one state of some layers: where `--block-size` and `N`
 are left open, N is doubled until these pages are as large as a state (1024 tokens at most), because smaller ones would
 waste the rest of each block. PolarQuant packs whole pages, so it keeps up to N more tokens of a request in full
-precision; the line that starts with `kvq:` counts them. Hits are as long as plain vLLM's, which keeps the state at the
-end of a prompt. Gated delta nets round differently where a prompt is cut at other places. On a CPU drafts are
+precision; the line that starts with `kvq:` counts them. It counts the second state that a request has where its prompt
+is computed or a page ends for one request at a time, as vLLM's own line does not. Hits are as long as plain vLLM's,
+which keeps the state at the end of a prompt. Gated delta nets round differently where a prompt is cut at other places. On a CPU drafts are
 refused, because vLLM verifies them wrongly beside states there, and vLLM 0.32 itself ends with the first long prompt of
 a Mamba-2 model; with a low-bit cache it does not. On a GPU hybrids have not run yet.
 """

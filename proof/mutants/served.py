@@ -246,6 +246,34 @@ FAULTS: tuple[Fault, ...] = (
         slow=True,
     ),
     Fault(
+        "a second state is counted for every request",
+        f"{ROOM}/served.py",
+        "count, size, freed = states.blocks, states.nbytes, states.blocks - states.kept",
+        "count, size, freed = states.blocks, states.nbytes, 0",
+        SERVED,
+    ),
+    Fault(
+        "pages of a window have as many tokens as packed ones",
+        f"{ROOM}/served.py",
+        "replace(served, window_block=_window_block(served, window_blocks)) if layers.windows else served",
+        "served",
+        SERVED,
+    ),
+    Fault(
+        "pages of a window have the fewest tokens that kernels read",
+        f"{ROOM}/served.py",
+        "return max(tokens for tokens, nbytes in taken.items()",
+        "return min(tokens for tokens, nbytes in taken.items()",
+        SERVED,
+    ),
+    Fault(
+        "vLLM plans windows in pages of packed layers' tokens",
+        f"{ROOM}/windows.py",
+        "return spec if block is None else replace(spec, block_size=block)",
+        "return spec",
+        CAPACITY,
+    ),
+    Fault(
         "pages beside a state stay small",
         f"{ROOM}/served.py",
         "if sum(len(part.layers) * part.slots.page_bytes for part in parts) >= states.nbytes:",
@@ -270,8 +298,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "groups of states are not counted",
         f"{ROOM}/served.py",
-        "kinds.append(Kind(states.layers, states.blocks, states.nbytes, own, apart=True))",
-        "kinds.append(Kind(states.layers, 0, states.nbytes, own, apart=True))",
+        "kinds.append(Kind(states.layers, count, size,",
+        "kinds.append(Kind(states.layers, 0, size,",
         CAPACITY,
     ),
     Fault(

@@ -28,7 +28,8 @@ from vllm_kvq import console
 
 LAYERS = {"Gemma-3 270M": 18, "Gemma-3 1B": 26, "Gemma-3 4B": 34, "Gemma-3 27B": 62}
 WINDOW, LENGTH, REQUESTS, PROMPT, ANSWER = 512, 8192, 16, 600, 60
-FORMAT, BLOCKS = "squat2", 4000
+FORMAT, POOL = "squat2", 12
+"""Of as many blocks as so many requests of the maximum length take."""
 
 
 def as_packed_ones() -> None:
@@ -68,7 +69,7 @@ def found(traced: Any) -> tuple[int, int, float, float]:
     # steps in which all requests decode: the last ones
     parts = [seconds[-ANSWER // 2 :] for seconds in traced.seconds.values()]
     step = statistics.median(map(sum, zip(*parts, strict=True)))
-    return served.window_block, groups, Capacity.of(served, BLOCKS).ratio, 1000 * step
+    return served.window_block, groups, Capacity.of(served, 1 << 20).ratio, 1000 * step
 
 
 def measure(path: str, block: int, before: Any) -> tuple[int, int, float, float]:
@@ -80,7 +81,8 @@ def measure(path: str, block: int, before: Any) -> tuple[int, int, float, float]
         "kv_cache_dtype": FORMAT,
         "block_size": block,
         "max_model_len": LENGTH,
-        "num_gpu_blocks_override": BLOCKS,
+        "max_num_batched_tokens": 512,
+        "pool": POOL,
         "before": before,
     }
     with EngineProcess(path, engine, {}, watch) as process:

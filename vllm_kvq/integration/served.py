@@ -183,8 +183,8 @@ class Served:
             page = self.window_block * slots.itemsize * heads.elements
             kinds.append(Kind(layers, blocks, page, seen * plain, freed, (seen - kept) * plain, apart=True))
         if states := self.states:
-            own = states.blocks * states.nbytes
-            kinds.append(Kind(states.layers, states.blocks, states.nbytes, own, apart=True))
+            count, size, freed = states.blocks, states.nbytes, states.blocks - states.kept
+            kinds.append(Kind(states.layers, count, size, count * size, freed, freed * size, apart=True))
         if draft := self.draft:
             own = length * 4 * draft.heads * draft.head_size
             kinds.append(Kind(draft.layers, whole, block * draft.token_bytes, own))

@@ -31,7 +31,9 @@ class States:
     nbytes: int
     """Of one state in one layer."""
     blocks: int
-    """Blocks that vLLM counts for a request in each group of such layers."""
+    """The most blocks that a request takes in each group of such layers, and what vLLM counts."""
+    kept: int
+    """What it takes but where its prompt is computed, or a page's end is reached."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> States | None:
@@ -46,11 +48,11 @@ class States:
         shapes = made.get_mamba_state_shape_from_config(vllm_config)
         dtypes = made.get_mamba_state_dtype_from_config(vllm_config)
         nbytes = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-        blocks = 1 + vllm_config.num_speculative_tokens
+        blocks = kept = 1 + vllm_config.num_speculative_tokens
         if cache.mamba_cache_mode == "align":  # with prefix caching a state is copied from block to block
             checkpoint = HYBRIDS.get(model.hf_text_config.model_type) == MAMBA_2 and not current_platform.is_cpu()
             blocks += 1 + checkpoint  # which leave_checkpoints_out takes away
-        return cls(sum(map(has_state, layer_types(model))), nbytes, blocks)
+        return cls(sum(map(has_state, layer_types(model))), nbytes, blocks, kept)
 
 
 def has_state(kind: str) -> bool:
