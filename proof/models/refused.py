@@ -19,9 +19,20 @@ REFUSED: list[Architecture] = [
             "text_config": llama_like(num_hidden_layers=6),
             "vision_config": vision("siglip_vision_model"),
         },
-        "image tokens attend to later ones",
+        "image tokens attend to later ones; with text only it is served (above)",
         refused="attention in both directions among image tokens",
-        needs="torchvision",
+        model="Gemma3ForConditionalGeneration",
+    ),
+    Architecture(
+        "Gemma-4 with images",
+        "Gemma4Config",
+        {
+            "text_config": llama_like(num_hidden_layers=6, use_bidirectional_attention="vision"),
+            "vision_config": vision("gemma4_vision"),
+        },
+        "image tokens attend to later ones in the large models; with text only they are served (above)",
+        refused="attention in both directions among image tokens",
+        model="Gemma4ForConditionalGeneration",
     ),
     Architecture(
         "Llama with other KV heads in some layers",

@@ -9,6 +9,16 @@ from __future__ import annotations
 from proof.models.architecture import HIDDEN, VOCAB, Architecture, gpt_like, hidden, llama_like, mamba_2, moe, vision
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+GEMMA_4 = llama_like(
+    num_hidden_layers=6,
+    global_head_dim=512,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    sliding_window=48,
+    hidden_size_per_layer_input=32,
+    vocab_size_per_layer_input=VOCAB,
+)
+TEXT_ONLY = {"language_model_only": True}
 
 SERVED: list[Architecture] = [
     Architecture("Llama", "LlamaConfig", llama_like(), "GQA, head size 64", replay=True),
@@ -73,15 +83,7 @@ SERVED: list[Architecture] = [
     Architecture(
         "Gemma-4",
         "Gemma4TextConfig",
-        llama_like(
-            num_hidden_layers=6,
-            global_head_dim=512,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            sliding_window=48,
-            hidden_size_per_layer_input=32,
-            vocab_size_per_layer_input=VOCAB,
-        ),
+        GEMMA_4,
         "one layer in six is packed, with heads of 512 whose values are normalized keys without RoPE; those with a "
         "sliding window have smaller heads and keep 16 bits",
         windows=True,
@@ -286,8 +288,8 @@ SERVED: list[Architecture] = [
             "tie_word_embeddings": False,
         },
         "multimodal, used with text only",
+        replay=True,
         model="LlavaForConditionalGeneration",
-        needs="torchvision",
         engine={"limit_mm_per_prompt": {"image": 0}},
     ),
     Architecture(
@@ -305,8 +307,44 @@ SERVED: list[Architecture] = [
             "tie_word_embeddings": False,
         },
         "multimodal with three-part RoPE, used with text only",
+        replay=True,
         model="Qwen2VLForConditionalGeneration",
-        needs="torchvision",
         engine={"limit_mm_per_prompt": {"image": 0, "video": 0}},
+    ),
+    Architecture(
+        "Gemma-3 with vision",
+        "Gemma3Config",
+        {
+            "text_config": llama_like(num_hidden_layers=6, sliding_window=48),
+            "vision_config": vision("siglip_vision_model"),
+            "mm_tokens_per_image": 4,
+            "image_token_index": 3,
+            "boi_token_index": 4,
+            "eoi_token_index": 5,
+            "tie_word_embeddings": False,
+        },
+        "as Gemma-3, multimodal, used with text only: `--language-model-only`",
+        windows=True,
+        replay=True,
+        model="Gemma3ForConditionalGeneration",
+        engine=TEXT_ONLY,
+    ),
+    Architecture(
+        "Gemma-4 with vision",
+        "Gemma4Config",
+        {
+            "text_config": {**GEMMA_4, "use_bidirectional_attention": "vision"},
+            "vision_config": vision("gemma4_vision", num_key_value_heads=2, head_dim=32, position_embedding_size=16),
+            "image_token_id": 3,
+            "boi_token_id": 4,
+            "eoi_token_id": 5,
+            "video_token_id": 6,
+            "tie_word_embeddings": False,
+        },
+        "as Gemma-4, multimodal, used with text only: `--language-model-only`",
+        windows=True,
+        replay=True,
+        model="Gemma4ForConditionalGeneration",
+        engine=TEXT_ONLY,
     ),
 ]

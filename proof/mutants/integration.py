@@ -6,6 +6,7 @@ from proof.mutants.fault import Fault
 
 ROOM = "vllm_kvq/integration"
 REFUSALS = "tests/engine/test_refusals.py"
+IMAGES = "tests/models/test_refused.py -k text_alone"
 COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
 REPLICAS = "tests/engine/test_replicas.py"
 ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
@@ -28,6 +29,27 @@ FAULTS: tuple[Fault, ...] = (
         "if settings.N is not None and cache.user_specified_block_size and cache.block_size != settings.N:",
         "if settings.N is not None and not cache.user_specified_block_size and cache.block_size != settings.N:",
         REFUSALS,
+    ),
+    Fault(
+        "text alone is no way out of attention among image tokens",
+        f"{ROOM}/validate.py",
+        'among image tokens", _text_alone(model)),',
+        'among image tokens", plain),',
+        IMAGES,
+    ),
+    Fault(
+        "the way out is text alone though embeddings of images are let in",
+        f"{ROOM}/validate.py",
+        "    if config is not None and config.enable_mm_embeds:",
+        "    if config is None:",
+        IMAGES,
+    ),
+    Fault(
+        "the kinds of layers are asked of the whole checkpoint, not of its text part",
+        f"{ROOM}/kept.py",
+        "    text = model.hf_text_config\n",
+        "    text = model.hf_config\n",
+        "tests/models/test_works.py -k 'Gemma-3 and vision'",
     ),
     Fault(
         "a layer beyond the model's last may be skipped",

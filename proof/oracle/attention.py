@@ -74,10 +74,11 @@ def _mix(layer: int, mixer: Mixer, hidden_states: torch.Tensor, *args: Any, **kw
 
 def load(path: str) -> Any:
     """A checkpoint in float32, which may be called within `attending` only."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    import transformers
 
-    AttentionInterface.register(NAME, _attend)
-    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=NAME)
+    transformers.AttentionInterface.register(NAME, _attend)
+    (name,) = transformers.AutoConfig.from_pretrained(path).architectures
+    network = getattr(transformers, name).from_pretrained(path, dtype=torch.float32, attn_implementation=NAME)
     for module in network.modules():
         if hasattr(module, "A_log"):  # Mamba-2
             module.forward = functools.partial(_mix, module.layer_idx, module.forward)

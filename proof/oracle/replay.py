@@ -70,7 +70,7 @@ class ReplayModel:
         if any(fmt.keys.before_rope for fmt in self.formats):
             rope = _rope(self.network)
             self.formats = [replace(fmt, geometry=replace(fmt.geometry, rope=rope)) for fmt in self.formats]
-        self.shared = sharing_layers(self.network.config)
+        self.shared = sharing_layers(config)
 
     def perturb(self, seed: int) -> None:
         """From now on, disturb queries, keys and values as float32 rounding does, and outputs as the kernels may."""

@@ -26,13 +26,14 @@ MODULES = {
     "LlavaForConditionalGeneration": "llava",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Gemma3ForConditionalGeneration": "gemma3_mm",
+    "Gemma4ForConditionalGeneration": "gemma4_mm",
 }
 SIZE = 112
 """Pixels of an image, wide and high."""
 
 
-def without_torchvision() -> None:
-    """In this process, before an engine is made: vLLM's models with images work with PIL's image processors."""
+def without_torchvision(model: str) -> None:
+    """In this process, before an engine is made: vLLM's model with images works with PIL's image processors."""
     from transformers.utils import is_torchvision_available
     from vllm import ModelRegistry
 
@@ -45,10 +46,11 @@ def without_torchvision() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    for model, module_name in MODULES.items():
-        # as classes: otherwise vLLM looks at them in a process of their own
-        loaded = importlib.import_module(f"vllm.model_executor.models.{module_name}")
-        ModelRegistry.register_model(model, getattr(loaded, model))
+    # annotations of Transformers' Gemma-4 name it
+    sys.modules["torchvision.transforms.v2.functional"].InterpolationMode = int  # type: ignore[attr-defined]
+    # as a class: otherwise vLLM looks at it in a process of its own
+    loaded = importlib.import_module(f"vllm.model_executor.models.{MODULES[model]}")
+    ModelRegistry.register_model(model, getattr(loaded, model))
 
 
 def write_llava_processor(path: Path, image_token: int) -> None:

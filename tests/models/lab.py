@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from images import without_torchvision
+
 from proof.models import checkpoints
 from proof.models.architecture import Architecture
 from proof.oracle import forked
@@ -44,14 +46,17 @@ class Lab:
         if arch.hybrid and arguments["kv_cache_dtype"] == "auto":
             # plain vLLM ends with a long prompt on a CPU; with our formats it is mended
             arguments["before"] = leave_checkpoints_out
+        if arch.vision:
+            arguments["before"] = functools.partial(without_torchvision, arch.model)
         if adapter:
             prepare = functools.partial(use_adapter, str(self.adapter(arch)))
         with forked.EngineProcess(str(self.model(arch)), arguments, {}, prepare) as process:
             return [process.run(trace) for trace in traces]
 
-    def refusal(self, checkpoint: Path, **engine: Any) -> str | None:
-        """The sentence that the configuration is refused with, or None."""
-        return forked.call(configure, str(checkpoint), {"skip_tokenizer_init": True, **engine})
+    def refusal(self, checkpoint: Path, vision: str | None = None, **engine: Any) -> str | None:
+        """The sentence that the configuration is refused with, or None. `vision`: vLLM's class of a model that encodes
+        images."""
+        return forked.call(configure, str(checkpoint), vision, {"skip_tokenizer_init": True, **engine})
 
 
 def use_adapter(path: str, traced: Any) -> None:
@@ -62,9 +67,11 @@ def use_adapter(path: str, traced: Any) -> None:
     engine.add_request = functools.partial(engine.add_request, lora_request=LoRARequest("adapter", 1, path))
 
 
-def configure(model: str, engine: dict[str, Any]) -> str | None:
+def configure(model: str, vision: str | None, engine: dict[str, Any]) -> str | None:
     from vllm import EngineArgs
 
+    if vision is not None:
+        without_torchvision(vision)
     try:
         EngineArgs(model, kv_cache_memory_bytes=1 << 30, **engine).create_engine_config()
     except Exception as error:

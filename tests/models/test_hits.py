@@ -53,6 +53,7 @@ def conversation() -> list[Trace]:
 TODO = conversation()
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma-3": ("Gemma-3", {}),
+    "Gemma-3 with vision": ("Gemma-3 with vision", {}),
     "Gemma-3n": ("Gemma-3n", {}),
     "Gemma-2": ("Gemma-2", {}),
     "Gemma-4": ("Gemma-4", {}),
@@ -75,6 +76,8 @@ RETAINED = [
     *(
         pytest.param(*case, marks=pytest.mark.wide)
         for case in (
+            ("Gemma-3 with vision", 0),
+            ("Gemma-3 with vision", None),
             ("Gemma-3n", 0),
             ("Gemma-2", 0),
             ("Gemma-2", None),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from images import SIZE, name_as_published, show_images, without_torchvision, write_llava_processor
+from images import SIZE, name_as_published, show_images, write_llava_processor
 from lab import Lab
 from test_works import ENGINE, LOSSLESS, kvq
 
@@ -49,7 +49,7 @@ def run(lab: Lab, **engine: Any) -> list[Result]:
     if not (path / "tokenizer.json").exists():
         write_llava_processor(path, TOKEN)
         name_as_published(path)
-    shown = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}, "before": without_torchvision}
+    shown = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
     return lab.run(ARCH, TODO, prepare=functools.partial(show_images, TOKEN), **{**ENGINE, **shown, **engine})
 
 

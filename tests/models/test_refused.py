@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.engine
 
 def refusal(lab: Lab, arch: Architecture, kv_cache_dtype: str) -> str | None:
     engine = {"max_model_len": 256, "dtype": arch.dtype, **arch.engine}
-    return lab.refusal(lab.config(arch), **engine, kv_cache_dtype=kv_cache_dtype)
+    vision = arch.model if arch.vision else None
+    return lab.refusal(lab.config(arch), vision, **engine, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.mark.parametrize("arch", REFUSED, ids=lambda a: a.name)
@@ -28,6 +30,23 @@ def test_one_sentence(arch: Architecture, lab: Lab) -> None:
     assert arch.refused in sentence
     # and not because of something else: plain vLLM takes this configuration
     assert refusal(lab, arch, "auto") is None
+
+
+IMAGES = [arch for arch in REFUSED if "images" in arch.name]
+
+
+@pytest.mark.parametrize("arch", IMAGES, ids=lambda a: a.name)
+def test_text_alone_is_the_way_out(arch: Architecture, lab: Lab) -> None:
+    way_out = "serve text alone with --language-model-only, or use --kv-cache-dtype auto"
+    embeddings = way_out.replace("-only,", "-only without --enable-mm-embeds,")
+    config = functools.partial(lab.refusal, lab.config(arch), arch.model, kv_cache_dtype="squat2", max_model_len=256)
+    what = "Refused: --kv-cache-dtype squat2 does not support attention in both directions among image tokens; "
+    assert config() == what + way_out
+    assert config(language_model_only=True) is None
+    # the same, flag by flag
+    assert config(limit_mm_per_prompt={"image": 0, "video": 0}) is None
+    # embeddings of images are refused like images
+    assert config(language_model_only=True, enable_mm_embeds=True) == what + embeddings
 
 
 def test_the_command_prints_just_the_sentence(lab: Lab) -> None:

@@ -102,7 +102,7 @@ def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
         (hybrid := hybrid_problem(model), hybrid or "", plain),
         (_heads_differ(vllm_config), "full-attention layers that have different KV heads", f"{plain} or fp8"),
         (window := window_problem(model), window or "", f"{plain} or fp8"),
-        (model.is_mm_prefix_lm, "attention in both directions among image tokens", plain),
+        (model.is_mm_prefix_lm, "attention in both directions among image tokens", _text_alone(model)),
         (model.uses_alibi, "ALiBi", plain),
         (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
         (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
@@ -133,6 +133,17 @@ def _gpu_problem(platform: Any) -> str | None:
         return None
     found = platform.get_device_capability()
     return None if found is None else capability_problem((found.major, found.minor))
+
+
+def _text_alone(model: Any) -> str:
+    """What to do with a model whose image tokens see later ones. vLLM has them see none where requests can't hold any;
+    those may come as embeddings, too."""
+    config = model.multimodal_config
+    if config is not None and config.enable_mm_embeds:
+        flag = "--language-model-only without --enable-mm-embeds"
+    else:
+        flag = "--language-model-only"
+    return f"serve text alone with {flag}, or use --kv-cache-dtype auto"
 
 
 def _heads_differ(vllm_config: Any) -> bool:
