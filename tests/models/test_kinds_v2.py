@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from lab import Lab
+from lab import Lab, smallest_pages
 from test_hits import ENGINE, lossless, words
 
 from proof.models import named
@@ -27,13 +27,14 @@ def few() -> list[Trace]:
     ]
 
 
-@pytest.mark.parametrize("name", ["Gemma-3", "Granite 4"])
-def test_tokens_are_plain_vllms(name: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "block"), [("Gemma-3", 32), ("Gemma-3", 64), ("Granite 4", 32)])
+def test_tokens_are_plain_vllms(name: str, block: int, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows have pages of 32 tokens beside others of `block`."""
     arch, todo = named(name), few()
-    engine: dict[str, Any] = {**ENGINE, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    engine: dict[str, Any] = {**ENGINE, "block_size": block, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     expected = lab.run(arch, todo, kv_cache_dtype="auto", **engine)
     monkeypatch.setenv(RUNNER, "1")
-    got = lab.run(arch, todo, **lossless(), **engine)
+    got = lab.run(arch, todo, before=smallest_pages, **lossless(), **engine)
     total = compare_all(todo, expected, got)
     assert not total.mismatches
     assert total.tokens == 18
