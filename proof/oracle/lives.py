@@ -87,11 +87,14 @@ class _Sample:
         self.known = len(request.prompt)
         self.keys: list[int] = []
         for i in range(len(self.tokens) // n):
-            self.keys.append(hash((self.keys[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]))))
+            # equal tokens may stand for other pictures
+            shown = tuple(p for p in request.pictures if p.at < (i + 1) * n)
+            self.keys.append(hash((self.keys[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]), shown)))
 
 
 Name = tuple[int, int, int]
-"""Of a page or state in the prefix cache: its group (-1: the packed layers'), its block, the tokens up to its end."""
+"""Of a page or state in the prefix cache: its group (-1: the packed layers'), its block, the tokens up to its end with
+what pictures among them show."""
 
 
 class Historian:
