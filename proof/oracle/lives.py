@@ -106,12 +106,15 @@ class _Sample:
         if n not in self._keys:
             found = self._keys[n] = []
             for i in range(len(self.tokens) // n):
-                found.append(hash((found[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]))))
+                # equal tokens may stand for other pictures
+                shown = tuple(p for p in self.request.pictures if p.at < (i + 1) * n)
+                found.append(hash((found[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]), shown)))
         return self._keys[n]
 
 
 Name = tuple[int, int, int]
-"""Of a page or state in the prefix cache: its group (-1: the packed layers'), its block, the tokens up to its end."""
+"""Of a page or state in the prefix cache: its group (-1: the packed layers'), its block, the tokens up to its end with
+what pictures among them show."""
 
 
 class Historian:

@@ -6,7 +6,7 @@ The replay runs the scheduler's chunks over the engine's own tokens, so that eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 
 from proof.oracle.attention import Mixer, attending, load
 from proof.oracle.kinds import Sight, exact_layers
+from proof.oracle.pictures import Shown
 from proof.oracle.reference import ExactCache, ReferenceCache, StateCache
+from proof.oracle.trace import Request
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at
 from vllm_kvq.formats.rope import Rope
@@ -71,6 +73,7 @@ class ReplayModel:
             rope = _rope(self.network)
             self.formats = [replace(fmt, geometry=replace(fmt.geometry, rope=rope)) for fmt in self.formats]
         self.shared = sharing_layers(config)
+        self.shown = Shown(path, self.network)
 
     def perturb(self, seed: int) -> None:
         """From now on, disturb queries, keys and values as float32 rounding does, and outputs as the kernels may."""
@@ -82,8 +85,17 @@ class ReplayModel:
             return x
         return x + size * x.square().mean().sqrt() * torch.randn(x.shape, generator=self.noise)
 
-    def request(self) -> Replay:
-        return Replay(self)
+    def inputs(
+        self, tokens: torch.Tensor, position: torch.Tensor, rows: Sequence[tuple[Request | None, slice]]
+    ) -> dict[str, torch.Tensor]:
+        """What the network is given for these tokens; `rows`: which of them are a request's."""
+        if any(asked is not None and asked.pictures for asked, _ in rows):
+            return self.shown.inputs(tokens, position, rows)
+        return {"input_ids": tokens[None], "position_ids": position[None]}
+
+    def request(self, asked: Request | None = None) -> Replay:
+        """`asked`: whose prompt may hold pictures."""
+        return Replay(self, asked)
 
     def cache(self, layer: int, pages: list[Any] | None = None) -> Any:
         """Of a new request, in a layer with attention; `pages`: what a prefix hit found there."""
@@ -95,9 +107,9 @@ class ReplayModel:
             return ReferenceCache.after_hit(fmt, self.heads[layer], pages, self.num_spec)
         return ReferenceCache(fmt, self.heads[layer], self.num_spec)
 
-    def after_hit(self, pages: list[Page]) -> Replay:
+    def after_hit(self, pages: list[Page], asked: Request | None = None) -> Replay:
         """A request that found `pages` in the prefix cache."""
-        new = Replay(self)
+        new = Replay(self, asked)
         new.length = len(pages) * self.formats[0].N
         new.caches = {layer: self.cache(layer, [page[0][layer] for page in pages]) for layer in pages[0][0]}
         new.states = {layer: StateCache.after_hit([page[1][layer] for page in pages]) for layer in pages[0][1]}
@@ -110,8 +122,8 @@ Page = tuple[dict[int, Any], dict[int, torch.Tensor]]
 
 def _rope(network: Any) -> Rope:
     """As Transformers computes it, for models whose layers share one."""
-    positions = torch.arange(network.config.max_position_embeddings)
-    cos, sin = (x[0] for x in network.model.rotary_emb(torch.zeros(1), positions[None]))
+    positions = torch.arange(network.config.get_text_config().max_position_embeddings)
+    cos, sin = (x[0] for x in network.get_decoder().rotary_emb(torch.zeros(1), positions[None]))
     half = cos.shape[1] // 2
     pairing = "interleaved" if network.config.model_type == "glm4" else "half"
     return Rope(torch.cat([cos[:, :half], sin[:, :half]], 1), pairing)
@@ -120,8 +132,8 @@ def _rope(network: Any) -> Rope:
 class Replay:
     """One request."""
 
-    def __init__(self, model: ReplayModel) -> None:
-        self.model, self.length = model, 0
+    def __init__(self, model: ReplayModel, asked: Request | None = None) -> None:
+        self.model, self.asked, self.length = model, asked, 0
         self.caches: dict[int, Any] = {}
         self.states: dict[int, StateCache] = {}
 
@@ -161,10 +173,9 @@ class Replay:
     @torch.no_grad()
     def step(self, tokens: list[int], logits: int = 1) -> torch.Tensor:
         """(logits, vocabulary) of the last positions of one chunk."""
-        position = torch.arange(self.length, self.length + len(tokens))[None]
+        position = torch.arange(self.length, self.length + len(tokens))
         self.length += len(tokens)
+        inputs = self.model.inputs(torch.tensor(tokens), position, [(self.asked, slice(None))])
         with attending(self):
-            out = self.model.network(
-                input_ids=torch.tensor([tokens]), position_ids=position, use_cache=False, logits_to_keep=logits
-            )
+            out = self.model.network(**inputs, use_cache=False, logits_to_keep=logits)
         return out.logits[0]

@@ -15,6 +15,15 @@ def whole(what: str, value: Any, least: int) -> None:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """An image in a prompt: what it shows follows from `seed`, and `tokens` of the prompt from `at` on stand for it."""
+
+    seed: int
+    at: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Request:
     """One request of a trace. `arrival` counts engine steps; `abort_after` output tokens of the first sample."""
 
@@ -29,6 +38,7 @@ class Request:
     priority: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         for what, least in (("max_tokens", 1), ("n", 1), ("arrival", 0)):
@@ -49,6 +59,13 @@ class Request:
             raise ValueError(f"temperature is {self.temperature!r}; it takes a number from 0 to 10")
         if not all(isinstance(word, str) and word for word in self.stop):
             raise ValueError(f"stop is {self.stop!r}; it takes words")
+        behind = 0
+        for p in self.pictures:
+            for what, value, least in (("seed", p.seed, 0), ("at", p.at, behind), ("tokens", p.tokens, 1)):
+                whole(f"{what} of a picture", value, least)
+            behind = p.at + p.tokens
+            if len(set(self.prompt[p.at : behind])) != 1 or behind > len(self.prompt):
+                raise ValueError(f"the prompt of {self.name!r} has no {p.tokens} equal tokens at {p.at} for a picture")
 
 
 @dataclass(frozen=True)
@@ -65,7 +82,8 @@ class Trace:
 
         def request(fields: dict[str, Any]) -> Request:
             lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
-            return Request(**{**fields, **lists})
+            pictures = tuple(Picture(**p) for p in fields.get("pictures", ()))
+            return Request(**{**fields, **lists, "pictures": pictures})
 
         requests, reset = tuple(request(r) for r in data["requests"]), data.get("reset", False)
         if not requests or not isinstance(reset, bool):

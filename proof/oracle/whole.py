@@ -138,13 +138,11 @@ class Whole:
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """(len(rows), vocabulary)."""
+        plan = self.plan
+        mine = [(life.request, reads.rows) for life, reads in zip(plan.lives, plan.reads, strict=True)]
+        inputs = self.model.inputs(plan.tokens, plan.position, mine)
         with attending(self):
-            out = self.model.network(
-                input_ids=self.plan.tokens[None],
-                position_ids=self.plan.position[None],
-                use_cache=False,
-                logits_to_keep=rows,
-            )
+            out = self.model.network(**inputs, use_cache=False, logits_to_keep=rows)
         return out.logits[0]
 
 

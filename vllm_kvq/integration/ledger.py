@@ -61,9 +61,9 @@ LEDGER = (
         "it asks for the layout first",
     ),
     Patch(
-        "CPUAttentionBackend subclassed (side_by_side.py)",
-        "it does not say that it reads pages that lie side by side",
-        "it says so",
+        "CPUAttentionBackend and its builder subclassed (side_by_side.py)",
+        "it does not say that it reads pages that lie side by side, and takes a model's dtype for every layer's",
+        "it says so, and asks the layer",
     ),
     Patch(
         "CPUModelRunner._zero_block_ids wrapped (layout.py)",

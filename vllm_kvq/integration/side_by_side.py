@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+import copy
+from typing import Any
+
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.integration.layout import SIDE_BY_SIDE
+
+
+class SideBySideBuilder(CPUAttentionMetadataBuilder):
+    """It is told the dtype of these layers, not the model's: vLLM 0.33 would look for a processor that reads fp8."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        told = copy.copy(vllm_config)
+        told.cache_config = copy.copy(vllm_config.cache_config)
+        told.cache_config.cache_dtype = "auto"
+        super().__init__(kv_cache_spec, layer_names, told, device)
 
 
 class SideBySideBackend(CPUAttentionBackend):
@@ -15,3 +28,7 @@ class SideBySideBackend(CPUAttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return SIDE_BY_SIDE
+
+    @staticmethod
+    def get_builder_cls() -> type[SideBySideBuilder]:
+        return SideBySideBuilder

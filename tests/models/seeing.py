@@ -1,0 +1,98 @@
+"""Tiny models that are shown pictures: what turns these into tokens, and prompts that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lab import Lab
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from proof.models import named
+from proof.models.architecture import VOCAB, Architecture
+from proof.oracle.pictures import HEIGHT, WIDTH
+from proof.oracle.trace import Picture, Request
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A kind of model that is shown pictures."""
+
+    arch: Architecture
+    token: int
+    """Stands for pictures in prompts."""
+    tokens: int
+    """Of each picture."""
+    write: Callable[[Path, int], None]
+    """Writes what turns images into tokens beside the checkpoint."""
+
+    def model(self, lab: Lab) -> str:
+        path = lab.model(self.arch)
+        if not (path / "tokenizer.json").exists():
+            self.write(path, self.token)
+        return str(path)
+
+    def request(self, name: str, parts: list[int | tuple[int, ...]], max_tokens: int, arrival: int = 0) -> Request:
+        """`parts` of the prompt: words, or the seed of a picture."""
+        prompt: list[int] = []
+        pictures = []
+        for part in parts:
+            if isinstance(part, int):
+                pictures.append(Picture(part, len(prompt), self.tokens))
+                prompt += [self.token] * self.tokens
+            else:
+                prompt += part
+        return Request(name, tuple(prompt), max_tokens, arrival, pictures=tuple(pictures))
+
+
+def tokenizer(special: dict[int, str]) -> Any:
+    """One word for each token, `special` by their ids."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = {special.get(i, f"w{i}"): i for i in range(VOCAB)}
+    made = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="w2", additional_special_tokens=list(special.values())
+    )
+
+
+SIZE = 112
+"""Pixels of what LLaVA sees of a picture, wide and high."""
+
+
+def write_llava(path: Path, image_token: int) -> None:
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    how = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    LlavaProcessor(pixels, tokenizer({image_token: "<image>"}), **how).save_pretrained(path)
+    # the vision encoder's weights, as checkpoints name them: this Transformers leaves a part of the names out
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    published = {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in weights.items()}
+    save_file(published, file, metadata={"format": "pt"})
+
+
+def write_qwen2_vl(path: Path, image_token: int) -> None:
+    from transformers import Qwen2VLImageProcessorPil
+
+    special = {4: "<|vision_start|>", 5: "<|vision_end|>", image_token: "<|image_pad|>", 7: "<|video_pad|>"}
+    tokenizer(special).save_pretrained(path)
+    Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": WIDTH * HEIGHT}).save_pretrained(path)
+
+
+def seeing(name: str, tokens: int, write: Callable[[Path, int], None], **encoder: int) -> Seeing:
+    """The row of docs/models.md, with another encoder of images and without what keeps images out."""
+    row = named(name)
+    numbers = {**row.numbers, "vision_config": {**row.numbers["vision_config"], **encoder}}
+    engine = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}}
+    arch = replace(row, name=f"{name} with images", numbers=numbers, engine=engine)
+    return Seeing(arch, arch.build().image_token_id, tokens, write)
+
+
+LLAVA = seeing("LLaVA", (SIZE // 14) ** 2, write_llava, image_size=SIZE)
+QWEN2_VL = seeing("Qwen2-VL", (WIDTH // 28) * (HEIGHT // 28), write_qwen2_vl)
