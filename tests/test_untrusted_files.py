@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from proof.fuzz import main as fuzz
 from proof.fuzz.case import MAX_LEN, MODEL, Case
+from proof.oracle.trace import Picture, Request, Trace
 from vllm_kvq.bench import serve
 from vllm_kvq.bench.server import ServerError
 from vllm_kvq.formats import FORMATS
@@ -98,6 +100,7 @@ WRONG = {
     ("traces", 0, "requests", 0, "prompt"): [[], None, "ab", [1.5], [-1], [True], [MODEL["vocab"]], [10] * MAX_LEN],
     ("traces", 0, "requests", 0, "max_tokens"): [0, -1, 2.0, "3", None, True, MAX_LEN, 10**30],
     ("traces", 0, "requests", 0, "name"): [1, None, []],
+    ("traces", 0, "requests", 0, "pictures"): [5, [5], [{}], [{"seed": 1, "at": 1, "tokens": 1}]],
     ("traces", 0, "requests", 0, "stop"): ["a", [1], [""], None, 7],
 }
 
@@ -126,6 +129,27 @@ def test_files_that_are_no_json(text: bytes, tmp_path: Path, capsys: pytest.Capt
         fuzz.main(["--replay", str(tmp_path / "case")])
     assert stop.value.code == 2
     assert "holds no case: " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "pictures",
+    [
+        [(1, 1, 3)],
+        [(1, 2, 2)],
+        [(1, 0, 2)],
+        [(1, -1, 1)],
+        [(-1, 1, 2)],
+        [(1, 1, 0)],
+        [(1, 1, 2), (2, 2, 1)],
+        [(1.0, 1, 2)],
+    ],
+    ids=repr,
+)
+def test_pictures_that_no_tokens_stand_for(pictures: list[tuple[int, int, int]]) -> None:
+    good = Request("r", (10, 3, 3, 11), 1, pictures=(Picture(1, 1, 2),))
+    assert Trace.from_json(json.loads(json.dumps(Trace((good,)).to_json()))) == Trace((good,))
+    with pytest.raises(ValueError, match="picture"):
+        replace(good, pictures=tuple(Picture(*p) for p in pictures))
 
 
 def test_requests_of_one_name() -> None:

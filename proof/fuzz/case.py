@@ -160,6 +160,8 @@ class Case:
             for r in trace.requests:
                 if max(r.prompt) >= MODEL["vocab"]:
                     raise ValueError(f"request {r.name!r} has token {max(r.prompt)}; the model knows {MODEL['vocab']}")
+                if r.pictures:
+                    raise ValueError(f"request {r.name!r} has pictures; the fuzzer's models see none")
                 if len(r.prompt) + r.max_tokens > MAX_LEN:
                     raise ValueError(f"request {r.name!r} may become longer than {MAX_LEN} tokens")
 
@@ -193,7 +195,7 @@ def _short(trace: Trace) -> dict[str, Any]:
     data = trace.to_json()
     usual = {"arrival": 0, "n": 1, "temperature": 0.0, "seed": None, "abort_after": None, "priority": 0}
     for request in data["requests"]:
-        for name, value in [*usual.items(), ("stop", ()), ("stop_token_ids", ())]:
+        for name, value in [*usual.items(), ("stop", ()), ("stop_token_ids", ()), ("pictures", ())]:
             if request[name] == value:
                 del request[name]
     return data

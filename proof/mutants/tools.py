@@ -6,6 +6,7 @@ from proof.mutants.fault import Fault
 
 SOAK = "tests/test_soak.py tests/test_soak_command.py -k 'not short'"
 FUZZER = "tests/test_fuzzer_verdicts.py"
+IMAGES = "tests/models/test_images.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
 FIGURES = "tests/test_figures.py"
 
@@ -108,6 +109,41 @@ FAULTS: tuple[Fault, ...] = (
         FUZZER,
     ),
     # oracle
+    Fault(
+        "the oracle's pages are those of any image",
+        "proof/oracle/lives.py",
+        "if p.at < (i + 1) * n)",
+        "if False)",
+        f"{IMAGES} -k not_in_keys",
+    ),
+    Fault(
+        "the oracle sees images one token further behind",
+        "proof/oracle/pictures.py",
+        "behind = position[mine] - p.at\n",
+        "behind = position[mine] - p.at - 1\n",
+        f"{IMAGES} -k sees_what",
+    ),
+    Fault(
+        "the oracle's images are shown from their start in every chunk",
+        "proof/oracle/pictures.py",
+        "self._features(p)[behind[inside]]",
+        "self._features(p)[: int(inside.sum())]",
+        f"{IMAGES} -k sees_what",
+    ),
+    Fault(
+        "the oracle turns what follows an image by its position",
+        "proof/oracle/pictures.py",
+        "position + behind)",
+        "position)",
+        f"{IMAGES} -k sees_what",
+    ),
+    Fault(
+        "vLLM is not asked with the second image",
+        "proof/oracle/pictures.py",
+        "[drawn(p.seed) for p in request.pictures]",
+        "[drawn(request.pictures[0].seed) for p in request.pictures]",
+        f"{IMAGES} -k 'references and LLaVA and squat2'",
+    ),
     Fault(
         "no block leaks",
         "proof/oracle/verdict.py",
