@@ -2,9 +2,10 @@
 
     python -m proof scheduler        minutes, and an idle machine
 
-A Gemma-3 of tiny layers, as many as the published ones have, with 16 requests that decode: how many KV cache groups its
-windows make, how many more tokens the pool holds than one in 16 bits, and how long vLLM's scheduler takes for its part
-of a step. With pages of as many tokens as the packed layers' for windows, too, and with those that are served.
+A Gemma-3 with the layers, windows and size of heads of a published one, but one head in each layer, and 16 requests
+that decode: how many KV cache groups its windows make, how many times the tokens of 16 bits the pool holds, and how
+long vLLM's scheduler takes for its part of a step. With pages of as many tokens as the packed layers' for windows, too, and with
+those that are served.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
 from vllm_kvq import console
 
-LAYERS = {"Gemma-3 270M": 18, "Gemma-3 1B": 26, "Gemma-3 4B": 34, "Gemma-3 27B": 62}
-WINDOW, LENGTH, REQUESTS, PROMPT, ANSWER = 512, 8192, 16, 600, 60
+SHAPES = {"1B": (26, 256, 512), "4B": (34, 256, 1024), "12B": (48, 256, 1024), "27B": (62, 128, 1024)}
+"""Layers, head size and tokens of a window."""
+LENGTH, REQUESTS, PROMPT, ANSWER = 32768, 16, 1100, 60
 FORMAT, POOL = "squat2", 12
 """Of as many blocks as so many requests of the maximum length take."""
 
@@ -93,7 +95,7 @@ def measure(path: str, block: int, before: Any) -> tuple[int, int, float, float]
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m proof scheduler", description=__doc__.partition("\n")[0])
     p.add_argument("--block-size", type=int, default=128, help="tokens of a packed page")
-    p.add_argument("--models", nargs="+", choices=LAYERS, default=[*LAYERS], help="layers of which models")
+    p.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES], help="of Gemma-3")
     return p
 
 
@@ -102,13 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.models:
-            arch = named("Gemma-3")
-            numbers = {**arch.numbers, "num_hidden_layers": LAYERS[name], "sliding_window": WINDOW}
-            numbers["max_position_embeddings"] = LENGTH
+            arch, (layers, size, window) = named("Gemma-3"), SHAPES[name]
+            heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": size}
+            own = {"num_hidden_layers": layers, "sliding_window": window, "max_position_embeddings": LENGTH}
+            numbers = {**arch.numbers, **heads, **own}
             path = write_model(replace(arch, name=name, dtype="bfloat16", numbers=numbers), Path(folder) / name)
             for before in (as_packed_ones, None):
                 block, groups, ratio, ms = measure(str(path), args.block_size, before)
                 rows.append((name, str(block), str(groups), f"{ratio:.2f}", f"{ms:.2f}"))
-    head = ("layers of", "tokens of a window's page", "groups", "capacity", "ms per step")
+    head = ("Gemma-3", "tokens of a window's page", "groups", "capacity", "ms per step")
     console.Table(head, rows, 1).show()
     return 0

@@ -126,6 +126,14 @@ def test_the_platform_does_all_of_it(case: str, configured: Bare) -> None:
     assert told(configured(**copy.deepcopy(plain))) == expected
 
 
+@pytest.mark.parametrize(("form", "tokens"), [("squat2", 32), ("lossless", 128)])
+def test_pages_of_a_window_fill_the_blocks_of_the_pool(form: str, tokens: int, bare: Bare) -> None:
+    """Beside packed pages of a fifth of their bytes; and of as many bytes, where smaller ones would save nothing."""
+    long = {"sliding_window": 512, "max_position_embeddings": 2048}
+    served = Served.of(bare(kv_cache_dtype=form, model="Gemma-3", max_model_len=2048, numbers=long))
+    assert (served.format.N, served.window_block) == (128, tokens)
+
+
 @pytest.mark.parametrize("chosen", [0, 5, 200])
 @pytest.mark.parametrize("case", ["plain", "windows", "a skipped layer"])
 def test_the_user_says_what_a_hit_leaves(case: str, chosen: int, bare: Bare) -> None:
