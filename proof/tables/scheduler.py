@@ -4,8 +4,8 @@
 
 A Gemma-3 with the layers, windows and size of heads of a published one, but one head in each layer, and 16 requests
 that decode: how many KV cache groups its windows make, how many times the tokens of 16 bits the pool holds, and how
-long vLLM's scheduler takes for its part of a step. With pages of as many tokens as the packed layers' for windows, too, and with
-those that are served.
+long vLLM's scheduler takes for its part of a step. With pages of as many tokens as the packed layers' for windows,
+too, and with those that are served.
 """
 
 from __future__ import annotations
