@@ -111,6 +111,13 @@ FAULTS: tuple[Fault, ...] = (
         "return self.blocks_per_request",
         COMPANIONS,
     ),
+    Fault(
+        "nothing chooses the connector that works for --kv-offloading-size",
+        f"{ROOM}/served.py",
+        "    choose_connector(vllm_config)\n",
+        "",
+        "tests/models/test_offload.py -k squat2",
+    ),
     # -- pages that requests share
     Fault(
         "the host's plan packs units of a hit again",

@@ -12,6 +12,7 @@ REFERENCE = f"{KERNELS}/test_reference.py -k pytorch"
 INNERQ = f"{KERNELS}/test_reference.py -k 'pytorch and innerq2'"
 LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
 
+SINKS = f"{KERNELS}/test_reference.py -k learned_sinks"
 SHARING = f"{KERNELS}/test_reference.py -k 'sharing and squat2'"
 
 PLANNER = (
@@ -312,4 +313,43 @@ LAYOUTS = (
     ),
 )
 
-FAULTS: tuple[Fault, ...] = (*PLANNER, *BEFORE_ROPE, *WINDOWS, *TORCH, *LAYOUTS)
+LEARNED = (
+    Fault(
+        "PyTorch's merge drops the learned sink",
+        "vllm_kvq/kernels/torch/attend.py",
+        "total = torch.logaddexp(lse, learned.float())",
+        "total = lse",
+        SINKS,
+    ),
+    Fault(
+        "steps that are planned drop the learned sink",
+        "vllm_kvq/kernels/torch/step.py",
+        "parts.append(with_learned(parts.pop() if parts else nothing, caches.learned))",
+        "parts.append(parts.pop() if parts else nothing)",
+        SINKS,
+    ),
+    Fault(
+        "a prompt's own tokens are attended without the learned sink",
+        "vllm_kvq/kernels/torch/step.py",
+        "            out, _ = with_learned((out, lse), learned)\n",
+        "            pass\n",
+        "tests/models/test_works.py -k gpt-oss",
+        slow=True,
+    ),
+    Fault(
+        "C++ decodes layers with learned sinks, of which it knows nothing",
+        "vllm_kvq/kernels/cpu/step.py",
+        "Planned not in batch.kept and caches.learned is None:",
+        "Planned not in batch.kept:",
+        SINKS,
+    ),
+    Fault(
+        "the GPU's merge drops the learned sink",
+        "vllm_kvq/kernels/gpu/step.py",
+        "lse[packed + 1] = 0.0, caches.learned.float()",
+        "lse[packed + 1] = 0.0, -torch.inf",
+        f"{TRITON}/test_reference_triton.py -k learned",
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (*PLANNER, *BEFORE_ROPE, *WINDOWS, *TORCH, *LAYOUTS, *LEARNED)
