@@ -9,9 +9,11 @@ import pytest
 from lab import Lab, smallest_pages
 from test_hits import ENGINE, lossless, words
 
-from proof.models import named
+from proof.models import SERVED, named
 from proof.oracle.compare import compare_all
 from proof.oracle.interpreted import RUNNER
+from proof.oracle.judge import judge
+from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide]
@@ -40,3 +42,26 @@ def test_tokens_are_plain_vllms(name: str, block: int, lab: Lab, monkeypatch: py
     assert total.tokens == 18
     assert [r.cached for r in got] == [r.cached for r in expected]
     assert total.hits == 1
+
+
+KINDS = [a.name for a in SERVED if (a.windows or a.hybrid) and a.replay and not a.vision]
+
+
+@pytest.mark.parametrize("form", ["squat2", "innerq2", "qjl3", "polar4"])
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_are_the_references(name: str, form: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks, and a hit on it, by the kernels that are served on a CPU."""
+    monkeypatch.setenv(RUNNER, "1")
+    arch, todo = named(name), few()
+    options: dict[str, Any] = {"W": 32, "S": 4, "recompute": 0}
+    if form == "polar4" and (arch.polar or arch.rope != "half"):
+        options["pairing"] = arch.rope
+    if form == "qjl3" and arch.head_size > 256:
+        options["outliers"] = 0
+    engine: dict[str, Any] = {**ENGINE, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    got = lab.run(arch, todo, kv_cache_dtype=form, additional_config={"kvq": options}, **engine)
+    error = 1e-2 if form == "qjl3" else 1e-3
+    total = judge(ReplayModel(str(lab.model(arch)), form, 32, kernel_error=error, **options), todo, got)
+    assert not total.mismatches
+    assert (total.tokens, total.hits) == (18, 1)
+    assert total.ties <= 1
