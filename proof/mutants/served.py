@@ -267,6 +267,13 @@ FAULTS: tuple[Fault, ...] = (
         SERVED,
     ),
     Fault(
+        "kept layers are told the model's dtype",
+        f"{ROOM}/side_by_side.py",
+        '        told.cache_config.cache_dtype = "auto"\n',
+        "",
+        SERVED,
+    ),
+    Fault(
         "vLLM plans windows in pages of packed layers' tokens",
         f"{ROOM}/windows.py",
         "return spec if block is None else replace(spec, block_size=block)",

@@ -134,6 +134,21 @@ def test_pages_of_a_window_fill_the_blocks_of_the_pool(form: str, tokens: int, b
     assert (served.format.N, served.window_block) == (128, tokens)
 
 
+def test_a_kept_layers_builder_is_told_its_own_dtype(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 takes another dtype for fp8, and ends on processors without AVX-512."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    from vllm_kvq.integration.side_by_side import SideBySideBackend
+
+    told: list[Any] = []
+    monkeypatch.setattr(CPUAttentionMetadataBuilder, "__init__", lambda self, *args: told.append(args[2]))
+    vllm_config = bare(**CASES["windows"][0])
+    SideBySideBackend.get_builder_cls()(None, [], vllm_config, None)
+    assert told[0].cache_config.cache_dtype == "auto"
+    assert vllm_config.cache_config.cache_dtype == "squat2"
+    assert told[0].compilation_config is vllm_config.compilation_config
+
+
 @pytest.mark.parametrize("chosen", [0, 5, 200])
 @pytest.mark.parametrize("case", ["plain", "windows", "a skipped layer"])
 def test_the_user_says_what_a_hit_leaves(case: str, chosen: int, bare: Bare) -> None:
