@@ -49,7 +49,8 @@ def test_cold_and_again(case: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
     for i in (1, 2):  # the first time alone, then with what came again
         verdict = judge(reference, todo[:i], got[:i])
         assert not verdict.mismatches
-        assert verdict.ties <= 0.02 * verdict.tokens
+    # a prompt that came alone comes again: its ties are counted with those of all
+    assert verdict.ties <= 0.02 * verdict.tokens
     assert verdict.tokens == 100
     assert verdict.hits == 2
     # the control: a reference that packs all layers, or none, disagrees, whatever a few disturbed replays say
