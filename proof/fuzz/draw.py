@@ -18,6 +18,8 @@ WORDS = range(10, 500)
 BLOCK_SIZES = (32, 64, 64, 96, 128)
 ROOM_FOR_A_DRAFT = 512
 """Tokens of a packed block that is as large as 32 float32 tokens of the draft's cache, vLLM's least block."""
+LARGEST_WITH_OUTLIERS = 256
+"""Channels of a head that a byte names, as QJL does those of outliers."""
 WINDOWS = (0, 32, 64, 96)
 SINKS = (0, 4, 20, 32, 33)
 LONGEST_ANSWER = 130
@@ -50,6 +52,8 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: 
         options = {"W": rng.choice(WINDOWS), "S": min(block, rng.choice(SINKS))}
     elif block < get_format(format_name).settings().S:
         block = 64
+    if format_name == "qjl3" and arch.head_size > LARGEST_WITH_OUTLIERS:
+        options["outliers"] = 0
     drafts, draft_model = rng.choice((0, 0, 1, 2, 3, 4, 5)), rng.random() < 0.25 and model == LLAMA
     if arch.hybrid:
         drafts = 0
