@@ -9,6 +9,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from models_on_disk import model, written
+
+__all__ = ["model", "written"]
 
 settings.register_profile(
     "kvq",
