@@ -22,9 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a file would change")
     check: bool = parser.parse_args(argv).check
-    files = sorted(str(path) for path in (ROOT / "csrc").rglob("*") if path.suffix in SOURCES and not LATER & set(path.parents))
+    sources = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in SOURCES)
+    files = sorted(str(path) for path in sources if not LATER & set(path.parents))
     how = ["--dry-run", "-Werror"] if check else ["-i"]
-    # beside this Python, in the environment that it was installed into
+    # in the folder of this Python: the environment that it was installed into
     return subprocess.run([str(Path(sys.executable).parent / "clang-format"), *how, *files], cwd=ROOT).returncode
 
 
