@@ -110,7 +110,7 @@ def test_a_patch_is_whole(patch: Patch) -> None:
     ids=str,
 )
 def test_patches_that_are_none(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="lacks a reason|both or neither|no one way|says otherwise"):
+    with pytest.raises(ValueError, match=r"lacks a reason|both or neither|no one way|says otherwise"):
         replace(warmup.WARMED_UP, **wrong)
 
 
@@ -189,7 +189,7 @@ def test_a_missing_name_of_a_patch_refuses(patch: Patch, name: str, monkeypatch:
     monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
     problem = broken.problem()
     assert problem
-    assert problem.startswith(f"vllm-kvq needs {name.replace(':', '.')}_no_longer for the {patch.kind.value} ")
+    assert problem.startswith(f"vllm-kvq needs {name.replace(':', '.')}_no_longer for ")
     assert f'"{patch.what}", and this vLLM 0.3' in problem
     assert problem.endswith(WAY_OUT)
     said = {
@@ -229,10 +229,10 @@ def test_the_removal_of_a_hook_is_one_sentence(errors: list[str], monkeypatch: p
 
     monkeypatch.setattr(registry, "register", lambda hooks: pytest.fail("it went on"))
     plugin.register()
+    hook = "vllm.v1.core.single_type_kv_cache_manager.CircularBufferManager._claim_ring_block"
     assert errors == [
-        "vllm-kvq needs vllm.v1.core.single_type_kv_cache_manager.CircularBufferManager._claim_ring_block for the use "
-        f'"CircularBufferManager\'s hooks", and this vLLM {__version__} does not have it: its KV cache formats are not '
-        f"available; {WAY_OUT}"
+        f'vllm-kvq needs {hook} for "CircularBufferManager\'s hooks", and this vLLM {__version__} does not have it: '
+        f"its KV cache formats are not available; {WAY_OUT}"
     ]
 
 
@@ -289,7 +289,7 @@ def test_vllm_starts_without_us_then(model: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    assert said.count("vllm-kvq needs ") == said.count("CircularBufferManager._claim_ring_block for the use") == 1
+    assert said.count("vllm-kvq needs ") == said.count("CircularBufferManager._claim_ring_block for") == 1
     assert "squat2" in said.strip().splitlines()[-1] or "squat2" in done.stderr
 
 
@@ -301,11 +301,8 @@ def pristine(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in patch.replaces:
             module = importlib.import_module(name.partition(":")[0])
             owner, attribute = once._place(name, module)
-            held = inspect.getattr_static(owner, attribute)
-            if isinstance(held, classmethod | staticmethod):
-                monkeypatch.setattr(owner, attribute, type(held)(once.own(name)))
-            else:
-                monkeypatch.setattr(owner, attribute, once.own(name))
+            _, kind = once._function(owner, attribute)
+            monkeypatch.setattr(owner, attribute, kind(once.own(name)) if kind else once.own(name))
 
 
 def install(patch: Patch) -> None:
@@ -338,9 +335,8 @@ def test_a_patch_that_something_undoes_is_noticed(patch: Patch, monkeypatch: pyt
     for name in patch.replaces:
         with monkeypatch.context() as undone:
             owner, attribute = once._place(name, sys.modules[name.partition(":")[0]])
-            kind = type(inspect.getattr_static(owner, attribute))
-            wrapped = kind in (classmethod, staticmethod)
-            undone.setattr(owner, attribute, kind(once.own(name)) if wrapped else once.own(name))
+            _, kind = once._function(owner, attribute)
+            undone.setattr(owner, attribute, kind(once.own(name)) if kind else once.own(name))
             assert not patch.in_effect()
     assert patch.in_effect()
 
@@ -349,7 +345,7 @@ def not_in_effect(engine: Any) -> list[str]:
     """What an engine needs of the patches, and its process lacks."""
     vllm_config = engine.engine.vllm_config
     wanted = [patch for patch in PATCHES if patch.install is not None and patch.wanted(vllm_config)]
-    assert {patch.moment for patch in wanted} == {*Moment}
+    assert {patch.moment for patch in wanted} == {Moment.REGISTERED, Moment.CONFIGURED, Moment.BUILT}
     return [patch.what for patch in wanted if not patch.in_effect()]
 
 

@@ -135,7 +135,8 @@ class Patch:
         if what is None:
             return None
         consequence = UNAVAILABLE if self.only is None else f"its KV cache formats do not serve {self.only.who}"
-        return lacks(what, f' for the {self.kind.value} "{self.what}"', consequence)
+        purpose = "" if self.kind is Kind.USE else f"the {self.kind.value} "
+        return lacks(what, f' for {purpose}"{self.what}"', consequence)
 
     def in_effect(self) -> bool:
         """Whether it is installed in this process, and nobody has undone it."""
