@@ -27,6 +27,7 @@ COMMANDS = {
     "roofline": ("proof.tables.roofline", "bytes and instructions of GPU attention, and what they bound, computed"),
     "scheduler": ("proof.tables.scheduler", "what KV cache groups cost vLLM's scheduler, and what smaller pages save"),
     "models": ("proof.models.document", "prints docs/models.md"),
+    "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
 }
 """Command -> its module, whose `main(arguments)` gives the exit status, and what it does."""
 

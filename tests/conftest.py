@@ -4,12 +4,19 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pip_settings
+
 # Several test processes share the cores: a thread that waits for another must not keep one busy. Read by OpenMP when
 # it is loaded, that is with torch, which nothing has imported yet.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+alike = pip_settings.without_the_machines(os.environ)
+for name in set(os.environ) - set(alike):
+    del os.environ[name]
+os.environ.update(alike)
 
 settings.register_profile(
     "kvq",
