@@ -11,7 +11,7 @@ from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.kitty import PARTS
 from vllm_kvq.formats.planes import unpack_keys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters, fitted_parameters
-from vllm_kvq.formats.squat import PLAIN, BoostedSQuatKeys
+from vllm_kvq.formats.squat import PLAIN, BoostedSQuatKeys, SQuatKeys
 
 LAMBDA, RANK = 1e-3, 5
 
@@ -163,10 +163,8 @@ def fed(keys: BoostedSQuatKeys, k: torch.Tensor, state: torch.Tensor) -> list[to
 def test_scores_of_the_prompts_queries_are_better_than_kittys(head: int, rope: bool) -> None:
     query, key, value = attention_data(head, tokens=512, heads=1, rope=rope)
     seen, new = query[:256], query[256:]
-    errors = [
-        [score_error(q, key, roundtrip(name, key, value, seen)[0]) for q in (seen, new)] for name in ("squat2", "kitty2")
-    ]
-    (mine, mine_new), (kitty, kitty_new) = errors
+    hats = [roundtrip(name, key, value, seen)[0] for name in ("squat2", "kitty2")]
+    (mine, mine_new), (kitty, kitty_new) = ([score_error(q, key, hat) for q in (seen, new)] for hat in hats)
     assert mine < (0.95 if rope else 0.85) * kitty
     assert mine_new < kitty_new
 
@@ -204,8 +202,8 @@ def test_high_digits_are_those_of_boosted_channels() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"key_bits": 4}, "option 'key_bits' is 4, which boosted channels don't have"),
-        ({"token_scale": "balanced"}, "option 'token_scale' is 'balanced', which boosted channels don't have"),
+        ({"key_bits": 4, "boost": "half"}, "option 'key_bits' is 4, which keys with boosted channels don't have"),
+        ({"token_scale": "balanced"}, "'token_scale' is 'balanced', which keys with boosted .* 'boost' is 'quarter'"),
         ({"g": 128}, "that is Kitty; use kitty2 or a smaller g"),
         ({"boost": "none", "g": 128}, "that is KIVI; use kivi2 or a smaller g"),
         ({"boost": "third"}, "it takes one of"),
@@ -221,10 +219,42 @@ def test_the_way_out_of_a_refusal_works() -> None:
         bound(128, boost="none", **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("squat2", {"key_bits": 4}, SQuatKeys),
+        ("squat2", {"rope": "before"}, SQuatKeys),
+        ("squat2", {"rope": "before", "boost": "half"}, BoostedSQuatKeys),
+        ("squat2_pre", {}, SQuatKeys),
+        ("squat4", {}, SQuatKeys),
+        ("squat4", {"key_bits": 2}, BoostedSQuatKeys),
+        ("kivi2", {"keys": "squat"}, BoostedSQuatKeys),
+        ("kivi4", {"keys": "squat"}, SQuatKeys),
+    ],
+)
+def test_what_is_boosted_where_nothing_is_said(name: str, options: dict[str, object], kind: type) -> None:
+    assert isinstance(FORMATS[name].bind(Geometry(64, 64), options).keys, kind)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_no_rank_is_worse_than_kitty_under_rope(d: int) -> None:
+    """Queries that the subspace has not seen."""
+    query, key, value = attention_data(d, tokens=1024, heads=1, rope=True)
+    seen, new = query[:512], query[512:]
+
+    def error(name: str, **options: int) -> float:
+        return score_error(new, key, roundtrip(name, key, value, seen, **options)[0])
+
+    kitty = error("kitty2")
+    for rank in (1, 5, 10, 20, 40, 63):
+        for g in (16, d // 2):
+            assert error("squat2", r=rank, g=g) < kitty
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 def test_plain_options_give_the_papers_bytes(bits: int) -> None:
     """KIVI's record, and without queries KIVI's bytes."""
-    mine = bound(64, **PLAIN, key_bits=bits, value_bits=bits)
+    mine = bound(64, **PLAIN, S=0, key_bits=bits, value_bits=bits)
     kivi = FORMATS[f"kivi{bits}"].bind(Geometry(64, 64), {"S": 0})
     assert mine.slab_region == kivi.slab_region
     assert mine.S == 0

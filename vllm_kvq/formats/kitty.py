@@ -30,7 +30,7 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed, round_up
-from vllm_kvq.formats.option import KEY_SCALES, Option
+from vllm_kvq.formats.option import BOOST, KEY_SCALES, Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
 from vllm_kvq.formats.quant import Quantized, affine_codes, affine_parameters
 from vllm_kvq.formats.table import Format
@@ -40,15 +40,13 @@ from vllm_kvq.formats.variant import fitted, variant
 LOW, WHOLE = 2, 4
 """Bits of a channel's code, and of a boosted one's."""
 PARTS = {"eighth": 8, "quarter": 4, "half": 2}
+USUAL = "quarter"
 
 
 class BoostedKeys(KeyCodec):
     name = "kitty"
     title = "per channel over 32 tokens, wide channels in 4 bits"
-    options: ClassVar[tuple[Option, ...]] = (
-        KEY_SCALES,
-        Option("boost", "the part of the channels that has 4 bits", "quarter", tuple(PARTS)),
-    )
+    options: ClassVar[tuple[Option, ...]] = (KEY_SCALES, BOOST)
     parameters = staticmethod(affine_parameters)
 
     @classmethod
@@ -56,9 +54,12 @@ class BoostedKeys(KeyCodec):
         return variant(cls, *fitted(options["key_scales"]))(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        part = options["boost"] or USUAL
+        if part == "none":
+            raise ValueError("option 'boost' is 'none': that is KIVI; use kivi2, with key_scales 'fitted' as here")
         self.d = geometry.d
         # four planes of channel quads
-        self.boosted = round_up(self.d // PARTS[options["boost"]], 16)
+        self.boosted = round_up(self.d // PARTS[part], 16)
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:

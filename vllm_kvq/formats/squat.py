@@ -18,7 +18,7 @@ the others. So rho follows it:
 
 What `quant` is, and with it the bytes, is the option `boost`:
 
-    none       KIVI's, key_bits for every channel (kivi.py)
+    none       KIVI's, key_bits for every channel (kivi.py); unless set also where key_bits is 4 or rope is before
     a part     Kitty's: 4 bits for that part of the channels, 2 for the others (kitty.py)
 
 The correction is in the codes: a page costs what Kitty's or KIVI's does, is read without U, and by the same kernels.
@@ -48,9 +48,9 @@ from typing import Any, ClassVar, Self, cast
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.kitty import PARTS, BoostedKeys
+from vllm_kvq.formats.kitty import LOW, USUAL, BoostedKeys
 from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.option import KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
+from vllm_kvq.formats.option import BOOST, KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
 from vllm_kvq.formats.quant import LIMIT, Quantized
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
@@ -71,7 +71,7 @@ class Corrected(KeyCodec):
         KEY_BITS,
         KEY_SCALES,
         TOKEN_SCALE,
-        Option("boost", "the part of SQuat's channels that has 4 bits", "none", ("none", *PARTS)),
+        BOOST,
         Option("r", "rank of SQuat's query subspace", 5, low=1, high=64),
         Option("lambda", "SQuat's regularisation", 1e-3, low=1e-6, high=0.1, multiple=0),
         Option("floor", "times the queries' noise that 1 / lambda is at least; 0: the paper's rule", 4, low=0, high=64),
@@ -82,7 +82,7 @@ class Corrected(KeyCodec):
 
     @classmethod
     def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
-        plain = options["boost"] == "none"
+        plain = _is_plain(options)
         if not plain:
             _refuse_beside_boost(options)
         stored: type[Corrected] = SQuatKeys if plain else BoostedSQuatKeys
@@ -106,7 +106,7 @@ class Corrected(KeyCodec):
         # two blocks up to d = 128, never one: nothing would be corrected
         self.block = options["g"] or min(64, geometry.d // 2)
         if self.block >= geometry.head_size:
-            plain = options["boost"] == "none"
+            plain = _is_plain(options)
             raise ValueError(
                 f"option 'g' is {self.block}, the whole head of {geometry.head_size} channels: that is "
                 f"{'KIVI; use kivi2' if plain else 'Kitty; use kitty2'} or a smaller g"
@@ -192,12 +192,17 @@ class BoostedSQuatKeys(Corrected, BoostedKeys):
         return self._correct(x, state, lambda block, at: plain(block, boosted[..., at], None))
 
 
+def _is_plain(options: Mapping[str, Any]) -> bool:
+    unset = "none" if options["key_bits"] != LOW or options["rope"] == "before" else USUAL
+    return (options["boost"] or unset) == "none"
+
+
 def _refuse_beside_boost(options: Mapping[str, Any]) -> None:
-    for name, only in (("key_bits", 2), ("token_scale", "none")):
+    for name, only in (("key_bits", LOW), ("token_scale", "none")):
         if options[name] != only:
             raise ValueError(
-                f"option {name!r} is {options[name]!r}, which boosted channels don't have (option 'boost' is "
-                f"{options['boost']!r}); set 'boost' to 'none', or leave out {name!r}"
+                f"option {name!r} is {options[name]!r}, which keys with boosted channels don't have (option 'boost' is "
+                f"{options['boost'] or USUAL!r}); set 'boost' to 'none', or {name!r} to {only!r}"
             )
 
 
@@ -227,9 +232,8 @@ PLAIN: dict[str, Any] = {
     "value_scales": "range",
     "value_rotation": "none",
     "group": 32,
-    "S": 0,
 }
-"""With these options `squat2` stores what the paper does; its rule for rho is `floor: 0`."""
+"""With these options `squat2` stores what the paper does, which has no sinks (`S: 0`) and another rho (`floor: 0`)."""
 
 FORMATS = (
     Format(
@@ -238,7 +242,6 @@ FORMATS = (
         SQuatKeys,
         TokenValues,
         {
-            "boost": "quarter",
             "r": 10,
             "key_scales": "fitted",
             "value_scales": "fitted",
