@@ -81,6 +81,16 @@ def test_ranges(option: str) -> None:
             FORMATS[reader(option)].bind(Geometry(256, 64), {option: value, **rest})
 
 
+def test_the_first_four_tokens_are_sinks() -> None:
+    """Of every format for users, but for InnerQ, whose paper says 32; 0 is none."""
+    found = {name: fmt.settings().S for name, fmt in FORMATS.items() if fmt.public}
+    assert found == {name: 32 if name == "innerq2" else 4 for name in found}
+    assert len(found) > 8
+    assert {fmt.settings({"S": 0}).S for fmt in FORMATS.values()} == {0}
+    # what users join themselves has them, too
+    assert FORMATS["polar4"].settings({"keys": "kivi"}).S == 4
+
+
 def test_every_option_is_a_setting_with_a_default_in_range() -> None:
     names = {"keys", "values"}
     for fmt in FORMATS.values():

@@ -248,7 +248,6 @@ FORMATS = (
             "value_rotation": "hadamard",
             "group": 256,
             "W": 32,
-            "S": 4,
         },
     ),
     Format("squat2_pre", "SQuat, 2-bit keys, before RoPE", SQuatKeys, TokenValues, {"W": 32, "rope": "before"}),
