@@ -67,7 +67,7 @@ def runs(begin: int, end: int) -> Iterator[tuple[int, int]]:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Packed | None = None
 ) -> torch.Tensor:
-    """(query heads, n, d) of the last n of all tokens; keys and values are (KV heads, tokens, d), exact, all float32."""
+    """(query heads, n, d) of the last n of all tokens; keys and values are (KV heads, tokens, d); all are float32."""
     heads, tokens, _ = key.shape
     first = tokens - query.shape[1]
     grouped = query.unflatten(0, (heads, -1))

@@ -135,7 +135,7 @@ class Reader:
         self.layers = int(config.get_text_config().num_hidden_layers)
         self._check()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def before(self, tokens: tuple[int, ...]) -> Past:
         """The exact pass over a text's first tokens."""
         run = _Pass(self.dtype, keep=True)
@@ -146,7 +146,7 @@ class Reader:
         # keys are read again behind these tokens, so RoPE's table goes on behind them
         return Past(len(tokens), run.seen, Captured(packed, tuple(sorted(run.windows)), *self._rope(packed[0])))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, past: Past, tokens: tuple[int, ...], cache: Cache | None) -> torch.Tensor:
         """(len(tokens), vocabulary) after each of the tokens that follow; `cache` None: the exact one."""
         return self._forward(_Pass(self.dtype, past.layers, cache), tokens, past.tokens, len(tokens))
@@ -161,7 +161,7 @@ class Reader:
             _current.pop()
         return out.logits[0].float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _check(self) -> None:
         """Whether our attention is this model's: the same logits as its own on a few tokens."""
         rng = torch.Generator().manual_seed(0)
@@ -185,7 +185,7 @@ class Reader:
 
     # -- RoPE ----------------------------------------------------------------------------------------------------------
     def _rope(self, layer: Layer) -> tuple[str | None, int | None, Rope | None]:
-        """How the model turns keys of layers that are packed, found out by letting it turn some; None: can't be told."""
+        """How the model turns keys of layers that are packed, found out by letting it turn some; None: not told."""
         rope = _rope_of(self.model, layer.index, self.model.config.get_text_config().max_position_embeddings)
         return (None, None, None) if rope is None else (rope.pairing, rope.rotary_dim, rope)
 
