@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_kvq import console
 from vllm_kvq.eval import lm_command, plots, report
