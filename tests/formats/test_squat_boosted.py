@@ -164,7 +164,8 @@ def test_scores_of_the_prompts_queries_are_better_than_kittys(head: int, rope: b
     query, key, value = attention_data(head, tokens=512, heads=1, rope=rope)
     seen, new = query[:256], query[256:]
     errors = [
-        [score_error(q, key, roundtrip(name, key, value, seen)[0]) for q in (seen, new)] for name in ("squat2", "kitty2")
+        [score_error(q, key, roundtrip(name, key, value, seen)[0]) for q in (seen, new)]
+        for name in ("squat2", "kitty2")
     ]
     (mine, mine_new), (kitty, kitty_new) = errors
     assert mine < (0.95 if rope else 0.85) * kitty
