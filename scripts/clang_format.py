@@ -14,8 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (".h", ".cpp", ".cu")
-LATER = {ROOT / "csrc" / "cpu" / "pack"}
-"""Folders that are not formatted yet."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a file would change")
     check: bool = parser.parse_args(argv).check
     sources = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in SOURCES)
-    files = sorted(str(path) for path in sources if not LATER & set(path.parents))
+    files = sorted(str(path) for path in sources)
     how = ["--dry-run", "-Werror"] if check else ["-i"]
     # in the folder of this Python: the environment that it was installed into
     return subprocess.run([str(Path(sys.executable).parent / "clang-format"), *how, *files], cwd=ROOT).returncode

@@ -15,12 +15,12 @@ constexpr int BLOCK_SLABS = 4;  // slabs between two updates of the running soft
 constexpr int BLOCK = BLOCK_SLABS * SLAB;
 
 // KIND(name)
-#define KVQ_KEY_KINDS(KIND)       \
-  KIND(channel) /* SQuat, KIVI */ \
-  KIND(boosted) /* Kitty */       \
-  KIND(hybrid)  /* InnerQ */      \
-  KIND(sketch)  /* QJL */         \
-  KIND(polar)   /* PolarQuant */  \
+#define KVQ_KEY_KINDS(KIND)        \
+  KIND(channel) /* SQuat, KIVI */  \
+  KIND(boosted) /* SQuat, Kitty */ \
+  KIND(hybrid)  /* InnerQ */       \
+  KIND(sketch)  /* QJL */          \
+  KIND(polar)   /* PolarQuant */   \
   KIND(raw)     /* lossless */
 
 #define KVQ_VALUE_KINDS(KIND)      \

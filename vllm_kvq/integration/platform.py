@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration import metrics, validate
+from vllm_kvq.integration import compat, metrics, validate
 from vllm_kvq.integration.drafts import is_draft
 from vllm_kvq.integration.kept import WINDOWS
-from vllm_kvq.integration.orphans import guard
+from vllm_kvq.integration.patches import registry
+from vllm_kvq.integration.patches.patch import Moment
 from vllm_kvq.integration.served import Served, apply
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 BACKEND = "vllm_kvq.integration.backend.KVQBackend"
 # vLLM wants paths; and the module of this one imports vLLM's CPU attention, which is not there on other platforms.
 KEPT_LAYER = "vllm_kvq.integration.side_by_side.SideBySideBackend"
 
 
-def configure(vllm_config: Any) -> None:
+def configure(vllm_config: VllmConfig) -> None:
     """Refuse this configuration, or make it one that serves our format. vLLM calls it for every copy that it makes."""
     cache = vllm_config.cache_config
     if cache is None:
         return
     try:
         (validate.check if ours(vllm_config) else validate.check_other)(vllm_config)
+        check_patches(vllm_config)
     except validate.Refused as error:
         if _is_vllms_command():
             # the bare sentence instead of a traceback
@@ -36,15 +41,22 @@ def configure(vllm_config: Any) -> None:
     if ours(vllm_config) and vllm_config.model_config is not None:
         apply(Served.of(vllm_config), vllm_config)
         metrics.open_folder()
-        guard()
+        registry.install(Moment.CONFIGURED, vllm_config)
 
 
-def ours(vllm_config: Any) -> bool:
+def check_patches(vllm_config: VllmConfig) -> None:
+    """Raise where vLLM lacks a name that this server needs."""
+    served = ours(vllm_config) and vllm_config.model_config is not None
+    if served and (problem := compat.server_problem(vllm_config)):
+        raise validate.Refused(problem)
+
+
+def ours(vllm_config: VllmConfig) -> bool:
     """Whether a format of ours serves it."""
     return vllm_config.cache_config.cache_dtype in FORMATS
 
 
-def window_block(vllm_config: Any) -> int | None:
+def window_block(vllm_config: VllmConfig) -> int | None:
     """Tokens of a page in layers with a window or chunks; None where no format of ours is served."""
     return Served.of(vllm_config).window_block if ours(vllm_config) else None
 
