@@ -51,10 +51,17 @@ class Captured:
     rotary_dim: int | None
     rope: Rope | None
     """What has turned token t's queries and keys, at position t; None where there are several, or none."""
+    total: int | None = None
+    """The model's layers, those of a hybrid without attention included; None: none comes after the last one here."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("the model has no attention layer with keys and values of its own to look at")
+
+    @property
+    def count(self) -> int:
+        """Of the model's layers."""
+        return self.total or 1 + max(*(layer.index for layer in self.layers), *self.windows, -1)
 
 
 def capture(model: str, tokens: Sequence[int], dtype: str = "auto") -> Captured:
@@ -133,7 +140,8 @@ def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
     rope = table_of(ropes[0]) if len(ropes) == 1 else None
     if rope is not None:
         rope = replace(rope, table=rope.table[: len(tokens)].cpu().clone())
-    return Captured(layers, tuple(seen.windows), pairing, rotary, rope)
+    total = config.model_config.get_total_num_hidden_layers()
+    return Captured(layers, tuple(seen.windows), pairing, rotary, rope, total)
 
 
 def _room(model: Any, tokens: int) -> int:

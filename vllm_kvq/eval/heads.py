@@ -87,10 +87,10 @@ def _relative(exact: torch.Tensor, other: torch.Tensor) -> float:
 
 def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block: int = 128) -> list[HeadError]:
     """Of every layer that would be packed; a layer that the options keep in 16 bits has no error."""
-    kept = get_format(name).settings(options_at(options, None)).skip_layers
-    packed = {layer.index for layer in captured.layers} - {*kept}
+    kept = get_format(name).settings(options_at(options, None)).skipped(captured.count)
+    packed = {layer.index for layer in captured.layers} - kept
     for schedule in schedules(options):
-        schedule.check(packed, 1 + max(*(layer.index for layer in captured.layers), *captured.windows, -1))
+        schedule.check(packed, captured.count)
     found = []
     for layer in captured.layers:
         if layer.index in kept:
