@@ -17,6 +17,7 @@ from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.peers.turbo import levels
 from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.roundtrip import through_pages
 from vllm_kvq.formats.table import VLLM_DTYPES, key_codecs, public_formats, value_codecs
 
 N, D = 64, 128
@@ -213,6 +214,62 @@ def test_sinks_are_all_that_kivi_gets() -> None:
         assert plain.slab_region == sinks.slab_region
 
 
+# -- constants -------------------------------------------------------------------------------------------------------
+CALIBRATED = [name for name in PEERS if FORMATS[name].keys.calibrated]
+
+
+def layer(seed: int, heads: int = 2) -> Calibration:
+    """Heads that look elsewhere, each in few directions."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = (
+        torch.randn(3, heads, 64, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -2, 64)[:, None]
+    )
+    x = torch.randn(3, 128, 2 * heads, 64, generator=generator)
+    q = torch.einsum("thd,hde->the", x[0], mixing[0].repeat_interleave(2, 0))
+    return Calibration(q, *(torch.einsum("thd,hde->the", x[i, :, :heads], mixing[i]) for i in (1, 2)))
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_nothing_is_packed_without_constants(name: str) -> None:
+    other = layer(1)
+    with pytest.raises(ValueError, match=f"{name} has constants that are fitted to another text"):
+        roundtrip(name, other.key, other.value)
+    page = FORMATS[name].bind(Geometry(64, 64, torch.float32))
+    for of_layer in (page, page.calibrated_on(other)):
+        with pytest.raises(ValueError, match=f"{name} packs one KV head, with constants"):
+            of_layer.pack(torch.zeros(2, 64, 64), torch.zeros(2, 64, 64), None)
+
+
+@pytest.mark.parametrize(("name", "options"), [*((n, {}) for n in CALIBRATED), ("oscar2", {"oscar_rotation": "head"})])
+def test_heads_have_their_own_constants(name: str, options: dict[str, Any]) -> None:
+    """Of two heads, each comes out as it does alone with its own part of the layer's constants."""
+    fitted, text = layer(1), layer(2)
+    page = FORMATS[name].bind(Geometry(64, 64, torch.float32), options).calibrated_on(fitted)
+    assert page.geometry.constants is not None
+    both = through_pages(page, text.key, text.value, None)
+    for h in range(2):
+        own = page.with_constants(page.geometry.constants.of_head(h))
+        alone = through_pages(own, text.key[:, h : h + 1], text.value[:, h : h + 1], None)
+        for a, b in zip(both, alone, strict=True):
+            assert torch.equal(a[:, h : h + 1], b)
+
+
+def test_oscars_rotation_of_one_head() -> None:
+    """With "head" each head's is the one that its layer would have if it had no other."""
+    fitted = layer(1)
+    page = FORMATS["oscar2"].bind(Geometry(64, 64, torch.float32), {"oscar_rotation": "head"}).calibrated_on(fitted)
+    for h in range(2):
+        alone = Calibration(fitted.query[:, 2 * h : 2 * h + 2], fitted.key[:, h : h + 1], fitted.value[:, h : h + 1])
+        want = FORMATS["oscar2"].bind(page.geometry).calibrated_on(alone).geometry.constants
+        got = page.geometry.constants
+        assert got is not None
+        assert want is not None
+        for ours, theirs in ((got.keys, want.keys), (got.values, want.values)):
+            assert ours is not None
+            assert theirs is not None
+            assert torch.equal(ours[h], theirs[0])
+
+
 # -- what they cost --------------------------------------------------------------------------------------------------
 # bits per element of keys and of values at d = N = 128: codes, and what is stored beside them
 COSTS = {
@@ -224,6 +281,7 @@ COSTS = {
     "kvarn_k4v4": (4 + 32 / 128 + 16 / 128, 4 + 32 / 128 + 16 / 128),  # scale and zero one way, a scale the other
     "kvarn_k4v2": (4 + 32 / 128 + 16 / 128, 2 + 32 / 128 + 16 / 128),
     "kvarn_k2v2": (2 + 32 / 128 + 16 / 128, 2 + 32 / 128 + 16 / 128),
+    "oscar2": (2 + 32 / 128, 2 + 32 / 128),  # scale and zero per token
     "int4_hadamard_q4_0": (4 + 16 / 32, 4 + 16 / 32),
     "nvfp4_block": (4 + 8 / 16 + 32 / 128 / 128, 4 + 8 / 16 + 32 / 128 / 128),
     "kivi2_sinks": (2 + 32 / 32, 2 + 32 / 32),
@@ -255,6 +313,10 @@ def test_no_peer_is_offered() -> None:
 @pytest.mark.parametrize("head", HEAD_SIZES)
 def test_the_query_is_rotated_as_the_keys_are(name: str, head: int) -> None:
     """Block-diagonal rotations, where no power of two is the head size, included."""
+    if name == "oscar2" and head & (head - 1):
+        with pytest.raises(ValueError, match=f"whole head, whose size {head} is no power of two"):
+            FORMATS[name].bind(Geometry(head, 64))
+        return
     page = FORMATS[name].bind(Geometry(head, FORMATS[name].settings().N or 64))
     key, query = torch.randn(1, page.N, page.geometry.d), torch.randn(1, 5, page.geometry.d)
     page = page.calibrated_on(Calibration(query.transpose(0, 1), *(torch.randn(9, 1, page.geometry.d) for _ in "kv")))

@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.formats import Geometry
+from vllm_kvq.formats.constants import Calibration, Constants
 from vllm_kvq.formats.peers.int4_token import signed_hadamard
 from vllm_kvq.formats.peers.turbo import levels
 from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.roundtrip import through_pages
 
 VECTORS = Path(__file__).parent / "vectors"
 HALF = 2**-10
@@ -65,3 +67,43 @@ def test_kvarn(name: str, tile: str) -> None:
         )
         want = (codes * scale[:, None] + zero[:, None]) * along
         near(rotated[0] @ hadamard(64), want.T if half == "keys" else want, 1e-5)
+
+
+def oscar() -> tuple[dict[str, torch.Tensor], Calibration]:
+    vectors = load_file(VECTORS / "oscar.safetensors")
+    return vectors, Calibration(*(vectors[name].float() for name in "qkv"))
+
+
+def test_oscar_fits() -> None:
+    """Up to the signs of eigenvectors, which are free."""
+    vectors, calibration = oscar()
+    page = FORMATS["oscar2"].bind(Geometry(64, 64, torch.float32)).calibrated_on(calibration)
+    for half, got in (("k", page.geometry.constants.keys), ("v", page.geometry.constants.values)):  # type: ignore[union-attr]
+        assert got is not None
+        assert got.shape == (2, 64, 64)
+        assert torch.equal(got[0], got[1])
+        # back from U H P: which eigenvector stands where, with the Hadamard matrix before and the order behind it
+        same = got[0].T @ vectors[f"{half}.rotation"]
+        signs = hadamard(64) @ order(64).T @ same @ order(64) @ hadamard(64)
+        near(signs.abs(), torch.eye(64), 1e-3)
+
+
+def order(d: int) -> torch.Tensor:
+    """P for eigenvalues in ascending order."""
+    reversed_bits = [int(f"{i:0{d.bit_length() - 1}b}"[::-1], 2) for i in range(d)]
+    columns = torch.zeros(d, dtype=torch.long)
+    for i, place in enumerate(reversed_bits):
+        columns[place] = d - 1 - i
+    return torch.eye(d)[:, columns]
+
+
+def test_oscar_packs() -> None:
+    """With the rotations that its own code has found."""
+    vectors, calibration = oscar()
+    tokens = len(vectors["k.codes"])
+    constants = Constants(*(vectors[f"{half}.rotation"].expand(2, -1, -1) for half in "kv"))
+    page = FORMATS["oscar2"].bind(Geometry(64, 64, torch.float32, constants=constants))
+    got = through_pages(page, calibration.key[:tokens], calibration.value[:tokens], None)
+    for half, hat in zip("kv", got, strict=True):
+        scale, zero = (vectors[f"{half}.{name}"][..., None] for name in ("scale", "zero"))
+        near(hat @ vectors[f"{half}.rotation"], (vectors[f"{half}.codes"].float() - zero) * scale, 2**-10)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK
+from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.rope import Rope
 
 
@@ -53,10 +54,19 @@ class Captured:
     """What has turned token t's queries and keys, at position t; None where there are several, or none."""
     total: int | None = None
     """The model's layers, those of a hybrid without attention included; None: none comes after the last one here."""
+    calibration: Captured | None = None
+    """The same of another text, to which calibrated formats are fitted; None: there is none."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("the model has no attention layer with keys and values of its own to look at")
+
+    def calibration_of(self, layer: Layer) -> Calibration:
+        """ValueError where there is no other text."""
+        if self.calibration is None:
+            raise ValueError("the format has constants that are fitted to another text, and no other text was captured")
+        (found,) = (other for other in self.calibration.layers if other.index == layer.index)
+        return Calibration(found.query, found.key, found.value)
 
     @property
     def count(self) -> int:

@@ -42,6 +42,8 @@ def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any
             raise ValueError(f"{name} needs to know which channels RoPE rotates together, and this model does not tell")
         geometry = replace(geometry, pairing=captured.pairing, rotary_dim=captured.rotary_dim)
     page = fmt.bind(geometry, options)
+    if page.calibrated:
+        return page.calibrated_on(captured.calibration_of(layer))
     if not page.keys.before_rope:
         return page
     if captured.rope is None:

@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 
 from vllm_kvq import console
 from vllm_kvq.eval import plots
@@ -16,6 +17,9 @@ from vllm_kvq.eval.choice import Choice, choices
 from vllm_kvq.eval.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.samples import sequence
+from vllm_kvq.eval.tasks import filler
+from vllm_kvq.formats import get_format
+from vllm_kvq.formats.by_layer import options_at
 
 MEASURES = {
     "score": "relative error of the scores q . K",
@@ -23,6 +27,8 @@ MEASURES = {
     "output": "relative error of attention's output",
 }
 FORMATS = "squat2,innerq2,polar4,kivi2"
+CALIBRATION = 4096
+"""Tokens of the text that calibrated formats are fitted to, if the model has room for so many."""
 Errors = Mapping[str, Sequence[HeadError]]
 """By the format as users write it."""
 
@@ -61,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         p.error(str(error))
     try:
-        captured = captured_text(Model.of(args.model, args.dtype), args.tokens, args.seed)
+        captured = captured_text(Model.of(args.model, args.dtype), args.tokens, args.seed, any(map(calibrated, chosen)))
         errors = {c.label: head_errors(captured, c.format, c.options) for c in chosen}
         if args.plot:
             plots.heat_map(args.plot, errors, args.measure, MEASURES[args.measure])
@@ -87,13 +93,25 @@ def ours(chosen: Sequence[Choice]) -> list[Choice]:
     return list(chosen)
 
 
-def captured_text(model: Model, tokens: int, seed: int) -> Captured:
-    """A text's queries, keys and values. Raises ValueError or CaptureFailed, with a sentence."""
+def calibrated(choice: Choice) -> bool:
+    """Whether the format has constants that are fitted to another text."""
+    settings = get_format(choice.format).settings(options_at(choice.options, None))
+    return settings.keys.calibrated or settings.values.calibrated
+
+
+def captured_text(model: Model, tokens: int, seed: int, calibration: bool = False) -> Captured:
+    """A text's queries, keys and values, and those of another. Raises ValueError or CaptureFailed, with a sentence."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not READERS < tokens < model.longest:
         raise ValueError(f"a text of {tokens} tokens is not between {READERS + 1} and {model.longest - 1}")
     text = sequence(model.tokenizer, "text", tokens, tokens, 0, seed)
-    return capture(str(model.folder), text.tokens, model.dtype)
+    captured = capture(str(model.folder), text.tokens, model.dtype)
+    if not calibration:
+        return captured
+    # of paragraphs that no measured text is made of
+    other = filler(Random(f"calibration {seed}"), 8 * CALIBRATION)
+    ids = model.tokenizer(other, verbose=False).input_ids[: min(CALIBRATION, model.longest - 1)]
+    return replace(captured, calibration=capture(str(model.folder), ids, model.dtype))
 
 
 def table(errors: Errors, measure: str) -> console.Table:

@@ -7,13 +7,14 @@ PyTorch kernels serve them; KIVI with sinks alone is served as KIVI is.
 
 from __future__ import annotations
 
-from vllm_kvq.formats.peers import e4m3, int4_token, kivi_sinks, kvarn, nvfp4, q4_0, turbo
+from vllm_kvq.formats.peers import e4m3, int4_token, kivi_sinks, kvarn, nvfp4, oscar, q4_0, turbo
 
 FORMATS = (
     *e4m3.FORMATS,
     *int4_token.FORMATS,
     *turbo.FORMATS,
     *kvarn.FORMATS,
+    *oscar.FORMATS,
     *q4_0.FORMATS,
     *nvfp4.FORMATS,
     *kivi_sinks.FORMATS,
