@@ -8,18 +8,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from random import Random
 
 from vllm_kvq import console
 from vllm_kvq.eval import plots
 from vllm_kvq.eval.capture import Captured, CaptureFailed, capture
 from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.eval.constants import calibrated, calibration_tokens
 from vllm_kvq.eval.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.samples import sequence
-from vllm_kvq.eval.tasks import filler
-from vllm_kvq.formats import get_format
-from vllm_kvq.formats.by_layer import options_at
 
 MEASURES = {
     "score": "relative error of the scores q . K",
@@ -27,8 +24,6 @@ MEASURES = {
     "output": "relative error of attention's output",
 }
 FORMATS = "squat2,innerq2,polar4,kivi2"
-CALIBRATION = 4096
-"""Tokens of the text that calibrated formats are fitted to, if the model has room for so many."""
 Errors = Mapping[str, Sequence[HeadError]]
 """By the format as users write it."""
 
@@ -93,12 +88,6 @@ def ours(chosen: Sequence[Choice]) -> list[Choice]:
     return list(chosen)
 
 
-def calibrated(choice: Choice) -> bool:
-    """Whether the format has constants that are fitted to another text."""
-    settings = get_format(choice.format).settings(options_at(choice.options, None))
-    return settings.keys.calibrated or settings.values.calibrated
-
-
 def captured_text(model: Model, tokens: int, seed: int, calibration: bool = False) -> Captured:
     """A text's queries, keys and values, and those of another. Raises ValueError or CaptureFailed, with a sentence."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -108,10 +97,8 @@ def captured_text(model: Model, tokens: int, seed: int, calibration: bool = Fals
     captured = capture(str(model.folder), text.tokens, model.dtype)
     if not calibration:
         return captured
-    # of paragraphs that no measured text is made of
-    other = filler(Random(f"calibration {seed}"), 8 * CALIBRATION)
-    ids = model.tokenizer(other, verbose=False).input_ids[: min(CALIBRATION, model.longest - 1)]
-    return replace(captured, calibration=capture(str(model.folder), ids, model.dtype))
+    other = calibration_tokens(model.tokenizer, model.longest)
+    return replace(captured, calibration=capture(str(model.folder), other, model.dtype))
 
 
 def table(errors: Errors, measure: str) -> console.Table:

@@ -68,12 +68,21 @@ def _before_rope(page: PageFormat, x: torch.Tensor) -> torch.Tensor:
 
 
 def through_pages(
-    page: PageFormat, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor | None
+    page: PageFormat,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor | None,
+    prompt: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, heads, head_size) as they come out of pages that they fill from the first token on."""
+    """(tokens, heads, head_size) as they come out of pages that they fill from the first token on.
+
+    Units that end behind the first `prompt` tokens are completed by decode steps; None: prompts complete all of them.
+    """
     if page.calibrated and (constants := page.geometry.constants) is not None and key.shape[1] > 1:
         heads = [
-            through_pages(page.with_constants(constants.of_head(h)), key[:, h : h + 1], value[:, h : h + 1], own)
+            through_pages(
+                page.with_constants(constants.of_head(h)), key[:, h : h + 1], value[:, h : h + 1], own, prompt
+            )
             for h, own in enumerate([None] * key.shape[1] if state is None else state.split(1))
         ]
         return torch.cat([k for k, _ in heads], 1), torch.cat([v for _, v in heads], 1)
@@ -85,7 +94,8 @@ def through_pages(
     if state is not None:
         state = state.repeat_interleave(units, dim=0)
     position = torch.arange(0, len(at), page.unit).repeat(heads)
-    k, v = page.unpack(page.pack(k, v, state, position=position))
+    decoded = None if prompt is None else position + page.unit > prompt
+    k, v = page.unpack(page.pack(k, v, state, decoded, position))
     k, v = (x.reshape(heads, -1, page.geometry.d)[:, :tokens, :head_size].transpose(0, 1) for x in (k, v))
     return k.to(key.dtype), v.to(value.dtype)
 
