@@ -173,10 +173,16 @@ def test_nvfp4_rounds_ties_to_the_even_code() -> None:
     assert got[8 : 8 + len(ties)].tolist() == [0, -1, -1, -2, -2, -4, -4]
 
 
+def test_peers_get_no_sinks_of_ours() -> None:
+    """Each says how many it ships with, and most ship with none."""
+    assert all("S" in FORMATS[name].defaults for name in PEERS)
+    assert FORMATS["int4_token"].settings().S == FORMATS["nvfp4_block"].settings().S == 0
+
+
 def test_sinks_are_all_that_kivi_gets() -> None:
     for kivi in ("kivi2", "kivi4"):
         plain, sinks = (FORMATS[name].bind(Geometry(D, N)) for name in (kivi, f"{kivi}_sinks"))
-        assert (plain.S, sinks.S) == (0, 32)
+        assert (plain.S, sinks.S) == (4, 32)
         assert plain.W == sinks.W
         assert plain.slab_region == sinks.slab_region
 

@@ -19,7 +19,7 @@ COMMON = (
     BLOCK,
     Option("W", "newest tokens read in full precision", 0, low=0, high=4096, multiple=32),
     Option("W_keys", "newest tokens whose keys are read so, if fewer than W", low=0, high=4096, multiple=32),
-    Option("S", "first tokens read in full precision", 0, low=0, high=1024),
+    Option("S", "first tokens read in full precision", 4, low=0, high=1024),
     Option(
         "recompute",
         "newest tokens of a request that no prefix hit covers; W, or 0 beside layers with a sliding window",
