@@ -41,13 +41,14 @@ class Layers:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Layers:
+        """ValueError where the user names layers that the model does not have."""
         model = vllm_config.model_config
         kinds, total = layer_types(model), model.get_total_num_hidden_layers()
         sliding = frozenset(i for i, kind in enumerate(kinds) if "sliding" in kind)
         chunks = frozenset(i for i, kind in enumerate(kinds) if "chunked" in kind)
         sharing = sharing_layers(model)
         attention = frozenset(i for i in range(total) if not model.is_hybrid or has_attention(kinds[i]))
-        kept = {str(i) for i in settings_of(vllm_config).skip_layers}
+        kept = {str(i) for i in settings_of(vllm_config).skipped(total)}
         kept |= {*vllm_config.cache_config.kv_cache_dtype_skip_layers} | ({WINDOWS} if sliding else set())
         kept |= {str(i) for i in chunks}
         named, local = frozenset(int(i) for i in kept if i.isdigit()), sliding | chunks
