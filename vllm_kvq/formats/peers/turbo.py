@@ -87,6 +87,7 @@ class LevelCoding(Coding):
 class Turbo4Keys(CodedKeys):
     name = "turbo4"
     title = "a norm, and the direction by levels, 4 bits"
+    hurt_by_biases = "has an error in proportion to the norm of the whole key, its constant part included"
     coding_class = LevelCoding
 
 
@@ -99,6 +100,7 @@ class Turbo4Values(CodedValues):
 class Turbo3Keys(CodedKeys):
     name = "turbo3"
     title = "a norm, and the direction by levels, 3 bits"
+    hurt_by_biases = "has an error in proportion to the norm of the whole key, its constant part included"
     coding_class = LevelCoding
     bits = 3
 
