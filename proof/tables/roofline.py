@@ -27,15 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNTS = ROOT / "docs" / "results" / "gpu-pipes.csv"
 HEAD, PAGE = 128, 64
 NAMES = {
-    "squat2": "`squat2`, `kivi2`",
+    "kivi2": "`kivi2`",
     "squat4": "`squat4`, `kivi4`",
-    "kitty2": "`kitty2`",
+    "kitty2": "`squat2`, `kitty2`",
     "innerq2": "`innerq2`",
     "polar4": "`polar4`",
     "polar3": "`polar3`",
     "qjl3": "`qjl3`",
 }
-"""A format with kernels -> what its rows are called: KIVI is attended as SQuat."""
+"""A format with kernels -> what its rows are called: SQuat is attended as Kitty or KIVI."""
 WITHOUT = ("polar4_v16", "squat2_pre")
 """PyTorch computes it on a GPU."""
 RIVALS = {"bf16": 4.0 * HEAD, "fp8": 2.0 * HEAD}

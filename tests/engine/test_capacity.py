@@ -20,6 +20,7 @@ from proof.models import named
 from proof.models.draft import random_draft
 from proof.oracle.forked import EngineProcess
 from vllm_kvq.bench.server import parse_capacity
+from vllm_kvq.eval.bits import bits_at
 from vllm_kvq.integration import report
 from vllm_kvq.integration.served import Served, apply
 
@@ -30,6 +31,7 @@ BLOCKS = 1000
 # p packed, s skipped, w with a sliding window, m with a state, d a draft's
 LAYERS = {
     "plain": "pp",
+    "no sinks": "pp",
     "sinks": "pp",
     "option N": "pp",
     "a skipped layer": "ps",
@@ -41,8 +43,16 @@ LAYERS = {
     "by layer": "pp",
 }
 """The model's layers in each of the cases, and the draft's."""
+SHORT = {"kv_cache_dtype": "kitty2", "max_model_len": 1024}
 LONG = {"kv_cache_dtype": "squat2", "max_model_len": 2048, "max_num_batched_tokens": 128, "model": "Gemma-3"}
 MORE: dict[str, tuple[dict[str, Any], str]] = {
+    "1k": (SHORT, "pp"),
+    "1k, no sinks": ({**SHORT, **kvq(S=0)}, "pp"),
+    "windows, no sinks": ({**LONG, **kvq(S=0)}, "wwwwwp"),
+    "a hybrid, no sinks": (
+        {"kv_cache_dtype": "squat2", "max_model_len": 2048, "model": "Granite 4", **kvq(S=0)},
+        "mmpm",
+    ),
     "a draft model, large blocks": (
         {"kv_cache_dtype": "squat2", "block_size": 1024, "max_model_len": 4096, "draft": "draft_model"},
         "ppdd",
@@ -199,6 +209,18 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
         assert said.tokens == int(concurrency * vllm_config.model_config.max_model_len)
     if not {"w", "m"} & {*kinds}:  # a plain cache of the same bytes, for as many layers and tokens
         assert said.bf16_tokens == config.kv_cache_tensors[0].size // sum(token_bytes(x) for x in layers.values())
+
+
+@pytest.mark.parametrize("case", ["1k", "windows in a long request", "a hybrid"])
+def test_sinks_cost_a_request_one_block(case: str, bare: Bare) -> None:
+    """Of all that the tests above hold against vLLM's count."""
+    arguments = MORE[case][0]
+    with_sinks, without = (Served.of(bare(**{**arguments, **options})) for options in ({}, kvq(S=0)))
+    assert (with_sinks.format.S, with_sinks.sink_blocks, without.sink_blocks) == (4, 1, 0)
+    assert with_sinks.pool.block_bytes == without.pool.block_bytes
+    assert with_sinks.pool.per_request == without.pool.per_request + 1
+    more = bits_at(with_sinks, with_sinks.max_len) / bits_at(without, without.max_len)
+    assert more == pytest.approx(1 + 1 / without.pool.per_request)
 
 
 def token_bytes(spec: Any) -> int:

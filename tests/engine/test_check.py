@@ -66,6 +66,23 @@ def test_yes(checked: Check) -> None:
     assert 2 < found["capacity"]["tokens"] / found["capacity"]["bf16_tokens"] < 16 / found["bits_per_element"]
 
 
+def test_sinks_are_a_block_of_a_request(checked: Check, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By default, and none without them: the capacity is that of requests with and without that block."""
+    arguments = ["--kv-cache-dtype", "kitty2", "--max-model-len", "1024", "--block-size", "128"]
+    found = checked(*arguments)
+    assert (found["S"], found["request_blocks"]["sinks"]) == (4, 1)
+    without = checked(*arguments, "--additional-config", '{"kvq": {"S": 0}}')
+    assert without["S"] == 0
+    assert without["request_blocks"] == {**found["request_blocks"], "sinks": 0}
+    pages, sidecar = (found["request_blocks"][what] for what in ("pages", "sidecar"))
+    assert pages == 8
+    ratio = without["capacity"]["tokens"] / found["capacity"]["tokens"]
+    assert ratio == pytest.approx((pages + sidecar + 1) / (pages + sidecar), rel=1e-3)
+    assert cli.main(["check", str(model), *arguments]) == 0
+    said = f"{pages + sidecar + 1} blocks of the pool: {pages} for pages, {sidecar} for sidecar, 1 for sinks\n"
+    assert said in capsys.readouterr().out
+
+
 def test_what_stays_in_16_bits(checked: Check) -> None:
     options = '{"kvq": {"skip_layers": [1], "group": 16}}'
     found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256", "--additional-config", options)

@@ -42,7 +42,7 @@ class Requests:
     """Two requests of a layer, in blocks of their own."""
 
     def __init__(self, path: str) -> None:
-        fmt = get_format("kivi2").bind(Geometry(D, N, torch.float32), {"W": 0})
+        fmt = get_format("kivi2").bind(Geometry(D, N, torch.float32), {"W": 0, "S": 0})
         self.slots = SlotGeometry.of(fmt, H, 0)
         chosen = path_for(fmt, WISHES[path])
         assert chosen.name == path

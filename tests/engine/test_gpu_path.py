@@ -23,7 +23,7 @@ from vllm_kvq.kernels.gpu import build as build_cuda
 pytestmark = pytest.mark.engine
 N, SPEC = 32, 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": SPEC, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-FORMATS = {"squat2": {"W": 32}, "innerq2": {"W": 32, "S": 8}, "polar4": {"W": 32}, "qjl3": {"W": 32}}
+FORMATS = {"squat2": {"W": 32}, "innerq2": {"W": 32, "S": 8}, "polar4": {"W": 32, "S": 0}, "qjl3": {"W": 32}}
 HERE = FORMATS if os.environ.get("VLLM_KVQ_GRID") else ["innerq2", "qjl3"]
 """VLLM_KVQ_GRID=1: every kind of format, a minute each."""
 

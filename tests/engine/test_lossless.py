@@ -19,7 +19,7 @@ def kvq(**options: Any) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "packed only": {},
+    "packed only": kvq(W=0, S=0),
     "window and sinks": kvq(W=32, S=4),
     "small chunks": {**kvq(W=64, S=32), "max_num_batched_tokens": 24, "max_num_seqs": 8},
     "preemption": {**kvq(W=32, S=4), "num_gpu_blocks_override": 64},

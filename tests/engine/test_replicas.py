@@ -88,7 +88,7 @@ def packed(
 ) -> torch.Tensor:
     """The pages that a prompt fills on a rank."""
     heads = key.shape[1]
-    fmt = get_format("squat2").bind(Geometry(D, 32, torch.float32), {"W": 0})
+    fmt = get_format("squat2").bind(Geometry(D, 32, torch.float32), {"W": 0, "S": 0})
     slots = SlotGeometry.of(fmt, heads, 0)
     step = PlannedStep(fmt, slots, 0, D**-0.5, torch.device("cpu"), all_queries=gather)
     blocks = 4 + slots.sidecar_blocks

@@ -52,7 +52,7 @@ def stepwise(model: ReplayModel, lives: list[Life]) -> torch.Tensor:
         ("lossless", {"W": 32, "S": 20}),
         ("squat2", {"W": 0, "S": 33}),
         ("squat2", {}),
-        ("qjl3", {"W": 32}),
+        ("qjl3", {"W": 32, "S": 0}),
         ("polar4", {"W": 64, "S": 64}),
         ("innerq2", {}),
     ],

@@ -53,7 +53,7 @@ def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert best["error"] == min(c["error"] for c in found["candidates"] if c["bits"] <= 9)
     served = dry_start([str(model), "--config", str(out), "--kv-cache-memory-bytes", "1G"]).served
     assert served.format.name == best["format"]
-    assert best["options"].get("S", 0) == served.format.S
+    assert best["options"].get("S", 4) == served.format.S
     assert sorted(served.layers.skipped) == best["options"].get("skip_layers", [])
     assert bits_at(served, TOKENS) == pytest.approx(best["bits"])
 

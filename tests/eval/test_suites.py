@@ -18,6 +18,7 @@ DEFAULTS = {
     "heads_command": "public",
     "command": "usual",
     "answers_command": "usual",
+    "human_eval_command": "usual",
 }
 """A command's module in vllm_kvq/eval -> its suite."""
 BENCHES = ("attention", "decode", "prefill", "serve")

@@ -4,11 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_kvq.eval import error_table
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats import FORMATS, Geometry
+from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
+from vllm_kvq.kernels.slots import SlotGeometry
 
 DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 
@@ -45,6 +48,37 @@ def test_bits_table() -> None:
     assert rows("What a format costs") == want, f"the table should be\n{printed}"
 
 
+def test_sinks_table() -> None:
+    want, slots = [], {}
+    for n in (64, 128):
+        fmt = FORMATS["kitty2"].bind(Geometry(128, n, torch.bfloat16))
+        slots[n] = SlotGeometry.of(fmt, 8, 0)
+        sidecar, sinks = slots[n].sidecar_blocks, slots[n].sink_blocks
+        for tokens in (1024, 4096, 32768):
+            pages = tokens // n
+            share = f"{100 * sinks / (pages + sidecar):.1f} %"
+            want.append([str(n), f"{tokens:,}", str(pages), str(sidecar), str(sinks), share])
+    printed = "\n".join(f"| {' | '.join(row)} |" for row in want)
+    assert rows("What sinks cost") == want, f"the table should be\n{printed}"
+    room = f"here {slots[64].slots_per_block} at N = 64 and {slots[128].slots_per_block} at N = 128"
+    assert room in DOC
+
+
+@pytest.mark.parametrize("head", HEAD_SIZES)
+def test_four_sinks_take_one_page_of_any_16_bit_model(head: int) -> None:
+    """docs/serving.md says so; more would cost the shortest prefix hits."""
+    for fmt in (f for f in FORMATS.values() if f.public):
+        options = {"S": 4} | ({"outliers": 0} if fmt.name == "qjl3" else {})
+        assert SlotGeometry.of(fmt.bind(Geometry(head, 32, torch.bfloat16), options), 1, 0).sink_blocks == 1
+
+
+def test_windows_and_sinks_of_the_first_table() -> None:
+    said = re.findall(r"^\| (`[^|]*`) \|.*\| (\d+), (\d+) \|$", DOC.partition("\n## ")[0], re.M)
+    found = {name: (int(w), int(s)) for names, w, s in said for name in re.findall(r"`(\w+)`", names)}
+    public = {name: fmt.settings() for name, fmt in FORMATS.items() if fmt.public}
+    assert found == {name: (settings.W, settings.S) for name, settings in public.items()}
+
+
 def test_comparison_table() -> None:
     want = [
         [name, fmt.title, *(f"{fmt.bits_per_element(d, 128):.3f}" for d in (64, 128))]
@@ -57,7 +91,9 @@ def test_comparison_table() -> None:
 def test_padding_table() -> None:
     want = [
         [name, *(f"{FORMATS[name].bits_per_element(d, 64):.2f}" for d in (80, 96, 112, 128))]
-        for name in (n for n, f in FORMATS.items() if f.public and f.keys.name != "kivi")  # those cost what squat's do
+        for name in (
+            n for n, f in FORMATS.items() if f.public and f.keys.name != "kivi"
+        )  # squat2_pre and squat4 cost the same
     ]
     printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
     assert rows("Head sizes") == want, f"the table should be\n{printed}"

@@ -57,7 +57,7 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
     uncached = functools.cache(library.library.__wrapped__)
     for module in (cpu, layout, cpu_step):
         monkeypatch.setattr(module, "library", uncached)
-    fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32), {"W": 32})
+    fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float32), {"W": 32, "S": 0})
     slots, cpu_device = SlotGeometry.of(fmt, 1, 0), torch.device("cpu")
     with caplog.at_level(logging.WARNING):
         paths = [path_for(fmt, Wish("cpu")) for _ in range(2)]

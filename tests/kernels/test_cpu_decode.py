@@ -51,11 +51,11 @@ class InOneCall:
 
 CASES = [
     ("lossless", 64, 64, torch.float32, {"W": 32, "S": 5}),
-    ("squat2", 64, 32, torch.float32, {"W": 32}),
+    ("squat2", 64, 32, torch.float32, {"W": 32, "S": 0}),
     ("kivi2", 80, 64, torch.float32, {"W": 32, "S": 5}),
     ("innerq2", 128, 64, torch.bfloat16, {"W": 32, "S": 40}),
     ("kitty2", 128, 64, torch.bfloat16, {"W": 32, "S": 5}),
-    ("polar4", 64, 32, torch.float16, {"W": 32}),
+    ("polar4", 64, 32, torch.float16, {"W": 32, "S": 0}),
     ("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
     ("qjl3", 64, 32, torch.float32, {"W": 32}),
     ("squat4", 128, 64, torch.bfloat16, {"W": 64, "S": 64}),

@@ -151,7 +151,7 @@ def wide(*case: Any) -> Any:
 
 SQUAT, INNERQ = ("squat2", {}), ("innerq2", {"S": 8})
 OTHERS = (
-    ("kivi2", {}),
+    ("kivi2", {"S": 0}),
     ("polar4", {}),
     ("polar3", {"S": 5}),
     ("qjl3", {}),

@@ -36,7 +36,7 @@ class OnGPU:
 @pytest.mark.parametrize(
     ("name", "d", "n", "dtype", "options"),
     [
-        ("polar4", 64, 32, torch.float32, {"W": 32}),
+        ("polar4", 64, 32, torch.float32, {"W": 32, "S": 0}),
         ("qjl3", 64, 32, torch.float32, {"W": 32}),
         ("qjl3", 64, 64, torch.bfloat16, {"W": 64, "outlier_choice": "slab", "S": 5}),
         # innerq2 and polar3 run as they are compiled, too (tests/ptx); squat2 is in the tests below
@@ -55,7 +55,7 @@ def test_random_traffic(name: str, d: int, n: int, dtype: torch.dtype, options: 
 
 def test_copies_of_a_kv_head_stay_equal() -> None:
     """Two ranks with copies of one KV head, each beside two of its four query heads, and one process with all four."""
-    fmt = get_format("squat2").bind(Geometry(64, 32, torch.float32), {"W": 32})
+    fmt = get_format("squat2").bind(Geometry(64, 32, torch.float32), {"W": 32, "S": 0})
     slots, scale = SlotGeometry.of(fmt, 1, 0), 0.125
     each = 5 + slots.sidecar_blocks
     ids = torch.arange(1, 1 + 2 * each, dtype=torch.int32).view(2, each)
@@ -91,7 +91,7 @@ def prompt(fmt: PageFormat, query: torch.Tensor, key: torch.Tensor) -> tuple[Ste
 
 def test_subspace_and_noise_of_one_token() -> None:
     """The kernel finds them where a prompt is as short as a decode step."""
-    fmt = get_format("squat2").bind(Geometry(80, 32, torch.float32), {"W": 32, "r": 2})
+    fmt = get_format("squat2").bind(Geometry(80, 32, torch.float32), {"W": 32, "S": 0, "r": 2})
     query = torch.randn(1, 4, 80, generator=torch.Generator().manual_seed(0)) * torch.tensor([8.0, 4, 2, 1])[:, None]
     world, ids = prompt(fmt, query, query[:, :1])
     slots = world.step.slots
@@ -106,7 +106,7 @@ def test_subspace_and_noise_of_one_token() -> None:
 
 def test_a_corrected_key_is_finite_in_float16() -> None:
     """Near the clamp a correction points beyond it."""
-    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float32), {"W": 32, "r": 16, "g": 16})
+    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float32), {"W": 32, "S": 0, "r": 16, "g": 16})
     rng = torch.Generator().manual_seed(4)
     key = 32768 * torch.rand(64, 1, 64, generator=rng)
     query = 100 * torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng) * torch.logspace(1, -1, 64)
@@ -117,6 +117,8 @@ def test_a_corrected_key_is_finite_in_float16() -> None:
 
 
 class StepWorld:
+    """Without sinks."""
+
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, ids: torch.Tensor, scale: float) -> None:
         blocks = 1 + ids.numel()
         pages = torch.zeros(blocks, 1, fmt.record_bytes, dtype=torch.uint8)

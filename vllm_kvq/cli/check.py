@@ -114,6 +114,18 @@ def describe(start: DryStart) -> dict[str, Any]:
             "bf16_tokens": capacity.plain_tokens,
             "request_tokens": served.max_len,
         },
+        "request_blocks": request_blocks(served),
+    }
+
+
+def request_blocks(served: Any) -> dict[str, int]:
+    """Blocks of the pool that a request of the maximum length takes, by what they are for."""
+    full = served.kinds[0].blocks
+    return {
+        "pages": full - served.sidecar_blocks - served.sink_blocks,
+        "sidecar": served.sidecar_blocks,
+        "sinks": served.sink_blocks,
+        "windows_and_states": served.pool.per_request - full,
     }
 
 
@@ -130,6 +142,8 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     layers, kernels, memory, capacity = (found[name] for name in ("layers", "kernels", "memory", "capacity"))
     path = kernels["path"] + (f" ({kernels['isa']})" if kernels["isa"] else "")
     per_request = f"in requests of {capacity['request_tokens']}"
+    blocks = found["request_blocks"]
+    shares = [f"{n} for {what.replace('_', ' ')}" for what, n in blocks.items() if n]
     text = [
         ("packed", f"{layers['packed']} of {layers['all']} layers, as {found['format']}"),
         ("in 16 bits", ", ".join(layers["in_16_bits"]) or "nothing"),
@@ -138,6 +152,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{found['bits_per_element']:.3f} with all parameters, in pages of N={found['N']} tokens",
         ),
         ("full precision", f"the newest W={found['W']} tokens and the first S={found['S']}"),
+        ("a request takes", f"{sum(blocks.values())} blocks of the pool: {', '.join(shares)}"),
         ("kernels", path),
         ("memory, about", f"{gib(memory['bytes'])}: {memory['because']}"),
         ("capacity, about", f"{capacity['tokens']:,} tokens {per_request}; bf16: {capacity['bf16_tokens']:,}"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_kvq.eval.choice import label
 
-VERSION = 1
+VERSION = 2
 """Of the file. Rows that another version wrote are not read."""
 
 TEACHER_FORCED = "teacher-forced"
@@ -25,15 +25,23 @@ DECODING = "decoding"
 errors accumulate."""
 HITS = "hits"
 """As decoding, with a prompt that the prefix cache knows: what a hit covers is read from pages (option `recompute`)."""
+READING = "reading"
+"""The text is computed at once with the exact cache; what each of its last tokens sees of those before it is read as a
+decode step would read it. It runs in transformers, a minute where vLLM takes an hour, and is held to `DECODING` with
+the text's own tokens."""
 USUAL = (TEACHER_FORCED, DECODING)
-REGIMES = (*USUAL, HITS)
+REGIMES = (*USUAL, HITS, READING)
 
 ALL = "all"
 """Instead of a task's name: the sequences of all tasks."""
 
+BETTER, WORSE = "better", "worse"
+
 METRICS: Mapping[str, str] = {
     "kl": "mean KL divergence from the 16-bit cache's next-token distribution, nats per token",
     "kl_median": "median of the same over all tokens",
+    "kl_p90": "90th percentile of the same; a percentile is there where 100 tokens or more lie beyond it",
+    "kl_p99": "99th percentile of the same",
     "kl_p999": "99.9th percentile of the same",
     "top1": "share of tokens where both caches have the same most probable next token",
     "perplexity": "of the text, with the format",
@@ -85,6 +93,23 @@ class Hurt:
     probability_bf16: float
 
 
+@dataclass(frozen=True)
+class TextFigures:
+    """One text's own figures: what is compared between formats, text by text."""
+
+    name: str
+    """Its task and number."""
+    kind: str
+    sources: tuple[str, ...]
+    sha: str
+    tokens: int
+    """That were compared."""
+    kl: float
+    """Their mean."""
+    right: tuple[bool, ...] = ()
+    """Of its answers, in order."""
+
+
 Curve = tuple[Bin, ...]
 
 
@@ -116,6 +141,7 @@ class Row:
     """Metric -> its curve over the steps of work that an answer has; `accuracy`, `exact`."""
     hurt: tuple[Hurt, ...] = ()
     """The tokens of the largest divergence, the largest first."""
+    texts: tuple[TextFigures, ...] = ()
 
     def __post_init__(self) -> None:
         if self.regime not in REGIMES:
@@ -140,15 +166,55 @@ class Row:
         for curves in ("by_position", "by_depth", "by_steps"):
             fields[curves] = {name: tuple(map(_bin, curve)) for name, curve in fields[curves].items()}
         fields["hurt"] = tuple(Hurt(**h) for h in fields["hurt"])
+        fields["texts"] = tuple(map(_text, fields["texts"]))
         return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How a format compares with another one, the baseline (`eval/statistics.py`)."""
+
+    label: str
+    baseline: str
+    regime: str
+    task: str
+    context: int
+    metric: str
+    """`kl`: `value` is the ratio of mean divergences, the geometric mean over texts. `right`: the difference of the
+    shares of right answers."""
+    texts: int
+    value: float
+    p: float
+    level: float = math.nan
+    """That p has to meet, by Holm's method over all claims of the table."""
+    low: float = math.nan
+    high: float = math.nan
+    """The interval of that level; right answers have none."""
+
+    @property
+    def verdict(self) -> str | None:
+        """None: no difference beyond chance."""
+        if not self.p <= self.level:
+            return None
+        good = self.value < 1 if self.metric == "kl" else self.value > 0
+        return BETTER if good else WORSE
+
+    def document(self) -> dict[str, Any]:
+        return _without_nan({**asdict(self), "verdict": self.verdict})
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Claim:
+        return cls(**{name: math.nan if x is None else x for name, x in document.items() if name != "verdict"})
 
 
 @dataclass(frozen=True)
 class Results:
     rows: tuple[Row, ...]
+    claims: tuple[Claim, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        return {"version": VERSION, "rows": [row.document() for row in self.rows]}
+        rows, claims = ([x.document() for x in part] for part in (self.rows, self.claims))
+        return {"version": VERSION, "rows": rows, "claims": claims}
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.document(), indent=1, allow_nan=False) + "\n")
@@ -161,7 +227,7 @@ class Results:
             raise ValueError(f"{path} can't be read as results of `vllm-kvq eval`: {error}") from error
         if not isinstance(document, dict) or document.get("version") != VERSION:
             raise ValueError(f"{path} holds no results of `vllm-kvq eval` in version {VERSION}")
-        return cls(tuple(map(Row.of, document["rows"])))
+        return cls(tuple(map(Row.of, document["rows"])), tuple(map(Claim.of, document["claims"])))
 
 
 def _without_nan(value: Any) -> Any:
@@ -179,3 +245,8 @@ def _estimate(document: Mapping[str, Any]) -> Estimate:
 
 def _bin(document: Mapping[str, Any]) -> Bin:
     return Bin(**{**document, "estimate": _estimate(document["estimate"])})
+
+
+def _text(document: Mapping[str, Any]) -> TextFigures:
+    lists = {name: tuple(document[name]) for name in ("sources", "right")}
+    return TextFigures(**{**document, **lists})

@@ -51,8 +51,8 @@ def bias_hints(served: Served, biases: Mapping[int, float]) -> list[str]:
         return []
     most = max(biases[layer] for layer in hurt)
     return [
-        f"this model's key biases are large in {_layers(hurt)} (norm up to {most:.0f}), and {fmt.name} is known to "
-        f"fail there, because it {fmt.keys.hurt_by_biases}; {_way_out(served, hurt)}"
+        f"this model's key biases are large in {_layers(hurt)} (norm up to {most:.0f}), and {fmt.name} "
+        f"is known to fail there, because it {fmt.keys.hurt_by_biases}; {_way_out(served, hurt)}"
     ]
 
 

@@ -30,7 +30,7 @@ class Layers:
     """Indices of the layers that have no cache of their own, but share an earlier layer's (sharing.py). In what follows
     they count for nothing."""
     windows: frozenset[int]
-    """Indices of the layers that have a sliding window, or chunks, which vLLM plans as windows (windows.py)."""
+    """Indices of the layers that have a sliding window, or chunks, which vLLM plans as windows (patches/windows.py)."""
     skipped: frozenset[int]
     """Indices of the layers with full attention that the user keeps in 16 bits."""
     kept: tuple[str, ...]
@@ -38,13 +38,14 @@ class Layers:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Layers:
+        """ValueError where the user names layers that the model does not have."""
         model = vllm_config.model_config
         kinds, total = layer_types(model), model.get_total_num_hidden_layers()
         sliding = frozenset(i for i, kind in enumerate(kinds) if "sliding" in kind)
         chunks = frozenset(i for i, kind in enumerate(kinds) if "chunked" in kind)
         sharing = sharing_layers(model)
         attention = frozenset(i for i in range(total) if not model.is_hybrid or has_attention(kinds[i]))
-        kept = {str(i) for i in settings_of(vllm_config).skip_layers}
+        kept = {str(i) for i in settings_of(vllm_config).skipped(total)}
         kept |= {*vllm_config.cache_config.kv_cache_dtype_skip_layers} | ({WINDOWS} if sliding else set())
         kept |= {str(i) for i in chunks}
         named, local = frozenset(int(i) for i in kept if i.isdigit()), sliding | chunks
