@@ -100,7 +100,7 @@ POINTERS = {
 ALIGNED: tuple[str, ...] = ("query_request", "query_token", "query_head", "page_words", "head_words")
 ALIGNED += ("key_token", "key_head", "value_token", "value_head")
 ALIGNED += ("side_words", "side_elements", "sink_elements")
-"""Strides that are multiples of 16 in every cache, beside all pointers."""
+"""Strides that are multiples of 16 in every cache, in addition to all pointers."""
 
 
 def attend_variants(target: int) -> Iterator[Variant]:

@@ -7,7 +7,7 @@ A cached token of one KV head (head size 128, page 64, up to 8 query heads) take
 instructions that the inner loop's SASS has for it. The bound is the slowest of: the chip's memory bandwidth; its
 schedulers' issue; and each of its units (ALU, FMA, matrix, special functions, loads). All overlap perfectly and nothing
 else is counted: no latency, no launches, no merge, no tokens in full precision. bf16 and fp8 FlashAttention are given
-their bytes alone, at the same bandwidth.
+only their bytes, at the same bandwidth.
 """
 
 from __future__ import annotations

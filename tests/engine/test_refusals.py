@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from engine_arguments import kvq
 
 from vllm_kvq.integration import memory
 from vllm_kvq.integration.validate import Refused
@@ -22,10 +23,6 @@ def config(model: Path, **arguments: Any) -> Any:
 
     defaults = {"kv_cache_dtype": "squat2", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 30}
     return EngineArgs(model=str(model), **{**defaults, **arguments}).create_engine_config()
-
-
-def kvq(**options: Any) -> dict[str, Any]:
-    return {"additional_config": {"kvq": options}}
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.setup import settings_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 WINDOWS = "sliding_window"
 """All layers with a sliding window, in vLLM's list of layers to skip."""
@@ -37,7 +40,7 @@ class Layers:
     """All that stays in 16 bits, in vLLM's words: indices and WINDOWS."""
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Layers:
+    def of(cls, vllm_config: VllmConfig) -> Layers:
         """ValueError where the user names layers that the model does not have."""
         model = vllm_config.model_config
         kinds, total = layer_types(model), model.get_total_num_hidden_layers()
