@@ -147,7 +147,11 @@ class Reader:
         if not packed:
             raise Unreadable("every layer of this model has a sliding window, so a server would pack none of them")
         # keys are read again behind these tokens, so RoPE's table goes on behind them
-        return Past(len(tokens), run.seen, Captured(packed, tuple(sorted(run.windows)), *self._rope(packed[0])))
+        return Past(
+            len(tokens),
+            run.seen,
+            Captured(packed, tuple(sorted(run.windows)), *self._rope(packed[0]), total=self.layers),
+        )
 
     @torch.no_grad()
     def logits(self, past: Past, tokens: tuple[int, ...], cache: Cache | None) -> torch.Tensor:
