@@ -204,7 +204,10 @@ class Claim:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Claim:
-        return cls(**{name: math.nan if x is None else x for name, x in document.items() if name != "verdict"})
+        known: dict[str, Any] = {
+            name: math.nan if x is None else x for name, x in document.items() if name != "verdict"
+        }
+        return cls(**known)
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ class _Pass:
         if scores.window is not None:
             self.windows[index] = scores.window
         if self.keep:
-            kept = (x.to(self.dtype or x.dtype).transpose(0, 1).contiguous() for x in (query, key, value))
-            self.seen[index] = Layer(index, *kept, scores.scale)
+            q, k, v = (x.to(self.dtype or x.dtype).transpose(0, 1).contiguous() for x in (query, key, value))
+            self.seen[index] = Layer(index, q, k, v, scores.scale)
         if (before := self.past.get(index)) is None:
             return attend(query, key, value, scores)
         k, v = (
