@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvq.eval import report
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
+from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Bin, Claim, Estimate, Hurt, Results, Row
 
 FULL = Row(
     "model", "squat2", {"r": 8}, "recall", TEACHER_FORCED, 1024, 4, 3.25, kl_is_bound=True,
@@ -53,7 +53,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed.splitlines()
     assert lines[0].startswith("recall, 1024 tokens, 4 sequences")
     assert lines[1].split() == ["format", "bits", "KL", "perplexity", "right,", "%"]
-    assert lines[2].split() == ["squat2:r=8", "3.25", "0.1", "[0.05,", "0.2]", "12.3", "75.0", "[50.0,", "100.0]"]
+    assert lines[2].split() == ["squat2:r=8", "3.25", "0.10", "[0.05,", "0.20]", "12.3", "75", "[50,", "100]"]
     assert lines[3].split() == ["innerq2", "-", "-", "-", "-"]
     assert "innerq2: no room for its sinks" in printed
     assert "lower bound" in printed
@@ -61,13 +61,15 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    report.write_csv(path, (FULL, REFUSED))
+    claim = Claim("squat2:r=8", "fp8", FULL.regime, FULL.task, FULL.context, "kl", 8, 0.5, 0.001, 0.05, 0.4, 0.6)
+    report.write_csv(path, Results((FULL, REFUSED), (claim,)))
     with path.open() as file:
         full, refused = csv.DictReader(file)
     assert (full["label"], full["bits"], full["kl"], full["kl_low"], full["kl_high"]) == (
         "squat2:r=8", "3.25", "0.1", "0.05", "0.2",
     )  # fmt: skip
     assert (full["perplexity"], full["perplexity_low"], full["exact"]) == ("12.3456", "", "")
+    assert (full["claim_kl_value"], full["claim_kl_verdict"], refused["claim_kl_value"]) == ("0.5", "better", "")
     assert (refused["problem"], refused["kl"]) == ("no room for its sinks", "")
 
 

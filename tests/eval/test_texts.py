@@ -61,19 +61,21 @@ def test_a_seed_is_a_choice_and_lengths_do_not_matter(tokenizer: Any, made_up: N
 
 
 def test_kinds_take_turns_and_chats_need_a_template(tokenizer: Any, made_up: None) -> None:
-    assert [Texts(tokenizer, 0).text(i, 200).kind for i in range(4)] == ["prose", "documentation", "code", "prose"]
-    tokenizer.chat_template = TEMPLATE
+    own, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE
     try:
         chat = Texts(tokenizer, 0).text(3, 200)
-    finally:
         tokenizer.chat_template = None
+        without = Texts(tokenizer, 0)
+    finally:
+        tokenizer.chat_template = own
+    assert [without.text(i, 200).kind for i in range(4)] == ["prose", "documentation", "code", "prose"]
     assert chat.kind == "chats"
     assert tokenizer.decode(chat.tokens).startswith("<user>Sentence")
 
 
 def test_it_ends_with_a_sentence_and_not_with_repetition(tokenizer: Any, made_up: None) -> None:
     with pytest.raises(ValueError, match="has not enough prose for so many texts of 8192 tokens"):
-        Texts(tokenizer, 0).text(3 * 400, 8192)
+        Texts(tokenizer, 0).text(4 * 400, 8192)
 
 
 def test_what_is_installed_serves_24_texts(tokenizer: Any) -> None:
@@ -83,7 +85,7 @@ def test_what_is_installed_serves_24_texts(tokenizer: Any) -> None:
     maker = Texts(tokenizer, 0)
     learned = set(paragraphs())
     made = [maker.text(number, 1024) for number in range(24)]
-    assert {text.kind for text in made} == {"prose", "documentation", "code"}
+    assert {text.kind for text in made} == {"prose", "documentation", "code", "chats"}
     assert len({text.sha for text in made}) == 24
     for text in made:
         assert text.sources

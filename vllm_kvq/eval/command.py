@@ -19,6 +19,7 @@ from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.result import READING, REGIMES, USUAL, Results
 from vllm_kvq.eval.statistics import claims
 from vllm_kvq.eval.tasks import NAMES, TEXT
+from vllm_kvq.eval.texts import ESSAYS, has_essays
 
 WHOLE_VOCABULARY = 4096
 """Tokens: smaller vocabularies are compared whole unless --top says otherwise."""
@@ -181,6 +182,8 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
             raise EvaluationFailed(f"vLLM can't serve {args.model} here: {error}") from error
         except Unreadable as error:
             raise EvaluationFailed(f"{args.model} can't be read: {error}") from error
+    if TEXT in plan.tasks and not has_essays():
+        print(f"vllm-kvq eval: {ESSAYS}", file=sys.stderr)
     return Results(rows(run))
 
 

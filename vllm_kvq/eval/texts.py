@@ -220,21 +220,22 @@ class Texts:
         self.tokenizer, self.seed = tokenizer, seed
         self.kinds = tuple(k for k in KINDS if k != "chats" or getattr(tokenizer, "chat_template", None))
         self._made: dict[tuple[str, int], list[Text]] = {}
-        self._streams: dict[tuple[str, bool], Iterator[Piece]] = {}
+        self._streams: dict[tuple[str, int], Iterator[Piece]] = {}
 
     def text(self, number: int, tokens: int) -> Text:
         """The kinds take turns. ValueError where a kind has no more."""
         kind = self.kinds[number % len(self.kinds)]
         nth, length = number // len(self.kinds), next((n for n in LENGTHS if n >= tokens), tokens)
-        while len(made := self._made.setdefault((kind, length), [])) <= nth:
-            for each in LENGTHS if length in LENGTHS else (length,):
-                self._made.setdefault((kind, each), []).append(self._next(kind, each))
+        made = self._made.setdefault((kind, length), [])
+        while len(made) <= nth:
+            made.append(self._next(kind, length))
         found = made[nth]
         return Text(found.kind, found.sources, found.tokens[:tokens], found.sha)
 
     def _next(self, kind: str, length: int) -> Text:
-        beyond = length not in LENGTHS
-        stream = self._streams.setdefault((kind, beyond), self._stream(kind))
+        if (kind, length) not in self._streams:
+            self._streams[kind, length] = self._stream(kind, length)
+        stream = self._streams[kind, length]
         taken: list[Piece] = []
         ids: tuple[int, ...] = ()
         while len(ids) < length:
@@ -251,14 +252,21 @@ class Texts:
         said = json.dumps([[p.text, p.answer] for p in taken])
         return Text(kind, sources, ids[:length], hashlib.sha256(said.encode()).hexdigest())
 
-    def _stream(self, kind: str) -> Iterator[Piece]:
-        """Documents in random order, each from its beginning to its end; chats one by one."""
+    def _stream(self, kind: str, length: int) -> Iterator[Piece]:
+        """Documents in random order, each from its beginning to its end; chats one by one.
+
+        Each of `LENGTHS` has documents of its own, in proportion to what its texts take.
+        """
         documents = [*pieces(kind)]
         if kind == "chats":
             documents = [(piece,) for document in documents for piece in document]
         random.Random(f"{self.seed} {kind}").shuffle(documents)
+        given = dict.fromkeys(LENGTHS, 0.0)
         for document in documents:
-            yield from document
+            whose = min(given, key=lambda each: (given[each], each))
+            given[whose] += sum(len(piece.text) + len(piece.answer) for piece in document) / whose
+            if whose == length or length not in LENGTHS:
+                yield from document
 
     def _tokens(self, kind: str, taken: list[Piece]) -> tuple[int, ...]:
         if kind == "chats":
