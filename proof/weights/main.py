@@ -43,8 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in args.models if name not in MODELS]:
         p.error(f"there is no model {unknown[0]!r}; there are {', '.join(MODELS)}")
     for name in dict.fromkeys(args.models or MODELS):
+
+        def say(text: str) -> None:
+            print(f"{name}: {text}", flush=True)  # noqa: B023 - called before the next model's turn
+
         try:
-            bring(MODELS[name], args.out, lambda text, name=name: print(f"{name}: {text}", flush=True))
+            bring(MODELS[name], args.out, say)
         except (WeightsFailed, OSError) as error:
             print(f"python -m proof weights: {error}", file=sys.stderr)
             return 1

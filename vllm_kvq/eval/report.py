@@ -13,7 +13,7 @@ from vllm_kvq.eval.result import ALL, DECODING, HITS, METRICS, TEACHER_FORCED, E
 ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
 """Metrics that are shares of one; printed as percentages."""
-GENERATED = ("kl", "kl_p999", "top1", "exact", "agreement", "score")
+GENERATED = ("kl", "kl_forced", "kl_p999", "top1", "exact", "agreement", "score")
 COLUMNS = {
     TEACHER_FORCED: ("kl", "kl_median", "kl_p999", "top1", "perplexity", "dp_mean", "dp_rms", "accuracy", "score"),
     DECODING: GENERATED,
@@ -21,6 +21,7 @@ COLUMNS = {
 }
 HEADS = {
     "kl": "KL",
+    "kl_forced": "KL forced",
     "kl_median": "KL median",
     "kl_p999": "KL 99.9 %",
     "top1": "same top 1, %",
@@ -57,6 +58,27 @@ def _table(regime: str, task: str, context: int, rows: list[Row]) -> Table:
     return Table(["format", "bits", *(HEADS[name] for name in names)], cells, title=title)
 
 
+def position_tables(results: Results) -> list[Table]:
+    """Of generated continuations: does a format's error grow along them?"""
+    found: dict[tuple[str, str, int], list[Row]] = {}
+    for row in results.rows:
+        if "kl_forced" in row.by_position:
+            found.setdefault((row.regime, row.task, row.context), []).append(row)
+    return [_position_table(*about, rows) for about, rows in found.items()]
+
+
+def _position_table(regime: str, task: str, context: int, rows: list[Row]) -> Table:
+    bins = rows[0].by_position["kl_forced"]
+    head = ["format", "KL along", *(f"{b.begin:.0f} to {b.end:.0f}" for b in bins)]
+    cells = [
+        [row.label, along, *(cell("kl", b.estimate) for b in row.by_position[name])]
+        for row in rows
+        for name, along in (("kl", "its own text"), ("kl_forced", "bf16's text"))
+    ]
+    title = f"{'all tasks' if task == ALL else task}, {context} tokens; {regime}: KL by tokens generated before"
+    return Table(head, cells, right=2, title=title)
+
+
 def bits(row: Row) -> str:
     return "-" if row.bits is None else f"{row.bits:.2f}"
 
@@ -78,7 +100,7 @@ def number(name: str, value: float, digits: int = 3) -> str:
 
 
 def show(results: Results) -> None:
-    for table in tables(results):
+    for table in (*tables(results), *position_tables(results)):
         table.show()
         print()
     for label, problem in dict.fromkeys((r.label, r.problem) for r in results.rows if r.problem):
