@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_kvq.console import Table
+from vllm_kvq.eval.choice import PLAIN
 from vllm_kvq.eval.result import ALL, DECODING, HITS, METRICS, TEACHER_FORCED, Estimate, Results, Row
 
 ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bits", "kl_is_bound", "problem")
@@ -79,6 +80,26 @@ def _position_table(regime: str, task: str, context: int, rows: list[Row]) -> Ta
     return Table(head, cells, right=2, title=title)
 
 
+SURE = 0.95
+"""The least share of right answers with the 16-bit cache that lets a table say something about formats."""
+
+
+def sureness(results: Results) -> list[str]:
+    """How often the 16-bit cache itself is right: what it can't do, no format can lose."""
+    lines = []
+    for row in results.rows:
+        for name in ("accuracy", "exact"):
+            if row.format != PLAIN or name not in row.metrics:
+                continue
+            share = row.metrics[name].value
+            counts = [sum(b.count for b in curves[name]) for curves in (row.by_depth, row.by_steps) if name in curves]
+            of = f" of {max(counts)} answers" if counts else ""
+            where = f"{'all tasks' if row.task == ALL else row.task}, {row.context} tokens, {row.regime}"
+            claim = "" if share >= SURE else f"; less than {100 * SURE:.0f} %, so nothing is claimed from this table"
+            lines.append(f"{where}: bf16 is right in {100 * share:.1f} %{of}{claim}")
+    return lines
+
+
 def bits(row: Row) -> str:
     return "-" if row.bits is None else f"{row.bits:.2f}"
 
@@ -103,6 +124,8 @@ def show(results: Results) -> None:
     for table in (*tables(results), *position_tables(results)):
         table.show()
         print()
+    for line in sureness(results):
+        print(line)
     for label, problem in dict.fromkeys((r.label, r.problem) for r in results.rows if r.problem):
         print(f"{label}: {problem}")
     print(NOTE)
