@@ -16,7 +16,7 @@ COMMANDS = {
     "demo": ("proof.demo.serve", "a real server with a low-bit cache, and an answer from it"),
     "train": ("proof.demo.model", "trains the demo model, or goes on with it"),
     "weights": ("proof.weights.main", "real pretrained models as checkpoints, from packages that ship their weights"),
-    "outliers": ("proof.demo.outliers", "writes outliers into a Llama's caches, which computes the same as before"),
+    "biases": ("proof.demo.biases", "writes key biases and wide channels into a Llama, which computes what it did"),
     "mutants": ("proof.mutants.main", "plants faults one at a time: is each one noticed by the tests?"),
     "ptx": ("proof.ptx.main", "a Python command whose GPU kernels run from their PTX, on a CPU"),
     "probe": ("proof.kernels.probe", "a Python command on a processor that is taken for one with AVX-512 VNNI"),

@@ -138,7 +138,7 @@ FAULTS: tuple[Fault, ...] = (
         COMPAT,
     ),
     Fault(
-        "a private name is used and not in the ledger",
+        "a private name is used and not listed",
         f"{ROOM}/compat.py",
         '    "vllm.v1.core.kv_cache_utils": (\n',
         '    "vllm.v1.core.kv_cache_util": (\n',

@@ -8,22 +8,26 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_kvq import console
 from vllm_kvq.eval import lm_command, plots, report
 from vllm_kvq.eval.cache import Store, default_folder
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
 from vllm_kvq.eval.progress import Bar
-from vllm_kvq.eval.result import REGIMES, USUAL, Results
-from vllm_kvq.eval.tasks import TASKS
+from vllm_kvq.eval.result import READING, REGIMES, USUAL, Results
+from vllm_kvq.eval.tasks import NAMES, TEXT
 
 FORMATS = "squat2,innerq2,polar4,kivi2"
 WHOLE_VOCABULARY = 4096
 """Tokens: smaller vocabularies are compared whole unless --top says otherwise."""
 TOP = 128
-FULL = {"tasks": list(TASKS), "context": [2048], "sequences": 16, "answers": 4, "longest": 1024}
-QUICK = {"tasks": ["recall", "needle", "arithmetic", "text"], "context": [1024], "sequences": 4, "answers": 2,
+FULL = {"tasks": list(NAMES), "context": [2048], "sequences": 16, "answers": 4, "longest": 1024}
+QUICK = {"tasks": ["recall", "needle", "arithmetic", TEXT], "context": [1024], "sequences": 4, "answers": 2,
          "longest": 96}  # fmt: skip
+READ = {"tasks": [TEXT], "context": [1024, 4096], "sequences": 24}
+READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 8, "readers": 256}
+"""Where nothing but `reading` is asked for, and that is what a quick look does."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,10 +46,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
     p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
-    p.add_argument("--tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    p.add_argument("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=", ".join(NAMES))
     p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="lengths of the texts (2048)")
     p.add_argument("--sequences", type=_positive, metavar="N", help="texts of each task and length (16)")
-    p.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(USUAL), metavar="R", help=", ".join(REGIMES))
+    p.add_argument("--regimes", nargs="+", choices=REGIMES, metavar="R", help=", ".join(REGIMES))
+    p.add_argument("--readers", type=_positive, metavar="N", help="a text's last tokens that read, in `reading` (512)")
+    p.add_argument("--baseline", metavar="F", help="the format that others are compared with, text by text (fp8)")
     p.add_argument("--answers", type=_positive, metavar="N", help="answers generated for each text, at most (4)")
     p.add_argument("--longest", type=_positive, metavar="TOKENS", help="generated for an answer, at most (1024)")
     p.add_argument("--chunk", type=_chunk, default=32, metavar="TOKENS", help="of a teacher-forced step (%(default)s)")
@@ -81,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     if problem := lm_command.usage_problem(args):
         p.error(problem)
-    defaults = QUICK if args.quick else FULL
-    for name, value in defaults.items():
+    for name, value in defaults(args).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     try:
@@ -110,6 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return console.DONE if any(row.metrics for row in results.rows if row.label in named) else console.FOUND
 
 
+def defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """Of arguments that are not given."""
+    regimes = args.regimes or ([READING] if args.quick else list(USUAL))
+    rest = {"regimes": regimes, **(QUICK if args.quick else FULL)}
+    if regimes == [READING]:
+        rest |= READ_QUICKLY if args.quick else READ
+    return rest
+
+
 class EvaluationFailed(Exception):
     """One sentence: why there are no results at all."""
 
@@ -119,6 +133,7 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
     from vllm_kvq.eval.engines import EngineFailed
     from vllm_kvq.eval.model import Model
     from vllm_kvq.eval.plan import Plan
+    from vllm_kvq.eval.reading.reader import Unreadable
     from vllm_kvq.eval.rows import rows
     from vllm_kvq.eval.run import Run
 
@@ -136,10 +151,11 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
             top=top(args, model.vocabulary),
             answers=args.answers,
             longest=args.longest,
+            readers=args.readers,
             control=any(choice.format == PLAIN for choice in chosen),
         )
         store = Store(args.cache)
-        if any(choice.ours for choice in chosen):
+        if any(choice.ours for choice in chosen) and args.regimes != [READING]:
             compile_kernels()
         steps = len(plan.sequences) * len(plan.choices) * len(plan.regimes)
     except (ValueError, OSError) as error:
@@ -150,6 +166,8 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
             run.go()
         except EngineFailed as error:
             raise EvaluationFailed(f"vLLM can't serve {args.model} here: {error}") from error
+        except Unreadable as error:
+            raise EvaluationFailed(f"{args.model} can't be read: {error}") from error
     return Results(rows(run))
 
 

@@ -124,9 +124,9 @@ def server_problem(vllm_config: Any) -> str | None:
 
 def worker_problem(vllm_config: Any) -> str | None:
     """The rest, which takes modules that only workers import."""
-    on_cpu = vllm_config.device_config.device_type == "cpu"
-    platform = names_problem(NEEDED_ON_CPUS if on_cpu else NEEDED_ON_GPUS)
-    return platform or registry.problem(vllm_config, Moment.LOADED, Moment.BUILT)
+    platforms = {"cpu": NEEDED_ON_CPUS, "cuda": NEEDED_ON_GPUS}
+    needed = platforms.get(vllm_config.device_config.device_type, {})
+    return names_problem(needed) or registry.problem(vllm_config, Moment.LOADED, Moment.BUILT)
 
 
 def ropes(head_size: int) -> list[Any]:

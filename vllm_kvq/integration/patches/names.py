@@ -62,5 +62,6 @@ def _has(module: Any, name: str) -> bool:
         found = type(found)  # an instance may make up what it lacks, as vLLM's platforms do
     if hasattr(found, member) or member in getattr(found, "__dataclass_fields__", {}):
         return True
-    made = (inspect.unwrap(c.__init__) for c in found.__mro__)
+    classes: tuple[Any, ...] = found.__mro__
+    made = (inspect.unwrap(c.__init__) for c in classes)
     return any(member in init.__code__.co_names for init in made if isinstance(init, FunctionType))
