@@ -18,10 +18,10 @@ from vllm_kvq.eval.choice import Choice, add_formats, choices
 from vllm_kvq.eval.command import compile_kernels
 from vllm_kvq.eval.human_eval import COUNT, problems
 from vllm_kvq.eval.human_eval_run import Answer, Benchmark, Run
-from vllm_kvq.eval.mcnemar import Paired
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.plan import REFERENCE
 from vllm_kvq.eval.progress import Bar
+from vllm_kvq.eval.statistics import mcnemar
 
 NOTE = """lost, won: problems that only bf16 solves, and that only the format solves; p: McNemar's exact test of these
 same: answers that are bf16's letter by letter; cut: answers that reached --longest"""
@@ -86,6 +86,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         show(benchmark, found)
     return console.DONE if any(s.answers for s in found if s.choice != REFERENCE or len(chosen) == 1) else console.FOUND
+
+
+@dataclass(frozen=True)
+class Paired:
+    """How many problems each pair of verdicts has."""
+
+    both: int
+    lost: int
+    """Solved with bf16 only."""
+    won: int
+    """Solved with the format only."""
+    neither: int
+    p: float
+    """McNemar's exact test."""
+
+    @classmethod
+    def of(cls, plain: Sequence[bool], ours: Sequence[bool]) -> Paired:
+        pairs = [*zip(plain, ours, strict=True)]
+        both, lost, won, neither = map(pairs.count, ((True, True), (True, False), (False, True), (False, False)))
+        return cls(both, lost, won, neither, mcnemar(ours, plain))
 
 
 @dataclass(frozen=True)
@@ -161,7 +181,7 @@ def as_document(benchmark: Benchmark, found: Sequence[Score]) -> dict[str, Any]:
                 "bits": score.bits,
                 "bits_at": benchmark.usual,
                 "solved": score.solved if score.answers else None,
-                "paired": None if score.paired is None else {**asdict(score.paired), "p": score.paired.p},
+                "paired": None if score.paired is None else asdict(score.paired),
                 "same": score.same,
                 "problem": score.problem,
                 "answers": [asdict(answer) for answer in score.answers],
