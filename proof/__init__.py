@@ -9,6 +9,7 @@
     ptx/        a GPU that executes the compilers' output, on a CPU
     models/     tiny checkpoints of every architecture that is served or refused
     tables/     instructions, registers, traffic: the numbers of the documents' tables
+    weights/    real pretrained models, from packages that ship their weights
     demo/       the model that `make run` trains and asks
 
 It looks at the product; the product does not know it (`make lint` checks that).

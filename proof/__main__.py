@@ -15,7 +15,8 @@ COMMANDS = {
     "soak": ("proof.soak.main", "a real server under mixed load for a while, then its errors, memory and blocks"),
     "demo": ("proof.demo.serve", "a real server with a low-bit cache, and an answer from it"),
     "train": ("proof.demo.model", "trains the demo model, or goes on with it"),
-    "outliers": ("proof.demo.outliers", "writes outliers into a Llama's caches, which computes the same as before"),
+    "weights": ("proof.weights.main", "real pretrained models as checkpoints, from packages that ship their weights"),
+    "biases": ("proof.demo.biases", "writes key biases and wide channels into a Llama, which computes what it did"),
     "mutants": ("proof.mutants.main", "plants faults one at a time: is each one noticed by the tests?"),
     "ptx": ("proof.ptx.main", "a Python command whose GPU kernels run from their PTX, on a CPU"),
     "probe": ("proof.kernels.probe", "a Python command on a processor that is taken for one with AVX-512 VNNI"),
@@ -26,6 +27,7 @@ COMMANDS = {
     "roofline": ("proof.tables.roofline", "bytes and instructions of GPU attention, and what they bound, computed"),
     "scheduler": ("proof.tables.scheduler", "what KV cache groups cost vLLM's scheduler, and what smaller pages save"),
     "models": ("proof.models.document", "prints docs/models.md"),
+    "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
 }
 """Command -> its module, whose `main(arguments)` gives the exit status, and what it does."""
 

@@ -10,6 +10,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pip_settings
+
 COMPILER = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+|nvcc|zig|cpp|tcc|icx|icpx|c[89]9)(-[\d.]+)?")
 
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
@@ -59,7 +61,7 @@ def variables(folder: Path) -> dict[str, str]:
                 (tools / tool.name).symlink_to(tool)
     kept = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in pip_settings.without_the_machines(os.environ).items()
         if not name.startswith(("VLLM_KVQ_", "PYTHON")) and name not in ("CC", "CXX", "CUDA_HOME", "VIRTUAL_ENV")
     }
     path = os.pathsep.join([str(folder / "venv" / "bin"), str(tools)])

@@ -1,7 +1,10 @@
 """The same hypothesis examples in every run: a failure in CI is a failure everywhere."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pip_settings
 
 # Several test processes share the cores: a thread that waits for another must not keep one busy. Read by OpenMP when
 # it is loaded, that is with torch, which nothing has imported yet.
@@ -9,6 +12,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+alike = pip_settings.without_the_machines(os.environ)
+for name in set(os.environ) - set(alike):
+    del os.environ[name]
+os.environ.update(alike)
 
 settings.register_profile(
     "kvq",
@@ -30,6 +38,26 @@ def environment_as_found() -> Iterator[None]:
     for name in names:
         os.environ.pop(name, None)
     os.environ.update(before)
+
+
+WEIGHTS = "KVQ_WEIGHTS"
+"""The variable that names the folder of real pretrained models."""
+
+
+@pytest.fixture
+def weights() -> Callable[[str], Path]:
+    """By its name, a real pretrained model's checkpoint; where it is missing, the test is skipped with what brings it.
+
+    Tests that use it are marked `weights`.
+    """
+
+    def found(name: str) -> Path:
+        folder = Path(os.environ.get(WEIGHTS) or ".weights").absolute()
+        if not (folder / name / "config.json").exists():
+            pytest.skip(f"{name} is not there: python -m proof weights {folder} {name}, then set {WEIGHTS}={folder}")
+        return folder / name
+
+    return found
 
 
 LONGEST = (

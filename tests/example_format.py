@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pip_settings
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "examples" / "int4_hadamard"
 
@@ -21,7 +23,8 @@ def offline(folder: Path) -> dict[str, str]:
 
 def environment(installed: Path) -> dict[str, str]:
     """For processes that find the commands of this environment, this checkout and what is installed there."""
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    alike = pip_settings.without_the_machines(os.environ)
+    variables = {name: value for name, value in alike.items() if name != "PYTHONPATH"}
     path = [str(Path(sys.executable).parent), os.environ["PATH"]]
     return {
         **variables,

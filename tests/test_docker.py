@@ -78,7 +78,7 @@ def test_the_first_stage_has_our_pins(name: str) -> None:
 
 
 def test_the_gpu_image_has_a_vllm_that_we_support() -> None:
-    from vllm_kvq.integration.compat import SUPPORTED
+    from vllm_kvq.integration.patches.names import SUPPORTED
 
     (version,) = [value for what, value in instructions("Dockerfile.gpu") if what == "ARG"]
     assert version.removeprefix("VLLM=v").rsplit(".", 1)[0] in SUPPORTED

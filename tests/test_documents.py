@@ -26,7 +26,7 @@ def test_links(page: Path) -> None:
 
 
 FOREIGN = ("argument --kv-cache-dtype", "PackageNotFoundError", "Available memory", "No available memory", "... needed",
-           "libtcmalloc", "kill -9", "'torch.Generator'", "--enforce-eager", "--kv-cache-dtype auto")  # fmt: skip
+           "libtcmalloc", "kill -9", "CPU Generator", "--enforce-eager", "--kv-cache-dtype auto")  # fmt: skip
 """vLLM's words, Python's, and flags."""
 
 

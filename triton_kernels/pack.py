@@ -142,7 +142,9 @@ def pack_kernel(
             if BOOSTED > 0:
                 damage += boosted_keys(
                     k_ring, ringed, k_new, fresh, base, base16,
-                    HEAD, D, COLUMNS, BOOSTED, K_FITTED, K_CODES, K_HIGH, K_SCALE, K_ZERO,
+                    side_table, side_floats_ptr, side_blocks, side_words, head,
+                    HEAD, D, COLUMNS, BOOSTED, K_FITTED, K_CODES, K_HIGH, K_SCALE, K_ZERO, RANK, UPDATE, LAMBDA, FLOOR,
+                    SPB, WORDS,
                 )  # fmt: skip
             elif KEYS == CHANNEL:
                 damage += channel_keys(

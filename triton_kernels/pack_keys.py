@@ -37,7 +37,7 @@ def store_keys(base, data, FIRST, CODES: tl.constexpr, QUADS: tl.constexpr = 0):
 
 
 @triton.jit
-def _rows(
+def subspace(
     side_table,
     side_floats_ptr,
     side_blocks,
@@ -59,7 +59,7 @@ def _rows(
 
 
 @triton.jit
-def _pull(
+def pull(
     side_table,
     side_floats_ptr,
     side_blocks,
@@ -83,7 +83,7 @@ def _pull(
     rho = tl.maximum(noise * FLOOR, 1.0 / LAMBDA)
     a = tl.where(diagonal, rho, 0.0)
     for c in range(FIRST, D, 16):
-        u = _rows(side_table, side_floats_ptr, side_blocks, side_words, head, c, 16, D, RANK, SPB, WORDS)
+        u = subspace(side_table, side_floats_ptr, side_blocks, side_words, head, c, 16, D, RANK, SPB, WORDS)
         u = u.to(tl.float64)
         a += tl.reduce(u[:, None, :] * u[None, :, :], 2, tl.standard._sum_combine)
     for k in range(RANK):
@@ -139,9 +139,11 @@ def channel_keys(
         original = clean(raw)
         x = original
         if RANK > 0:
-            u = _rows(side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, BLOCK, D, RANK, SPB, WORDS)
+            u = subspace(
+                side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, BLOCK, D, RANK, SPB, WORDS
+            )
             if i * BLOCK % UPDATE == 0 and i > 0:
-                m = _pull(
+                m = pull(
                     side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, D, RANK, LAMBDA, FLOOR,
                     SPB, WORDS,
                 )  # fmt: skip

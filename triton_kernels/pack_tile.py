@@ -1,4 +1,5 @@
-"""Packs what looks at all channels of a slab at once: Kitty's keys, and values per token that are rotated or fitted.
+"""Packs what looks at all channels of a slab at once: boosted keys, which are Kitty's and SQuat's, and values per token
+that are rotated or fitted.
 
 A slab is one tile of 32 tokens and COLUMNS channels, a power of two of which D are real. Which of its codes share a
 byte depends on the data, or on a D that is no power of two, so bytes are a matrix product: codes times the power of two
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from vllm_kvq.triton_kernels.lang import clean, lost
 from vllm_kvq.triton_kernels.pack_fitted import fitted_parameters
-from vllm_kvq.triton_kernels.pack_keys import store_keys
+from vllm_kvq.triton_kernels.pack_keys import RANKS, pull, store_keys, subspace
 from vllm_kvq.triton_kernels.pack_values import (
     affine,
     affine_to,
@@ -68,6 +69,18 @@ def _largest(x, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _boosted_codes(x, real, top, FITTED: tl.constexpr):
+    """(codes, scales, zeros) of 32 tokens, each channel for itself; the last two as float16 stores them."""
+    low = tl.reduce(x, 0, tl.standard._elementwise_min)
+    high = tl.reduce(x, 0, tl.standard._elementwise_max)
+    if FITTED:
+        scale, zero = fitted_parameters(x, real[None, :], low, high, top, 32, 0)
+    else:
+        scale, zero = range_parameters(low, high, top)
+    return affine_to(x, scale[None, :], zero[None, :], top[None, :]), scale, zero
+
+
+@triton.jit
 def boosted_keys(
     ring,
     ringed,
@@ -75,6 +88,11 @@ def boosted_keys(
     fresh,
     base,
     base16,
+    side_table,
+    side_floats_ptr,
+    side_blocks,
+    side_words,
+    head,
     HEAD: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -84,25 +102,46 @@ def boosted_keys(
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
+    RANK: tl.constexpr,
+    UPDATE: tl.constexpr,
+    LAMBDA: tl.constexpr,
+    FLOOR: tl.constexpr,
+    SPB: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Kitty (formats/kitty.py). Returns how many values had to be replaced."""
+    """Kitty (formats/kitty.py) and, with a RANK, SQuat's correction (formats/squat.py), whose blocks of UPDATE channels
+    are taken from the whole tile: it is quantized as often as there are blocks, usually two. Returns how many values
+    had to be replaced."""
     raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
     damage, x = lost(raw), clean(raw)
     channel = tl.arange(0, COLUMNS)
     real = channel < D
-    low = tl.reduce(x, 0, tl.standard._elementwise_min)
-    high = tl.reduce(x, 0, tl.standard._elementwise_max)
-    wide = _largest(tl.where(real, high - low, -1.0), BOOSTED)
+    span = tl.reduce(x, 0, tl.standard._elementwise_max) - tl.reduce(x, 0, tl.standard._elementwise_min)
+    wide = _largest(tl.where(real, span, -1.0), BOOSTED)
     top = tl.where(wide, 15.0, 3.0)
-    if FITTED:
-        scale, zero = fitted_parameters(x, real[None, :], low, high, top, 32, 0)
-    else:
-        scale, zero = range_parameters(low, high, top)
-    code = affine_to(x, scale[None, :], zero[None, :], top[None, :]).to(tl.int32)
+    code, scale, zero = _boosted_codes(x, real, top, FITTED)
+    if RANK > 0:
+        u = subspace(side_table, side_floats_ptr, side_blocks, side_words, head, 0, COLUMNS, D, RANK, SPB, WORDS)
+        z = tl.full((32, RANKS), 0.0, tl.float32)
+        for t in tl.static_range(1, (D + UPDATE - 1) // UPDATE):
+            # what the block before this one did
+            before = (channel >= (t - 1) * UPDATE) & (channel < t * UPDATE)
+            error = tl.where(before[None, :], zero[None, :] + code * scale[None, :] - x, 0.0)
+            z = tl.dot(error, tl.trans(u), z, input_precision="ieee")
+            m = pull(
+                side_table, side_floats_ptr, side_blocks, side_words, head, t * UPDATE, D, RANK, LAMBDA, FLOOR,
+                SPB, WORDS,
+            )  # fmt: skip
+            y = clean(x - tl.dot(tl.dot(z, m, input_precision="ieee"), u, input_precision="ieee"))
+            own_code, own_scale, own_zero = _boosted_codes(y, real, top, FITTED)
+            rest = channel >= t * UPDATE
+            code = tl.where(rest[None, :], own_code, code)
+            scale, zero = tl.where(rest, own_scale, scale), tl.where(rest, own_zero, zero)
+    digits = code.to(tl.int32)
     tl.store(base16 + SCALE + channel, tl.where(wide, -scale, scale).to(tl.float16), mask=real)
     tl.store(base16 + ZERO + channel, zero.to(tl.float16), mask=real)
-    store_keys(base, _plane_bytes(code & 3, channel, real, D // 4, 2), 0, CODES, D // 16)
-    store_keys(base, _plane_bytes(code >> 2, _number(wide) - 1, wide, BOOSTED // 4, 2), 0, HIGH, BOOSTED // 16)
+    store_keys(base, _plane_bytes(digits & 3, channel, real, D // 4, 2), 0, CODES, D // 16)
+    store_keys(base, _plane_bytes(digits >> 2, _number(wide) - 1, wide, BOOSTED // 4, 2), 0, HIGH, BOOSTED // 16)
     return damage
 
 

@@ -17,7 +17,7 @@ constexpr int BLOCK = BLOCK_SLABS * SLAB;
 // KIND(name)
 #define KVQ_KEY_KINDS(KIND)        \
   KIND(channel) /* SQuat, KIVI */  \
-  KIND(boosted) /* Kitty */        \
+  KIND(boosted) /* SQuat, Kitty */ \
   KIND(hybrid)  /* InnerQ */       \
   KIND(sketch)  /* QJL */          \
   KIND(polar)   /* PolarQuant */   \

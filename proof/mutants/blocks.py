@@ -152,7 +152,7 @@ FAULTS: tuple[Fault, ...] = (
     # -- real engines
     Fault(
         "blocks that go from one kind of layers to another keep what was in them, in an engine",
-        f"{ROOM}/layout.py",
+        f"{ROOM}/patches/zeroing.py",
         ".kv_cache[block_ids] = 0",
         ".kv_cache[block_ids[:0]] = 0",
         "tests/models/test_hits.py",

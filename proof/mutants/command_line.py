@@ -77,8 +77,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "vLLM's help lists test formats",
-        "vllm_kvq/integration/plugin.py",
-        "    compat.hide_test_formats()\n",
+        "vllm_kvq/integration/patches/registry.py",
+        "    dtypes.HIDDEN,\n",
         "",
         CHECK,
     ),
@@ -127,8 +127,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "doctor lists patches of other versions",
         "vllm_kvq/integration/environment.py",
-        'active = [p for p in ledger.LEDGER if __version__.startswith(tuple(f"{v}." for v in p.versions))]',
-        "active = list(ledger.LEDGER)",
+        "for patch in registry.PATCHES if patch.of_this_vllm]",
+        "for patch in registry.PATCHES]",
         DOCTOR,
     ),
     Fault(

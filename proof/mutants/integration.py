@@ -5,6 +5,7 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 ROOM = "vllm_kvq/integration"
+PATCHES = f"{ROOM}/patches"
 REFUSALS = "tests/engine/test_refusals.py"
 IMAGES = "tests/models/test_refused.py -k text_alone"
 COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
@@ -65,16 +66,79 @@ FAULTS: tuple[Fault, ...] = (
         "        if packed is None:\n            return output.fill_(0)\n            raise RuntimeError(\n",
         REFUSALS,
     ),
-    # -- the ledger
+    # -- patches and private names
+    Fault(
+        "a missing name of a patch is not noticed",
+        f"{PATCHES}/patch.py",
+        "what = missing((*self.needs, *filter(is_loaded, self.replaces)))",
+        "what = missing(filter(is_loaded, self.replaces))",
+        COMPAT,
+    ),
+    Fault(
+        "a missing name that only some servers need stops every server",
+        f"{PATCHES}/registry.py",
+        "(patch for patch in at(Moment.REGISTERED) if patch.only is None)",
+        "at(Moment.REGISTERED)",
+        COMPAT,
+    ),
+    Fault(
+        "a patch is installed although only some servers need it and its names are missing",
+        f"{PATCHES}/registry.py",
+        "(patch.only is None or patch.problem() is None)",
+        "patch.only is not patch",
+        COMPAT,
+    ),
+    Fault(
+        "a worker does not look for names",
+        f"{ROOM}/backend.py",
+        "        if problem := compat.worker_problem(self.vllm_config):\n            raise Refused(problem)\n",
+        "",
+        COMPAT,
+    ),
+    Fault(
+        "a server does not look for names",
+        f"{ROOM}/platform.py",
+        "        check_patches(vllm_config)\n",
+        "",
+        COMPAT,
+    ),
+    Fault(
+        "a function is wrapped again each time",
+        f"{PATCHES}/once.py",
+        "    if hasattr(found, MARK):\n        return\n",
+        "",
+        COMPAT,
+    ),
+    Fault(
+        "one wrapper of several is enough to be in effect",
+        f"{PATCHES}/patch.py",
+        "all(map(is_replaced, loaded))",
+        "any(map(is_replaced, loaded))",
+        COMPAT,
+    ),
+    Fault(
+        "a patch is listed and not installed",
+        f"{PATCHES}/registry.py",
+        "        if patch.install is not None and patch.wanted(vllm_config):\n            patch.install(vllm_config)\n",
+        "        if patch.install is None and patch.wanted(vllm_config):\n            patch.install(vllm_config)\n",
+        "tests/engine/test_compat.py -k engine",
+    ),
+    Fault(
+        "doctor does not see that a patch is undone",
+        f"{ROOM}/environment.py",
+        "and not patch.in_effect():",
+        "and not patch:",
+        "tests/engine/test_doctor.py -k not_installed",
+    ),
     Fault(
         "a missing member is not noticed",
-        f"{ROOM}/compat.py",
+        f"{PATCHES}/names.py",
         "    if found is None or not member:\n        return found is not None\n",
         "    if found is None or member:\n        return found is not None\n",
         COMPAT,
     ),
     Fault(
-        "a private name is used and not in the ledger",
+        "a private name is used and not listed",
         f"{ROOM}/compat.py",
         '    "vllm.v1.core.kv_cache_utils": (\n',
         '    "vllm.v1.core.kv_cache_util": (\n',
@@ -151,21 +215,21 @@ FAULTS: tuple[Fault, ...] = (
     # -- engines without a server
     Fault(
         "an engine stays when its server is gone",
-        f"{ROOM}/orphans.py",
+        f"{PATCHES}/orphans.py",
         "while os.getppid() == parent:",
         "while parent:",
         ORPHANS,
     ),
     Fault(
         "an engine ends beside its server",
-        f"{ROOM}/orphans.py",
+        f"{PATCHES}/orphans.py",
         "while os.getppid() == parent:",
         "while os.getppid() != parent:",
         ORPHANS,
     ),
     Fault(
         "an engine that warms up stays when its server is gone",
-        f"{ROOM}/orphans.py",
+        f"{PATCHES}/orphans.py",
         "    os.kill(os.getpid(), signal.SIGKILL)\n",
         "",
         ORPHANS,
@@ -174,17 +238,23 @@ FAULTS: tuple[Fault, ...] = (
         "engines of vLLM's own cache are watched, too",
         f"{ROOM}/platform.py",
         "    cache = vllm_config.cache_config\n",
-        "    cache = vllm_config.cache_config\n    guard()\n",
+        "    cache = vllm_config.cache_config\n    registry.install(Moment.CONFIGURED, vllm_config)\n",
         ORPHANS,
     ),
     Fault(
         "one of several API servers stays when its server is gone",
-        f"{ROOM}/orphans.py",
+        f"{PATCHES}/orphans.py",
         "if current_process().name.startswith(API_SERVER):",
         "if not API_SERVER:",
         ORPHANS,
     ),
-    Fault("no engine is watched", f"{ROOM}/platform.py", "    guard()\n", "", ORPHANS),
+    Fault(
+        "no engine is watched",
+        f"{ROOM}/platform.py",
+        "        registry.install(Moment.CONFIGURED, vllm_config)\n",
+        "",
+        ORPHANS,
+    ),
     # -- the start
     Fault(
         "a refusal inside LLM() is wrapped by pydantic",
@@ -223,7 +293,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a chunk of a seeded prompt ends the engine",
-        f"{ROOM}/seeds.py",
+        f"{PATCHES}/seeds.py",
         "            del self.input_batch.generators[i]",
         "            pass",
         "tests/engine/test_seeds.py",
@@ -231,7 +301,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a chunk of a seeded prompt draws a number",
-        f"{ROOM}/seeds.py",
+        f"{PATCHES}/seeds.py",
         "            self.input_batch.generators[i].set_state(state)",
         "            pass",
         "tests/engine/test_seeds.py",
@@ -240,7 +310,7 @@ FAULTS: tuple[Fault, ...] = (
     # -- vLLM's V2 model runner
     Fault(
         "a GPU's warm-up gives companions one block",
-        f"{ROOM}/warmup.py",
+        f"{PATCHES}/warmup.py",
         "return spec.blocks_per_request if",
         "return 1 if",
         WARM,
@@ -248,7 +318,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a GPU's warm-up takes companions as the last one left them",
-        f"{ROOM}/warmup.py",
+        f"{PATCHES}/warmup.py",
         "layer.blocks.zero_()",
         "layer.blocks.mean()",
         WARM,

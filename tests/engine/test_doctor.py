@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from proof.tables import patches
 from vllm_kvq import cli
-from vllm_kvq.integration import environment, known_faults, ledger, memory
+from vllm_kvq.integration import environment, known_faults, memory
 from vllm_kvq.integration.environment import BAD, FINE, NOTE, Finding
+from vllm_kvq.integration.patches import registry
+from vllm_kvq.integration.patches.names import SUPPORTED
+from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
+from vllm_kvq.integration.patches.registry import PATCHES
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 
@@ -48,9 +54,10 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
         assert str(build.built().name) in topic("kernels", found).text  # type: ignore[union-attr]
         assert topic("instruction set", found).text.split()[0] == ISAS[isa()]
         assert topic("C++ compiler", found).text.endswith("not needed, the kernels are compiled")
-    active = [p for p in ledger.LEDGER if __version__[:4] in p.versions]
-    assert [f.text for f in found if f.topic == "patch"] == [f"{p.what}: {p.why}; until {p.until}" for p in active]
-    assert 5 < len(active) < len(ledger.LEDGER)
+    active = [p for p in PATCHES if __version__[:4] in p.versions]
+    said = [(f.topic, f.text) for f in found if f.topic in [kind.value for kind in Kind]]
+    assert said == [(p.kind.value, f"{p.what}: {p.why}; until {p.until}") for p in active]
+    assert 25 < len(active) < len(PATCHES)
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert text.endswith("\nserving works here\n")
@@ -156,7 +163,7 @@ def test_known_faults_are_of_versions_that_we_support() -> None:
     names = [fault.name for fault in known_faults.KNOWN_FAULTS]
     assert len({*names}) == len(names)
     for fault in known_faults.KNOWN_FAULTS:
-        assert {*fault.versions} <= {*ledger.SUPPORTED}
+        assert {*fault.versions} <= {*SUPPORTED}
     on_cpu, on_gpu = (known_faults.faults_of("0.32.0+cpu", cpu) for cpu in (True, False))
     assert {*on_gpu} < {*on_cpu} == {f for f in known_faults.KNOWN_FAULTS if "0.32" in f.versions}
     assert known_faults.faults_of("0.31.2", True) == []
@@ -164,7 +171,54 @@ def test_known_faults_are_of_versions_that_we_support() -> None:
         known_faults.KnownFault("x", "TPU", ("0.32",), "", "")
 
 
-def test_the_ledger_has_a_line_for_each_version() -> None:
-    assert all(p.versions and {*p.versions} <= {*ledger.SUPPORTED} for p in ledger.LEDGER)
-    assert all(p.what and p.why and p.until for p in ledger.LEDGER)
-    assert len({p.what for p in ledger.LEDGER}) == len(ledger.LEDGER)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.what[:40])
+def test_every_patch_has_a_line_for_its_versions(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = {}
+    for version in SUPPORTED:
+        monkeypatch.setattr("vllm_kvq.integration.patches.patch.release", lambda version=version: version)
+        monkeypatch.setattr(registry, "PATCHES", (patch,))
+        monkeypatch.setattr(environment, "plugin_problem", lambda: None)
+        monkeypatch.setattr(environment, "register", lambda: None)
+        monkeypatch.setattr(environment, "_of_patch", lambda patch: Finding("patch", FINE, patch.what))
+        lines[version] = environment.patches()
+    assert {version for version, found in lines.items() if found} == {*patch.versions} <= {*SUPPORTED}
+    assert lines[patch.versions[0]] == [Finding("patch", FINE, patch.what)]
+
+
+HERE = [patch for patch in PATCHES if patch.of_this_vllm]
+
+
+@pytest.mark.parametrize("patch", [p for p in HERE if p.needs], ids=lambda p: p.what[:40])
+def test_a_patch_whose_names_are_missing(patch: Patch) -> None:
+    """It keeps serving from working, unless only some servers need it."""
+    found = environment._of_patch(replace(patch, needs=(f"{patch.needs[0]}_no_longer",)))
+    assert (found.topic, found.status) == (patch.kind.value, NOTE if patch.only else BAD)
+    assert f'"{patch.what}", and this vLLM' in found.text
+
+
+def test_a_patch_of_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names may not be there."""
+    patch = next(p for p in PATCHES if p.cpu_only)
+    monkeypatch.setattr(environment, "on_cpu", lambda: False)
+    found = environment._of_patch(replace(patch, needs=("vllm.no_such_module:name",)))
+    assert (found.status, found.text.endswith(f"until {patch.until} (on CPUs only)")) == (FINE, True)
+
+
+INSTALLED = [p for p in HERE if p.moment is Moment.REGISTERED and p.install is not None]
+
+
+@pytest.mark.parametrize("patch", INSTALLED, ids=lambda p: p.what[:40])
+def test_a_patch_that_is_not_installed(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = environment.patches()
+    assert {f.status for f in lines} == {FINE}
+    monkeypatch.setattr(registry, "register", lambda hooks: None)
+    undone = replace(patch, replaces=(), active=lambda: False)
+    monkeypatch.setattr(registry, "PATCHES", tuple(undone if p is patch else p for p in PATCHES))
+    (bad,) = (f for f in environment.patches() if f.status == BAD)
+    assert bad.text == f"{patch.what}: something else has undone it in this process"
+
+
+def test_the_page_is_the_list() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert page == patches.page() + "\n", "run python -m proof patches > docs/compatibility.md"
+    assert all(f"| {p.what} | {p.why} | {p.until} |" in page for p in PATCHES)

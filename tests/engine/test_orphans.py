@@ -16,7 +16,8 @@ import pytest
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 
-from vllm_kvq.integration import orphans
+from vllm_kvq.integration.patches import orphans
+from vllm_kvq.integration.patches.once import own
 
 pytestmark = pytest.mark.engine
 LOOK, GRACE = 0.05, 0.5
@@ -34,7 +35,7 @@ def engine(polite: bool, told: str) -> None:
 
 def watched_engine(polite: bool, told: str) -> None:
     orphans.LOOK_SECONDS, orphans.GRACE_SECONDS = LOOK, GRACE
-    orphans._engine = engine
+    orphans.own = lambda name: engine
     orphans.run_engine_core(polite, told)
 
 
@@ -104,17 +105,19 @@ def test_it_ends_where_it_was_spawned(started: Started) -> None:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """vLLM as it is before our formats are used; and whether this process is watched."""
-    monkeypatch.setattr(EngineCoreProc, "run_engine_core", staticmethod(orphans._engine))
-    monkeypatch.setattr(DPCoordinatorProc, "run_coordinator", staticmethod(orphans._coordinator))
+    monkeypatch.setattr(EngineCoreProc, "run_engine_core", staticmethod(own(orphans.ENGINE)))
+    monkeypatch.setattr(DPCoordinatorProc, "run_coordinator", staticmethod(own(orphans.COORDINATOR)))
     calls: list[bool] = []
     monkeypatch.setattr(orphans, "watch", lambda: calls.append(True))
     return calls
 
 
 def test_only_our_formats_are_guarded(configured: Callable[..., Any], watched: list[bool]) -> None:
+    engine, coordinator = EngineCoreProc.run_engine_core, DPCoordinatorProc.run_coordinator
+    assert engine.__module__.startswith("vllm.")
     configured(kv_cache_dtype="auto")
-    assert EngineCoreProc.run_engine_core is orphans._engine
-    assert DPCoordinatorProc.run_coordinator is orphans._coordinator
+    assert EngineCoreProc.run_engine_core is engine
+    assert DPCoordinatorProc.run_coordinator is coordinator
     configured(kv_cache_dtype="squat2")
     assert EngineCoreProc.run_engine_core is orphans.run_engine_core
     assert DPCoordinatorProc.run_coordinator is orphans.run_coordinator
@@ -130,16 +133,18 @@ def test_one_of_several_api_servers(
     name: str, expected: list[bool], watched: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "name", name)
-    orphans.guard()
+    orphans.guard(None)
     assert watched == expected
 
 
-@pytest.mark.parametrize(("name", "own"), [("run_engine_core", "_engine"), ("run_coordinator", "_coordinator")])
+@pytest.mark.parametrize(
+    ("name", "place"), [("run_engine_core", orphans.ENGINE), ("run_coordinator", orphans.COORDINATOR)]
+)
 def test_vllms_own_is_called_with_all_that_vllm_gives(
-    name: str, own: str, watched: list[bool], monkeypatch: pytest.MonkeyPatch
+    name: str, place: str, watched: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(orphans, own, lambda *args, **kwargs: seen.append((args, kwargs)))
+    monkeypatch.setattr(orphans, "own", {place: lambda *args, **kwargs: seen.append((args, kwargs))}.get)
     getattr(orphans, name)(1, dp_rank=2)
     assert seen == [((1,), {"dp_rank": 2})]
     assert watched == [True]

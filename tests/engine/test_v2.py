@@ -25,7 +25,7 @@ from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.integration import compat
+from vllm_kvq.integration.patches import warmup
 
 pytestmark = pytest.mark.engine
 N, DRAFTS = 32, 2
@@ -117,7 +117,8 @@ def warm_up(engine: Any) -> None:
 
     It makes requests, and reserves for them what it thinks that they need.
     """
-    assert compat.names_problem(compat.NEEDED_BY_V2) is None
+    assert warmup.WARMED_UP.problem() is None
+    assert warmup.WARMED_UP.in_effect()
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
     worker = engine.engine.engine_core.engine_core.model_executor.driver_worker.worker

@@ -14,6 +14,7 @@ from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.innerq import HybridKeys
 from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.qjl import MOST_NAMED, sketch, sphere_constant
+from vllm_kvq.formats.squat import PLAIN
 
 # format: (least, most) relative error of q . K, and of the values, over all head sizes without RoPE
 BOUNDS = {
@@ -81,12 +82,16 @@ def table(label: str, d: int, rope: bool) -> float:
 
 # (better, worse, least ratio of their errors without RoPE, with RoPE)
 ORDER = [
-    ("squat2", "kivi2", 1.25, 1.0),
-    ("squat2, four blocks", "squat2", 1.2, 0.95),
+    ("squat2, plain", "kivi2", 1.25, 1.0),
+    ("squat2, plain, four blocks", "squat2, plain", 1.2, 0.95),
+    ("squat2", "kitty2", 1.2, 1.0),
+    ("squat2, four blocks", "squat2", 1.15, 0.95),
+    ("squat2, half", "squat2", 1.2, 1.2),
+    ("squat2", "squat2, plain, fitted", 1.2, 1.2),
     ("polar3", "polar3, paper", 1.4, 1.4),
     ("polar4", "polar4_v16", 1.4, 1.4),
     ("polar4", "polar3", 1.5, 1.5),
-    ("squat4", "squat2", 4, 4),
+    ("squat4", "squat2, plain", 4, 4),
     ("squat4", "kivi4", 1.2, 1.01),
     ("kivi2", "qjl3", 1.2, 1.2),
     ("innerq2", "qjl3", 1.4, 1.4),
@@ -102,7 +107,7 @@ def test_order(better: str, worse: str, ratio: float, ratio_rope: float, d: int,
 
 # METHODS' expectations at d = 128, from its own data; ours agree within the tolerance stated
 EXPECTED = {
-    "kivi2": (0.172, 0.202), "squat2": (0.132, 0.193), "squat2, four blocks": (0.115, 0.193),
+    "kivi2": (0.172, 0.202), "squat2, plain": (0.132, 0.193), "squat2, plain, four blocks": (0.115, 0.193),
     "qjl3": (0.257, 0.292), "innerq2": (0.155, 0.183), "squat4": (0.026, 0.038),
 }  # fmt: skip
 
@@ -139,7 +144,8 @@ def test_squat_with_a_much_longer_prompt() -> None:
     query, key, value = attention_data(128, rope=True)
 
     def error(size: float, g: int, **options: int) -> float:
-        return score_error(query[128:], key, roundtrip("squat2", key, value, size * query[:128], g=g, **options)[0])
+        hat, _ = roundtrip("squat2", key, value, size * query[:128], g=g, **PLAIN | options)
+        return score_error(query[128:], key, hat)
 
     for g in (32, 64):
         assert error(10, g) == pytest.approx(error(1, g), rel=1e-3)
@@ -147,10 +153,10 @@ def test_squat_with_a_much_longer_prompt() -> None:
     assert error(10, 32, floor=0) > 1.1 * error(1, 32, floor=0)
 
 
-def test_squat_without_queries_is_kivi() -> None:
+def test_squat_without_queries_is_kivi_or_kitty() -> None:
     _, key, value = data(128)
-    for bits in (2, 4):
-        squat, kivi = roundtrip(f"squat{bits}", key, value), roundtrip(f"kivi{bits}", key, value)
+    for name, options, other in (("squat2", PLAIN, "kivi2"), ("squat4", {}, "kivi4"), ("squat2", {}, "kitty2")):
+        squat, kivi = roundtrip(name, key, value, **options), roundtrip(other, key, value)
         assert torch.equal(squat[0], kivi[0])
         assert torch.equal(squat[1], kivi[1])
 
@@ -173,6 +179,8 @@ def test_squat_without_queries_is_kivi() -> None:
         ("qjl3", {"m": 512, "sketch": "gaussian"}),
         ("qjl3", {"m": 1024, "outliers": 0}),
         ("squat2", {"r": 16, "g": 16}),
+        ("squat2", PLAIN),
+        ("squat2", {"boost": "eighth", "key_scales": "range", "values": "raw"}),
         ("squat4", {"keys": "kivi", "key_bits": 4}),
     ],
     ids=str,

@@ -10,6 +10,7 @@ from vllm_kvq.eval.synthetic import attention_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format, roundtrip
 from vllm_kvq.formats.page import FLAGS_AT, HEADER_BYTES
 from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.squat import PLAIN
 
 HEADS = 2
 
@@ -69,7 +70,7 @@ def test_pages_know_their_positions(head_size: int) -> None:
     assert not pool[..., 8:FLAGS_AT].any()
     got, _ = fmt.unpack(fmt.read(pool, torch.tensor([7, 3])))
     got = got.unflatten(0, (2, HEADS)).transpose(0, 1).flatten(1, 2)
-    plain = bound("squat2", head_size)
+    plain = get_format("squat2").bind(Geometry(head_size, 128, torch.float32), PLAIN)
     position = first + torch.arange(256)
     before = rope.undo(fmt.widen(key)[0], position).unflatten(1, (-1, 32)).flatten(0, 1)
     kept = plain.keys.unpack(plain.keys.pack(before, state.repeat_interleave(8, 0))).unflatten(0, (HEADS, -1))
@@ -103,8 +104,9 @@ def test_other_formats_keep_their_bytes() -> None:
 @pytest.mark.parametrize("d", [64, 128])
 def test_it_is_better_where_rope_hides_what_keys_share(d: int) -> None:
     """And the same where there was no RoPE."""
-    after, before = (error_table.error(name, {}, d, rope=True) for name in ("squat2", "squat2_pre"))
+    both = {"squat2": PLAIN, "squat2_pre": {}}
+    after, before = (error_table.error(name, options, d, rope=True) for name, options in both.items())
     assert before < 0.95 * after
     data = attention_data(d)[1:] + attention_data(d)[:1]
-    got, want = (roundtrip(name, *data) for name in ("squat2_pre", "squat2"))
+    want, got = (roundtrip(name, *data, **options) for name, options in both.items())
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -65,6 +65,11 @@ def test_the_score_is_one_product_of_all_channels_and_one_of_the_boosted() -> No
     assert torch.allclose(score, want, rtol=1e-4, atol=1e-3)
 
 
+def test_none_boosted_is_refused() -> None:
+    with pytest.raises(ValueError, match="option 'boost' is 'none': that is KIVI; use kivi2"):
+        codec(boost="none")
+
+
 def test_equal_channels_are_boosted_in_their_order() -> None:
     """Every device has to choose the same ones."""
     marked = codec().pack(torch.zeros(1, 32, 64), None)["k_scale"].flatten().signbit()

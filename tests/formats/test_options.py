@@ -15,9 +15,10 @@ from vllm_kvq.formats.table import declared_options, key_codecs, readers, value_
 OPTIONS = {option.name: option for option, _ in declared_options()}
 # a format that reads the option
 READER = {
-    "r": "squat2", "lambda": "squat2", "floor": "squat2", "g": "squat2", "rope": "squat2", "key_bits": "squat2",
+    "r": "squat2", "lambda": "squat2", "floor": "squat2", "g": "squat2", "rope": "squat2", "boost": "squat2",
+    "key_bits": "squat2",
     "m": "qjl3", "m_out": "qjl3", "outliers": "qjl3", "outlier_choice": "qjl3", "sketch": "qjl3", "seed": "qjl3",
-    "mode": "polar4", "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4", "boost": "kitty2",
+    "mode": "polar4", "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4",
     "quant_mode": "innerq2", "key_norm": "innerq2",
 }  # fmt: skip
 WRONG_TYPES: list[Any] = ["5", [5], {"a": 1}, True, 5.5, math.nan, math.inf, (2,)]
@@ -131,11 +132,12 @@ def test_options_of_other_methods_are_refused(name: str) -> None:
               "outlier_choice": "slab", "sketch": "gaussian", "mode": "paper",
               "angle_bits": 4, "radius_bits": 4, "pairing": "half",
               "key_bits": 2, "value_bits": 2, "group": 32, "key_scales": "fitted", "value_scales": "fitted",
-              "quant_mode": "symmetric", "key_norm": "none", "token_scale": "balanced",
+              "quant_mode": "symmetric", "key_norm": "none", "token_scale": "none", "boost": "half",
               "value_rotation": "hadamard"}  # fmt: skip
     for option, value in sample.items():
         if used & set(readers()[option]):
-            FORMATS[name].bind(Geometry(128, 64), {option: value})
+            beside = {"key_bits": 2} if option == "boost" and "squat" in used else {}
+            FORMATS[name].bind(Geometry(128, 64), {option: value, **beside})
         else:
             message = refusal(name, {option: value})
             assert f"option {option!r} is not read by {name}" in message
@@ -225,8 +227,9 @@ def test_other_geometry(bad: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("g", [64, 80, 128])
-def test_one_block_is_kivi(g: int) -> None:
-    assert "use kivi2" in refusal("squat2", {"g": g}, head=64)
+def test_one_block_is_nothing_to_correct(g: int) -> None:
+    assert "that is Kitty; use kitty2" in refusal("squat2", {"g": g}, head=64)
+    assert "that is KIVI; use kivi2" in refusal("squat4", {"g": g}, head=64)
 
 
 @pytest.mark.parametrize("head", HEAD_SIZES)

@@ -16,6 +16,7 @@ import torch
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.qjl import SketchKeys, sphere_constant
 from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.squat import PLAIN
 
 Array = np.ndarray
 HEADS = 2
@@ -102,7 +103,7 @@ def test_squat_subspace_is_that_of_all_queries(rank: int, chunks: tuple[int, ...
 def test_squat_chunks_are_merged_through_the_subspace() -> None:
     """Queries of full rank: each chunk is stacked under the subspace of those before it."""
     queries = np.random.default_rng(2).standard_normal((HEADS, 200, 64)) * np.logspace(0.5, -0.5, 64)
-    state = chunked(bound("squat2"), queries, queries, CHUNKS).double().numpy()[:, :-1]
+    state = chunked(bound("squat2", r=5), queries, queries, CHUNKS).double().numpy()[:, :-1]
     for head in range(HEADS):
         want = np.zeros((0, 64))
         for part in np.split(queries[head], np.cumsum(CHUNKS)[:-1]):
@@ -125,7 +126,7 @@ def test_squat_bytes_solve_the_papers_problem(g: int, bits: int, floor: int, chu
         queries += 2 * rng.standard_normal(queries.shape)
     keys = rng.standard_normal((HEADS, 64, 64)) * (1 + 3 * rng.random(64)) + 2 * rng.standard_normal(64)
     keys = keys.astype(np.float32).astype(np.float64)
-    fmt = bound(f"squat{bits}", g=g, floor=floor)
+    fmt = bound("squat2", **PLAIN, key_bits=bits, g=g, floor=floor)
     packed = fmt.keys.pack(tensor(keys), chunked(fmt, queries, queries, chunks))
     lambdas = compare_with_the_paper(packed, keys, queries, g, bits, floor)
     assert [lam < LAMBDA for lam in lambdas] == [floor > 0 and len(chunks) == 1] * HEADS

@@ -9,7 +9,7 @@ from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters
-from vllm_kvq.formats.squat import SQuatKeys
+from vllm_kvq.formats.squat import PLAIN, SQuatKeys
 
 LAMBDA = 1e-3
 FLOOR = 4
@@ -30,7 +30,8 @@ def rounding(bits: int) -> Quantizer:
 def squat_keys(
     d: int, bits: int = 2, rank: int = 5, g: int | None = None, lam: float = LAMBDA, floor: int = FLOOR
 ) -> SQuatKeys:
-    return SQuatKeys(Geometry(d, 64), {"key_bits": bits, "r": rank, "lambda": lam, "floor": floor, "g": g})
+    options = {"key_bits": bits, "boost": "none", "r": rank, "lambda": lam, "floor": floor, "g": g}
+    return SQuatKeys(Geometry(d, 64), options)
 
 
 def state_of(u: torch.Tensor, noise: float = 0.0) -> torch.Tensor:
@@ -275,7 +276,7 @@ def test_no_energy_is_lost(rank: int, chunks: list[int]) -> None:
 
 def test_padding_makes_no_noise() -> None:
     """The directions beside U are those of the head as the model has it."""
-    codec = SQuatKeys(Geometry(80, 64), {"key_bits": 2, "r": 5, "lambda": LAMBDA, "floor": FLOOR, "g": 48})
+    codec = squat_keys(80, g=48)
     q = torch.cat([queries(100, 80, None), torch.zeros(2, 100, 16)], dim=-1)
     noise = codec.fit(q, q, None)[:, -1, 0].double()
     assert torch.allclose(75 * noise, torch.linalg.svdvals(q.double())[:, 5:].square().sum(-1), rtol=1e-4)
@@ -300,7 +301,7 @@ def test_no_rank_is_worse_than_kivi_under_rope(d: int) -> None:
     seen, new = query[:512], query[512:]
 
     def error(**options: int) -> float:
-        return score_error(new, key, roundtrip("squat2", key, value, seen, **options)[0])
+        return score_error(new, key, roundtrip("squat2", key, value, seen, **PLAIN | options)[0])
 
     kivi = score_error(new, key, roundtrip("kivi2", key, value)[0])
     for rank in (1, 3, 5, 8, 12, 16, 40, 63):
@@ -312,15 +313,18 @@ def test_single_channels_correct_most() -> None:
     """The paper's Eq. (3), for queries that stay in the subspace."""
     query, key, value = attention_data(64)
     seen, new = query[:128], query[128:]
-    errors = [score_error(new, key, roundtrip("squat2", key, value, seen, g=g)[0]) for g in (1, 4, 16, 32)]
-    assert errors == sorted(errors)
-    assert errors[0] < 0.7 * errors[-1]
+    for options in (PLAIN, {}):
+        hats = [roundtrip("squat2", key, value, seen, **options, g=g)[0] for g in (1, 4, 16, 32)]
+        errors = [score_error(new, key, hat) for hat in hats]
+        assert errors == sorted(errors)
+        assert errors[0] < 0.7 * errors[-1]
 
 
 def test_blocks_that_only_the_reference_knows_say_so() -> None:
     for g, served in ((1, False), (20, False), (16, True), (48, True)):
-        keys = FORMATS["squat2"].bind(Geometry(64, 64), {"g": g}).keys
-        assert (keys.reference_only is None) == served
+        for options in (PLAIN, {}):
+            keys = FORMATS["squat2"].bind(Geometry(64, 64), {**options, "g": g}).keys
+            assert (keys.reference_only is None) == served
 
 
 def test_a_subspace_is_less_than_the_head() -> None:
@@ -345,5 +349,5 @@ def test_a_corrected_key_is_finite_in_float16(sign: int) -> None:
     key = (sign * 32768 * torch.rand(64, 1, 64, generator=g)).half()
     query = torch.randn(64, 1, 16, generator=g) @ torch.randn(16, 64, generator=g)
     query = (100 * query * torch.logspace(1, -1, 64)).half()
-    hat, _ = roundtrip("squat2", key, key, query, r=16, g=16)
+    hat, _ = roundtrip("squat2", key, key, query, **PLAIN | {"r": 16}, g=16)
     assert hat.isfinite().all()

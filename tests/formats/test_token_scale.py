@@ -11,7 +11,7 @@ from vllm_kvq.eval.synthetic import attention_data, score_error, scores
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.balance import balanced
 
-NAMES = ["kivi2", "squat2", "squat4"]
+NAMES = ["kivi2", "squat2_pre", "squat4"]
 
 
 def uneven(key: torch.Tensor) -> torch.Tensor:
@@ -105,5 +105,5 @@ def test_the_best_iterate_is_kept() -> None:
 
 
 def test_bits() -> None:
-    plain, scaled = (FORMATS["squat2"].bind(Geometry(128, 64), {"token_scale": x}) for x in ("none", "balanced"))
+    plain, scaled = (FORMATS["squat4"].bind(Geometry(128, 64), {"token_scale": x}) for x in ("none", "balanced"))
     assert scaled.key_bits_per_element() - plain.key_bits_per_element() == 16 / 128

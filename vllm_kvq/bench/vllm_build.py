@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from vllm_kvq.integration.compat import hide_own_sources
+from vllm_kvq.integration.patches.own_sources import hide_own_sources
 
 BASELINES = {"bf16": "auto", "fp8": "fp8"}
 """Name -> vLLM's cache dtype."""

@@ -55,6 +55,11 @@ COMMANDS = (
     Command(
         ("eval", "answers"), "what each format makes of the same prompts, as text", "vllm_kvq.eval.answers_command"
     ),
+    Command(
+        ("eval", "humaneval"),
+        "problems of HumanEval that a model solves with each format",
+        "vllm_kvq.eval.human_eval_command",
+    ),
     Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.eval.show"),
     Command(("eval",), "does it still answer right: formats against the 16-bit cache", "vllm_kvq.eval.command"),
 )

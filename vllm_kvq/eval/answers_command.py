@@ -15,7 +15,7 @@ from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.plan import REFERENCE, Plan
 from vllm_kvq.eval.result import DECODING
 from vllm_kvq.eval.samples import Sequence as Text
-from vllm_kvq.eval.tasks import TASKS
+from vllm_kvq.eval.tasks import NAMES
 
 FORMATS = "squat2,innerq2,polar4,kitty2"
 TASK_NAMES = ("needles", "arithmetic", "text")
@@ -34,8 +34,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
     p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
-    tasks = ", ".join(TASKS)
-    p.add_argument("--tasks", nargs="+", default=TASK_NAMES, choices=TASKS, metavar="TASK", help=tasks)
+    tasks = ", ".join(NAMES)
+    p.add_argument("--tasks", nargs="+", default=TASK_NAMES, choices=NAMES, metavar="TASK", help=tasks)
     p.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="length of the texts (%(default)s)")
     p.add_argument("--longest", type=int, default=32, metavar="TOKENS", help="of an answer (%(default)s)")
     add_text(p)

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from vllm_kvq.eval.choice import Choice
-from vllm_kvq.integration.dry_start import dry_start
+from vllm_kvq.eval.choice import FP8, Choice
+from vllm_kvq.integration.dry_start import WouldNotStart, dry_start
 from vllm_kvq.integration.served import Served
 
 PLAIN_BITS = 16
@@ -38,3 +38,15 @@ def served_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> float:
     }
     served = dry_start([folder, *(word for pair in arguments.items() for word in pair)]).served
     return bits_at(served, tokens)
+
+
+def bits_without_engine(folder: str, choice: Choice, dtype: str, tokens: int) -> float | None:
+    """None where no server would start with it: a format that can be measured only."""
+    if not choice.ours:
+        import torch
+
+        return plain_bits("fp8" if choice.format == FP8 else dtype, getattr(torch, dtype))
+    try:
+        return served_bits(folder, choice, dtype, tokens)
+    except WouldNotStart:
+        return None

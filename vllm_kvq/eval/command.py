@@ -14,16 +14,20 @@ from vllm_kvq import console
 from vllm_kvq.eval import lm_command, plots, report
 from vllm_kvq.eval.cache import Store, default_folder
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
-from vllm_kvq.eval.result import REGIMES, USUAL, Results
-from vllm_kvq.eval.tasks import TASKS
+from vllm_kvq.eval.progress import Bar
+from vllm_kvq.eval.result import READING, REGIMES, USUAL, Results
+from vllm_kvq.eval.tasks import NAMES, TEXT
 
 FORMATS = "squat2,innerq2,polar4,kivi2"
 WHOLE_VOCABULARY = 4096
 """Tokens: smaller vocabularies are compared whole unless --top says otherwise."""
 TOP = 128
-FULL = {"tasks": list(TASKS), "context": [2048], "sequences": 16, "answers": 4, "longest": 1024}
-QUICK = {"tasks": ["recall", "needle", "arithmetic", "text"], "context": [1024], "sequences": 4, "answers": 2,
+FULL = {"tasks": list(NAMES), "context": [2048], "sequences": 16, "answers": 4, "longest": 1024}
+QUICK = {"tasks": ["recall", "needle", "arithmetic", TEXT], "context": [1024], "sequences": 4, "answers": 2,
          "longest": 96}  # fmt: skip
+READ = {"tasks": [TEXT], "context": [1024, 4096], "sequences": 24}
+READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 8, "readers": 256}
+"""Where nothing but `reading` is asked for, and that is what a quick look does."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,10 +46,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
     p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
-    p.add_argument("--tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    p.add_argument("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=", ".join(NAMES))
     p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="lengths of the texts (2048)")
     p.add_argument("--sequences", type=_positive, metavar="N", help="texts of each task and length (16)")
-    p.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(USUAL), metavar="R", help=", ".join(REGIMES))
+    p.add_argument("--regimes", nargs="+", choices=REGIMES, metavar="R", help=", ".join(REGIMES))
+    p.add_argument("--readers", type=_positive, metavar="N", help="a text's last tokens that read, in `reading` (512)")
+    p.add_argument("--baseline", metavar="F", help="the format that others are compared with, text by text (fp8)")
     p.add_argument("--answers", type=_positive, metavar="N", help="answers generated for each text, at most (4)")
     p.add_argument("--longest", type=_positive, metavar="TOKENS", help="generated for an answer, at most (1024)")
     p.add_argument("--chunk", type=_chunk, default=32, metavar="TOKENS", help="of a teacher-forced step (%(default)s)")
@@ -81,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     if problem := lm_command.usage_problem(args):
         p.error(problem)
-    defaults = QUICK if args.quick else FULL
-    for name, value in defaults.items():
+    for name, value in defaults(args).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     try:
@@ -110,6 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return console.DONE if any(row.metrics for row in results.rows if row.label in named) else console.FOUND
 
 
+def defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """Of arguments that are not given."""
+    regimes = args.regimes or ([READING] if args.quick else list(USUAL))
+    rest = {"regimes": regimes, **(QUICK if args.quick else FULL)}
+    if regimes == [READING]:
+        rest |= READ_QUICKLY if args.quick else READ
+    return rest
+
+
 class EvaluationFailed(Exception):
     """One sentence: why there are no results at all."""
 
@@ -119,6 +133,7 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
     from vllm_kvq.eval.engines import EngineFailed
     from vllm_kvq.eval.model import Model
     from vllm_kvq.eval.plan import Plan
+    from vllm_kvq.eval.reading.reader import Unreadable
     from vllm_kvq.eval.rows import rows
     from vllm_kvq.eval.run import Run
 
@@ -136,20 +151,23 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
             top=top(args, model.vocabulary),
             answers=args.answers,
             longest=args.longest,
+            readers=args.readers,
             control=any(choice.format == PLAIN for choice in chosen),
         )
         store = Store(args.cache)
-        if any(choice.ours for choice in chosen):
+        if any(choice.ours for choice in chosen) and args.regimes != [READING]:
             compile_kernels()
         steps = len(plan.sequences) * len(plan.choices) * len(plan.regimes)
     except (ValueError, OSError) as error:
         raise EvaluationFailed(str(error)) from error
-    with _progress(steps) as progress:
+    with Bar(steps) as progress:
         run = Run(plan, store, progress)
         try:
             run.go()
         except EngineFailed as error:
             raise EvaluationFailed(f"vLLM can't serve {args.model} here: {error}") from error
+        except Unreadable as error:
+            raise EvaluationFailed(f"{args.model} can't be read: {error}") from error
     return Results(rows(run))
 
 
@@ -161,7 +179,7 @@ def harness(args: argparse.Namespace, chosen: list[Choice]) -> Results:
     formats = with_baselines(chosen)
     try:
         model, store = Model.of(args.model, args.dtype), Store(args.cache)
-        with _progress(len(formats)) as progress:
+        with Bar(len(formats)) as progress:
             return Results(tuple(lm_command.evaluated(args, model, formats, store, progress)))
     except (LmEvalFailed, ValueError, OSError) as error:
         raise EvaluationFailed(str(error)) from error
@@ -199,27 +217,3 @@ def top(args: argparse.Namespace, vocabulary: int) -> int | None:
     if args.top is not None:
         return int(args.top) if args.top < vocabulary else None
     return TOP if args.quick or vocabulary > WHOLE_VOCABULARY else None
-
-
-class _progress:
-    """A bar on standard error."""
-
-    def __init__(self, steps: int) -> None:
-        import rich.console
-        import rich.progress
-
-        columns = (
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("{task.description}"),
-        )
-        self.bar = rich.progress.Progress(*columns, console=rich.console.Console(stderr=True))
-        self.task = self.bar.add_task("", total=steps)
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        return lambda text, more: self.bar.update(self.task, description=text, advance=more)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()

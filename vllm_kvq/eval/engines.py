@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_kvq.eval.jobs import EngineArguments, Generate, Score, Started
+from vllm_kvq.eval.jobs import Complete, Completed, EngineArguments, Generate, Score, Started
 from vllm_kvq.eval.logprobs import Logprobs
 from vllm_kvq.eval.worker import serve
 
@@ -47,6 +47,11 @@ class Engine:
     def generate(self, job: Generate) -> list[Logprobs]:
         self._pipe.send(job)
         found: list[Logprobs] = self._answer()
+        return found
+
+    def complete(self, job: Complete) -> list[Completed]:
+        self._pipe.send(job)
+        found: list[Completed] = self._answer()
         return found
 
     def _answer(self) -> Any:

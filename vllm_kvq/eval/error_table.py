@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,23 +19,28 @@ from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.squat import PLAIN
 from vllm_kvq.formats.table import public_formats
 
-Row = tuple[str, str, dict[str, Any]]
+Row = tuple[str, str, Mapping[str, Any]]
 
 ROWS: list[Row] = [
     ("kivi2", "kivi2", {}),
-    ("squat2", "squat2", {}),
-    ("squat2, four blocks", "squat2", {"blocks": 4}),
-    ("squat2, r = 16", "squat2", {"r": 16}),
-    ("squat2, paper", "squat2", {"floor": 0}),
-    ("squat2, paper, r = 16", "squat2", {"floor": 0, "r": 16}),
+    ("squat2, plain", "squat2", PLAIN),
+    ("squat2, plain, four blocks", "squat2", {**PLAIN, "blocks": 4}),
+    ("squat2, plain, r = 16", "squat2", {**PLAIN, "r": 16}),
+    ("squat2, paper", "squat2", {**PLAIN, "floor": 0}),
+    ("squat2, paper, r = 16", "squat2", {**PLAIN, "floor": 0, "r": 16}),
     ("kivi2, fitted", "kivi2", {"key_scales": "fitted"}),
     ("squat2_pre", "squat2_pre", {}),
-    ("squat2, fitted", "squat2", {"key_scales": "fitted"}),
-    ("squat2, fitted, token scale", "squat2", {"key_scales": "fitted", "token_scale": "balanced"}),
+    ("squat2, plain, fitted", "squat2", {**PLAIN, "key_scales": "fitted"}),
+    ("squat2, plain, fitted, token scale", "squat2", {**PLAIN, "key_scales": "fitted", "token_scale": "balanced"}),
     ("kitty2", "kitty2", {}),
+    ("squat2", "squat2", {}),
+    ("squat2, four blocks", "squat2", {"blocks": 4}),
+    ("squat2, r = 20", "squat2", {"r": 20}),
     ("kitty2, half", "kitty2", {"boost": "half"}),
+    ("squat2, half", "squat2", {"boost": "half"}),
     ("polar3", "polar3", {}),
     ("polar3, paper", "polar3", {"mode": "paper"}),
     ("polar3, m3n2", "polar3", {"angle_bits": 3}),
@@ -72,13 +77,13 @@ def asked(text: str) -> list[Row]:
     return [(choice.label, choice.format, dict(choice.options)) for choice in found]
 
 
-def options_for(options: dict[str, Any], head_size: int) -> dict[str, Any]:
+def options_for(options: Mapping[str, Any], head_size: int) -> dict[str, Any]:
     """`blocks` is our shorthand for the `g` that gives so many blocks."""
     rest = {k: v for k, v in options.items() if k != "blocks"}
     return {**rest, "g": head_size // options["blocks"]} if "blocks" in options else rest
 
 
-def error(name: str, options: dict[str, Any], head_size: int, rope: bool, seeds: int = SEEDS) -> float:
+def error(name: str, options: Mapping[str, Any], head_size: int, rope: bool, seeds: int = SEEDS) -> float:
     """Averaged over so many data sets."""
     errors = []
     for seed in range(seeds):
@@ -90,7 +95,7 @@ def error(name: str, options: dict[str, Any], head_size: int, rope: bool, seeds:
     return sum(errors) / seeds
 
 
-def key_bits(name: str, options: dict[str, Any], head_size: int) -> float:
+def key_bits(name: str, options: Mapping[str, Any], head_size: int) -> float:
     return FORMATS[name].bind(Geometry(head_size, 64), options_for(options, head_size)).key_bits_per_element()
 
 

@@ -87,14 +87,20 @@ def _relative(exact: torch.Tensor, other: torch.Tensor) -> float:
 
 def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block: int = 128) -> list[HeadError]:
     """Of every layer that would be packed; a layer that the options keep in 16 bits has no error."""
-    kept = get_format(name).settings(options_at(options, None)).skip_layers
-    packed = {layer.index for layer in captured.layers} - {*kept}
-    for schedule in schedules(options):
-        schedule.check(packed, 1 + max(*(layer.index for layer in captured.layers), *captured.windows, -1))
+    packed = packed_layers(captured, name, options)
     found = []
     for layer in captured.layers:
-        if layer.index in kept:
-            found += [HeadError(layer.index, head, 0.0, 0.0, 0.0) for head in range(layer.key.shape[1])]
-        else:
+        if layer.index in packed:
             found += layer_errors(bound(captured, layer, name, options, block), layer)
+        else:
+            found += [HeadError(layer.index, head, 0.0, 0.0, 0.0) for head in range(layer.key.shape[1])]
     return found
+
+
+def packed_layers(captured: Captured, name: str, options: Mapping[str, Any]) -> set[int]:
+    """Those that the options don't keep in 16 bits. ValueError where options name layers that are not there."""
+    packed = {layer.index for layer in captured.layers}
+    packed -= {*get_format(name).settings(options_at(options, None)).skip_layers}
+    for schedule in schedules(options):
+        schedule.check(packed, 1 + max(*(layer.index for layer in captured.layers), *captured.windows, -1))
+    return packed

@@ -29,6 +29,8 @@ class EngineArguments:
     """On a CPU: for a model so small that threads only wait for each other."""
     lengths: tuple[int, ...]
     """For which bits are wanted."""
+    text: bool = False
+    """Whether it answers `Complete`, for which vLLM needs the model's tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,29 @@ class Generate:
             raise ValueError("each prompt needs a number of tokens, and the forced ones")
         if any(len(forced) > count for forced, count in zip(self.forced, self.counts, strict=True)):
             raise ValueError("more tokens are forced than generated")
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Greedy continuations as text, each up to one of the `stop` strings; answered with `Completed` for each prompt."""
+
+    prompts: tuple[Tokens, ...]
+    most: int
+    """Tokens of a continuation."""
+    stop: tuple[str, ...]
+    shared: int = 0
+    """Tokens with which all the prompts begin. They are read once, into the prefix cache, where there are any."""
+
+    def __post_init__(self) -> None:
+        if len({prompt[: self.shared] for prompt in self.prompts}) > 1:
+            raise ValueError(f"the prompts do not have their first {self.shared} tokens in common")
+        if any(len(prompt) <= self.shared for prompt in self.prompts):
+            raise ValueError("a prompt has nothing of its own after the shared tokens")
+
+
+@dataclass(frozen=True)
+class Completed:
+    text: str
+    tokens: int
+    cut: bool
+    """It reached the most tokens before it came to an end."""

@@ -9,7 +9,7 @@ from vllm_kvq.eval import cache
 from vllm_kvq.eval.choice import PLAIN, Choice
 from vllm_kvq.eval.jobs import EngineArguments, Generate, Tokens
 from vllm_kvq.eval.model import Model
-from vllm_kvq.eval.result import DECODING, HITS, TEACHER_FORCED
+from vllm_kvq.eval.result import DECODING, HITS, READING, TEACHER_FORCED
 from vllm_kvq.eval.samples import Sequence, Span, sequence
 
 REFERENCE = Choice(PLAIN)
@@ -20,6 +20,8 @@ PROMPT_CHUNK = 2048
 LEAD = 16
 """Tokens before an answer that are read one by one, as generated ones are: what a prompt's last chunk gives out comes
 from its exact keys and values, so without these a short answer would not come from the cache at all."""
+READERS = 512
+"""Tokens of a text that read the cache of those before them, but no more than half of them."""
 LEAST_CACHE_BYTES = 1 << 29
 SMALL_MODEL = 1 << 26
 """Bytes of weights."""
@@ -44,6 +46,8 @@ class Plan:
     """Generated for each sequence, at most."""
     longest: int
     """Tokens of a generated answer."""
+    readers: int | None = None
+    """Tokens at a text's end that read in the reading regime; None: `READERS`."""
     control: bool = False
     """Whether the plain cache is measured as any format is, by engines of its own."""
 
@@ -74,6 +78,14 @@ class Plan:
         )
 
     def key(self, choice: Choice, item: Sequence, regime: str) -> str:
+        if regime == READING:
+            return cache.key(
+                **self._what(choice),
+                regime=regime,
+                sources=cache.reading_sources(choice.format, choice.options),
+                tokens=item.tokens,
+                readers=self.reading(item),
+            )
         decoding = {"answers": self.answers, "longest": self.longest, "lead": LEAD}
         how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: decoding, HITS: decoding}
         return cache.key(
@@ -89,12 +101,17 @@ class Plan:
     def bits_key(self, choice: Choice, context: int) -> str:
         return cache.key(**self._engine(choice), bits_at=context)
 
-    def _engine(self, choice: Choice) -> dict[str, object]:
+    def _what(self, choice: Choice) -> dict[str, object]:
         return {
             "model": self.digest,
             "dtype": self.model.dtype,
             "format": choice.format,
             "options": dict(choice.options),
+        }
+
+    def _engine(self, choice: Choice) -> dict[str, object]:
+        return {
+            **self._what(choice),
             "sources": cache.sources(),
             "format_sources": cache.format_sources(choice.format),
             "max_len": self.max_len,
@@ -114,6 +131,12 @@ class Plan:
             hits=regime == HITS,
             one_thread=self.model.weight_bytes < SMALL_MODEL,
             lengths=self.contexts,
+        )
+
+    def reading(self, item: Sequence) -> int:
+        """How many of its tokens are predicted by tokens that read the cache: the last ones."""
+        return max(
+            1, min(self.readers or READERS, len(item.tokens) // 2 if self.readers is None else len(item.tokens) - 2)
         )
 
     def asked(self, item: Sequence) -> tuple[Span, ...]:

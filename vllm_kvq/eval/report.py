@@ -8,20 +8,34 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_kvq.console import Table
-from vllm_kvq.eval.result import ALL, DECODING, HITS, METRICS, TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.eval.result import ALL, DECODING, HITS, METRICS, READING, TEACHER_FORCED, Estimate, Results, Row
 
 ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
 """Metrics that are shares of one; printed as percentages."""
-GENERATED = ("kl", "kl_p999", "top1", "exact", "agreement", "score")
+GENERATED = ("kl", "kl_p99", "kl_p999", "top1", "exact", "agreement", "score")
 COLUMNS = {
-    TEACHER_FORCED: ("kl", "kl_median", "kl_p999", "top1", "perplexity", "dp_mean", "dp_rms", "accuracy", "score"),
+    READING: ("kl", "kl_median", "kl_p99", "kl_p999", "top1", "perplexity", "accuracy"),
+    TEACHER_FORCED: (
+        "kl",
+        "kl_median",
+        "kl_p99",
+        "kl_p999",
+        "top1",
+        "perplexity",
+        "dp_mean",
+        "dp_rms",
+        "accuracy",
+        "score",
+    ),
     DECODING: GENERATED,
     HITS: GENERATED,
 }
 HEADS = {
     "kl": "KL",
     "kl_median": "KL median",
+    "kl_p90": "KL 90 %",
+    "kl_p99": "KL 99 %",
     "kl_p999": "KL 99.9 %",
     "top1": "same top 1, %",
     "perplexity": "perplexity",
@@ -34,6 +48,7 @@ HEADS = {
 }
 TITLES = {
     TEACHER_FORCED: "teacher-forced: what each token of a text is given, the cache read in small chunks",
+    READING: "reading: the last tokens of each text read the cache of those before, as a decode step would",
     DECODING: "decoding: what the format generates itself",
     HITS: "hits: what the format generates itself, its prompt found in the prefix cache",
 }

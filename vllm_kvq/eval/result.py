@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_kvq.eval.choice import label
 
-VERSION = 1
+VERSION = 2
 """Of the file. Rows that another version wrote are not read."""
 
 TEACHER_FORCED = "teacher-forced"
@@ -25,8 +25,12 @@ DECODING = "decoding"
 errors accumulate."""
 HITS = "hits"
 """As decoding, with a prompt that the prefix cache knows: what a hit covers is read from pages (option `recompute`)."""
+READING = "reading"
+"""The text is computed at once with the exact cache; what each of its last tokens sees of those before it is read as a
+decode step would read it. It runs in transformers, a minute where vLLM takes an hour, and is held to `DECODING` with
+the text's own tokens."""
 USUAL = (TEACHER_FORCED, DECODING)
-REGIMES = (*USUAL, HITS)
+REGIMES = (*USUAL, HITS, READING)
 
 ALL = "all"
 """Instead of a task's name: the sequences of all tasks."""
@@ -34,6 +38,8 @@ ALL = "all"
 METRICS: Mapping[str, str] = {
     "kl": "mean KL divergence from the 16-bit cache's next-token distribution, nats per token",
     "kl_median": "median of the same over all tokens",
+    "kl_p90": "90th percentile of the same; a percentile is there where 100 tokens or more lie beyond it",
+    "kl_p99": "99th percentile of the same",
     "kl_p999": "99.9th percentile of the same",
     "top1": "share of tokens where both caches have the same most probable next token",
     "perplexity": "of the text, with the format",
@@ -85,6 +91,23 @@ class Hurt:
     probability_bf16: float
 
 
+@dataclass(frozen=True)
+class TextFigures:
+    """One text's own figures: what is compared between formats, text by text."""
+
+    name: str
+    """Its task and number."""
+    kind: str
+    sources: tuple[str, ...]
+    sha: str
+    tokens: int
+    """That were compared."""
+    kl: float
+    """Their mean."""
+    right: tuple[bool, ...] = ()
+    """Of its answers, in order."""
+
+
 Curve = tuple[Bin, ...]
 
 
@@ -116,6 +139,7 @@ class Row:
     """Metric -> its curve over the steps of work that an answer has; `accuracy`, `exact`."""
     hurt: tuple[Hurt, ...] = ()
     """The tokens of the largest divergence, the largest first."""
+    texts: tuple[TextFigures, ...] = ()
 
     def __post_init__(self) -> None:
         if self.regime not in REGIMES:
@@ -140,6 +164,7 @@ class Row:
         for curves in ("by_position", "by_depth", "by_steps"):
             fields[curves] = {name: tuple(map(_bin, curve)) for name, curve in fields[curves].items()}
         fields["hurt"] = tuple(Hurt(**h) for h in fields["hurt"])
+        fields["texts"] = tuple(map(_text, fields["texts"]))
         return cls(**fields)
 
 
@@ -179,3 +204,8 @@ def _estimate(document: Mapping[str, Any]) -> Estimate:
 
 def _bin(document: Mapping[str, Any]) -> Bin:
     return Bin(**{**document, "estimate": _estimate(document["estimate"])})
+
+
+def _text(document: Mapping[str, Any]) -> TextFigures:
+    lists = {name: tuple(document[name]) for name in ("sources", "right")}
+    return TextFigures(**{**document, **lists})

@@ -21,11 +21,13 @@ from vllm_kvq.eval.measures import (
     step_edges,
 )
 from vllm_kvq.eval.plan import REFERENCE, Plan
-from vllm_kvq.eval.result import ALL, TEACHER_FORCED, Curve, Estimate, Hurt, Row
+from vllm_kvq.eval.result import ALL, READING, TEACHER_FORCED, Curve, Estimate, Hurt, Row, TextFigures
 from vllm_kvq.eval.run import Run
 from vllm_kvq.eval.samples import Sequence, Span
 
-TAIL = 0.999
+TAILS = {"kl_p90": 0.9, "kl_p99": 0.99, "kl_p999": 0.999}
+BEYOND = 100
+"""Tokens that lie beyond a percentile, at least: fewer say nothing of it."""
 MOST_HURT = 12
 BEFORE, AFTER = 16, 8
 """Tokens around a hurt one."""
@@ -58,16 +60,29 @@ def _row(run: Run, choice: Choice, regime: str, task: str, context: int) -> Row:
         "sequences": len(there),
         "bits": run.bits(choice, context),
         "seed": plan.seed,
-        "kl_is_bound": plan.top is not None,
+        "kl_is_bound": plan.top is not None and regime != READING,
         "problem": problem,
     }
     if problem is not None or not there:
         return Row(**about)
     items, figures = [item for item, _ in there], [arrays for _, arrays in there]
-    if regime == TEACHER_FORCED:
-        return Row(**about, **_teacher_forced(plan, items, figures))
+    if regime in (TEACHER_FORCED, READING):
+        return Row(**about, **_of_text(plan, items, figures))
     plain = [run.figures(REFERENCE, item, regime) for item in items]
     return Row(**about, **_decoding(plan, items, figures, [p for p in plain if p is not None]))
+
+
+def _text(item: Sequence, figures: Arrays, right: Several[bool] = ()) -> TextFigures:
+    """What claims are made of, which compare formats text by text."""
+    return TextFigures(
+        name=f"{item.task} {item.number}",
+        kind=item.kind,
+        sources=item.sources,
+        sha=item.sha,
+        tokens=len(figures["kl"]),
+        kl=float(figures["kl"].mean()),
+        right=tuple(bool(x) for x in right),
+    )
 
 
 def _tokens(figures: Several[Arrays]) -> dict[str, Values]:
@@ -83,30 +98,34 @@ def _likeness(tokens: dict[str, Values]) -> dict[str, Estimate]:
     return {
         "kl": mean(kl),
         "kl_median": quantile(kl, 0.5),
-        "kl_p999": quantile(kl, TAIL),
+        **{name: quantile(kl, q) for name, q in TAILS.items() if len(kl.value) * (1 - q) >= BEYOND - 1e-6},
         "top1": mean(tokens["same"]),
         "dp_mean": mean(Values(change, index)),
         "dp_rms": mean(Values(change**2, index), root),
     }
 
 
-def _teacher_forced(plan: Plan, items: Several[Sequence], figures: Several[Arrays]) -> dict[str, Any]:
+def _of_text(plan: Plan, items: Several[Sequence], figures: Several[Arrays]) -> dict[str, Any]:
     tokens = _tokens(figures)
     metrics = _likeness(tokens) | {
         "perplexity": perplexity(tokens["chosen"]),
         "perplexity_bf16": perplexity(tokens["chosen_plain"]),
     }
-    position = np.concatenate([1 + np.arange(len(f["kl"])) for f in figures])
+    # of all tokens but the first, or of the last ones that read
+    first = [len(item.tokens) - len(f["kl"]) for item, f in zip(items, figures, strict=True)]
+    position = np.concatenate([b + np.arange(len(f["kl"])) for b, f in zip(first, figures, strict=True)])
     edges = position_edges(max(len(item.tokens) for item in items))
     by_depth: dict[str, Curve] = {}
     by_steps: dict[str, Curve] = {}
-    spans = [(i, span) for i, item in enumerate(items) for span in item.spans]
+    spans = [(i, span) for i, item in enumerate(items) for span in item.spans if span.begin >= first[i]]
+    answered: list[list[bool]] = [[] for _ in items]
     if spans:
-        # the first number is of the second token
-        part = [slice(span.begin - 1, span.end - 1) for _, span in spans]
+        part = [slice(span.begin - first[i], span.end - first[i]) for i, span in spans]
         right = np.array([figures[i]["hit"][p].all() for (i, _), p in zip(spans, part, strict=True)])
         hurt = np.array([figures[i]["kl"][p].mean() for (i, _), p in zip(spans, part, strict=True)])
         index = np.array([i for i, _ in spans])
+        for i, good in zip(index, right, strict=True):
+            answered[i].append(bool(good))
         metrics["accuracy"] = mean(Values(right, index))
         answers = {"accuracy": Values(right, index), "kl": Values(hurt, index)}
         by_depth, by_steps = _along([span for _, span in spans], answers)
@@ -116,6 +135,7 @@ def _teacher_forced(plan: Plan, items: Several[Sequence], figures: Several[Array
         "by_depth": by_depth,
         "by_steps": by_steps,
         "hurt": _hurt(plan, [item.tokens for item in items], position, tokens),
+        "texts": tuple(_text(*each) for each in zip(items, figures, answered, strict=True)),
     }
 
 
@@ -132,6 +152,7 @@ def _along(spans: Several[Span], answers: dict[str, Values]) -> tuple[dict[str, 
 def _decoding(plan: Plan, items: Several[Sequence], figures: Several[Arrays], plain: Several[Arrays]) -> dict[str, Any]:
     tokens = _tokens(figures)
     spans, index, exact, agreed, position = [], [], [], [], []
+    answered: list[list[bool]] = [[] for _ in items]
     for i, item in enumerate(items):
         begin = 0
         for span, length in zip(plan.asked(item), plan.lengths(item), strict=True):
@@ -141,6 +162,8 @@ def _decoding(plan: Plan, items: Several[Sequence], figures: Several[Arrays], pl
             spans.append(span)
             index.append(i)
             exact.append(np.array_equal(said, wanted))
+            if item.spans:
+                answered[i].append(exact[-1])
             agreed.append(int(np.argmin(said == theirs)) if (said != theirs).any() else length)
             position.append(np.arange(length))
             begin += length
@@ -160,6 +183,7 @@ def _decoding(plan: Plan, items: Several[Sequence], figures: Several[Arrays], pl
         "by_position": {"kl": curve(tokens["kl"], along, edges), "top1": curve(tokens["same"], along, edges)},
         "by_depth": by_depth,
         "by_steps": by_steps,
+        "texts": tuple(_text(*each) for each in zip(items, figures, answered, strict=True)),
     }
 
 

@@ -2,6 +2,7 @@
 
 teacher-forced    plain scores every text; each format scores it, too, and is compared at once
 decoding, hits    plain generates; each format generates; plain is made to say what each format said
+reading           no engine: `eval/reading` goes through the texts, and through the formats for each of them
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_kvq.eval.bits import bits_without_engine
 from vllm_kvq.eval.cache import Arrays, Store
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.engines import Engine, EngineFailed
 from vllm_kvq.eval.jobs import Score, Tokens
 from vllm_kvq.eval.logprobs import Logprobs, divergence, joined
 from vllm_kvq.eval.plan import REFERENCE, Plan
-from vllm_kvq.eval.result import TEACHER_FORCED
+from vllm_kvq.eval.result import READING, TEACHER_FORCED
 from vllm_kvq.eval.samples import Sequence
 
 FIGURES, WHOLE, BITS = "figures", "whole", "bits"
@@ -39,7 +41,9 @@ class Run:
     def go(self) -> None:
         for regime in self.plan.regimes:
             missing = {choice: self._missing(choice, regime) for choice in self.plan.choices}
-            if any(missing.values()):
+            if regime == READING:
+                self._reading(missing)
+            elif any(missing.values()):
                 self._teacher_forced(missing) if regime == TEACHER_FORCED else self._decoding(missing, regime)
         for choice in self.plan.choices:
             for item in self.plan.sequences:
@@ -80,6 +84,27 @@ class Run:
             if choice == REFERENCE:
                 raise
             self.problems[choice.label] = str(error)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+    def _reading(self, missing: Missing) -> None:
+        from vllm_kvq.eval.reading.run import read
+
+        plan = self.plan
+        todo = [(item, [c for c in plan.choices if item in missing[c]]) for item in plan.sequences]
+        todo = [(item, choices) for item, choices in todo if choices]
+        if todo:
+            self.progress(f"{READING}: loading the model", 0)
+            read(plan, todo, lambda choice, item, found: self._keep(choice, item, READING, found), self._refuse)
+        for choice in plan.choices:
+            for context in plan.contexts:
+                if choice.label not in self.problems and self.bits(choice, context) is None:
+                    self.progress(f"{choice.label}: bits at {context} tokens", 0)
+                    found = bits_without_engine(str(plan.model.folder), choice, plan.model.dtype, context)
+                    if found is not None:
+                        self.store.put(BITS, plan.bits_key(choice, context), {"bits": np.array(found)})
+
+    def _refuse(self, choice: Choice, problem: str) -> None:
+        self.problems[choice.label] = problem
 
     # -- teacher-forced ----------------------------------------------------------------------------------------------
     def _teacher_forced(self, missing: Missing) -> None:

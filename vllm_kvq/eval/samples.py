@@ -1,4 +1,4 @@
-"""Tasks as token ids: the same sequences for every format, from a seed.
+"""Tasks and texts as token ids: the same sequences for every format, from a seed.
 
 A task writes characters; the model's own tokenizer says how many of them make the wanted number of tokens, and where in
 the tokens answers and their sources stand.
@@ -7,11 +7,13 @@ the tokens answers and their sources stand.
 from __future__ import annotations
 
 import bisect
+import functools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_kvq.eval.tasks import TASKS, Sample
+from vllm_kvq.eval.tasks import TASKS, TEXT, Sample
+from vllm_kvq.eval.texts import Texts
 
 ATTEMPTS = 12
 """So many lengths are tried until a sample fits."""
@@ -39,11 +41,20 @@ class Sequence:
     """Which of the task's sequences it is."""
     tokens: tuple[int, ...]
     spans: tuple[Span, ...]
+    kind: str = ""
+    """Of a text: prose, documentation, code or chats."""
+    sources: tuple[str, ...] = ()
+    """What a text was made of."""
+    sha: str = ""
+    """SHA-256 of its characters."""
 
 
 def sequence(tokenizer: Any, task: str, context: int, most: int, number: int, seed: int) -> Sequence:
     """`context` tokens, or `most` where there is no room for more, as near below as a few attempts come."""
     limit = min(context, most)
+    if task == TEXT:
+        made = texts(tokenizer, seed).text(number, limit)
+        return Sequence(TEXT, context, number, made.tokens, (), made.kind, made.sources, made.sha)
     characters, best = int(limit * _characters_per_token(tokenizer, task)), None
     for attempt in range(ATTEMPTS):
         rng = random.Random(f"{seed} {task} {number} {attempt}")
@@ -59,6 +70,11 @@ def sequence(tokenizer: Any, task: str, context: int, most: int, number: int, se
     return replace(best, context=context, number=number)
 
 
+@functools.cache
+def texts(tokenizer: Any, seed: int) -> Texts:
+    return Texts(tokenizer, seed)
+
+
 def _characters_per_token(tokenizer: Any, task: str) -> float:
     text = TASKS[task].sample(random.Random(0), 4000).text
     return len(text) / len(tokenizer(text, verbose=False).input_ids)
@@ -68,9 +84,6 @@ def _tokenized(tokenizer: Any, sample: Sample, limit: int) -> Sequence:
     # not verbose: it would warn of texts longer than the model has room for, which are tried and given up here
     encoded = tokenizer(sample.text, return_offsets_mapping=True, verbose=False)
     ids, offsets = tuple(encoded.input_ids), encoded.offset_mapping
-    if not sample.answers:
-        # nothing is asked, so any length will do
-        ids = ids[:limit]
     begins, ends = [b for b, _ in offsets], [e for _, e in offsets]
     spans = []
     for answer in sample.answers:

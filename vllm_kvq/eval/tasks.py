@@ -238,11 +238,6 @@ def repeat(rng: random.Random, characters: int) -> Sample:
     return out.sample("repeat")
 
 
-def text(rng: random.Random, characters: int) -> Sample:
-    """Documentation: nothing is asked."""
-    return Sample("text", filler(rng, max(200, characters), held_out=True), ())
-
-
 TASKS: Mapping[str, Task] = {
     task.name: task
     for task in (
@@ -253,6 +248,8 @@ TASKS: Mapping[str, Task] = {
         Task("copy", "random words, said again", copy),
         Task("variables", "assignments of a program, traced back", variables),
         Task("repeat", "a passage that comes again", repeat),
-        Task("text", "documentation: likelihood only", text),
     )
 }
+TEXT = "text"
+"""Instead of a task's name: a text in which nothing is asked (`eval/texts.py`)."""
+NAMES = (*TASKS, TEXT)

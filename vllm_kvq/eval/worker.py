@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_kvq.eval.jobs import EngineArguments, Generate, Score, Started
+from vllm_kvq.eval.jobs import Complete, Completed, EngineArguments, Generate, Score, Started
 from vllm_kvq.eval.logprobs import Logprobs
 
 VARIABLES = {
@@ -78,7 +78,7 @@ class Engine:
             "kv_cache_memory_bytes": arguments.cache_bytes,
             "enable_prefix_caching": arguments.hits,
             "enforce_eager": True,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not arguments.text,
             "disable_log_stats": True,
             "logits_processors": ["vllm_kvq.eval.forced:Forced"],
             **chunk,
@@ -90,7 +90,9 @@ class Engine:
         self.bits = {n: _bits(config, n, arguments.format in FORMATS) for n in arguments.lengths}
         self.llm = LLM(**engine)
 
-    def answer(self, job: Score | Generate) -> Logprobs | list[Logprobs]:
+    def answer(self, job: Score | Generate | Complete) -> Logprobs | list[Logprobs] | list[Completed]:
+        if isinstance(job, Complete):
+            return self.complete(job)
         return self.score(job) if isinstance(job, Score) else self.generate(job)
 
     def score(self, job: Score) -> Logprobs:
@@ -126,6 +128,20 @@ class Engine:
         if self.hits and not all(output.num_cached_tokens for output in outputs):
             raise ValueError("a prompt is too short to be found in the prefix cache; ask for a longer --context")
         return [Logprobs.of_flat(output.outputs[0].logprobs, self.top is None) for output in outputs]
+
+    def complete(self, job: Complete) -> list[Completed]:
+        from vllm import SamplingParams
+
+        if job.shared:
+            first = {"prompt_token_ids": list(job.prompts[0][: job.shared])}
+            self.llm.generate([first], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        params = SamplingParams(max_tokens=job.most, temperature=0, stop=list(job.stop))
+        prompts = [{"prompt_token_ids": list(tokens)} for tokens in job.prompts]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        if job.shared and not all(output.num_cached_tokens for output in outputs):
+            raise ValueError("what the prompts share is too short to be found in the prefix cache; make it longer")
+        answers = [output.outputs[0] for output in outputs]
+        return [Completed(a.text, len(a.token_ids), a.finish_reason == "length") for a in answers]
 
     @property
     def _kept(self) -> int:

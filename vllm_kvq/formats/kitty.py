@@ -24,15 +24,15 @@ because it is what a step of the quantizer is made of, scales are fitted, and va
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed, round_up
-from vllm_kvq.formats.option import KEY_SCALES, Option
+from vllm_kvq.formats.option import BOOST, KEY_SCALES, Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.quant import Quantized, affine_codes, affine_parameters
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.formats.variant import fitted, variant
@@ -40,12 +40,13 @@ from vllm_kvq.formats.variant import fitted, variant
 LOW, WHOLE = 2, 4
 """Bits of a channel's code, and of a boosted one's."""
 PARTS = {"eighth": 8, "quarter": 4, "half": 2}
+USUAL = "quarter"
 
 
 class BoostedKeys(KeyCodec):
     name = "kitty"
     title = "per channel over 32 tokens, wide channels in 4 bits"
-    options = (KEY_SCALES, Option("boost", "the part of the channels that has 4 bits", "quarter", tuple(PARTS)))
+    options: ClassVar[tuple[Option, ...]] = (KEY_SCALES, BOOST)
     parameters = staticmethod(affine_parameters)
 
     @classmethod
@@ -53,9 +54,12 @@ class BoostedKeys(KeyCodec):
         return variant(cls, *fitted(options["key_scales"]))(geometry, options)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        part = options["boost"] or USUAL
+        if part == "none":
+            raise ValueError("option 'boost' is 'none': that is KIVI; use kivi2, with key_scales 'fitted' as here")
         self.d = geometry.d
         # four planes of channel quads
-        self.boosted = round_up(self.d // PARTS[options["boost"]], 16)
+        self.boosted = round_up(self.d // PARTS[part], 16)
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:
@@ -71,10 +75,8 @@ class BoostedKeys(KeyCodec):
         span = x.amax(-2, keepdim=True) - x.amin(-2, keepdim=True)
         channels = span.sort(dim=-1, descending=True, stable=True).indices[..., : self.boosted].sort(dim=-1).values
         boosted = torch.zeros_like(span, dtype=torch.bool).scatter(-1, channels, True)
-        few, many = (self.parameters(x, -2, bits) for bits in (LOW, WHOLE))
-        scale, zero = (torch.where(boosted, m, f) for f, m in zip(few, many, strict=True))
-        top = torch.where(boosted, 2.0**WHOLE - 1, 2.0**LOW - 1)
-        codes = affine_codes(x, scale, zero, WHOLE).minimum(top).to(torch.uint8)
+        codes, scale, zero = self._quantize(x, boosted, state)
+        codes = codes.to(torch.uint8)
         high = codes.gather(-1, channels.expand(*codes.shape[:-1], -1)) >> LOW
         return {
             "k_scale": torch.where(boosted, -scale, scale).squeeze(-2),
@@ -82,6 +84,13 @@ class BoostedKeys(KeyCodec):
             "k_codes": pack_keys(codes & (2**LOW - 1), LOW),
             "k_high": pack_keys(high, LOW),
         }
+
+    def _quantize(self, x: torch.Tensor, boosted: torch.Tensor, state: torch.Tensor | None) -> Quantized:
+        """Keys (U, s, 32, c) and which of their c channels are boosted (U, s, 1, c)."""
+        few, many = (self.parameters(x, -2, bits) for bits in (LOW, WHOLE))
+        scale, zero = (torch.where(boosted, m, f) for f, m in zip(few, many, strict=True))
+        top = torch.where(boosted, 2.0**WHOLE - 1, 2.0**LOW - 1)
+        return affine_codes(x, scale, zero, WHOLE).minimum(top), scale, zero
 
     def unpack(self, fields: Packed) -> torch.Tensor:
         scale, zero = (fields[n].float().unsqueeze(-2) for n in ("k_scale", "k_zero"))

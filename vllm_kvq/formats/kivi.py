@@ -25,7 +25,7 @@ from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.quant import Quantized, affine_codes, affine_parameters
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.formats.variant import fitted, variant
@@ -69,8 +69,8 @@ class ChannelKeys(KeyCodec):
             "k_codes": pack_keys(codes, self.bits),
         }
 
-    def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(U, s, 32, d) -> codes of that shape, scale and zero (U, s, 1, d)."""
+    def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> Quantized:
+        """Keys (U, s, 32, c)."""
         scale, zero = self.parameters(x, -2, self.bits)
         return affine_codes(x, scale, zero, self.bits), scale, zero
 

@@ -79,6 +79,12 @@ VALUE_SCALES = Option(
     "value_scales", "scales of values per token: of the range, or fitted", "range", KEY_SCALES.choices
 )
 """`quant.fitted_parameters` says what fitted ones are."""
+BOOST = Option(
+    "boost",
+    "the part of the channels that has 4-bit codes, the others having 2-bit ones",
+    choices=("none", "eighth", "quarter", "half"),
+)
+"""Of keys with parameters per channel. Left out: a quarter, where all other options allow it (kitty.py, squat.py)."""
 TOKEN_SCALE = Option("token_scale", "a scale per token beside the channels' own", "none", ("none", "balanced"))
 """Of keys with parameters per channel."""
 PAIRING = Option("pairing", "RoPE's channel pairs, from the model unless set", choices=("half", "interleaved"))

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Codes as float32; scale and zero, of size 1 where a group shares them."""
+
 LIMIT = 32768.0
 """Inputs are clamped to +-LIMIT: then a range (2 * LIMIT) / 3 and a radius sqrt(2) * LIMIT stay finite in float16."""
 

@@ -60,9 +60,16 @@ def _before_rope(page: PageFormat, x: torch.Tensor) -> torch.Tensor:
 
 
 def through_pages(
-    page: PageFormat, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor | None
+    page: PageFormat,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor | None,
+    prompt: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, heads, head_size) as they come out of pages that they fill from the first token on."""
+    """(tokens, heads, head_size) as they come out of pages that they fill from the first token on.
+
+    Units that end behind the first `prompt` tokens are completed by decode steps; None: prompts complete all of them.
+    """
     tokens, heads, head_size = key.shape
     k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
     at = torch.arange(round_up(tokens, page.unit)).clamp_max(tokens - 1)
@@ -71,7 +78,8 @@ def through_pages(
     if state is not None:
         state = state.repeat_interleave(units, dim=0)
     position = torch.arange(0, len(at), page.unit).repeat(heads)
-    k, v = page.unpack(page.pack(k, v, state, position=position))
+    decoded = None if prompt is None else position + page.unit > prompt
+    k, v = page.unpack(page.pack(k, v, state, decoded, position))
     k, v = (x.reshape(heads, -1, page.geometry.d)[:, :tokens, :head_size].transpose(0, 1) for x in (k, v))
     return k.to(key.dtype), v.to(value.dtype)
 

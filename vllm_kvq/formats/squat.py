@@ -1,4 +1,4 @@
-"""SQuat: KIVI's keys, corrected by the subspace of the prompt's queries; values as KIVI's.
+"""SQuat: keys corrected by the subspace of the prompt's queries, in the bytes of Kitty or of KIVI.
 
 With U (r x d) spanning the prompt's queries, the channels are quantized block by block, and every block first takes
 back what the blocks before it did to the scores of those queries (x, y, k are columns of one token):
@@ -16,24 +16,45 @@ the others. So rho follows it:
 
 `floor: 0` is the paper's rule.
 
-The bytes are KIVI's (kivi.py): the correction is in the codes, and a page is read without U.
+What `quant` is, and with it the bytes, is the option `boost`:
+
+    none       KIVI's, key_bits for every channel (kivi.py); unless set also where key_bits is 4 or rope is before
+    a part     Kitty's: 4 bits for that part of the channels, 2 for the others (kitty.py)
+
+The correction is in the codes: a page costs what Kitty's or KIVI's does, is read without U, and by the same kernels.
+
+What packs a slab (32 tokens) of boosted keys computes in this order:
+
+    1. span of every channel over the 32 tokens of k; the widest are boosted, the first of equals, as in Kitty. These
+       are keys before any correction, and the choice is final: what is left of a channel's range decides nothing.
+    2. for each block t of g channels, the last one maybe smaller:
+         x_t           = clamp(k_t - U_t^T M_{t-1} z, +-32768)                    block 1: k_1
+         scale, zero   of each channel of x_t over the 32 tokens, for 4 bits if boosted, else 2; of the range or fitted
+         code          = round((x_t - zero) / scale), 0 .. 15 if boosted, else 0 .. 3
+         z            += U_t (zero + code * scale - k_t)                          with scale and zero as float16
+    3. k_scale (its sign bit set if boosted), k_zero, low digits k_codes, and high digits k_high of boosted channels
+
+U, the noise and g are those of plain keys, and M is solved in float64: U is not normalised. A request without a state
+has U = 0, with which this is Kitty's packing to the byte.
 
 State: r rows, U of the prompt so far, and one that holds the noise in every channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, cast
 
 import torch
 
-from vllm_kvq.formats.codec import Geometry
+from vllm_kvq.formats.codec import Geometry, KeyCodec
+from vllm_kvq.formats.kitty import LOW, USUAL, BoostedKeys
 from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.option import KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
-from vllm_kvq.formats.quant import LIMIT
+from vllm_kvq.formats.option import BOOST, KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
+from vllm_kvq.formats.quant import LIMIT, Quantized
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.formats.variant import variant
 
 NARROW = 16
 """The largest rank that every kernel knows."""
@@ -41,13 +62,16 @@ LEAST_BLOCK = 16
 """Channels of a block that kernels quantize at once."""
 
 
-class SQuatKeys(ChannelKeys):
+class Corrected(KeyCodec):
+    """The subspace and the correction, whatever is stored: which of the two classes below, `bind` decides."""
+
     name = "squat"
-    title = "as kivi, corrected by the subspace of the prompt's queries"
-    options = (
+    title = "as kivi or kitty, corrected by the subspace of the prompt's queries"
+    options: ClassVar[tuple[Option, ...]] = (
         KEY_BITS,
         KEY_SCALES,
         TOKEN_SCALE,
+        BOOST,
         Option("r", "rank of SQuat's query subspace", 5, low=1, high=64),
         Option("lambda", "SQuat's regularisation", 1e-3, low=1e-6, high=0.1, multiple=0),
         Option("floor", "times the queries' noise that 1 / lambda is at least; 0: the paper's rule", 4, low=0, high=64),
@@ -57,28 +81,35 @@ class SQuatKeys(ChannelKeys):
     fits_queries = True
 
     @classmethod
-    def changes(cls, options: Mapping[str, Any]) -> tuple[type, ...]:
+    def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
+        plain = _is_plain(options)
+        if not plain:
+            _refuse_beside_boost(options)
+        stored: type[Corrected] = SQuatKeys if plain else BoostedSQuatKeys
         wide = (WideSubspace,) if options["r"] > NARROW else ()
         fine = (FineBlocks,) if options["g"] and options["g"] % LEAST_BLOCK else ()
         before = (BeforeRope,) if options["rope"] == "before" else ()
-        return (*before, *fine, *wide, *super().changes(options))
+        # both layouts make the same of the options that they share
+        changes = (*before, *fine, *wide, *ChannelKeys.changes(options))
+        return cast(Self, variant(stored, *changes)(geometry, options))
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        super().__init__(geometry, options)
         if options["r"] >= geometry.head_size:
             raise ValueError(
                 f"option 'r' is {options['r']}; a subspace of {geometry.head_size} channels is no more than "
                 f"{geometry.head_size - 1} wide"
             )
+        self.d = geometry.d
         self.rank, self.lam, self.floor = options["r"], options["lambda"], options["floor"]
         self.state_rows = self.rank + 1
         self.beside = geometry.head_size - self.rank
-        # two blocks at d = 128, never one: that is plain KIVI
+        # two blocks up to d = 128, never one: nothing would be corrected
         self.block = options["g"] or min(64, geometry.d // 2)
         if self.block >= geometry.head_size:
+            plain = _is_plain(options)
             raise ValueError(
-                f"option 'g' is {self.block}, the whole head of {geometry.head_size} channels: that is KIVI; "
-                "use kivi2 or a smaller g"
+                f"option 'g' is {self.block}, the whole head of {geometry.head_size} channels: that is "
+                f"{'KIVI; use kivi2' if plain else 'Kitty; use kitty2'} or a smaller g"
             )
 
     def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
@@ -103,9 +134,12 @@ class SQuatKeys(ChannelKeys):
             noise = noise + state[:, -1, 0]
         return torch.cat([u, noise[:, None, None].expand(-1, 1, self.d)], 1).float()
 
-    def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _correct(
+        self, x: torch.Tensor, state: torch.Tensor | None, quantize: Callable[[torch.Tensor, slice], Quantized]
+    ) -> Quantized:
+        """Keys (U, s, 32, d), block by block; `quantize` gets a corrected block and the channels that it is."""
         if state is None:
-            return super()._quantize(x, None)
+            return quantize(x, slice(None))
         u = state[:, : self.rank].unsqueeze(1)  # (U, 1, r, d): one subspace for all slabs of a unit
         rho = (self.floor * state[:, -1, 0].double()).clamp_min(1 / self.lam)
         z = torch.zeros(*x.shape[:-1], self.rank, device=x.device)
@@ -116,7 +150,7 @@ class SQuatKeys(ChannelKeys):
             if start:
                 # no further than any key reaches, so that what is read fits into float16
                 block = (block - z @ self._pull(rho, u[..., start:], u_t)).clamp(-LIMIT, LIMIT)
-            c, s, zero = super()._quantize(block, None)
+            c, s, zero = quantize(block, at)
             z = z + (torch.addcmul(zero, c, s) - x[..., at]) @ u_t.transpose(-2, -1)
             codes.append(c)
             scales.append(s)
@@ -132,6 +166,44 @@ class SQuatKeys(ChannelKeys):
         eye = torch.eye(self.rank, dtype=rest.dtype, device=rest.device)
         factor, _ = torch.linalg.cholesky_ex(eye * rho[:, None, None, None] + rest @ rest.transpose(-2, -1))
         return torch.cholesky_solve(u_t.double(), factor).float()
+
+
+class SQuatKeys(Corrected, ChannelKeys):
+    """`boost`: none, the paper's: KIVI's bytes."""
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        ChannelKeys.__init__(self, geometry, options)
+        Corrected.__init__(self, geometry, options)
+
+    def _quantize(self, x: torch.Tensor, state: torch.Tensor | None) -> Quantized:
+        plain = super()._quantize
+        return self._correct(x, state, lambda block, at: plain(block, None))
+
+
+class BoostedSQuatKeys(Corrected, BoostedKeys):
+    """`boost`: a part of the channels: Kitty's bytes, and its choice of channels, which sees no correction."""
+
+    def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
+        BoostedKeys.__init__(self, geometry, options)
+        Corrected.__init__(self, geometry, options)
+
+    def _quantize(self, x: torch.Tensor, boosted: torch.Tensor, state: torch.Tensor | None) -> Quantized:
+        plain = super()._quantize
+        return self._correct(x, state, lambda block, at: plain(block, boosted[..., at], None))
+
+
+def _is_plain(options: Mapping[str, Any]) -> bool:
+    unset = "none" if options["key_bits"] != LOW or options["rope"] == "before" else USUAL
+    return (options["boost"] or unset) == "none"
+
+
+def _refuse_beside_boost(options: Mapping[str, Any]) -> None:
+    for name, only in (("key_bits", LOW), ("token_scale", "none")):
+        if options[name] != only:
+            raise ValueError(
+                f"option {name!r} is {options[name]!r}, which keys with boosted channels don't have (option 'boost' is "
+                f"{options['boost'] or USUAL!r}); set 'boost' to 'none', or {name!r} to {only!r}"
+            )
 
 
 class WideSubspace:
@@ -153,8 +225,31 @@ class BeforeRope:
     before_rope = True
 
 
+PLAIN: dict[str, Any] = {
+    "boost": "none",
+    "r": 5,
+    "key_scales": "range",
+    "value_scales": "range",
+    "value_rotation": "none",
+    "group": 32,
+}
+"""With these options `squat2` stores what the paper does, which has no sinks (`S: 0`) and another rho (`floor: 0`)."""
+
 FORMATS = (
-    Format("squat2", "SQuat, 2-bit keys", SQuatKeys, TokenValues, {"W": 32}),
+    Format(
+        "squat2",
+        "SQuat, boosted keys",
+        SQuatKeys,
+        TokenValues,
+        {
+            "r": 10,
+            "key_scales": "fitted",
+            "value_scales": "fitted",
+            "value_rotation": "hadamard",
+            "group": 256,
+            "W": 32,
+        },
+    ),
     Format("squat2_pre", "SQuat, 2-bit keys, before RoPE", SQuatKeys, TokenValues, {"W": 32, "rope": "before"}),
     Format("squat4", "SQuat, 4-bit keys", SQuatKeys, TokenValues, {"key_bits": 4, "value_bits": 4, "W": 32}),
 )

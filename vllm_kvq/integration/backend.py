@@ -23,19 +23,19 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_kvq.formats import FORMATS, PageFormat
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.integration import compat
 from vllm_kvq.integration.faults import FaultWatch
 from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.layer import PackedLayer
-from vllm_kvq.integration.layout import ONE_SIZE, SIDE_BY_SIDE, zero_all_groups
+from vllm_kvq.integration.layout import ONE_SIZE, SIDE_BY_SIDE
+from vllm_kvq.integration.patches import registry
+from vllm_kvq.integration.patches.patch import Moment
 from vllm_kvq.integration.report import Damage
-from vllm_kvq.integration.seeds import keep_seeds
 from vllm_kvq.integration.served import Served, capped, parts_of, path_of
 from vllm_kvq.integration.setup import bind_layer, layer_of
-from vllm_kvq.integration.sharing import SharingLayer, check_sharing, find_specs_of_sharing_layers
+from vllm_kvq.integration.sharing import SharingLayer, check_sharing
 from vllm_kvq.integration.spec import PackedSpec
-from vllm_kvq.integration.states import leave_checkpoints_out, start_kernels
 from vllm_kvq.integration.validate import Refused, check_layer
-from vllm_kvq.integration.warmup import serve_warmup
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.paths import Wish
 from vllm_kvq.kernels.step import StepBatch
@@ -80,13 +80,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         if Wish.of(device.type, os.environ).on_gpu:
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.watches: list[FaultWatch] | None = None
-        if device.type == "cpu":
-            keep_seeds()
-            zero_all_groups()
-        if vllm_config.use_v2_model_runner:
-            serve_warmup()
-        if vllm_config.model_config.is_hybrid:
-            start_kernels(vllm_config)
+        registry.install(Moment.BUILT, vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -208,6 +202,8 @@ class KVQImpl(AttentionImpl):
         self.cap = float(logits_soft_cap or 0.0)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.vllm_config = get_current_vllm_config()
+        if problem := compat.worker_problem(self.vllm_config):
+            raise Refused(problem)
         self.packed: PackedLayer | None = None
         self.sharing: SharingLayer | None = None
         """In place of `packed`, in a layer that shares another's cache."""
@@ -228,10 +224,7 @@ class KVQImpl(AttentionImpl):
             return
         fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
         served = Served.of(self.vllm_config)
-        if served.states is not None and self.vllm_config.device_config.device_type == "cpu":
-            leave_checkpoints_out()
-        if served.layers.sharing:
-            find_specs_of_sharing_layers()
+        registry.install(Moment.LOADED, self.vllm_config)
         layer.attn_backend = bound_backend(fmt, served.recomputed, served.mixed)
         self.packed = PackedLayer.create(
             fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers, self.learned, self.cap

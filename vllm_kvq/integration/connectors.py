@@ -7,12 +7,9 @@ never sidecars.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from vllm.logger import init_logger
-
-from vllm_kvq.integration.manager import SinkManager
 
 logger = init_logger("vllm.kvq")
 
@@ -54,27 +51,3 @@ def choose_connector(vllm_config: Any) -> None:
 def can_copy(platform: Any) -> bool:
     """Whether vLLM's copier runs there."""
     return bool(platform.is_cuda())
-
-
-def look_behind_hits() -> None:
-    """Have the connector find the rest of a prefix whose beginning is on the GPU, once, with sinks, too.
-
-    It asks for what follows a hit as if that were a prefix of its own. There the first block has no sinks: they came
-    with the hit.
-    """
-    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Scheduler
-
-    ask = Scheduler.get_num_new_matched_tokens
-    if getattr(ask, "_kvq", False):
-        return
-
-    @functools.wraps(ask)
-    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
-        SinkManager.behind_hit = num_computed_tokens > 0
-        try:
-            return ask(self, request, num_computed_tokens)
-        finally:
-            SinkManager.behind_hit = False
-
-    get_num_new_matched_tokens._kvq = True  # type: ignore[attr-defined]
-    Scheduler.get_num_new_matched_tokens = get_num_new_matched_tokens

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration import compat
+from vllm_kvq.integration.patches import registry
 
 PLUGIN = "kvq"
 
@@ -36,7 +37,13 @@ def plugin_problem() -> str | None:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         return f"VLLM_PLUGINS is {allowed!r} and leaves {PLUGIN!r} out"
-    return compat.version_problem() or compat.names_problem() or compat.names_problem(compat.NEEDED_BY_CHECK)
+    return compat.plugin_problem() or compat.names_problem(compat.NEEDED_BY_CHECK) or check_problem()
+
+
+def check_problem() -> str | None:
+    """What `vllm-kvq check` itself lacks in this vLLM."""
+    own = (patch for patch in registry.PATCHES if patch.moment is None)
+    return next(filter(None, (patch.problem() for patch in own)), None)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
     try:
         serve.validate(args)
         made = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        if problem := compat.worker_problem(made):
+            raise WouldNotStart(problem)
         return DryStart(made, Served.of(made))
     except Exception as error:
         # whatever it is, it would end the server

@@ -15,10 +15,12 @@ from importlib.util import find_spec
 
 import torch
 
-from vllm_kvq.integration import ledger
 from vllm_kvq.integration.dry_start import plugin_problem
 from vllm_kvq.integration.known_faults import faults_of
 from vllm_kvq.integration.memory import GIB, SPACE, Machine, gib
+from vllm_kvq.integration.patches import registry
+from vllm_kvq.integration.patches.patch import Moment, Patch
+from vllm_kvq.integration.plugin import register
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import processor_name
@@ -185,7 +187,19 @@ def known_faults() -> list[Finding]:
 
 
 def patches() -> list[Finding]:
-    from vllm import __version__
+    """What this vLLM is changed in, once the plugin has registered in this process as in a server's."""
+    if plugin_problem() is not None:  # the finding `plugin` says it
+        return []
+    register()
+    return [_of_patch(patch) for patch in registry.PATCHES if patch.of_this_vllm]
 
-    active = [p for p in ledger.LEDGER if __version__.startswith(tuple(f"{v}." for v in p.versions))]
-    return [Finding("patch", FINE, f"{p.what}: {p.why}; until {p.until}") for p in active]
+
+def _of_patch(patch: Patch) -> Finding:
+    what = f"{patch.what}: {patch.why}; until {patch.until}"
+    if patch.cpu_only and not on_cpu():
+        return Finding(patch.kind.value, FINE, f"{what} (on CPUs only)")
+    if problem := patch.problem():
+        return Finding(patch.kind.value, BAD if patch.only is None else NOTE, problem)
+    if patch.moment is Moment.REGISTERED and patch.install is not None and not patch.in_effect():
+        return Finding(patch.kind.value, BAD, f"{patch.what}: something else has undone it in this process")
+    return Finding(patch.kind.value, FINE, what)

@@ -78,10 +78,14 @@ class SinkManager(SidecarManager):
 
     KEY_STRIDE = 1 << 16
     behind_hit = False
-    """Whether a KV connector asks for what follows a hit, which has its sinks (connectors.py)."""
+    """Whether a KV connector asks for what follows a hit, which has its sinks (patches/connectors.py)."""
 
     def _wants_zeroing(self, available: bool) -> bool:
         return False
+
+    @classmethod
+    def look_behind_hit(cls, behind: bool) -> None:
+        cls.behind_hit = behind
 
     @classmethod
     def _keys(cls, group_id: int, pages: int) -> list[int]:

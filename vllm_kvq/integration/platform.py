@@ -10,10 +10,11 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration import metrics, validate
+from vllm_kvq.integration import compat, metrics, validate
 from vllm_kvq.integration.drafts import is_draft
 from vllm_kvq.integration.kept import WINDOWS
-from vllm_kvq.integration.orphans import guard
+from vllm_kvq.integration.patches import registry
+from vllm_kvq.integration.patches.patch import Moment
 from vllm_kvq.integration.served import Served, apply
 
 BACKEND = "vllm_kvq.integration.backend.KVQBackend"
@@ -28,6 +29,7 @@ def configure(vllm_config: Any) -> None:
         return
     try:
         (validate.check if ours(vllm_config) else validate.check_other)(vllm_config)
+        check_patches(vllm_config)
     except validate.Refused as error:
         if _is_vllms_command():
             # the bare sentence instead of a traceback
@@ -36,7 +38,14 @@ def configure(vllm_config: Any) -> None:
     if ours(vllm_config) and vllm_config.model_config is not None:
         apply(Served.of(vllm_config), vllm_config)
         metrics.open_folder()
-        guard()
+        registry.install(Moment.CONFIGURED, vllm_config)
+
+
+def check_patches(vllm_config: Any) -> None:
+    """Raise where vLLM lacks a name that this server needs."""
+    served = ours(vllm_config) and vllm_config.model_config is not None
+    if served and (problem := compat.server_problem(vllm_config)):
+        raise validate.Refused(problem)
 
 
 def ours(vllm_config: Any) -> bool:

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_kvq.integration.patches.patch import Hooks
+
 
 def register() -> None:
-    """Make the formats known to vLLM. Safe to call again; the order of the steps matters."""
+    """Make the formats known to vLLM. Safe to call again."""
     from vllm.logger import init_logger
 
     from vllm_kvq.integration import compat
+    from vllm_kvq.integration.patches import registry
 
-    if problem := compat.version_problem() or compat.names_problem():
+    if problem := compat.plugin_problem():
         init_logger("vllm.kvq").error("%s", problem)
         return
-    compat.hide_own_sources()
-    compat.register_dtypes()
-    compat.hide_test_formats()
+    registry.register(hooks())
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_kvq.integration import connectors, held, layout, platform, spec, windows
+    from vllm_kvq.integration import platform, spec
 
     register_backend(AttentionBackendEnum.CUSTOM, platform.BACKEND)
-    compat.wrap_platform(platform.configure, platform.backend_of)
-    layout.keep_pages_apart(platform.ours)
-    windows.cut_windows(platform.window_block)
-    compat.ensure_builtin_specs()
-    connectors.look_behind_hits()
-    compat.wrap_scheduler(held.take_census)
     spec.register()
+
+
+def hooks() -> Hooks:
+    """What the patches call."""
+    from vllm_kvq.integration import held, manager, platform
+    from vllm_kvq.integration.patches.patch import Hooks
+
+    return Hooks(
+        configure=platform.configure,
+        backend_of=platform.backend_of,
+        serves=platform.ours,
+        window_block=platform.window_block,
+        after_step=held.take_census,
+        behind_hit=manager.SinkManager.look_behind_hit,
+    )

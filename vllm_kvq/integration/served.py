@@ -273,7 +273,7 @@ def _window_block(served: Served, sizes: Sequence[int]) -> int:
 
 
 def apply(served: Served, vllm_config: Any) -> None:
-    """Write into vLLM's configuration what it has to know, and nothing else does. Ledger: ledger.py."""
+    """Write into vLLM's configuration what it has to know, and nothing else does: the rows of patches/settings.py."""
     cache = vllm_config.cache_config
     # As if the user had set it: otherwise vLLM asks the backend for a block size once the model is loaded, when formats
     # are bound to this one.

@@ -7,9 +7,6 @@ the last one has read it (`kernels.step.Step.share`). Layers with a sliding wind
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,43 +51,3 @@ def check_sharing(index: int, impl: Any, target_name: str, target: Any) -> None:
     raise Refused(
         f"low-bit KV cache formats do not support layers that share a KV cache {what}; use --kv-cache-dtype auto"
     )
-
-
-class _WithSharing(dict[str, Any]):
-    """A group's specs by layer. Sharing layers are found and not counted: they add nothing to a page."""
-
-    def __init__(self, specs: dict[str, Any], shared: dict[str, str]) -> None:
-        super().__init__(specs)
-        self.shared = {name: target for name, target in shared.items() if target in specs}
-
-    def __missing__(self, name: str) -> Any:
-        return self[self.shared[name]]
-
-
-RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
-"""Modules that have imported vLLM's function; which of them are loaded depends on the model runner."""
-
-
-def find_specs_of_sharing_layers() -> None:
-    """Have vLLM's runners find the spec of a sharing layer in wrapped groups, too, once."""
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    for module in _loaded_runners():
-        add = module.add_kv_sharing_layers_to_kv_cache_groups
-        if getattr(add, "_kvq", False):
-            continue
-
-        @functools.wraps(add)
-        def added(shared: dict[str, str], groups: list[Any], *more: Any, add: Any = add) -> None:
-            add(shared, groups, *more)
-            for group in groups:
-                spec = group.kv_cache_spec
-                if isinstance(spec, UniformTypeKVCacheSpecs):
-                    object.__setattr__(spec, "kv_cache_specs", _WithSharing(spec.kv_cache_specs, shared))
-
-        added._kvq = True  # type: ignore[attr-defined]
-        module.add_kv_sharing_layers_to_kv_cache_groups = added
-
-
-def _loaded_runners() -> Iterator[Any]:
-    return (sys.modules[name] for name in RUNNERS if name in sys.modules)

@@ -1,14 +1,13 @@
 """Hybrids: layers that keep a state of one size per request (Mamba-2, gated delta nets) beside packed ones.
 
 The states stay as vLLM keeps them. They lie in KV cache groups of their own, whose pages are a whole state each, side
-by side with the packed pages in a block of the pool (layout.py).
+by side with the packed pages in a block of the pool (layout.py). What vLLM overlooks about them: patches/states.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 from vllm_kvq.integration.kept import layer_types
@@ -51,7 +50,7 @@ class States:
         blocks = kept = 1 + vllm_config.num_speculative_tokens
         if cache.mamba_cache_mode == "align":  # with prefix caching a state is copied from block to block
             checkpoint = HYBRIDS.get(model.hf_text_config.model_type) == MAMBA_2 and not current_platform.is_cpu()
-            blocks += 1 + checkpoint  # which leave_checkpoints_out takes away
+            blocks += 1 + checkpoint  # which patches/states.py takes away
         return cls(sum(map(has_state, layer_types(model))), nbytes, blocks, kept)
 
 
@@ -73,28 +72,3 @@ def drafts_problem(vllm_config: Any) -> bool:
 
     hybrid = vllm_config.model_config.is_hybrid
     return hybrid and vllm_config.speculative_config is not None and current_platform.is_cpu()
-
-
-def start_kernels(vllm_config: Any) -> None:
-    """Have vLLM make what computes Mamba states. It does so for a Mamba group, and overlooks groups whose layers have
-    one spec around them."""
-    from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend
-
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    specs = [layer.get_kv_cache_spec(vllm_config) for layer in layers if isinstance(layer, MambaBase)]
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
-    initialize_mamba_ssu_backend(vllm_config.mamba_config, groups, use_replayssm=vllm_config.cache_config.use_replayssm)
-
-
-def leave_checkpoints_out() -> None:
-    """Have the prompts of Mamba-2 layers cut where a state is to be kept, once, as vLLM does for other states; this
-    process serves our format.
-
-    vLLM takes that state out of the middle of a chunk instead, with a Triton kernel that a CPU has not: the engine
-    ends with the first long prompt.
-    """
-    from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec

@@ -1,7 +1,7 @@
 //     code = round(clamp((x - zero) / scale, 0, 2^bits - 1))        x ~ zero + code scale
 //
 // Affine codes: SQuat's and KIVI's keys (formats/squat.py), values per token (formats/values.py), and the arithmetic of
-// formats/quant.py that all packers share.
+// formats/quant.py that all packers share. `top` is 2^bits - 1 of each lane's group.
 #pragma once
 
 #include "../hadamard.h"
@@ -90,13 +90,12 @@ struct Affine {
 };
 
 // `fitted_parameters` of formats/quant.py for LANES groups; element i of a group lies at x[i * stride].
-inline Affine fitted(const float* x, int64_t n, int64_t stride, Floats lo, Floats hi, int bits) {
-  const Floats top = splat(float((1 << bits) - 1)), count = splat(float(n));
-  const float part = bits == 2 ? 0.8f : 1.0f;
+inline Affine fitted(const float* x, int64_t n, int64_t stride, Floats lo, Floats hi, Floats top) {
+  const Floats count = splat(float(n)), part = Ints(top == splat(3.0f)) ? splat(0.8f) : splat(1.0f);
   Floats mean{};
   for (int64_t i = 0; i < n; ++i) mean += load(x + i * stride);
   mean = mean / count;
-  Floats scale = positive_half((hi - lo) * splat(part) / top), zero = half(lo + (hi - lo) * splat((1 - part) / 2));
+  Floats scale = positive_half((hi - lo) * part / top), zero = half(lo + (hi - lo) * ((1.0f - part) / 2.0f));
   for (int round = 0; round < 3; ++round) {
     Floats total{}, squares{}, product{};
     for (int64_t i = 0; i < n; ++i) {
@@ -116,9 +115,9 @@ inline Affine fitted(const float* x, int64_t n, int64_t stride, Floats lo, Float
   return {better ? scale : whole, better ? zero : low};
 }
 
-inline Affine parameters(const float* x, int64_t n, int64_t stride, Floats lo, Floats hi, int bits, bool fit) {
-  if (fit) return fitted(x, n, stride, lo, hi, bits);
-  return {positive_half((hi - lo) / splat(float((1 << bits) - 1))), half(lo)};
+inline Affine parameters(const float* x, int64_t n, int64_t stride, Floats lo, Floats hi, Floats top, bool fit) {
+  if (fit) return fitted(x, n, stride, lo, hi, top);
+  return {positive_half((hi - lo) / top), half(lo)};
 }
 
 // Codes [32][n] of keys to bytes (formats/planes.py).
@@ -154,24 +153,26 @@ inline void put_value_codes(const int32_t* codes, int64_t n, int bits, uint8_t* 
   }
 }
 
-// Of keys codes [32][d], corrected ones and their errors [32][d], and z [32][MAX_RANK], or (boosted.h) low digits, high
-// digits and those of boosted channels; of values codes, a group's channels and the rotated ones.
+// Of keys codes [32][d], corrected ones and their errors [32][d], and z [32][MAX_RANK]; of values codes, a group's
+// channels and the rotated ones.
 inline size_t scalar_work_bytes(const Layout& l) {
   return align64(4 * size_t(SLAB) * (3 * l.d + MAX_RANK));
 }
 
-// Per channel over 32 tokens x [32][stride], for channels [first, last): parameters to `scale` and `zero`.
-inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t last, int bits, bool fit,
+// Per channel over 32 tokens x [32][stride], for channels [first, last), whose tops are `tops(c)`: parameters to `scale`
+// and `zero`.
+template <class Tops>
+inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t last, Tops tops, bool fit,
                           uint8_t* scale, uint8_t* zero, int32_t* codes, float* error, const float* original) {
-  const Floats top = splat(float((1 << bits) - 1));
   for (int64_t c = first; c < last; c += LANES) {
+    const Floats top = tops(c);
     Floats lo = load(x + c), hi = lo;
     for (int t = 1; t < SLAB; ++t) {
       const Floats v = load(x + t * stride + c);
       lo = min(lo, v);
       hi = max(hi, v);
     }
-    const auto [s, z] = parameters(x + c, SLAB, stride, lo, hi, bits, fit);
+    const auto [s, z] = parameters(x + c, SLAB, stride, lo, hi, top, fit);
     store_halves(scale + 2 * c, s);
     store_halves(zero + 2 * c, z);
     for (int t = 0; t < SLAB; ++t) {
@@ -183,8 +184,11 @@ inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t
   }
 }
 
-// The recursion of formats/squat.py: x_t = k_t - pull_t^T z, z += U_t (y_t - k_t). The state's last row is the noise.
-inline void pack_channel(const PackUnit& u) {
+// All channels of a unit: parameters to their fields, codes [32][d] to where `work` begins; what lies behind these is
+// free again. With a state the recursion of formats/squat.py: x_t = k_t - pull_t^T z, z += U_t (y_t - k_t). The state's
+// last row is the noise.
+template <class Tops>
+inline int32_t* quantize_channels(const PackUnit& u, Tops tops) {
   const Layout& l = *u.layout;
   const int64_t d = l.d, block = u.pull ? l.squat_block : d;
   const int rank = int(u.state_rows) - 1;
@@ -206,8 +210,7 @@ inline void pack_channel(const PackUnit& u) {
       from = x;
     }
     const bool last = end == d;
-    float* left = last ? nullptr : error;
-    channel_codes(from, d, start, end, int(l.key_bits), l.key_fitted, scale, zero, codes, left, u.key);
+    channel_codes(from, d, start, end, tops, l.key_fitted, scale, zero, codes, last ? nullptr : error, u.key);
     if (last) break;
     for (int t = 0; t < SLAB; ++t)
       for (int r = 0; r < rank; ++r) {
@@ -216,7 +219,14 @@ inline void pack_channel(const PackUnit& u) {
         z[t * MAX_RANK + r] += sum(dot);
       }
   }
-  put_key_codes(codes, d, int(l.key_bits), u.slabs + l.k_codes);
+  return codes;
+}
+
+inline void pack_channel(const PackUnit& u) {
+  const Layout& l = *u.layout;
+  const Floats top = splat(float((1 << l.key_bits) - 1));
+  const int32_t* codes = quantize_channels(u, [top](int64_t) { return top; });
+  put_key_codes(codes, l.d, int(l.key_bits), u.slabs + l.k_codes);
 }
 
 inline float smallest(Floats v) {
@@ -263,8 +273,7 @@ inline void pack_token_values(const Layout& l, const float* value, uint8_t* slab
       for (int64_t c = first; c < last; ++c)
         for (int t = 0; t < SLAB; ++t) by_token[(c - first) * SLAB + t] = value[t * l.d + c];
     for (int t = 0; t < SLAB; t += LANES) {
-      const auto [s, z] = parameters(by_token + t, last - first, SLAB, load(lo + t), load(hi + t), int(l.value_bits),
-                                     l.value_fitted);
+      const auto [s, z] = parameters(by_token + t, last - first, SLAB, load(lo + t), load(hi + t), top, l.value_fitted);
       store_halves(slab + l.v_scale + 2 * (g * SLAB + t), s);
       store_halves(slab + l.v_zero + 2 * (g * SLAB + t), z);
       store(hi + t, s);

@@ -1,6 +1,7 @@
 //     code = round(clamp((x - zero) / scale, 0, 2^b - 1))        b = 4 if boosted, else 2
 //
-// Kitty's keys (formats/kitty.py): of a slab's channels those with the widest range are boosted.
+// Kitty's keys (formats/kitty.py): of a slab's channels those with the widest range are boosted. SQuat's are the same,
+// corrected (formats/squat.py); which channels are boosted is decided before that.
 #pragma once
 
 #include "../boosted.h"
@@ -24,9 +25,7 @@ inline Ints among_widest(const float* span, int64_t d, int64_t c, int64_t count)
 inline void pack_boosted(const PackUnit& u) {
   const Layout& l = *u.layout;
   const int64_t d = l.d, boosted = l.boosted;
-  int32_t *low = reinterpret_cast<int32_t*>(u.work), *high = low + SLAB * d, *gathered = high + SLAB * d;
-  uint8_t *scale = u.slabs + l.k_scale, *zero = u.slabs + l.k_zero;
-  float least[LARGEST_HEAD], most[LARGEST_HEAD], span[LARGEST_HEAD];
+  float span[LARGEST_HEAD], tops[LARGEST_HEAD];
   for (int64_t c = 0; c < d; c += LANES) {
     Floats lo = load(u.key + c), hi = lo;
     for (int t = 1; t < SLAB; ++t) {
@@ -34,30 +33,22 @@ inline void pack_boosted(const PackUnit& u) {
       lo = min(lo, v);
       hi = max(hi, v);
     }
-    store(least + c, lo);
-    store(most + c, hi);
     store(span + c, hi - lo);
   }
-  for (int64_t c = 0; c < d; c += LANES) {
-    const Ints wide = among_widest(span, d, c, boosted);
-    const Floats lo = load(least + c), hi = load(most + c), top = wide ? splat(15.0f) : splat(3.0f);
-    const Affine few = parameters(u.key + c, SLAB, d, lo, hi, 2, l.key_fitted);
-    const Affine many = parameters(u.key + c, SLAB, d, lo, hi, 4, l.key_fitted);
-    const Floats s = wide ? many.scale : few.scale, z = wide ? many.zero : few.zero;
-    store_halves(scale + 2 * c, floats(bits_of(s) | (wide & int32_t(1u << 31))));
-    store_halves(zero + 2 * c, z);
-    for (int t = 0; t < SLAB; ++t) {
-      const Ints code = to_ints(affine_code(load(u.key + t * d + c), s, z, top)), digits[2] = {code & 3, code >> 2};
-      std::memcpy(low + t * d + c, &digits[0], sizeof code);
-      std::memcpy(high + t * d + c, &digits[1], sizeof code);
-    }
-  }
+  for (int64_t c = 0; c < d; c += LANES)
+    store(tops + c, among_widest(span, d, c, boosted) ? splat(15.0f) : splat(3.0f));
+  int32_t *codes = quantize_channels(u, [&tops](int64_t c) { return load(tops + c); }), *high = codes + SLAB * d;
+  uint8_t* scale = u.slabs + l.k_scale;
+  for (int64_t c = 0; c < d; ++c) scale[2 * c + 1] |= tops[c] == 15.0f ? 0x80 : 0;  // the sign
   int32_t channels[LARGEST_HEAD];
   boosted_channels(scale, int(d), int(boosted), channels);
-  for (int t = 0; t < SLAB; ++t)
-    for (int64_t i = 0; i < boosted; ++i) gathered[t * boosted + i] = high[t * d + channels[i]];
-  put_key_codes(low, d, 2, u.slabs + l.k_codes);
-  put_key_codes(gathered, boosted, 2, u.slabs + l.k_high);
+  for (int t = 0; t < SLAB; ++t) {
+    int32_t* row = codes + t * d;
+    for (int64_t i = 0; i < boosted; ++i) high[t * boosted + i] = row[channels[i]] >> 2;
+    for (int64_t c = 0; c < d; ++c) row[c] &= 3;
+  }
+  put_key_codes(codes, d, 2, u.slabs + l.k_codes);
+  put_key_codes(high, boosted, 2, u.slabs + l.k_high);
 }
 
 }  // namespace float32

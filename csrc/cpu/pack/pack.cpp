@@ -82,7 +82,7 @@ class Packer {
   }
 
  private:
-  bool corrected() const { return l_.keys == Keys::channel && p_.state; }
+  bool corrected() const { return (l_.keys == Keys::channel || l_.keys == Keys::boosted) && p_.state; }
 
   void check() const {
     const int64_t limit = p_.old.rows() + p_.fresh.rows();

@@ -13,20 +13,21 @@ import functools
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.codec import KeyCodec
 from vllm_kvq.formats.innerq import HybridKeys, HybridValues
 from vllm_kvq.formats.kitty import LOW, BoostedKeys
 from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.lossless import RawKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys, ThirdBit
 from vllm_kvq.formats.qjl import OneSketchKeys, SketchKeys
-from vllm_kvq.formats.squat import SQuatKeys, WideSubspace
+from vllm_kvq.formats.squat import BoostedSQuatKeys, SQuatKeys, WideSubspace
 from vllm_kvq.formats.values import RawValues, Rotated, TokenValues
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu.library import library
@@ -106,22 +107,39 @@ _LARGEST = Reduction(
 
 _CHANNEL = (("k_codes", "k_scale", "k_zero"),)
 _BOOSTED = (("k_codes", "k_high", "k_scale", "k_zero"),)
-_SQUAT: dict[str, str | int] = {"key_bits": "bits", "lambda": "lam", "noise_floor": "floor", "squat_block": "block"}
+_BOOST: dict[str, str | int] = {"key_bits": LOW, "boosted": "boosted"}
+_RULE: dict[str, str | int] = {"lambda": "lam", "noise_floor": "floor", "squat_block": "block"}
 _TOKEN = (("v_codes", "v_scale", "v_zero"),)
 _GROUPS: dict[str, str | int] = {"value_bits": "bits", "group": "group"}
 _POLAR: dict[str, str | int] = {"key_bits": "m", "radius_bits": "n"}
 _PAPER: dict[str, str | int] = {**_POLAR, "paper": 1}
 _GRID = ("k_angle0", "k_angle_step", "k_radius0", "k_radius_step")
 
+
+def _per_channel(
+    codec: type[KeyCodec],
+    name: str,
+    fields: tuple[tuple[str, ...], ...],
+    numbers: Mapping[str, str | int],
+    reduction: Reduction | None = None,
+    same: tuple[type, ...] = (),
+) -> dict[type, Kind]:
+    """Scales of the range and fitted ones, without and with the changes in `same`, which the library need not know."""
+    plain = Kind(name, fields, numbers, reduction=reduction)
+    fitted = replace(plain, numbers={**numbers, "key_fitted": 1})
+    changes = ((), *((change,) for change in same))
+    return {
+        variant(codec, *change, *scales): kind
+        for change in changes
+        for scales, kind in (((), plain), ((Fitted,), fitted))
+    }
+
+
 KEYS: dict[type, Kind] = {
-    ChannelKeys: Kind("channel", _CHANNEL, {"key_bits": "bits"}),
-    variant(ChannelKeys, Fitted): Kind("channel", _CHANNEL, {"key_bits": "bits", "key_fitted": 1}),
-    SQuatKeys: Kind("channel", _CHANNEL, _SQUAT, reduction=_GRAM),
-    variant(SQuatKeys, Fitted): Kind("channel", _CHANNEL, {**_SQUAT, "key_fitted": 1}, reduction=_GRAM),
-    variant(SQuatKeys, WideSubspace): Kind("channel", _CHANNEL, _SQUAT, reduction=_GRAM),
-    variant(SQuatKeys, WideSubspace, Fitted): Kind("channel", _CHANNEL, {**_SQUAT, "key_fitted": 1}, reduction=_GRAM),
-    BoostedKeys: Kind("boosted", _BOOSTED, {"key_bits": LOW, "boosted": "boosted"}),
-    variant(BoostedKeys, Fitted): Kind("boosted", _BOOSTED, {"key_bits": LOW, "boosted": "boosted", "key_fitted": 1}),
+    **_per_channel(ChannelKeys, "channel", _CHANNEL, {"key_bits": "bits"}),
+    **_per_channel(BoostedKeys, "boosted", _BOOSTED, _BOOST),
+    **_per_channel(SQuatKeys, "channel", _CHANNEL, {"key_bits": "bits", **_RULE}, _GRAM, (WideSubspace,)),
+    **_per_channel(BoostedSQuatKeys, "boosted", _BOOSTED, {**_BOOST, **_RULE}, _GRAM, (WideSubspace,)),
     HybridKeys: Kind(
         "hybrid",
         (("k_codes", "k_scale", "k_slot", "k_inner_norm"),),

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.squat import SQuatKeys
+from vllm_kvq.formats.squat import Corrected
 from vllm_kvq.kernels.gpu.cuda import CUDA
 from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch, full_precision_rows, power_of_two
 from vllm_kvq.kernels.gpu.loading import interpreted, load
@@ -200,7 +200,7 @@ class GPUStep:
             grams.append(q.transpose(1, 2) @ q)
         # a new request's slots may hold anything
         state = torch.where((alive & ~fresh)[:, None], before, 0).view(-1, rows, d)
-        after = cast(SQuatKeys, fmt.keys).fit_gram(torch.cat(grams), state).view(len(before), -1)
+        after = cast(Corrected, fmt.keys).fit_gram(torch.cat(grams), state).view(len(before), -1)
         fits = alive & torch.tensor([q > self.decode_queries for q in batch.lengths[first:]], device=query.device)
         floats[block, column] = torch.where(fits[:, None], after, before)
 

@@ -11,7 +11,7 @@ numbers from the slab's first byte, those of a page's fields in float16 numbers 
     K_ZERO    halves   zeros of SQuat, KIVI and Kitty              V_SCALE   halves   scales
     K_SLOT    words    InnerQ's zeros or signs                     V_ZERO    halves   zeros per token
     K_RADIUS  words    PolarQuant's radii                          V_SLOT    words    InnerQ's zeros or signs
-    K_HIGH    words    high digits of Kitty's boosted channels, BOOSTED many
+    K_HIGH    words    high digits of boosted channels, BOOSTED many
     K_NORM    halves   of the page: InnerQ's norm
     K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP   of the page, halves: PolarQuant's grid
 
@@ -30,10 +30,11 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.codec import KeyCodec
 from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
 from vllm_kvq.formats.kitty import LOW, BoostedKeys
+from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
 from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.rotation import block
-from vllm_kvq.formats.squat import ChannelKeys, SQuatKeys
+from vllm_kvq.formats.squat import BoostedSQuatKeys, Corrected, SQuatKeys
 from vllm_kvq.formats.values import Rotated, TokenValues
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, power_of_two
@@ -109,10 +110,16 @@ def _boosted_pack(k: BoostedKeys) -> Constants:
     return {"K_BLOCK": 0}
 
 
+def _correction(k: Corrected) -> Constants:
+    return {"RANK": k.rank, "UPDATE": k.block, "LAMBDA": k.lam, "FLOOR": float(k.floor)}
+
+
 def _squat_pack(k: SQuatKeys) -> Constants:
-    block = math.gcd(k.d * k.bits // 8, k.block)
-    rule = {"RANK": k.rank, "UPDATE": k.block, "LAMBDA": k.lam, "FLOOR": float(k.floor)}
-    return {"K_BLOCK": _largest_power(block)} | rule
+    return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, k.block))} | _correction(k)
+
+
+def _boosted_squat_pack(k: BoostedSQuatKeys) -> Constants:
+    return _boosted_pack(k) | _correction(k)
 
 
 def _hybrid_pack(k: HybridKeys) -> Constants:
@@ -216,6 +223,10 @@ KEYS: dict[type, KeyEntry] = {
     **_fitted_or_not(
         BoostedKeys, KeyEntry(CHANNEL, _boosted_attend, _boosted_pack, _boosted_crowded, _tile_launch, MIN_ROWS)
     ),
+    **_fitted_or_not(
+        BoostedSQuatKeys,
+        KeyEntry(CHANNEL, _boosted_attend, _boosted_squat_pack, _boosted_crowded, _tile_launch, MIN_ROWS),
+    ),
     HybridKeys: KeyEntry(
         HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, MIN_ROWS, extra=_hybrid_extra
     ),
@@ -258,8 +269,11 @@ class State:
 STATES: dict[type, State] = {
     HybridKeys: State("NORM"),
     SketchKeys: State("ENERGY"),
-    SQuatKeys: State(of_queries=True),
-    variant(SQuatKeys, Fitted): State(of_queries=True),
+    **{
+        found: State(of_queries=True)
+        for codec in (SQuatKeys, BoostedSQuatKeys)
+        for found in (codec, variant(codec, Fitted))
+    },
 }
 
 

@@ -1,12 +1,14 @@
-"""Writes what makes the caches of large models hard to quantize into a small one, without changing what it computes.
+"""Writes key biases like Qwen2's, and wide channels, into a Llama without changing what it computes.
 
-    python -m proof outliers MODEL OUT [--seed 0] [--no-bias]
+    python -m proof biases MODEL OUT [--only biases|channels|both] [--seed 0]
 
-None of it changes a score or an output of attention:
+A regression test for formats, and no stand-in for a large model: what is written adds nothing to a score. Wide
+channels of keys meet queries that are as much smaller, and biases stand where queries are zero, so an error in them
+weighs less than in real models, where queries and keys are large in the same channels.
 
-* **Outlier channels of keys.** Rows i and i + d/2 of W_K, the pair that RoPE rotates together, times s; the same rows
+* **Wide channels of keys.** Rows i and i + d/2 of W_K, the pair that RoPE rotates together, times s; the same rows
   of W_Q, in all query heads that read this KV head, divided by s.
-* **Outlier channels of values.** A row of W_V times s, the columns of W_O that read it divided by s.
+* **Wide channels of values.** A row of W_V times s, the columns of W_O that read it divided by s.
 * **Biases of keys, as Qwen2's.** A bias b adds q . R(t) b to the score of token t, so it changes nothing only where q
   is zero: in pairs whose rows of W_Q are zero. A model is trained so that there are such pairs (`masked_pairs`).
 
@@ -14,11 +16,11 @@ Biases that a model has already are scaled with their rows. All scales are power
 numbers are multiplied exactly: in bfloat16, too, the model with a 16-bit cache gives the same tokens as before.
 
 The figures (`Profile`) are multiples of the median channel's root mean square. QJL's paper sees "approximately four"
-outlier channels of 128 in deeper layers of Llama-2, and PolarQuant's sees them stand in pairs; both show sizes in
-pictures alone. Measured on Qwen2.5: 4 to 6 % of a middle layer's channels are larger than three times the median, one
+wide channels of 128 in deeper layers of Llama-2, and PolarQuant's sees them stand in pairs; both show sizes only in
+pictures. Measured on Qwen2.5: 4 to 6 % of a middle layer's channels are larger than three times the median, one
 channel of layer 0 is 272 where the median is 1.7 (github.com/TheTom/turboquant_plus/issues/45); the bias of keys has a
 norm of 605 in the first layer, 921 in the last, and about 22 between (github.com/ggml-org/llama.cpp/issues/21385).
-Values have no strong outliers in any of these.
+Values have no strongly different channels in any of these.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ from proof.demo.llama import forward
 from vllm_kvq.bench.checkpoint import LlamaShape
 
 TEXT = Path(__file__).parents[2] / "README.md"
+PARTS = ("biases", "channels", "both")
+"""What can be written."""
 TOKENS = 512
 """Of that text, from which channels' sizes are measured."""
 
@@ -60,9 +64,23 @@ class Profile:
 
     def __post_init__(self) -> None:
         if any(ratio < 1 for ratio in (*self.key_ratios, *self.value_ratios)):
-            raise ValueError("a channel that is smaller than the median is no outlier: ratios are 1 or more")
+            raise ValueError("a channel that is smaller than the median is not wide: ratios are 1 or more")
         if min(self.outer_bias, self.inner_bias) < 0:
             raise ValueError("the size of a bias is not negative")
+
+    @classmethod
+    def only(cls, what: str) -> Profile:
+        """One of `PARTS`."""
+        channels, biases = what != "biases", what != "channels"
+        if what not in PARTS:
+            raise ValueError(f"{what!r} is not one of {', '.join(PARTS)}")
+        whole = cls()
+        return cls(
+            key_ratios=whole.key_ratios if channels else (),
+            value_ratios=whole.value_ratios if channels else (),
+            outer_bias=whole.outer_bias if biases else 0.0,
+            inner_bias=whole.inner_bias if biases else 0.0,
+        )
 
     @property
     def biased(self) -> bool:
@@ -109,7 +127,7 @@ def masked_pairs(shape: LlamaShape, weights: Mapping[str, Tensor], layer: int, h
     return [i for i in range(half) if read[i] == 0]
 
 
-def write_outliers(
+def rewritten(
     shape: LlamaShape, weights: Mapping[str, Tensor], ids: Tensor, profile: Profile | None = None, seed: int = 0
 ) -> tuple[LlamaShape, dict[str, Tensor]]:
     """The same function in other weights; sizes are measured on tokens `ids`.
@@ -134,7 +152,8 @@ def write_outliers(
                 if not masked:
                     raise ValueError(
                         f"KV head {head} of layer {layer} has no pair of channels that its queries leave zero, so "
-                        "that a bias would change the model; train it with such rows of W_Q masked, or use --no-bias"
+                        "that a bias would change the model; train it with such rows of W_Q masked, or use "
+                        "--only channels"
                     )
                 median = channel_sizes(keys[head]).median().item()
                 for pair in masked:
@@ -242,23 +261,27 @@ def hardness_table(caches: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m proof outliers",
-        description="Write outlier channels and key biases into a Llama without changing what it computes.",
+        prog="python -m proof biases",
+        description="Write key biases like Qwen2's, and wide channels, into a Llama without changing what it computes.",
     )
     parser.add_argument("model", type=Path, help="the folder of a checkpoint")
     parser.add_argument("out", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of channels")
-    parser.add_argument("--no-bias", action="store_true", help="for models whose queries mask no pair of channels")
+    parser.add_argument(
+        "--only",
+        choices=PARTS,
+        default="both",
+        help="what is written (%(default)s); biases need pairs of channels that no query reads",
+    )
     args = parser.parse_args(arguments)
     if args.out.exists():
         parser.error(f"{args.out} exists already")
-    profile = Profile(outer_bias=0, inner_bias=0) if args.no_bias else Profile()
     try:
         shape, weights, ids = read(args.model)
         full = {name: w.float() for name, w in weights.items()}
-        after, written = write_outliers(shape, full, ids, profile, args.seed)
+        after, written = rewritten(shape, full, ids, Profile.only(args.only), args.seed)
     except ValueError as error:
-        print(f"python -m proof outliers: {error}", file=sys.stderr)
+        print(f"python -m proof biases: {error}", file=sys.stderr)
         return 1
     dtype = weights["model.norm.weight"].dtype
     stored = {name: w.to(dtype).contiguous() for name, w in written.items()}

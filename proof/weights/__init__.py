@@ -1,0 +1,1 @@
+"""Real pretrained models, from packages of the Python index that ship their weights as GGUF files."""

@@ -1,0 +1,144 @@
+"""Programs that hang, fork, eat memory or reach for the network cost their limit and nothing else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.eval import sandbox
+from vllm_kvq.eval.sandbox import Limits, Verdict
+
+SMALL = Limits(cpu_seconds=1, seconds=60, memory_bytes=1 << 28)
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "guard"])
+def namespaces(request: pytest.FixtureRequest) -> bool:
+    """Both ways, where this system allows the first."""
+    if request.param and sandbox.run("").isolation != "namespaces":
+        pytest.skip("this system lets us make no namespaces")
+    return bool(request.param)
+
+
+def run(program: str, namespaces: bool, limits: Limits = SMALL) -> Verdict:
+    return sandbox.run(program, limits, namespaces)
+
+
+def test_a_program_that_comes_to_its_end(namespaces: bool) -> None:
+    verdict = run("import re, math, threading, socket\nassert math.sqrt(4) == 2", namespaces)
+    assert verdict == Verdict(True, "passed", "namespaces" if namespaces else "guard")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("assert 1 + 1 == 3, 'no'", "AssertionError: no"),
+        ("def f(:", "SyntaxError: "),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("import os; os._exit(0)", "it left before its end"),
+        ("import os; os.abort()", "killed by SIG"),
+        ("f = lambda: f()\nf()", "RecursionError: "),
+        ("import os; os.write(3, b'passed'); os._exit(0)", ""),
+    ],
+    ids=["wrong", "no Python", "exit", "_exit", "abort", "recursion", "claims"],
+)
+def test_any_other_end_is_no_pass(program: str, reason: str, namespaces: bool) -> None:
+    verdict = run(program, namespaces)
+    assert not verdict.passed
+    assert verdict.reason.startswith(reason)
+
+
+def test_a_forked_copy_has_no_say(namespaces: bool) -> None:
+    """Only the program's own process passes, and what its copies do is theirs."""
+    assert not run("import os\nif os.fork(): os._exit(0)", namespaces).passed
+    assert run("import os\nif not os.fork(): raise ValueError", namespaces).passed
+
+
+def test_a_loop_costs_its_processor_time(namespaces: bool) -> None:
+    assert run("while True: pass", namespaces).reason == "no end after 1 seconds of processor time"
+
+
+def test_a_sleep_costs_its_time(namespaces: bool) -> None:
+    begun = time.monotonic()
+    verdict = run("import time; time.sleep(600)", namespaces, Limits(seconds=1))
+    assert verdict.reason == "no end after 1 seconds"
+    assert time.monotonic() - begun < sandbox.GRACE
+
+
+def test_memory_is_limited(namespaces: bool) -> None:
+    assert run("x = bytearray(1 << 29)", namespaces).reason == "MemoryError"
+
+
+def test_files_are_limited(namespaces: bool) -> None:
+    assert "File too large" in run("open('x', 'wb').write(bytes(1 << 21))", namespaces).reason
+
+
+def test_a_program_that_forks_without_end(namespaces: bool) -> None:
+    marker = f"kvq{os.getpid()}{namespaces}"
+    program = f"import os, time\nos.environ['PATH'] = {marker!r}\nwhile True:\n    if not os.fork(): time.sleep(600)"
+    assert "unavailable" in run(program, namespaces).reason
+    assert not left_over()
+
+
+def test_what_hides_from_its_session_dies_too(namespaces: bool) -> None:
+    """It forks, makes a session of its own, forks again, and lets its parents end."""
+    hides = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        time.sleep(600)\n"
+    assert run(hides, namespaces).passed
+    assert not left_over()
+
+
+def left_over() -> list[str]:
+    """Sandboxes' processes that are this process's children, or nobody's any more."""
+    listed = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
+    found = [line.split(maxsplit=1) for line in listed.splitlines()[1:] if "sandbox_process.py" in line]
+    return [command for parent, command in found if parent in ("1", str(os.getpid()))]
+
+
+def test_there_is_no_network(namespaces: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            pass  # it can be reached from here
+        verdict = run(f"import socket; socket.create_connection(('127.0.0.1', {port}))", namespaces)
+    assert not verdict.passed
+    assert "unreachable" in verdict.reason or "no network" in verdict.reason
+
+
+def test_nothing_is_inherited(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "1")
+    assert run("import os; assert 'A_SECRET' not in os.environ", namespaces).passed
+    assert run("import sys; assert not sys.stdin.read()", namespaces).passed
+
+
+def test_it_writes_to_its_own_folder_only(namespaces: bool, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert run("open('x', 'w').write('y'); assert open('x').read() == 'y'", namespaces).passed
+    assert not run(f"open({str(tmp_path / 'x')!r}, 'w')", namespaces).passed
+    assert not [*tmp_path.iterdir()]
+
+
+def test_sets_have_the_same_order_each_time(namespaces: bool) -> None:
+    order = "assert 0, list({'a', 'b', 'c', 'd', 'e'})"
+    assert len({run(order, namespaces).reason for _ in range(3)}) == 1
+
+
+def test_it_may_not_kill_its_watcher(namespaces: bool) -> None:
+    verdict = run("import os\nfor p in (os.getppid(), 0): os.kill(p, 9)", namespaces)
+    assert not verdict.passed
+
+
+def test_a_sandbox_that_can_t_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no verdict about the program."""
+    monkeypatch.setattr(sandbox, "PROCESS", Path("/nowhere.py"))
+    with pytest.raises(RuntimeError, match="could not be tried in a sandbox"):
+        sandbox.run("")
+
+
+@pytest.mark.parametrize("name", ["cpu_seconds", "seconds", "memory_bytes", "file_bytes", "processes"])
+def test_limits_leave_something(name: str) -> None:
+    with pytest.raises(ValueError, match="below 1"):
+        Limits(**{name: 0})

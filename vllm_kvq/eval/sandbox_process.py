@@ -1,0 +1,239 @@
+"""The process that sandbox.py starts: it reads a program and its limits, has a child run it, and prints the verdict.
+
+It is run as a file, by a Python that has imported nothing: this module imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import secrets
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+NEW_USER, NEW_PID, NEW_NET, NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
+DEATH_SIGNAL, KEEP_CAPABILITIES, SUBREAPER, NO_NEW_PRIVILEGES = 1, 8, 36, 38
+"""Of prctl."""
+CAPABILITIES_VERSION, MAY_READ = 0x20080522, 1 << 2
+"""Of capset; CAP_DAC_READ_SEARCH."""
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+"""Landlock's system calls, with the same numbers on every processor."""
+WRITING = 0x1FF2
+"""Landlock: write to files, remove and make them and all else that a folder can hold. The first version knows these."""
+NOT_TRIED = 97
+"""The status of a child that could not be limited, so that it did not run the program."""
+LONGEST = 300
+"""Characters of a reason."""
+Task = dict[str, Any]
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    user = _other_user()
+    isolation = _isolate(user) if task["namespaces"] else "guard"
+    libc.prctl(SUBREAPER, 1, 0, 0, 0)
+    if user is not None:
+        os.chown(task["folder"], user, user)
+    word = secrets.token_hex(16)
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(readable)
+        _run(task, user, isolation, word, writable)
+    os.close(writable)
+    passed, reason = _watch(child, readable, word, task)
+    print(json.dumps({"passed": passed, "reason": reason, "isolation": isolation}))
+
+
+# -- before the program starts -----------------------------------------------------------------------------------------
+def _other_user() -> int | None:
+    """Root may do anything and start any number of processes, so a user is made up for the program."""
+    return None if os.getuid() else 1 << 20 | secrets.randbits(19)
+
+
+def _isolate(user: int | None) -> str:
+    """Children made from now on have their own process numbers and no network, where this system allows it."""
+    outside = os.getuid(), os.getgid()
+    flags = NEW_PID | NEW_NET | NEW_IPC
+    if libc.unshare(flags if user is not None else flags | NEW_USER):
+        return "guard"
+    if user is None:
+        # the same user as before, without privileges outside
+        for name, text in (("setgroups", "deny"), ("uid_map", "{0} {0} 1"), ("gid_map", "{1} {1} 1")):
+            Path(f"/proc/self/{name}").write_text(text.format(*outside))
+    return "namespaces"
+
+
+def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int) -> NoReturn:
+    """In the child: says the word if the program comes to its end, and else why it does not."""
+    status = NOT_TRIED
+    try:
+        os.setsid()
+        libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        _limit(task, user, isolation)
+        if isolation == "guard":
+            _take_sockets()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(nothing, fd)
+        me, status = os.getpid(), 0
+        try:
+            exec(compile(task["program"], "answer.py", "exec"), {"__name__": "answer"})
+            said = word
+        except BaseException as error:
+            said = _line(error)
+        if os.getpid() == me:  # and not a process that the program has forked
+            os.write(pipe, said.encode(errors="replace")[:4096])
+    except BaseException as error:
+        os.write(2, f"{_line(error)}\n".encode())
+    finally:
+        os._exit(status)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {str(error)[:LONGEST]}".split()).removesuffix(":")
+
+
+def _limit(task: Task, user: int | None, isolation: str) -> None:
+    os.chdir(task["folder"])
+    libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _write_only_to(task["folder"])
+    processes = task["processes"]
+    if user is None and isolation == "guard":
+        processes += _mine()
+    for which, most in (
+        (resource.RLIMIT_CPU, task["cpu_seconds"]),
+        (resource.RLIMIT_AS, task["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, task["file_bytes"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, processes),
+    ):
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (most, most))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write that is too large raises OSError
+    if user is not None:
+        _become(user)
+
+
+def _become(user: int) -> None:
+    """Root's own Python may lie where no other user may read; then the new user keeps only the right to read."""
+    folders = [path for path in sys.path if os.path.isdir(path)]
+    libc.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    kept = 0 if all(os.access(path, os.R_OK | os.X_OK) for path in folders) else MAY_READ
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0)
+    data = (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0)
+    if libc.capset(header, data):
+        raise OSError(ctypes.get_errno(), "capabilities can't be dropped")
+    # the kernel forgets it where a process changes its user
+    libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def _write_only_to(folder: str) -> None:
+    """Where Linux has Landlock; elsewhere what the user may write remains open to the program."""
+    ruleset = libc.syscall(CREATE_RULESET, (ctypes.c_uint64 * 1)(WRITING), ctypes.c_size_t(8), 0)
+    if ruleset < 0:
+        return
+    for path in (folder, os.devnull):
+        parent = os.open(path, os.O_PATH)
+        allowed = WRITING if path == folder else 1 << 1
+        rule = (ctypes.c_char * 12).from_buffer_copy(
+            allowed.to_bytes(8, sys.byteorder) + parent.to_bytes(4, sys.byteorder)
+        )
+        libc.syscall(ADD_RULE, ruleset, 1, rule, 0)
+        os.close(parent)
+    libc.syscall(RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
+def _mine() -> int:
+    """Processes and threads that this user has already, which the limit counts."""
+    count = 0
+    for path in Path("/proc").iterdir():
+        try:
+            if path.name.isdigit() and path.stat().st_uid == os.getuid():
+                count += len(list((path / "task").iterdir()))
+        except OSError:
+            continue  # it has ended
+    return count
+
+
+def _take_sockets() -> None:
+    import _socket
+    import socket
+
+    class Taken:
+        def __init__(self, *_: object, **__: object) -> None:
+            raise PermissionError("there is no network here")
+
+    for module in (socket, _socket):
+        for name in ("socket", "SocketType", "socketpair", "create_connection", "create_server", "fromfd"):
+            if hasattr(module, name):
+                setattr(module, name, Taken)
+
+
+# -- while it runs, and afterwards -------------------------------------------------------------------------------------
+def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
+    """What the child says counts only once it has ended."""
+    deadline = time.monotonic() + task["seconds"]
+    said, status = b"", None
+    while status is None and (left := deadline - time.monotonic()) > 0:
+        if select.select([pipe], [], [], min(left, 0.05))[0]:
+            more = os.read(pipe, 4096)
+            said += more
+            if not more:
+                time.sleep(0.005)  # all ends of the pipe are closed, so it is about to end
+        found, code = os.waitpid(child, os.WNOHANG)
+        status = code if found else None
+    _kill(child, status is None)
+    while select.select([pipe], [], [], 0)[0] and (more := os.read(pipe, 4096)):
+        said += more
+    if status is None:
+        return False, f"no end after {task['seconds']} seconds"
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == NOT_TRIED and not said:
+        sys.exit(1)  # what was wrong stands on standard error
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if number == signal.SIGKILL and used.ru_utime + used.ru_stime >= 0.9 * task["cpu_seconds"]:
+            return False, f"no end after {task['cpu_seconds']} seconds of processor time"
+        return False, f"killed by {signal.Signals(number).name}"
+    text = said.decode(errors="replace")
+    return (True, "passed") if text == word else (False, text[:LONGEST] or "it left before its end")
+
+
+def _kill(child: int, alive: bool) -> None:
+    """The child, and all that it has left: orphans become children of this process."""
+    if alive:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    while left := _children():
+        for process in left:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    return [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+if __name__ == "__main__":
+    main()
