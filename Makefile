@@ -1,10 +1,11 @@
 # make run      a real vLLM server that answers from a low-bit KV cache; make run ONCE=1 stops after the answer
-# make test     the test suite
+# make check    the two-minute lane: lint, types, and the tests that need neither an engine nor long
+# make test     the whole test suite
 # make fuzz     random traces on real engines, every token judged: make fuzz SEED=1 MINUTES=10
 # make soak     a real server under mixed load: make soak MINUTES=10
 # make wheel    a wheel in dist/ that carries the compiled CPU kernels
 # make mutants  faults planted one at a time, each of which the tests must notice: make mutants ALL=1 for the slow ones
-# make lint     ruff and the import contracts;  make types: mypy;  make format: ruff rewrites the files
+# make lint     ruff, clang-format and the import contracts;  make types: mypy;  make format: both rewrite the files
 #
 # Variables: FORMAT=squat2|qjl3|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
 #            PYTHON=python3 (creates the environment)  PYTEST_ARGS="-k name"  WORKERS=2 (test processes)
@@ -21,10 +22,12 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 
 VENV := .venv/bin
+QUICK := not engine and not slow and not wide
+QUICK_TESTS := tests/formats tests/eval
 export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: run test fuzz soak wheel mutants lint types format bootstrap kernels clean
+.PHONY: run check test fuzz soak wheel mutants lint types format bootstrap kernels clean
 .DEFAULT_GOAL := run
 
 bootstrap:
@@ -37,6 +40,10 @@ kernels: bootstrap
 run: kernels
 	@$(VENV)/python -m proof demo --format "$(FORMAT)" --port "$(PORT)" \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(ONCE)),--once)
+
+check: kernels
+	@$(MAKE) --no-print-directory --jobs=2 lint types
+	@$(VENV)/python -m pytest -q -n $(WORKERS) -m "$(QUICK)" $(QUICK_TESTS) $(PYTEST_ARGS)
 
 test: kernels
 	@echo "test: the whole suite, see pyproject.toml for its settings"
@@ -54,6 +61,7 @@ mutants: kernels
 lint: bootstrap
 	@$(VENV)/python -m ruff check .
 	@$(VENV)/python -m ruff format --check .
+	@$(VENV)/python scripts/clang_format.py --check
 	@$(VENV)/lint-imports --no-cache --no-logo
 
 types: bootstrap
@@ -62,6 +70,7 @@ types: bootstrap
 format: bootstrap
 	@$(VENV)/python -m ruff check --fix .
 	@$(VENV)/python -m ruff format .
+	@$(VENV)/python scripts/clang_format.py
 
 clean:
 	rm -rf .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

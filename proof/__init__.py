@@ -10,7 +10,7 @@
     models/     tiny checkpoints of every architecture that is served or refused
     tables/     instructions, registers, traffic: the numbers of the documents' tables
     weights/    real pretrained models, from packages that ship their weights
-    demo/       the model that `make run` trains and asks
+    demo/       the model in models/demo, which `make run` asks and `python -m proof train` made
 
 It looks at the product; the product does not know it (`make lint` checks that).
 """

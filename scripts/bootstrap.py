@@ -184,7 +184,9 @@ def read_pins(root: Path) -> dict[str, list[str]]:
     import tomllib  # Python 3.11, which check_python has seen to
 
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {"core": project["dependencies"], **project["optional-dependencies"]}
+    pins = {"core": project["dependencies"], **project["optional-dependencies"]}
+    # an extra that names another one of this project: nothing that pip could find elsewhere
+    return {extra: [pin for pin in named if not pin.startswith(project["name"])] for extra, named in pins.items()}
 
 
 def check_python(version: tuple[int, ...]) -> None:

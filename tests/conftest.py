@@ -12,6 +12,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from models_on_disk import model, written
+
+__all__ = ["model", "written"]
 
 alike = pip_settings.without_the_machines(os.environ)
 for name in set(os.environ) - set(alike):

@@ -13,7 +13,7 @@ from proof.options import judge as judging
 from proof.options.case import Case
 from proof.options.draw import draw
 from proof.options.judge import judge
-from proof.options.main import main
+from proof.options.main import SERVED, main
 from vllm_kvq.formats import FORMATS, PageFormat
 from vllm_kvq.formats.fields import Packed
 from vllm_kvq.formats.innerq import HybridKeys
@@ -22,7 +22,7 @@ from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.table import declared_options
 
 PUBLIC = [name for name, fmt in FORMATS.items() if fmt.public]
-OTHERS = [name for name in FORMATS if name not in PUBLIC]
+OTHERS = [name for name in SERVED if name not in PUBLIC]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

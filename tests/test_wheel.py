@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from vllm_kvq import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 INSTRUMENTS = ("oracle", "fuzz", "soak", "ptx", "demo/", "proof", "probe")
 PARTS = ("bench", "cli", "eval", "formats", "integration", "kernels", "triton_kernels", "csrc/cpu", "csrc/cuda")
@@ -63,7 +65,7 @@ def run(unpacked: Path, *arguments: str) -> str:
 
 
 def test_it_holds_nothing_else(names: set[str]) -> None:
-    assert {name.split("/")[0] for name in names} == {"vllm_kvq", "vllm_kvq-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"vllm_kvq", f"vllm_kvq-{__version__}.dist-info"}
     assert [name for name in names if any(word in name for word in INSTRUMENTS)] == []
 
 
@@ -74,6 +76,10 @@ def test_it_holds_every_file_of(part: str, names: set[str]) -> None:
     wanted = {f"vllm_kvq/{name}" for name in tracked(part)} if at_the_top else tracked(f"vllm_kvq/{part}")
     assert wanted
     assert {name for name in names if name.startswith(f"vllm_kvq/{part}/")} == wanted
+
+
+def test_type_checkers_read_its_annotations(names: set[str]) -> None:
+    assert "vllm_kvq/py.typed" in names
 
 
 def test_the_compilers_find_their_sources(unpacked: Path) -> None:

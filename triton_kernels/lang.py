@@ -1,7 +1,7 @@
 """Small device functions that all kernels share.
 
 Only builtins of `triton.language` are called from the kernels (never `tl.sum`, `tl.zeros`, ..., which are themselves
-jit functions): then the interpreter can be switched on for these modules alone, whatever imported Triton before.
+jit functions): then the interpreter can be switched on for only these modules, whatever imported Triton before.
 """
 
 from __future__ import annotations

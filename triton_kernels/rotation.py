@@ -29,8 +29,8 @@ def _signs(SIZE: tl.constexpr, LEFT_OUT: tl.constexpr):
 def rotated_back(blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
     """D channels in blocks of BLOCK, (places, M), their places in `fragment_index`, times H of SIZE channels.
 
-    H looks at each bit of an index alone, and `fragment_index` only puts bits elsewhere: so inside a block it is the
-    same matrix, and across blocks it is sums and differences.
+    H looks at each bit of an index separately, and `fragment_index` only puts bits elsewhere: so inside a block it is
+    the same matrix, and across blocks it is sums and differences.
     """
     for level in tl.static_range(levels(SIZE // BLOCK)):
         out = ()

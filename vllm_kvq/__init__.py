@@ -1,4 +1,4 @@
-"""Low-bit KV caches for vLLM: SQuat, QJL, PolarQuant and InnerQ as attention backends.
+"""Low-bit KV caches for vLLM: SQuat, QJL, PolarQuant, InnerQ, KIVI and Kitty as attention backends.
 
     vllm serve MODEL --kv-cache-dtype squat2
 

@@ -17,8 +17,8 @@ std::string names(const std::string& of) {
   using namespace kvq;
   std::string text;
 #define KVQ_NAME(name) text += #name " ";
-#define KVQ_FIELD(type, name)    \
-  static_assert(sizeof(type) == 8); \
+#define KVQ_FIELD(type, name)                                       \
+  static_assert(sizeof(type) == 8);                                 \
   text += std::is_same_v<type, double> ? #name ":d " : #name ":q ";
   if (of == "layout") {
     KVQ_LAYOUT_FIELDS(KVQ_FIELD)

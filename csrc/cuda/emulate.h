@@ -289,7 +289,9 @@ void copy_wait() {
     for (auto& c : groups.front()) std::memcpy(c.to, c.from, 16);
 }
 
-inline void sync_warp() { emulated::meet(emulated::warp().meeting, 32, "a warp barrier", [] {}); }
+inline void sync_warp() {
+  emulated::meet(emulated::warp().meeting, 32, "a warp barrier", [] {});
+}
 inline void sync_block() {
   emulated::meet(emulated::machine().block, emulated::machine().threads, "a block barrier", [] {});
 }

@@ -38,7 +38,11 @@ struct Slab {
   static_assert(D == 64 || D == 128 || D == 256, "head sizes 64, 128 and 256");
 };
 
-enum class Type : int32_t { f32, f16, bf16 };
+enum class Type : int32_t {
+  f32,
+  f16,
+  bf16,
+};
 
 struct Pages {
   const uint8_t* data;

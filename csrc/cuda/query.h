@@ -7,7 +7,8 @@
 namespace kvq {
 
 template <int D, int TILES>
-KVQ_GLOBAL(128, 4) query_kernel(const QueryParams p) {
+KVQ_GLOBAL(128, 4)
+query_kernel(const QueryParams p) {
   using S = Slab<D>;
   constexpr int ROWS = 8 * TILES;
   const int program = block_x(), chunk = block_y(), thread = thread_index();

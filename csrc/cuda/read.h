@@ -17,7 +17,7 @@ KVQ_DEV float load_float(const void* p, Type type, int64_t at) {
 // finite: NaN becomes 0
 KVQ_DEV float clean(float x) {
   if (!(x == x)) return 0.0f;
-  return x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x;
+  return x > LIMIT ? LIMIT : (x < -LIMIT ? -LIMIT : x);
 }
 
 KVQ_DEV int bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
@@ -26,7 +26,7 @@ KVQ_DEV int64_t load_index(const void* p, int wide, int64_t at) {
   return wide ? load(static_cast<const int64_t*>(p) + at) : load(static_cast<const int32_t*>(p) + at);
 }
 
-KVQ_DEV int clamp_int(int64_t x, int64_t low, int64_t high) { return int(x < low ? low : x > high ? high : x); }
+KVQ_DEV int clamp_int(int64_t x, int64_t low, int64_t high) { return int(x < low ? low : (x > high ? high : x)); }
 
 // Which tokens of the whole request are attended at all: [low, high), cut to the table.
 struct Span {

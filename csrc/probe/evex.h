@@ -13,7 +13,13 @@
 
 namespace probe {
 
-enum class Op { vpdpbusd, vpdpwssd, vpermb, vpermi2b, vpermt2b };
+enum class Op {
+  vpdpbusd,
+  vpdpwssd,
+  vpermb,
+  vpermi2b,
+  vpermt2b,
+};
 
 // An EVEX instruction: 62 P0 P1 P2 opcode modrm [sib] [displacement]
 class Evex {
@@ -53,7 +59,7 @@ class Evex {
     const uint64_t kept = k ? frame_.mask(k) : ~uint64_t(0);
     const bool zeroing = p_[3] >> 7;
     Vector out{};  // zero above the vector's length
-    for (int i = 0; i < length; ++i) out.of[i] = kept >> i / step & 1 ? full.of[i] : zeroing ? 0 : old.of[i];
+    for (int i = 0; i < length; ++i) out.of[i] = kept >> i / step & 1 ? full.of[i] : (zeroing ? 0 : old.of[i]);
     frame_.set_vector(target, out);
     frame_.go_to(next);
     return true;
@@ -114,7 +120,7 @@ class Evex {
       }
       for (int j = i; j < i + 4; ++j) {
         const int index = op == Op::vpermi2b ? old.of[j] : first.of[j];
-        const Vector& low = op == Op::vpermb ? second : op == Op::vpermi2b ? first : old;
+        const Vector& low = op == Op::vpermb ? second : (op == Op::vpermi2b ? first : old);
         const bool upper = op != Op::vpermb && index & length;
         out.of[j] = (upper ? second : low).of[index & (length - 1)];
       }

@@ -25,8 +25,10 @@ class Frame {
 
   // 0 rax, 1 rcx, 2 rdx, 3 rbx, 4 rsp, ...: as instructions number them.
   greg_t& general(int number) {
+    // clang-format off
     static constexpr int PLACE[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                       REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
+    // clang-format on
     return u_->uc_mcontext.gregs[PLACE[number]];
   }
 
@@ -55,7 +57,13 @@ class Frame {
   }
 
  private:
-  enum Component { SSE = 1, AVX = 2, OPMASK = 5, UPPER = 6, HIGH = 7 };
+  enum Component {
+    SSE = 1,
+    AVX = 2,
+    OPMASK = 5,
+    UPPER = 6,
+    HIGH = 7,
+  };
 
   static int offset(int component) {
     if (component == SSE) return 160;

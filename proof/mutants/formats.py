@@ -65,6 +65,20 @@ SQUAT = (
         "squat.py",
     ),
     _fault("the floor is a ceiling", "squat", "clamp_min(1 / self.lam)", "clamp_max(1 / self.lam)", "squat.py"),
+    _fault(
+        "boosted keys are not corrected",
+        "squat",
+        "state, lambda block, at: plain(block, boosted",
+        "None, lambda block, at: plain(block, boosted",
+        "squat_boosted.py",
+    ),
+    _fault(
+        "every block boosts what the first one does",
+        "squat",
+        "boosted[..., at]",
+        "boosted[..., : at.stop - at.start]",
+        "squat_boosted.py",
+    ),
     _fault("a corrected key has no end", "squat", ".clamp(-LIMIT, LIMIT)", "", "squat.py"),
     _fault(
         "a block may be the head and its padding",

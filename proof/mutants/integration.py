@@ -9,6 +9,7 @@ PATCHES = f"{ROOM}/patches"
 REFUSALS = "tests/engine/test_refusals.py"
 IMAGES = "tests/models/test_refused.py -k text_alone"
 COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
+PATCHED = "tests/engine/test_compat.py"
 REPLICAS = "tests/engine/test_replicas.py"
 ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
 SETUP = "tests/engine/test_setup.py"
@@ -72,56 +73,57 @@ FAULTS: tuple[Fault, ...] = (
         f"{PATCHES}/patch.py",
         "what = missing((*self.needs, *filter(is_loaded, self.replaces)))",
         "what = missing(filter(is_loaded, self.replaces))",
-        COMPAT,
+        f"{PATCHED} -k name_of_a_patch",
     ),
     Fault(
         "a missing name that only some servers need stops every server",
         f"{PATCHES}/registry.py",
         "(patch for patch in at(Moment.REGISTERED) if patch.only is None)",
         "at(Moment.REGISTERED)",
-        COMPAT,
+        f"{PATCHED} -k only_some",
     ),
     Fault(
         "a patch is installed although only some servers need it and its names are missing",
         f"{PATCHES}/registry.py",
         "(patch.only is None or patch.problem() is None)",
         "patch.only is not patch",
-        COMPAT,
+        f"{PATCHED} -k only_some",
     ),
     Fault(
         "a worker does not look for names",
         f"{ROOM}/backend.py",
         "        if problem := compat.worker_problem(self.vllm_config):\n            raise Refused(problem)\n",
         "",
-        COMPAT,
+        f"{PATCHED} -k worker_is",
     ),
     Fault(
         "a server does not look for names",
         f"{ROOM}/platform.py",
         "        check_patches(vllm_config)\n",
         "",
-        COMPAT,
+        f"{PATCHED} -k server_is",
     ),
     Fault(
         "a function is wrapped again each time",
         f"{PATCHES}/once.py",
         "    if hasattr(found, MARK):\n        return\n",
         "",
-        COMPAT,
+        f"{PATCHED} -k wraps_once",
     ),
     Fault(
         "one wrapper of several is enough to be in effect",
         f"{PATCHES}/patch.py",
         "all(map(is_replaced, loaded))",
         "any(map(is_replaced, loaded))",
-        COMPAT,
+        f"{PATCHED} -k undoes",
     ),
     Fault(
         "a patch is listed and not installed",
         f"{PATCHES}/registry.py",
         "        if patch.install is not None and patch.wanted(vllm_config):\n            patch.install(vllm_config)\n",
         "        if patch.install is None and patch.wanted(vllm_config):\n            patch.install(vllm_config)\n",
-        "tests/engine/test_compat.py -k engine",
+        f"{PATCHED} -k in_an_engine",
+        slow=True,
     ),
     Fault(
         "doctor does not see that a patch is undone",

@@ -25,6 +25,8 @@ from proof.options.judge import WISHES, Verdict, judge
 from vllm_kvq.formats import FORMATS
 
 DEFAULT_CASES = 200
+SERVED = [name for name, fmt in FORMATS.items() if not fmt.keys.calibrated and not fmt.values.calibrated]
+"""Kernels have no constants of calibrated formats."""
 INTERPRETED = (32, 64)
 """Block sizes where the GPU's kernels are interpreted, for time's sake."""
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--cases", type=int, default=DEFAULT_CASES, help="combinations (%(default)s)")
     length.add_argument("--minutes", type=float, help="draw until they are over")
-    parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=list(FORMATS), metavar="NAME")
+    parser.add_argument("--format", nargs="+", choices=sorted(SERVED), default=SERVED, metavar="NAME")
     parser.add_argument("--path", nargs="+", choices=list(WISHES), default=["PyTorch", "C++"], metavar="PATH")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="judge this one combination")
     options = parser.parse_args(argv)

@@ -38,7 +38,7 @@ class Attention(Protocol):
         `cap`: the soft cap of scores; 0: none. `learned`: (heads,) scores of a token whose value is 0 (gpt-oss)."""
 
     def mix(self, layer: int, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
-        """(1, tokens, hidden) -> the same, computed by `mixer` from each request's tokens alone."""
+        """(1, tokens, hidden) -> the same, computed by `mixer` from nothing but each request's tokens."""
 
 
 class _Thread(threading.local):

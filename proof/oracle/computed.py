@@ -1,4 +1,4 @@
-"""What a step computes: the scheduler's chunks, with what vLLM's V2 model runner alone knows.
+"""What a step computes: the scheduler's chunks, with what only vLLM's V2 model runner knows.
 
 That runner keeps drafts where it makes them, and tells the scheduler their number. With asynchronous scheduling a step
 is scheduled before the last one's tokens are known: the scheduler counts all its drafts as accepted.

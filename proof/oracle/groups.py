@@ -34,6 +34,6 @@ def _beside(names: list[str], spec: Any, layers: int) -> Beside:
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    # where a layer has attention beside a state (Falcon-H1), vLLM numbers the states after all layers
+    # where a layer has attention and a state (Falcon-H1), vLLM numbers the states after all layers
     numbers = tuple(extract_layer_index(name) % layers for name in names)
     return Beside(numbers, isinstance(spec, MambaSpec), spec.block_size)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable: 1 chooses it."""
@@ -67,7 +70,7 @@ def keep_async_scheduling() -> None:
     platform = type(current_platform)
     update = platform.check_and_update_config
 
-    def check_and_update_config(vllm_config: Any) -> None:
+    def check_and_update_config(vllm_config: VllmConfig) -> None:
         asked = vllm_config.scheduler_config.async_scheduling
         update(vllm_config)
         vllm_config.scheduler_config.async_scheduling = asked

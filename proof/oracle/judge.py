@@ -21,7 +21,7 @@ from proof.oracle.verdict import Verdict
 from proof.oracle.whole import Whole
 
 BRIEF, SOME, MANY = 6, 24, 200
-"""Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others, the rest of it alone."""
+"""Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others, the rest of it by itself."""
 AT_ONCE = 40
 """Mismatches that are replayed together; the next ones only if all of these were ties."""
 GREEDY = 0.01

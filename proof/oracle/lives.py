@@ -146,7 +146,7 @@ class Historian:
         return [(-1, c.pages[i], keys[i]) for i in range(c.context // self.fmt.N)]
 
     def _hits_beside(self, s: _Sample, c: Chunk, beside: Sequence[Beside]) -> list[list[Name | None]]:
-        """The same in each group beside: of a state the last one alone."""
+        """The same in each group of `beside`: of a state only the last one."""
         found = []
         for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
             pages, keys = c.context // kind.block, s.keys(kind.block)

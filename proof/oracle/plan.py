@@ -39,7 +39,7 @@ class Reads:
     seen: torch.Tensor
     """(rows, sinks + rows + packed tokens)."""
     between: torch.Tensor | None
-    """(rows, packed tokens): those of the same units whose keys alone are read packed; None where windows are equal."""
+    """(rows, packed tokens): those of the same units with only their keys read packed; None: equal windows."""
     fits: list[slice]
     """Rows of each chunk that moves the state."""
     before: torch.Tensor

@@ -1,4 +1,4 @@
-"""The reference cache: what attention over a format must give, from positions alone.
+"""The reference cache: what attention over a format must give, computed from nothing but positions.
 
 It knows no blocks, slots or batches: a request is a list of chunks, and token p is read in full precision if p < S or
 p >= B, else through its packed unit, with

@@ -60,9 +60,10 @@ class ReplayModel:
         self.noise: torch.Generator | None = None
         self.network = load(path)
         config = self.network.config.get_text_config()
-        self.exact = exact_layers(config, options.get("skip_layers", ())) if exact is None else exact
-        self.num_spec = num_spec
         layers = layer_configs(config)
+        skipped = get_format(format_name).settings(options_at(options, None)).skipped(len(layers))
+        self.exact = exact_layers(config, skipped) if exact is None else exact
+        self.num_spec = num_spec
         self.heads = [config.num_key_value_heads for config in layers]
         sizes = [getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads for c in layers]
         self.formats = [

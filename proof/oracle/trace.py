@@ -96,7 +96,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Beside:
-    """A KV cache group beside the packed layers': layers with a window, or those that keep a state."""
+    """A KV cache group other than the packed layers': layers with a window, or those that keep a state."""
 
     layers: tuple[int, ...]
     state: bool

@@ -1,4 +1,4 @@
-"""Instructions whose results depend on registers alone."""
+"""Instructions whose results depend only on registers."""
 
 from __future__ import annotations
 

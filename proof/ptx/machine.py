@@ -35,7 +35,7 @@ class Copy:
 class Step:
     """An instruction ready to run.
 
-    `values` gives what goes into `targets`, from the registers alone; `act` does anything else, in the threads of a
+    `values` gives what goes into `targets`, computed only from registers; `act` does anything else, in the threads of a
     mask; `jump` is a branch's target.
     """
 

@@ -3,7 +3,7 @@
     python -m proof ptx -m pytest tests/triton tests/cuda            as compiled for sm_90
     python -m proof ptx --target 80 -m pytest tests/triton -k float64
 
-In this process alone, so pytest gets no workers. The CUDA kernels need nvcc. Slower than Triton's interpreter by the
+Only in this process, so pytest gets no workers. The CUDA kernels need nvcc. Slower than Triton's interpreter by the
 number of instructions. Kernels that multiply in Blackwell's tensor memory (sm_100) are refused.
 """
 

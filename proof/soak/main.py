@@ -97,7 +97,7 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
         samples = _drive(server, tally, options)
         try:
             _drain(server.url)
-            # the metrics are those of the last step: this one, with no other request beside it
+            # the metrics are those of the last step: this one, with no other request running
             place(server.url, Order((20, 21), 1))
             final = metrics(server.url)
         except (OSError, HTTPException, BadAnswer) as error:

@@ -36,7 +36,7 @@ COLUMNS = ("kernel", "warps", "shared", "matrix")
 
 LIMITS = {
     f"attend {name} d=128 rows=8": most
-    for name, most in {"squat2": 2.0, "kitty2": 3.0, "innerq2": 3.0, "qjl3": 3.0, "polar4": 4.5, "polar3": 4.5}.items()
+    for name, most in {"kivi2": 2.0, "kitty2": 3.0, "innerq2": 3.0, "qjl3": 3.0, "polar4": 4.5, "polar3": 4.5}.items()
 }
 """Instructions per element on sm_90 that must not be exceeded."""
 
@@ -100,7 +100,7 @@ POINTERS = {
 ALIGNED: tuple[str, ...] = ("query_request", "query_token", "query_head", "page_words", "head_words")
 ALIGNED += ("key_token", "key_head", "value_token", "value_head")
 ALIGNED += ("side_words", "side_elements", "sink_elements")
-"""Strides that are multiples of 16 in every cache, beside all pointers."""
+"""Strides that are multiples of 16 in every cache, in addition to all pointers."""
 
 
 def attend_variants(target: int) -> Iterator[Variant]:
@@ -110,7 +110,7 @@ def attend_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.kernels.gpu.triton_layout import constants as layout
     from vllm_kvq.triton_kernels.attend import attend_kernel
 
-    for name in ("squat2", "squat4", "kitty2", "innerq2", "polar4", "polar3"):
+    for name in ("kivi2", "squat4", "kitty2", "innerq2", "polar4", "polar3"):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
             k = layout(fmt)

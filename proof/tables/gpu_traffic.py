@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m proof traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--format", nargs="+", default=["squat2", "squat4", "innerq2", "polar4", "polar3", "qjl3"])
+    parser.add_argument("--format", nargs="+", default=["kivi2", "squat4", "innerq2", "polar4", "polar3", "qjl3"])
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--target", type=int, default=90, help="compute capability, as in 90")
     parser.add_argument("--check", action="store_true")

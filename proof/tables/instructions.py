@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
     p.add_argument("--head-size", type=int, default=128)
     p.add_argument("--query-heads", type=int, default=4, help="query heads per KV head")
-    p.add_argument("--no-baseline", action="store_true", help="ours alone, without vllm")
+    p.add_argument("--no-baseline", action="store_true", help="count only ours, without vllm")
     args = p.parse_args(arguments)
     args.format = public if "all" in args.format else args.format
     try:

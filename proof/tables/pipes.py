@@ -20,7 +20,7 @@ OTHER = (
     "BRA", "BRX", "BSSY", "BSYNC", "BREAK", "EXIT", "RET", "CALL", "NOP", "WARPSYNC", "BAR", "DEPBAR", "MEMBAR",
     "YIELD", "R2UR", "S2R", "S2UR", "CS2R", "CCTL", "ARRIVES",
 )  # fmt: skip
-"""Issued, and carried out beside the other units; uniform instructions (U...) too."""
+"""Issued, and carried out in parallel with the other units; uniform instructions (U...) too."""
 
 LANES = {"sfu": 16, "lsu": 32, "fma": 128, "alu": 64}
 """Per clock and multiprocessor, on compute capability 8.9 to 10.0. The matrix units' rate is a chip's."""

@@ -7,7 +7,7 @@ A cached token of one KV head (head size 128, page 64, up to 8 query heads) take
 instructions that the inner loop's SASS has for it. The bound is the slowest of: the chip's memory bandwidth; its
 schedulers' issue; and each of its units (ALU, FMA, matrix, special functions, loads). All overlap perfectly and nothing
 else is counted: no latency, no launches, no merge, no tokens in full precision. bf16 and fp8 FlashAttention are given
-their bytes alone, at the same bandwidth.
+only their bytes, at the same bandwidth.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNTS = ROOT / "docs" / "results" / "gpu-pipes.csv"
 HEAD, PAGE = 128, 64
 NAMES = {
-    "squat2": "`squat2`, `kivi2`",
+    "kivi2": "`kivi2`",
     "squat4": "`squat4`, `kivi4`",
-    "kitty2": "`kitty2`",
+    "kitty2": "`squat2`, `kitty2`",
     "innerq2": "`innerq2`",
     "polar4": "`polar4`",
     "polar3": "`polar3`",
     "qjl3": "`qjl3`",
 }
-"""A format with kernels -> what its rows are called: KIVI is attended as SQuat."""
+"""A format with kernels -> what its rows are called: SQuat is attended as Kitty or KIVI."""
 WITHOUT = ("polar4_v16", "squat2_pre")
 """PyTorch computes it on a GPU."""
 RIVALS = {"bf16": 4.0 * HEAD, "fp8": 2.0 * HEAD}

@@ -10,6 +10,7 @@ It may be stopped and started again. Nothing of it belongs into git.
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _say(name: str, text: str) -> None:
+    print(f"{name}: {text}", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(argv)
@@ -44,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         p.error(f"there is no model {unknown[0]!r}; there are {', '.join(MODELS)}")
     for name in dict.fromkeys(args.models or MODELS):
         try:
-            bring(MODELS[name], args.out, lambda text, name=name: print(f"{name}: {text}", flush=True))
+            bring(MODELS[name], args.out, functools.partial(_say, name))
         except (WeightsFailed, OSError) as error:
             print(f"python -m proof weights: {error}", file=sys.stderr)
             return 1

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-
-def kvq(**options: Any) -> dict[str, Any]:
-    return {"additional_config": {"kvq": options}}
-
+from engine_arguments import kvq
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "plain": (

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import traces
+from models_on_disk import SMALL, Written
 
 from proof.models import named
 from proof.oracle.forked import EngineProcess
 from proof.oracle.interpreted import RUNNER
 from proof.oracle.trace import Result, Trace
-from vllm_kvq.bench.random_model import random_model
 
 MEMORY = {"kv_cache_memory_bytes": 1 << 30}
 """For configurations that are made beside other tests: vLLM's default is what may not be free."""
@@ -31,16 +31,12 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, four query and two KV heads of 64, float32."""
-    return random_model(tmp_path_factory.mktemp("model") / "random", hidden=128, layers=2, heads=4, kv_heads=2)
-
-
-@pytest.fixture(scope="session")
-def run(model: Path) -> Run:
+def run(written: Written) -> Run:
     """run(traces, **engine arguments) -> results."""
 
-    def go(todo: list[Trace], model_path: Path = model, **engine: Any) -> list[Result]:
+    small = written(**SMALL)
+
+    def go(todo: list[Trace], model_path: Path = small, **engine: Any) -> list[Result]:
         with EngineProcess(str(model_path), engine, {}) as process:
             return [process.run(trace) for trace in todo]
 

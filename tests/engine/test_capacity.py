@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from configurations import CASES, kvq
+from configurations import CASES
+from engine_arguments import kvq
 
 from proof.models import named
 from proof.models.draft import random_draft

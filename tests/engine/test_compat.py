@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import logging
@@ -326,6 +327,27 @@ def test_installed_twice_it_wraps_once(patch: Patch, pristine: None) -> None:
     assert [a is b for a, b in zip(held(patch), first, strict=True)] == [True] * len(first)
     assert [a is b for a, b in zip(map(once.own, patch.replaces), own, strict=True)] == [True] * len(own)
     assert not any(hasattr(function, once.MARK) for function in own)
+
+
+@pytest.mark.parametrize("patch", WRAPS, ids=named)
+def test_somebody_elses_wrapper_around_ours_stays(patch: Patch, pristine: None) -> None:
+    """Ours is in effect under it, and is not installed again around it."""
+    own = [once.own(name) for name in patch.replaces]
+    install(patch)
+    for name in patch.replaces:
+        owner, attribute = once._place(name, sys.modules[name.partition(":")[0]])
+        ours, kind = once._function(owner, attribute)
+
+        @functools.wraps(ours)
+        def theirs(*args: Any, ours: Any = ours, **kwargs: Any) -> Any:
+            return ours(*args, **kwargs)
+
+        setattr(owner, attribute, kind(theirs) if kind else theirs)
+    before = held(patch)
+    install(patch)
+    assert [a is b for a, b in zip(held(patch), before, strict=True)] == [True] * len(before)
+    assert [a is b for a, b in zip(map(once.own, patch.replaces), own, strict=True)] == [True] * len(own)
+    assert patch.in_effect()
 
 
 @pytest.mark.parametrize("patch", [p for p in WRAPS if p.moment is Moment.REGISTERED], ids=named)

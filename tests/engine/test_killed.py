@@ -22,7 +22,6 @@ import pytest
 from proof.soak.client import BadAnswer, place, problem
 from proof.soak.load import MODEL, Order
 from proof.soak.main import ENVIRONMENT
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import Server, ServerError, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -30,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 LENGTH = 32768
 """A step takes a millisecond: no answer of that length ends before its server is killed."""
+SHAPE = {"hidden": 128, "max_position": LENGTH}
 ARGUMENTS = [
     *("--kv-cache-dtype", "squat2", "--dtype", "float32", "--enforce-eager", "--served-model-name", MODEL),
     *("--max-model-len", str(LENGTH), "--max-num-seqs", "8"),
@@ -44,11 +44,6 @@ RUNNING = re.compile(r"^vllm:num_requests_running\{.*\} (\S+)$", re.MULTILINE)
 VLLMS_OWN = re.compile(r"-cpushm_\d+$")
 """vLLM's C++ exchange between the ranks of a CPU: with any cache it stays when a worker is killed."""
 SHARED = re.compile(r"/dev/shm/\S+")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("model") / "long", hidden=128, max_position=LENGTH)
 
 
 @pytest.fixture(autouse=True)

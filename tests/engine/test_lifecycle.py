@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import traces
+from models_on_disk import SMALL, Written
 
-from proof.fuzz.case import MODEL
 from proof.oracle.compare import compare_all
 from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Result
-from vllm_kvq.bench.random_model import random_model
 
 pytestmark = pytest.mark.engine
 ENGINES: dict[str, dict[str, Any]] = {
@@ -29,9 +28,9 @@ TRACES = traces.prefixes(64)
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(written: Written) -> Path:
     """The same shape, other weights."""
-    return random_model(tmp_path_factory.mktemp("other") / "model", **MODEL, seed=1)
+    return written(**SMALL, seed=1)
 
 
 def answers(engine: EngineProcess, reset: bool = True) -> list[Result]:

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import traces
+from engine_arguments import kvq
 
 from proof.oracle.compare import compare, compare_all
 from proof.oracle.verdict import Verdict
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("runner")]
 N = 32
-
-
-def kvq(**options: Any) -> dict[str, Any]:
-    return {"additional_config": {"kvq": options}}
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

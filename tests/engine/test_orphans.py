@@ -35,7 +35,7 @@ def engine(polite: bool, told: str) -> None:
 
 def watched_engine(polite: bool, told: str) -> None:
     orphans.LOOK_SECONDS, orphans.GRACE_SECONDS = LOOK, GRACE
-    orphans.own = lambda name: engine
+    orphans._vllms = lambda ours, name: engine
     orphans.run_engine_core(polite, told)
 
 
@@ -144,7 +144,8 @@ def test_vllms_own_is_called_with_all_that_vllm_gives(
     name: str, place: str, watched: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(orphans, "own", {place: lambda *args, **kwargs: seen.append((args, kwargs))}.get)
+    theirs = {place: lambda *args, **kwargs: seen.append((args, kwargs))}
+    monkeypatch.setattr(orphans, "_vllms", lambda ours, name: theirs[name])
     getattr(orphans, name)(1, dp_rank=2)
     assert seen == [((1,), {"dp_rank": 2})]
     assert watched == [True]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from engine_arguments import kvq
 
 from vllm_kvq.integration import memory
 from vllm_kvq.integration.validate import Refused
@@ -24,10 +25,6 @@ def config(model: Path, **arguments: Any) -> Any:
     return EngineArgs(model=str(model), **{**defaults, **arguments}).create_engine_config()
 
 
-def kvq(**options: Any) -> dict[str, Any]:
-    return {"additional_config": {"kvq": options}}
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -40,6 +37,8 @@ def kvq(**options: Any) -> dict[str, Any]:
         (kvq(N=64) | {"block_size": 128}, "kvq option 'N' is 64 but --block-size is 128"),
         ({"additional_config": {"kvq": 3}}, "additional config 'kvq' is 3; it must be an object"),
         (kvq(skip_layers=[2]), "option 'skip_layers' names layer 2; the model has layers 0 to 1"),
+        (kvq(skip_layers=[-3]), "option 'skip_layers' names layer -3; the model has layers 0 to 1 (-1 to -2 counted"),
+        ({"kv_cache_dtype": "e4m3_calibrated"}, "e4m3_calibrated has constants that are fitted to a calibration text"),
         ({"block_size": 48}, "block size 48 is not a multiple of 32; use --block-size 128"),
         ({"block_size": 1536}, "block size 1536 is too large; the largest is 1024"),
         # options that nothing would read

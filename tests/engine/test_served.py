@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from configurations import CASES, kvq
+from configurations import CASES
+from engine_arguments import kvq
 
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.integration import report, validate

@@ -14,6 +14,8 @@ from typing import Any
 import poison
 import pytest
 import traces
+from engine_arguments import kvq
+from models_on_disk import SMALL, Written
 from test_lifecycle import reload
 from test_poison import told
 
@@ -24,7 +26,6 @@ from proof.oracle.interpreted import RUNNER
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.integration.patches import warmup
 
 pytestmark = pytest.mark.engine
@@ -56,10 +57,6 @@ def kind(engine: Any) -> tuple[str, bool]:
 def ngram(method: str = "ngram") -> dict[str, Any]:
     lookup = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
     return {"speculative_config": {"method": method, "num_speculative_tokens": DRAFTS, **lookup}}
-
-
-def kvq(**options: Any) -> dict[str, Any]:
-    return {"additional_config": {"kvq": options}}
 
 
 LOSSLESS: dict[str, dict[str, Any]] = {
@@ -147,8 +144,8 @@ def answers(process: EngineProcess) -> list[Any]:
     return [process.run(trace).outputs for trace in RESET]
 
 
-def test_new_weights(process: EngineProcess, model: Path, tmp_path: Path) -> None:
-    other = random_model(tmp_path / "model", hidden=128, layers=2, heads=4, kv_heads=2, seed=1)
+def test_new_weights(process: EngineProcess, model: Path, written: Written) -> None:
+    other = written(**SMALL, seed=1)
     first = answers(process)
     process.call(functools.partial(reload, str(other)))
     assert answers(process) != first

@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval import calibrate, heads_command
 from vllm_kvq.eval.capture import Captured, capture
 
 pytestmark = pytest.mark.engine
 TOKENS = 400
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("model") / "m", hidden=128, layers=4, dtype="bfloat16")
+SHAPE = {"hidden": 128, "layers": 4, "dtype": "bfloat16"}
 
 
 @pytest.fixture(autouse=True)

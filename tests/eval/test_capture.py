@@ -11,14 +11,12 @@ from safetensors.torch import load_file
 
 from proof.demo.llama import forward
 from vllm_kvq.bench.checkpoint import LlamaShape
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval.capture import CaptureFailed, capture
 
 pytestmark = pytest.mark.engine
 
 
-def test_queries_keys_and_values(tmp_path: Path) -> None:
-    model = random_model(tmp_path / "model", hidden=128, layers=2, heads=4, kv_heads=2)
+def test_queries_keys_and_values(model: Path) -> None:
     tokens = torch.randint(4, 512, (150,), generator=torch.Generator().manual_seed(0))
     captured = capture(str(model), tokens.tolist(), dtype="float32")
     wanted: list[tuple[torch.Tensor, ...]] = []

@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from models_on_disk import TINY
 
 from vllm_kvq import cli
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval import command
 from vllm_kvq.eval.choice import FP8, PLAIN, choices
 from vllm_kvq.eval.result import TEACHER_FORCED, Estimate, Results, Row
 from vllm_kvq.kernels import build
 
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return random_model(tmp_path / "random", hidden=64, layers=1, heads=1, kv_heads=1, max_position=512)
+SHAPE = {**TINY, "max_position": 512}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models_on_disk import TINY, Written
 from plans import evaluate, plan
 
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval import report, run
 from vllm_kvq.eval.cache import Store
 from vllm_kvq.eval.engines import EngineFailed
@@ -19,6 +19,7 @@ from vllm_kvq.eval.plan import LEAD
 from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Estimate, Results
 from vllm_kvq.eval.rows import rows
 
+SHAPE = TINY
 VOCABULARY = 512
 
 
@@ -58,11 +59,6 @@ class MadeUp:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("model") / "random", hidden=64, layers=1, heads=1, kv_heads=1)
 
 
 @pytest.fixture
@@ -130,8 +126,8 @@ def test_figures_belong_to_how_they_were_measured(
     assert len(keys[0] & keys[1]) == regimes * len(keys[0]) // 2
 
 
-def test_another_model_is_another_key(model: Path, tmp_path: Path) -> None:
-    other = random_model(tmp_path / "other", hidden=64, layers=1, heads=1, kv_heads=1, seed=1)
+def test_another_model_is_another_key(model: Path, written: Written) -> None:
+    other = written(**TINY, seed=1)
     one, two = plan(model, "squat2"), plan(other, "squat2")
     assert one.digest != two.digest
     assert one.key(one.choices[0], one.sequences[0], DECODING) != two.key(two.choices[0], two.sequences[0], DECODING)

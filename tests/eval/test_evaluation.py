@@ -9,25 +9,20 @@ from pathlib import Path
 
 import broken
 import pytest
+from models_on_disk import SMALL
 from plans import evaluate, plan
 
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval import cache
 from vllm_kvq.eval.engines import EngineFailed
 from vllm_kvq.eval.result import DECODING, HITS, TEACHER_FORCED, Estimate, Results, Row
 from vllm_kvq.formats import table
 
 pytestmark = pytest.mark.engine
+SHAPE = {**SMALL, "logit_scale": 3.0}
+"""As decisive as a trained model rather than as the other tests' models, whose logits are far apart."""
 BROKEN = ("scaled", "swapped", "late")
 NOISE = 1e-5
 """Nats: what float32 leaves between two ways to add up the same numbers; measured: below 2e-6."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As decisive as a trained model rather than as the other tests' models, whose logits are far apart."""
-    folder = tmp_path_factory.mktemp("model") / "random"
-    return random_model(folder, hidden=128, layers=2, heads=4, kv_heads=2, logit_scale=3.0)
 
 
 @pytest.fixture(scope="module")

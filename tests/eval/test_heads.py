@@ -10,7 +10,8 @@ import torch
 from vllm_kvq.eval.capture import Captured, Layer
 from vllm_kvq.eval.heads import READERS, HeadError, as_cached, bound, head_errors, layer_errors
 from vllm_kvq.eval.synthetic import attention_data
-from vllm_kvq.formats import roundtrip
+from vllm_kvq.formats import Geometry, get_format, roundtrip
+from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.rope import Rope
 
 TOKENS = 256 + READERS
@@ -151,3 +152,31 @@ def test_a_text_that_leaves_nobody_to_read_is_refused(captured: Captured) -> Non
     )
     with pytest.raises(ValueError, match=f"a text of {READERS} tokens is too short"):
         head_errors(replace(captured, layers=(short,)), "squat2", {})
+
+
+def test_calibrated_formats_are_fitted_to_the_other_text(captured: Captured) -> None:
+    """Layer by layer, and not to the text that is measured."""
+    with pytest.raises(ValueError, match="no other text was captured"):
+        head_errors(captured, "oscar2", {})
+    others = []
+    for layer in captured.layers:
+        query, key, value = attention_data(SIZE, 100, HEADS, GROUP, rope=True, seed=10 + layer.index)
+        others.append(replace(layer, query=query, key=key, value=value))
+    both = replace(captured, calibration=replace(captured, layers=tuple(reversed(others))))
+    for layer, other in zip(captured.layers, others, strict=True):
+        constants = bound(both, layer, "oscar2", {}, 128).geometry.constants
+        want = get_format("oscar2").bind(Geometry(SIZE, 128, torch.float32))
+        want = want.calibrated_on(Calibration(other.query, other.key, other.value))
+        assert constants is not None
+        assert constants.keys is not None
+        assert torch.equal(constants.keys, want.geometry.constants.keys)  # type: ignore[union-attr, arg-type]
+    assert all(e.output > 0 for e in head_errors(both, "oscar2", {"S": 4, "W": 32}))
+
+
+def test_layers_counted_from_the_last(captured: Captured) -> None:
+    """A hybrid may have layers without attention behind the last one that was captured."""
+    exact = {e.layer for e in head_errors(captured, "kivi2", {"skip_layers": [-1]}) if e.score == 0}
+    assert exact == {3}
+    behind = replace(captured, total=6)
+    assert not [e for e in head_errors(behind, "kivi2", {"skip_layers": [-1]}) if e.score == 0]
+    assert {e.layer for e in head_errors(behind, "kivi2", {"skip_layers": [-3]}) if e.score == 0} == {3}

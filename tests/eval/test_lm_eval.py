@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval import lm_command, lm_tasks
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows
 from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Results
 
+SHAPE = {"hidden": 128, "dtype": "bfloat16"}
 FOUND: dict[str, Any] = {
     "results": {
         "sums": {"alias": "sums", "sample_len": 40, "exact_match,strict": 0.5, "exact_match_stderr,strict": 0.05,
@@ -112,8 +112,7 @@ def test_options_that_would_not_be_read(more: list[str], sentence: str, capsys: 
 
 
 @pytest.mark.engine
-def test_the_command(tmp_path: Path, asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = random_model(tmp_path / "model", hidden=128, dtype="bfloat16")
+def test_the_command(model: Path, tmp_path: Path, asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["eval", str(model), "--formats", "squat2,squat2:r=8", "--lm-eval", "sums,choices", "--context", "512"]
     arguments += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
     assert cli.main(arguments) == 0
@@ -134,8 +133,7 @@ def test_the_command(tmp_path: Path, asked: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.engine
 @pytest.mark.wide
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
-def test_the_real_one_with_a_local_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = random_model(tmp_path / "model", hidden=128, dtype="bfloat16")
+def test_the_real_one_with_a_local_task(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     questions = [
         {"question": f"{i} one two three four five six seven eight nine ten:", "answer": "x"} for i in range(3)
     ]

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import transformers
+from models_on_disk import TINY, Written
 
-from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval.samples import NEAR, Span, sequence
 from vllm_kvq.eval.tasks import TASKS
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = random_model(tmp_path_factory.mktemp("model") / "random", hidden=64, layers=1, heads=1, kv_heads=1)
-    return transformers.AutoTokenizer.from_pretrained(folder)
+def tokenizer(written: Written) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(written(**TINY))
 
 
 @pytest.mark.parametrize("task", TASKS)

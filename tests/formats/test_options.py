@@ -1,6 +1,7 @@
 """Bad options and geometries are refused with a sentence that names them and what they may be."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.settings import Settings
+from vllm_kvq.formats.settings import COMMON, Settings
 from vllm_kvq.formats.table import declared_options, key_codecs, readers, value_codecs
 
 OPTIONS = {option.name: option for option, _ in declared_options()}
@@ -98,12 +99,14 @@ def test_every_option_is_a_setting_with_a_default_in_range() -> None:
         settings = fmt.settings({})
         assert settings == fmt.settings()
         assert (settings.keys, settings.values) == (fmt.keys, fmt.values)
+        declared = {option.name: option for option in (*COMMON, *fmt.keys.options, *fmt.values.options)}
         common = {n: x for n, x in vars(settings).items() if n not in ("keys", "values", "own")}
         for name, value in (common | dict(settings.own)).items():
-            assert value == fmt.defaults.get(name, OPTIONS[name].default)
+            assert value == fmt.defaults.get(name, declared[name].default)
             if value is not None:
-                OPTIONS[name].check(value)
-        names |= {*common, *dict(settings.own)}
+                declared[name].check(value)
+        if fmt.public:
+            names |= {*common, *dict(settings.own)}
     assert names == set(OPTIONS)
     assert len(OPTIONS) == len(declared_options()), "two options have the same name"
     for option, codecs in declared_options():
@@ -160,7 +163,8 @@ def test_defaults_follow_their_option_to_another_codec() -> None:
     for fmt in FORMATS.values():
         for keys in key_codecs():
             for values in value_codecs():
-                assert fmt.bind(Geometry(128, 64), {"keys": keys, "values": values}).bits_per_element > 2
+                geometry = Geometry(128, fmt.settings().N or 64)
+                assert fmt.bind(geometry, {"keys": keys, "values": values}).bits_per_element > 2
 
 
 def test_pairing_replaces_that_of_the_geometry() -> None:
@@ -179,10 +183,27 @@ def test_the_test_codec_is_no_choice() -> None:
     assert "'keys' is 'lossless'" in refusal("squat2", {"keys": "lossless"})
 
 
-@pytest.mark.parametrize("value", [1, "1", {1: 1}, [-1], [True], [1.0], ["0"], [[0]]], ids=repr)
+@pytest.mark.parametrize("value", [1, "1", {1: 1}, [True], [1.0], ["0"], [[0]]], ids=repr)
 def test_skip_layers(value: Any) -> None:
     assert "option 'skip_layers' is " in refusal("squat2", {"skip_layers": value})
     assert FORMATS["squat2"].settings({"skip_layers": [3, 0]}).skip_layers == (3, 0)
+
+
+def test_layers_counted_from_the_last() -> None:
+    settings = FORMATS["squat2"].settings({"skip_layers": [0, 1, -2, -1]})
+    assert settings.skipped(30) == {0, 1, 28, 29}
+    assert settings.skipped(3) == {0, 1, 2}
+    for layer, total in ((30, 30), (-31, 30), (1, 1)):
+        message = f"option 'skip_layers' names layer {layer}; the model has layers 0 to {total - 1} "
+        with pytest.raises(ValueError, match=re.escape(message)):
+            FORMATS["squat2"].settings({"skip_layers": [layer]}).skipped(total)
+
+
+def test_turboquant_leaves_the_first_and_the_last_two_layers() -> None:
+    """Unless the user says otherwise."""
+    for name in ("turbo3", "turbo4"):
+        assert FORMATS[name].settings().skipped(28) == {0, 1, 26, 27}
+        assert not FORMATS[name].settings({"skip_layers": []}).skipped(28)
 
 
 @pytest.mark.parametrize("name", ["squat9", "", "SQUAT2", "bf16", "lossles"])

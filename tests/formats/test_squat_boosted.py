@@ -203,7 +203,10 @@ def test_high_digits_are_those_of_boosted_channels() -> None:
     ("options", "said"),
     [
         ({"key_bits": 4, "boost": "half"}, "option 'key_bits' is 4, which keys with boosted channels don't have"),
-        ({"token_scale": "balanced"}, "'token_scale' is 'balanced', which keys with boosted .* 'boost' is 'quarter'"),
+        (
+            {"token_scale": "balanced", "boost": "quarter"},
+            "'token_scale' is 'balanced', which keys with boosted",
+        ),
         ({"g": 128}, "that is Kitty; use kitty2 or a smaller g"),
         ({"boost": "none", "g": 128}, "that is KIVI; use kivi2 or a smaller g"),
         ({"boost": "third"}, "it takes one of"),
@@ -224,6 +227,7 @@ def test_the_way_out_of_a_refusal_works() -> None:
     [
         ("squat2", {"key_bits": 4}, SQuatKeys),
         ("squat2", {"rope": "before"}, SQuatKeys),
+        ("squat2", {"token_scale": "balanced"}, SQuatKeys),
         ("squat2", {"rope": "before", "boost": "half"}, BoostedSQuatKeys),
         ("squat2_pre", {}, SQuatKeys),
         ("squat4", {}, SQuatKeys),

@@ -19,9 +19,9 @@ import vllm_kvq.formats
 
 assert not {"vllm", "triton", "transformers"} & {name.split(".")[0] for name in sys.modules}
 x = torch.randn(40, 2, 64)
-for name, fmt in vllm_kvq.FORMATS.items():
+for name, fmt in ((n, f) for n, f in vllm_kvq.FORMATS.items() if not f.keys.calibrated):
     vllm_kvq.roundtrip(name, x, x, x)
-    assert fmt.bits_per_element(64, 64) > (2 if name == "kvarn_k2v2" else 3)
+    assert fmt.bits_per_element(64, 128) > (2 if name == "kvarn_k2v2" else 3)
 print("fine")
 """
 

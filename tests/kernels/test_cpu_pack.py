@@ -10,6 +10,7 @@ import torch
 
 from vllm_kvq.bench.pools import outlier_data, state_for
 from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats.squat import PLAIN
 from vllm_kvq.kernels.cpu import pack as cpu_pack
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import pack as reference
@@ -124,6 +125,13 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
         ("squat2", 128, torch.float32, 64, {"g": 32, "r": 16, "floor": 64}),  # well above 1 / lambda
         ("squat4", 64, torch.bfloat16, 128, {"g": 16}),
         ("squat2", 80, torch.float32, 64, {"g": 16, "r": 64}),
+        ("squat2", 80, torch.bfloat16, 128, {"key_scales": "range", "boost": "half"}),
+        ("squat2", 64, torch.float16, 64, {"key_scales": "range", "boost": "eighth", "g": 16}),
+        ("squat2", 256, torch.float32, 64, {"key_scales": "range"}),
+        ("squat2", 128, torch.float32, 64, PLAIN),
+        ("squat2", 128, torch.float32, 64, PLAIN | {"g": 48, "r": 16}),
+        ("squat2", 128, torch.float32, 64, PLAIN | {"g": 32, "r": 16, "floor": 64}),
+        ("squat2", 80, torch.float32, 64, PLAIN | {"g": 16, "r": 64}),
         ("kivi2", 128, torch.float32, 64, {"key_scales": "fitted", "group": 48}),
         ("kivi2", 96, torch.float16, 64, {"value_scales": "fitted", "group": 80}),
         ("squat4", 80, torch.bfloat16, 128, {"key_scales": "fitted", "value_scales": "fitted"}),
@@ -159,8 +167,9 @@ def test_bytes_of_the_reference(name: str, d: int, dtype: torch.dtype, n: int, o
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("d", [80, 128])
-def test_of_equally_wide_channels_the_first_are_boosted(d: int) -> None:
-    fmt = get_format("kitty2").bind(Geometry(d, 32, torch.float32), {"key_scales": "range"})
+@pytest.mark.parametrize("name", ["kitty2", "squat2"])
+def test_of_equally_wide_channels_the_first_are_boosted(name: str, d: int) -> None:
+    fmt = get_format(name).bind(Geometry(d, 32, torch.float32), {"key_scales": "range"})
     rng = torch.Generator().manual_seed(0)
     key = torch.randint(0, 4, (32, H, d), generator=rng).float()
     key[0], key[1] = 0, 3
@@ -206,9 +215,10 @@ def test_squat_subspace_is_that_of_a_float64_svd(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-def test_a_corrected_key_of_squat_is_finite_in_float16() -> None:
+@pytest.mark.parametrize("layout", [PLAIN, {}], ids=["plain", "boosted"])
+def test_a_corrected_key_of_squat_is_finite_in_float16(layout: dict[str, object]) -> None:
     """Near the clamp a correction points beyond it."""
-    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float16), {"r": 16, "g": 16})
+    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float16), layout | {"r": 16, "g": 16})
     rng = torch.Generator().manual_seed(4)
     key = (32768 * torch.rand(64, 1, 64, generator=rng)).half()
     query = torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng)

@@ -51,10 +51,10 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
             if option.name in ("keys", "values") or settings.keys.name in readers or settings.values.name in readers:
                 for value in values(option):
                     try:
-                        fmt.settings({option.name: value})
-                    except ValueError:  # not read by this format
+                        found = bound(fmt.name, 128, {option.name: value})
+                    except ValueError:  # not read by this format, or not beside its other options
                         continue
-                    if layout.bind(bound(fmt.name, 128, {option.name: value})) is not None:
+                    if layout.bind(found) is not None:
                         yield fmt.name, {option.name: value}
 
 

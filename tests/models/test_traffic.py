@@ -9,6 +9,7 @@ from typing import Any
 
 import mixed_faults
 import pytest
+from models_on_disk import Written
 
 from proof.fuzz.attempt import Runner
 from proof.fuzz.case import MODEL, Setup
@@ -16,16 +17,15 @@ from proof.fuzz.draw import WORDS, Drawer, draw_setup
 from proof.models import SERVED
 from proof.oracle.trace import Request, Trace
 from proof.oracle.verdict import Verdict
-from vllm_kvq.bench.random_model import random_model
 
 pytestmark = pytest.mark.engine
 Judge = Callable[..., Verdict]
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+def judged(written: Written) -> Judge:
     """judged(setup, traces, prepare) -> verdict."""
-    model = random_model(tmp_path_factory.mktemp("traffic") / "model", **MODEL)
+    model = written(**MODEL)
 
     def judge(setup: Setup, todo: list[Trace], prepare: Any = None) -> Verdict:
         runner = Runner(str(model), setup, prepare)

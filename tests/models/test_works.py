@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from engine_arguments import kvq
 from lab import Lab
 
 from proof.models import SERVED, named
@@ -29,12 +30,9 @@ ENGINE: dict[str, Any] = {
     # of windows vLLM otherwise keeps what the end of a prompt sees, and a shorter prefix hits nothing
     "prefix_cache_retention_interval": None,
 }
-LOSSLESS = {"kv_cache_dtype": "lossless", "additional_config": {"kvq": {"W": 32, "S": 4}}}
-
-
-def kvq(name: str, **options: Any) -> dict[str, Any]:
-    """No window, so that nearly all of a short prompt is read packed."""
-    return {"kv_cache_dtype": name, "additional_config": {"kvq": {"W": 0, **options}}}
+LOSSLESS = kvq("lossless", W=32, S=4)
+PACKED = {"W": 0}
+"""No window, so that nearly all of a short prompt is read packed."""
 
 
 def small_trace() -> Trace:
@@ -87,7 +85,7 @@ def test_lossless_equals_plain_vllm(arch: Architecture, lab: Lab, plain: Any) ->
 
 @pytest.mark.parametrize("arch", EXACT, ids=lambda a: a.name)
 def test_lossy(arch: Architecture, lab: Lab, plain: Any) -> None:
-    got = lab.run(arch, [TRACE], arch.adapter, **kvq(arch.lossy), **ENGINE)[0]
+    got = lab.run(arch, [TRACE], arch.adapter, **kvq(arch.lossy, **PACKED), **ENGINE)[0]
     verdict = compare(TRACE, plain(arch), got)
     assert verdict.tokens == sum(r.max_tokens for r in TRACE.requests)
     # the control: what is read back is not what was written
@@ -104,7 +102,7 @@ def test_lossy(arch: Architecture, lab: Lab, plain: Any) -> None:
 @pytest.mark.parametrize("name", ["lossless", "squat2", "polar4", "qjl3", "innerq2"])
 def test_16_bit_models_answer(name: str, arch: Architecture, lab: Lab) -> None:
     """Sums are rounded in another order than plain vLLM's, so tokens may differ from them."""
-    got = lab.run(arch, [TRACE], **kvq(name), **ENGINE)[0]
+    got = lab.run(arch, [TRACE], **kvq(name, **PACKED), **ENGINE)[0]
     assert all(len(got.outputs[r.name][0]) == r.max_tokens for r in TRACE.requests)
     assert len({t for samples in got.outputs.values() for t in samples[0]}) > 4
 
@@ -145,9 +143,9 @@ def test_blocks_that_do_not_divide_chunks_are_refused(lab: Lab) -> None:
 def test_the_flag_skips_layers_like_the_option(lab: Lab) -> None:
     """Layer 0 in 16 bits and layer 1 packed, by either way; and the control that packing both answers otherwise."""
     arch, engine = named("Llama"), ENGINE
-    flag = lab.run(arch, [TRACE], **kvq("squat2"), **engine, kv_cache_dtype_skip_layers=["0"])[0]
-    option = lab.run(arch, [TRACE], **kvq("squat2", skip_layers=[0]), **engine)[0]
-    packed = lab.run(arch, [TRACE], **kvq("squat2"), **engine)[0]
+    flag = lab.run(arch, [TRACE], **kvq("squat2", **PACKED), **engine, kv_cache_dtype_skip_layers=["0"])[0]
+    option = lab.run(arch, [TRACE], **kvq("squat2", **PACKED, skip_layers=[0]), **engine)[0]
+    packed = lab.run(arch, [TRACE], **kvq("squat2", **PACKED), **engine)[0]
     assert flag.outputs == option.outputs
     assert flag.outputs != packed.outputs
 
@@ -167,5 +165,5 @@ def test_polar_needs_the_pairing(arch: Architecture, lab: Lab) -> None:
 
 @pytest.mark.parametrize("name", ["GPT-2", "Phi-2"])
 def test_polar_with_the_pairing(name: str, lab: Lab) -> None:
-    got = lab.run(named(name), [TRACE], **kvq("polar4", pairing="half"), **ENGINE)[0]
+    got = lab.run(named(name), [TRACE], **kvq("polar4", **PACKED, pairing="half"), **ENGINE)[0]
     assert all(len(got.outputs[r.name][0]) == r.max_tokens for r in TRACE.requests)

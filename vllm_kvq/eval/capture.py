@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK
+from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.rope import Rope
 
 
@@ -51,10 +52,26 @@ class Captured:
     rotary_dim: int | None
     rope: Rope | None
     """What has turned token t's queries and keys, at position t; None where there are several, or none."""
+    total: int | None = None
+    """The model's layers, those of a hybrid without attention included; None: none comes after the last one here."""
+    calibration: Captured | None = None
+    """The same of another text, to which calibrated formats are fitted; None: there is none."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("the model has no attention layer with keys and values of its own to look at")
+
+    def calibration_of(self, layer: Layer) -> Calibration:
+        """ValueError where there is no other text."""
+        if self.calibration is None:
+            raise ValueError("the format has constants that are fitted to another text, and no other text was captured")
+        (found,) = (other for other in self.calibration.layers if other.index == layer.index)
+        return Calibration(found.query, found.key, found.value)
+
+    @property
+    def count(self) -> int:
+        """Of the model's layers."""
+        return self.total or 1 + max(*(layer.index for layer in self.layers), *self.windows, -1)
 
 
 def capture(model: str, tokens: Sequence[int], dtype: str = "auto") -> Captured:
@@ -133,7 +150,8 @@ def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
     rope = table_of(ropes[0]) if len(ropes) == 1 else None
     if rope is not None:
         rope = replace(rope, table=rope.table[: len(tokens)].cpu().clone())
-    return Captured(layers, tuple(seen.windows), pairing, rotary, rope)
+    total = config.model_config.get_total_num_hidden_layers()
+    return Captured(layers, tuple(seen.windows), pairing, rotary, rope, total)
 
 
 def _room(model: Any, tokens: int) -> int:

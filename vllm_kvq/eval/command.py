@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_kvq.eval.cache import Store, default_folder
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.result import READING, REGIMES, USUAL, Results
+from vllm_kvq.eval.statistics import claims
 from vllm_kvq.eval.tasks import NAMES, TEXT
 
 FORMATS = "squat2,innerq2,polar4,kivi2"
@@ -92,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(args, name, value)
     try:
         chosen = choices(args.formats)
+        args.baseline = named_baseline(args.baseline, chosen)
     except ValueError as error:
         p.error(str(error))
     try:
@@ -99,10 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EvaluationFailed as error:
         print(f"vllm-kvq eval: {error}", file=sys.stderr)
         return console.FOUND
+    results = replace(results, claims=claims(results.rows, args.baseline))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         results.save(args.out / "results.json")
-        report.write_csv(args.out / "results.csv", results.rows)
+        report.write_csv(args.out / "results.csv", results)
         try:
             plots.draw_all(results.rows, args.out)
         except ValueError as error:
@@ -113,6 +117,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.show(results)
     named = {choice.label for choice in chosen}
     return console.DONE if any(row.metrics for row in results.rows if row.label in named) else console.FOUND
+
+
+def named_baseline(text: str | None, chosen: Sequence[Choice]) -> str | None:
+    """Its label, as rows have it."""
+    if text is None:
+        return None
+    named = choices(text)
+    if len(named) != 1 or named[0] not in (Choice(FP8), *chosen):
+        raise ValueError(f"--baseline {text} is none of the formats that are compared; name one of --formats, or fp8")
+    return named[0].label
 
 
 def defaults(args: argparse.Namespace) -> dict[str, Any]:

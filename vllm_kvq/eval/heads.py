@@ -42,6 +42,8 @@ def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any
             raise ValueError(f"{name} needs to know which channels RoPE rotates together, and this model does not tell")
         geometry = replace(geometry, pairing=captured.pairing, rotary_dim=captured.rotary_dim)
     page = fmt.bind(geometry, options)
+    if page.calibrated:
+        return page.calibrated_on(captured.calibration_of(layer))
     if not page.keys.before_rope:
         return page
     if captured.rope is None:
@@ -100,7 +102,7 @@ def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block
 def packed_layers(captured: Captured, name: str, options: Mapping[str, Any]) -> set[int]:
     """Those that the options don't keep in 16 bits. ValueError where options name layers that are not there."""
     packed = {layer.index for layer in captured.layers}
-    packed -= {*get_format(name).settings(options_at(options, None)).skip_layers}
+    packed -= get_format(name).settings(options_at(options, None)).skipped(captured.count)
     for schedule in schedules(options):
-        schedule.check(packed, 1 + max(*(layer.index for layer in captured.layers), *captured.windows, -1))
+        schedule.check(packed, captured.count)
     return packed

@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.eval import plots
 from vllm_kvq.eval.capture import Captured, CaptureFailed, capture
 from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.eval.constants import calibrated, calibration_tokens
 from vllm_kvq.eval.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.samples import sequence
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         p.error(str(error))
     try:
-        captured = captured_text(Model.of(args.model, args.dtype), args.tokens, args.seed)
+        captured = captured_text(Model.of(args.model, args.dtype), args.tokens, args.seed, any(map(calibrated, chosen)))
         errors = {c.label: head_errors(captured, c.format, c.options) for c in chosen}
         if args.plot:
             plots.heat_map(args.plot, errors, args.measure, MEASURES[args.measure])
@@ -87,13 +88,17 @@ def ours(chosen: Sequence[Choice]) -> list[Choice]:
     return list(chosen)
 
 
-def captured_text(model: Model, tokens: int, seed: int) -> Captured:
-    """A text's queries, keys and values. Raises ValueError or CaptureFailed, with a sentence."""
+def captured_text(model: Model, tokens: int, seed: int, calibration: bool = False) -> Captured:
+    """A text's queries, keys and values, and those of another. Raises ValueError or CaptureFailed, with a sentence."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not READERS < tokens < model.longest:
         raise ValueError(f"a text of {tokens} tokens is not between {READERS + 1} and {model.longest - 1}")
     text = sequence(model.tokenizer, "text", tokens, tokens, 0, seed)
-    return capture(str(model.folder), text.tokens, model.dtype)
+    captured = capture(str(model.folder), text.tokens, model.dtype)
+    if not calibration:
+        return captured
+    other = calibration_tokens(model.tokenizer, model.longest)
+    return replace(captured, calibration=capture(str(model.folder), other, model.dtype))
 
 
 def table(errors: Errors, measure: str) -> console.Table:

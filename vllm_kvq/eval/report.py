@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_kvq.console import Table
-from vllm_kvq.eval.result import ALL, DECODING, HITS, METRICS, READING, TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.eval.choice import FP8
+from vllm_kvq.eval.result import ALL, DECODING, HITS, METRICS, READING, TEACHER_FORCED, Claim, Estimate, Results, Row
 
 ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
@@ -54,6 +55,13 @@ TITLES = {
 }
 BOUND = "KL is a lower bound: the most probable tokens are compared one by one, all others as one."
 NOTE = "[ ]: 95 % confidence interval over sequences (bootstrap). bits: per cached number at that length, all counted."
+CLAIMS = (
+    "KL / baseline: compared text by text; [ ] is adjusted for all comparisons of its table (Holm, 5 %), and where it "
+    "holds 1\nnothing is said. right: McNemar's exact test, adjusted likewise."
+)
+ARITHMETIC = (
+    "fp8: float8_e4m3fn with scale 1 on every cached number, as arithmetic; a server's kernels may add to that."
+)
 
 
 def tables(results: Results) -> list[Table]:
@@ -61,15 +69,36 @@ def tables(results: Results) -> list[Table]:
     found: dict[tuple[str, str, int], list[Row]] = {}
     for row in results.rows:
         found.setdefault((row.regime, row.task, row.context), []).append(row)
-    return [_table(*about, rows) for about, rows in found.items()]
+    return [_table(*about, rows, results.claims) for about, rows in found.items()]
 
 
-def _table(regime: str, task: str, context: int, rows: list[Row]) -> Table:
+def _table(regime: str, task: str, context: int, rows: list[Row], claims: Sequence[Claim]) -> Table:
     names = [name for name in COLUMNS[regime] if any(name in row.metrics for row in rows)]
     cells = [[row.label, bits(row), *(cell(name, row.metrics.get(name)) for name in names)] for row in rows]
     count = max(row.sequences for row in rows)
     title = f"{'all tasks' if task == ALL else task}, {context} tokens, {count} sequences; {TITLES[regime]}"
-    return Table(["format", "bits", *(HEADS[name] for name in names)], cells, title=title)
+    head = ["format", "bits", *(HEADS[name] for name in names)]
+    for metric in ("kl", "right"):
+        mine = {c.label: c for row in rows for c in claims_of(row, claims) if c.metric == metric}
+        if mine:
+            head.append(f"{'KL' if metric == 'kl' else 'right'} / {next(iter(mine.values())).baseline}")
+            cells = [[*line, compared(mine.get(row.label))] for line, row in zip(cells, rows, strict=True)]
+    return Table(head, cells, title=title)
+
+
+def claims_of(row: Row, claims: Iterable[Claim]) -> list[Claim]:
+    about = row.label, row.regime, row.task, row.context
+    return [c for c in claims if (c.label, c.regime, c.task, c.context) == about]
+
+
+def compared(claim: Claim | None) -> str:
+    if claim is None:
+        return "-"
+    if claim.metric == "kl":
+        text = interval(claim.value, claim.low, claim.high)
+    else:
+        text = f"{100 * claim.value:+.1f} points, p {claim.p:.2g}"
+    return f"{text} {claim.verdict}" if claim.verdict else text
 
 
 def bits(row: Row) -> str:
@@ -80,16 +109,18 @@ def cell(name: str, estimate: Estimate | None) -> str:
     """A figure with its interval."""
     if estimate is None:
         return "-"
-    if math.isnan(estimate.low):
-        return number(name, estimate.value)
-    return f"{number(name, estimate.value)} [{number(name, estimate.low, 2)}, {number(name, estimate.high, 2)}]"
+    factor = 100 if name in SHARES else 1
+    return interval(*(factor * x for x in (estimate.value, estimate.low, estimate.high)))
 
 
-def number(name: str, value: float, digits: int = 3) -> str:
-    """Shares as percentages."""
-    if name in SHARES:
-        return f"{100 * value:.1f}"
-    return f"{value:.1f}" if name == "agreement" else f"{value:.{digits}g}"
+def interval(value: float, low: float, high: float) -> str:
+    """No more digits than half the interval's first one; two without an interval."""
+    half = (high - low) / 2
+    if not (math.isfinite(half) and half > 0):
+        return f"{value:.2g}" if half != 0 else f"{value:.3g}"
+    decimals = max(0, -math.floor(math.log10(half)))
+    text, *ends = (f"{x:.{decimals}f}" for x in (value, low, high))
+    return f"{text} [{', '.join(ends)}]"
 
 
 def show(results: Results) -> None:
@@ -99,17 +130,25 @@ def show(results: Results) -> None:
     for label, problem in dict.fromkeys((r.label, r.problem) for r in results.rows if r.problem):
         print(f"{label}: {problem}")
     print(NOTE)
+    if results.claims:
+        print(CLAIMS)
+    if any(row.regime == READING and row.format == FP8 for row in results.rows):
+        print(ARITHMETIC)
     if any(row.kl_is_bound for row in results.rows):
         print(BOUND)
 
 
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """A row for each row, a column for each metric and for each bound of its interval."""
+CLAIMED = ("baseline", "texts", "value", "low", "high", "p", "level", "verdict")
+
+
+def write_csv(path: Path, results: Results) -> None:
+    """A row for each row, a column for each metric and for each bound of its interval, and for claims."""
     metrics = [f"{name}{end}" for name in METRICS for end in ("", "_low", "_high")]
+    claimed = [f"{metric}_{name}" for metric in ("kl", "right") for name in CLAIMED]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*ABOUT, *metrics])
+        writer = csv.DictWriter(file, [*ABOUT, *metrics, *(f"claim_{name}" for name in claimed)])
         writer.writeheader()
-        for row in rows:
+        for row in results.rows:
             about = {name: getattr(row, name) for name in ABOUT}
             figures = {
                 f"{name}{end}": value
@@ -117,4 +156,10 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
                 for end, value in (("", e.value), ("_low", e.low), ("_high", e.high))
                 if not math.isnan(value)
             }
-            writer.writerow(about | figures)
+            claims = {
+                f"claim_{c.metric}_{name}": value
+                for c in claims_of(row, results.claims)
+                for name, value in c.document().items()
+                if name in CLAIMED
+            }
+            writer.writerow(about | figures | claims)

@@ -35,6 +35,8 @@ REGIMES = (*USUAL, HITS, READING)
 ALL = "all"
 """Instead of a task's name: the sequences of all tasks."""
 
+BETTER, WORSE = "better", "worse"
+
 METRICS: Mapping[str, str] = {
     "kl": "mean KL divergence from the 16-bit cache's next-token distribution, nats per token",
     "kl_median": "median of the same over all tokens",
@@ -169,11 +171,53 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Results:
-    rows: tuple[Row, ...]
+class Claim:
+    """How a format compares with another one, the baseline (`eval/statistics.py`)."""
+
+    label: str
+    baseline: str
+    regime: str
+    task: str
+    context: int
+    metric: str
+    """`kl`: `value` is the ratio of mean divergences, the geometric mean over texts. `right`: the difference of the
+    shares of right answers."""
+    texts: int
+    value: float
+    p: float
+    level: float = math.nan
+    """That p has to meet, by Holm's method over all claims of the table."""
+    low: float = math.nan
+    high: float = math.nan
+    """The interval of that level; right answers have none."""
+
+    @property
+    def verdict(self) -> str | None:
+        """None: no difference beyond chance."""
+        if not self.p <= self.level:
+            return None
+        good = self.value < 1 if self.metric == "kl" else self.value > 0
+        return BETTER if good else WORSE
 
     def document(self) -> dict[str, Any]:
-        return {"version": VERSION, "rows": [row.document() for row in self.rows]}
+        return _without_nan({**asdict(self), "verdict": self.verdict})
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Claim:
+        known: dict[str, Any] = {
+            name: math.nan if x is None else x for name, x in document.items() if name != "verdict"
+        }
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class Results:
+    rows: tuple[Row, ...]
+    claims: tuple[Claim, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        rows, claims = ([x.document() for x in part] for part in (self.rows, self.claims))
+        return {"version": VERSION, "rows": rows, "claims": claims}
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.document(), indent=1, allow_nan=False) + "\n")
@@ -186,7 +230,7 @@ class Results:
             raise ValueError(f"{path} can't be read as results of `vllm-kvq eval`: {error}") from error
         if not isinstance(document, dict) or document.get("version") != VERSION:
             raise ValueError(f"{path} holds no results of `vllm-kvq eval` in version {VERSION}")
-        return cls(tuple(map(Row.of, document["rows"])))
+        return cls(tuple(map(Row.of, document["rows"])), tuple(map(Claim.of, document["claims"])))
 
 
 def _without_nan(value: Any) -> Any:

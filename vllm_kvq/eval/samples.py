@@ -53,8 +53,8 @@ def sequence(tokenizer: Any, task: str, context: int, most: int, number: int, se
     """`context` tokens, or `most` where there is no room for more, as near below as a few attempts come."""
     limit = min(context, most)
     if task == TEXT:
-        made = texts(tokenizer, seed).text(number, limit)
-        return Sequence(TEXT, context, number, made.tokens, (), made.kind, made.sources, made.sha)
+        text = texts(tokenizer, seed).text(number, limit)
+        return Sequence(TEXT, context, number, text.tokens, (), text.kind, text.sources, text.sha)
     characters, best = int(limit * _characters_per_token(tokenizer, task)), None
     for attempt in range(ATTEMPTS):
         rng = random.Random(f"{seed} {task} {number} {attempt}")

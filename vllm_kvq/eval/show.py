@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.eval import plots, report
 from vllm_kvq.eval.result import Hurt, Results, Row
+from vllm_kvq.eval.statistics import claims
 
 AROUND = 32
 """Characters that are shown before a token, and after it."""
@@ -24,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("results", type=Path, metavar="RESULTS", help="a results.json")
     p.add_argument("--hurt", type=int, default=5, metavar="N", help="tokens of each format and task (%(default)s)")
+    p.add_argument("--baseline", metavar="F", help="compare others with this format, as written in the tables")
     p.add_argument("--plots", type=Path, metavar="DIR", help="draw PNG files into this folder (needs matplotlib)")
     console.add_json(p)
     return p
@@ -33,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
         results = Results.load(args.results)
+        if args.baseline or not results.claims:
+            results = replace(results, claims=claims(results.rows, args.baseline))
         drawn = plots.draw_all(results.rows, args.plots) if args.plots else []
     except (ValueError, OSError) as error:
         print(f"vllm-kvq eval show: {error}", file=sys.stderr)

@@ -11,10 +11,13 @@ Holm gives it, so that it excludes 1 exactly where the claim holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from vllm_kvq.eval.choice import FP8, PLAIN
+from vllm_kvq.eval.result import Claim, Row
 
 ALPHA = 0.05
 """The chance that any claim of a table without a difference is made."""
@@ -23,7 +26,6 @@ FEWEST = 6
 """Texts that a claim takes: draws of fewer are too often one and the same text."""
 FLOOR = 1e-7
 """Nats per token: a smaller divergence is rounding."""
-BETTER, WORSE = "better", "worse"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def mcnemar(ours: Sequence[bool], theirs: Sequence[bool]) -> float:
 def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
     """The level that each p-value has to meet, so that the chance of any false claim is at most alpha.
 
-    From the smallest on: alpha / m, alpha / (m - 1), and so on, until one misses its level, which then holds for the rest.
+    From the smallest on: alpha / m, alpha / (m - 1), and so on, until one misses its level, which holds for the rest.
     """
     levels = [0.0] * len(p)
     missed: float | None = None
@@ -94,28 +96,46 @@ def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
     return levels
 
 
-@dataclass(frozen=True)
-class Claim:
-    """How a format compares with the baseline."""
+# -- claims of a table -----------------------------------------------------------------------------------------------
+def claims(rows: Iterable[Row], baseline: str | None = None) -> tuple[Claim, ...]:
+    """Of every table: each format against the baseline, by its label; None: `usual_baseline`."""
+    found: list[Claim] = []
+    tables: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        if row.texts and row.format != PLAIN:
+            tables.setdefault((row.regime, row.task, row.context), []).append(row)
+    for same in tables.values():
+        theirs = next((row for row in same if row.label == (baseline or usual_baseline(same))), None)
+        if theirs is not None:
+            found += _adjusted([claim for ours in same if ours is not theirs for claim in _of_pair(ours, theirs)])
+    return tuple(found)
 
-    label: str
-    baseline: str
-    metric: str
-    """`kl`: `value` is the ratio of mean divergences, the geometric mean over texts. `right`: the difference of the
-    shares of right answers."""
-    texts: int
-    value: float
-    p: float
-    level: float
-    """That p has to meet, by Holm."""
-    low: float = math.nan
-    high: float = math.nan
-    """The interval of that level; none of right answers."""
 
-    @property
-    def verdict(self) -> str | None:
-        """None: no difference beyond chance."""
-        if self.p > self.level:
-            return None
-        good = self.value < 1 if self.metric == "kl" else self.value > 0
-        return BETTER if good else WORSE
+def usual_baseline(rows: Sequence[Row]) -> str:
+    """vLLM's fp8 where it was measured, else the first format."""
+    return next((row.label for row in rows if row.format == FP8), rows[0].label)
+
+
+def _of_pair(ours: Row, theirs: Row) -> Iterator[tuple[Claim, Paired | None]]:
+    """With p-values that stand for themselves, and what gives an interval."""
+    others = {text.name: text for text in theirs.texts}
+    pairs = [(text, others[text.name]) for text in ours.texts if text.name in others]
+    if any(a.sha != b.sha for a, b in pairs):
+        raise ValueError(f"{ours.label} and {theirs.label} were measured on different texts of the same name")
+    about = ours.label, theirs.label, ours.regime, ours.task, ours.context
+    if len(pairs) >= FEWEST:
+        paired = Paired.of(log_ratios([a.kl for a, _ in pairs], [b.kl for _, b in pairs]))
+        yield Claim(*about, "kl", len(pairs), math.exp(paired.mean), paired.p), paired
+    answers = [(x, y) for a, b in pairs for x, y in zip(a.right, b.right, strict=True)]
+    if answers:
+        right, other = zip(*answers, strict=True)
+        difference = (sum(right) - sum(other)) / len(answers)
+        yield Claim(*about, "right", len(pairs), difference, mcnemar(right, other)), None
+
+
+def _adjusted(alone: list[tuple[Claim, Paired | None]]) -> list[Claim]:
+    found = []
+    for (claim, paired), level in zip(alone, holm([claim.p for claim, _ in alone]), strict=True):
+        low, high = (math.nan, math.nan) if paired is None else paired.interval(level)
+        found.append(replace(claim, level=level, low=low, high=high))
+    return found

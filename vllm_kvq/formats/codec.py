@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from vllm_kvq.formats.constants import Calibration, Constants
 from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB
@@ -44,6 +45,8 @@ class Geometry:
     """Channels that RoPE rotates, all of them unless said otherwise."""
     rope: Rope | None = None
     """What codecs that store keys as they are before RoPE take off; None: the keys that they get have had none."""
+    constants: Constants | None = None
+    """What calibrated codecs know of the layer's heads; None: nothing, and they can pack nothing."""
 
     def __post_init__(self) -> None:
         if self.head_size not in HEAD_SIZES:
@@ -96,6 +99,10 @@ class Codec(ABC):
     reference_only: ClassVar[str | None] = None
     """Why it can't be served, in a sentence for users, though it can be measured; None: it can."""
 
+    calibrated: ClassVar[bool] = False
+    """Whether it has constants, fitted to a text other than those that it packs. It is then `reference_only`, and a
+    bound one packs one KV head (`geometry.constants`, formats/constants.py)."""
+
     tells_decode = False
     """Whether `pack_decoded` differs from `pack`."""
 
@@ -107,6 +114,11 @@ class Codec(ABC):
     def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
         """The codec for one head; a class whose options choose among others overrides it."""
         return cls(geometry, options)
+
+    @classmethod
+    def fit_constants(cls, calibration: Calibration, options: Mapping[str, Any]) -> torch.Tensor:
+        """(KV heads, ...) float32; `options` are its own, complete. Only calibrated codecs implement it."""
+        raise TypeError(f"{cls.__name__} is not calibrated")
 
     @property
     @abstractmethod

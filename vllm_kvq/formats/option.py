@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,16 +59,27 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerList(Option):
-    """An option that names layers of the model."""
+    """An option that names layers of the model: from 0, or from -1, which is the last one, down."""
 
     def check(self, value: Any) -> None:
         layers = isinstance(value, (list, tuple))
-        if not layers or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value):
-            raise ValueError(f"option {self.name!r} is {value!r}; it takes a list of layer indices from 0")
+        if not layers or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+            raise ValueError(
+                f"option {self.name!r} is {value!r}; it takes a list of layer indices, from 0, or from -1 for the last"
+            )
 
     @property
     def allowed(self) -> str:
-        return "list of layer indices"
+        return "list of layer indices, -1 the last"
+
+    def resolved(self, value: Iterable[int], total: int) -> frozenset[int]:
+        """The indices from 0 in a model of `total` layers. ValueError where it has no such layer."""
+        if beyond := [i for i in value if not -total <= i < total]:
+            raise ValueError(
+                f"option {self.name!r} names layer {beyond[0]}; the model has layers 0 to {total - 1} (-1 to {-total} "
+                "counted from the last)"
+            )
+        return frozenset(i % total for i in value)
 
 
 # -- options that several codecs share -------------------------------------------------------------------------------

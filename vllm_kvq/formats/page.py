@@ -12,11 +12,12 @@ recognised by its flag, and reading one is an error instead of garbage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, Geometry, KeyCodec, ValueCodec
+from vllm_kvq.formats.constants import Calibration, Constants
 from vllm_kvq.formats.fields import Field, Packed, Region, round_up
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import sanitize
@@ -55,6 +56,27 @@ class PageFormat:
             raise ValueError(f"option 'S' is {self.S}; sinks must fit in one page of {self.N} tokens")
         if self.W_keys > self.W:
             raise ValueError(f"option 'W_keys' is {self.W_keys}, more than 'W', {self.W}, the window of the values")
+
+    @property
+    def calibrated(self) -> bool:
+        return self.keys.calibrated or self.values.calibrated
+
+    def with_constants(self, constants: Constants | None) -> PageFormat:
+        """The same format for a layer, or a head, of which so much is known."""
+        geometry, s = replace(self.geometry, constants=constants), self.settings
+        keys, values = s.keys.bind(geometry, s.of_codec(s.keys)), s.values.bind(geometry, s.of_codec(s.values))
+        return replace(self, geometry=geometry, keys=keys, values=values)
+
+    def calibrated_on(self, calibration: Calibration) -> PageFormat:
+        """The same format with constants fitted to a layer's calibration text; itself where it is not calibrated."""
+        if not self.calibrated:
+            return self
+        s = self.settings
+        keys, values = (
+            codec.fit_constants(calibration, s.of_codec(codec)) if codec.calibrated else None
+            for codec in (s.keys, s.values)
+        )
+        return self.with_constants(Constants(keys, values))
 
     # -- sizes ---------------------------------------------------------------------------------------------------
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import Geometry
+from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.fields import round_up
 from vllm_kvq.formats.page import PageFormat
 from vllm_kvq.formats.rope import Rope
@@ -20,6 +21,7 @@ def roundtrip(
     value: torch.Tensor,
     query: torch.Tensor | None = None,
     turned: Rope | None = None,
+    calibration: Calibration | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(key_hat, value_hat): every token quantized by format `name`, no window, no sinks.
@@ -28,6 +30,7 @@ def roundtrip(
     which SQuat fits its subspace (without them there is none to protect, and SQuat is KIVI). For QJL key_hat is the
     linear reconstruction, so that q . key_hat is its estimator. `turned` is the RoPE that keys and queries have had,
     token t at position t, which formats that store keys as they are before it take off; None: they have had none.
+    `calibration` is another text's queries, keys and values, from which calibrated formats have their constants.
     `options` are the format's; those of what is not quantized (W, S, recompute, skip_layers) are refused. Incomplete
     groups at the end are completed by repeating the last token.
     """
@@ -40,7 +43,12 @@ def roundtrip(
     tokens, _, head_size = key.shape
     fmt = get_format(name)
     dtype = key.dtype if key.dtype in (torch.float16, torch.bfloat16) else torch.float32
+    options["S"] = 0
     page = fmt.bind(Geometry(head_size, fmt.settings(options).N or DEFAULT_N, dtype, rope=turned), options)
+    if page.calibrated:
+        if calibration is None:
+            raise ValueError(f"{name} has constants that are fitted to another text; give it as `calibration`")
+        page = page.calibrated_on(calibration)
     if tokens == 0:
         return key.clone(), value.clone()
     return through_pages(page, key, value, fitted(page, key, query))
@@ -70,6 +78,14 @@ def through_pages(
 
     Units that end behind the first `prompt` tokens are completed by decode steps; None: prompts complete all of them.
     """
+    if page.calibrated and (constants := page.geometry.constants) is not None and key.shape[1] > 1:
+        heads = [
+            through_pages(
+                page.with_constants(constants.of_head(h)), key[:, h : h + 1], value[:, h : h + 1], own, prompt
+            )
+            for h, own in enumerate([None] * key.shape[1] if state is None else state.split(1))
+        ]
+        return torch.cat([k for k, _ in heads], 1), torch.cat([v for _, v in heads], 1)
     tokens, heads, head_size = key.shape
     k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
     at = torch.arange(round_up(tokens, page.unit)).clamp_max(tokens - 1)

@@ -14,6 +14,7 @@ from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, KeyCodec, ValueCodec
 from vllm_kvq.formats.option import LayerList, Option
 from vllm_kvq.formats.planes import SLAB
 
+SKIP_LAYERS = LayerList("skip_layers", "layers to keep in 16 bits", ())
 BLOCK = Option("N", "tokens per page, the same as --block-size", low=SLAB, high=LARGEST_BLOCK, multiple=SLAB)
 COMMON = (
     BLOCK,
@@ -26,7 +27,7 @@ COMMON = (
         low=0,
         high=4096,
     ),
-    LayerList("skip_layers", "indices of layers to keep in 16 bits", ()),
+    SKIP_LAYERS,
 )
 
 
@@ -44,6 +45,7 @@ class Settings:
     recompute: int | None
     """None: `integration/served.py` decides."""
     skip_layers: tuple[int, ...]
+    """As given: `skipped` says which of a model's layers these are."""
     own: tuple[tuple[str, Any], ...]
     """The options of the two codecs; None where the codec decides by the head."""
 
@@ -63,6 +65,10 @@ class Settings:
         common = {option.name: complete.pop(option.name) for option in COMMON}
         common["skip_layers"] = tuple(common["skip_layers"])
         return cls(keys, values, own=tuple(complete.items()), **common)
+
+    def skipped(self, total: int) -> frozenset[int]:
+        """Indices of the layers to keep in 16 bits, of a model of `total`. ValueError where one is beyond."""
+        return SKIP_LAYERS.resolved(self.skip_layers, total)
 
     def get(self, option: str) -> Any:
         """The value of a codec's option, None where neither codec has such an option."""

@@ -18,8 +18,9 @@ the others. So rho follows it:
 
 What `quant` is, and with it the bytes, is the option `boost`:
 
-    none       KIVI's, key_bits for every channel (kivi.py); unless set also where key_bits is 4 or rope is before
+    none       KIVI's, key_bits for every channel (kivi.py)
     a part     Kitty's: 4 bits for that part of the channels, 2 for the others (kitty.py)
+    left out   a quarter; none beside key_bits 4, a token scale, and keys as they are before RoPE
 
 The correction is in the codes: a page costs what Kitty's or KIVI's does, is read without U, and by the same kernels.
 
@@ -60,6 +61,8 @@ NARROW = 16
 """The largest rank that every kernel knows."""
 LEAST_BLOCK = 16
 """Channels of a block that kernels quantize at once."""
+BESIDE_BOOST = (("key_bits", LOW), ("token_scale", "none"))
+"""What boosted channels need of other options."""
 
 
 class Corrected(KeyCodec):
@@ -193,16 +196,16 @@ class BoostedSQuatKeys(Corrected, BoostedKeys):
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:
-    unset = "none" if options["key_bits"] != LOW or options["rope"] == "before" else USUAL
-    return (options["boost"] or unset) == "none"
+    allowed = all(options[name] == only for name, only in BESIDE_BOOST) and options["rope"] == "after"
+    return (options["boost"] or (USUAL if allowed else "none")) == "none"
 
 
 def _refuse_beside_boost(options: Mapping[str, Any]) -> None:
-    for name, only in (("key_bits", LOW), ("token_scale", "none")):
+    for name, only in BESIDE_BOOST:
         if options[name] != only:
             raise ValueError(
                 f"option {name!r} is {options[name]!r}, which keys with boosted channels don't have (option 'boost' is "
-                f"{options['boost'] or USUAL!r}); set 'boost' to 'none', or {name!r} to {only!r}"
+                f"{options['boost']!r}); set 'boost' to 'none', or {name!r} to {only!r}"
             )
 
 

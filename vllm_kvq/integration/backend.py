@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -40,6 +40,9 @@ from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.paths import Wish
 from vllm_kvq.kernels.step import StepBatch
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 @dataclass
 class KVQMetadata:
@@ -72,7 +75,9 @@ class KVQMetadata:
 class KVQMetadataBuilder(AttentionMetadataBuilder):
     _cudagraph_support = AttentionCGSupport.NEVER
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if kv_cache_spec.block_size != kv_cache_spec.tokens_per_state:
             raise RuntimeError("vLLM enlarged the packed layers' blocks to the pages of other layers")
@@ -83,7 +88,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         registry.install(Moment.BUILT, vllm_config)
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         """On the GPU's path decode and verification steps decide everything on the device; prompts are attended outside
         of graphs."""
         wish = Wish.of(vllm_config.device_config.device_type, os.environ)

@@ -6,11 +6,14 @@ What the patches need: patches/registry.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.names import lacks, missing, version_problem
 from vllm_kvq.integration.patches.patch import Moment
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Names = Mapping[str, tuple[str, ...]]
 
@@ -117,12 +120,12 @@ def plugin_problem() -> str | None:
     return version_problem() or names_problem() or registry.registration_problem()
 
 
-def server_problem(vllm_config: Any) -> str | None:
+def server_problem(vllm_config: VllmConfig) -> str | None:
     """Why this vLLM does not have what this configuration needs, as far as the server's own process can say."""
     return registry.problem(vllm_config, Moment.REGISTERED, Moment.CONFIGURED)
 
 
-def worker_problem(vllm_config: Any) -> str | None:
+def worker_problem(vllm_config: VllmConfig) -> str | None:
     """The rest, which takes modules that only workers import."""
     platforms = {"cpu": NEEDED_ON_CPUS, "cuda": NEEDED_ON_GPUS}
     needed = platforms.get(vllm_config.device_config.device_type, {})

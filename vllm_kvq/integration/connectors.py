@@ -7,16 +7,19 @@ never sidecars.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = init_logger("vllm.kvq")
 
 KNOWN = "SimpleCPUOffloadConnector"
 
 
-def connector_problem(vllm_config: Any) -> str | None:
+def connector_problem(vllm_config: VllmConfig) -> str | None:
     """What to do instead, where a connector does not go with a packed cache."""
     from vllm.platforms import current_platform
 
@@ -33,7 +36,7 @@ def connector_problem(vllm_config: Any) -> str | None:
     return None if can_copy(current_platform) else f"{without}: {KNOWN} copies on GPUs alone"
 
 
-def choose_connector(vllm_config: Any) -> None:
+def choose_connector(vllm_config: VllmConfig) -> None:
     """Have the known connector serve --kv-offloading-size. vLLM's own choice for it, OffloadingConnector, ends where it
     meets other kinds of layers than vLLM's, as sinks and sidecars are."""
     from vllm.config import KVTransferConfig

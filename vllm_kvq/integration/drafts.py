@@ -8,10 +8,13 @@ alone, where our companions would be missing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.kept import layer_types
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa")
 WITH_CACHE = ("draft_model", "eagle", "eagle3", "mtp")
@@ -29,7 +32,7 @@ class Draft:
     itemsize: int
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Draft | None:
+    def of(cls, vllm_config: VllmConfig) -> Draft | None:
         """None where there is no draft or none with a cache."""
         spec = vllm_config.speculative_config
         if spec is None or spec.method not in WITH_CACHE:
@@ -49,7 +52,7 @@ def _layers(spec: Any) -> int:
     return getattr(config, "n_predict", None) or 1 if spec.method == "mtp" else config.num_hidden_layers
 
 
-def draft_problem(vllm_config: Any) -> tuple[str, str] | None:
+def draft_problem(vllm_config: VllmConfig) -> tuple[str, str] | None:
     """(what, what to do instead) for a way of drafting that does not go with a packed cache."""
     from vllm.platforms import current_platform
 
@@ -73,7 +76,7 @@ def draft_problem(vllm_config: Any) -> tuple[str, str] | None:
     return None
 
 
-def is_draft(vllm_config: Any) -> bool:
+def is_draft(vllm_config: VllmConfig) -> bool:
     """Whether this configuration is the one that vLLM makes of ours to build a draft's layers.
 
     Its dtype is the draft's own, so our format's name is gone; but the model's layers are still in it.

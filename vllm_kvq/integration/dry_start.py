@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration import compat
 from vllm_kvq.integration.patches import registry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 PLUGIN = "kvq"
 
@@ -48,7 +51,7 @@ def check_problem() -> str | None:
 
 @dataclass(frozen=True)
 class DryStart:
-    vllm_config: Any
+    vllm_config: VllmConfig
     served: Any
     """The `Served` that a server would have."""
 

@@ -5,7 +5,10 @@ smaller, and there may be more of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Heads:
         return 2 * self.count * self.size
 
     @classmethod
-    def of(cls, vllm_config: Any, layer: int) -> Heads:
+    def of(cls, vllm_config: VllmConfig, layer: int) -> Heads:
         model = vllm_config.model_config
         arch = model.model_arch_config[layer]
         return cls(model.get_num_kv_heads(vllm_config.parallel_config, arch), arch.head_size)

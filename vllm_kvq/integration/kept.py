@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.setup import settings_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 WINDOWS = "sliding_window"
 """All layers with a sliding window, in vLLM's list of layers to skip."""
@@ -37,14 +40,15 @@ class Layers:
     """All that stays in 16 bits, in vLLM's words: indices and WINDOWS."""
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Layers:
+    def of(cls, vllm_config: VllmConfig) -> Layers:
+        """ValueError where the user names layers that the model does not have."""
         model = vllm_config.model_config
         kinds, total = layer_types(model), model.get_total_num_hidden_layers()
         sliding = frozenset(i for i, kind in enumerate(kinds) if "sliding" in kind)
         chunks = frozenset(i for i, kind in enumerate(kinds) if "chunked" in kind)
         sharing = sharing_layers(model)
         attention = frozenset(i for i in range(total) if not model.is_hybrid or has_attention(kinds[i]))
-        kept = {str(i) for i in settings_of(vllm_config).skip_layers}
+        kept = {str(i) for i in settings_of(vllm_config).skipped(total)}
         kept |= {*vllm_config.cache_config.kv_cache_dtype_skip_layers} | ({WINDOWS} if sliding else set())
         kept |= {str(i) for i in chunks}
         named, local = frozenset(int(i) for i in kept if i.isdigit()), sliding | chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -20,6 +20,9 @@ from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, S
 from vllm_kvq.kernels.cpu.step import CPUStep
 from vllm_kvq.kernels.paths import step_for
 from vllm_kvq.kernels.step import Caches, Causal, Step, StepBatch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = init_logger("vllm.kvq")
 
@@ -55,7 +58,7 @@ class PackedLayer:
         name: str,
         heads: int,
         scale: float,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
         layers: dict[str, Any],
         learned: torch.Tensor | None = None,
         cap: float = 0.0,
@@ -103,7 +106,7 @@ class PackedLayer:
 
 
 def step_of(
-    fmt: PageFormat, slots: SlotGeometry, scale: float, vllm_config: Any, merged: bool = False, cap: float = 0.0
+    fmt: PageFormat, slots: SlotGeometry, scale: float, vllm_config: VllmConfig, merged: bool = False, cap: float = 0.0
 ) -> Step:
     """`merged`: attention among a prompt's new tokens must return its log-sum-exp."""
     num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device

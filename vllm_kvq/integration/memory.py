@@ -11,7 +11,10 @@ import math
 import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 GIB = 1 << 30
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -49,7 +52,7 @@ class Machine:
         return f"say how much it may take, --kv-cache-memory-bytes {max(1, self.available // 2 // GIB)}G"
 
 
-def memory_problem(vllm_config: Any) -> str | None:
+def memory_problem(vllm_config: VllmConfig) -> str | None:
     """Why vLLM's CPU worker would not get the memory that it asks for."""
     from vllm.platforms import current_platform
 
@@ -74,7 +77,7 @@ class CacheMemory:
     problem: str | None = None
 
 
-def cache_memory(vllm_config: Any) -> CacheMemory:
+def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
     from vllm.platforms import current_platform
 
     explicit, share = vllm_config.cache_config.kv_cache_memory_bytes, vllm_config.cache_config.gpu_memory_utilization

@@ -18,11 +18,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 VLLMS_FOLDER, OUR_FOLDER = "PROMETHEUS_MULTIPROC_DIR", "KVQ_METRICS_DIR"
 """Variables that name the folder: vLLM's, and ours, which only processes of one server use among themselves."""
@@ -88,7 +91,7 @@ class Series:
     engine: str
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Series:
+    def of(cls, vllm_config: VllmConfig) -> Series:
         """With the labels that vLLM gives this engine's own metrics."""
         index = vllm_config.parallel_config.data_parallel_index
         return cls(str(vllm_config.model_config.served_model_name), str(index))

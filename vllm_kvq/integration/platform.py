@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
@@ -17,12 +17,15 @@ from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.patch import Moment
 from vllm_kvq.integration.served import Served, apply
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 BACKEND = "vllm_kvq.integration.backend.KVQBackend"
 # vLLM wants paths; and the module of this one imports vLLM's CPU attention, which is not there on other platforms.
 KEPT_LAYER = "vllm_kvq.integration.side_by_side.SideBySideBackend"
 
 
-def configure(vllm_config: Any) -> None:
+def configure(vllm_config: VllmConfig) -> None:
     """Refuse this configuration, or make it one that serves our format. vLLM calls it for every copy that it makes."""
     cache = vllm_config.cache_config
     if cache is None:
@@ -41,19 +44,19 @@ def configure(vllm_config: Any) -> None:
         registry.install(Moment.CONFIGURED, vllm_config)
 
 
-def check_patches(vllm_config: Any) -> None:
+def check_patches(vllm_config: VllmConfig) -> None:
     """Raise where vLLM lacks a name that this server needs."""
     served = ours(vllm_config) and vllm_config.model_config is not None
     if served and (problem := compat.server_problem(vllm_config)):
         raise validate.Refused(problem)
 
 
-def ours(vllm_config: Any) -> bool:
+def ours(vllm_config: VllmConfig) -> bool:
     """Whether a format of ours serves it."""
     return vllm_config.cache_config.cache_dtype in FORMATS
 
 
-def window_block(vllm_config: Any) -> int | None:
+def window_block(vllm_config: VllmConfig) -> int | None:
     """Tokens of a page in layers with a window or chunks; None where no format of ours is served."""
     return Served.of(vllm_config).window_block if ours(vllm_config) else None
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 AllQueries = Callable[[torch.Tensor], torch.Tensor]
 
 
-def all_queries_of(vllm_config: Any, layer: int) -> AllQueries | None:
+def all_queries_of(vllm_config: VllmConfig, layer: int) -> AllQueries | None:
     """What extends a rank's queries by those of the copies; None where every KV head of the layer lies on one rank."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     copies = max(1, ranks // vllm_config.model_config.model_arch_config[layer].total_num_kv_heads)

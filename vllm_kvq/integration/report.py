@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
@@ -12,6 +12,9 @@ from vllm.logger import init_logger
 from vllm_kvq.formats.by_layer import written
 from vllm_kvq.integration import metrics
 from vllm_kvq.integration.served import Served
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = init_logger("vllm.kvq")
 
@@ -81,7 +84,7 @@ def path_warnings(served: Served) -> list[str]:
     return why + ([path.slow] if path.slow is not None else [])
 
 
-def report_start(served: Served, vllm_config: Any, blocks: int) -> None:
+def report_start(served: Served, vllm_config: VllmConfig, blocks: int) -> None:
     """Once vLLM has decided how many `blocks` the pool has."""
     from vllm.distributed.parallel_state import is_global_first_rank
 

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import Geometry, PageFormat
 from vllm_kvq.formats.by_layer import options_at, schedules, written
@@ -28,6 +28,9 @@ from vllm_kvq.integration.setup import bind, kvq_options, settings_of
 from vllm_kvq.integration.states import States
 from vllm_kvq.kernels.paths import Path, Wish, path_for
 from vllm_kvq.kernels.slots import SlotGeometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 CPU_BLOCK = 128
 LEAST_WINDOW_BLOCK = 16
@@ -74,7 +77,7 @@ class Served:
     """Which kernels serve the packed layers, and why faster ones do not."""
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Served:
+    def of(cls, vllm_config: VllmConfig) -> Served:
         """Raises ValueError, with a sentence, where the parts of the configuration do not fit together."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         layers, draft, states = Layers.of(vllm_config), Draft.of(vllm_config), States.of(vllm_config)
@@ -191,7 +194,7 @@ class Served:
         return tuple(kinds)
 
 
-def parts_of(vllm_config: Any, layers: Layers, block: int) -> tuple[Part, ...]:
+def parts_of(vllm_config: VllmConfig, layers: Layers, block: int) -> tuple[Part, ...]:
     """The packed layers by their options, in pages of `block` tokens; one part without layers where none is packed."""
     # all packed layers have such heads (validate.py)
     heads = Heads.of(vllm_config, next(iter(layers.packed_layers), 0))
@@ -224,7 +227,7 @@ def path_of(parts: Sequence[Part], wish: Wish, capped: bool) -> Path:
     return Path(slowest.name, "; ".join(why) or None, "; ".join(slow) or None)
 
 
-def _recomputed(vllm_config: Any, fmt: PageFormat, layers: Layers, states: States | None) -> int:
+def _recomputed(vllm_config: VllmConfig, fmt: PageFormat, layers: Layers, states: States | None) -> int:
     """The user's number; else W, so that the window is exact after a hit, too.
 
     Beside layers with a sliding window or a state 0: vLLM keeps of these what the end of a prompt sees, where a hit
@@ -236,7 +239,7 @@ def _recomputed(vllm_config: Any, fmt: PageFormat, layers: Layers, states: State
     return 0 if layers.windows or states else fmt.W
 
 
-def _block(vllm_config: Any, layers: Layers, states: States | None) -> int:
+def _block(vllm_config: VllmConfig, layers: Layers, states: States | None) -> int:
     """Tokens of a page. A block of the pool has a page of each packed layer, or a state."""
     cache, option = vllm_config.cache_config, settings_of(vllm_config).N
     if option is not None or cache.user_specified_block_size:
@@ -272,7 +275,7 @@ def _window_block(served: Served, sizes: Sequence[int]) -> int:
     return max(tokens for tokens, nbytes in taken.items() if nbytes <= HARDLY_MORE * min(taken.values()))
 
 
-def apply(served: Served, vllm_config: Any) -> None:
+def apply(served: Served, vllm_config: VllmConfig) -> None:
     """Write into vLLM's configuration what it has to know, and nothing else does: the rows of patches/settings.py."""
     cache = vllm_config.cache_config
     # As if the user had set it: otherwise vLLM asks the backend for a block size once the model is loaded, when formats

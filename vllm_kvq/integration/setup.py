@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,11 @@ from vllm_kvq.formats.table import readers
 from vllm_kvq.integration import compat
 from vllm_kvq.integration.rope import no_rope, rope_of
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
-def kvq_options(vllm_config: Any) -> dict[str, Any]:
+
+def kvq_options(vllm_config: VllmConfig) -> dict[str, Any]:
     """The user's `{"kvq": {...}}`, checked to be an object."""
     extra = vllm_config.additional_config
     options = extra.get("kvq", {}) if isinstance(extra, Mapping) else {}
@@ -27,7 +30,7 @@ def kvq_options(vllm_config: Any) -> dict[str, Any]:
     return dict(options)
 
 
-def options_problem(vllm_config: Any) -> str | None:
+def options_problem(vllm_config: VllmConfig) -> str | None:
     """Why an option would not be read: it stands outside of "kvq", or no format of ours is chosen.
 
     What is no option of ours may belong to another plugin.
@@ -58,7 +61,7 @@ def _without_format(dtype: str) -> str:
     )
 
 
-def settings_of(vllm_config: Any, layer: int | None = None) -> Settings:
+def settings_of(vllm_config: VllmConfig, layer: int | None = None) -> Settings:
     """The configured format's settings in one layer: its defaults, and the user's options.
 
     What is the same in all layers (`by_layer.SHARED`) needs none; ValueError for options that no layer could have.
@@ -69,7 +72,7 @@ def settings_of(vllm_config: Any, layer: int | None = None) -> Settings:
     return fmt.settings(options_at(options, layer))
 
 
-def bind(vllm_config: Any, geometry: Geometry) -> PageFormat:
+def bind(vllm_config: VllmConfig, geometry: Geometry) -> PageFormat:
     """The configured format for such heads. The same object for the same answer, so that layers can share work."""
     options = json.dumps(options_at(kvq_options(vllm_config), geometry.layer), sort_keys=True)
     return _bind(vllm_config.cache_config.cache_dtype, options, geometry)
@@ -80,7 +83,7 @@ def _bind(name: str, options: str, geometry: Geometry) -> PageFormat:
     return get_format(name).bind(geometry, json.loads(options))
 
 
-def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype) -> PageFormat:
+def bind_layer(vllm_config: VllmConfig, head_size: int, layer: int, dtype: torch.dtype) -> PageFormat:
     """The format of one attention layer, once the model exists: its rotary embeddings say which channels they pair."""
     pairing, rotary, settings = "half", None, settings_of(vllm_config, layer)
     if settings.keys.pairs_channels:
@@ -92,13 +95,13 @@ def bind_layer(vllm_config: Any, head_size: int, layer: int, dtype: torch.dtype)
     return fmt
 
 
-def layer_of(vllm_config: Any, impl: Any) -> tuple[str, Any]:
+def layer_of(vllm_config: VllmConfig, impl: Any) -> tuple[str, Any]:
     """The layer that this attention implementation works for, and its name; vLLM hands it neither."""
     layers = vllm_config.compilation_config.static_forward_context
     return next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is impl)
 
 
-def _pairing(vllm_config: Any, head_size: int, wanted: str | None) -> tuple[str, int | None]:
+def _pairing(vllm_config: VllmConfig, head_size: int, wanted: str | None) -> tuple[str, int | None]:
     styles, model = compat.rope_styles(head_size), vllm_config.model_config
     if wanted is not None:
         dims = {dim for style, dim in styles if style == wanted}
@@ -111,7 +114,7 @@ def _pairing(vllm_config: Any, head_size: int, wanted: str | None) -> tuple[str,
     return styles.pop()
 
 
-def pairing_problem(vllm_config: Any) -> str | None:
+def pairing_problem(vllm_config: VllmConfig) -> str | None:
     """Why the format can't know which channels RoPE pairs, as far as the configuration says."""
     settings = settings_of(vllm_config)
     if not settings.keys.pairs_channels or settings.get("pairing") is not None:
@@ -120,7 +123,7 @@ def pairing_problem(vllm_config: Any) -> str | None:
     return None if reason is None else _pairing_sentence(vllm_config, reason)
 
 
-def _pairing_sentence(vllm_config: Any, reason: str) -> str:
+def _pairing_sentence(vllm_config: VllmConfig, reason: str) -> str:
     return (
         f"{vllm_config.cache_config.cache_dtype} needs to know which channels RoPE rotates together and {reason}; "
         "set the kvq option 'pairing' to 'half' or 'interleaved', or use squat2 or innerq2"

@@ -7,7 +7,7 @@ the last one has read it (`kernels.step.Step.share`). Layers with a sliding wind
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from vllm_kvq.integration.kept import Layers
 from vllm_kvq.integration.layer import PackedLayer, step_of
 from vllm_kvq.integration.validate import Refused
 from vllm_kvq.kernels.step import Step, StepBatch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class SharingLayer:
@@ -25,7 +28,7 @@ class SharingLayer:
         target.readers += 1
 
     @classmethod
-    def create(cls, name: str, target: PackedLayer, scale: float, vllm_config: Any, cap: float) -> SharingLayer:
+    def create(cls, name: str, target: PackedLayer, scale: float, vllm_config: VllmConfig, cap: float) -> SharingLayer:
         slots = target.sidecar.slots_geometry
         return cls(name, target, step_of(target.fmt, slots, scale, vllm_config, cap=cap))
 

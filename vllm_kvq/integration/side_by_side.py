@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.integration.layout import SIDE_BY_SIDE
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 class SideBySideBuilder(CPUAttentionMetadataBuilder):
     """It is told the dtype of these layers, not the model's: vLLM 0.33 would look for a processor that reads fp8."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         told = copy.copy(vllm_config)
         told.cache_config = copy.copy(vllm_config.cache_config)
         told.cache_config.cache_dtype = "auto"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -19,6 +19,9 @@ from vllm_kvq.integration.layout import ONE_SIZE
 from vllm_kvq.integration.served import Served
 from vllm_kvq.integration.spec import CompanionSpec, SidecarSpec, SinkSpec
 from vllm_kvq.kernels.slots import SlotGeometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 __all__ = ["Sidecar", "Sinks", "SlotGeometry"]
 
@@ -34,7 +37,9 @@ class CompanionMetadata:
 class CompanionBuilder(AttentionMetadataBuilder):
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CompanionMetadata:
@@ -79,7 +84,7 @@ class Companion(torch.nn.Module, AttentionLayerBase):
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CompanionBackend
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> CompanionSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CompanionSpec:
         raise NotImplementedError
 
     def _spec_fields(self) -> dict[str, Any]:
@@ -113,7 +118,7 @@ class Sidecar(Companion):
         if self.report is not None:
             self.report(kv_cache.shape[0])
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> CompanionSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CompanionSpec:
         slots = self.slots_geometry
         return SidecarSpec(
             **self._spec_fields(),
@@ -130,5 +135,5 @@ class Sinks(Companion):
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, served: Served) -> None:
         super().__init__(fmt, slots, served.sink_blocks)
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> CompanionSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CompanionSpec:
         return SinkSpec(**self._spec_fields())

@@ -10,13 +10,16 @@ A companion has its packed layer's block size and page bytes, so that vLLM has n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvq.integration.manager import PackedManager, SidecarManager, SinkManager
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +44,10 @@ class CompanionSpec(CircularBufferSpec):
         if self.blocks_per_request < 1:
             raise ValueError(f"blocks_per_request is {self.blocks_per_request}; a companion holds at least one block")
 
-    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.blocks_per_request * self.page_size_bytes
 
-    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         # blocks_per_request entries are used, but the V1 runner indexes every group's row by position // block size
         return max(self.blocks_per_request, cdiv(max_len, self.block_size))
 

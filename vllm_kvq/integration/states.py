@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.kept import layer_types
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MAMBA_2, DELTA_NETS = "Mamba-2", "gated delta nets"
 HYBRIDS = {
@@ -35,7 +38,7 @@ class States:
     """What it takes but where its prompt is computed, or a page's end is reached."""
 
     @classmethod
-    def of(cls, vllm_config: Any) -> States | None:
+    def of(cls, vllm_config: VllmConfig) -> States | None:
         """None where there are none."""
         model, cache = vllm_config.model_config, vllm_config.cache_config
         if not model.is_hybrid:
@@ -66,7 +69,7 @@ def hybrid_problem(model: Any) -> str | None:
     return None if kind in HYBRIDS else f"hybrid models of the type {kind!r}"
 
 
-def drafts_problem(vllm_config: Any) -> bool:
+def drafts_problem(vllm_config: VllmConfig) -> bool:
     """Whether there are drafts that vLLM can't verify here: with states it has that for GPUs alone."""
     from vllm.platforms import current_platform
 

@@ -5,7 +5,7 @@ Nothing here changes a configuration.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.connectors import connector_problem
@@ -19,6 +19,9 @@ from vllm_kvq.integration.setup import options_problem, pairing_problem, setting
 from vllm_kvq.integration.states import drafts_problem, hybrid_problem
 from vllm_kvq.kernels.gpu.step import kernels_of
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -30,7 +33,7 @@ class Refused(Exception):
     """
 
 
-def check(vllm_config: Any) -> None:
+def check(vllm_config: VllmConfig) -> None:
     """Raise when this configuration can't be served; the first problem is the one that is named."""
     if problem := options_problem(vllm_config):
         raise Refused(problem)
@@ -52,7 +55,7 @@ def check(vllm_config: Any) -> None:
         raise Refused(problem)
 
 
-def check_other(vllm_config: Any) -> None:
+def check_other(vllm_config: VllmConfig) -> None:
     """The same for another dtype than ours, where there may be nothing of ours."""
     spec = vllm_config.speculative_config
     if spec is not None and spec.kv_cache_dtype == vllm_config.cache_config.cache_dtype:
@@ -61,7 +64,7 @@ def check_other(vllm_config: Any) -> None:
         raise Refused(problem)
 
 
-def _format_problem(vllm_config: Any) -> str | None:
+def _format_problem(vllm_config: VllmConfig) -> str | None:
     """Why this model's heads and layers can't be packed so, or not by kernels of this GPU."""
     from vllm.platforms import current_platform
 
@@ -88,7 +91,7 @@ def kernels_problem(fmt: PageFormat, capability: tuple[int, int]) -> str | None:
     return None if kernels is None else kernels.unavailable(capability)
 
 
-def _refusals(vllm_config: Any) -> list[tuple[str, str]]:
+def _refusals(vllm_config: VllmConfig) -> list[tuple[str, str]]:
     """(what, what to do instead) for everything in this configuration that isn't supported."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     from vllm.platforms import current_platform
@@ -146,7 +149,7 @@ def _text_alone(model: Any) -> str:
     return f"serve text alone with {flag}, or use --kv-cache-dtype auto"
 
 
-def _heads_differ(vllm_config: Any) -> bool:
+def _heads_differ(vllm_config: VllmConfig) -> bool:
     """Whether the layers that would be packed have KV heads of different sizes or numbers. Those of other layers may be
     as they are: pages of several sizes lie side by side."""
     config = vllm_config.model_config.hf_text_config.to_dict()

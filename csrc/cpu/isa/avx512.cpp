@@ -9,9 +9,11 @@
 
 namespace kvq {
 // vpdpbusd multiplies twice as many bytes as an FMA multiplies floats, queries' two bytes counted: no `many` here
+// clang-format off
 const Isa avx512_isa = {"avx512",
                         {integer::keys, integer::values, float32::cap, integer::softmax, integer::add_raw, float32::project,
                          {float32::never, float32::many_bytes, float32::many}},
                         float32::pack_kernels};
+// clang-format on
 }
 #endif

@@ -34,7 +34,7 @@ inline int find_best_isa() {
 #endif
 }
 
-// Products of bf16 numbers, beside level 3 (Zen 4, Cooper Lake and Sapphire Rapids have them, Ice Lake doesn't).
+// Products of bf16 numbers, which come in addition to level 3 (Zen 4, Cooper Lake and Sapphire Rapids have them, Ice Lake doesn't).
 inline bool has_bf16() {
 #if defined(__x86_64__)
   static const bool has = __builtin_cpu_supports("avx512bf16");

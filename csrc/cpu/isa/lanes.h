@@ -43,7 +43,7 @@ constexpr int divisor(int count, int limit) {
 // Vectors of tokens (or channels) that x rows times parts take at once: of the 16 registers of AVX2, 8 accumulators
 // leave room for the operands; with the 32 of AVX-512 a slab's two vectors always fit.
 template <int X>
-constexpr int VECTORS = WIDTH == 16 ? PER_SLAB : X > 4 ? 1 : X > 2 ? 2 : 4;
+constexpr int VECTORS = WIDTH == 16 ? PER_SLAB : (X > 4 ? 1 : (X > 2 ? 2 : 4));
 
 template <int R, int T, class Vector>
 KVQ_INLINE void clear(Vector (&x)[R][T]) {

@@ -62,7 +62,6 @@ KVQ_INLINE __m512 times_if_negative(__m512 x, __m512 factor, __m512i otherwise) 
   return _mm512_mask_mul_ps(_mm512_castsi512_ps(otherwise), negative, x, factor);
 }
 
-
 template <int BITS>
 KVQ_INLINE __m512i shift_right(__m512i x) {
   return _mm512_srli_epi32(x, BITS);

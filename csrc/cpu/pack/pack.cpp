@@ -132,7 +132,7 @@ class Packer {
     const int64_t block = row / from.slots, slot = row % from.slots;
     const auto get = [&](const void* base, const int64_t* s, float* to) {
       return kernels_.read(element(base, p_.dtype, block * s[0] + slot * s[1] + head * s[2]), p_.dtype, l_.head_size, l_.d,
-                       to);
+                           to);
     };
     return get(from.key, from.key_strides, key) + get(from.value, from.value_strides, value);
   }
@@ -157,10 +157,12 @@ void store(const Store& s) {
   const auto copy = [&](const void* to, const int64_t* into, const void* from, const int64_t* out, int64_t i) {
     const int64_t row = s.rows[i], source = s.source[i];
     for (int64_t h = 0; h < s.heads; ++h)
+      // clang-format off
       std::memcpy(const_cast<char*>(element(to, s.dtype, row / s.to.slots * into[0] + row % s.to.slots * into[1] +
                                                              h * into[2])),
                   element(from, s.dtype, source / s.from.slots * out[0] + source % s.from.slots * out[1] + h * out[2]),
                   bytes);
+    // clang-format on
   };
   for (int64_t i = 0; i < s.count; ++i) {
     copy(s.to.key, s.to.key_strides, s.from.key, s.from.key_strides, i);

@@ -27,8 +27,10 @@ kvq::Tokens read_slots(const TensorView& pool, const kvq::Decode& d) {
               pool.size(1) >= d.cut.slots_per_block * 2 * row,
           "companions must be (blocks, elements) of the model's type, with room for their slots");
   char* base = data<char>(pool);
+  // clang-format off
   return {base, base + row * size, pool.size(0), d.cut.slots_per_block, {pool.stride(0), 2 * row, d.layout.head_size},
           {pool.stride(0), 2 * row, d.layout.head_size}};
+  // clang-format on
 }
 
 kvq::Companions read_companions(const TensorView& t, const kvq::Layout& l) {

@@ -17,16 +17,16 @@ struct Table {
 };
 
 // How companions, sidecar and sink pages, are cut and used (kernels/slots.py). Filled by name, as Layout is.
-#define KVQ_COMPANION_FIELDS(FIELD)                                            \
-  FIELD(int64_t, unit)            /* P */                                      \
-  FIELD(int64_t, window)          /* W */                                      \
-  FIELD(int64_t, sinks)           /* S */                                      \
-  FIELD(int64_t, drafts)          /* speculative tokens of a step at most */   \
-  FIELD(int64_t, ring)            /* R */                                      \
-  FIELD(int64_t, ring_at)                                                      \
-  FIELD(int64_t, state_slots)                                                  \
-  FIELD(int64_t, state_rows)                                                   \
-  FIELD(int64_t, slots_per_block)                                              \
+#define KVQ_COMPANION_FIELDS(FIELD)                                          \
+  FIELD(int64_t, unit)            /* P */                                    \
+  FIELD(int64_t, window)          /* W */                                    \
+  FIELD(int64_t, sinks)           /* S */                                    \
+  FIELD(int64_t, drafts)          /* speculative tokens of a step at most */ \
+  FIELD(int64_t, ring)            /* R */                                    \
+  FIELD(int64_t, ring_at)                                                    \
+  FIELD(int64_t, state_slots)                                                \
+  FIELD(int64_t, state_rows)                                                 \
+  FIELD(int64_t, slots_per_block)                                            \
   FIELD(int64_t, blocks)          /* of a request's sidecar */
 
 struct Companions {

@@ -21,6 +21,7 @@ from vllm_kvq.eval.reading.attention import Packed, Scores, attend
 from vllm_kvq.formats.rope import PAIRINGS, Rope
 
 NAME = "kvq_reading"
+INSTEAD = "use the teacher-forced regime, which runs vLLM"
 SERVED_LAYERS = ("full_attention", "sliding_attention")
 TRIED = 48
 """Tokens on which a model with our attention is compared with the model itself."""
@@ -71,8 +72,8 @@ class _Pass:
         if scores.window is not None:
             self.windows[index] = scores.window
         if self.keep:
-            kept = (x.to(self.dtype or x.dtype).transpose(0, 1).contiguous() for x in (query, key, value))
-            self.seen[index] = Layer(index, *kept, scores.scale)
+            q, k, v = (x.to(self.dtype or x.dtype).transpose(0, 1).contiguous() for x in (query, key, value))
+            self.seen[index] = Layer(index, q, k, v, scores.scale)
         if (before := self.past.get(index)) is None:
             return attend(query, key, value, scores)
         k, v = (
@@ -101,6 +102,8 @@ def _attention(
     """(1, heads, n, d) each -> (1, n, heads, d)."""
     if len(query) != 1:
         raise Unreadable("the model asks for attention over a batch of texts, and this regime reads one at a time")
+    if others.get("s_aux") is not None:
+        raise Unreadable("the model has learned sinks, which this regime does not know; " + INSTEAD)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
     out = _current[-1].attend(module.layer_idx, query[0], key[0], value[0], scores)
     return out.transpose(0, 1)[None], None
@@ -144,7 +147,11 @@ class Reader:
         if not packed:
             raise Unreadable("every layer of this model has a sliding window, so a server would pack none of them")
         # keys are read again behind these tokens, so RoPE's table goes on behind them
-        return Past(len(tokens), run.seen, Captured(packed, tuple(sorted(run.windows)), *self._rope(packed[0])))
+        return Past(
+            len(tokens),
+            run.seen,
+            Captured(packed, tuple(sorted(run.windows)), *self._rope(packed[0]), total=self.layers),
+        )
 
     @torch.no_grad()
     def logits(self, past: Past, tokens: tuple[int, ...], cache: Cache | None) -> torch.Tensor:
@@ -172,7 +179,7 @@ class Reader:
         if run.asked != set(range(self.layers)):
             raise Unreadable(
                 f"attention of {len(run.asked)} of this model's {self.layers} layers goes through transformers' "
-                "interface for it; use the teacher-forced regime, which runs vLLM"
+                f"interface for it; {INSTEAD}"
             )
         self.model.set_attn_implementation("eager")
         theirs = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
@@ -180,7 +187,7 @@ class Reader:
         if not (ours - theirs).abs().max() <= NEAR * theirs.std():
             raise Unreadable(
                 "attention of this model does more than this regime knows: logits differ from the model's own; "
-                "use the teacher-forced regime, which runs vLLM"
+                f"{INSTEAD}"
             )
 
     # -- RoPE ----------------------------------------------------------------------------------------------------------
@@ -193,17 +200,16 @@ class Reader:
 def refuse(config: Any) -> None:
     """Models that this regime does not know."""
     text = config.get_text_config()
-    instead = "use the teacher-forced regime, which runs vLLM"
     if getattr(config, "is_encoder_decoder", False):
-        raise Unreadable(f"{config.model_type} has an encoder, and this regime reads decoders; {instead}")
+        raise Unreadable(f"{config.model_type} has an encoder, and this regime reads decoders; {INSTEAD}")
     if getattr(text, "kv_lora_rank", None):
-        raise Unreadable(f"{config.model_type} caches latents (MLA) and no keys and values; {instead}")
+        raise Unreadable(f"{config.model_type} caches latents (MLA) and no keys and values; {INSTEAD}")
     if getattr(text, "num_kv_shared_layers", 0):
-        raise Unreadable(f"some layers of {config.model_type} read another layer's cache; {instead}")
+        raise Unreadable(f"some layers of {config.model_type} read another layer's cache; {INSTEAD}")
     kinds = set(getattr(text, "layer_types", None) or SERVED_LAYERS)
     if others := sorted(kinds - set(SERVED_LAYERS)):
         raise Unreadable(
-            f"{config.model_type} has layers of kind {others[0]}, which this regime does not know; {instead}"
+            f"{config.model_type} has layers of kind {others[0]}, which this regime does not know; {INSTEAD}"
         )
 
 

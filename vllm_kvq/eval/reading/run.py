@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from vllm_kvq.eval.cache import Arrays
+from vllm_kvq.eval.capture import Captured
 from vllm_kvq.eval.choice import Choice
+from vllm_kvq.eval.constants import calibrated, calibration_tokens
 from vllm_kvq.eval.plan import REFERENCE, Plan
 from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Past, Reader
@@ -24,6 +27,7 @@ Refuse = Callable[[Choice, str], None]
 def read(plan: Plan, todo: list[tuple[Sequence, list[Choice]]], keep: Keep, refuse: Refuse) -> None:
     """Raises Unreadable where the model can't be measured so; a format that can't be had is refused."""
     reader = Reader(plan.model.folder, plan.model.dtype)
+    other = _calibration(plan, reader) if any(calibrated(c) for _, choices in todo for c in choices) else None
     refused: set[str] = set()
     for item, choices in todo:
         wanted = [choice for choice in choices if choice.label not in refused]
@@ -31,6 +35,7 @@ def read(plan: Plan, todo: list[tuple[Sequence, list[Choice]]], keep: Keep, refu
             continue
         first = len(item.tokens) - 1 - plan.reading(item)
         past, tokens = reader.before(item.tokens[:first]), item.tokens[first:-1]
+        past = replace(past, captured=replace(past.captured, calibration=other))
         exact = reader.logits(past, tokens, None)
         # in place: a vocabulary of 150,000 words is 300 MB
         exact -= exact.logsumexp(-1, keepdim=True)
@@ -42,6 +47,10 @@ def read(plan: Plan, todo: list[tuple[Sequence, list[Choice]]], keep: Keep, refu
                 refuse(choice, str(error))
         del past, exact
         gc.collect()
+
+
+def _calibration(plan: Plan, reader: Reader) -> Captured:
+    return reader.before(calibration_tokens(plan.model.tokenizer, plan.model.longest)).captured
 
 
 def _figures(reader: Reader, past: Past, tokens: tuple[int, ...], exact: torch.Tensor, choice: Choice) -> Arrays:

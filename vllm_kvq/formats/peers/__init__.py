@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_kvq.formats.peers import int4_token, kivi_sinks, kvarn, nvfp4, q4_0, turbo
+from vllm_kvq.formats.peers import e4m3, int4_token, kivi_sinks, kvarn, nvfp4, oscar, q4_0, turbo
 
 _DECLARED = (
+    *e4m3.FORMATS,
     *int4_token.FORMATS,
     *turbo.FORMATS,
     *kvarn.FORMATS,
+    *oscar.FORMATS,
     *q4_0.FORMATS,
     *nvfp4.FORMATS,
     *kivi_sinks.FORMATS,

@@ -41,6 +41,20 @@ class Coding(ABC):
         """Fields -> rotated (U, T, d)."""
 
 
+def of_one_head(constants: torch.Tensor | None, name: str) -> torch.Tensor:
+    """What a calibrated coding knows of the head that it packs. ValueError where it knows none, or several."""
+    if constants is None or len(constants) != 1:
+        raise ValueError(f"{name} packs one KV head, with constants that are fitted to another text")
+    return constants[0]
+
+
+def not_served(name: str) -> str:
+    return (
+        f"{name} has constants that are fitted to a calibration text, which a server does not have; measure it with "
+        "`vllm-kvq eval heads`, or serve kitty2"
+    )
+
+
 class _Half:
     """The part of a codec that is the same for keys and values."""
 
@@ -82,8 +96,12 @@ class CodedKeys(_Half, KeyCodec):
     bits: ClassVar[int] = 4
     """Where no option says so."""
 
+    @classmethod
+    def coding_of(cls, geometry: Geometry, options: Mapping[str, Any]) -> Coding:
+        return cls.coding_class(geometry, options.get("key_bits", cls.bits))
+
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        self.coding = self.coding_class(geometry, options.get("key_bits", self.bits))
+        self.coding = self.coding_of(geometry, options)
         self.page_wide = self.coding.page_wide
 
     def query_features(self, query: torch.Tensor) -> torch.Tensor:
@@ -100,6 +118,10 @@ class CodedValues(_Half, ValueCodec):
     bits: ClassVar[int] = 4
     """Where no option says so."""
 
+    @classmethod
+    def coding_of(cls, geometry: Geometry, options: Mapping[str, Any]) -> Coding:
+        return cls.coding_class(geometry, options.get("value_bits", cls.bits))
+
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        self.coding = self.coding_class(geometry, options.get("value_bits", self.bits))
+        self.coding = self.coding_of(geometry, options)
         self.page_wide = self.coding.page_wide

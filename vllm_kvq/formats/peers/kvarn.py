@@ -1,42 +1,83 @@
-"""kvarn_k4v2, kvarn_k4v4, kvarn_k2v2: KVarN. A Hadamard rotation, then a scale per token beside one per channel.
+"""kvarn_k4v2, kvarn_k4v4: KVarN's presets kvarn_k4v2_g128 and kvarn_k4v4_g128. kvarn_k2v2 is no preset of theirs.
 
-    X = tile H,   s_t, s_c = balanced(X)     (balance.py) of the N tokens of a page and the d channels of a head
+A Hadamard rotation, then a scale per token beside one per channel, under which all tokens and all channels of a tile
+vary alike (`normalized`). A tile is a page of one head; its authors' have 128 tokens, and so have these pages unless
+`N` or --block-size says otherwise.
 
-    keys    x' = s_t (code scale_c + zero_c)      rounded per channel over the tile's tokens
-    values  x' = s_c (code scale_t + zero_t)      rounded per token over the channels
+    X = tile H,   Y = X / s_t / s_c      of the N tokens of a page and the d channels of a head
 
-s_c of the keys is part of scale_c and zero_c, and s_t of the values of scale_t and zero_t. Its authors keep the first
-tile of a request in full precision: `S` = N gives that, the default of 32 most of it.
+    keys    scale = (max - min) / (2^b - 1) of a channel of Y,   x' = s_t (code s_c scale + s_c min)
+    values  scale = (max - min) / (2^b - 1) of a token of Y,     x' = s_c (code s_t scale + s_t min)
+
+What stands in brackets before the code and after it is stored as one number each. Codes are chosen before these are
+rounded, as KVarN's store kernel does it. The first 128 tokens of a request (`S`) and those that fill no tile yet are
+exact.
 
 Page (d = N = 128), 4-bit keys, 2-bit values: b + 0.375 bits per element
-    keys    scale, zero   f16 [d]                 256 each
+    keys    scale, zero   f16 [d]                 256 each   s_c scale, s_c min
     values  scale         f16 [d]                 256        s_c
 Slab (32 tokens)
     keys    codes         u8  [d b / 32 quads][32][4]   2048
             token         f16 [32]                       64   s_t
     values  codes         u8  [d b / 32 quads][32][4]   1024
-            token, zero   f16 [32]                       64 each
+            token, zero   f16 [32]                       64 each   s_t scale, s_t min
 """
 
 from __future__ import annotations
 
 import torch
 
-from vllm_kvq.formats.balance import balanced
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS
 from vllm_kvq.formats.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.quant import half
 from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.table import Format
 
+TILE = 128
 ROUNDS = 16
+STD = (1e-3, 1e3)
+"""A standard deviation beyond is taken for the nearest of these two."""
+LOG_SCALE = (-0.3, 10.0)
+"""No scale makes numbers larger by more than e^0.3."""
+SMALLEST = 1e-10
+"""KVarN's least scale of a group."""
+
+
+def normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(U, a, b) -> scales (U, a, 1) and (U, 1, b) that its rows and columns are to be divided by.
+
+    Columns and rows are divided by their standard deviations in turn. Of all iterates, x itself included, the one is
+    taken whose largest and smallest standard deviations are most alike: the sum of both ratios is least.
+    """
+    rows, columns = torch.zeros_like(x[:, :, :1]), torch.zeros_like(x[:, :1])
+    kept, least = (rows, columns), _imbalance(x)
+    for _ in range(ROUNDS):
+        columns = _grown(columns, x / rows.exp() / columns.exp(), -2)
+        rows = _grown(rows, x / rows.exp() / columns.exp(), -1)
+        now = _imbalance(x / rows.exp() / columns.exp())
+        better = now <= least
+        least = torch.where(better, now, least)
+        kept = torch.where(better, rows, kept[0]), torch.where(better, columns, kept[1])
+    return kept[0].exp(), kept[1].exp()
+
+
+def _grown(log_scale: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    return (log_scale + x.std(dim, keepdim=True).clamp(*STD).log()).clamp(*LOG_SCALE)
+
+
+def _imbalance(x: torch.Tensor) -> torch.Tensor:
+    """(U, 1, 1)."""
+    ratios = [std.amax(-1) / std.amin(-1).clamp_min(1e-8) for std in (x.std(-2), x.std(-1))]
+    return (ratios[0] + ratios[1])[:, None, None]
 
 
 class TileCoding(Coding):
     page_wide = True
+    over: int
+    """The dimension of (U, tokens, channels) that a group runs over: its parameters have size 1 there."""
 
     def __init__(self, geometry: Geometry, bits: int) -> None:
         self.d, self.bits = geometry.d, bits
@@ -44,14 +85,25 @@ class TileCoding(Coding):
     def rotation(self) -> torch.Tensor:
         return hadamard(self.d)
 
-    def _codes(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        return pack_keys(affine_codes(x, scale, zero, self.bits).unflatten(1, (-1, SLAB)), self.bits)
+    def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(U, N, d) -> codes, scale and zero of the groups, and what divides along them; all but codes with size 1."""
+        # rows are groups, as in the kernel: it begins with what divides along them
+        y = x if self.over == -1 else x.mT
+        rows, columns = normalized(y)
+        z = y / columns / rows
+        low, top = z.amin(-1, keepdim=True), 2**self.bits - 1
+        scale = ((z.amax(-1, keepdim=True) - low) / top).clamp_min(SMALLEST)
+        found = (((z - low) / scale).round().clamp(0, top), half(rows * scale), half(rows * low), half(columns))
+        codes, scale, zero, along = (f if self.over == -1 else f.mT for f in found)
+        return pack_keys(codes.unflatten(1, (-1, SLAB)), self.bits), scale, zero, along
 
     def _numbers(self, fields: Packed, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         return torch.addcmul(zero, unpack_keys(fields["codes"], self.bits).float().flatten(1, 2), scale)
 
 
 class KeyTiles(TileCoding):
+    over = -2
+
     def __init__(self, geometry: Geometry, bits: int) -> None:
         super().__init__(geometry, bits)
         self.page_fields = tuple(Field(name, torch.float16, (self.d,)) for name in ("scale", "zero"))
@@ -61,10 +113,9 @@ class KeyTiles(TileCoding):
         )
 
     def encode(self, x: torch.Tensor) -> Packed:
-        token, _ = balanced(x, ROUNDS)
-        scale, zero = affine_parameters(x / token, -2, self.bits)
+        codes, scale, zero, token = self._quantized(x)
         return {
-            "codes": self._codes(x / token, scale, zero),
+            "codes": codes,
             "token": token.unflatten(1, (-1, SLAB)).squeeze(-1),
             "scale": scale.squeeze(-2),
             "zero": zero.squeeze(-2),
@@ -76,6 +127,8 @@ class KeyTiles(TileCoding):
 
 
 class ValueTiles(TileCoding):
+    over = -1
+
     def __init__(self, geometry: Geometry, bits: int) -> None:
         super().__init__(geometry, bits)
         self.page_fields = (Field("scale", torch.float16, (self.d,)),)
@@ -85,10 +138,9 @@ class ValueTiles(TileCoding):
         )
 
     def encode(self, x: torch.Tensor) -> Packed:
-        _, channel = balanced(x, ROUNDS)
-        token, zero = affine_parameters(x / channel, -1, self.bits)
+        codes, token, zero, channel = self._quantized(x)
         return {
-            "codes": self._codes(x / channel, token, zero),
+            "codes": codes,
             "token": token.unflatten(1, (-1, SLAB)).squeeze(-1),
             "zero": zero.unflatten(1, (-1, SLAB)).squeeze(-1),
             "scale": channel.squeeze(-2),
@@ -113,10 +165,10 @@ class KVarNValues(CodedValues):
     coding_class = ValueTiles
 
 
-def _format(keys: int, values: int) -> Format:
-    defaults = {"key_bits": keys, "value_bits": values, "S": 32}
-    title = f"KVarN, {keys}-bit keys, {values}-bit values"
+def _format(keys: int, values: int, shipped: bool = True) -> Format:
+    defaults = {"key_bits": keys, "value_bits": values, "S": TILE, "N": TILE}
+    title = f"KVarN, {keys}-bit keys, {values}-bit values" + ("" if shipped else "; no preset of theirs")
     return Format(f"kvarn_k{keys}v{values}", title, KVarNKeys, KVarNValues, defaults, public=False)
 
 
-FORMATS = (_format(4, 4), _format(4, 2), _format(2, 2))
+FORMATS = (_format(4, 4), _format(4, 2), _format(2, 2, shipped=False))

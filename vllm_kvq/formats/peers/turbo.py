@@ -1,116 +1,162 @@
-"""turbo3, turbo4: TurboQuant. A random rotation makes every key's direction uniform on the sphere, and with it the
-distribution of each coordinate known: the levels are the best ones for that distribution, and only the norm is stored.
+"""turbo3, turbo4: TurboQuant as vLLM serves it, `--kv-cache-dtype turboquant_3bit_nc` and `turboquant_4bit_nc`.
 
-    x' = x R,   R random and orthonormal;   u = x' / |x|,   code = the level nearest to u
-    x' = norm c,   c = the codes' levels,   norm = |x| / |c|
+Keys: a Hadamard matrix spreads what a key holds over all channels, so that a coordinate of its direction is nearly
+normal with variance 1 / d. The levels are the best ones for that distribution; beside them lies the norm.
 
-The density of a coordinate u of a uniform direction is proportional to (1 - u^2)^((d - 3) / 2). Its levels are Lloyd's
-and Max's: each is the mean of what is rounded to it. The division by |c| is vLLM's norm correction (`_nc`), done here
-before the norm is stored. vLLM's own `turboquant_*` rotate by a Hadamard matrix and store values uniformly with a scale
-and a zero; here, as in the paper, values are stored as keys are.
+    u = H x / |x|,   code = the level nearest to u,   x' = norm c / |c|,   norm = |x|,   c = the codes' levels
 
-Slab (32 tokens; d = 128), each half: 4 bits 2112 bytes (4.125 bits per element), 3 bits 1600 bytes (3.125)
+Values are not rotated, and stored uniformly over the channels of a token:
 
-    codes  u8   [d / 8 quads][32][4]    2048   4 bits
-    codes  u8   [d / 16 quads][32][4]   1024   3 bits: the two lower ones, and
-    high   u8   [d / 32 quads][32][4]    512   the highest, so that 3 bits are stored in 3 bits
-    norm   f16  [32]                      64
+    scale = (max - min) / (2^b - 1),   code = floor((x - min) / scale + 1/2),   x' = min + code scale
+
+vLLM keeps the first two and the last two layers in 16 bits, and so do these formats unless `skip_layers` says
+otherwise. It quantizes heads whose size is a power of two; others are rotated here in blocks. The levels are Lloyd's
+and Max's for the normal distribution, each the mean of what is rounded to it, summed up as vLLM does it: 7e-4 from the
+exact ones.
+
+Slab (32 tokens; d = 128)                      4 bits             3 bits
+    keys    codes  u8   [d / 8 quads][32][4]    2048               1024   the two lower bits, and
+            high   u8   [d / 32 quads][32][4]                       512   the highest one
+            norm   f16  [32]                      64                 64
+    values  codes, high as those of the keys    2048               1536
+            scale, zero  f16 [32]                 64 each            64 each
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
-import numpy as np
 import torch
 
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.qjl import sketch
 from vllm_kvq.formats.quant import half
+from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.table import Format
 
-SEED = 42
-GRID = 1 << 16
-"""Cells in which the density is summed."""
-ROUNDS = 300
-"""Of Lloyd's iteration: 4 bits are then settled to 1e-6 of the largest level."""
+SKIPPED = (0, 1, -2, -1)
+SMALLEST = 1e-8
+"""vLLM's least scale of values, and what it adds to a norm that it divides by."""
+ROUNDS = 200
+SETTLED = 1e-10
+"""A round that moves no level by so much is the last."""
+PIECES = 200
+"""Of each cell, over which the trapezoidal rule sums."""
+SPAN = 3.5
+"""Standard deviations that the levels are spread over at first; three times as many hold all cells."""
 
 
 @functools.cache
 def levels(d: int, bits: int) -> torch.Tensor:
     """(2^bits,) float32, ascending."""
-    edge = np.linspace(-1, 1, GRID + 1)
-    u = (edge[1:] + edge[:-1]) / 2
-    density = np.exp((d - 3) / 2 * np.log1p(-(u**2)))
-    mass = np.concatenate([[0.0], density.cumsum()])
-    moment = np.concatenate([[0.0], (density * u).cumsum()])
-    found = np.linspace(-1, 1, 2**bits + 2)[1:-1] * 3 / math.sqrt(d)
+    n, sigma = 2**bits, d**-0.5
+    found = SPAN * sigma * (torch.arange(1, 2 * n, 2, dtype=torch.float64) / n - 1)
+    end = torch.tensor([3 * SPAN * sigma], dtype=torch.float64)
+    share = torch.linspace(0, 1, PIECES + 1, dtype=torch.float64)[:, None]
     for _ in range(ROUNDS):
-        border = np.concatenate([[-1.0], (found[1:] + found[:-1]) / 2, [1.0]])
-        found = np.diff(np.interp(border, edge, moment)) / np.diff(np.interp(border, edge, mass))
-    return torch.from_numpy(found.astype(np.float32))
+        border = torch.cat([-end, (found[1:] + found[:-1]) / 2, end])
+        u = border[:-1] + share * border.diff()
+        density = torch.exp(-(u**2) * d / 2)
+        moved = torch.trapezoid(u * density, u, dim=0) / torch.trapezoid(density, u, dim=0)
+        if (moved - found).abs().max() < SETTLED:
+            break
+        found = moved
+    return found.float()
 
 
-class LevelCoding(Coding):
+class _Codes(Coding):
+    """Codes of 3 bits are stored in 3: the two lower ones, and apart from them the highest."""
+
+    numbers: tuple[str, ...]
+    """The float16 that a token has beside its codes."""
+
     def __init__(self, geometry: Geometry, bits: int) -> None:
         self.d, self.bits = geometry.d, bits
         self.low = 2 if bits == 3 else bits
-        codes = Field("codes", torch.uint8, key_code_shape(self.d, self.low))
-        high = Field("high", torch.uint8, key_code_shape(self.d, 1))
-        norm = Field("norm", torch.float16, (SLAB,))
-        self.slab_fields = (codes, norm) if self.low == bits else (codes, high, norm)
+        codes = [Field("codes", torch.uint8, key_code_shape(self.d, self.low))]
+        if self.low < bits:
+            codes.append(Field("high", torch.uint8, key_code_shape(self.d, 1)))
+        self.slab_fields = (*codes, *(Field(name, torch.float16, (SLAB,)) for name in self.numbers))
+
+    def _packed(self, codes: torch.Tensor) -> Packed:
+        low = {"codes": pack_keys(codes & (1 << self.low) - 1, self.low)}
+        return low if self.low == self.bits else low | {"high": pack_keys(codes >> self.low, 1)}
+
+    def _codes(self, fields: Packed) -> torch.Tensor:
+        codes = unpack_keys(fields["codes"], self.low).long()
+        return codes if self.low == self.bits else codes | unpack_keys(fields["high"], 1).long() << self.low
+
+
+class Directions(_Codes):
+    numbers = ("norm",)
 
     def rotation(self) -> torch.Tensor:
-        return sketch(self.d, self.d, SEED) / math.sqrt(self.d)
+        return hadamard(self.d)
 
     def encode(self, x: torch.Tensor) -> Packed:
         x = x.unflatten(1, (-1, SLAB))
         known = levels(self.d, self.bits).to(x.device)
         norm = x.norm(dim=-1, keepdim=True)
-        codes = torch.bucketize(x / norm.clamp_min(1e-30), (known[1:] + known[:-1]) / 2)
-        stored = half(norm / known[codes].norm(dim=-1, keepdim=True)).squeeze(-1)
-        fields = {"codes": pack_keys(codes & (1 << self.low) - 1, self.low), "norm": stored}
-        return fields if self.low == self.bits else fields | {"high": pack_keys(codes >> self.low, 1)}
+        # a direction on the border between two levels has the upper one
+        codes = torch.bucketize(x / (norm + SMALLEST), (known[1:] + known[:-1]) / 2, right=True)
+        return self._packed(codes) | {"norm": half(norm.squeeze(-1))}
 
     def decode(self, fields: Packed) -> torch.Tensor:
-        codes = unpack_keys(fields["codes"], self.low).long()
-        if self.low < self.bits:
-            codes = codes | unpack_keys(fields["high"], 1).long() << self.low
-        known = levels(self.d, self.bits).to(codes.device)
-        return (known[codes] * fields["norm"].float().unsqueeze(-1)).flatten(1, 2)
+        found = levels(self.d, self.bits).to(fields["codes"].device)[self._codes(fields)]
+        length = found.norm(dim=-1, keepdim=True)
+        return (found / length * fields["norm"].float().unsqueeze(-1)).flatten(1, 2)
+
+
+class Uniform(_Codes):
+    numbers = ("scale", "zero")
+
+    def rotation(self) -> None:
+        return None
+
+    def encode(self, x: torch.Tensor) -> Packed:
+        x = x.unflatten(1, (-1, SLAB))
+        low, top = x.amin(-1, keepdim=True), 2**self.bits - 1
+        scale = ((x.amax(-1, keepdim=True) - low) / top).clamp_min(SMALLEST)
+        # codes are chosen before scale and zero are rounded
+        codes = ((x - low) / scale + 0.5).long().clamp(0, top)
+        return self._packed(codes) | {"scale": half(scale.squeeze(-1)), "zero": half(low.squeeze(-1))}
+
+    def decode(self, fields: Packed) -> torch.Tensor:
+        scale, zero = (fields[name].float().unsqueeze(-1) for name in self.numbers)
+        return torch.addcmul(zero, self._codes(fields).float(), scale).flatten(1, 2)
 
 
 class Turbo4Keys(CodedKeys):
     name = "turbo4"
-    title = "a norm, and the direction by levels, 4 bits"
-    coding_class = LevelCoding
+    title = "a norm, and the rotated direction by levels, 4 bits"
+    coding_class = Directions
 
 
 class Turbo4Values(CodedValues):
     name = "turbo4"
-    title = "a norm, and the direction by levels, 4 bits"
-    coding_class = LevelCoding
+    title = "uniform per token, 4 bits"
+    coding_class = Uniform
 
 
 class Turbo3Keys(CodedKeys):
     name = "turbo3"
-    title = "a norm, and the direction by levels, 3 bits"
-    coding_class = LevelCoding
+    title = "a norm, and the rotated direction by levels, 3 bits"
+    coding_class = Directions
     bits = 3
 
 
 class Turbo3Values(CodedValues):
     name = "turbo3"
-    title = "a norm, and the direction by levels, 3 bits"
-    coding_class = LevelCoding
+    title = "uniform per token, 3 bits"
+    coding_class = Uniform
     bits = 3
 
 
-FORMATS = (
-    Format("turbo4", "TurboQuant, 4-bit", Turbo4Keys, Turbo4Values, public=False),
-    Format("turbo3", "TurboQuant, 3-bit", Turbo3Keys, Turbo3Values, public=False),
-)
+def _format(bits: int, keys: type[CodedKeys], values: type[CodedValues]) -> Format:
+    title = f"vLLM's turboquant_{bits}bit_nc"
+    return Format(f"turbo{bits}", title, keys, values, {"skip_layers": SKIPPED}, public=False)
+
+
+FORMATS = (_format(4, Turbo4Keys, Turbo4Values), _format(3, Turbo3Keys, Turbo3Values))

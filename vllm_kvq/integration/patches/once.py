@@ -32,7 +32,9 @@ def once(name: str, make: Make) -> None:
 def own(name: str) -> Any:
     """vLLM's own function, replaced or not."""
     found, _ = _function(*_place(name, importlib.import_module(name.partition(":")[0])))
-    return found.__wrapped__ if hasattr(found, MARK) else found
+    while hasattr(found, MARK):  # a wrapper that somebody else has put around ours may carry a copy of the mark
+        found = found.__wrapped__
+    return found
 
 
 def is_replaced(name: str) -> bool:

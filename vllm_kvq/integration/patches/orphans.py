@@ -41,13 +41,18 @@ def guard(_: Any) -> None:
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """What vLLM's engine process runs."""
     watch()
-    own(ENGINE)(*args, **kwargs)
+    _vllms(run_engine_core, ENGINE)(*args, **kwargs)
 
 
 def run_coordinator(*args: Any, **kwargs: Any) -> None:
     """What the process runs that stands between the engines of data parallelism."""
     watch()
-    own(COORDINATOR)(*args, **kwargs)
+    _vllms(run_coordinator, COORDINATOR)(*args, **kwargs)
+
+
+def _vllms(ours: Any, name: str) -> Any:
+    """What ours has replaced. In a spawned process, where ours is the first to run, nothing is replaced yet."""
+    return getattr(ours, "__wrapped__", None) or own(name)
 
 
 @functools.cache

@@ -7,10 +7,13 @@ Side by side in the blocks of the pool (layout.py) they need neither.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Hooks, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 NAMES = (
     "vllm.platforms:current_platform._align_heterogeneous_kv_block_size",
@@ -21,7 +24,7 @@ NAMES = (
 def keep_pages_apart(hooks: Hooks) -> None:
     def make(align: Any) -> Any:
         @functools.wraps(align)
-        def aligned(c: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        def aligned(c: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
             if not hooks.serves(vllm_config):
                 align(c, vllm_config, *args, **kwargs)
 

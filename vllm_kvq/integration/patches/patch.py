@@ -80,6 +80,8 @@ CONNECTORS = Only(
 
 @dataclass(frozen=True)
 class Patch:
+    """Something that is changed in vLLM, or a private part of it that is used."""
+
     what: str
     why: str
     until: str

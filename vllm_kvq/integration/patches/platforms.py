@@ -8,10 +8,13 @@ the weights are loaded, in another process than the user's.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Hooks, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 BACKEND = "vllm.platforms:current_platform.get_attn_backend_cls"
 CONFIG = "vllm.platforms:current_platform.check_and_update_config"
@@ -32,7 +35,7 @@ def choose_backends(hooks: Hooks) -> None:
 def see_configurations(hooks: Hooks) -> None:
     def make(check: Any) -> Any:
         @functools.wraps(check)
-        def check_and_update_config(c: Any, vllm_config: Any) -> None:
+        def check_and_update_config(c: Any, vllm_config: VllmConfig) -> None:
             check(c, vllm_config)
             hooks.configure(vllm_config)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.patches import (
     builtin_specs,
@@ -24,6 +24,9 @@ from vllm_kvq.integration.patches import (
     zeroing,
 )
 from vllm_kvq.integration.patches.patch import Hooks, Moment, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 PATCHES: tuple[Patch, ...] = (
     # when vLLM loads its plugins; formats have to be known before anything that follows looks at them
@@ -67,7 +70,7 @@ def register(hooks: Hooks) -> None:
             patch.install(hooks)
 
 
-def install(moment: Moment, vllm_config: Any) -> None:
+def install(moment: Moment, vllm_config: VllmConfig) -> None:
     """Install what this server needs at this moment."""
     for patch in at(moment):
         if patch.install is not None and patch.wanted(vllm_config):
@@ -80,7 +83,7 @@ def registration_problem() -> str | None:
     return next(filter(None, (patch.problem() for patch in everybodys)), None)
 
 
-def problem(vllm_config: Any, *moments: Moment) -> str | None:
+def problem(vllm_config: VllmConfig, *moments: Moment) -> str | None:
     """Why this server can't be served: the same of what it needs at these moments."""
     needed = (patch for patch in at(*moments) if patch.wanted(vllm_config))
     return next(filter(None, (patch.problem() for patch in needed)), None)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import HYBRIDS, Moment, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MIXER_SPEC = "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec"
 BASE_SPEC = "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec"
 DISPATCH = "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
 
 
-def start_kernels(vllm_config: Any) -> None:
+def start_kernels(vllm_config: VllmConfig) -> None:
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend
 
@@ -41,7 +44,7 @@ def leave_checkpoints_out(_: Any = None) -> None:
 
     def make(own: Any) -> Any:
         @functools.wraps(own)
-        def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> Any:
             return MambaBase.get_kv_cache_spec(self, vllm_config)
 
         return get_kv_cache_spec

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Hooks, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SPEC = "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec"
 CHUNKED = "vllm.model_executor.layers.attention.chunked_local_attention"
@@ -32,7 +35,7 @@ def cut_windows(hooks: Hooks) -> None:
 
     def make(window_spec: Any) -> Any:
         @functools.wraps(window_spec)
-        def of_window(self: Any, vllm_config: Any) -> Any:
+        def of_window(self: Any, vllm_config: VllmConfig) -> Any:
             spec = window_spec(self, vllm_config)
             block = hooks.window_block(vllm_config) if isinstance(spec, SlidingWindowSpec) else None
             return spec if block is None else replace(spec, block_size=block)
@@ -55,7 +58,7 @@ def plan_chunks_as_windows(hooks: Hooks) -> None:
 
     def make_spec(chunk_spec: Any) -> Any:
         @functools.wraps(chunk_spec)
-        def of_chunks(self: Any, vllm_config: Any) -> Any:
+        def of_chunks(self: Any, vllm_config: VllmConfig) -> Any:
             spec, block = chunk_spec(self, vllm_config), hooks.window_block(vllm_config)
             if block is None:
                 return spec

@@ -173,7 +173,7 @@ struct PolarKeys {
     for (int p = 0; p < PAIRS; p += AT_ONCE) {
       if (p % 2 == 0) prefetch.lines<1>();
       const Ints angle = L::load_bytes(work.angle_codes[p]), radius = L::load_bytes(work.radius_codes[p]);
-      const auto find = [p](const uint8_t* tables, Ints codes, Ints (&v)[2]) KVQ_LAMBDA {
+      const auto find = [p](const uint8_t* tables, Ints codes, Ints(&v)[2]) KVQ_LAMBDA {
         const Ints lo = shuffle(L::low_table(tables, p), codes), hi = shuffle(L::high_table(tables, p), codes);
         v[0] = interleave_low8(lo, hi);
         v[1] = interleave_high8(lo, hi);

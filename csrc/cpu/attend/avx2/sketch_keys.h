@@ -51,9 +51,11 @@ struct SketchKeys {
       outer[i] = constants.outer + i * OUTER;
       for (int r = 0; r < R; ++r) q[r][i] = task.query[(row + r) * D + c];
     }
+    // clang-format off
     make<M, R>(column, q, outliers, [&](int r, int j, Reals sum) KVQ_LAMBDA {
       return L::load(task.features + (row + r) * M + j) - sum;
     }, work);
+    // clang-format on
     for (int r = 0; r < R; ++r) work.inner.fill(row + r, work.made[r]);
     if (!outliers) return;
     make<OUTER, R>(outer, q, outliers, [](int, int, Reals sum) KVQ_LAMBDA { return sum; }, work);

@@ -33,7 +33,7 @@ inline size_t sketch_floats(const Layout& l) {
 }
 
 inline size_t many_bytes(const Layout& l) {
-  const size_t tables = l.keys == Keys::sketch ? sketch_floats(l) : l.keys == Keys::polar ? polar_floats(l) : 0;
+  const size_t tables = l.keys == Keys::sketch ? sketch_floats(l) : (l.keys == Keys::polar ? polar_floats(l) : 0);
   return align64(4 * (2 * size_t(l.d) * BLOCK + size_t(l.d) * SLAB + tables));
 }
 

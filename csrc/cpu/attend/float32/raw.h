@@ -148,14 +148,18 @@ inline void by_fours(int rows, Four four, One one) {
 
 template <Dtype DTYPE>
 inline void few_scores(const RawTask& task, float* scores) {
+  // clang-format off
   by_fours(task.rows, [&](int r) { few_scores<4, DTYPE>(task, r, scores); },
                   [&](int r) { few_scores<1, DTYPE>(task, r, scores); });
+  // clang-format on
 }
 
 template <Dtype DTYPE>
 inline void few_outputs(const RawTask& task, const float* p) {
+  // clang-format off
   by_fours(task.rows, [&](int r) { few_outputs<4, DTYPE>(task, r, p); },
                   [&](int r) { few_outputs<1, DTYPE>(task, r, p); });
+  // clang-format on
 }
 
 constexpr int FEW_ROWS = 8;

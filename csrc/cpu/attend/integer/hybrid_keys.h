@@ -32,7 +32,7 @@ struct HybridParameters {
 // quad's signs, so shifted to bit 2 that is a shift by quad - 2.
 template <int QUAD>
 KVQ_INLINE Ints hybrid_codes(Ints shifted_bytes, Ints signs) {
-  const Ints aligned = QUAD < 2 ? shift_left<QUAD < 2 ? 2 - QUAD : 0>(signs) : shift_right<QUAD < 2 ? 0 : QUAD - 2>(signs);
+  const Ints aligned = QUAD < 2 ? shift_left<(QUAD < 2 ? 2 - QUAD : 0)>(signs) : shift_right<(QUAD < 2 ? 0 : QUAD - 2)>(signs);
   return or_masked(shifted_bytes & L::all8(3), aligned, L::all8(4));
 }
 

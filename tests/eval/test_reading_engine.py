@@ -1,0 +1,56 @@
+"""The regime that reads gives what the engine gives: a prompt read at once, then forced decode steps over the pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plans import plan
+
+from vllm_kvq.eval.cache import Store
+from vllm_kvq.eval.choice import Choice
+from vllm_kvq.eval.demo import DEMO
+from vllm_kvq.eval.engines import Engine
+from vllm_kvq.eval.jobs import Generate
+from vllm_kvq.eval.logprobs import Logprobs, divergence
+from vllm_kvq.eval.plan import REFERENCE, Plan
+from vllm_kvq.eval.result import DECODING, READING
+from vllm_kvq.eval.run import Run
+
+FORMATS = "kivi2,squat2:W=64,S=4,innerq2"
+READERS = 160
+
+
+def forced(todo: Plan, choice: Choice) -> list[Logprobs]:
+    """What the engine makes of each text's last tokens, decode step by decode step."""
+    found = []
+    with Engine(todo.engine(choice, DECODING)) as engine:
+        for item in todo.sequences:
+            first = len(item.tokens) - 1 - READERS
+            prompt, rest = item.tokens[:first], item.tokens[first:]
+            (said,) = engine.generate(Generate((prompt,), (len(rest),), (rest,)))
+            # the first is the prompt's own, from its exact keys and values
+            found.append(said.after(1))
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_decode_step_reads_the_same(tmp_path: Path) -> None:
+    wanted = {"tasks": ("text",), "contexts": (480,), "count": 2, "regimes": (READING,), "readers": READERS}
+    todo = plan(DEMO, FORMATS, **wanted)
+    run = Run(todo, Store(tmp_path), lambda text, more: None)
+    run.go()
+    plain = forced(todo, REFERENCE)
+    for choice in todo.choices[1:]:
+        said = forced(todo, choice)
+        engines = [divergence(p, q).mean() for p, q in zip(plain, said, strict=True)]
+        ours = [run.figures(choice, item, READING) for item in todo.sequences]
+        for figures, p in zip(ours, plain, strict=True):
+            assert figures is not None
+            assert np.array_equal(figures["token"], p.token)
+            assert figures["chosen_plain"] == pytest.approx(p.chosen, abs=1e-3)
+        mean = np.mean([figures["kl"].mean() for figures in ours if figures is not None])
+        assert mean > 1e-4
+        assert mean == pytest.approx(np.mean(engines), rel=0.02), choice.label
