@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,15 @@ def bits_without_engine(folder: str, choice: Choice, dtype: str, tokens: int) ->
         import torch
 
         return plain_bits("fp8" if choice.format == FP8 else dtype, getattr(torch, dtype))
+    # bits are those of any kernels, and compiling the C++ ones for them would take minutes
+    kernels = os.environ.get("VLLM_KVQ_KERNELS")
+    os.environ["VLLM_KVQ_KERNELS"] = "torch"
     try:
         return served_bits(folder, choice, dtype, tokens)
     except WouldNotStart:
         return None
+    finally:
+        if kernels is None:
+            del os.environ["VLLM_KVQ_KERNELS"]
+        else:
+            os.environ["VLLM_KVQ_KERNELS"] = kernels
