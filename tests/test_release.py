@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -177,3 +178,22 @@ def test_uncommitted_and_tagged(script: ModuleType, ready: Path, capsys: pytest.
     git(ready, "tag", "v1.2.3")
     assert script.main(["--dry-run", "--root", str(ready)]) == 1
     assert "v1.2.3 is tagged already; raise __version__" in capsys.readouterr().err
+
+
+def test_csrc_is_checked_as_clang_format_says(tmp_path: Path) -> None:
+    """Every source is looked at: one that is not formatted gives status 1."""
+    spec = importlib.util.spec_from_file_location("clang_format", ROOT / "scripts" / "clang_format.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shutil.copy(ROOT / ".clang-format", tmp_path)
+    folder = tmp_path / "csrc" / "cpu" / "pack"
+    folder.mkdir(parents=True)
+    module.ROOT = tmp_path
+    (folder / "good.h").write_text("inline int one() { return 1; }\n")
+    assert module.main(["--check"]) == 0
+    (folder / "bad.cu").write_text("inline int two( ) {return 2;}\n")
+    assert module.main(["--check"]) == 1
+    assert module.main([]) == 0
+    assert (folder / "bad.cu").read_text() == "inline int two() { return 2; }\n"

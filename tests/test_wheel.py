@@ -105,4 +105,4 @@ def test_it_works_by_itself(unpacked: Path) -> None:
         "None",
     ]
     listed = run(unpacked, "-m", "vllm_kvq", "formats")
-    assert any(line.split()[:3] == ["squat2", "SQuat,", "2-bit"] for line in listed.splitlines())
+    assert any(line.split()[:2] == ["squat2", "SQuat,"] for line in listed.splitlines())

@@ -43,7 +43,7 @@ def _sign_words(scale_ptr, D: tl.constexpr):
 
 @triton.jit
 def _place(words, j, D: tl.constexpr):
-    """Of each j the channel of the j-th bit that is set; any channel where there are not so many."""
+    """For each j the channel of the j-th bit that is set; any channel where fewer bits are set."""
     before = j * 0
     first, rank, word = before, j, before + words[0]
     for w in tl.static_range(1, D // 32):

@@ -76,7 +76,7 @@ def first_bit(pair, pairs, bits, both):
 def _plane_words(
     codes_ptr, quad, token, INDEX: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr
 ):
-    """The words of a chunk of pairs. Of planes shorter than a chunk, later ones are moved to the first one's bits."""
+    """The words of a chunk of pairs. If planes are shorter than a chunk, later ones move to the first one's bits."""
     width: tl.constexpr = PLANE // 4
     if PLANE < CHUNK:
         words = tl.load(codes_ptr + quad % width * 32 + token, mask=quad < CHUNK // 4, other=0)

@@ -184,7 +184,7 @@ def _of_keys(
     WORDS: tl.constexpr,
     ENERGY: tl.constexpr,
 ):
-    """Of the prompt so far: InnerQ's norm_c = sqrt(max_t |K_tc|), or QJL's sum_t K_tc^2 and the number of tokens."""
+    """What the prompt so far gives: InnerQ's norm_c = sqrt(max_t |K_tc|), or QJL's sum_t K_tc^2 and its token count."""
     column = tl.arange(0, COLUMNS)
     found = tl.full((COLUMNS,), 0.0, tl.float32)
     tile: tl.constexpr = 8192 // COLUMNS  # one program goes through a whole chunk: few, large steps

@@ -26,12 +26,17 @@ from typing import Any
 from proof.fuzz.case import MODEL, MODELS, Case
 from proof.fuzz.draw import judged
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.table import suite
 
-DEFAULT = ("squat2", "lossless", "qjl3", "polar4", "innerq2", "kitty2")
 COLUMNS = (
     "engines", "traces", "requests", "tokens", "preemptions", "hits", "hit_tokens", "accepted", "rejected", "aborts",
     "stops", "ties", "mismatches",
 )  # fmt: skip
+
+
+def default() -> list[str]:
+    """A format of each method, and the one that must give plain vLLM's tokens."""
+    return [*suite("methods"), "lossless"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=1.0)
     length.add_argument("--requests", type=int, metavar="N", help="end once so many are judged, however long it takes")
-    parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=list(DEFAULT), metavar="NAME")
+    parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=default(), metavar="NAME")
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
         help="kinds of models, by their names in docs/models.md, of which each engine has one",
@@ -144,7 +149,7 @@ def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Map
         command += f" --runner {options.runner}"
     if options.models != list(MODELS):
         command += f" --models {' '.join(map(shlex.quote, options.models))}"
-    if options.format != list(DEFAULT):
+    if options.format != default():
         command += f" --format {' '.join(options.format)}"
     cores, total = len(os.sched_getaffinity(0)), rows["total"]
     requests = ", ".join(f"{n:,} {what}" for n, what in ((total["requests"], "requests"), (total["tokens"], "tokens")))

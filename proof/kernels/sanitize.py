@@ -18,8 +18,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from proof.kernels.sanitized_server import SERVED, serve
+from proof.kernels.sanitized_server import serve
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.table import suite
 from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build, compiler
 
 KINDS = ("address", "undefined", "thread")
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--format",
         nargs="+",
         choices=sorted(FORMATS),
-        default=list(SERVED),
+        default=list(suite("methods")),
         metavar="NAME",
         help="of the server's cache",
     )

@@ -21,8 +21,6 @@ from proof.soak.load import MAX_LEN, MODEL, Load, Order
 from proof.soak.main import ENVIRONMENT, HOST, SHAPE
 from vllm_kvq.bench.server import Server, ServerError, free_port
 
-SERVED = ("squat2", "qjl3", "polar4", "innerq2")
-"""One of each method."""
 REPORT = re.compile(r"^.*(?:AddressSanitizer|ThreadSanitizer|runtime error:).*$", re.MULTILINE)
 START_SECONDS = 1200
 CLIENTS, ORDERS = 4, 40

@@ -18,7 +18,7 @@ class Computed:
         self.states = getattr(driver and driver.worker.model_runner, "req_states", None)
 
     def chunks(self, out: Any) -> list[Chunk]:
-        """Of the scheduler's output, without their pages."""
+        """The chunks in the scheduler's output, without their pages."""
         cached, drafts = out.scheduled_cached_reqs, out.scheduled_spec_decode_tokens
         context = {r.req_id: r.num_computed_tokens for r in out.scheduled_new_reqs}
         context |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -24,7 +24,7 @@ def groups_of(config: Any, layers: int) -> tuple[int, dict[int, Beside]]:
 
 
 def _first(spec: Any) -> Any:
-    """Of a group whose layers have a spec each, the first one's."""
+    """The spec itself, or the first layer's where the layers of a group have a spec each."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec

@@ -41,7 +41,7 @@ class Found:
     pages: Sequence[tuple[Life, int] | None]
 
     def tokens(self) -> list[tuple[Life, int]]:
-        """Of the pages that are there: who computed it, and its position."""
+        """Each token of the pages that are there: who computed it, and its position."""
         there = [(page[0], i) for i, page in enumerate(self.pages) if page is not None]
         return [(writer, t) for writer, i in there for t in range(i * self.block, (i + 1) * self.block)]
 
@@ -102,7 +102,7 @@ class _Sample:
         self._keys: dict[int, list[int]] = {}
 
     def keys(self, n: int) -> list[int]:
-        """Of each page of n tokens: one for all tokens up to its end."""
+        """One key for each page of n tokens: it stands for all tokens up to the page's end."""
         if n not in self._keys:
             found = self._keys[n] = []
             for i in range(len(self.tokens) // n):
@@ -113,8 +113,8 @@ class _Sample:
 
 
 Name = tuple[int, int, int]
-"""Of a page or state in the prefix cache: its group (-1: the packed layers'), its block, the tokens up to its end with
-what pictures among them show."""
+"""The name of a page or state in the prefix cache: its group (-1: the packed layers'), its block, the tokens up to its
+end with what pictures among them show."""
 
 
 class Historian:

@@ -48,7 +48,7 @@ class Reads:
 
 
 class Plan:
-    """Of several lives."""
+    """The plan of several lives."""
 
     def __init__(self, fmt: PageFormat, num_spec: int, lives: Sequence[Life]) -> None:
         """`lives` with all lives that they hit, writers first."""

@@ -99,7 +99,7 @@ class ReplayModel:
         return Replay(self, asked)
 
     def cache(self, layer: int, pages: list[Any] | None = None) -> Any:
-        """Of a new request, in a layer with attention; `pages`: what a prefix hit found there."""
+        """A new request's cache in a layer with attention; `pages`: what a prefix hit found there."""
         if layer in self.exact:
             sight = self.exact[layer]
             return ExactCache.after_hit(sight, pages) if pages else ExactCache(sight)
@@ -158,7 +158,7 @@ class Replay:
         cap: float = 0.0,
         learned: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of the chunk's own tokens, which the layer's cache takes in."""
+        """Attention for the chunk's own tokens, which the layer's cache takes in."""
         q, k, v = (self.model.disturbed(x, NOISE) for x in (q, k, v))
         owner = self.model.shared.get(layer, layer)
         if owner not in self.caches:

@@ -65,7 +65,7 @@ class SharedPages:
 
 
 def _caches(layers: dict[str, Any], names: list[str]) -> list[torch.Tensor]:
-    """Of a group's packed layers, or of their sinks."""
+    """The caches of a group's packed layers, or of their sinks."""
     from vllm_kvq.integration.sidecar import Sinks
 
     def shared(layer: Any) -> bool:

@@ -32,7 +32,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def least(largest: bool, nan: bool) -> Function:
-    """Of floats: without `.NaN` a number wins over NaN."""
+    """The least or largest; for floats a number wins over NaN, except with `.NaN`."""
     if nan:
         return np.maximum if largest else np.minimum
     return np.fmax if largest else np.fmin

@@ -26,7 +26,7 @@ class Copy:
 
     threads: Array
     group: Array
-    """Of each thread's groups, the one that it belongs to."""
+    """The group that each thread belongs to."""
     address: Array
     data: Array
 

@@ -25,7 +25,7 @@ class Traffic:
     asked: int = 0
     """Bytes, by all lanes."""
     sectors: int = 0
-    """Of 32 bytes, counted anew for each instruction: what caches have to deliver."""
+    """Sectors of 32 bytes, counted anew for each instruction: what caches have to deliver."""
     touched: set[int] = field(default_factory=set)
     """Sectors that were asked for at least once: what memory has to deliver."""
 

@@ -153,7 +153,7 @@ def _drive(server: Server, tally: Tally, options: argparse.Namespace) -> Samples
 
 
 def trends(samples: Samples, warm_up: float) -> dict[str, Trend]:
-    """Of every process that was there all the time, and of all processes together."""
+    """The trend of every process that was there all the time, and of all processes together."""
     names = sorted(set.intersection(*({*memory} for _, memory in samples)))
     lines = {name: trend([(t, memory[name]) for t, memory in samples], warm_up) for name in names}
     return {TOTAL: trend([(t, memory.total()) for t, memory in samples], warm_up)} | lines

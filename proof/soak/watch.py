@@ -62,7 +62,7 @@ def trend(samples: Sequence[tuple[float, int]], warm_up: float) -> Trend:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of one engine, from /metrics."""
+    """What /metrics says about one engine."""
 
     blocks: int
     """That vLLM can hand out: all but block 0."""

@@ -30,7 +30,7 @@ PRODUCT = 16 * 8 * 16
 
 
 def pipe(instruction: str) -> str:
-    """Of one instruction, a predicate before it or not. What is not named above goes to the ALU."""
+    """The pipe of one instruction, with or without a predicate. What is not named above goes to the ALU."""
     name = re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0]
     if name in TENSOR:
         return "tensor"

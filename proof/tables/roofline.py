@@ -92,7 +92,7 @@ class Count:
     format: str
     target: int
     tokens: int
-    """Of a turn of the loop."""
+    """Tokens in one turn of the loop."""
     tensor: int
     sfu: int
     lsu: int

@@ -31,7 +31,7 @@ SHAPES = {"1B": (26, 256, 512), "4B": (34, 256, 1024), "12B": (48, 256, 1024), "
 """Layers, head size and tokens of a window."""
 LENGTH, REQUESTS, PROMPT, ANSWER = 32768, 16, 1100, 60
 FORMAT, POOL = "squat2", 12
-"""Of as many blocks as so many requests of the maximum length take."""
+"""The pool has as many blocks as this many requests of the maximum length take."""
 
 
 def as_packed_ones() -> None:

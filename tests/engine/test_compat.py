@@ -108,7 +108,7 @@ def test_a_patch_is_whole(patch: Patch) -> None:
         {"replaces": ()},
         {"kind": Kind.USE},
     ],
-    ids=str,
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_patches_that_are_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"lacks a reason|both or neither|no one way|says otherwise"):

@@ -15,7 +15,7 @@ from faults import stale_page
 from proof.fuzz.attempt import Runner, Runners
 from proof.fuzz.case import Case, Setup
 from proof.fuzz.draw import Drawer
-from proof.fuzz.main import DEFAULT
+from proof.fuzz.main import default
 from proof.fuzz.session import Session, minimal
 from proof.oracle.engine import packed_pools
 
@@ -32,7 +32,7 @@ def test_a_minute_finds_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     counts = json.loads(report.read_text())["counts"]
     assert counts["total"]["mismatches"] == 0
-    assert {name for name, row in counts.items() if row["requests"] > 0} == {*DEFAULT, "total"}
+    assert {name for name, row in counts.items() if row["requests"] > 0} == {*default(), "total"}
     assert min(counts["total"][what] for what in ("hits", "rejected", "aborts")) > 0
 
 

@@ -74,7 +74,7 @@ def test_mtp_equals_plain_vllm(run: Any, tmp_path: Path) -> None:
     assert accepted_and_rejected(got, total.tokens)[1] > 300
 
 
-@pytest.mark.parametrize(("name", "method", "blocks"), [("squat2", "draft_model", 60), ("innerq2", "eagle", 90)])
+@pytest.mark.parametrize(("name", "method", "blocks"), [("squat2", "draft_model", 62), ("innerq2", "eagle", 90)])
 def test_lossy_formats_equal_the_reference(
     name: str, method: str, blocks: int, run: Any, model: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

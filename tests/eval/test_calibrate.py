@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from vllm_kvq import cli
 from vllm_kvq.eval import calibrate, heads_command
 from vllm_kvq.eval.capture import Captured, capture
+from vllm_kvq.formats.table import suite
 
 pytestmark = pytest.mark.engine
 TOKENS = 400
@@ -86,6 +88,26 @@ def test_lengths_that_the_model_has_not(
 ) -> None:
     assert cli.main(["calibrate", str(model), *more]) == 1
     assert sentence in capsys.readouterr().err
+
+
+def test_a_format_that_the_model_can_not_have(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default it is left out and named; where the user has asked for it there is no result."""
+    found = heads_command.capture
+    monkeypatch.setattr(heads_command, "capture", lambda *of: replace(found(*of), pairing=None, rope=None))
+    arguments = ["eval", "heads", str(model), "--tokens", str(TOKENS)]
+    assert cli.main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    left_out = {"polar3", "polar4", "polar4_v16", "squat2_pre"}
+    assert {*document["problems"]} == left_out
+    assert {*document["errors"]} == {*suite("public")} - left_out
+    assert cli.main(["calibrate", str(model), "--context", str(TOKENS), "--bits", "9", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert left_out <= {*document["problems"]}
+    assert {c["format"] for c in document["candidates"]} == {*suite("public")} - left_out
+    assert cli.main([*arguments, "--formats", "squat2,polar4"]) == 1
+    assert "needs to know which channels RoPE rotates together" in capsys.readouterr().err
 
 
 def test_heads(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

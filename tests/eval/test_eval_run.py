@@ -15,7 +15,7 @@ from vllm_kvq.eval.cache import Store
 from vllm_kvq.eval.engines import EngineFailed
 from vllm_kvq.eval.jobs import EngineArguments, Generate, Score, Started
 from vllm_kvq.eval.logprobs import Logprobs
-from vllm_kvq.eval.plan import LEAD
+from vllm_kvq.eval.plan import LEAD, REQUESTS
 from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Estimate, Results
 from vllm_kvq.eval.rows import rows
 
@@ -104,7 +104,69 @@ def test_a_format_that_is_added_costs_only_itself(model: Path, tmp_path: Path, a
     evaluate(tmp_path, plan(model, "squat2", regimes=(DECODING,)))
     asked.clear()
     evaluate(tmp_path, plan(model, "squat2,kivi2", regimes=(DECODING,)))
-    assert {job for job in asked if job[1] != "start"} == {("kivi2", "generate"), ("auto", "force")}
+    # plain says its own continuations once more, for kivi2 to follow, and then kivi2's
+    jobs = {("kivi2", "generate"), ("kivi2", "force"), ("auto", "force")}
+    assert {job for job in asked if job[1] != "start"} == jobs
+
+
+def test_a_format_also_follows_what_plain_has_said(
+    model: Path, tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is asked; `kl` is of the format's own tokens, `kl_forced` of plain's."""
+
+    class Saying(run.Engine):  # type: ignore[misc, valid-type]
+        followed: list[tuple[int, ...]] = []
+
+        def generate(self, job: Generate) -> list[Logprobs]:
+            token = 7 if self.format == "auto" else 9
+            said = []
+            for forced, count, prompt in zip(job.forced, job.counts, job.prompts, strict=True):
+                if self.format != "auto" and len(forced) == count:
+                    self.followed.append(forced)
+                tokens = (*forced, *[token] * (count - len(forced)))
+                # of plain's tokens the format is surer to be wrong the later they come
+                made = self.made_up(tokens, prompt)
+                if self.format != "auto" and len(forced) == count:
+                    noise = np.random.default_rng(2).normal(size=made.values.shape)
+                    logits = made.values + np.linspace(0, 1, count)[:, None] * noise
+                    values = (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
+                    made = Logprobs(made.token, values[np.arange(count), made.token], values)
+                said.append(made)
+            return said
+
+    monkeypatch.setattr(run, "Engine", Saying)
+    todo = plan(model, "squat2", regimes=(DECODING,), tasks=("recall", "text"))
+    for _ in range(2):  # the second time from the cache
+        found = {(r.format, r.task): r for r in evaluate(tmp_path, todo).rows}
+        ours = found["squat2", "text"]
+        assert ours.metrics["kl"].value == pytest.approx(0.005, rel=0.3)
+        assert ours.metrics["kl_forced"].value > 0.1
+        growing = [b.estimate.value for b in ours.by_position["kl_forced"]]
+        assert growing == sorted(growing)
+        assert growing[-1] > 3 * growing[0]
+        assert ours.metrics["agreement"].value == 0
+        assert "kl_forced" not in found["squat2", "recall"].metrics
+        assert "kl_forced" not in found["auto", "text"].metrics
+    texts = [item for item in todo.sequences if item.task == "text"]
+    assert len(Saying.followed) == len(texts)
+    for item, forced in zip(texts, Saying.followed, strict=True):
+        assert {*forced[todo.leads(item)[0] :]} == {7}
+    # a format that is added follows the same
+    Saying.followed.clear()
+    evaluate(tmp_path, plan(model, "squat2,kivi2", regimes=(DECODING,), tasks=("recall", "text")))
+    assert len(Saying.followed) == len(texts)
+    assert all({*forced[-24:]} == {7} for forced in Saying.followed)
+    report.show(evaluate(tmp_path, todo))
+
+
+def test_answers_are_generated_together(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    """As many as an engine takes at once, of one text after the other, and nobody's are mixed up."""
+    todo = plan(model, "squat2", regimes=(DECODING,), tasks=("text",), count=11)
+    evaluate(tmp_path, todo)
+    assert [job for job in asked if job == ("squat2", "generate")] == [("squat2", "generate")] * 2
+    assert [len(batch) for batch in todo.batches(todo.sequences)] == [REQUESTS, 3]
+    job = todo.generate_all(todo.sequences[:3])
+    assert job.prompts == tuple(todo.generate(item).prompts[0] for item in todo.sequences[:3])
 
 
 def test_nothing_large_is_left(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
@@ -206,12 +268,12 @@ def test_answers_are_where_their_spans_are(
             return Logprobs(found.token, found.chosen, values)
 
         def generate(self, job: Generate) -> list[Logprobs]:
-            item = next(item for tokens, item in known.items() if tokens[: len(job.prompts[0])] == job.prompts[0])
-            first = todo.asked(item)[0]
-            answer = item.tokens[first.begin :][: job.counts[0] - len(job.forced[0])]
-            said = [(*job.forced[0], *answer)[: job.counts[0]]]
-            for forced, count in zip(job.forced[1:], job.counts[1:], strict=True):
-                said.append((*forced, *[7] * (count - len(forced))))
+            firsts = {item.tokens[: todo.asked(item)[0].begin]: item for item in todo.sequences}
+            said = []
+            for prompt, forced, count in zip(job.prompts, job.forced, job.counts, strict=True):
+                first = firsts.get((*prompt, *forced))
+                answer = first.tokens[len(prompt) + len(forced) :] if first else [7] * count
+                said.append((*forced, *answer)[:count])
             return [self.made_up(tokens, prompt) for tokens, prompt in zip(said, job.prompts, strict=True)]
 
     monkeypatch.setattr(run, "Engine", Knowing)

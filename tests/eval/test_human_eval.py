@@ -252,6 +252,15 @@ def test_answers_belong_to_how_they_were_asked(
     )
 
 
+def test_answers_belong_to_their_questions(read: Model) -> None:
+    """Not to the number of a batch: the same engine may be asked something else."""
+    one = benchmark(read, limit=164)
+    other = replace(one, every=one.every[::-1])
+    assert one.max_len == other.max_len
+    keys = [{todo.key(REFERENCE, i) for i in range(len(todo.batches))} for todo in (one, other)]
+    assert not keys[0] & keys[1]
+
+
 def test_a_format_that_does_not_start(
     made_up: type[MadeUp], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.eval import plots
+from vllm_kvq.eval import plots, report
 from vllm_kvq.eval.heads import HeadError
 from vllm_kvq.eval.heads_command import table
 from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
@@ -32,6 +32,29 @@ def row(name: str, bits: float | None, kl: float, task: str = "text", regime: st
 
 
 ROWS = [row("auto", 16.0, 0.0), row("squat2", 3.2, 0.2), row("squat4", 5.2, 0.02), row("kivi2", 3.2, 0.3)]
+
+
+def test_what_bf16_can_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """And only of bf16's own rows: a format that is wrong is what the table is for."""
+    sure, unsure, wrong = row("auto", 16.0, 0.05, "needle"), row("auto", 16.0, 0.051, "recall"), row("squat2", 3.0, 0.5)
+    report.show(Results((sure, unsure, wrong)))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "bf16 is right" in line]
+    about = "1024 tokens, teacher-forced: bf16 is right in"
+    assert lines == [
+        f"needle, {about} 95.0 % of 8 answers",
+        f"recall, {about} 94.9 % of 8 answers; less than 95 %, so nothing is claimed from this table",
+    ]
+
+
+def test_errors_by_position_of_continuations(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, ours = (row(name, 16.0, 0.25, regime=DECODING) for name in ("auto", "squat2"))
+    along = (Bin(0, 128, 9, Estimate(0.5)), Bin(128, 256, 9, Estimate(0.75)))
+    ours = replace(ours, metrics={"kl_forced": Estimate(0.6)}, by_position={"kl": along, "kl_forced": along[::-1]})
+    report.show(Results((plain, ours)))
+    lines = capsys.readouterr().out.splitlines()
+    begin = next(i for i, line in enumerate(lines) if "KL by tokens generated before" in line)
+    assert lines[begin + 2].split() == ["squat2", "its", "own", "text", "0.5", "0.75"]
+    assert lines[begin + 3].split() == ["squat2", "bf16's", "text", "0.75", "0.5"]
 
 
 class Axes:

@@ -13,7 +13,8 @@ from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
 from vllm_kvq.kernels.slots import SlotGeometry
 
-DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+DOC, ARCHITECTURE = ((DOCS / page).read_text(encoding="utf-8") for page in ("formats.md", "architecture.md"))
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -62,6 +63,17 @@ def test_sinks_table() -> None:
     assert rows("What sinks cost") == want, f"the table should be\n{printed}"
     room = f"here {slots[64].slots_per_block} at N = 64 and {slots[128].slots_per_block} at N = 128"
     assert room in DOC
+    # the same example in docs/architecture.md
+    layout, own = fmt.slab_region.nbytes // 8, 4 * slots[128].slot_bytes // 8
+    assert f"4 of the {slots[128].slots_per_block} tokens" in ARCHITECTURE
+    assert f"{own} of\n  {fmt.record_bytes:,} bytes" in ARCHITECTURE
+    assert 5 < own / layout < 6
+    assert 5 < fmt.record_bytes / own < 6
+    free = []
+    for name in ("kitty2", "squat2"):
+        cut = SlotGeometry.of(FORMATS[name].bind(Geometry(128, 128, torch.bfloat16)), 8, 0)
+        free.append(cut.sidecar_blocks * cut.slots_per_block - cut.ring_at - cut.ring)
+    assert free == [4, 16]
 
 
 @pytest.mark.parametrize("head", HEAD_SIZES)

@@ -30,7 +30,16 @@ def rounding(bits: int) -> Quantizer:
 def squat_keys(
     d: int, bits: int = 2, rank: int = 5, g: int | None = None, lam: float = LAMBDA, floor: int = FLOOR
 ) -> SQuatKeys:
-    options = {"key_bits": bits, "boost": "none", "r": rank, "lambda": lam, "floor": floor, "g": g}
+    options = {
+        "key_bits": bits,
+        "boost": "none",
+        "token_scale": "none",
+        "rope": "after",
+        "r": rank,
+        "lambda": lam,
+        "floor": floor,
+        "g": g,
+    }
     return SQuatKeys(Geometry(d, 64), options)
 
 

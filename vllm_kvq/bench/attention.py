@@ -32,7 +32,7 @@ from vllm_kvq.bench.figures import Measured
 from vllm_kvq.bench.steps import Candidate, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import BASELINES, baselines, no_fp8
-from vllm_kvq.formats.table import public_formats
+from vllm_kvq.formats.table import suite
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import processor_name
 from vllm_kvq.kernels.cpu.slow import slow
@@ -52,9 +52,6 @@ AVX2_TARGET = 2.5
 """The same on AVX2, against vLLM's own build for it."""
 
 
-PUBLIC = [fmt.name for fmt in public_formats()]
-
-
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench attention",
@@ -62,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         ("", "--format all --context 1024 32768 --threads 2", "--format squat2 --no-baseline --json"),
         "there are no C++ kernels here to measure",
     )
-    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*PUBLIC, "all"])
+    p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=[*suite("public"), "all"])
     p.add_argument("--context", nargs="+", type=int, default=[32768], help="tokens in the cache, per request")
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -82,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = parser()
     args = p.parse_args(arguments)
-    args.format = PUBLIC if "all" in args.format else args.format
+    args.format = [*suite("public")] if "all" in args.format else args.format
     args.context = sorted(set(args.context))
     try:
         for name in args.format:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.formats.table import public_formats
+from vllm_kvq.formats.table import suite
 
 
 def _engine(model: str, kv_cache_dtype: str, max_len: int, batch: int, eager: bool) -> Any:
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "a format decodes slower than --min-ratio",
     )
     p.add_argument("--model", required=True, help="checkpoint folder, for example models/demo")
-    p.add_argument("--format", nargs="+", default=["squat2"], choices=[fmt.name for fmt in public_formats()])
+    p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=suite("public"))
     p.add_argument("--batch", type=int, default=16)
     p.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
     p.add_argument("--tokens", type=int, default=64, help="decoded tokens of each request")

@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,6 @@ import torch
 
 from vllm_kvq.bench.gpu_results import Results
 
-FORMATS = ("squat2", "kitty2", "qjl3", "innerq2", "polar4", "polar4+table", "polar3", "polar3+table", "squat4")
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 BATCHES = (1, 8, 64)
 HEADS, SHARE, HEAD, N = 8, 4, 128, 64
@@ -40,6 +39,20 @@ PROMPT, HIDDEN, MLP = 4096, 4096, 14336
 RIVALS = ("sdpa", "sdpa-flash", "flash_attn")
 """What attends bf16."""
 Calls = list[Callable[[], object]]
+
+
+def formats() -> Iterator[str]:
+    """Those for users that have GPU kernels; those with two ways to scores, both."""
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.formats.table import suite
+    from vllm_kvq.kernels.gpu.step import kernels_of
+
+    for name in suite("public"):
+        fmt = get_format(name).bind(Geometry(HEAD, N))
+        if kernels_of(fmt) is not None:
+            yield name
+            if fmt.keys.pairs_channels:
+                yield f"{name}+table"
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,7 @@ def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, 
 
     bare, _, scores = name.partition("+")
     fmt = get_format(bare).bind(Geometry(HEAD, N))
-    kernels = TritonKernels(scores or "dot") if bare.startswith("polar") else kernels_of(fmt)
+    kernels = TritonKernels(scores or "dot") if fmt.keys.pairs_channels else kernels_of(fmt)
     assert kernels is not None
     each = shape.batch * -(-shape.context // N)
     read = each * HEADS * fmt.record_bytes
@@ -345,7 +358,7 @@ def summary(name: str, batch: int, rows: list[tuple[int, float, float]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Decode times of packed formats on a GPU.")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", default=list(formats()))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--seconds", type=float, default=300, help="start no measurement after this time")

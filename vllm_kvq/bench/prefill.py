@@ -26,7 +26,7 @@ from vllm_kvq import console
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.rope import Rope
-from vllm_kvq.formats.table import public_formats
+from vllm_kvq.formats.table import suite
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, StepBatch
@@ -34,7 +34,6 @@ from vllm_kvq.kernels.torch.plan import StepPlan
 from vllm_kvq.kernels.torch.step import Planned, PlannedStep
 
 BLOCK = 128
-PUBLIC = [fmt.name for fmt in public_formats()]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -197,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
         ("--format all --context 4096", "--format squat2 --context 4096 --chunk 512 --json"),
         "could not be done",
     )
-    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*PUBLIC, "all"])
+    p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=[*suite("public"), "all"])
     p.add_argument("--context", nargs="+", type=int, default=[4096])
     p.add_argument("--chunk", type=int, default=0, help="measure chunks of this many tokens instead of prompts")
     p.add_argument("--query-heads", type=int, default=32)
@@ -229,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         q = torch.randn(new, args.query_heads, args.head_size).bfloat16()
         k, v = torch.randn(2, new, args.kv_heads, args.head_size).bfloat16()
         plain = Plain(q, k, v, context if args.chunk else 0)
-        for name in PUBLIC if "all" in args.format else args.format:
+        for name in suite("public") if "all" in args.format else args.format:
             if args.chunk:
                 rows.append(chunk_row(name, q, k, v, context, plain, args.rounds))
             else:

@@ -41,14 +41,13 @@ from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
-from vllm_kvq.formats.table import public_formats
+from vllm_kvq.formats.table import suite
 
 HOST = "127.0.0.1"
 START_SECONDS = 600
 SETTLE_SECONDS = 2.0
 """vLLM's workers look for work in a loop for a second before they sleep, on a core that they share with the other's."""
 VOCAB = 4096
-PUBLIC = [fmt.name for fmt in public_formats()]
 ARRIVALS, TRIES = 8, 5
 """A token's time is measured over at least ARRIVALS arrivals; a turn with fewer is repeated, up to TRIES turns."""
 Prompts = list[list[int]]
@@ -245,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
         ("", "--format squat2 --context 512 4096 16384 --layers 1 --eager", "--model ./checkpoint --batch 1 4 --json"),
         "a server failed, and the end of its log says why",
     )
-    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*PUBLIC, "all"])
+    p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=[*suite("public"), "all"])
     p.add_argument("--context", nargs="+", type=int, default=[512, 4096, 16384], help="prompt tokens of each request")
     p.add_argument("--batch", nargs="+", type=int, default=[1])
     p.add_argument("--tokens", type=int, default=32, help="decoded tokens of each request")
@@ -262,7 +261,7 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = parser()
     args = p.parse_args(arguments)
-    args.format = PUBLIC if "all" in args.format else args.format
+    args.format = [*suite("public")] if "all" in args.format else args.format
     if min(*args.context, *args.batch, args.rounds, args.cold, args.layers, args.tokens - 1) < 1:
         p.error("contexts, batches, rounds, cold turns and layers are at least 1, tokens at least 2")
     return args

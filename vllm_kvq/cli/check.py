@@ -75,6 +75,7 @@ def be_quiet() -> None:
 
 
 def describe(start: DryStart) -> dict[str, Any]:
+    from vllm_kvq.integration.hints import hints
     from vllm_kvq.integration.memory import cache_memory, gib
     from vllm_kvq.integration.report import Capacity, part_lines
     from vllm_kvq.kernels.cpu.library import ISAS, isa
@@ -100,6 +101,7 @@ def describe(start: DryStart) -> dict[str, Any]:
         **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
         "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
         "by_layer": by_layer,
+        "warnings": hints(served, config),
         "kernels": {
             "path": path.name,
             "isa": ISAS[isa()] if path.name == "C++" else None,
@@ -156,4 +158,5 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("capacity, about", f"{capacity['tokens']:,} tokens {per_request}; bf16: {capacity['bf16_tokens']:,}"),
     ]
     text[1:1] = [("by layer", line) for line in found["by_layer"]]
+    text += [("warning", sentence) for sentence in found["warnings"]]
     return text + [("slow", sentence) for sentence in (kernels["why_not_faster"], kernels["slow"]) if sentence]

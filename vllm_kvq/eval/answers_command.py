@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from vllm_kvq import console
-from vllm_kvq.eval.choice import choices
+from vllm_kvq.eval.choice import add_formats, choices
 from vllm_kvq.eval.engines import Engine, EngineFailed
 from vllm_kvq.eval.heads_command import add_text
 from vllm_kvq.eval.model import Model
@@ -17,7 +17,6 @@ from vllm_kvq.eval.result import DECODING
 from vllm_kvq.eval.samples import Sequence as Text
 from vllm_kvq.eval.tasks import NAMES
 
-FORMATS = "squat2,innerq2,polar4,kitty2"
 TASK_NAMES = ("needles", "arithmetic", "text")
 LONGEST = 24
 """Tokens shown of what precedes an answer."""
@@ -33,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "an engine did not start",
     )
     p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
-    p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
+    add_formats(p, "usual")
     tasks = ", ".join(NAMES)
     p.add_argument("--tasks", nargs="+", default=TASK_NAMES, choices=NAMES, metavar="TASK", help=tasks)
     p.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="length of the texts (%(default)s)")

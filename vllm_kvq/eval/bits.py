@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from vllm_kvq.eval.choice import FP8, Choice
 from vllm_kvq.integration.dry_start import WouldNotStart, dry_start
-from vllm_kvq.integration.served import Served
+from vllm_kvq.integration.served import Served, counting
 
 PLAIN_BITS = 16
 """What `Kind.plain_bytes` counts with."""
@@ -29,6 +31,10 @@ def plain_bits(dtype: str, model_dtype: Any) -> float:
 
 def served_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> float:
     """Of a server that would start with this choice; WouldNotStart with the sentence where it would not."""
+    return bits_at(_served(folder, choice, dtype, tokens), tokens)
+
+
+def _served(folder: str, choice: Choice, dtype: str, tokens: int) -> Served:
     arguments = {
         "--kv-cache-dtype": choice.format,
         "--additional-config": json.dumps({"kvq": dict(choice.options)}),
@@ -37,23 +43,36 @@ def served_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> float:
         # not what bits depend on, but vLLM's default may not be free
         "--kv-cache-memory-bytes": "1G",
     }
-    served = dry_start([folder, *(word for pair in arguments.items() for word in pair)]).served
-    return bits_at(served, tokens)
+    return dry_start([folder, *(word for pair in arguments.items() for word in pair)]).served
 
 
 def bits_without_engine(folder: str, choice: Choice, dtype: str, tokens: int) -> float | None:
-    """None where no server would start with it: a format that can be measured only."""
+    """Of a request; None where no server would start. Formats that can only be measured count as if one would."""
     if not choice.ours:
         import torch
 
         return plain_bits("fp8" if choice.format == FP8 else dtype, getattr(torch, dtype))
-    # bits are those of any kernels, and compiling the C++ ones for them would take minutes
+    found = both_bits(folder, choice, dtype, tokens)
+    return None if found is None else found[1]
+
+
+def both_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> tuple[float, float] | None:
+    """Per cached number: of pages alone, and of all that a request of this length holds, layers in 16 bits included."""
+    try:
+        with counting(), _no_compiling():
+            served = _served(folder, choice, dtype, tokens)
+    except WouldNotStart:
+        return None
+    return served.bits_per_element, bits_at(served, tokens)
+
+
+@contextmanager
+def _no_compiling() -> Iterator[None]:
+    """Bits are those of any kernels, and compiling the C++ ones first would take minutes."""
     kernels = os.environ.get("VLLM_KVQ_KERNELS")
     os.environ["VLLM_KVQ_KERNELS"] = "torch"
     try:
-        return served_bits(folder, choice, dtype, tokens)
-    except WouldNotStart:
-        return None
+        yield
     finally:
         if kernels is None:
             del os.environ["VLLM_KVQ_KERNELS"]

@@ -11,12 +11,9 @@ from pathlib import Path
 from vllm_kvq import console
 from vllm_kvq.eval.assign import Candidate, best, by_layer, servable
 from vllm_kvq.eval.capture import CaptureFailed
-from vllm_kvq.eval.choice import Choice, choices
-from vllm_kvq.eval.heads import head_errors
-from vllm_kvq.eval.heads_command import add_text, captured_text, ours
+from vllm_kvq.eval.choice import Choice, add_formats, choices
+from vllm_kvq.eval.heads_command import add_text, captured_text, measured, ours
 from vllm_kvq.eval.model import Model
-
-FORMATS = "squat2,squat2:S=32,squat2:key_bits=4,innerq2,polar3,polar4,qjl3,squat4"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--context", type=int, default=2048, help="tokens of the text, and for which bits count (%(default)s)"
     )
-    p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options (%(default)s)")
+    add_formats(p, "public")
     p.add_argument("--out", type=Path, metavar="YAML", help="write there instead of on standard output")
     add_text(p)
     console.add_json(p)
@@ -59,8 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = Model.of(args.model, args.dtype)
         bits = _Bits(model, args.context)
         captured = captured_text(model, args.context, args.seed)
-        measured = {c.label: by_layer(head_errors(captured, c.format, c.options)) for c in chosen}
-        found = list(servable(measured, chosen, bits, args.bits))
+        errors, problems = measured(captured, chosen, args.formats == p.get_default("formats"))
+        bits.problems |= problems
+        tried = [choice for choice in chosen if choice.label in errors]
+        found = list(servable({label: by_layer(e) for label, e in errors.items()}, tried, bits, args.bits))
         kept = best(found, args.bits)
         if kept is None:
             raise ValueError(_nothing(found, bits, args))

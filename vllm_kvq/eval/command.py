@@ -14,14 +14,13 @@ from typing import Any
 from vllm_kvq import console
 from vllm_kvq.eval import lm_command, plots, report
 from vllm_kvq.eval.cache import Store, default_folder
-from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
+from vllm_kvq.eval.choice import FP8, PLAIN, Choice, add_formats, choices
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.result import READING, REGIMES, USUAL, Results
 from vllm_kvq.eval.statistics import claims
 from vllm_kvq.eval.tasks import NAMES, TEXT
 from vllm_kvq.eval.texts import ESSAYS, has_essays
 
-FORMATS = "squat2,innerq2,polar4,kivi2"
 WHOLE_VOCABULARY = 4096
 """Tokens: smaller vocabularies are compared whole unless --top says otherwise."""
 TOP = 128
@@ -48,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "no format could be evaluated",
     )
     p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
-    p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
+    add_formats(p, "usual")
     p.add_argument("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=", ".join(NAMES))
     p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="lengths of the texts (2048)")
     p.add_argument("--sequences", type=_positive, metavar="N", help="texts of each task and length (16)")

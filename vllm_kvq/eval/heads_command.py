@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm_kvq import console
 from vllm_kvq.eval import plots
 from vllm_kvq.eval.capture import Captured, CaptureFailed, capture
-from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.eval.choice import Choice, add_formats, choices
 from vllm_kvq.eval.constants import calibrated, calibration_tokens
 from vllm_kvq.eval.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
@@ -23,7 +23,6 @@ MEASURES = {
     "value": "relative error of the values",
     "output": "relative error of attention's output",
 }
-FORMATS = "squat2,innerq2,polar4,kivi2"
 Errors = Mapping[str, Sequence[HeadError]]
 """By the format as users write it."""
 
@@ -37,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "nothing could be measured",
     )
     p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
-    p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
+    add_formats(p, "public")
     p.add_argument(
         "--measure", choices=MEASURES, default="score", help="what the worst head and the plot go by (%(default)s)"
     )
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(str(error))
     try:
         captured = captured_text(Model.of(args.model, args.dtype), args.tokens, args.seed, any(map(calibrated, chosen)))
-        errors = {c.label: head_errors(captured, c.format, c.options) for c in chosen}
+        errors, problems = measured(captured, chosen, args.formats == p.get_default("formats"))
         if args.plot:
             plots.heat_map(args.plot, errors, args.measure, MEASURES[args.measure])
     except (ValueError, OSError, CaptureFailed) as error:
@@ -71,11 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return console.FOUND
     if args.json:
         found = {label: [asdict(e) for e in heads] for label, heads in errors.items()}
-        console.show_json({"model": args.model, "tokens": args.tokens, "windows": captured.windows, "errors": found})
+        what = {"model": args.model, "tokens": args.tokens, "windows": captured.windows}
+        console.show_json({**what, "errors": found, "problems": problems})
         return console.DONE
     table(errors, args.measure).show()
     if captured.windows:
         print(f"layers with a sliding window, which stay in 16 bits: {', '.join(map(str, captured.windows))}")
+    for label, problem in problems.items():
+        print(f"{label}: {problem}", file=sys.stderr)
     if args.plot:
         print(args.plot)
     return console.DONE
@@ -86,6 +88,26 @@ def ours(chosen: Sequence[Choice]) -> list[Choice]:
         if not choice.ours:
             raise ValueError(f"{choice.format} is vLLM's own cache, of which there is no reference here")
     return list(chosen)
+
+
+def measured(
+    captured: Captured, chosen: Sequence[Choice], by_default: bool
+) -> tuple[dict[str, list[HeadError]], dict[str, str]]:
+    """Each choice's errors; and why some can't be measured on this model, in a sentence each.
+
+    ValueError where the user has named such a format, and where nothing can be measured.
+    """
+    errors, problems = {}, {}
+    for choice in chosen:
+        try:
+            errors[choice.label] = head_errors(captured, choice.format, choice.options)
+        except ValueError as error:
+            if not by_default:
+                raise
+            problems[choice.label] = str(error)
+    if not errors:
+        raise ValueError(next(iter(problems.values())))
+    return errors, problems
 
 
 def captured_text(model: Model, tokens: int, seed: int, calibration: bool = False) -> Captured:

@@ -14,16 +14,15 @@ from typing import Any
 
 from vllm_kvq import console
 from vllm_kvq.eval.cache import Store, default_folder
-from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.eval.choice import Choice, add_formats, choices
 from vllm_kvq.eval.command import compile_kernels
 from vllm_kvq.eval.human_eval import COUNT, problems
 from vllm_kvq.eval.human_eval_run import Answer, Benchmark, Run
-from vllm_kvq.eval.mcnemar import Paired
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.plan import REFERENCE
 from vllm_kvq.eval.progress import Bar
+from vllm_kvq.eval.statistics import mcnemar
 
-FORMATS = "squat2,kitty2,innerq2,polar4"
 NOTE = """lost, won: problems that only bf16 solves, and that only the format solves; p: McNemar's exact test of these
 same: answers that are bf16's letter by letter; cut: answers that reached --longest"""
 COLUMNS = ("format", "problem", "passed", "reason", "tokens", "cut", "text")
@@ -42,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "no format could be measured",
     )
     p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, or a model's name; it needs a chat template")
-    p.add_argument("--formats", default=FORMATS, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
+    add_formats(p, "usual")
     p.add_argument("--behind", type=int, default=0, metavar="TOKENS", help="solved problems before each question (0)")
     p.add_argument("--limit", type=int, default=COUNT, metavar="N", help="ask the first N problems only (%(default)s)")
     p.add_argument("--longest", type=int, default=768, metavar="TOKENS", help="of an answer (%(default)s)")
@@ -87,6 +86,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         show(benchmark, found)
     return console.DONE if any(s.answers for s in found if s.choice != REFERENCE or len(chosen) == 1) else console.FOUND
+
+
+@dataclass(frozen=True)
+class Paired:
+    """How many problems each pair of verdicts has."""
+
+    both: int
+    lost: int
+    """Solved with bf16 only."""
+    won: int
+    """Solved with the format only."""
+    neither: int
+    p: float
+    """McNemar's exact test."""
+
+    @classmethod
+    def of(cls, plain: Sequence[bool], ours: Sequence[bool]) -> Paired:
+        pairs = [*zip(plain, ours, strict=True)]
+        both, lost, won, neither = map(pairs.count, ((True, True), (True, False), (False, True), (False, False)))
+        return cls(both, lost, won, neither, mcnemar(ours, plain))
 
 
 @dataclass(frozen=True)
@@ -162,7 +181,7 @@ def as_document(benchmark: Benchmark, found: Sequence[Score]) -> dict[str, Any]:
                 "bits": score.bits,
                 "bits_at": benchmark.usual,
                 "solved": score.solved if score.answers else None,
-                "paired": None if score.paired is None else {**asdict(score.paired), "p": score.paired.p},
+                "paired": None if score.paired is None else asdict(score.paired),
                 "same": score.same,
                 "problem": score.problem,
                 "answers": [asdict(answer) for answer in score.answers],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,7 +87,12 @@ class Plan:
                 tokens=item.tokens,
                 readers=self.reading(item),
             )
-        decoding = {"answers": self.answers, "longest": self.longest, "lead": LEAD}
+        decoding = {
+            "answers": self.answers,
+            "longest": self.longest,
+            "lead": LEAD,
+            "follows": self.follows(item, regime),
+        }
         how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: decoding, HITS: decoding}
         return cache.key(
             **self._engine(choice),
@@ -151,6 +157,24 @@ class Plan:
 
     def leads(self, item: Sequence) -> tuple[int, ...]:
         return tuple(min(LEAD, span.begin - 1) for span in self.asked(item))
+
+    def follows(self, item: Sequence, regime: str) -> bool:
+        """Whether a format is also made to say what the plain cache has said: where nothing is asked."""
+        return regime == DECODING and not item.spans
+
+    def batches(self, items: Several[Sequence]) -> list[list[Sequence]]:
+        """Texts whose answers an engine generates at once."""
+        found: list[list[Sequence]] = []
+        for item in items:
+            if not found or sum(len(self.asked(i)) for i in (*found[-1], item)) > REQUESTS:
+                found.append([])
+            found[-1].append(item)
+        return found
+
+    def generate_all(self, items: Several[Sequence], said: Several[tuple[Tokens, ...]] | None = None) -> Generate:
+        jobs = [self.generate(item, None if said is None else said[i]) for i, item in enumerate(items)]
+        parts = [[part for job in jobs for part in getattr(job, name)] for name in ("prompts", "counts", "forced")]
+        return Generate(*map(tuple, parts))
 
     def generate(self, item: Sequence, said: tuple[Tokens, ...] | None = None) -> Generate:
         """Answers after their leads; `said`: the answers that shall be given."""

@@ -12,7 +12,7 @@ from vllm_kvq.eval.heads import HeadError
 from vllm_kvq.eval.result import METRICS, Curve, Row
 from vllm_kvq.formats import FORMATS
 
-DIVERGENCES = ("kl", "kl_median", "kl_p999")
+DIVERGENCES = ("kl", "kl_forced", "kl_median", "kl_p999")
 """On logarithmic axes, where less is better; of the other metrics more is."""
 AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
 PLAIN = "auto"

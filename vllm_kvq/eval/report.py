@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_kvq.console import Table
-from vllm_kvq.eval.choice import FP8
+from vllm_kvq.eval.choice import FP8, PLAIN
 from vllm_kvq.eval.result import ALL, DECODING, HITS, METRICS, READING, TEACHER_FORCED, Claim, Estimate, Results, Row
 
 ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
 """Metrics that are shares of one; printed as percentages."""
-GENERATED = ("kl", "kl_p99", "kl_p999", "top1", "exact", "agreement", "score")
+GENERATED = ("kl", "kl_forced", "kl_p99", "kl_p999", "top1", "exact", "agreement", "score")
 COLUMNS = {
     READING: ("kl", "kl_median", "kl_p99", "kl_p999", "top1", "perplexity", "accuracy"),
     TEACHER_FORCED: (
@@ -34,6 +34,7 @@ COLUMNS = {
 }
 HEADS = {
     "kl": "KL",
+    "kl_forced": "KL forced",
     "kl_median": "KL median",
     "kl_p90": "KL 90 %",
     "kl_p99": "KL 99 %",
@@ -101,6 +102,47 @@ def compared(claim: Claim | None) -> str:
     return f"{text} {claim.verdict}" if claim.verdict else text
 
 
+def position_tables(results: Results) -> list[Table]:
+    """Of generated continuations: does a format's error grow along them?"""
+    found: dict[tuple[str, str, int], list[Row]] = {}
+    for row in results.rows:
+        if "kl_forced" in row.by_position:
+            found.setdefault((row.regime, row.task, row.context), []).append(row)
+    return [_position_table(*about, rows) for about, rows in found.items()]
+
+
+def _position_table(regime: str, task: str, context: int, rows: list[Row]) -> Table:
+    bins = rows[0].by_position["kl_forced"]
+    head = ["format", "KL along", *(f"{b.begin:.0f} to {b.end:.0f}" for b in bins)]
+    cells = [
+        [row.label, along, *(cell("kl", b.estimate) for b in row.by_position[name])]
+        for row in rows
+        for name, along in (("kl", "its own text"), ("kl_forced", "bf16's text"))
+    ]
+    title = f"{'all tasks' if task == ALL else task}, {context} tokens; {regime}: KL by tokens generated before"
+    return Table(head, cells, right=2, title=title)
+
+
+SURE = 0.95
+"""The least share of right answers with the 16-bit cache that lets a table say something about formats."""
+
+
+def sureness(results: Results) -> list[str]:
+    """How often the 16-bit cache itself is right: what it can't do, no format can lose."""
+    lines = []
+    for row in results.rows:
+        for name in ("accuracy", "exact"):
+            if row.format != PLAIN or name not in row.metrics:
+                continue
+            share = row.metrics[name].value
+            counts = [sum(b.count for b in curves[name]) for curves in (row.by_depth, row.by_steps) if name in curves]
+            of = f" of {max(counts)} answers" if counts else ""
+            where = f"{'all tasks' if row.task == ALL else row.task}, {row.context} tokens, {row.regime}"
+            claim = "" if share >= SURE else f"; less than {100 * SURE:.0f} %, so nothing is claimed from this table"
+            lines.append(f"{where}: bf16 is right in {100 * share:.1f} %{of}{claim}")
+    return lines
+
+
 def bits(row: Row) -> str:
     return "-" if row.bits is None else f"{row.bits:.2f}"
 
@@ -124,9 +166,11 @@ def interval(value: float, low: float, high: float) -> str:
 
 
 def show(results: Results) -> None:
-    for table in tables(results):
+    for table in (*tables(results), *position_tables(results)):
         table.show()
         print()
+    for line in sureness(results):
+        print(line)
     for label, problem in dict.fromkeys((r.label, r.problem) for r in results.rows if r.problem):
         print(f"{label}: {problem}")
     print(NOTE)

@@ -39,6 +39,7 @@ BETTER, WORSE = "better", "worse"
 
 METRICS: Mapping[str, str] = {
     "kl": "mean KL divergence from the 16-bit cache's next-token distribution, nats per token",
+    "kl_forced": "the same along the continuation that the 16-bit cache generated, which the format is made to say",
     "kl_median": "median of the same over all tokens",
     "kl_p90": "90th percentile of the same; a percentile is there where 100 tokens or more lie beyond it",
     "kl_p99": "99th percentile of the same",
@@ -134,7 +135,7 @@ class Row:
     """Why there are no figures, in a sentence."""
     metrics: Mapping[str, Estimate] = field(default_factory=dict)
     by_position: Mapping[str, Curve] = field(default_factory=dict)
-    """Metric -> its curve over positions in tokens; `kl`, and `top1`."""
+    """Metric -> its curve over positions in tokens; `kl`, `kl_forced` and `top1`."""
     by_depth: Mapping[str, Curve] = field(default_factory=dict)
     """Metric -> its curve over how far back the source stands, 0 (just before) to 1; `accuracy`, `exact`, `kl`."""
     by_steps: Mapping[str, Curve] = field(default_factory=dict)

@@ -88,7 +88,8 @@ def _text(item: Sequence, figures: Arrays, right: Several[bool] = ()) -> TextFig
 def _tokens(figures: Several[Arrays]) -> dict[str, Values]:
     """The numbers of every token, with the sequence that it stands in."""
     index = np.concatenate([np.full(len(f["kl"]), i) for i, f in enumerate(figures)])
-    return {name: Values(np.concatenate([f[name] for f in figures]), index) for name in figures[0]}
+    names = [name for name in figures[0] if all(name in f for f in figures)]
+    return {name: Values(np.concatenate([f[name] for f in figures]), index) for name in names}
 
 
 def _likeness(tokens: dict[str, Values]) -> dict[str, Estimate]:
@@ -178,9 +179,13 @@ def _decoding(plan: Plan, items: Several[Sequence], figures: Several[Arrays], pl
         by_depth, by_steps = _along([s for s, a in zip(spans, asked, strict=True) if a], {"exact": right})
     along = np.concatenate(position)
     edges = position_edges(int(along.max()) + 1)
+    by_position = {"kl": curve(tokens["kl"], along, edges), "top1": curve(tokens["same"], along, edges)}
+    if "kl_forced" in tokens:
+        metrics["kl_forced"] = mean(tokens["kl_forced"])
+        by_position["kl_forced"] = curve(tokens["kl_forced"], along, edges)
     return {
         "metrics": metrics,
-        "by_position": {"kl": curve(tokens["kl"], along, edges), "top1": curve(tokens["same"], along, edges)},
+        "by_position": by_position,
         "by_depth": by_depth,
         "by_steps": by_steps,
         "texts": tuple(_text(*each) for each in zip(items, figures, answered, strict=True)),

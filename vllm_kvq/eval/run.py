@@ -1,7 +1,8 @@
 """Carries a plan out: one engine after the other, each number kept as soon as it is there.
 
 teacher-forced    plain scores every text; each format scores it, too, and is compared at once
-decoding, hits    plain generates; each format generates; plain is made to say what each format said
+decoding, hits    plain generates; each format generates; plain is made to say what each format said; where nothing is
+                  asked, each format is also made to say what plain said
 reading           no engine: `eval/reading` goes through the texts, and through the formats for each of them
 """
 
@@ -67,10 +68,13 @@ class Run:
         self.progress(f"{choice.label}, {regime}: {item.task}, {item.context} tokens", 1)
 
     def _whole(self, choice: Choice, item: Sequence, regime: str) -> Logprobs:
+        return Logprobs.of(self._entry(choice, item, regime))
+
+    def _entry(self, choice: Choice, item: Sequence, regime: str) -> Arrays:
         found = self.store.get(WHOLE, self.plan.key(choice, item, regime))
         if found is None:
             raise RuntimeError("distributions have vanished from the cache: does another run use the same folder?")
-        return Logprobs.of(found)
+        return found
 
     def _with_engine(self, choice: Choice, regime: str, work: Callable[[Engine], None]) -> None:
         """Any other format's failure is a row's problem; without the plain cache there is nothing to compare with."""
@@ -136,8 +140,11 @@ class Run:
     # -- decoding ----------------------------------------------------------------------------------------------------
     def _decoding(self, missing: Missing, regime: str) -> None:
         plan = self.plan
+        # what formats are made to follow is generated again where an earlier run has dropped it
+        followed = {item for items in missing.values() for item in items if plan.follows(item, regime)}
         for choice, items in missing.items():
-            self._generate(choice, [item for item in items if not self._generated(choice, item, regime)], regime)
+            wanted = [i for i in plan.sequences if i in items or (choice == REFERENCE and i in followed)]
+            self._generate(choice, [item for item in wanted if not self._generated(choice, item, regime)], regime)
         # what could not be generated is the format's problem
         generated = {c: [item for item in items if self._generated(c, item, regime)] for c, items in missing.items()}
         if not plan.control:
@@ -152,27 +159,57 @@ class Run:
 
     def _generate(self, choice: Choice, items: list[Sequence], regime: str) -> None:
         def generate(engine: Engine) -> None:
-            for item in items:
-                self.progress(f"{choice.label}, {regime}: {item.task}, {item.context} tokens", 0)
-                said = self._answers(engine, item)
-                self.store.put(WHOLE, self.plan.key(choice, item, regime), said.arrays())
+            for batch in self.plan.batches(items):
+                self._say(f"{choice.label}, {regime}", batch)
+                forced = self._follow(choice, batch, regime, engine)
+                for item, said in zip(
+                    batch, self._answers(engine, batch, self._before(choice, batch, regime)), strict=True
+                ):
+                    entry = said.arrays() | forced.get(item, {})
+                    self.store.put(WHOLE, self.plan.key(choice, item, regime), entry)
 
         if items:
             self._with_engine(choice, regime, generate)
 
-    def _answers(self, engine: Engine, item: Sequence, said: tuple[Tokens, ...] | None = None) -> Logprobs:
-        """One after the other, without their leads."""
-        runs = engine.generate(self.plan.generate(item, said))
-        return joined([run.after(lead) for run, lead in zip(runs, self.plan.leads(item), strict=True)])
+    def _before(self, choice: Choice, batch: list[Sequence], regime: str) -> list[tuple[Tokens, ...]]:
+        """What plain said in an earlier run, which it shall say again: in another batch it may round otherwise."""
+        said = []
+        for item in batch:
+            figures = self.figures(choice, item, regime) if choice == REFERENCE else None
+            lengths = self.plan.lengths(item)
+            said.append(((),) * len(lengths) if figures is None else split(figures["token"], lengths))
+        return said
+
+    def _follow(self, choice: Choice, batch: list[Sequence], regime: str, engine: Engine) -> dict[Sequence, Arrays]:
+        """What the format makes of plain's continuations, token by token."""
+        items = [item for item in batch if choice != REFERENCE and self.plan.follows(item, regime)]
+        plain = [self._whole(REFERENCE, item, regime) for item in items]
+        said = [split(p.token, self.plan.lengths(item)) for p, item in zip(plain, items, strict=True)]
+        found = self._answers(engine, items, said) if items else []
+        return {item: following(p, f) for item, p, f in zip(items, plain, found, strict=True)}
+
+    def _answers(
+        self, engine: Engine, items: list[Sequence], said: list[tuple[Tokens, ...]] | None = None
+    ) -> list[Logprobs]:
+        """Of each text one after the other, without their leads."""
+        runs = iter(engine.generate(self.plan.generate_all(items, said)))
+        return [joined([next(runs).after(lead) for lead in self.plan.leads(item)]) for item in items]
 
     def _judge(self, generated: Missing, regime: str, engine: Engine) -> None:
         plan = self.plan
         for choice, items in generated.items():
-            for item in items:
-                said = self._whole(choice, item, regime)
-                plain = self._answers(engine, item, split(said.token, plan.lengths(item)))
-                self._keep(choice, item, regime, compared(plain, said))
-                self.store.drop(WHOLE, plan.key(choice, item, regime))
+            for batch in plan.batches(items):
+                self._say(f"{choice.label}, {regime}, judged", batch)
+                entries = [self._entry(choice, item, regime) for item in batch]
+                said = [split(e["token"], plan.lengths(item)) for e, item in zip(entries, batch, strict=True)]
+                for item, entry, plain in zip(batch, entries, self._answers(engine, batch, said), strict=True):
+                    figures = compared(plain, Logprobs.of(entry)) | {n: entry[n] for n in FOLLOWING if n in entry}
+                    self._keep(choice, item, regime, figures)
+                    self.store.drop(WHOLE, plan.key(choice, item, regime))
+
+    def _say(self, what: str, batch: list[Sequence]) -> None:
+        names = ", ".join(dict.fromkeys(f"{item.task}, {item.context} tokens" for item in batch))
+        self.progress(f"{what}: {names}", 0)
 
 
 def split(tokens: np.ndarray, lengths: tuple[int, ...]) -> tuple[Tokens, ...]:
@@ -189,4 +226,15 @@ def compared(plain: Logprobs, found: Logprobs) -> Arrays:
         "chosen_plain": plain.chosen,
         "same": plain.best == found.best,
         "hit": found.best == found.token,
+    }
+
+
+FOLLOWING = ("kl_forced", "same_forced")
+
+
+def following(plain: Logprobs, found: Logprobs) -> Arrays:
+    """The same of tokens that plain has said."""
+    return {
+        "kl_forced": divergence(plain, found).astype(np.float64),
+        "same_forced": plain.best == found.best,
     }

@@ -151,6 +151,10 @@ class KeyCodec(Codec):
     """Whether it stores keys as they are before RoPE. Whoever packs takes RoPE off keys, and off queries for `fit`, and
     puts it on what is read (`geometry.rope`, formats/page.py)."""
 
+    hurt_by_biases: ClassVar[str | None] = None
+    """Why keys with a large constant part, a key projection's bias, spoil what it stores: what it does, in a few words
+    that follow "because it". None: a constant does no harm, for example where channels have a zero of their own."""
+
     fits_queries = False
     """Whether `fit` looks at the queries: widening a long prompt's for nothing costs more than the fit."""
 

@@ -124,6 +124,7 @@ KEY_NORMS = ("prompt", "none")
 class HybridKeys(KeyCodec):
     name = "innerq"
     title = "per token over 32 channels, after division by the prompt's channel norms"
+    hurt_by_biases = "gives 32 channels of a token one scale, which a wide constant channel uses up"
     options = (
         KEY_BITS,
         QUANT_MODE,
@@ -216,4 +217,4 @@ class HybridValues(ValueCodec):
         return x.transpose(-2, -1).flatten(1, 2)
 
 
-FORMATS = (Format("innerq2", "InnerQ, hybrid", HybridKeys, HybridValues, {"S": 32, "W": 96}),)
+FORMATS = (Format("innerq2", "InnerQ, hybrid", HybridKeys, HybridValues, {"S": 32, "W": 96}, usual=4),)

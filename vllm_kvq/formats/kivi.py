@@ -110,6 +110,6 @@ class TokenScaled(ChannelKeys):
 
 
 FORMATS = (
-    Format("kivi2", "KIVI, 2-bit", ChannelKeys, TokenValues, {"W": 32}),
+    Format("kivi2", "KIVI, 2-bit", ChannelKeys, TokenValues, {"W": 32}, usual=5),
     Format("kivi4", "KIVI, 4-bit", ChannelKeys, TokenValues, {"key_bits": 4, "value_bits": 4, "W": 32}),
 )

@@ -106,6 +106,7 @@ MOST_NAMED = 256
 class SketchKeys(KeyCodec):
     name = "qjl"
     title = "sign bits of a random sketch and norms; outlier channels with their own"
+    hurt_by_biases = "has an error in proportion to the norm of the whole key, its constant part included"
     options = (
         Option("m", "sign bits of QJL's inlier sketch", low=32, high=2048, multiple=32),
         Option("m_out", "sign bits of QJL's outlier sketch", low=32, high=2048, multiple=32),

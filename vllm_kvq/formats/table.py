@@ -47,6 +47,9 @@ class Format:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     public: bool = True
     """Whether lists for users name it."""
+    usual: int | None = None
+    """Its place among the few formats that long measurements take unless told otherwise; None: it is not among them.
+    The first is what to take when in doubt."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
@@ -162,6 +165,25 @@ FORMATS: Mapping[str, Format] = _Formats()
 def public_formats() -> list[Format]:
     """Those that lists for users name."""
     return [fmt for fmt in FORMATS.values() if fmt.public]
+
+
+def suite(which: str) -> tuple[str, ...]:
+    """The names that a command takes where its user names none; what a list needs is declared with the format.
+
+    public      what lists for users name: for what takes seconds a format
+    usual       the few of them that say that they belong there, in their order: for what takes minutes
+    methods     the first one of each key codec: for what looks at code and not at numbers of bits
+    """
+    public = public_formats()
+    if which == "public":
+        found = public
+    elif which == "usual":
+        found = sorted((fmt for fmt in public if fmt.usual is not None), key=lambda fmt: (fmt.usual, fmt.name))
+    elif which == "methods":
+        found = list({fmt.keys.name: fmt for fmt in reversed(public)}.values())[::-1]
+    else:
+        raise ValueError(f"suite {which!r} is not one of public, usual, methods")
+    return tuple(fmt.name for fmt in found)
 
 
 def get_format(name: str) -> Format:

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_kvq.formats.by_layer import written
 from vllm_kvq.integration import metrics
+from vllm_kvq.integration.hints import hints
 from vllm_kvq.integration.served import Served
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def report_start(served: Served, vllm_config: VllmConfig, blocks: int) -> None:
         return
     for line in (start_line(served, blocks), *part_lines(served)):
         logger.info("%s", line)
-    for sentence in path_warnings(served):
+    for sentence in (*path_warnings(served), *hints(served, vllm_config)):
         logger.warning("kvq: %s", sentence)
 
 

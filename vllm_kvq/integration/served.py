@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,19 @@ LEAST_WINDOW_BLOCK = 16
 """Tokens of a page that vLLM's attention kernels read; those for CPUs: twice as many."""
 HARDLY_MORE = 1.05
 """So much more memory than the least may pages of more tokens take in layers with a window."""
+
+
+_counting: ContextVar[bool] = ContextVar("counting", default=False)
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Where formats that can be measured only are counted as if a server could start with them."""
+    before = _counting.set(True)
+    try:
+        yield
+    finally:
+        _counting.reset(before)
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,7 @@ class Served:
         window_blocks = _window_blocks(model.attention_chunk_size, parts[0].format.N)
         if problem := chunk_problem(model.attention_chunk_size, window_blocks, parts[0].format.N):
             raise ValueError(problem)
-        for part in parts:
+        for part in parts if not _counting.get() else ():
             if problem := part.format.keys.reference_only or part.format.values.reference_only:
                 raise ValueError(problem)
         window = model.get_sliding_window() or model.attention_chunk_size or model.max_model_len

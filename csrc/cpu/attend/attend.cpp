@@ -262,7 +262,7 @@ class Driver {
 
   // Rotated values add up to rotated outputs, so a row is rotated once, not every token. The reference clamps each token
   // that it rotates back (formats/values.py), which a sum can't undo; a mean of clamped tokens is within the same
-  // limit, so that is what the sum of all weights times the limit bounds here. Of one token it is the same.
+  // limit, so that is what the sum of all weights times the limit bounds here. For one token it is the same.
   void rotate_back(const Task& task) const {
     for (int r = 0; r < task.rows; ++r) {
       float* row = task.out + r * l_.d;

@@ -71,6 +71,7 @@ class TokenCoding(Coding):
 class Int4Keys(CodedKeys):
     name = "int4_token"
     title = "rotated, 4 bits per token"
+    hurt_by_biases = "rotates keys, which spreads a constant channel over all that share a scale"
     coding_class = TokenCoding
 
 

@@ -70,6 +70,7 @@ class FloatCoding(Coding):
 class FloatKeys(CodedKeys):
     name = "nvfp4"
     title = "e2m1 over 16 channels of a token"
+    hurt_by_biases = "gives 16 channels of a token one scale, which a wide constant channel uses up"
     coding_class = FloatCoding
 
 

@@ -118,6 +118,7 @@ class RotatedCoding(Coding):
 class OscarKeys(CodedKeys):
     name = "oscar"
     title = "rotated by what queries look at, 2 bits per token"
+    hurt_by_biases = "rotates keys, which spreads a constant channel over all that share a scale"
     options = (ROTATION,)
     calibrated = True
     reference_only = not_served(NAME)

@@ -54,6 +54,7 @@ class BlockCoding(Coding):
 class BlockKeys(CodedKeys):
     name = "q4_0"
     title = "rotated by a Hadamard matrix, 4 bits over 32 channels"
+    hurt_by_biases = "rotates keys, which spreads a constant channel over all that share a scale"
     coding_class = BlockCoding
 
 

@@ -131,6 +131,7 @@ class Uniform(_Codes):
 class Turbo4Keys(CodedKeys):
     name = "turbo4"
     title = "a norm, and the rotated direction by levels, 4 bits"
+    hurt_by_biases = "has an error in proportion to the norm of the whole key, its constant part included"
     coding_class = Directions
 
 
@@ -143,6 +144,7 @@ class Turbo4Values(CodedValues):
 class Turbo3Keys(CodedKeys):
     name = "turbo3"
     title = "a norm, and the rotated direction by levels, 3 bits"
+    hurt_by_biases = "has an error in proportion to the norm of the whole key, its constant part included"
     coding_class = Directions
     bits = 3
 

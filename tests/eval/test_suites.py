@@ -1,0 +1,92 @@
+"""Which formats a command takes where its user names none: what the table has, a format that is new there included."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from vllm_kvq.formats import FORMATS, table
+from vllm_kvq.formats.peers import PEERS
+from vllm_kvq.formats.table import Format, suite
+
+DEFAULTS = {
+    "calibrate": "public",
+    "heads_command": "public",
+    "command": "usual",
+    "answers_command": "usual",
+    "human_eval_command": "usual",
+}
+"""A command's module in vllm_kvq/eval -> its suite."""
+BENCHES = ("attention", "decode", "prefill", "serve")
+
+
+def named(module: str) -> list[str]:
+    """The formats that a command takes by default."""
+    parser = importlib.import_module(f"vllm_kvq.eval.{module}").parser()
+    return str(parser.get_default("formats")).split(",")
+
+
+@pytest.fixture
+def new(monkeypatch: pytest.MonkeyPatch) -> Callable[[Format], None]:
+    """new(format): in the table beside the built-in ones."""
+    built_in = table._built_in()
+
+    def put(fmt: Format) -> None:
+        monkeypatch.setattr(table, "_built_in", lambda: {**built_in, fmt.name: fmt})
+
+    return put
+
+
+@pytest.mark.parametrize(("module", "which"), DEFAULTS.items())
+def test_a_default_is_a_suite(module: str, which: str) -> None:
+    assert named(module) == [*suite(which)]
+    assert "kitty2" in named(module)
+
+
+@pytest.mark.parametrize(("module", "which"), DEFAULTS.items())
+def test_a_new_format_is_tried(module: str, which: str, new: Callable[[Format], None]) -> None:
+    made = replace(FORMATS["squat2"], name="brand_new", usual=None)
+    new(made)
+    assert ("brand_new" in named(module)) == (which == "public")
+    new(replace(made, usual=0))
+    assert "brand_new" in named(module)
+    assert named(module)[0] == ("brand_new" if which == "usual" else "squat2")
+    new(replace(made, usual=0, public=False))
+    assert "brand_new" not in named(module)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_benches_know_it(name: str, new: Callable[[Format], None]) -> None:
+    new(replace(FORMATS["squat2"], name="brand_new", usual=0))
+    parser: argparse.ArgumentParser = importlib.import_module(f"vllm_kvq.bench.{name}").parser()
+    (action,) = (a for a in parser._actions if a.dest == "format")
+    assert "brand_new" in (action.choices or ())
+    assert action.default == ["brand_new"]
+
+
+def test_gpu_bench_has_what_kernels_serve(new: Callable[[Format], None]) -> None:
+    from vllm_kvq.bench import gpu
+
+    new(replace(FORMATS["polar4"], name="brand_new"))
+    found = [*gpu.formats()]
+    assert {"squat2", "kitty2", "qjl3", "polar4", "polar4+table", "brand_new", "brand_new+table"} <= {*found}
+    # PyTorch computes these on a GPU
+    assert not {"polar4_v16", "squat2_pre", *PEERS, "squat2+table"} & {*found}
+
+
+def test_suites() -> None:
+    assert suite("public") == tuple(name for name, fmt in FORMATS.items() if fmt.public)
+    usual = suite("usual")
+    places = [FORMATS[name].usual for name in usual]
+    assert places == sorted({*places}, key=lambda place: place or 0)
+    assert 3 <= len(usual) <= 6
+    methods = suite("methods")
+    assert {FORMATS[name].keys for name in methods} == {FORMATS[name].keys for name in suite("public")}
+    assert len({FORMATS[name].keys.name for name in methods}) == len(methods)
+    assert {"squat2", "kivi2", "polar4"} <= {*methods}
+    with pytest.raises(ValueError, match="suite 'best' is not one of public, usual, methods"):
+        suite("best")
