@@ -22,7 +22,7 @@ from vllm_kvq.eval.result import READING, Results
 from vllm_kvq.eval.rows import rows
 from vllm_kvq.eval.run import Run
 
-HEADS, GROUP, SIZE, TOKENS, NEW = 2, 3, 16, 230, 90
+HEADS, GROUP, SIZE, TOKENS, NEW = 2, 3, 16, 230, 103
 SMALL = {"tasks": ("text",), "contexts": (192,), "count": 3, "regimes": (READING,)}
 
 
@@ -60,7 +60,13 @@ def tiny(folder: Path, kind: str, **more: Any) -> Path:
 
     sizes: dict[str, Any] = {
         **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
-        **{"head_dim": 64, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 512},
+        **{
+            "head_dim": 64,
+            "intermediate_size": 96,
+            "vocab_size": 300,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.2,
+        },
     }
     config = transformers.AutoConfig.for_model(kind, **{**sizes, **more})
     torch.manual_seed(0)
@@ -92,7 +98,7 @@ def test_the_exact_cache_gives_the_models_own_logits(kind: str, tmp_path: Path) 
     reader = Reader(folder, "float32")
     past = reader.before(tokens[:100])
     assert past.captured.windows == ((0,) if kind.startswith("gemma") else ())
-    assert torch.allclose(reader.logits(past, tokens[100:], None), theirs[100:], atol=1e-4)
+    assert (reader.logits(past, tokens[100:], None) - theirs[100:]).abs().max() < 1e-4 * theirs.std()
     for name, same in (("lossless", True), ("kivi2", False)):
         found = reader.logits(past, tokens[100:], cache_of(Choice(name), past))
         assert torch.equal(found, reader.logits(past, tokens[100:], None)) is same

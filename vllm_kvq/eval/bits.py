@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -56,8 +59,22 @@ def bits_without_engine(folder: str, choice: Choice, dtype: str, tokens: int) ->
 def both_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> tuple[float, float] | None:
     """Per cached number: of pages alone, and of all that a request of this length holds, layers in 16 bits included."""
     try:
-        with counting():
+        with counting(), _no_compiling():
             served = _served(folder, choice, dtype, tokens)
     except WouldNotStart:
         return None
     return served.bits_per_element, bits_at(served, tokens)
+
+
+@contextmanager
+def _no_compiling() -> Iterator[None]:
+    """Bits are those of any kernels, and compiling the C++ ones first would take minutes."""
+    kernels = os.environ.get("VLLM_KVQ_KERNELS")
+    os.environ["VLLM_KVQ_KERNELS"] = "torch"
+    try:
+        yield
+    finally:
+        if kernels is None:
+            del os.environ["VLLM_KVQ_KERNELS"]
+        else:
+            os.environ["VLLM_KVQ_KERNELS"] = kernels
