@@ -12,7 +12,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "docs" / "results" / "quality"
 MODELS = ("outliers", "demo")
-"""The transformed model comes first: it is the one whose cache is as hard as a large model's."""
+"""The demo model with key biases and wide channels written into it, and as it is."""
+REAL = "real-*.csv"
+"""One file for each pretrained model and length: `vllm-kvq eval MODEL --quick --out DIR` writes it as results.csv."""
 PLAIN = "auto"
 Row = dict[str, str]
 
@@ -81,6 +83,27 @@ def table(results: Results) -> Iterator[str]:
         yield _line(["bf16" if label == PLAIN else f"`{label.replace(',', ', ')}`", f"{bits:.2f}", *cells])
 
 
+def real(path: Path) -> Iterator[str]:
+    """A row for each format, in the order in which they were given; the last column is against the table's baseline."""
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    baseline = next(row["claim_kl_baseline"] for row in rows if row["claim_kl_baseline"])
+    yield _line(["format", "bits", "KL", "same top 1, %", f"KL / {baseline}"])
+    yield _line(["---"] * 5)
+    for row in rows:
+        label = "bf16" if row["label"] == PLAIN else f"`{row['label'].replace(',', ', ')}`"
+        kl = f"{_short(row['kl'])} [{_short(row['kl_low'])}, {_short(row['kl_high'])}]" if float(row["kl"]) else "0"
+        ratio = "-"
+        if row["claim_kl_value"]:
+            bounds = f"[{_short(row['claim_kl_low'])}, {_short(row['claim_kl_high'])}]"
+            ratio = f"{_short(row['claim_kl_value'])} {bounds} {row['claim_kl_verdict']}".strip()
+        yield _line([label, f"{float(row['bits']):.2f}", kl, f"{100 * float(row['top1']):.0f}", ratio])
+
+
+def _short(value: str) -> str:
+    return short(float(value))
+
+
 def _read(model: str, name: str) -> dict[tuple[str, str], Row]:
     with (FOLDER / f"{model}-{name}.csv").open(encoding="utf-8") as file:
         return {(row["label"], row["task"]): row for row in csv.DictReader(file)}
@@ -91,5 +114,7 @@ def _line(cells: list[str]) -> str:
 
 
 if __name__ == "__main__":
+    for path in sorted(FOLDER.glob(REAL)):
+        print(path.stem.removeprefix("real-"), *real(path), "", sep="\n")
     for results in TABLES:
         print(results.name, *table(results), "", sep="\n")
