@@ -105,7 +105,7 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 
 def prose(readme: str) -> str:
-    """What a reader reads as prose or tables: no code blocks, targets of links, bold type or bars of tables; lines joined."""
+    """What a reader reads: no code blocks, targets of links, bold type or bars of tables; lines joined."""
     text = re.sub(r"```.*?```|(?m:^    [^\n]*$)", " ", readme, flags=re.S)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     return " ".join(text.replace("**", "").replace("|", " ").split())
