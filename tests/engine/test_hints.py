@@ -22,7 +22,7 @@ from vllm_kvq.integration.served import Served
 pytestmark = pytest.mark.engine
 Made = Callable[..., Path]
 
-SHAPE = LlamaShape(hidden=128, layers=8, heads=2, kv_heads=2, intermediate=64, vocab=260, attention_bias=True)
+BIASED = LlamaShape(hidden=128, layers=8, heads=2, kv_heads=2, intermediate=64, vocab=260, attention_bias=True)
 SMALL, LARGE = 8.0, 90.0
 """Norms of a head's bias: what most layers of Qwen2.5-Coder-0.5B have, and what few have."""
 HURT = "because it gives 32 channels of a token one scale, which a wide constant channel uses up; use squat2"
@@ -33,7 +33,7 @@ REAL = Path(os.environ.get("KVQ_REAL_MODELS", "models/real"))
 def made(tmp_path: Path) -> Made:
     """made({layer: norm of the second KV head's bias}) -> a checkpoint; other heads' biases are small."""
 
-    def make(norms: Mapping[int, float], shape: LlamaShape = SHAPE) -> Path:
+    def make(norms: Mapping[int, float], shape: LlamaShape = BIASED) -> Path:
         weights = {name: torch.zeros(size) for name, size in shape.parameters()}
         for layer in range(shape.layers if shape.attention_bias else 0):
             bias = torch.zeros(2, 64)
@@ -93,7 +93,7 @@ def test_large_in_many_layers(made: Made, checked: Callable[..., dict[str, Any]]
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_nothing_to_say(biased: bool, made: Made, checked: Callable[..., dict[str, Any]]) -> None:
-    shape = LlamaShape(**{**vars(SHAPE), "attention_bias": biased})
+    shape = LlamaShape(**{**vars(BIASED), "attention_bias": biased})
     assert checked(made({}, shape), "innerq2")["warnings"] == []
 
 
@@ -106,7 +106,7 @@ def test_the_log_has_it(made: Made, bare: Callable[..., Any], tmp_path: Path, mo
     report.report_start(served, config, 1000)
     assert said == []
     config.model_config.model = str(made({1: LARGE}))
-    monkeypatch.setattr(type(config.model_config), "get_total_num_hidden_layers", lambda self: SHAPE.layers)
+    monkeypatch.setattr(type(config.model_config), "get_total_num_hidden_layers", lambda self: BIASED.layers)
     report.report_start(served, config, 1000)
     (sentence,) = said
     assert sentence.startswith("kvq: this model's key biases are large in layer 1 (norm up to 90), and innerq2 is")
