@@ -28,7 +28,7 @@ FULL = {"tasks": list(NAMES), "context": [2048], "sequences": 16, "answers": 4, 
 QUICK = {"tasks": ["recall", "needle", "arithmetic", TEXT], "context": [1024], "sequences": 4, "answers": 2,
          "longest": 96}  # fmt: skip
 READ = {"tasks": [TEXT], "context": [1024, 4096], "sequences": 24}
-READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 8, "readers": 256}
+READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 6, "readers": 128}
 """Where nothing but `reading` is asked for, and that is what a quick look does."""
 
 

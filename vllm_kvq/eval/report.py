@@ -156,11 +156,11 @@ def cell(name: str, estimate: Estimate | None) -> str:
 
 
 def interval(value: float, low: float, high: float) -> str:
-    """No digits beyond the first one of half the interval; three without an interval."""
+    """No digits beyond the first one of a quarter of the interval; three without an interval."""
     half = (high - low) / 2
     if not (math.isfinite(half) and half > 0):
         return f"{value:.3g}"
-    decimals = max(0, -math.floor(math.log10(half)))
+    decimals = max(0, -math.floor(math.log10(half / 2)))
     text, *ends = (f"{x:.{decimals}f}" for x in (value, low, high))
     return f"{text} [{', '.join(ends)}]"
 
