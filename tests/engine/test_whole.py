@@ -14,6 +14,7 @@ from proof.oracle.lives import Historian, Life, Part
 from proof.oracle.replay import Replay, ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
 from proof.oracle.whole import Whole
+from vllm_kvq.formats.squat import PLAIN
 
 DRAFTS = 3
 
@@ -50,8 +51,9 @@ def stepwise(model: ReplayModel, lives: list[Life]) -> torch.Tensor:
     ("name", "options"),
     [
         ("lossless", {"W": 32, "S": 20}),
-        ("squat2", {"W": 0, "S": 33}),
-        ("squat2", {}),
+        # boosted channels and corrected blocks pass one moved code on to a whole slab, so the plain keys are compared
+        ("squat2", PLAIN | {"W": 0, "S": 33}),
+        ("squat2", PLAIN | {"S": 4}),
         ("qjl3", {"W": 32, "S": 0}),
         ("polar4", {"W": 64, "S": 64}),
         ("innerq2", {}),

@@ -13,6 +13,7 @@ from vllm_kvq.eval.synthetic import attention_data
 from vllm_kvq.formats import Geometry, get_format, roundtrip
 from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.squat import PLAIN
 
 TOKENS = 256 + READERS
 HEADS, GROUP, SIZE = 2, 2, 64
@@ -110,7 +111,7 @@ def test_formats_see_the_layer_and_its_pairs(captured: Captured) -> None:
 
 def test_keys_and_values_have_their_own_windows(captured: Captured) -> None:
     layer = captured.layers[0]
-    page = bound(captured, layer, "squat2", {"W": 64, "W_keys": 0}, 128)
+    page = bound(captured, layer, "squat2", {"W": 64, "W_keys": 0, "S": 0}, 128)
     key_hat, value_hat = as_cached(page, layer.query[:250], layer.key[:250], layer.value[:250])
     # 7 groups of 32 keys are full, and the newest 64 values are as they were, with those beside them
     for hat, x, end in ((key_hat, layer.key, 224), (value_hat, layer.value, 160)):
@@ -125,7 +126,11 @@ def test_keys_before_rope_are_those_of_the_model(captured: Captured) -> None:
     page = bound(captured, layer, "squat2_pre", {}, 128)
     assert page.rope is captured.rope
     assert bound(captured, layer, "squat2", {}, 128).rope is None
-    before, after = (sum(e.score for e in head_errors(captured, name, {})) for name in ("squat2_pre", "squat2"))
+    plain = PLAIN | {"S": 4}
+    before, after = (
+        sum(e.score for e in head_errors(captured, name, options))
+        for name, options in (("squat2_pre", {}), ("squat2", plain))
+    )
     assert before < 0.95 * after
     with pytest.raises(ValueError, match="squat2_pre takes RoPE off keys, and this model has none, or several kinds"):
         head_errors(replace(captured, rope=None), "squat2_pre", {})

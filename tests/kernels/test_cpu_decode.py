@@ -115,7 +115,7 @@ def test_a_new_request_and_a_chunk_are_left_alone(decoding: World) -> None:
     [
         ("seq_lens", 1, 5, RuntimeError, "layer: stale sidecar: magic 0x4b565153"),
         ("side_table", (0, 1), 0, RuntimeError, "incomplete sidecar"),
-        ("side_table", (0, 1), 300, IndexError, "sidecar block 300 is not one of 300"),
+        ("side_table", (0, 0), 300, IndexError, "sidecar block 300 is not one of 300"),
         ("side_table", (1, 0), -4, IndexError, "sidecar block -4"),
         ("table", (0, 0), 300, IndexError, "page id 300"),
         ("sink_table", (0, 0), 4000, IndexError, "sink block 4000"),
