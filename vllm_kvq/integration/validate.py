@@ -46,6 +46,10 @@ def check(vllm_config: VllmConfig) -> None:
         raise Refused(f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them")
     if model is None:
         return
+    try:
+        settings.skipped(model.get_total_num_hidden_layers())
+    except ValueError as error:
+        raise Refused(str(error)) from None
     if problems := _refusals(vllm_config):
         all_of_them = ", ".join(what for what, _ in problems)
         raise Refused(f"--kv-cache-dtype {name} does not support {all_of_them}; {problems[0][1]}")
