@@ -26,7 +26,7 @@ BIASED = LlamaShape(hidden=128, layers=8, heads=2, kv_heads=2, intermediate=64, 
 SMALL, LARGE = 8.0, 90.0
 """Norms of a head's bias: what most layers of Qwen2.5-Coder-0.5B have, and what few have."""
 HURT = "because it gives 32 channels of a token one scale, which a wide constant channel uses up; use squat2"
-REAL = Path(os.environ.get("KVQ_REAL_MODELS", "models/real"))
+REAL = Path(os.environ.get("KVQ_WEIGHTS", ".weights"))
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_real_models(name: str) -> None:
     if not (REAL / name / "config.json").exists():
-        pytest.skip(f"no {name} in {REAL}; KVQ_REAL_MODELS names the folder of real checkpoints")
+        pytest.skip(f"{name} is not there: python -m proof weights {REAL} {name}, then set KVQ_WEIGHTS={REAL}")
     config = json.loads((REAL / name / "config.json").read_text())
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
