@@ -20,6 +20,10 @@ POISON = (1 << 64) - 1
 """What a register holds before it is written: as a float of any width, NaN."""
 
 
+def _poison(bits: int) -> Array:
+    return np.zeros(1, bool) if bits == 1 else np.array([POISON & ((1 << bits) - 1)], UNSIGNED[bits])
+
+
 @dataclass
 class Copy:
     """A cp.async under way."""
@@ -65,7 +69,8 @@ class Block:
     shared: Shared = field(init=False)
 
     def __post_init__(self) -> None:
-        self.registers = [None] * len(self.program.bits)
+        # a branch may jump over what writes a register: what it holds then is unspecified
+        self.registers = [_poison(bits) for bits in self.program.bits]
         self.registers += [self.special[slot] for slot in sorted(self.special)]
         self.shared = Shared(self.shared_bytes, self.threads)
         self.copies: list[Copy] = []
@@ -137,14 +142,7 @@ class Block:
             at += 1
 
     def _write(self, target: int, value: Array, mask: Array) -> None:
-        old = self.registers[target]
-        if mask.all():
-            self.registers[target] = value
-            return
-        if old is None:
-            bits = self.program.bits[target]
-            old = np.zeros(1, bool) if bits == 1 else np.array([POISON & ((1 << bits) - 1)], UNSIGNED[bits])
-        self.registers[target] = np.where(mask, value, old)
+        self.registers[target] = value if mask.all() else np.where(mask, value, self.registers[target])
 
     def _barrier(self, step: Step, mask: Array) -> None:
         mods = step.source.mods

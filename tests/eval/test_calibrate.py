@@ -40,12 +40,12 @@ def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.Ca
 
     out = tmp_path / "kvq.yaml"
     arguments = [str(model), "--context", str(TOKENS), "--formats", "squat2:S=32,squat4"]
-    assert cli.main(["calibrate", *arguments, "--bits", "9", "--json", "--out", str(out)]) == 0
+    assert cli.main(["calibrate", *arguments, "--bits", "10.5", "--json", "--out", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["best"]
     # the budget is enough for a layer in 16 bits beside packed ones
     assert any("skip_layers" in c["options"] for c in found["candidates"])
-    assert best["error"] == min(c["error"] for c in found["candidates"] if c["bits"] <= 9)
+    assert best["error"] == min(c["error"] for c in found["candidates"] if c["bits"] <= 10.5)
     served = dry_start([str(model), "--config", str(out), "--kv-cache-memory-bytes", "1G"]).served
     assert served.format.name == best["format"]
     assert best["options"].get("S", 4) == served.format.S
@@ -102,7 +102,7 @@ def test_a_format_that_the_model_can_not_have(
     left_out = {"polar3", "polar4", "polar4_v16", "squat2_pre"}
     assert {*document["problems"]} == left_out
     assert {*document["errors"]} == {*suite("public")} - left_out
-    assert cli.main(["calibrate", str(model), "--context", str(TOKENS), "--bits", "9", "--json"]) == 0
+    assert cli.main(["calibrate", str(model), "--context", str(TOKENS), "--bits", "10.5", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert left_out <= {*document["problems"]}
     assert {c["format"] for c in document["candidates"]} == {*suite("public")} - left_out

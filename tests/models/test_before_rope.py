@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from engine_arguments import kvq
 from lab import Lab
-from test_works import ENGINE, TRACE, N, kvq
+from test_works import ENGINE, PACKED, TRACE, N
 
 from proof.models import named
 from proof.oracle.judge import judge
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.engine
 def test_interleaved_pairs(lab: Lab) -> None:
     """Of half the channels: in two chunks and after a hit."""
     arch = named("GLM-4")
-    got = lab.run(arch, [TRACE], **kvq("squat2_pre"), **ENGINE)[0]
-    verdict = judge(ReplayModel(str(lab.model(arch)), "squat2_pre", N, W=0), [TRACE], [got])
+    got = lab.run(arch, [TRACE], **kvq("squat2_pre", **PACKED), **ENGINE)[0]
+    verdict = judge(ReplayModel(str(lab.model(arch)), "squat2_pre", N, **PACKED), [TRACE], [got])
     assert not verdict.mismatches
     assert verdict.tokens == sum(r.max_tokens for r in TRACE.requests)
     assert verdict.hits == 1

@@ -13,9 +13,10 @@ from typing import Any
 import image_faults
 import pytest
 import torch
+from engine_arguments import kvq
 from lab import Lab
 from seeing import LLAVA, QWEN2_VL, Seeing
-from test_works import ENGINE, LOSSLESS, N, kvq
+from test_works import ENGINE, LOSSLESS, PACKED, N
 
 from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.compare import compare_all
@@ -57,7 +58,7 @@ def run(seeing: Seeing, lab: Lab, todo: list[Trace], prepare: Any = None, **engi
 
 def judged(seeing: Seeing, lab: Lab, name: str, todo: list[Trace], got: list[Result], **options: Any) -> Verdict:
     error = 1e-2 if name == "qjl3" else 1e-3
-    return judge(ReplayModel(seeing.model(lab), name, N, kernel_error=error, **{"W": 0, **options}), todo, got)
+    return judge(ReplayModel(seeing.model(lab), name, N, kernel_error=error, **{**PACKED, **options}), todo, got)
 
 
 def cached(results: list[Result]) -> dict[str, int]:
@@ -101,7 +102,7 @@ JUDGED = [
 @pytest.mark.parametrize(("seeing", "name"), JUDGED)
 def test_every_token_is_the_references(seeing: Seeing, name: str, lab: Lab) -> None:
     todo, options = traces(seeing), FORMATS[name]
-    got = run(seeing, lab, todo, **kvq(name, **options))
+    got = run(seeing, lab, todo, **kvq(name, **{**PACKED, **options}))
     total = judged(seeing, lab, name, todo, got, **options)
     assert not total.mismatches
     assert total.tokens == 9 * 24
@@ -121,7 +122,7 @@ def squeezed(seeing: Seeing) -> list[Trace]:
 def test_preemption_and_drafts(seeing: Seeing, lab: Lab) -> None:
     todo = squeezed(seeing)
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    got = run(seeing, lab, todo, **kvq("squat2"), num_gpu_blocks_override=72, speculative_config=ngram)
+    got = run(seeing, lab, todo, **kvq("squat2", **PACKED), num_gpu_blocks_override=44, speculative_config=ngram)
     total = judged(seeing, lab, "squat2", todo, got, num_spec=3)
     assert not total.mismatches
     assert total.ties <= 0.05 * total.tokens
@@ -164,7 +165,7 @@ def one_by_one(seeing: Seeing) -> list[Trace]:
 def test_v2_model_runner(seeing: Seeing, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUNNER, "1")
     todo = one_by_one(seeing)
-    total = judged(seeing, lab, "squat2", todo, run(seeing, lab, todo, **kvq("squat2")))
+    total = judged(seeing, lab, "squat2", todo, run(seeing, lab, todo, **kvq("squat2", **PACKED)))
     assert not total.mismatches
     assert (total.tokens, total.hits) == (16, 1)
 
@@ -186,7 +187,8 @@ def test_a_planted_fault_is_found(fault: Any, lab: Lab) -> None:
     seeing = FAULTS[fault]
     todo = one_by_one(seeing)
     healthy, planted = (
-        judged(seeing, lab, "squat2", todo, run(seeing, lab, todo, how, **kvq("squat2"))) for how in (None, fault)
+        judged(seeing, lab, "squat2", todo, run(seeing, lab, todo, how, **kvq("squat2", **PACKED)))
+        for how in (None, fault)
     )
     assert not healthy.mismatches
     assert planted.mismatches

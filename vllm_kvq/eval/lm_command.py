@@ -17,11 +17,11 @@ from vllm_kvq.eval.choice import PLAIN, Choice
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.plan import LEAST_CACHE_BYTES, REQUESTS
-from vllm_kvq.eval.result import DECODING, USUAL, Row
+from vllm_kvq.eval.result import DECODING, Row
 from vllm_kvq.eval.run import Progress
 
 KIND = "lm-eval"
-OTHERS = ("tasks", "sequences", "answers", "longest", "top")
+OTHERS = ("tasks", "sequences", "regimes", "readers", "answers", "longest", "top")
 """Options that say what our own tasks are."""
 
 
@@ -37,7 +37,6 @@ def usage_problem(args: argparse.Namespace) -> str | None:
         given = [name for name in ("lm_eval_path", "lm_eval_limit") if getattr(args, name) is not None]
         return f"--{given[0].replace('_', '-')} is for --lm-eval" if given else None
     given = [name for name in OTHERS if getattr(args, name) is not None] + ["quick"] * args.quick
-    given += ["regimes"] * (args.regimes != list(USUAL))
     return f"--{given[0]} is for our own tasks, not for --lm-eval" if given else None
 
 
