@@ -255,7 +255,8 @@ class Texts:
     def _stream(self, kind: str, length: int) -> Iterator[Piece]:
         """Documents in random order, each from its beginning to its end; chats one by one.
 
-        Each of `LENGTHS` has documents of its own, in proportion to what its texts take.
+        Each of `LENGTHS` has documents of its own. The shorter ones get more texts, though fewer tokens: with
+        the essays installed there are 24 texts of up to 4,096 tokens, and 20 of 8,192.
         """
         documents = [*pieces(kind)]
         if kind == "chats":
@@ -264,7 +265,7 @@ class Texts:
         given = dict.fromkeys(LENGTHS, 0.0)
         for document in documents:
             whose = min(given, key=lambda each: (given[each], each))
-            given[whose] += sum(len(piece.text) + len(piece.answer) for piece in document) / whose
+            given[whose] += sum(len(piece.text) + len(piece.answer) for piece in document) / whose**0.5
             if whose == length or length not in LENGTHS:
                 yield from document
 
