@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,13 @@ def test_commands(command: str) -> None:
 def test_every_file_and_folder_exists() -> None:
     named = set(re.findall(r"[\w./-]+/(?:[\w-]+\.(?:py|md))?", DOC)) | set(re.findall(r"\]\(([^)#]+)\)", DOC))
     assert len(named) > 15
-    places = (ROOT, ROOT / "docs", ROOT / "vllm_kvq", ROOT / "vllm_kvq" / "kernels")
+    package = ROOT / "vllm_kvq"
+    places = (ROOT, ROOT / "docs", package, *(package / room for room in ("kernels", "integration", "eval")))
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
 
 
 def test_every_name_in_the_three_ways_exists() -> None:
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "vllm_kvq").glob("*/*.py"))
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "vllm_kvq").rglob("*.py"))
     named = set(re.findall(r"\b(?:KVQImpl|Step|StepBatch|Served|PageFormat|Format)\b", DOC))
     assert len(named) == 6
     assert [name for name in sorted(named) if f"class {name}" not in sources] == []
@@ -49,8 +51,22 @@ def test_every_name_in_the_three_ways_exists() -> None:
 def test_the_boxes_are_the_contract() -> None:
     """From top to bottom, as the first picture has them."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    house, *wings = [contract for contract in contracts if contract["type"] == "layers"]
+    layers = house["layers"]
     boxes = [name.split(".")[-1] for layer in layers[1:] for name in layer.split(" | ")]
     picture = DOC[DOC.index("vllm_kvq/cli/") : DOC.index("csrc/  triton")]
     places = [re.search(rf"(vllm_kvq/|  ){box}[/.]", picture).start() for box in boxes]  # type: ignore[union-attr]
     assert places == sorted(places)
+    floors = {wing["containers"][0].split(".")[-1]: wing["layers"] for wing in wings}
+    text = DOC[DOC.index("## The wings") : DOC.index("## Key to bytes")]
+    integration, evaluation = text.split("So is `eval`")
+    for part, name in ((integration, "integration"), (evaluation, "eval")):
+        packages = [floor for layer in floors[name] for floor in layer.split(" | ")]
+        drawn = re.findall(r"(?<=    )(?:\w+\.py|\w+/)(?:  ?(?:\w+\.py|\w+/))*", part)
+        rooms = [room.removesuffix(".py").removesuffix("/") for line in drawn for room in line.split()]
+        there = [floor for floor in packages if (ROOT / "vllm_kvq" / name / floor).is_dir() or floor in rooms]
+        assert sorted(rooms) == sorted(there)
+        # from top to bottom
+        level = {floor: n for n, layer in enumerate(floors[name]) for floor in layer.split(" | ")}
+        lines = [[level[room.removesuffix(".py").removesuffix("/")] for room in line.split()] for line in drawn]
+        assert all(max(above) < min(below) for above, below in pairwise(lines))

@@ -16,8 +16,8 @@ import torch
 from vllm_kvq.bench import attention, decode, gpu, prefill, serve, slow, timing
 from vllm_kvq.bench.steps import Candidate
 from vllm_kvq.bench.timing import Row
-from vllm_kvq.eval import error_table
-from vllm_kvq.eval.synthetic import score_error
+from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.eval.heads.synthetic import score_error
 from vllm_kvq.kernels.cpu.library import ISAS
 
 

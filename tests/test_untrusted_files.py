@@ -197,7 +197,7 @@ def test_any_options_in_a_file(tmp_path: Path) -> None:
 
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_kvq.integration.setup import settings_of
+    from vllm_kvq.integration.plan.options import settings_of
 
     parser, path = FlexibleArgumentParser(), tmp_path / "c.yaml"
     options = st.dictionaries(st.sampled_from(["W", "S", "r", "lambda", "g", "keys", "skip_layers", "N", "x"]), JSON)

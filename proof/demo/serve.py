@@ -22,7 +22,7 @@ from pathlib import Path
 
 from vllm_kvq.bench.server import Capacity, Server, ServerError, parse_capacity
 from vllm_kvq.eval.demo import demo_model
-from vllm_kvq.eval.tasks import TASKS
+from vllm_kvq.eval.tasks.tasks import TASKS
 
 HOST = "127.0.0.1"
 DEMO_DIR = Path(".demo")

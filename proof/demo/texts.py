@@ -17,8 +17,8 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
 from proof.demo.corpus import SYSTEM_TEXT, load_corpus
-from vllm_kvq.eval import tasks
-from vllm_kvq.eval.tasks import Answer, Sample
+from vllm_kvq.eval.tasks import tasks
+from vllm_kvq.eval.tasks.tasks import Answer, Sample
 
 WEIGHTS = {"linked": 3.0, "asked": 1.0, "text": 0.5, "other": 0.03}
 """How much a token counts that stands in the context, that is worked out, in plain text, or that nobody can know."""

@@ -49,7 +49,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("the path does not say what is slow", "vllm_kvq/kernels/paths.py", "or None, slow(fmt))", "or None)", SLOW),
     Fault(
         "the server does not say what is slow",
-        "vllm_kvq/integration/report.py",
+        "vllm_kvq/integration/worker/report.py",
         "return why + ([path.slow] if path.slow is not None else [])",
         "return why",
         "tests/engine/test_served.py -k said_at_start",
@@ -105,14 +105,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "check's sentence has pydantic's words around it",
-        "vllm_kvq/integration/dry_start.py",
+        "vllm_kvq/integration/preview/dry_start.py",
         "raise WouldNotStart(sentence_of(error)) from error",
         "raise WouldNotStart(str(error)) from error",
         CHECK,
     ),
     Fault(
         "check serves whatever --kv-cache-dtype says",
-        "vllm_kvq/integration/dry_start.py",
+        "vllm_kvq/integration/preview/dry_start.py",
         "if args.kv_cache_dtype not in FORMATS:",
         "if args.kv_cache_dtype is None:",
         CHECK,
@@ -126,14 +126,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "doctor lists patches of other versions",
-        "vllm_kvq/integration/environment.py",
+        "vllm_kvq/integration/preview/environment.py",
         "for patch in registry.PATCHES if patch.of_this_vllm]",
         "for patch in registry.PATCHES]",
         DOCTOR,
     ),
     Fault(
         "doctor compiles",
-        "vllm_kvq/integration/environment.py",
+        "vllm_kvq/integration/preview/environment.py",
         "        path = build.built()\n        if path is None:",
         "        path = build.build()\n        if path is None:",
         DOCTOR,

@@ -258,14 +258,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FaultWatch raises at no stale header",
-        "vllm_kvq/integration/faults.py",
+        "vllm_kvq/integration/worker/faults.py",
         "if stale:",
         "if stale < 0:",
         f"{KERNELS}/test_fault_watch.py",
     ),
     Fault(
         "FaultWatch counts the same damage in every step",
-        "vllm_kvq/integration/faults.py",
+        "vllm_kvq/integration/worker/faults.py",
         "replaced - self.damage.total",
         "replaced",
         f"{KERNELS}/test_fault_watch.py",

@@ -237,14 +237,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a GPU's ratio is upside down", "vllm_kvq/bench/gpu.py", "{x / took:.2f}", "{took / x:.2f}", FIGURES),
     Fault(
         "errors of queries that were fitted",
-        "vllm_kvq/eval/error_table.py",
+        "vllm_kvq/cli/eval_error.py",
         "score_error(new, key",
         "score_error(seen, key",
         FIGURES,
     ),
     Fault(
         "errors relative to the wrong scores",
-        "vllm_kvq/eval/synthetic.py",
+        "vllm_kvq/eval/heads/synthetic.py",
         "/ exact.norm()",
         "/ scores(query, key_hat).norm()",
         FIGURES,

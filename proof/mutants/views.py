@@ -11,7 +11,7 @@ BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL = (
 
 
 def _eval(about: str, name: str, old: str, new: str, tests: str) -> Fault:
-    return Fault(about, f"vllm_kvq/eval/{name}.py", old, new, tests)
+    return Fault(about, f"vllm_kvq/{name}.py", old, new, tests)
 
 
 def _biases(about: str, old: str, new: str) -> Fault:
@@ -21,7 +21,7 @@ def _biases(about: str, old: str, new: str) -> Fault:
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "prompts of the regime hits run once, and hit nothing",
-        "vllm_kvq/eval/worker.py",
+        "vllm_kvq/eval/engine/worker.py",
         "            self.llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)\n",
         "            pass\n",
         "tests/eval/test_evaluation.py -k hits_are_measured",
@@ -34,28 +34,50 @@ FAULTS: tuple[Fault, ...] = (
     _biases("a pair that the second query head reads", "[head].sum((0, 1))", "[head][0].sum(0)"),
     _biases("scales that bfloat16 rounds", "round(math.log2(x))", "1.5 * round(math.log2(x))"),
     _biases("biases that ignore the size of keys", "bias * median", "bias"),
-    _eval("the window is packed", "heads", "(len(key) - window) // page.unit", "len(key) // page.unit", HEADS),
-    _eval("sinks are packed", "heads", "hat[page.S : end] = x[page.S : end]", "hat[:end] = x[:end]", HEADS),
-    _eval("the prompt's own queries read", "heads", "layer.query[context:]", "layer.query[:context]", HEADS),
+    _eval(
+        "the window is packed", "eval/heads/heads", "(len(key) - window) // page.unit", "len(key) // page.unit", HEADS
+    ),
+    _eval("sinks are packed", "eval/heads/heads", "hat[page.S : end] = x[page.S : end]", "hat[:end] = x[:end]", HEADS),
+    _eval("the prompt's own queries read", "eval/heads/heads", "layer.query[context:]", "layer.query[:context]", HEADS),
     _eval(
         "fitted to what is packed alone",
-        "heads",
+        "eval/heads/heads",
         "fitted(page, key, query)",
         "fitted(page, key[: max(ends)], query)",
         HEADS,
     ),
-    _eval("keys before RoPE are keys after it", "heads", "replace(geometry, rope=captured.rope)", "geometry", HEADS),
-    _eval("any pairing of channels", "heads", "pairing=captured.pairing, ", "", HEADS),
-    _eval("the best layers stay in 16 bits", "assign", "-errors[layer]", "errors[layer]", ASSIGN),
-    _eval("more than the budget", "assign", "c.bits <= budget", "c.bits <= budget + 1", ASSIGN),
-    _eval("a frontier of the worst", "plots", "sign * value < sign * kept", "sign * value > sign * kept", VIEWS),
-    _eval("peers look like ours", "plots", '"s" if peer else "o"', '"o"', VIEWS),
-    _eval("all heads in one column", "plots", "[layers.index(e.layer)][e.head]", "[layers.index(e.layer)][0]", VIEWS),
-    _eval("a token's line ends as they are", "show", "_line(hurt.before)", "hurt.before", VIEWS),
-    _eval("one standard error for 95 %", "lm_tasks", "NORMAL * error, value", "error, value", f"{LM_EVAL} -k figure"),
+    _eval(
+        "keys before RoPE are keys after it",
+        "eval/heads/heads",
+        "replace(geometry, rope=captured.rope)",
+        "geometry",
+        HEADS,
+    ),
+    _eval("any pairing of channels", "eval/heads/heads", "pairing=captured.pairing, ", "", HEADS),
+    _eval("the best layers stay in 16 bits", "eval/heads/assign", "-errors[layer]", "errors[layer]", ASSIGN),
+    _eval("more than the budget", "eval/heads/assign", "c.bits <= budget", "c.bits <= budget + 1", ASSIGN),
+    _eval(
+        "a frontier of the worst",
+        "eval/results/plots",
+        "sign * value < sign * kept",
+        "sign * value > sign * kept",
+        VIEWS,
+    ),
+    _eval("peers look like ours", "eval/results/plots", '"s" if peer else "o"', '"o"', VIEWS),
+    _eval(
+        "all heads in one column",
+        "eval/results/plots",
+        "[layers.index(e.layer)][e.head]",
+        "[layers.index(e.layer)][0]",
+        VIEWS,
+    ),
+    _eval("a token's line ends as they are", "cli/eval_show", "_line(hurt.before)", "hurt.before", VIEWS),
+    _eval(
+        "one standard error for 95 %", "eval/lm_tasks", "NORMAL * error, value", "error, value", f"{LM_EVAL} -k figure"
+    ),
     _eval(
         "kept whatever the options were",
-        "lm_command",
+        "cli/eval_lm",
         "options=dict(choice.options),\n        sources",
         "sources",
         LM_EVAL,

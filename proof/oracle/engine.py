@@ -159,8 +159,8 @@ def blocks_for(model: str, pool: float, far: bool, arguments: dict[str, Any]) ->
     many a pool beyond 4 GiB has."""
     from vllm import EngineArgs
 
-    from vllm_kvq.integration.report import Capacity
-    from vllm_kvq.integration.served import Served
+    from vllm_kvq.integration.plan.served import Served
+    from vllm_kvq.integration.worker.report import Capacity
 
     served = Served.of(EngineArgs(model, **arguments).create_engine_config())
     stride = served.pool.block_bytes if served.mixed else int(served.page_bytes)

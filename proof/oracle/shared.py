@@ -66,7 +66,7 @@ class SharedPages:
 
 def _caches(layers: dict[str, Any], names: list[str]) -> list[torch.Tensor]:
     """The caches of a group's packed layers, or of their sinks."""
-    from vllm_kvq.integration.sidecar import Sinks
+    from vllm_kvq.integration.worker.companions import Sinks
 
     def shared(layer: Any) -> bool:
         return isinstance(layer, Sinks) or getattr(getattr(layer, "impl", None), "packed", None) is not None

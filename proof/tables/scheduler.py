@@ -36,7 +36,7 @@ FORMAT, POOL = "squat2", 12
 
 def as_packed_ones() -> None:
     """Pages of a window have as many tokens as packed ones."""
-    from vllm_kvq.integration import served
+    from vllm_kvq.integration.plan import served
 
     served._window_block = lambda served, sizes: max(sizes)
 
@@ -61,8 +61,8 @@ def _timed(call: Any, seconds: list[float]) -> Any:
 
 def found(traced: Any) -> tuple[int, int, float, float]:
     """Tokens of a window's page, KV cache groups, capacity as a multiple of 16 bits, and milliseconds of a step."""
-    from vllm_kvq.integration.report import Capacity
-    from vllm_kvq.integration.sidecar import Sidecar
+    from vllm_kvq.integration.worker.companions import Sidecar
+    from vllm_kvq.integration.worker.report import Capacity
 
     layers = traced.engine.vllm_config.compilation_config.static_forward_context.values()
     sidecar: Any = next(layer for layer in layers if isinstance(layer, Sidecar))

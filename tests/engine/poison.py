@@ -157,7 +157,7 @@ def evict_sinks(engine: Any) -> int:
     """Drop all sink pages from the prefix cache, as if they had been evicted before the packed pages."""
     from vllm.v1.core.kv_cache_utils import get_group_id
 
-    from vllm_kvq.integration.spec import SinkSpec
+    from vllm_kvq.integration.core.spec import SinkSpec
 
     manager = engine.scheduler.kv_cache_manager
     groups = engine.scheduler.kv_cache_config.kv_cache_groups

@@ -16,8 +16,9 @@ from engine_arguments import kvq
 
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
-from vllm_kvq.integration import report, validate
-from vllm_kvq.integration.served import Served
+from vllm_kvq.integration.plan import refusals
+from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
 N = 64
@@ -122,7 +123,7 @@ def test_the_slowest_path_serves_all_layers(bare: Bare, monkeypatch: pytest.Monk
 def test_refusals(options: dict[str, Any], sentence: str, model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    with pytest.raises(validate.Refused) as caught:
+    with pytest.raises(refusals.Refused) as caught:
         EngineArgs(
             model=str(model), max_model_len=256, kv_cache_memory_bytes=1 << 30, **kvq("qjl3", **options)
         ).create_engine_config()
@@ -132,6 +133,6 @@ def test_refusals(options: dict[str, Any], sentence: str, model: Path) -> None:
 
 def test_pages_of_several_sizes_stay_in_one_process(bare: Bare) -> None:
     stages = {"pipeline_parallel_size": 2}
-    with pytest.raises(validate.Refused, match="which do not work with pipeline parallelism; use --tensor-parallel"):
+    with pytest.raises(refusals.Refused, match="which do not work with pipeline parallelism; use --tensor-parallel"):
         bare(**kvq("qjl3", m={"0": 256, "*": 128}), **stages)
     assert Served.of(bare(**kvq("qjl3", seed={"0": 1, "*": 2}), **stages)).mixed is False

@@ -22,8 +22,8 @@ from proof.models.draft import random_draft
 from proof.oracle.forked import EngineProcess
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.eval.bits import bits_at
-from vllm_kvq.integration import report
-from vllm_kvq.integration.served import Served, apply
+from vllm_kvq.integration.plan.served import Served, apply
+from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
 Bare = Callable[..., Any]
@@ -120,10 +120,10 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
     """What vLLM's model runner collects from the layers of a model whose weights are loaded."""
     from vllm.model_executor.layers.attention import Attention
 
-    from vllm_kvq.integration.backend import bound_backend
-    from vllm_kvq.integration.layout import put_first, smallest_first
-    from vllm_kvq.integration.side_by_side import SideBySideBackend
-    from vllm_kvq.integration.sidecar import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks
+    from vllm_kvq.integration.worker.backend import bound_backend
+    from vllm_kvq.integration.worker.companions import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks
+    from vllm_kvq.integration.worker.layout import put_first, smallest_first
+    from vllm_kvq.integration.worker.side_by_side import SideBySideBackend
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     found = {}
@@ -226,7 +226,7 @@ def test_sinks_cost_a_request_one_block(case: str, bare: Bare) -> None:
 
 def token_bytes(spec: Any) -> int:
     """Of keys and values in 16 bits; a companion has no place in a plain cache."""
-    from vllm_kvq.integration.spec import CompanionSpec
+    from vllm_kvq.integration.core.spec import CompanionSpec
 
     return 0 if isinstance(spec, CompanionSpec) else 4 * spec.num_kv_heads * spec.head_size
 
@@ -242,8 +242,8 @@ WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in ("windows", "a dr
 
 def said_and_counted(engine: Any) -> tuple[list[str], float]:
     """What the engine's layers say when their cache is bound, and vLLM's maximum concurrency."""
-    from vllm_kvq.integration import report
-    from vllm_kvq.integration.sidecar import Sidecar
+    from vllm_kvq.integration.worker import report
+    from vllm_kvq.integration.worker.companions import Sidecar
 
     said: list[str] = []
     report.logger.info = lambda text, *values: said.append(text % values)

@@ -14,9 +14,10 @@ import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from vllm_kvq.integration import held, metrics
-from vllm_kvq.integration.manager import PackedManager, SidecarManager, SinkManager
-from vllm_kvq.integration.spec import SidecarSpec
+from vllm_kvq.integration import metrics
+from vllm_kvq.integration.core import held
+from vllm_kvq.integration.core.manager import PackedManager, SidecarManager, SinkManager
+from vllm_kvq.integration.core.spec import SidecarSpec
 
 pytestmark = pytest.mark.engine
 N, PAGE, ELEMENTS, COPIES = 32, 4096, 256, 6

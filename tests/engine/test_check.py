@@ -16,7 +16,9 @@ from vllm_kvq import cli
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration import dry_start, memory, report
+from vllm_kvq.integration.plan import memory
+from vllm_kvq.integration.preview import dry_start
+from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
 Check = Callable[..., dict[str, Any]]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvq.integration.manager import PackedManager, SidecarManager, SinkManager
-from vllm_kvq.integration.spec import CompanionSpec, PackedSpec, SidecarSpec, SinkSpec
+from vllm_kvq.integration.core.manager import PackedManager, SidecarManager, SinkManager
+from vllm_kvq.integration.core.spec import CompanionSpec, PackedSpec, SidecarSpec, SinkSpec
 
 pytestmark = pytest.mark.engine
 N, BLOCKS = 64, 30

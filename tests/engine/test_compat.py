@@ -19,10 +19,12 @@ import pytest
 import traces
 
 from proof.oracle.forked import EngineProcess
-from vllm_kvq.integration import compat, dry_start, plugin, validate
+from vllm_kvq.integration import compat, plugin
 from vllm_kvq.integration.patches import once, registry, warmup
 from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
 from vllm_kvq.integration.patches.registry import PATCHES
+from vllm_kvq.integration.plan import refusals
+from vllm_kvq.integration.preview import dry_start
 
 pytestmark = pytest.mark.engine
 INTEGRATION = Path(compat.__file__).parent
@@ -261,7 +263,7 @@ def test_a_server_is_refused(configured: Callable[..., Any], monkeypatch: pytest
     (patch,) = (p for p in PATCHES if p.moment is Moment.CONFIGURED and p.install is not None)
     broken = without(patch, patch.needs[0])
     monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
-    with pytest.raises(validate.Refused, match="run_engine_core_no_longer for the patch"):
+    with pytest.raises(refusals.Refused, match="run_engine_core_no_longer for the patch"):
         configured(kv_cache_dtype="squat2")
     configured(kv_cache_dtype="auto")
 
@@ -270,13 +272,13 @@ def test_a_worker_is_refused(configured: Callable[..., Any], monkeypatch: pytest
     """Before weights load: when a packed layer is made."""
     from vllm.config import set_current_vllm_config
 
-    from vllm_kvq.integration.backend import KVQImpl
+    from vllm_kvq.integration.worker.backend import KVQImpl
 
     patch = next(p for p in PATCHES if p.moment is Moment.BUILT and p.only is None)
     broken = without(patch, patch.needs[0])
     vllm_config = configured(kv_cache_dtype="squat2")
     monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
-    with set_current_vllm_config(vllm_config), pytest.raises(validate.Refused, match="_no_longer for the patch"):
+    with set_current_vllm_config(vllm_config), pytest.raises(refusals.Refused, match="_no_longer for the patch"):
         KVQImpl(4, 64, 1.0)
 
 

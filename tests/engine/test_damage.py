@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.integration import report
-from vllm_kvq.integration.backend import KVQMetadataBuilder
-from vllm_kvq.integration.faults import FaultWatch
-from vllm_kvq.integration.layer import PackedLayer
-from vllm_kvq.integration.report import Damage
-from vllm_kvq.integration.sidecar import Sidecar
+from vllm_kvq.integration.worker import report
+from vllm_kvq.integration.worker.backend import KVQMetadataBuilder
+from vllm_kvq.integration.worker.companions import Sidecar
+from vllm_kvq.integration.worker.faults import FaultWatch
+from vllm_kvq.integration.worker.layer import PackedLayer
+from vllm_kvq.integration.worker.report import Damage
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.paths import Wish, path_for, step_for
 from vllm_kvq.kernels.slots import SlotGeometry

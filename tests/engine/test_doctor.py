@@ -14,12 +14,13 @@ import pytest
 
 from proof.tables import patches
 from vllm_kvq import cli
-from vllm_kvq.integration import environment, known_faults, memory
-from vllm_kvq.integration.environment import BAD, FINE, NOTE, Finding
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.names import SUPPORTED
 from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
 from vllm_kvq.integration.patches.registry import PATCHES
+from vllm_kvq.integration.plan import memory
+from vllm_kvq.integration.preview import environment, known_faults
+from vllm_kvq.integration.preview.environment import BAD, FINE, NOTE, Finding
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 

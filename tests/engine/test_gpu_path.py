@@ -16,8 +16,9 @@ import traces
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.integration import prompts, validate
-from vllm_kvq.integration.prompts import Asked
+from vllm_kvq.integration.plan import refusals
+from vllm_kvq.integration.worker import prompts
+from vllm_kvq.integration.worker.prompts import Asked
 from vllm_kvq.kernels.gpu import build as build_cuda
 
 pytestmark = pytest.mark.engine
@@ -60,16 +61,16 @@ def test_beside_a_layer_in_16_bits(run: Any, model: Path, monkeypatch: pytest.Mo
 
 
 def test_capabilities() -> None:
-    assert all(validate.capability_problem(c) is None for c in [(8, 0), (8, 6), (9, 0), (12, 0)])
-    assert "7.5" in str(validate.capability_problem((7, 5)))
+    assert all(refusals.capability_problem(c) is None for c in [(8, 0), (8, 6), (9, 0), (12, 0)])
+    assert "7.5" in str(refusals.capability_problem((7, 5)))
 
 
 def test_qjl_without_nvcc_is_refused_before_weights_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
     monkeypatch.setattr(build_cuda, "nvcc", lambda: None)
     qjl, squat = (get_format(name).bind(Geometry(64, 32)) for name in ("qjl3", "squat2"))
-    assert "no nvcc on the path" in (validate.kernels_problem(qjl, (9, 0)) or "")
-    assert validate.kernels_problem(squat, (9, 0)) is None
+    assert "no nvcc on the path" in (refusals.kernels_problem(qjl, (9, 0)) or "")
+    assert refusals.kernels_problem(squat, (9, 0)) is None
 
 
 @pytest.mark.parametrize("merged", [False, True])

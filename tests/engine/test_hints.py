@@ -16,8 +16,10 @@ from vllm_kvq import cli
 from vllm_kvq.bench.checkpoint import LlamaShape, save_checkpoint
 from vllm_kvq.bench.tokenizer import made_up_tokenizer
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration import hints, key_biases, memory, report
-from vllm_kvq.integration.served import Served
+from vllm_kvq.integration.advice import hints, key_biases
+from vllm_kvq.integration.plan import memory
+from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
 Made = Callable[..., Path]

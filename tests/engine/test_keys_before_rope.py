@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvq.integration import compat, rope, setup
-from vllm_kvq.integration.rope import rope_of, rope_problem, table_of
+from vllm_kvq.integration import compat
+from vllm_kvq.integration.plan import options as setup
+from vllm_kvq.integration.plan import rope
+from vllm_kvq.integration.plan.rope import rope_of, rope_problem, table_of
 
 pytestmark = pytest.mark.engine
 HEAD = 64

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_kvq.bench.server import Server, free_port, parse_capacity
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.integration.held import SECONDS
+from vllm_kvq.integration.core.held import SECONDS
 from vllm_kvq.integration.metrics import METRICS
 
 pytestmark = pytest.mark.engine

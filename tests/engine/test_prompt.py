@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 COMPARE = """
 import torch
 torch.cpu.{unsupported} = lambda: False
-from vllm_kvq.integration.prompts import Asked, prompts_for
+from vllm_kvq.integration.worker.prompts import Asked, prompts_for
 torch.manual_seed(0)
 query, key, value = torch.randn(2, 150, 4, 64), torch.randn(2, 150, 2, 64), torch.randn(2, 150, 2, 64)
 by_head = [x.transpose(1, 2) for x in (query, key, value)]

@@ -12,8 +12,8 @@ import torch
 import vllm
 from engine_arguments import kvq
 
-from vllm_kvq.integration import memory
-from vllm_kvq.integration.validate import Refused
+from vllm_kvq.integration.plan import memory
+from vllm_kvq.integration.plan.refusals import Refused
 
 pytestmark = pytest.mark.engine
 
@@ -153,7 +153,7 @@ def test_command_line_says_one_sentence(model: Path, arguments: list[str], sente
 
 
 def test_missing_companion_is_an_error_and_never_a_plain_run() -> None:
-    from vllm_kvq.integration.backend import KVQImpl, KVQMetadata
+    from vllm_kvq.integration.worker.backend import KVQImpl, KVQMetadata
 
     impl = object.__new__(KVQImpl)
     impl.packed = impl.sharing = None

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.integration import replicas
-from vllm_kvq.integration.replicas import all_queries_of, queries_of_all_copies
+from vllm_kvq.integration.worker import replicas
+from vllm_kvq.integration.worker.replicas import all_queries_of, queries_of_all_copies
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, StepBatch
 from vllm_kvq.kernels.torch.step import PlannedStep

@@ -15,10 +15,11 @@ from configurations import CASES
 from engine_arguments import kvq
 
 from vllm_kvq.bench.server import parse_capacity
-from vllm_kvq.integration import report, validate
-from vllm_kvq.integration.kept import Layers
-from vllm_kvq.integration.served import Served, apply
-from vllm_kvq.integration.sharing import SharingLayer, check_sharing
+from vllm_kvq.integration.plan import refusals
+from vllm_kvq.integration.plan.layers import Layers
+from vllm_kvq.integration.plan.served import Served, apply
+from vllm_kvq.integration.worker import report
+from vllm_kvq.integration.worker.sharing import SharingLayer, check_sharing
 from vllm_kvq.kernels.paths import Path as KernelPath
 
 pytestmark = pytest.mark.engine
@@ -38,14 +39,14 @@ def test_what_is_written_and_printed(case: str, bare: Bare) -> None:
     arguments, written, line = CASES[case]
     vllm_config = bare(**arguments)
     untouched = told(vllm_config)
-    validate.check(vllm_config)
+    refusals.check(vllm_config)
     served = Served.of(vllm_config)
     assert told(vllm_config) == untouched
 
     for _ in range(2):  # vLLM asks again for every copy of a configuration that it makes
         apply(served, vllm_config)
         assert told(vllm_config) == written
-        validate.check(vllm_config)
+        refusals.check(vllm_config)
     assert report.start_line(served, 1000) == line
     assert parse_capacity(line) is not None
 
@@ -106,7 +107,7 @@ def test_a_cache_that_can_not_be_shared(index: int, target: dict[str, Any] | Non
     own = {"vllm_config": vllm_config, "learned": None, "num_kv_heads": 2, "head_size": 64}
     impl = SimpleNamespace(**own)
     check_sharing(6, impl, "layers.3", SimpleNamespace(**own))
-    with pytest.raises(validate.Refused, match=f"do not support layers that share a KV cache {why}; use"):
+    with pytest.raises(refusals.Refused, match=f"do not support layers that share a KV cache {why}; use"):
         check_sharing(index, impl, "layers.3", None if target is None else SimpleNamespace(**own | target))
 
 
@@ -139,7 +140,7 @@ def test_a_kept_layers_builder_is_told_its_own_dtype(bare: Bare, monkeypatch: py
     """vLLM 0.33 takes another dtype for fp8, and ends on processors without AVX-512."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-    from vllm_kvq.integration.side_by_side import SideBySideBackend
+    from vllm_kvq.integration.worker.side_by_side import SideBySideBackend
 
     told: list[Any] = []
     monkeypatch.setattr(CPUAttentionMetadataBuilder, "__init__", lambda self, *args: told.append(args[2]))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvq.integration import setup
-from vllm_kvq.integration.setup import bind_layer
+from vllm_kvq.integration.plan import options as setup
+from vllm_kvq.integration.plan.options import bind_layer
 
 pytestmark = pytest.mark.engine
 

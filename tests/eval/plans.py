@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.eval.cache import Store
 from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.model import Model
-from vllm_kvq.eval.plan import REFERENCE, Plan
-from vllm_kvq.eval.result import USUAL, Results
-from vllm_kvq.eval.rows import rows
-from vllm_kvq.eval.run import Run
+from vllm_kvq.eval.results.result import USUAL, Results
+from vllm_kvq.eval.run.harness import Run
+from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.run.rows import rows
+from vllm_kvq.eval.run.store import Store
 
 
 def plan(model: Path, formats: str, **more: Any) -> Plan:

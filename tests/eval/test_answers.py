@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_kvq.eval import answers_command
-from vllm_kvq.eval.engines import EngineFailed
-from vllm_kvq.eval.jobs import EngineArguments, Generate
+from vllm_kvq.cli import eval_answers as answers_command
+from vllm_kvq.eval.engine.engines import EngineFailed
+from vllm_kvq.eval.engine.jobs import EngineArguments, Generate
 from vllm_kvq.eval.model import Model
 
 SAID = {"auto": " kettle", "squat2": " vase", "polar4": " kettle"}

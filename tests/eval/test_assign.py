@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_kvq.eval.assign import Assignment, best, by_layer, servable
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.heads import HeadError
+from vllm_kvq.eval.heads.assign import Assignment, best, by_layer, servable
+from vllm_kvq.eval.heads.heads import HeadError
 
 SMALL, LARGE = Choice("squat2"), Choice("squat4", {"W": 64})
 MEASURED = {SMALL.label: {0: 0.04, 1: 0.64, 3: 0.01}, LARGE.label: {0: 0.01, 1: 0.16, 3: 0.0025}}

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.eval import calibrate, heads_command
-from vllm_kvq.eval.capture import Captured, capture
+from vllm_kvq.cli import calibrate
+from vllm_kvq.cli import eval_heads as heads_command
+from vllm_kvq.eval.heads.capture import Captured, capture
 from vllm_kvq.formats.table import suite
 
 pytestmark = pytest.mark.engine
@@ -36,7 +37,7 @@ KEPT: dict[tuple[str, tuple[int, ...], str], Captured] = {}
 
 def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from vllm_kvq.eval.bits import bits_at
-    from vllm_kvq.integration.dry_start import dry_start
+    from vllm_kvq.integration.preview.dry_start import dry_start
 
     out = tmp_path / "kvq.yaml"
     arguments = [str(model), "--context", str(TOKENS), "--formats", "squat2:S=32,squat4"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from proof.demo.llama import forward
 from vllm_kvq.bench.checkpoint import LlamaShape
-from vllm_kvq.eval.capture import CaptureFailed, capture
+from vllm_kvq.eval.heads.capture import CaptureFailed, capture
 
 pytestmark = pytest.mark.engine
 

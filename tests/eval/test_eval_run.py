@@ -10,14 +10,15 @@ import pytest
 from models_on_disk import TINY, Written
 from plans import evaluate, plan
 
-from vllm_kvq.eval import report, run
-from vllm_kvq.eval.cache import Store
-from vllm_kvq.eval.engines import EngineFailed
-from vllm_kvq.eval.jobs import EngineArguments, Generate, Score, Started
-from vllm_kvq.eval.logprobs import Logprobs
-from vllm_kvq.eval.plan import LEAD, REQUESTS
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Estimate, Results
-from vllm_kvq.eval.rows import rows
+from vllm_kvq.eval.engine.engines import EngineFailed
+from vllm_kvq.eval.engine.jobs import EngineArguments, Generate, Score, Started
+from vllm_kvq.eval.engine.logprobs import Logprobs
+from vllm_kvq.eval.results import report
+from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED, Estimate, Results
+from vllm_kvq.eval.run import harness
+from vllm_kvq.eval.run.plan import LEAD, REQUESTS
+from vllm_kvq.eval.run.rows import rows
+from vllm_kvq.eval.run.store import Store
 
 SHAPE = TINY
 VOCABULARY = 512
@@ -66,12 +67,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     class Fresh(MadeUp):
         asked: list[tuple[str, str]] = []
 
-    monkeypatch.setattr(run, "Engine", Fresh)
+    monkeypatch.setattr(harness, "Engine", Fresh)
     return Fresh.asked
 
 
 def refuse(name: str) -> None:
-    run.Engine.refused = (name,)  # type: ignore[attr-defined]
+    harness.Engine.refused = (name,)  # type: ignore[attr-defined]
 
 
 def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
@@ -90,7 +91,7 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, asked: list
 
         folder = tmp_path / str(stop)
         with pytest.raises(KeyboardInterrupt):
-            run.Run(todo, Store(folder), count).go()
+            harness.Run(todo, Store(folder), count).go()
         assert evaluate(folder, todo) == whole
         jobs = [job for job in asked if job[1] != "start"]
         # one job at most is done twice: the one whose answer was not kept yet
@@ -114,7 +115,7 @@ def test_a_format_also_follows_what_plain_has_said(
 ) -> None:
     """Where nothing is asked; `kl` is of the format's own tokens, `kl_forced` of plain's."""
 
-    class Saying(run.Engine):  # type: ignore[misc, valid-type]
+    class Saying(harness.Engine):  # type: ignore[misc, valid-type]
         followed: list[tuple[int, ...]] = []
 
         def generate(self, job: Generate) -> list[Logprobs]:
@@ -134,7 +135,7 @@ def test_a_format_also_follows_what_plain_has_said(
                 said.append(made)
             return said
 
-    monkeypatch.setattr(run, "Engine", Saying)
+    monkeypatch.setattr(harness, "Engine", Saying)
     todo = plan(model, "squat2", regimes=(DECODING,), tasks=("recall", "text"))
     for _ in range(2):  # the second time from the cache
         found = {(r.format, r.task): r for r in evaluate(tmp_path, todo).rows}
@@ -218,7 +219,7 @@ def test_without_the_plain_cache_there_is_nothing(model: Path, tmp_path: Path, a
 
 def test_rows_say_what_was_measured(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
     todo = plan(model, "squat2")
-    made = run.Run(todo, Store(tmp_path), lambda text, more: None)
+    made = harness.Run(todo, Store(tmp_path), lambda text, more: None)
     made.go()
     found = {(r.format, r.task, r.regime): r for r in rows(made)}
     plain, ours = (found[name, "recall", TEACHER_FORCED] for name in ("auto", "squat2"))
@@ -257,7 +258,7 @@ def test_answers_are_where_their_spans_are(
     todo = plan(model, "squat2", tasks=("recall", "variables"), contexts=(400,))
     known = {item.tokens: item for item in todo.sequences}
 
-    class Knowing(run.Engine):  # type: ignore[misc, valid-type]
+    class Knowing(harness.Engine):  # type: ignore[misc, valid-type]
         def score(self, job: Score) -> Logprobs:
             found, item = super().score(job), known[job.tokens]
             values = np.full_like(found.values, -20)
@@ -276,7 +277,7 @@ def test_answers_are_where_their_spans_are(
                 said.append((*forced, *answer)[:count])
             return [self.made_up(tokens, prompt) for tokens, prompt in zip(said, job.prompts, strict=True)]
 
-    monkeypatch.setattr(run, "Engine", Knowing)
+    monkeypatch.setattr(harness, "Engine", Knowing)
     for row in evaluate(tmp_path, todo).rows:
         figures = ("accuracy", 1.0) if row.regime == TEACHER_FORCED else ("exact", 0.5)
         assert row.metrics[figures[0]].value == figures[1], (row.task, row.regime)

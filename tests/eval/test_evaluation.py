@@ -12,9 +12,9 @@ import pytest
 from models_on_disk import SMALL
 from plans import evaluate, plan
 
-from vllm_kvq.eval import cache
-from vllm_kvq.eval.engines import EngineFailed
-from vllm_kvq.eval.result import DECODING, HITS, TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.eval.engine.engines import EngineFailed
+from vllm_kvq.eval.results.result import DECODING, HITS, TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.eval.run import store
 from vllm_kvq.formats import table
 
 pytestmark = pytest.mark.engine
@@ -133,4 +133,4 @@ def test_two_runs_agree(results: Results, model: Path, tmp_path: Path) -> None:
 
 
 def test_the_cache_knows_its_formats_sources(packages: None) -> None:
-    assert len({cache.format_sources(name) for name in ("whole", "squat2", "auto")}) == 3
+    assert len({store.format_sources(name) for name in ("whole", "squat2", "auto")}) == 3

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_kvq.eval.capture import Captured, Layer
-from vllm_kvq.eval.heads import READERS, HeadError, as_cached, bound, head_errors, layer_errors
-from vllm_kvq.eval.synthetic import attention_data
+from vllm_kvq.eval.heads.capture import Captured, Layer
+from vllm_kvq.eval.heads.heads import READERS, HeadError, as_cached, bound, head_errors, layer_errors
+from vllm_kvq.eval.heads.synthetic import attention_data
 from vllm_kvq.formats import Geometry, get_format, roundtrip
 from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.rope import Rope

@@ -13,16 +13,18 @@ import pytest
 
 from vllm_kvq import cli
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.eval import human_eval, human_eval_run, sandbox
-from vllm_kvq.eval.cache import Store
-from vllm_kvq.eval.chat import BEGUN, SYSTEM, Chat
 from vllm_kvq.eval.choice import choices
-from vllm_kvq.eval.engines import EngineFailed
-from vllm_kvq.eval.human_eval import Problem, definitions, problems
-from vllm_kvq.eval.human_eval_run import Benchmark, Run
-from vllm_kvq.eval.jobs import Complete, Completed, EngineArguments, Started
+from vllm_kvq.eval.engine.engines import EngineFailed
+from vllm_kvq.eval.engine.jobs import Complete, Completed, EngineArguments, Started
+from vllm_kvq.eval.humaneval import problems as human_eval
+from vllm_kvq.eval.humaneval import run as human_eval_run
+from vllm_kvq.eval.humaneval import sandbox
+from vllm_kvq.eval.humaneval.chat import BEGUN, SYSTEM, Chat
+from vllm_kvq.eval.humaneval.problems import Problem, definitions, problems
+from vllm_kvq.eval.humaneval.run import Benchmark, Run
 from vllm_kvq.eval.model import Model
-from vllm_kvq.eval.plan import REFERENCE
+from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.run.store import Store
 
 PROBLEM = Problem(
     "HumanEval/x",

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.eval import lm_command, lm_tasks
+from vllm_kvq.cli import eval_lm as lm_command
+from vllm_kvq.eval import lm_tasks
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Results
+from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED, Results
 
 SHAPE = {"hidden": 128, "dtype": "bfloat16"}
 FOUND: dict[str, Any] = {

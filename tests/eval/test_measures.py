@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvq.eval.logprobs import Logprobs, divergence, joined
-from vllm_kvq.eval.measures import Values, curve, mean, perplexity, quantile, root, step_edges
-from vllm_kvq.eval.result import Estimate
+from vllm_kvq.eval.engine.logprobs import Logprobs, divergence, joined
+from vllm_kvq.eval.results.measures import Values, curve, mean, perplexity, quantile, root, step_edges
+from vllm_kvq.eval.results.result import Estimate
 
 ROWS, VOCABULARY = 300, 40
 

@@ -11,16 +11,16 @@ import torch
 from plans import plan
 
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.eval.cache import Store, reading_sources
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.plan import REFERENCE
-from vllm_kvq.eval.reading import run as reading_run
 from vllm_kvq.eval.reading.attention import Packed, Scores, attend
 from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Reader, Unreadable, refuse
-from vllm_kvq.eval.result import READING, Results
-from vllm_kvq.eval.rows import rows
-from vllm_kvq.eval.run import Run
+from vllm_kvq.eval.results.result import READING, Results
+from vllm_kvq.eval.run import reading as reading_run
+from vllm_kvq.eval.run.harness import Run
+from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.run.rows import rows
+from vllm_kvq.eval.run.store import Store, reading_sources
 
 HEADS, GROUP, SIZE, TOKENS, NEW = 2, 3, 16, 230, 103
 SMALL = {"tasks": ("text",), "contexts": (192,), "count": 3, "regimes": (READING,)}
@@ -149,7 +149,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_dry_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_kvq.eval.run.bits_without_engine", lambda *about: 3.0)
+    monkeypatch.setattr("vllm_kvq.eval.run.harness.bits_without_engine", lambda *about: 3.0)
 
 
 def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from plans import plan
 
-from vllm_kvq.eval.cache import Store
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.demo import DEMO
-from vllm_kvq.eval.engines import Engine
-from vllm_kvq.eval.jobs import Generate
-from vllm_kvq.eval.logprobs import Logprobs, divergence
-from vllm_kvq.eval.plan import REFERENCE, Plan
-from vllm_kvq.eval.result import DECODING, READING
-from vllm_kvq.eval.run import Run
+from vllm_kvq.eval.engine.engines import Engine
+from vllm_kvq.eval.engine.jobs import Generate
+from vllm_kvq.eval.engine.logprobs import Logprobs, divergence
+from vllm_kvq.eval.results.result import DECODING, READING
+from vllm_kvq.eval.run.harness import Run
+from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.run.store import Store
 
 FORMATS = "kivi2,squat2:W=64,S=4,innerq2"
 READERS = 160

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.eval import report
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Bin, Claim, Estimate, Hurt, Results, Row
+from vllm_kvq.eval.results import report
+from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED, Bin, Claim, Estimate, Hurt, Results, Row
 
 FULL = Row(
     "model", "squat2", {"r": 8}, "recall", TEACHER_FORCED, 1024, 4, 3.25, kl_is_bound=True,

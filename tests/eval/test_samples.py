@@ -9,8 +9,8 @@ import pytest
 import transformers
 from models_on_disk import TINY, Written
 
-from vllm_kvq.eval.samples import NEAR, Span, sequence
-from vllm_kvq.eval.tasks import TASKS
+from vllm_kvq.eval.tasks.samples import NEAR, Span, sequence
+from vllm_kvq.eval.tasks.tasks import TASKS
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_spans_are_the_answers(tokenizer: Any, task: str, monkeypatch: pytest.Mo
     """The tokens of a span are those with characters of the answer; the source's token is there."""
     sample = TASKS[task].sample(random.Random(1), 3000)
     offsets = tokenizer(sample.text, return_offsets_mapping=True).offset_mapping
-    from vllm_kvq.eval.samples import _tokenized
+    from vllm_kvq.eval.tasks.samples import _tokenized
 
     made = _tokenized(tokenizer, sample, 10**6)
     assert len(made.spans) == len(sample.answers)

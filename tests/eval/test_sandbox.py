@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.eval import sandbox
-from vllm_kvq.eval.sandbox import Limits, Verdict
+from vllm_kvq.eval.humaneval import sandbox
+from vllm_kvq.eval.humaneval.sandbox import Limits, Verdict
 
 SMALL = Limits(cpu_seconds=1, seconds=60, memory_bytes=1 << 28)
 

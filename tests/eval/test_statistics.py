@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_kvq.eval.result import BETTER, READING, WORSE, Row, TextFigures
-from vllm_kvq.eval.statistics import ALPHA, FEWEST, Paired, claims, holm, mcnemar
+from vllm_kvq.eval.results.result import BETTER, READING, WORSE, Row, TextFigures
+from vllm_kvq.eval.results.statistics import ALPHA, FEWEST, Paired, claims, holm, mcnemar
 
 
 def row(name: str, kl: np.ndarray, right: Any = None, **more: Any) -> Row:

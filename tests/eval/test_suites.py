@@ -15,18 +15,18 @@ from vllm_kvq.formats.table import Format, suite
 
 DEFAULTS = {
     "calibrate": "public",
-    "heads_command": "public",
-    "command": "usual",
-    "answers_command": "usual",
-    "human_eval_command": "usual",
+    "eval_heads": "public",
+    "eval": "usual",
+    "eval_answers": "usual",
+    "eval_humaneval": "usual",
 }
-"""A command's module in vllm_kvq/eval -> its suite."""
+"""A command's module in vllm_kvq/cli -> its suite."""
 BENCHES = ("attention", "decode", "prefill", "serve")
 
 
 def named(module: str) -> list[str]:
     """The formats that a command takes by default."""
-    parser = importlib.import_module(f"vllm_kvq.eval.{module}").parser()
+    parser = importlib.import_module(f"vllm_kvq.cli.{module}").parser()
     return str(parser.get_default("formats")).split(",")
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from vllm_kvq.eval.tasks import TASKS, Answer, Sample
+from vllm_kvq.eval.tasks.tasks import TASKS, Answer, Sample
 
 LENGTHS = (0, 100, 400, 4000, 16000)
 

@@ -9,8 +9,8 @@ import pytest
 import transformers
 
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.eval import texts
-from vllm_kvq.eval.texts import KINDS, LENGTHS, Piece, Texts
+from vllm_kvq.eval.tasks import texts
+from vllm_kvq.eval.tasks.texts import KINDS, LENGTHS, Piece, Texts
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 PROSE = "Sentence number {i} of document {n} says something of its own.\n\n"
@@ -80,7 +80,7 @@ def test_it_ends_with_a_sentence_and_not_with_repetition(tokenizer: Any, made_up
 
 def test_what_is_installed_serves_24_texts(tokenizer: Any) -> None:
     """From what every installation has; the demo model has learned from none of it."""
-    from vllm_kvq.eval.tasks import paragraphs
+    from vllm_kvq.eval.tasks.tasks import paragraphs
 
     maker = Texts(tokenizer, 0)
     learned = set(paragraphs())

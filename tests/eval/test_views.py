@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.eval import plots, report
-from vllm_kvq.eval.heads import HeadError
-from vllm_kvq.eval.heads_command import table
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
-from vllm_kvq.eval.show import hurt_tables
+from vllm_kvq.cli.eval_heads import table
+from vllm_kvq.cli.eval_show import hurt_tables
+from vllm_kvq.eval.heads.heads import HeadError
+from vllm_kvq.eval.results import plots, report
+from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
 
 PNG = b"\x89PNG"
 

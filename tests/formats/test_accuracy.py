@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.eval import error_table
-from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.innerq import HybridKeys
 from vllm_kvq.formats.peers import PEERS
@@ -76,7 +76,7 @@ def test_lossless_is_exact(dtype: torch.dtype) -> None:
 
 @cache
 def table(label: str, d: int, rope: bool) -> float:
-    """A row of `python -m vllm_kvq.eval.error_table`."""
+    """A row of `python -m vllm_kvq.cli.eval_error`."""
     name, options = next((n, o) for row, n, o in error_table.ROWS if row == label)
     return error_table.error(name, options, d, rope)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_kvq.eval import error_table
-from vllm_kvq.eval.synthetic import attention_data
+from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.eval.heads.synthetic import attention_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format, roundtrip
 from vllm_kvq.formats.page import FLAGS_AT, HEADER_BYTES
 from vllm_kvq.formats.rope import Rope

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.fields import Packed
 from vllm_kvq.formats.kivi import ChannelKeys

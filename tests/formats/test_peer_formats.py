@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.constants import Calibration

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.qjl import MOST_NAMED, SketchKeys, sketch, sphere_constant

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.kivi import ChannelKeys
 from vllm_kvq.formats.quant import affine_codes, affine_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_kvq.eval.synthetic import attention_data, score_error
+from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, roundtrip
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.kitty import PARTS

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.eval.synthetic import attention_data, score_error, scores
+from vllm_kvq.eval.heads.synthetic import attention_data, score_error, scores
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.balance import balanced
 

@@ -11,8 +11,8 @@ import torch
 from traffic import SPEC, Request, World, simulate
 
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.integration.layer import PackedLayer
-from vllm_kvq.integration.sidecar import Sidecar, Sinks
+from vllm_kvq.integration.worker.companions import Sidecar, Sinks
+from vllm_kvq.integration.worker.layer import PackedLayer
 from vllm_kvq.kernels.cpu import layout
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPUStep

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvq.integration import report
-from vllm_kvq.integration.faults import FaultWatch
+from vllm_kvq.integration.worker import report
+from vllm_kvq.integration.worker.faults import FaultWatch
 
 
 @dataclass

@@ -13,8 +13,8 @@ from proof.models import checkpoints
 from proof.models.architecture import Architecture
 from proof.oracle import forked
 from proof.oracle.trace import Result, Trace
-from vllm_kvq.integration import served
 from vllm_kvq.integration.patches.states import leave_checkpoints_out
+from vllm_kvq.integration.plan import served
 
 
 class Lab:

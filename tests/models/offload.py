@@ -54,7 +54,7 @@ def copy_at_once() -> None:
     """In this process, before an engine is made."""
     from vllm.v1.simple_kv_offload import worker
 
-    from vllm_kvq.integration import connectors
+    from vllm_kvq.integration.plan import connectors
 
     connectors.can_copy = lambda platform: True
     worker.DmaCopyBackend, worker.PIN_MEMORY = Copier, False

@@ -33,8 +33,8 @@ def watch(traced: Any) -> None:
 
 def taken_and_said(traced: Any) -> tuple[int, int]:
     """Blocks in use when most were, and what the line counts for a request of the maximum length."""
-    from vllm_kvq.integration.report import Capacity
-    from vllm_kvq.integration.sidecar import Sidecar
+    from vllm_kvq.integration.worker.companions import Sidecar
+    from vllm_kvq.integration.worker.report import Capacity
 
     layers = traced.engine.vllm_config.compilation_config.static_forward_context.values()
     served = next(layer for layer in layers if isinstance(layer, Sidecar)).report.args[0]
@@ -135,8 +135,8 @@ def test_so_many_requests_run_at_once(name: str, lab: Lab) -> None:
 
 def blocks_of_all(traced: Any) -> int:
     """The smallest pool that is said to hold all these requests of the maximum length."""
-    from vllm_kvq.integration.report import Capacity
-    from vllm_kvq.integration.sidecar import Sidecar
+    from vllm_kvq.integration.worker.companions import Sidecar
+    from vllm_kvq.integration.worker.report import Capacity
 
     layers = traced.engine.vllm_config.compilation_config.static_forward_context.values()
     served = next(layer for layer in layers if isinstance(layer, Sidecar)).report.args[0]

@@ -71,8 +71,8 @@ def test_a_layer_that_does_not_get_the_dtype_is_refused() -> None:
     """The net under the configuration's check: models that do not hand the dtype on, as Falcon."""
     from types import SimpleNamespace
 
+    from vllm_kvq.integration.plan.refusals import Refused
     from vllm_kvq.integration.platform import check_other_layer
-    from vllm_kvq.integration.validate import Refused
 
     def cache(*skip: str) -> SimpleNamespace:
         return SimpleNamespace(cache_dtype="squat2", kv_cache_dtype_skip_layers=list(skip))

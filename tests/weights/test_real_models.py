@@ -9,13 +9,13 @@ import pytest
 
 from proof.weights.convert import ABOUT
 from proof.weights.table import MODELS
-from vllm_kvq.eval.chat import BEGUN, Chat
 from vllm_kvq.eval.choice import choices
-from vllm_kvq.eval.human_eval import problems
-from vllm_kvq.eval.human_eval_run import Benchmark
+from vllm_kvq.eval.humaneval.chat import BEGUN, Chat
+from vllm_kvq.eval.humaneval.problems import problems
+from vllm_kvq.eval.humaneval.run import Benchmark
 from vllm_kvq.eval.model import Model
-from vllm_kvq.eval.plan import REFERENCE
-from vllm_kvq.eval.samples import sequence
+from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.tasks.samples import sequence
 
 INSTRUCT = ["smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b"]
 Weights = Callable[[str], Path]

@@ -73,7 +73,7 @@ class Packed:
     """One packed layer with the caches of one request."""
 
     def __init__(self, name: str, heads: int, d: int, tokens: int) -> None:
-        from vllm_kvq.integration.prompts import Asked, prompts_for
+        from vllm_kvq.integration.worker.prompts import Asked, prompts_for
 
         geometry = Geometry(d, BLOCK, torch.bfloat16, rope=Rope.plain(d, tokens))
         fmt, cpu = get_format(name).bind(geometry), torch.device("cpu")

@@ -47,21 +47,17 @@ COMMANDS = (
     Command(("bench", "decode"), "tokens per second of two engines side by side", "vllm_kvq.bench.decode"),
     Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.bench.serve"),
     # a command's own arguments may follow its name, so those of more words come first
-    Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.eval.error_table"),
-    Command(
-        ("calibrate",), "the best format and options within so many bits, for one model", "vllm_kvq.eval.calibrate"
-    ),
-    Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.eval.heads_command"),
-    Command(
-        ("eval", "answers"), "what each format makes of the same prompts, as text", "vllm_kvq.eval.answers_command"
-    ),
+    Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.cli.eval_error"),
+    Command(("calibrate",), "the best format and options within so many bits, for one model", "vllm_kvq.cli.calibrate"),
+    Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.cli.eval_heads"),
+    Command(("eval", "answers"), "what each format makes of the same prompts, as text", "vllm_kvq.cli.eval_answers"),
     Command(
         ("eval", "humaneval"),
         "problems of HumanEval that a model solves with each format",
-        "vllm_kvq.eval.human_eval_command",
+        "vllm_kvq.cli.eval_humaneval",
     ),
-    Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.eval.show"),
-    Command(("eval",), "does it still answer right: formats against the 16-bit cache", "vllm_kvq.eval.command"),
+    Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.cli.eval_show"),
+    Command(("eval",), "does it still answer right: formats against the 16-bit cache", "vllm_kvq.cli.eval"),
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.integration.dry_start import DryStart, WouldNotStart, WrongUsage, dry_start
+from vllm_kvq.integration.preview.dry_start import DryStart, WouldNotStart, WrongUsage, dry_start
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,9 +75,9 @@ def be_quiet() -> None:
 
 
 def describe(start: DryStart) -> dict[str, Any]:
-    from vllm_kvq.integration.hints import hints
-    from vllm_kvq.integration.memory import cache_memory, gib
-    from vllm_kvq.integration.report import Capacity, part_lines
+    from vllm_kvq.integration.advice.hints import hints
+    from vllm_kvq.integration.plan.memory import cache_memory, gib
+    from vllm_kvq.integration.worker.report import Capacity, part_lines
     from vllm_kvq.kernels.cpu.library import ISAS, isa
 
     served, config = start.served, start.vllm_config
@@ -137,7 +137,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    from vllm_kvq.integration.memory import gib
+    from vllm_kvq.integration.plan.memory import gib
 
     layers, kernels, memory, capacity = (found[name] for name in ("layers", "kernels", "memory", "capacity"))
     path = kernels["path"] + (f" ({kernels['isa']})" if kernels["isa"] else "")

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     be_quiet()
-    from vllm_kvq.integration.environment import BAD, findings
+    from vllm_kvq.integration.preview.environment import BAD, findings
 
     found = findings()
     bad = [f for f in found if f.status == BAD]

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_kvq.eval.choice import FP8, Choice
-from vllm_kvq.integration.dry_start import WouldNotStart, dry_start
-from vllm_kvq.integration.served import Served, counting
+from vllm_kvq.integration.plan.served import Served, counting
+from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
 
 PLAIN_BITS = 16
 """What `Kind.plain_bytes` counts with."""

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.tasks import filler
+from vllm_kvq.eval.tasks.tasks import filler
 from vllm_kvq.formats import get_format
 from vllm_kvq.formats.by_layer import options_at
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.result import DECODING, TEACHER_FORCED, Estimate, Row
+from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED, Estimate, Row
 
 METRIC = "score"
 NORMAL = 1.96

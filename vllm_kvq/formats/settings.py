@@ -43,7 +43,7 @@ class Settings:
     """None: W."""
     S: int
     recompute: int | None
-    """None: `integration/served.py` decides."""
+    """None: `integration/plan/served.py` decides."""
     skip_layers: tuple[int, ...]
     """As given: `skipped` says which of a model's layers these are."""
     own: tuple[tuple[str, Any], ...]

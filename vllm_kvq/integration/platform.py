@@ -10,19 +10,20 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration import compat, metrics, validate
-from vllm_kvq.integration.drafts import is_draft
-from vllm_kvq.integration.kept import WINDOWS
+from vllm_kvq.integration import compat, metrics
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.patch import Moment
-from vllm_kvq.integration.served import Served, apply
+from vllm_kvq.integration.plan import refusals
+from vllm_kvq.integration.plan.drafts import is_draft
+from vllm_kvq.integration.plan.layers import WINDOWS
+from vllm_kvq.integration.plan.served import Served, apply
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-BACKEND = "vllm_kvq.integration.backend.KVQBackend"
+BACKEND = "vllm_kvq.integration.worker.backend.KVQBackend"
 # vLLM wants paths; and the module of this one imports vLLM's CPU attention, which is not there on other platforms.
-KEPT_LAYER = "vllm_kvq.integration.side_by_side.SideBySideBackend"
+KEPT_LAYER = "vllm_kvq.integration.worker.side_by_side.SideBySideBackend"
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -31,9 +32,9 @@ def configure(vllm_config: VllmConfig) -> None:
     if cache is None:
         return
     try:
-        (validate.check if ours(vllm_config) else validate.check_other)(vllm_config)
+        (refusals.check if ours(vllm_config) else refusals.check_other)(vllm_config)
         check_patches(vllm_config)
-    except validate.Refused as error:
+    except refusals.Refused as error:
         if _is_vllms_command():
             # the bare sentence instead of a traceback
             raise SystemExit(f"vllm-kvq: {error}") from None
@@ -48,7 +49,7 @@ def check_patches(vllm_config: VllmConfig) -> None:
     """Raise where vLLM lacks a name that this server needs."""
     served = ours(vllm_config) and vllm_config.model_config is not None
     if served and (problem := compat.server_problem(vllm_config)):
-        raise validate.Refused(problem)
+        raise refusals.Refused(problem)
 
 
 def ours(vllm_config: VllmConfig) -> bool:
@@ -70,7 +71,7 @@ def _is_vllms_command() -> bool:
 def backend_of(asked: Any) -> str | None:
     """The backend of a layer, by vLLM's AttentionSelectorConfig; None: the platform's own choice."""
     if asked.kv_cache_dtype in FORMATS:
-        validate.check_selection(asked)
+        refusals.check_selection(asked)
         return BACKEND
     current = get_current_vllm_config_or_none()
     if current is None:
@@ -86,7 +87,7 @@ def check_other_layer(cache: Any, asked: Any) -> None:
     """Of a layer that vLLM gave another dtype than ours, which it may do with kept layers alone."""
     window = WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window
     if not window and not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
-        raise validate.Refused(
+        raise refusals.Refused(
             f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
             "would stay in 16 bits; use --kv-cache-dtype auto"
         )

@@ -21,7 +21,8 @@ def register() -> None:
     registry.register(hooks())
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_kvq.integration import platform, spec
+    from vllm_kvq.integration import platform
+    from vllm_kvq.integration.core import spec
 
     register_backend(AttentionBackendEnum.CUSTOM, platform.BACKEND)
     spec.register()
@@ -29,7 +30,8 @@ def register() -> None:
 
 def hooks() -> Hooks:
     """What the patches call."""
-    from vllm_kvq.integration import held, manager, platform
+    from vllm_kvq.integration import platform
+    from vllm_kvq.integration.core import held, manager
     from vllm_kvq.integration.patches.patch import Hooks
 
     return Hooks(

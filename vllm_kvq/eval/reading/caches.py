@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq.eval.capture import Layer
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice
-from vllm_kvq.eval.heads import bound, packed_layers
+from vllm_kvq.eval.heads.capture import Layer
+from vllm_kvq.eval.heads.heads import bound, packed_layers
 from vllm_kvq.eval.reading.attention import Packed, boundary
 from vllm_kvq.eval.reading.reader import Cache, Past, Reads
 from vllm_kvq.formats.roundtrip import fitted, through_pages

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_kvq.eval.capture import Captured, Layer
+from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.eval.reading.attention import Packed, Scores, attend
 from vllm_kvq.formats.rope import PAIRINGS, Rope
 

@@ -1,0 +1,135 @@
+"""`vllm-kvq calibrate MODEL`: which format and options do least harm to this model's attention within so many bits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_kvq import console
+from vllm_kvq.cli.eval_heads import add_text, captured_text, measured, ours
+from vllm_kvq.eval.choice import Choice, add_formats, choices
+from vllm_kvq.eval.heads.assign import Candidate, best, by_layer, servable
+from vllm_kvq.eval.heads.capture import CaptureFailed
+from vllm_kvq.eval.model import Model
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq calibrate",
+        "Which format and options do least harm within so many bits, as YAML for `vllm serve MODEL --config`. What is\n"
+        "compared is the relative error of attention's output on one text, which says little of answers: see\n"
+        "`vllm-kvq eval`. One format serves all layers; where bits are left, its worst layers stay in\n"
+        "16 bits.",
+        ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8,innerq2 --out kvq.yaml"),
+        "nothing could be measured, or nothing is as small",
+    )
+    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
+    p.add_argument(
+        "--bits",
+        type=float,
+        default=3.5,
+        help="per element at most, window, sinks, sidecar and layers in 16 bits counted (%(default)s)",
+    )
+    p.add_argument(
+        "--context", type=int, default=2048, help="tokens of the text, and for which bits count (%(default)s)"
+    )
+    add_formats(p, "public")
+    p.add_argument("--out", type=Path, metavar="YAML", help="write there instead of on standard output")
+    add_text(p)
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    try:
+        chosen = ours(choices(args.formats))
+        if any("skip_layers" in choice.options for choice in chosen):
+            raise ValueError("--formats: which layers stay in 16 bits is what is looked for; leave skip_layers out")
+    except ValueError as error:
+        p.error(str(error))
+    try:
+        model = Model.of(args.model, args.dtype)
+        bits = _Bits(model, args.context)
+        captured = captured_text(model, args.context, args.seed)
+        errors, problems = measured(captured, chosen, args.formats == p.get_default("formats"))
+        bits.problems |= problems
+        tried = [choice for choice in chosen if choice.label in errors]
+        found = list(servable({label: by_layer(e) for label, e in errors.items()}, tried, bits, args.bits))
+        kept = best(found, args.bits)
+        if kept is None:
+            raise ValueError(_nothing(found, bits, args))
+        if args.out:
+            args.out.write_text(yaml(args, kept))
+    except (ValueError, OSError, CaptureFailed) as error:
+        print(f"vllm-kvq calibrate: {error}", file=sys.stderr)
+        return console.FOUND
+    if args.json:
+        everything = [c.document() for c in found]
+        console.show_json({"model": args.model, "best": kept.document(), "candidates": everything} | bits.document())
+        return console.DONE
+    print(table(found, args).plain(), file=sys.stderr)
+    for label, problem in bits.problems.items():
+        print(f"{label}: {problem}", file=sys.stderr)
+    if not args.out:
+        print(yaml(args, kept), end="")
+    return console.DONE
+
+
+class _Bits:
+    """What a server with a choice would take per element, asked of vLLM's own configuration."""
+
+    def __init__(self, model: Model, context: int) -> None:
+        self.model, self.context = model, context
+        self.problems: dict[str, str] = {}
+        """Why a server would not start, by the choice's label."""
+
+    def __call__(self, choice: Choice) -> float | None:
+        from vllm_kvq.eval.bits import served_bits
+        from vllm_kvq.integration.preview.dry_start import WouldNotStart
+
+        try:
+            return served_bits(str(self.model.folder), choice, self.model.dtype, self.context)
+        except WouldNotStart as error:
+            self.problems[choice.label] = str(error)
+            return None
+
+    def document(self) -> dict[str, object]:
+        return {"context": self.context, "problems": self.problems}
+
+
+def _nothing(found: Sequence[Candidate], bits: _Bits, args: argparse.Namespace) -> str:
+    if not found:
+        return next(iter(bits.problems.values()))
+    least = min(found, key=lambda c: c.bits)
+    return (
+        f"nothing takes {args.bits:g} bits or fewer at {args.context} tokens; {least.assignment.choice.label} takes "
+        f"{least.bits:.2f}"
+    )
+
+
+def table(found: Sequence[Candidate], args: argparse.Namespace) -> console.Table:
+    rows = [
+        [c.assignment.choice.label, f"{c.bits:.2f}", f"{c.error:.3f}", "" if c.bits <= args.bits else "too large"]
+        for c in sorted(found, key=lambda c: c.bits)
+    ]
+    title = f"bits per element and relative error of attention's output, at {args.context} tokens"
+    return console.Table(["format", "bits", "error", ""], rows, title=title)
+
+
+def yaml(args: argparse.Namespace, kept: Candidate) -> str:
+    choice = kept.assignment.choice
+    lines = [
+        f"# vllm serve {args.model} --config THIS_FILE",
+        f"# At {args.context} tokens: {kept.bits:.2f} bits per element, everything counted, and a relative error of",
+        f"# attention's output of {kept.error:.3f}.",
+        f"kv-cache-dtype: {choice.format}",
+    ]
+    if choice.options:
+        lines += ["additional-config:", "  kvq:"]
+        lines += [f"    {name}: {json.dumps(value)}" for name, value in choice.options.items()]
+    return "\n".join(lines) + "\n"

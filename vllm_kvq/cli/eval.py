@@ -1,0 +1,236 @@
+"""`vllm-kvq eval MODEL`: does it still answer right? Formats against the 16-bit cache, through real vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm_kvq import console
+from vllm_kvq.cli import eval_lm
+from vllm_kvq.eval.choice import FP8, PLAIN, Choice, add_formats, choices
+from vllm_kvq.eval.progress import Bar
+from vllm_kvq.eval.results import plots, report
+from vllm_kvq.eval.results.result import READING, REGIMES, USUAL, Results
+from vllm_kvq.eval.results.statistics import claims
+from vllm_kvq.eval.run.store import Store, default_folder
+from vllm_kvq.eval.tasks.tasks import NAMES, TEXT
+from vllm_kvq.eval.tasks.texts import ESSAYS, has_essays
+
+WHOLE_VOCABULARY = 4096
+"""Tokens: smaller vocabularies are compared whole unless --top says otherwise."""
+TOP = 128
+FULL = {"tasks": list(NAMES), "context": [2048], "sequences": 16, "answers": 4, "longest": 1024}
+QUICK = {"tasks": ["recall", "needle", "arithmetic", TEXT], "context": [1024], "sequences": 4, "answers": 2,
+         "longest": 96}  # fmt: skip
+READ = {"tasks": [TEXT], "context": [1024, 4096], "sequences": 24}
+READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 6, "readers": 128}
+"""Where nothing but `reading` is asked for, and that is what a quick look does."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq eval",
+        "Does it still answer right? Each format against the 16-bit cache on the same texts, through real vLLM: what "
+        "tokens\nof given texts are given (teacher-forced), and what is generated (decoding). `vllm-kvq eval error` "
+        "needs no model.",
+        (
+            "demo --quick",
+            "MODEL --formats squat2,innerq2 --tasks recall needle --context 1024 4096",
+            "MODEL --formats squat2:r=8,W=64,kivi2 --out results",
+            "MODEL --formats squat2 --lm-eval gsm8k --context 4096",
+        ),
+        "no format could be evaluated",
+    )
+    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
+    add_formats(p, "usual")
+    p.add_argument("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=", ".join(NAMES))
+    p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="lengths of the texts (2048)")
+    p.add_argument("--sequences", type=_positive, metavar="N", help="texts of each task and length (16)")
+    p.add_argument("--regimes", nargs="+", choices=REGIMES, metavar="R", help=", ".join(REGIMES))
+    p.add_argument("--readers", type=_positive, metavar="N", help="a text's last tokens that read, in `reading` (512)")
+    p.add_argument("--baseline", metavar="F", help="the format that others are compared with, text by text (fp8)")
+    p.add_argument("--answers", type=_positive, metavar="N", help="answers generated for each text, at most (4)")
+    p.add_argument("--longest", type=_positive, metavar="TOKENS", help="generated for an answer, at most (1024)")
+    p.add_argument("--chunk", type=_chunk, default=32, metavar="TOKENS", help="of a teacher-forced step (%(default)s)")
+    p.add_argument("--top", type=_positive, metavar="K", help="compare the K most probable tokens and the rest as one")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (the checkpoint's)")
+    p.add_argument("--seed", type=int, default=0, help="of the texts (%(default)s)")
+    p.add_argument("--quick", action="store_true", help="fewer tasks, texts and tokens, unless these are given")
+    eval_lm.add_arguments(p)
+    p.add_argument("--out", type=Path, metavar="DIR", help="write results.json, results.csv and plots (PNG) there")
+    p.add_argument(
+        "--cache", type=Path, default=default_folder(), metavar="DIR", help="what was measured is kept there"
+    )
+    console.add_json(p)
+    return p
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _chunk(text: str) -> int:
+    from vllm_kvq.eval.run.plan import REQUESTS
+
+    if (value := int(text)) < REQUESTS:
+        raise argparse.ArgumentTypeError(f"{value} is below {REQUESTS}, the fewest tokens that a step has room for")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    if problem := eval_lm.usage_problem(args):
+        p.error(problem)
+    for name, value in defaults(args).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    try:
+        chosen = choices(args.formats)
+        args.baseline = named_baseline(args.baseline, chosen)
+    except ValueError as error:
+        p.error(str(error))
+    try:
+        results = harness(args, chosen) if args.lm_eval else evaluate(args, chosen)
+    except EvaluationFailed as error:
+        print(f"vllm-kvq eval: {error}", file=sys.stderr)
+        return console.FOUND
+    results = replace(results, claims=claims(results.rows, args.baseline))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        results.save(args.out / "results.json")
+        report.write_csv(args.out / "results.csv", results)
+        try:
+            plots.draw_all(results.rows, args.out)
+        except ValueError as error:
+            print(f"vllm-kvq eval: {error}", file=sys.stderr)
+    if args.json:
+        console.show_json(results.document())
+    else:
+        report.show(results)
+    named = {choice.label for choice in chosen}
+    return console.DONE if any(row.metrics for row in results.rows if row.label in named) else console.FOUND
+
+
+def named_baseline(text: str | None, chosen: Sequence[Choice]) -> str | None:
+    """Its label, as rows have it."""
+    if text is None:
+        return None
+    named = choices(text)
+    if len(named) != 1 or named[0] not in (Choice(FP8), *chosen):
+        raise ValueError(f"--baseline {text} is none of the formats that are compared; name one of --formats, or fp8")
+    return named[0].label
+
+
+def defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """Of arguments that are not given."""
+    regimes = args.regimes or ([READING] if args.quick else list(USUAL))
+    rest = {"regimes": regimes, **(QUICK if args.quick else FULL)}
+    if regimes == [READING]:
+        rest |= READ_QUICKLY if args.quick else READ
+    return rest
+
+
+class EvaluationFailed(Exception):
+    """One sentence: why there are no results at all."""
+
+
+def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm_kvq.eval.engine.engines import EngineFailed
+    from vllm_kvq.eval.model import Model
+    from vllm_kvq.eval.reading.reader import Unreadable
+    from vllm_kvq.eval.run.harness import Run
+    from vllm_kvq.eval.run.plan import Plan
+    from vllm_kvq.eval.run.rows import rows
+
+    try:
+        model = Model.of(args.model, args.dtype)
+        plan = Plan(
+            model=model,
+            choices=with_baselines(chosen),
+            tasks=tuple(dict.fromkeys(args.tasks)),
+            contexts=tuple(sorted({*args.context})),
+            count=args.sequences,
+            seed=args.seed,
+            regimes=tuple(r for r in REGIMES if r in args.regimes),
+            chunk=args.chunk,
+            top=top(args, model.vocabulary),
+            answers=args.answers,
+            longest=args.longest,
+            readers=args.readers,
+            control=any(choice.format == PLAIN for choice in chosen),
+        )
+        store = Store(args.cache)
+        if any(choice.ours for choice in chosen) and args.regimes != [READING]:
+            compile_kernels()
+        steps = len(plan.sequences) * len(plan.choices) * len(plan.regimes)
+    except (ValueError, OSError) as error:
+        raise EvaluationFailed(str(error)) from error
+    with Bar(steps) as progress:
+        run = Run(plan, store, progress)
+        try:
+            run.go()
+        except EngineFailed as error:
+            raise EvaluationFailed(f"vLLM can't serve {args.model} here: {error}") from error
+        except Unreadable as error:
+            raise EvaluationFailed(f"{args.model} can't be read: {error}") from error
+    if TEXT in plan.tasks and not has_essays():
+        print(f"vllm-kvq eval: {ESSAYS}", file=sys.stderr)
+    return Results(rows(run))
+
+
+def harness(args: argparse.Namespace, chosen: list[Choice]) -> Results:
+    """The same for tasks of lm-evaluation-harness."""
+    from vllm_kvq.eval.lm_tasks import LmEvalFailed
+    from vllm_kvq.eval.model import Model
+
+    formats = with_baselines(chosen)
+    try:
+        model, store = Model.of(args.model, args.dtype), Store(args.cache)
+        with Bar(len(formats)) as progress:
+            return Results(tuple(eval_lm.evaluated(args, model, formats, store, progress)))
+    except (LmEvalFailed, ValueError, OSError) as error:
+        raise EvaluationFailed(str(error)) from error
+
+
+def compile_kernels() -> None:
+    """What engines on a CPU want; in their own processes nobody would see why they take minutes to start."""
+    import torch
+
+    from vllm_kvq.kernels.build import BuildError, build, logger
+
+    if torch.cuda.is_available() or os.environ.get("VLLM_KVQ_KERNELS") == "torch":
+        return
+    logger.setLevel(logging.INFO)
+    logger.addHandler(said := logging.StreamHandler())
+    try:
+        build()
+    except BuildError as error:
+        reason = str(error).strip().splitlines()[-1]
+        print(
+            f"vllm-kvq eval: PyTorch kernels serve, slowly: the C++ kernels can't be built: {reason}", file=sys.stderr
+        )
+    finally:
+        logger.removeHandler(said)
+
+
+def with_baselines(chosen: list[Choice]) -> tuple[Choice, ...]:
+    """vLLM's own caches, then what the user named."""
+    own = (PLAIN, FP8)
+    return (*map(Choice, own), *(choice for choice in chosen if choice.format not in own))
+
+
+def top(args: argparse.Namespace, vocabulary: int) -> int | None:
+    """A vocabulary that is compared whole takes seconds per thousand tokens, so a quick look does without."""
+    if args.top is not None:
+        return int(args.top) if args.top < vocabulary else None
+    return TOP if args.quick or vocabulary > WHOLE_VOCABULARY else None

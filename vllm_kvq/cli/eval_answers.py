@@ -1,0 +1,101 @@
+"""`vllm-kvq eval answers MODEL`: what each format makes of the same prompts, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from vllm_kvq import console
+from vllm_kvq.cli.eval_heads import add_text
+from vllm_kvq.eval.choice import add_formats, choices
+from vllm_kvq.eval.engine.engines import Engine, EngineFailed
+from vllm_kvq.eval.model import Model
+from vllm_kvq.eval.results.result import DECODING
+from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.tasks.samples import Sequence as Text
+from vllm_kvq.eval.tasks.tasks import NAMES
+
+TASK_NAMES = ("needles", "arithmetic", "text")
+LONGEST = 24
+"""Tokens shown of what precedes an answer."""
+GIVEN = "the text"
+"""The label of what stands in the text itself."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq eval answers",
+        "The same prompts continued with each format, greedily, as text: what a table's percentages look like.",
+        ("demo", "MODEL --formats squat2,kitty2 --tasks needles --context 4096"),
+        "an engine did not start",
+    )
+    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
+    add_formats(p, "usual")
+    tasks = ", ".join(NAMES)
+    p.add_argument("--tasks", nargs="+", default=TASK_NAMES, choices=NAMES, metavar="TASK", help=tasks)
+    p.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="length of the texts (%(default)s)")
+    p.add_argument("--longest", type=int, default=32, metavar="TOKENS", help="of an answer (%(default)s)")
+    add_text(p)
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        chosen = (REFERENCE, *(c for c in choices(args.formats) if c != REFERENCE))
+        plan = Plan(
+            model=Model.of(args.model, args.dtype),
+            choices=chosen,
+            tasks=tuple(args.tasks),
+            contexts=(args.context,),
+            count=1,
+            seed=args.seed,
+            regimes=(DECODING,),
+            chunk=0,
+            top=1,
+            answers=1,
+            longest=args.longest,
+        )
+    except (ValueError, OSError) as error:
+        p.error(str(error))
+    try:
+        found = answers(plan)
+    except EngineFailed as error:
+        print(f"vllm-kvq eval answers: {error}", file=sys.stderr)
+        return console.FOUND
+    if args.json:
+        console.show_json(
+            [{"task": t.task, "asked": before(plan, t), "answers": found[t.task]} for t in plan.sequences]
+        )
+        return console.DONE
+    for text in plan.sequences:
+        print(f"{text.task}, after {plan.asked(text)[0].begin} tokens: ...{before(plan, text)!r}")
+        width = max(map(len, found[text.task]))
+        for label, answer in found[text.task].items():
+            print(f"  {label:{width}}  {answer!r}")
+        print()
+    return console.DONE
+
+
+def answers(plan: Plan) -> Mapping[str, Mapping[str, str]]:
+    """By task and by format; first what the text itself says."""
+    found: dict[str, dict[str, str]] = {}
+    for text in plan.sequences:
+        (span,), (length,) = plan.asked(text), plan.lengths(text)
+        found[text.task] = {GIVEN: plan.model.tokenizer.decode(text.tokens[span.begin : span.begin + length])}
+    for choice in plan.choices:
+        with Engine(plan.engine(choice, DECODING)) as engine:
+            for text in plan.sequences:
+                (run,), (lead,) = engine.generate(plan.generate(text)), plan.leads(text)
+                found[text.task][choice.label] = plan.model.tokenizer.decode(run.token[lead:].tolist())
+    return found
+
+
+def before(plan: Plan, text: Text) -> str:
+    (span,) = plan.asked(text)
+    return str(plan.model.tokenizer.decode(text.tokens[max(0, span.begin - LONGEST) : span.begin]))

@@ -1,0 +1,158 @@
+"""Score errors of formats on the synthetic data: `vllm-kvq eval error`.
+
+The relative error of q . K when every token is quantized, without windows and sinks, for queries that the
+format has not seen: SQuat's subspace is fitted on the first half of the queries, the error is measured on the
+second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_kvq import console
+from vllm_kvq.eval.choice import choices
+from vllm_kvq.eval.heads.synthetic import attention_data, score_error
+from vllm_kvq.formats import FORMATS, Geometry, roundtrip
+from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.squat import PLAIN
+from vllm_kvq.formats.table import public_formats
+
+Row = tuple[str, str, Mapping[str, Any]]
+
+ROWS: list[Row] = [
+    ("kivi2", "kivi2", {}),
+    ("squat2, plain", "squat2", PLAIN),
+    ("squat2, plain, four blocks", "squat2", {**PLAIN, "blocks": 4}),
+    ("squat2, plain, r = 16", "squat2", {**PLAIN, "r": 16}),
+    ("squat2, paper", "squat2", {**PLAIN, "floor": 0}),
+    ("squat2, paper, r = 16", "squat2", {**PLAIN, "floor": 0, "r": 16}),
+    ("kivi2, fitted", "kivi2", {"key_scales": "fitted"}),
+    ("squat2_pre", "squat2_pre", {}),
+    ("squat2, plain, fitted", "squat2", {**PLAIN, "key_scales": "fitted"}),
+    ("squat2, plain, fitted, token scale", "squat2", {**PLAIN, "key_scales": "fitted", "token_scale": "balanced"}),
+    ("kitty2", "kitty2", {}),
+    ("squat2", "squat2", {}),
+    ("squat2, four blocks", "squat2", {"blocks": 4}),
+    ("squat2, r = 20", "squat2", {"r": 20}),
+    ("kitty2, half", "kitty2", {"boost": "half"}),
+    ("squat2, half", "squat2", {"boost": "half"}),
+    ("polar3", "polar3", {}),
+    ("polar3, paper", "polar3", {"mode": "paper"}),
+    ("polar3, m3n2", "polar3", {"angle_bits": 3}),
+    ("qjl3", "qjl3", {}),
+    ("qjl3, by slab", "qjl3", {"outlier_choice": "slab"}),
+    ("qjl3, independent rows", "qjl3", {"sketch": "gaussian"}),
+    ("qjl3, no outliers", "qjl3", {"outliers": 0}),
+    ("innerq2", "innerq2", {}),
+    ("polar4", "polar4", {}),
+    ("polar4_v16", "polar4_v16", {}),
+    ("kivi4", "kivi4", {}),
+    ("squat4", "squat4", {}),
+    ("squat4, fitted", "squat4", {"key_scales": "fitted"}),
+]
+"""The built-in formats, and variants worth a row of their own."""
+SEEDS = 4
+CASES = [(128, False), (128, True), (64, False), (64, True)]
+
+
+def rows() -> list[Row]:
+    """Those above, and other packages' formats as they are."""
+    listed = {name for _, name, _ in ROWS}
+    return ROWS + [(fmt.name, fmt.name, {}) for fmt in public_formats() if fmt.name not in listed]
+
+
+def asked(text: str) -> list[Row]:
+    """Those of `--formats`; ValueError for what can't be measured so."""
+    found = choices(text)
+    for choice in found:
+        if not choice.ours:
+            raise ValueError(f"--formats: {choice.label} is vLLM's own cache, which has no error here to measure")
+        for d, _ in CASES:
+            roundtrip(choice.format, *[torch.zeros(1, 1, d)] * 2, **choice.options)
+    return [(choice.label, choice.format, dict(choice.options)) for choice in found]
+
+
+def options_for(options: Mapping[str, Any], head_size: int) -> dict[str, Any]:
+    """`blocks` is our shorthand for the `g` that gives so many blocks."""
+    rest = {k: v for k, v in options.items() if k != "blocks"}
+    return {**rest, "g": head_size // options["blocks"]} if "blocks" in options else rest
+
+
+def error(name: str, options: Mapping[str, Any], head_size: int, rope: bool, seeds: int = SEEDS) -> float:
+    """Averaged over so many data sets."""
+    errors = []
+    for seed in range(seeds):
+        query, key, value = attention_data(head_size, rope=rope, seed=seed)
+        seen, new = query[: len(query) // 2], query[len(query) // 2 :]
+        turned = Rope.plain(head_size, len(key)) if rope else None
+        key_hat, _ = roundtrip(name, key, value, seen, turned, **options_for(options, head_size))
+        errors.append(score_error(new, key, key_hat))
+    return sum(errors) / seeds
+
+
+def key_bits(name: str, options: Mapping[str, Any], head_size: int) -> float:
+    return FORMATS[name].bind(Geometry(head_size, 64), options_for(options, head_size)).key_bits_per_element()
+
+
+def symmetric_share(head_size: int) -> tuple[float, float]:
+    """The share of InnerQ's groups of keys and of values that take the symmetric mode."""
+    _, key, value = attention_data(head_size)
+    page = FORMATS["innerq2"].bind(Geometry(head_size, 64))
+    k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
+    fields = page.pack(k, v, page.keys.fit(k, k, None))
+    keys, values = (fields[n].signbit().double().mean().item() for n in ("k_scale", "v_scale"))
+    return keys, values
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq eval error",
+        "Score errors of formats on synthetic data, every token quantized.",
+        ("", "--format squat2 innerq2", "--formats squat2:r=40,floor=0,innerq2:quant_mode=symmetric", "--json"),
+        "could not be done",
+    )
+    known = list(dict.fromkeys(name for _, name, _ in rows()))
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--format", nargs="+", choices=known, default=known, help="all unless named")
+    which.add_argument("--formats", metavar="F,...", help="these instead, with options: squat2:r=8,g=32,kivi2")
+    p.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="data sets to average over (%(default)s)")
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    if args.seeds < 1:
+        p.error("--seeds is at least 1")
+    try:
+        chosen = asked(args.formats) if args.formats else [row for row in rows() if row[1] in args.format]
+    except ValueError as problem:
+        p.error(str(problem))
+    found: list[dict[str, Any]] = []
+    for label, name, options in chosen:
+        errors = [error(name, options, d, rope, args.seeds) for d, rope in CASES]
+        bits = key_bits(name, options, 128)
+        found.append({"row": label, "format": name, "options": options, "key_bits": bits, "errors": errors})
+    plain = ("innerq2", {}) in [(name, options) for _, name, options in chosen]
+    shares = {d: symmetric_share(d) for d in (64, 128)} if plain else {}
+    if args.json:
+        cases = [{"head_size": d, "rope": rope} for d, rope in CASES]
+        symmetric = [{"head_size": d, "keys": keys, "values": values} for d, (keys, values) in shares.items()]
+        console.show_json({"cases": cases, "rows": found, "symmetric_share_of_innerq2": symmetric})
+        return console.DONE
+    head = ["format", "bits/key", *(f"d={d}{' + RoPE' if rope else ''}" for d, rope in CASES)]
+    cells = [[f["row"], f"{f['key_bits']:.2f}", *(f"{e:.3f}" for e in f["errors"])] for f in found]
+    console.Table(head, cells).show()
+    for d, (keys, values) in shares.items():
+        print(f"innerq2, d={d}: {keys:.1%} of the key groups and {values:.1%} of the value groups are symmetric")
+    return console.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

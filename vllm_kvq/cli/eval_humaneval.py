@@ -1,0 +1,201 @@
+"""`vllm-kvq eval humaneval MODEL`: how many of HumanEval's problems a model solves with each format."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_kvq import console
+from vllm_kvq.cli.eval import compile_kernels
+from vllm_kvq.eval.choice import Choice, add_formats, choices
+from vllm_kvq.eval.humaneval.problems import COUNT, problems
+from vllm_kvq.eval.humaneval.run import Answer, Benchmark, Run
+from vllm_kvq.eval.model import Model
+from vllm_kvq.eval.progress import Bar
+from vllm_kvq.eval.results.statistics import mcnemar
+from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.run.store import Store, default_folder
+
+NOTE = """lost, won: problems that only bf16 solves, and that only the format solves; p: McNemar's exact test of these
+same: answers that are bf16's letter by letter; cut: answers that reached --longest"""
+COLUMNS = ("format", "problem", "passed", "reason", "tokens", "cut", "text")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq eval humaneval",
+        "HumanEval's pass@1, greedy: an instruct model writes functions with each format's cache and with bf16's, and "
+        "their\ntests are run, each in a child process without network and with limits. Needs the extra `humaneval`.",
+        (
+            "MODEL --formats squat2,kitty2",
+            "MODEL --formats kitty2:S=4 --behind 4096 --out results",
+            "MODEL --formats kitty2 --limit 8",
+        ),
+        "no format could be measured",
+    )
+    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, or a model's name; it needs a chat template")
+    add_formats(p, "usual")
+    p.add_argument("--behind", type=int, default=0, metavar="TOKENS", help="solved problems before each question (0)")
+    p.add_argument("--limit", type=int, default=COUNT, metavar="N", help="ask the first N problems only (%(default)s)")
+    p.add_argument("--longest", type=int, default=768, metavar="TOKENS", help="of an answer (%(default)s)")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (the checkpoint's)")
+    p.add_argument("--seed", type=int, default=0, help="of the solved problems before a question (%(default)s)")
+    p.add_argument("--out", type=Path, metavar="DIR", help="write humaneval.json and humaneval.csv there, with answers")
+    p.add_argument(
+        "--cache", type=Path, default=default_folder(), metavar="DIR", help="what was answered is kept there"
+    )
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from vllm_kvq.eval.engine.engines import EngineFailed
+
+    p = parser()
+    args = p.parse_args(arguments)
+    try:
+        chosen = (REFERENCE, *(c for c in choices(args.formats) if c != REFERENCE))
+    except ValueError as error:
+        p.error(str(error))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        model = Model.of(args.model, args.dtype)
+        benchmark = Benchmark(model, chosen, problems(), args.limit, args.behind, args.longest, args.seed)
+        store = Store(args.cache)
+        if any(choice.ours for choice in chosen):
+            compile_kernels()
+        found = measured(benchmark, store)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"vllm-kvq eval humaneval: {error}", file=sys.stderr)
+        return console.FOUND
+    except EngineFailed as error:
+        print(f"vllm-kvq eval humaneval: vLLM can't serve {args.model} here: {error}", file=sys.stderr)
+        return console.FOUND
+    document = as_document(benchmark, found)
+    if args.out:
+        write(args.out, document)
+    if args.json:
+        console.show_json(document)
+    else:
+        show(benchmark, found)
+    return console.DONE if any(s.answers for s in found if s.choice != REFERENCE or len(chosen) == 1) else console.FOUND
+
+
+@dataclass(frozen=True)
+class Paired:
+    """How many problems each pair of verdicts has."""
+
+    both: int
+    lost: int
+    """Solved with bf16 only."""
+    won: int
+    """Solved with the format only."""
+    neither: int
+    p: float
+    """McNemar's exact test."""
+
+    @classmethod
+    def of(cls, plain: Sequence[bool], ours: Sequence[bool]) -> Paired:
+        pairs = [*zip(plain, ours, strict=True)]
+        both, lost, won, neither = map(pairs.count, ((True, True), (True, False), (False, True), (False, False)))
+        return cls(both, lost, won, neither, mcnemar(ours, plain))
+
+
+@dataclass(frozen=True)
+class Score:
+    choice: Choice
+    bits: float | None
+    answers: tuple[Answer, ...]
+    paired: Paired | None
+    """With bf16's."""
+    same: int
+    """Answers that are bf16's letter by letter."""
+    problem: str | None
+    """Why there are no answers."""
+
+    @property
+    def solved(self) -> int:
+        return sum(answer.passed for answer in self.answers)
+
+
+def measured(benchmark: Benchmark, store: Store) -> list[Score]:
+    with Bar(len(benchmark.choices) * benchmark.limit) as progress:
+        run = Run(benchmark, store, progress)
+        run.go()
+        found: list[Score] = []
+        for choice in benchmark.choices:
+            progress(f"{choice.label}: trying the answers", 0)
+            answers = run.answers(choice) or ()
+            plain = found[0].answers if found else answers
+            paired = Paired.of([a.passed for a in plain], [a.passed for a in answers]) if answers else None
+            same = sum(a.text == b.text for a, b in zip(answers, plain, strict=False))
+            problem = None if answers else run.problems.get(choice.label, "there are no answers")
+            found.append(Score(choice, run.bits(choice), answers, paired, same, problem))
+    return found
+
+
+def show(benchmark: Benchmark, found: Sequence[Score]) -> None:
+    rows = []
+    for score in found:
+        bits = "-" if score.bits is None else f"{score.bits:.2f}"
+        if score.paired is None:
+            rows.append([score.choice.label, bits, *["-"] * 7])
+            continue
+        plain = score.choice == REFERENCE
+        cut = str(sum(answer.cut for answer in score.answers))
+        share = f"{100 * score.solved / len(score.answers):.1f}"
+        against = ["-"] * 4 if plain else [
+            str(score.paired.lost), str(score.paired.won), f"{score.paired.p:.2g}", str(score.same)
+        ]  # fmt: skip
+        label = "bf16" if plain and benchmark.model.dtype == "bfloat16" else score.choice.label
+        rows.append([label, bits, f"{score.solved}/{len(score.answers)}", share, *against, cut])
+    context = f", behind {benchmark.behind} tokens of solved problems" if benchmark.behind else ""
+    title = f"HumanEval, {benchmark.limit} of {COUNT} problems, greedy{context}: {benchmark.model.name}"
+    head = ["format", "bits", "solved", "pass@1, %", "lost", "won", "p", "same", "cut"]
+    console.Table(head, rows, title=title).show()
+    print(f"\n{NOTE}\nbits: per cached number at {benchmark.usual} tokens, all counted")
+    for score in found:
+        if score.problem:
+            print(f"{score.choice.label}: {score.problem}")
+
+
+def as_document(benchmark: Benchmark, found: Sequence[Score]) -> dict[str, Any]:
+    return {
+        "model": benchmark.model.name,
+        "problems": benchmark.limit,
+        "behind": benchmark.behind,
+        "longest": benchmark.longest,
+        "seed": benchmark.seed,
+        "formats": [
+            {
+                "format": score.choice.format,
+                "options": dict(score.choice.options),
+                "label": score.choice.label,
+                "bits": score.bits,
+                "bits_at": benchmark.usual,
+                "solved": score.solved if score.answers else None,
+                "paired": None if score.paired is None else asdict(score.paired),
+                "same": score.same,
+                "problem": score.problem,
+                "answers": [asdict(answer) for answer in score.answers],
+            }
+            for score in found
+        ],
+    }
+
+
+def write(folder: Path, document: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "humaneval.json").write_text(json.dumps(document, indent=1) + "\n")
+    with (folder / "humaneval.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for row in document["formats"]:
+            writer.writerows({"format": row["label"], **answer} for answer in row["answers"])

@@ -1,0 +1,78 @@
+"""`vllm-kvq eval show RESULTS`: what an evaluation has written: its tables, the tokens that were hurt most, plots."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_kvq import console
+from vllm_kvq.eval.results import plots, report
+from vllm_kvq.eval.results.result import Hurt, Results, Row
+from vllm_kvq.eval.results.statistics import claims
+
+AROUND = 32
+"""Characters that are shown before a token, and after it."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq eval show",
+        "What `vllm-kvq eval MODEL --out DIR` has written: its tables, the tokens that were hurt most, plots.",
+        ("results/results.json", "results/results.json --hurt 3 --plots results"),
+        "there are no results, or plots can't be drawn",
+    )
+    p.add_argument("results", type=Path, metavar="RESULTS", help="a results.json")
+    p.add_argument("--hurt", type=int, default=5, metavar="N", help="tokens of each format and task (%(default)s)")
+    p.add_argument("--baseline", metavar="F", help="compare others with this format, as written in the tables")
+    p.add_argument("--plots", type=Path, metavar="DIR", help="draw PNG files into this folder (needs matplotlib)")
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    try:
+        results = Results.load(args.results)
+        if args.baseline or not results.claims:
+            results = replace(results, claims=claims(results.rows, args.baseline))
+        drawn = plots.draw_all(results.rows, args.plots) if args.plots else []
+    except (ValueError, OSError) as error:
+        print(f"vllm-kvq eval show: {error}", file=sys.stderr)
+        return console.FOUND
+    if args.json:
+        console.show_json(results.document())
+        return console.DONE
+    report.show(results)
+    for table in hurt_tables(results.rows, args.hurt):
+        print()
+        table.show()
+    for path in drawn:
+        print(path)
+    return console.DONE
+
+
+def hurt_tables(rows: Iterable[Row], most: int) -> list[console.Table]:
+    """A table for each row that names tokens: the token in its text, between brackets."""
+    head = ["text", "position", "KL", "p in 16 bits", "p"]
+    return [
+        console.Table(head, [_cells(h) for h in row.hurt[:most]], title=_title(row))
+        for row in rows
+        if row.hurt and most > 0
+    ]
+
+
+def _title(row: Row) -> str:
+    return f"{row.label}, {row.task}, {row.context} tokens, {row.regime}: the tokens that were hurt most"
+
+
+def _cells(hurt: Hurt) -> list[str]:
+    text = f"{_line(hurt.before)[-AROUND:]}[{_line(hurt.token)}]{_line(hurt.after)[:AROUND]}"
+    return [text, str(hurt.position), f"{hurt.kl:.3g}", f"{hurt.probability_bf16:.3f}", f"{hurt.probability:.3f}"]
+
+
+def _line(text: str) -> str:
+    """Line ends and tabs as one writes them in a program."""
+    return text.encode("unicode_escape").decode() if not text.isprintable() else text

@@ -1,0 +1,1 @@
+"""One vLLM engine in a process of its own, and what it is told."""

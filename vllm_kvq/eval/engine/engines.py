@@ -1,0 +1,82 @@
+"""Engines in processes of their own, one after the other, forked from one that has imported vLLM already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_kvq.eval.engine.jobs import Complete, Completed, EngineArguments, Generate, Score, Started
+from vllm_kvq.eval.engine.logprobs import Logprobs
+from vllm_kvq.eval.engine.worker import serve
+
+PATIENCE = 5.0
+"""Seconds that an idle engine is given to end by itself."""
+
+
+class EngineFailed(Exception):
+    """One sentence: why the engine does not start, or what ended it."""
+
+
+class Engine:
+    """A running engine; raises EngineFailed where it does not come to that."""
+
+    def __init__(self, arguments: EngineArguments) -> None:
+        handle, log = tempfile.mkstemp(prefix="kvq-eval-", suffix=".log")
+        os.close(handle)
+        self._log = Path(log)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["vllm_kvq.eval.engine.preload"])
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other, log, dict(os.environ), arguments), daemon=True)
+        self._process.start()
+        other.close()
+        try:
+            self.started: Started = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, job: Score) -> Logprobs:
+        self._pipe.send(job)
+        found: Logprobs = self._answer()
+        return found
+
+    def generate(self, job: Generate) -> list[Logprobs]:
+        self._pipe.send(job)
+        found: list[Logprobs] = self._answer()
+        return found
+
+    def complete(self, job: Complete) -> list[Completed]:
+        self._pipe.send(job)
+        found: list[Completed] = self._answer()
+        return found
+
+    def _answer(self) -> Any:
+        try:
+            good, answer = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise EngineFailed(f"the engine's process ended without a word: {self._last_words()}") from None
+        if not good:
+            raise EngineFailed(answer)
+        return answer
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else "nothing in its log"
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(PATIENCE)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._log.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

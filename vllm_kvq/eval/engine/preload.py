@@ -1,0 +1,26 @@
+"""Imported once, by the server that engines are forked from (multiprocessing's forkserver)."""
+
+from __future__ import annotations
+
+import os
+
+
+def _silently() -> None:
+    # read by OpenMP when it is loaded: a thread that waits must not keep a core busy, which another engine may need
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    kept = os.dup(1), os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for fd in (1, 2):
+            os.dup2(nothing, fd)
+        from vllm import LLM  # noqa: F401
+
+        from vllm_kvq.eval.engine import forced  # noqa: F401
+    finally:
+        for fd, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, fd)
+            os.close(old)
+        os.close(nothing)
+
+
+_silently()

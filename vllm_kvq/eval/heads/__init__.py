@@ -1,0 +1,1 @@
+"""Errors of single layers and KV heads, without an engine that answers."""

@@ -1,0 +1,198 @@
+"""Queries, keys and values of one text, layer by layer, as the cache is given them: after RoPE, in the model's dtype.
+
+vLLM runs the text with its own 16-bit cache, in a process of its own; hooks on its attention layers keep what passes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kvq.formats.codec import LARGEST_BLOCK
+from vllm_kvq.formats.constants import Calibration
+from vllm_kvq.formats.rope import Rope
+
+
+class CaptureFailed(Exception):
+    """One sentence: why vLLM gave nothing."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer's tensors, (tokens, heads, head size): of queries with all heads, else with the KV heads."""
+
+    index: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    """Of the scores before softmax."""
+
+    @property
+    def head_size(self) -> int:
+        return self.key.shape[-1]
+
+
+@dataclass(frozen=True)
+class Captured:
+    layers: tuple[Layer, ...]
+    """Those that a low-bit cache would pack."""
+    windows: tuple[int, ...]
+    """Layers with a sliding window, which stay in 16 bits."""
+    pairing: str | None
+    """How RoPE pairs channels; None where the model has no RoPE, or several kinds."""
+    rotary_dim: int | None
+    rope: Rope | None
+    """What has turned token t's queries and keys, at position t; None where there are several, or none."""
+    total: int | None = None
+    """The model's layers, those of a hybrid without attention included; None: none comes after the last one here."""
+    calibration: Captured | None = None
+    """The same of another text, to which calibrated formats are fitted; None: there is none."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("the model has no attention layer with keys and values of its own to look at")
+
+    def calibration_of(self, layer: Layer) -> Calibration:
+        """ValueError where there is no other text."""
+        if self.calibration is None:
+            raise ValueError("the format has constants that are fitted to another text, and no other text was captured")
+        (found,) = (other for other in self.calibration.layers if other.index == layer.index)
+        return Calibration(found.query, found.key, found.value)
+
+    @property
+    def count(self) -> int:
+        """Of the model's layers."""
+        return self.total or 1 + max(*(layer.index for layer in self.layers), *self.windows, -1)
+
+
+def capture(model: str, tokens: Sequence[int], dtype: str = "auto") -> Captured:
+    """Raises CaptureFailed with the sentence that vLLM ends with."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="kvq-capture-") as folder:
+        arguments = (theirs, folder, model, list(tokens), dtype)
+        process = context.Process(target=_work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            problem: str | None = ours.recv()
+        except EOFError:
+            problem = f"vLLM's process ended without a word; {_last_line(Path(folder, 'log'))}"
+        finally:
+            process.join()
+        if problem is not None:
+            raise CaptureFailed(problem)
+        found: Captured = torch.load(Path(folder, "captured"), weights_only=False)
+        return found
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return f"the last line of its log: {lines[-1]}" if lines else "its log is empty"
+
+
+# -- in vLLM's process ------------------------------------------------------------------------------------------------
+def _work(pipe: Connection, folder: str, model: str, tokens: list[int], dtype: str) -> None:
+    """Answers with None, or with the sentence that says what went wrong."""
+    log = os.open(Path(folder, "log"), os.O_WRONLY | os.O_CREAT)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    # hooks must live where the model does
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm_kvq.integration.preview.dry_start import sentence_of
+
+    try:
+        torch.save(_captured(model, tokens, dtype), Path(folder, "captured"))
+        pipe.send(None)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        pipe.send(sentence_of(error))
+
+
+def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
+    from vllm import LLM, EngineArgs, SamplingParams
+
+    from vllm_kvq.integration import compat
+    from vllm_kvq.integration.plan.rope import table_of
+
+    engine: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "kv_cache_dtype": "auto",
+        "max_model_len": len(tokens) + 1,
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    config = EngineArgs(**engine, kv_cache_memory_bytes=1).create_engine_config()
+    llm = LLM(**engine, kv_cache_memory_bytes=_room(config.model_config, len(tokens)))
+    seen = _Seen()
+    llm.apply_model(seen.watch)
+    params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    layers = seen.layers()
+    styles = compat.rope_styles(layers[0].head_size) if layers else set()
+    pairing, rotary = styles.pop() if len(styles) == 1 else (None, None)
+    ropes = compat.ropes(layers[0].head_size) if layers else []
+    rope = table_of(ropes[0]) if len(ropes) == 1 else None
+    if rope is not None:
+        rope = replace(rope, table=rope.table[: len(tokens)].cpu().clone())
+    total = config.model_config.get_total_num_hidden_layers()
+    return Captured(layers, tuple(seen.windows), pairing, rotary, rope, total)
+
+
+def _room(model: Any, tokens: int) -> int:
+    """Memory for their cache, whatever the block size is; vLLM's default on a CPU is nine tenths of the machine."""
+    heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
+    return 2 * layers * 2 * heads * model.get_head_size() * model.dtype.itemsize * (tokens + LARGEST_BLOCK)
+
+
+class _Seen:
+    """Hooks on a model, and what has passed them."""
+
+    def __init__(self) -> None:
+        self.attention: dict[int, Any] = {}
+        self.windows: list[int] = []
+        self.passed: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+
+    def watch(self, model: torch.nn.Module) -> None:
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        for name, module in model.named_modules():
+            if not isinstance(module, Attention):
+                continue
+            index = extract_layer_index(name)
+            if module.sliding_window is not None:
+                self.windows.append(index)
+                continue
+            self.attention[index] = module
+            module.register_forward_pre_hook(self._keep(index))
+
+    def _keep(self, index: int) -> Any:
+        def hook(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+            self.passed.setdefault(index, []).append(tuple(x.detach().cpu().clone() for x in arguments[:3]))
+
+        return hook
+
+    def layers(self) -> tuple[Layer, ...]:
+        found = []
+        for index, chunks in sorted(self.passed.items()):
+            module = self.attention[index]
+            size = module.head_size
+            query, key, value = (torch.cat(parts).unflatten(-1, (-1, size)) for parts in zip(*chunks, strict=True))
+            found.append(Layer(index, query, key, value, module.impl.scale))
+        return tuple(found)

@@ -1,0 +1,1 @@
+"""HumanEval: its problems, a sandbox for what models write, and the run."""

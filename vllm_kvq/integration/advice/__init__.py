@@ -1,0 +1,1 @@
+"""What is known to go badly with a model, in a sentence."""

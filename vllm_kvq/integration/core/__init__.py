@@ -1,0 +1,1 @@
+"""What runs in vLLM's engine core: the specs of caches, and who owns their blocks."""

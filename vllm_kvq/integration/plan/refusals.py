@@ -1,0 +1,206 @@
+"""What a low-bit cache can't serve is refused before weights load, with one sentence that names the way out.
+
+Nothing here changes a configuration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration.plan.connectors import connector_problem
+from vllm_kvq.integration.plan.drafts import draft_problem
+from vllm_kvq.integration.plan.heads import Heads
+from vllm_kvq.integration.plan.layers import Layers, window_problem
+from vllm_kvq.integration.plan.memory import memory_problem
+from vllm_kvq.integration.plan.options import options_problem, pairing_problem, settings_of
+from vllm_kvq.integration.plan.rope import rope_problem
+from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.plan.states import drafts_problem, hybrid_problem
+from vllm_kvq.kernels.gpu.step import kernels_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+LEAST_CAPABILITY = (8, 0)
+
+
+class Refused(Exception):
+    """A model, option or shape that the format can't serve.
+
+    No ValueError: pydantic, in which vLLM makes its configuration, would wrap it, and the sentence would stand below "1
+    validation error for VllmConfig".
+    """
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Raise when this configuration can't be served; the first problem is the one that is named."""
+    if problem := options_problem(vllm_config):
+        raise Refused(problem)
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    try:
+        name, settings = cache.cache_dtype, settings_of(vllm_config)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    if settings.N is not None and cache.user_specified_block_size and cache.block_size != settings.N:
+        raise Refused(f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them")
+    if model is None:
+        return
+    try:
+        settings.skipped(model.get_total_num_hidden_layers())
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    if problems := _refusals(vllm_config):
+        all_of_them = ", ".join(what for what, _ in problems)
+        raise Refused(f"--kv-cache-dtype {name} does not support {all_of_them}; {problems[0][1]}")
+    if problem := _format_problem(vllm_config):
+        raise Refused(f"--kv-cache-dtype {name}: {problem}")
+    if problem := memory_problem(vllm_config):
+        raise Refused(problem)
+
+
+def check_other(vllm_config: VllmConfig) -> None:
+    """The same for another dtype than ours, where there may be nothing of ours."""
+    spec = vllm_config.speculative_config
+    if spec is not None and spec.kv_cache_dtype == vllm_config.cache_config.cache_dtype:
+        return  # the copy that vLLM makes of our configuration for a draft's layers
+    if problem := options_problem(vllm_config):
+        raise Refused(problem)
+
+
+def _format_problem(vllm_config: VllmConfig) -> str | None:
+    """Why this model's heads and layers can't be packed so, or not by kernels of this GPU."""
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    if problem := pairing_problem(vllm_config):
+        return problem
+    try:
+        served = Served.of(vllm_config)
+    except ValueError as error:
+        return str(error)
+    before_rope = any(part.format.keys.before_rope for part in served.parts)
+    if before_rope and (problem := rope_problem(served.format.name, model, bool(served.layers.windows))):
+        return problem
+    found = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if found is None:
+        return None
+    problems = (kernels_problem(part.format, (found.major, found.minor)) for part in served.parts)
+    return next(filter(None, problems), None)
+
+
+def kernels_problem(fmt: PageFormat, capability: tuple[int, int]) -> str | None:
+    """Why kernels that nvcc compiles (QJL's) can't be had for such a GPU: better now than after loading weights."""
+    kernels = kernels_of(fmt)
+    return None if kernels is None else kernels.unavailable(capability)
+
+
+def _refusals(vllm_config: VllmConfig) -> list[tuple[str, str]]:
+    """(what, what to do instead) for everything in this configuration that isn't supported."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    from vllm.platforms import current_platform
+
+    text = model.hf_text_config
+    plain = "use --kv-cache-dtype auto"
+    checks = [
+        (model.use_mla, "models with latent attention (MLA)", f"{plain} or fp8_ds_mla"),
+        (model.runner_type != "generate", "pooling and embedding models", plain),
+        (model.is_encoder_decoder, "encoder-decoder models", plain),
+        (hybrid := hybrid_problem(model), hybrid or "", plain),
+        (_heads_differ(vllm_config), "full-attention layers that have different KV heads", f"{plain} or fp8"),
+        (window := window_problem(model), window or "", f"{plain} or fp8"),
+        (model.is_mm_prefix_lm, "attention in both directions among image tokens", _text_alone(model)),
+        (model.uses_alibi, "ALiBi", plain),
+        (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
+        (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
+        (gpu := _gpu_problem(current_platform), gpu or "", plain),
+        (connector := connector_problem(vllm_config), "KV connectors", connector or ""),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism", "use --tensor-parallel-size"),
+        (
+            drafts_problem(vllm_config),
+            "speculative decoding in hybrid models on a CPU",
+            "leave --speculative-config out",
+        ),
+        (draft := draft_problem(vllm_config), *(draft or ("", ""))),
+        (vllm_config.cache_config.prefix_match_unit is not None, "--prefix-match-unit", "leave it out"),
+    ]
+    return [(what, instead) for bad, what, instead in checks if bad]
+
+
+def capability_problem(capability: tuple[int, int]) -> str | None:
+    """Why a CUDA device of this compute capability is refused."""
+    if tuple(capability) >= LEAST_CAPABILITY:
+        return None
+    return f"GPUs of compute capability {capability[0]}.{capability[1]} (8.0, Ampere, is the least)"
+
+
+def _gpu_problem(platform: Any) -> str | None:
+    if not platform.is_cuda():
+        return None
+    found = platform.get_device_capability()
+    return None if found is None else capability_problem((found.major, found.minor))
+
+
+def _text_alone(model: Any) -> str:
+    """What to do with a model whose image tokens see later ones. vLLM has them see none where requests can't hold any;
+    those may come as embeddings, too."""
+    config = model.multimodal_config
+    if config is not None and config.enable_mm_embeds:
+        flag = "--language-model-only without --enable-mm-embeds"
+    else:
+        flag = "--language-model-only"
+    return f"serve text alone with {flag}, or use --kv-cache-dtype auto"
+
+
+def _heads_differ(vllm_config: VllmConfig) -> bool:
+    """Whether the layers that would be packed have KV heads of different sizes or numbers. Those of other layers may be
+    as they are: pages of several sizes lie side by side."""
+    config = vllm_config.model_config.hf_text_config.to_dict()
+    if any(isinstance(config.get(name), list) for name in ("head_dim", "num_key_value_heads")):
+        return True  # OpenELM's, of which vLLM knows one number
+    return len({Heads.of(vllm_config, layer) for layer in Layers.of(vllm_config).packed_layers}) > 1
+
+
+# what vLLM asks of a backend before it makes a layer, and what it is called in a sentence
+_ASKED = {
+    "use_mla": "latent attention (MLA)",
+    "use_sparse": "sparse attention",
+    "use_mm_prefix": "attention in both directions among image tokens",
+    "use_per_head_quant_scales": "quantization scales per head",
+    "has_sliding_window": "sliding-window attention",
+    "use_non_causal": "attention in both directions",
+    "use_pcp": "prefill context parallelism",
+    "use_dcp": "decode context parallelism",
+    "use_rswa": "relative sliding windows",
+    "use_batch_invariant": "batch invariance",
+}
+
+
+def check_selection(asked: Any) -> None:
+    """vLLM's AttentionSelectorConfig of a layer with our dtype."""
+    for name, what in _ASKED.items():
+        if getattr(asked, name, False):
+            raise Refused(f"--kv-cache-dtype {asked.kv_cache_dtype} does not support {what}; use --kv-cache-dtype auto")
+
+
+def check_layer(
+    alibi_slopes: object,
+    sliding_window: object,
+    attn_type: str,
+    extra: dict[str, Any],
+) -> None:
+    """The arguments of one attention layer: what `_refusals` could not see from the configuration."""
+    checks = [
+        (alibi_slopes is not None, "ALiBi"),
+        (sliding_window is not None, "sliding-window attention"),
+        (attn_type != "decoder", f"{attn_type} attention"),
+    ]
+    for bad, what in checks:
+        if bad:
+            raise Refused(f"low-bit KV cache formats do not support {what}; use --kv-cache-dtype auto")
+    given = {k: v for k, v in extra.items() if v is not None}
+    if given:
+        raise Refused(
+            f"low-bit KV cache formats do not support the attention options {sorted(given)}; use --kv-cache-dtype auto"
+        )

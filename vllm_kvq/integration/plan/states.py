@@ -1,0 +1,77 @@
+"""Hybrids: layers that keep a state of one size per request (Mamba-2, gated delta nets) beside packed ones.
+
+The states stay as vLLM keeps them. They lie in KV cache groups of their own, whose pages are a whole state each, side
+by side with the packed pages in a block of the pool (layout.py). What vLLM overlooks about them: patches/states.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvq.integration.plan.layers import layer_types
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MAMBA_2, DELTA_NETS = "Mamba-2", "gated delta nets"
+HYBRIDS = {
+    "falcon_h1": MAMBA_2,
+    "granitemoehybrid": MAMBA_2,
+    "nemotron_h": MAMBA_2,
+    "qwen3_next": DELTA_NETS,
+}
+"""Model types that have been tried, and what keeps their states."""
+
+
+@dataclass(frozen=True)
+class States:
+    """The layers with a state, on one rank."""
+
+    layers: int
+    nbytes: int
+    """Of one state in one layer."""
+    blocks: int
+    """The most blocks that a request takes in each group of such layers, and what vLLM counts."""
+    kept: int
+    """What it takes but where its prompt is computed, or a page's end is reached."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> States | None:
+        """None where there are none."""
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        if not model.is_hybrid:
+            return None
+        from vllm.model_executor.models import ModelRegistry
+        from vllm.platforms import current_platform
+
+        made, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+        shapes = made.get_mamba_state_shape_from_config(vllm_config)
+        dtypes = made.get_mamba_state_dtype_from_config(vllm_config)
+        nbytes = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        blocks = kept = 1 + vllm_config.num_speculative_tokens
+        if cache.mamba_cache_mode == "align":  # with prefix caching a state is copied from block to block
+            checkpoint = HYBRIDS.get(model.hf_text_config.model_type) == MAMBA_2 and not current_platform.is_cpu()
+            blocks += 1 + checkpoint  # which patches/states.py takes away
+        return cls(sum(map(has_state, layer_types(model))), nbytes, blocks, kept)
+
+
+def has_state(kind: str) -> bool:
+    return kind in ("mamba", "linear_attention", "hybrid")
+
+
+def hybrid_problem(model: Any) -> str | None:
+    """What stands against serving a model with such layers."""
+    if not model.is_hybrid:
+        return "models without attention layers" if model.has_inner_state else None
+    kind = model.hf_text_config.model_type
+    return None if kind in HYBRIDS else f"hybrid models of the type {kind!r}"
+
+
+def drafts_problem(vllm_config: VllmConfig) -> bool:
+    """Whether there are drafts that vLLM can't verify here: with states it has that for GPUs alone."""
+    from vllm.platforms import current_platform
+
+    hybrid = vllm_config.model_config.is_hybrid
+    return hybrid and vllm_config.speculative_config is not None and current_platform.is_cpu()

@@ -1,0 +1,111 @@
+"""What `vllm serve` would make of its arguments here, without loading weights: for `vllm-kvq check`.
+
+vLLM's own parser and configuration, and so the product's own refusals, which stand in the configuration's way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvq.formats import FORMATS
+from vllm_kvq.integration import compat
+from vllm_kvq.integration.patches import registry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PLUGIN = "kvq"
+
+
+class WrongUsage(ValueError):
+    """The arguments are not such that vLLM would serve a format of ours."""
+
+
+class WouldNotStart(Exception):
+    """One sentence that says why."""
+
+
+def plugin_problem() -> str | None:
+    """Why vLLM would not know our formats: needs no vllm to answer."""
+    if find_spec("vllm") is None:
+        return "vLLM is not installed: pip install 'vllm-kvq[cpu]', or 'vllm-kvq[gpu]' with an NVIDIA GPU"
+    if PLUGIN not in entry_points(group="vllm.general_plugins").names:
+        return "the plugin is not installed, only its sources are on the path: pip install vllm-kvq"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"VLLM_PLUGINS is {allowed!r} and leaves {PLUGIN!r} out"
+    return compat.plugin_problem() or compat.names_problem(compat.NEEDED_BY_CHECK) or check_problem()
+
+
+def check_problem() -> str | None:
+    """What `vllm-kvq check` itself lacks in this vLLM."""
+    own = (patch for patch in registry.PATCHES if patch.moment is None)
+    return next(filter(None, (patch.problem() for patch in own)), None)
+
+
+@dataclass(frozen=True)
+class DryStart:
+    vllm_config: VllmConfig
+    served: Any
+    """The `Served` that a server would have."""
+
+
+def serve_parser() -> tuple[argparse.ArgumentParser, Any]:
+    """vLLM's parser with `serve` as its only command, and that command."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm-kvq check")
+    (serve,) = cmd_init()
+    serve_arguments = serve.subparser_init(parser.add_subparsers(dest="subparser"))
+    serve_arguments.prog, serve_arguments.usage = "vllm-kvq check", "vllm-kvq check MODEL --kv-cache-dtype F ..."
+    return parser, serve
+
+
+def dry_start(arguments: Sequence[str]) -> DryStart:
+    """Raises WrongUsage, or WouldNotStart with the sentence that `vllm serve` would end with. Arguments that vLLM does
+    not know end the process with status 2, as they do there."""
+    if problem := plugin_problem():
+        raise WouldNotStart(problem)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from vllm_kvq.integration import plugin
+    from vllm_kvq.integration.plan.served import Served
+
+    plugin.register()
+    parser, serve = serve_parser()
+    args = parser.parse_args(["serve", *arguments])
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    elif not any(word == "--model" or word.startswith("--model=") for word in arguments) and args.config is None:
+        raise WrongUsage("name a model")
+    if args.kv_cache_dtype not in FORMATS:
+        raise WrongUsage(f"--kv-cache-dtype is {args.kv_cache_dtype!r}, which is none of this plugin's formats")
+    try:
+        serve.validate(args)
+        made = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        if problem := compat.worker_problem(made):
+            raise WouldNotStart(problem)
+        return DryStart(made, Served.of(made))
+    except Exception as error:
+        # whatever it is, it would end the server
+        raise WouldNotStart(sentence_of(error)) from error
+
+
+def sentence_of(error: Exception) -> str:
+    """Without what pydantic says around a sentence."""
+    listed = getattr(error, "errors", None)
+    if callable(listed):
+        first = listed()[0]
+        error = first.get("ctx", {}).get("error", error)
+        if error.__class__.__module__.startswith("pydantic"):
+            return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    text = " ".join(str(error).split())
+    return text or type(error).__name__

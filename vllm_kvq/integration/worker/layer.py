@@ -1,0 +1,119 @@
+"""One packed attention layer at work: its format, its companions, and the step that serves it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.integration.metrics import CLAMPED, Series
+from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.worker.companions import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
+from vllm_kvq.integration.worker.layout import put_first, smallest_first
+from vllm_kvq.integration.worker.prompts import Asked, prompts_for
+from vllm_kvq.integration.worker.replicas import all_queries_of
+from vllm_kvq.integration.worker.report import Damage, report_start
+from vllm_kvq.kernels.cpu.step import CPUStep
+from vllm_kvq.kernels.paths import step_for
+from vllm_kvq.kernels.step import Caches, Causal, Step, StepBatch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvq")
+
+
+class PackedLayer:
+    def __init__(
+        self,
+        fmt: PageFormat,
+        name: str,
+        scale: float,
+        sidecar: Sidecar,
+        sinks: Sinks | None,
+        step: Step,
+        export: Callable[[int], None] = lambda more: None,
+        learned: torch.Tensor | None = None,
+    ) -> None:
+        """`learned`: attention sinks that are a weight of the layer."""
+        self.fmt, self.name, self.scale, self.learned = fmt, name, scale, learned
+        self.sidecar, self.sinks = sidecar, sinks
+        self.sidecar_name = name + SIDECAR_SUFFIX
+        self.sink_name = name + SINK_SUFFIX if sinks is not None else None
+        self.step = step
+        self.damage = Damage(name, export)
+        self.readers = 0
+        """Layers that share the caches."""
+        self.shared: Caches | None = None
+        """The caches in this step, for these layers."""
+
+    @classmethod
+    def create(
+        cls,
+        fmt: PageFormat,
+        name: str,
+        heads: int,
+        scale: float,
+        vllm_config: VllmConfig,
+        layers: dict[str, Any],
+        learned: torch.Tensor | None = None,
+        cap: float = 0.0,
+    ) -> PackedLayer:
+        """The layer and its companions, which become layers of the model's forward context. `cap`: the soft cap of its
+        scores; 0: none."""
+        slots, served = SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens), Served.of(vllm_config)
+        # an existing companion is kept: after a reload of weights its cache is still bound
+        first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
+        report = functools.partial(report_start, served, vllm_config) if first else None
+        if first and served.mixed:
+            put_first(name, layers)
+        sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, served, report))
+        sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots, served)) if fmt.S else None
+        if served.sizes > 1:
+            for suffix in (SIDECAR_SUFFIX, SINK_SUFFIX):
+                smallest_first([n for n in layers if n.endswith(suffix)], layers)
+        step = step_of(fmt, slots, scale, vllm_config, learned is not None, cap)
+        export = functools.partial(Series.of(vllm_config).add, CLAMPED)
+        if learned is not None and isinstance(step, CPUStep):
+            logger.warning_once(
+                "kvq: layers with learned attention sinks take several calls per decode step on the CPU"
+            )
+        return cls(fmt, name, scale, sidecar, sinks, step, export, learned)
+
+    def run(
+        self,
+        batch: StepBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """`kv_cache` is vLLM's (blocks, H, 1, record bytes)."""
+        sinks = None if self.sinks is None else self.sinks.blocks
+        caches = Caches(kv_cache.view(torch.uint8).flatten(2), self.sidecar.blocks, sinks, self.learned, self.readers)
+        self.shared = caches if self.readers else None
+        try:
+            self.damage.count(self.step.run(batch, caches, query, key, value, output))
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # PyTorch's own, such as running out of memory
+                raise
+            raise RuntimeError(f"{self.name}: {error}") from error
+
+
+def step_of(
+    fmt: PageFormat, slots: SlotGeometry, scale: float, vllm_config: VllmConfig, merged: bool = False, cap: float = 0.0
+) -> Step:
+    """`merged`: attention among a prompt's new tokens must return its log-sum-exp."""
+    num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device
+    geometry = fmt.geometry
+
+    def causal(wanted: bool) -> Causal:
+        return prompts_for(Asked(device, geometry.dtype, geometry.head_size, wanted or merged, cap > 0))
+
+    path, queries = Served.of(vllm_config).path, all_queries_of(vllm_config, geometry.layer)
+    return step_for(path, fmt, slots, num_spec, scale, device, causal, queries, cap)

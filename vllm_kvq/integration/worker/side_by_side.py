@@ -1,0 +1,37 @@
+"""vLLM's CPU attention for layers that stay in 16 bits beside packed ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_kvq.integration.worker.layout import SIDE_BY_SIDE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class SideBySideBuilder(CPUAttentionMetadataBuilder):
+    """It is told the dtype of these layers, not the model's: vLLM 0.33 would look for a processor that reads fp8."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        told = copy.copy(vllm_config)
+        told.cache_config = copy.copy(vllm_config.cache_config)
+        told.cache_config.cache_dtype = "auto"
+        super().__init__(kv_cache_spec, layer_names, told, device)
+
+
+class SideBySideBackend(CPUAttentionBackend):
+    """It says that it reads pages that lie side by side. vLLM's own does so without saying it: tokens lie in a page as
+    it wants them, and it takes the distance of pages from the tensor's strides."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return SIDE_BY_SIDE
+
+    @staticmethod
+    def get_builder_cls() -> type[SideBySideBuilder]:
+        return SideBySideBuilder
