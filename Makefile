@@ -1,5 +1,5 @@
 # make run      a real vLLM server that answers from a low-bit KV cache; make run ONCE=1 stops after the answer
-# make check    the two-minute lane: lint, types, and the tests that need neither an engine nor long
+# make check    two minutes: lint, types, and the quick tests that need no engine
 # make test     the whole test suite
 # make fuzz     random traces on real engines, every token judged: make fuzz SEED=1 MINUTES=10
 # make soak     a real server under mixed load: make soak MINUTES=10

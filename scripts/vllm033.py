@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "0.33.0"
-# What vLLM's setup.py imports before it can tell its own name and version, which pip wants to hear of it.
+# What vLLM's setup.py imports before it can report its name and version, which pip asks for.
 BUILD_TOOLS = ["setuptools-rust", "setuptools-scm", "semantic-version", "vcs-versioning"]
 
 
@@ -89,7 +89,7 @@ def download(work: Path) -> Path:
 
 
 def missing_requirements(listed: Path) -> list[str]:
-    """What vLLM 0.33 needs and this environment, made for 0.32, has not."""
+    """What vLLM 0.33 needs and this environment, made for 0.32, lacks."""
     from packaging.requirements import Requirement
 
     lines = (line.split("#")[0].strip() for line in listed.read_text(encoding="utf-8").splitlines())
@@ -113,7 +113,7 @@ def pip(*arguments: str, **environment: str) -> None:
 
 
 def add_libraries(installed: Path, package: Path) -> None:
-    """Copies of the shared libraries, at the same places."""
+    """Copy the shared libraries to the same places."""
     for library in installed.rglob("*.so*"):
         target = package / library.relative_to(installed)
         target.parent.mkdir(parents=True, exist_ok=True)
