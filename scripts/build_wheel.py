@@ -3,8 +3,9 @@
 
     .venv/bin/python scripts/build_wheel.py [--output dist]
 
-Three steps: the library of csrc/cpu is compiled (or taken from the checkout's `_build`), a wheel is built from a copy of
-the repository's files with that library in `vllm_kvq/_prebuilt`, and auditwheel tags it with the oldest Linux that it runs on.
+Three steps: the library of csrc/cpu is compiled (or taken from the checkout's `_build`), a wheel is built from a copy
+of the repository's files with that library in `vllm_kvq/_prebuilt`, and auditwheel tags it with the oldest Linux that
+it runs on.
 Without a compiler `pip wheel .` still makes a wheel for any platform, whose kernels are compiled at the first start.
 
 auditwheel leaves libtvm_ffi.so out: it comes with the dependency apache-tvm-ffi, whose Python module loads it before
