@@ -16,7 +16,7 @@ SOURCE = ROOT / "examples" / "int4_hadamard"
 
 
 def offline(folder: Path) -> dict[str, str]:
-    """Variables with which `pip install PACKAGE` installs the package alone, into `folder`."""
+    """Variables with which `pip install PACKAGE` installs only the package, into `folder`."""
     # pip reads its negative options inverted: "0" is without isolation
     return {"PIP_TARGET": str(folder), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
 

@@ -59,9 +59,9 @@ def test_titles_stand_beside_their_formats(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_head_size_that_no_format_has(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         cli.main(["formats", "--head-size", "72"])
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     assert capsys.readouterr().err.startswith("vllm-kvq: ")
 
 
@@ -94,8 +94,8 @@ def helped(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What --help prints, on standard output, with status 0."""
     try:
         status = cli.main([*words, "--help"])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
+    except SystemExit as exited:
+        status = int(exited.code or 0)
     printed = capsys.readouterr()
     assert (status, printed.err) == (0, "")
     return printed.out
@@ -155,9 +155,9 @@ def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         if name == "check":  # vLLM's parser, in tests/engine/test_check.py
             continue
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             cli.main([*name.split(), "--no-such-flag"])
-        assert ended.value.code == 2
+        assert exited.value.code == 2
         said = capsys.readouterr()
         assert said.out == ""
         assert said.err.splitlines()[-1].startswith(f"vllm-kvq {name}: error: ")

@@ -92,7 +92,7 @@ def test_server_that_never_gets_ready(tmp_path: Path) -> None:
         pytest.raises(ServerError, match="not ready after 1 s"),
     ):
         server.wait_until_healthy(1)
-    assert server.stop() == -15, "leaving the block has ended the child"
+    assert server.stop() == -15, "leaving the block has stopped the child"
 
 
 def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

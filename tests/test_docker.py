@@ -37,7 +37,7 @@ def entry_point(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    """As compose itself reads it: a mistake ends it with status 1."""
+    """As compose itself reads it: it exits with status 1 on a mistake."""
     command = [str(BIN / "docker-compose"), "-f", str(DOCKER / "compose.yaml"), "--profile", "*", "config"]
     done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

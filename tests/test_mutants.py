@@ -31,7 +31,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def ends_with(status: int, fails_without: bool = False) -> Callable[[Path, str], int]:
-    """A pytest that ends so under the fault, and passes without one unless it is said to fail."""
+    """A pytest with this exit status under the fault, which passes without one unless told to fail."""
 
     def run(root: Path, arguments: str) -> int:
         assert arguments == FAULT.tests
@@ -162,7 +162,7 @@ with open(os.environ["PIDS"], "a") as pids:
     pids.write(f"{os.getpid()} {server.pid}\\n")
 time.sleep(60)
 """
-"""In the place of pytest, in the folder where it is started: it never ends, and neither does the server it starts."""
+"""Runs in place of pytest, in the folder where it is started: it never exits, and neither does the server it starts."""
 COMMAND = """
 import pathlib, sys
 from proof.mutants import main

@@ -56,7 +56,7 @@ def test_what_a_decode_step_packs() -> None:
 
 
 def test_every_declared_value_is_drawn() -> None:
-    """In many draws each option is left out and set, each choice is taken, and so are both ends of a range."""
+    """In many draws each option is left out and set, each choice is drawn, and so are both limits of a range."""
     rng, seen = Random(0), dict[str, set[object]]()
     for i in range(4000):
         case = draw(rng, PUBLIC[i % len(PUBLIC)])
@@ -98,7 +98,7 @@ SOUND = Case("kivi2", 64, 32, "float32", {"W": 0, "S": 0})
 
 
 def test_it_sees_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the path alone: the reference reads the same pages with `unpack`."""
+    """Only the path's answers change: the reference reads the same pages with `unpack`."""
     assert not judge(SOUND, ("PyTorch",)).findings
     features = ChannelKeys.query_features
     monkeypatch.setattr(ChannelKeys, "query_features", lambda self, q: 1.01 * features(self, q))

@@ -135,7 +135,7 @@ NOT_WELL = {
     "a traceback in the log": (World(log="Traceback (most recent call last):\n"), [], "1 errors in the server's log"),
     "memory": (World(memory=lambda t: 1e9 * (1 + t / 1000)), [], "memory grew by"),
     "blocks": (World(final=replace(PASSED, used_blocks=2)), [], "2 KV blocks are in use"),
-    "a request that never ends": (World(busy=10**6), [], "1 requests run"),
+    "a request that never finishes": (World(busy=10**6), [], "1 requests run"),
     "a request that never starts": (World(final=replace(PASSED, waiting=3)), [], "3 wait"),
     "the exit status": (World(status=-9), [], "status -9"),
 }

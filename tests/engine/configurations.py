@@ -61,7 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "kvq: format=lossless bits=16.250 N=32 W=32 S=4 sidecar_bytes=66560 (per request and layer) "
         "exempt=draft path=C++ capacity_tokens=21333 bf16_tokens=32250 ratio=0.66 (requests of 256 tokens)",
     ),
-    "a draft beside a skipped layer": (
+    "a draft with a skipped layer": (
         {"kv_cache_dtype": "squat2", "draft": "eagle3", **kvq(skip_layers=[0])},
         "128 True ['0'] True auto",
         "kvq: format=squat2 bits=3.062 N=128 W=32 S=4 sidecar_bytes=62720 (per request and layer) "

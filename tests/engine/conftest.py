@@ -18,7 +18,7 @@ from proof.oracle.interpreted import RUNNER
 from proof.oracle.trace import Result, Trace
 
 MEMORY = {"kv_cache_memory_bytes": 1 << 30}
-"""For configurations that are made beside other tests: vLLM's default is what may not be free."""
+"""For configurations that are made while other tests run: the memory of vLLM's default may not be free."""
 
 Run = Callable[..., list[Result]]
 Bare = Callable[..., Any]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 
 def mtp_model(path: Path) -> Path:
-    """Random weights; the MTP layer is the first layer again, on the embeddings alone."""
+    """Random weights; the MTP layer is the first layer again, applied only to the embeddings."""
     from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
     config = Ernie4_5_MoeConfig(

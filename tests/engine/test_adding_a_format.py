@@ -25,7 +25,7 @@ SAID = {
     "vllm-kvq eval error": r"int4_hadamard +5\.00",
     "vllm-kvq bench attention": r"int4_hadamard has no C\+\+ kernels .*: the PyTorch kernels are timed",
 }
-"""What each command prints, beside succeeding."""
+"""What each command must print, in addition to succeeding."""
 SERVE = "vllm serve "
 
 
@@ -49,7 +49,7 @@ def test_excerpts() -> None:
 
 
 def test_every_command(tmp_path: Path) -> None:
-    """In a directory with nothing but the example; what it installs goes into a folder beside it."""
+    """In a directory with nothing but the example; what it installs goes into another folder."""
     installed, work = tmp_path / "installed", tmp_path / "work"
     (work / "examples").mkdir(parents=True)
     subprocess.run(["cp", "-r", example_format.SOURCE, work / "examples"], check=True)

@@ -39,7 +39,7 @@ LAYERS = {
     "vLLM's flag, two ranks": "ps",
     "ngram": "pp",
     "a draft model": "ppdd",
-    "a draft beside a skipped layer": "psd",
+    "a draft with a skipped layer": "psd",
     "windows": "wwwwwp",
     "by layer": "pp",
 }
@@ -102,13 +102,13 @@ def gemma(layers: int, skip: list[int], m: dict[str, int]) -> dict[str, Any]:
     return {**MIXED, "numbers": {"num_hidden_layers": layers}, **kvq(m=m, S=8, skip_layers=skip)}
 
 
-# As many pages of each size are a pattern for vLLM, of companions without the layers in 16 bits.
+# Equally many pages of each size are a pattern for vLLM; for companions, without the layers that are not packed.
 MORE |= {
     "by layer, the larger page first": (gemma(18, [], {"5": 512, "*": 128}), "wwwwwp" * 3),
-    "by layer, as many of each size": (gemma(24, [], {"5": 512, "17": 512, "*": 128}), "wwwwwp" * 4),
-    "by layer, beside skipped ones": (gemma(24, [23], {"5": 512, "*": 128}), "wwwwwp" * 3 + "wwwwws"),
-    "by layer, beside as many skipped ones": (gemma(18, [5], {"11": 512, "*": 128}), "wwwwws" + "wwwwwp" * 2),
-    "by layer, companions alone are a pattern": (
+    "by layer, equally many of each size": (gemma(24, [], {"5": 512, "17": 512, "*": 128}), "wwwwwp" * 4),
+    "by layer, with skipped ones": (gemma(24, [23], {"5": 512, "*": 128}), "wwwwwp" * 3 + "wwwwws"),
+    "by layer, with equally many skipped ones": (gemma(18, [5], {"11": 512, "*": 128}), "wwwwws" + "wwwwwp" * 2),
+    "by layer, only companions are a pattern": (
         gemma(42, [5, 11, 17], {"23-34": 512, "*": 128}),
         "wwwwws" * 3 + "wwwwwp" * 4,
     ),
@@ -233,7 +233,7 @@ def token_bytes(spec: Any) -> int:
 
 ENGINES: dict[str, dict[str, Any]] = {
     "packed": {"kv_cache_dtype": "innerq2", "block_size": 64},
-    "a draft beside a skipped layer": {"kv_cache_dtype": "squat2", "draft": "eagle3", **kvq(skip_layers=[0])},
+    "a draft with a skipped layer": {"kv_cache_dtype": "squat2", "draft": "eagle3", **kvq(skip_layers=[0])},
     "windows": {"kv_cache_dtype": "squat2", "model": "Gemma-3", "max_num_batched_tokens": 128},
     "a draft model": {"kv_cache_dtype": "qjl3", "block_size": 512, "draft": "draft_model"},
 }

@@ -112,7 +112,7 @@ def test_a_slow_head_size_is_said(checked: Check, tmp_path: Path) -> None:
     ],
 )
 def test_no(arguments: list[str], sentence: str, checked: Check) -> None:
-    """Our refusals and vLLM's own, each alone and on one line."""
+    """Our refusals and vLLM's own, each printed as a single line and nothing else."""
     found = checked("--kv-cache-dtype", "squat2", *arguments)
     assert {*found} == {"starts", "sentence"}
     assert not found["starts"]
@@ -158,9 +158,9 @@ def test_too_little_memory(checked: Check, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_wrong_usage(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         cli.main(["check", *arguments])
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert error in said.err.splitlines()[-1]

@@ -181,7 +181,7 @@ def test_what_vllm_asks_of_the_specs() -> None:
         assert of.max_num_blocks_per_req(config, N) == blocks
         assert of.is_uniform_with_collection({"a": of, "b": of})
     assert not side.is_uniform_with_collection({"a": side, "b": sinks})
-    # a hit ends where the pages do: PackedManager leaves the window to be computed
+    # a hit stops where the pages do: PackedManager leaves the window to be computed
     assert side.prefix_replay_tokens == 0
     assert (side.prefix_cacheable, sinks.prefix_cacheable) == (False, True)
     with pytest.raises(ValueError, match="at least one block"):

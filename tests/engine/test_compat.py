@@ -1,4 +1,4 @@
-"""What is needed from vLLM, by every patch and beside them: complete, true of this vLLM, and looked at at start-up."""
+"""What every patch and the other code need from vLLM: complete, true of this vLLM, and checked at start-up."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_a_worker_is_refused(configured: Callable[..., Any], monkeypatch: pytest
 
 
 def test_vllm_starts_without_us_then(model: Path) -> None:
-    """A whole process: the sentence stands alone, and vLLM refuses the format as unknown."""
+    """A whole process: only the sentence is logged, and vLLM refuses the format as unknown."""
     code = (
         "import sys, vllm.v1.core.single_type_kv_cache_manager as m; del m.CircularBufferManager._claim_ring_block;"
         "from vllm.entrypoints.cli.main import main; sys.argv = ['vllm', 'serve', sys.argv[1], "

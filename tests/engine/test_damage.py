@@ -1,4 +1,4 @@
-"""Damaged keys and values give a warning, and a sidecar of other tokens ends the engine: on every path."""
+"""Damaged keys and values give a warning, and a sidecar of other tokens stops the engine: on every path."""
 
 from __future__ import annotations
 

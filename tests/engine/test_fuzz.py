@@ -63,7 +63,7 @@ def memory(engine: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_pool_beyond_4_gib(kernels: str, model: Path) -> None:
-    """Blocks below and beyond 2 and 4 GiB; memory is taken by those alone that are used."""
+    """Blocks below and beyond 2 and 4 GiB; only those that are used take memory."""
     setup = Setup("squat2", 64, pool=2.0, drafts=2, kernels=kernels, far=True)
     drawer = Drawer(Random(5), setup)
     runner = Runner(str(model), setup)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 LENGTH = 32768
-"""A step takes a millisecond: no answer of that length ends before its server is killed."""
+"""A step takes a millisecond: no answer of that length is complete before its server is killed."""
 SHAPE = {"hidden": 128, "max_position": LENGTH}
 ARGUMENTS = [
     *("--kv-cache-dtype", "squat2", "--dtype", "float32", "--enforce-eager", "--served-model-name", MODEL),

@@ -1,4 +1,4 @@
-"""An engine's process ends when the one that started it is gone, and never before."""
+"""An engine's process exits when the one that started it is gone, and never before."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None
     total = replayed(model, name, todo, got)
     assert not total.mismatches
     assert total.tokens > 700
-    # a hit ends before a request's newest W tokens, so the wider windows have fewer
+    # a hit stops before a request's newest W tokens, so wider windows have fewer hits
     assert total.hits >= 2
     assert total.ties <= 0.02 * total.tokens
 

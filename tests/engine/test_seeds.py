@@ -1,4 +1,4 @@
-"""A seeded request draws the same tokens however its prompt comes; in plain vLLM 0.32 a chunk ends a CPU's engine."""
+"""A seeded request draws the same tokens however its prompt is chunked; plain vLLM 0.32 crashes on a chunk on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is served: made from the configuration alone, the same in every process, and all that is written or printed."""
+"""What is served: made only from the configuration, the same in every process, and all that is written or printed."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ def test_the_platform_does_all_of_it(case: str, configured: Bare) -> None:
 
 @pytest.mark.parametrize(("form", "tokens"), [("squat2", 32), ("lossless", 128)])
 def test_pages_of_a_window_fill_the_blocks_of_the_pool(form: str, tokens: int, bare: Bare) -> None:
-    """Beside packed pages of a fifth of their bytes; and of as many bytes, where smaller ones would save nothing."""
+    """With packed pages of a fifth of their bytes; and of the same size, where smaller ones would save nothing."""
     long = {"sliding_window": 512, "max_position_embeddings": 2048}
     served = Served.of(bare(kv_cache_dtype=form, model="Gemma-3", max_model_len=2048, numbers=long))
     assert (served.format.N, served.window_block) == (128, tokens)
 
 
 def test_a_kept_layers_builder_is_told_its_own_dtype(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 takes another dtype for fp8, and ends on processors without AVX-512."""
+    """vLLM 0.33 takes another dtype for fp8, and crashes on processors without AVX-512."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
     from vllm_kvq.integration.worker.side_by_side import SideBySideBackend

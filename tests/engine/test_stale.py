@@ -1,4 +1,4 @@
-"""An engine whose sidecar belongs to other tokens ends loudly: with an error for whoever waits, and the reason."""
+"""An engine whose sidecar belongs to other tokens fails loudly: every waiting client gets an error, with the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 @pytest.mark.slow
 def test_a_server_ends_and_says_why(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its status is vLLM's own: 0, whatever ended its engine (docs/serving.md)."""
+    """Its status is vLLM's own: 0, whatever stopped its engine (docs/serving.md)."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     arguments = ["--kv-cache-dtype", "squat2", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
     arguments += ["--served-model-name", "tiny", "--worker-extension-cls", FAULTS]

@@ -1,4 +1,4 @@
-"""How a server begins and ends under somebody's hands: as fast as plain vLLM, and Ctrl-C leaves nothing."""
+"""How a server starts and stops interactively: as fast as plain vLLM, and Ctrl-C leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def repeats(n: int) -> Trace:
 
 
 def few(n: int) -> list[Trace]:
-    """For what is slow: a cold prompt in chunks, a prefix hit beside a decode, a prompt of one token, drafts of which
-    some are rejected. 28 tokens are chosen."""
+    """For slow tests: a cold prompt in chunks, a prefix hit in a step with a decode, a prompt of one token, and drafts,
+    some of which are rejected. 28 tokens are chosen."""
     words = _Words(11)
     shared, phrase = words(3 * n), words(5)
     first = (Request("cold", shared + words(9), 4), Request("one token", words(1), 5, arrival=1))

@@ -44,7 +44,7 @@ def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["calibrate", *arguments, "--bits", "10.5", "--json", "--out", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["best"]
-    # the budget is enough for a layer in 16 bits beside packed ones
+    # the budget is enough for one layer in 16 bits together with packed ones
     assert any("skip_layers" in c["options"] for c in found["candidates"])
     assert best["error"] == min(c["error"] for c in found["candidates"] if c["bits"] <= 10.5)
     served = dry_start([str(model), "--config", str(out), "--kv-cache-memory-bytes", "1G"]).served
@@ -71,9 +71,9 @@ def test_too_few_bits_are_refused(model: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_wrong_formats_are_wrong_usage(more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         calibrate.main(["nowhere", *more])
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     assert sentence in capsys.readouterr().err
 
 

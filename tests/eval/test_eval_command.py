@@ -1,4 +1,4 @@
-"""What `vllm-kvq eval` refuses, and how it ends."""
+"""What `vllm-kvq eval` refuses, and how it exits."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SHAPE = {**TINY, "max_position": 512}
     ],
 )
 def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         cli.main(["eval", "model", *arguments])
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert sentence in said.err.splitlines()[-1]

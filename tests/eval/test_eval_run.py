@@ -25,7 +25,7 @@ VOCABULARY = 512
 
 
 class MadeUp:
-    """Distributions that depend on the tokens and the format alone."""
+    """Distributions that depend only on the tokens and the format."""
 
     asked: list[tuple[str, str]]
     refused: tuple[str, ...] = ()

@@ -88,7 +88,7 @@ def test_a_window_as_long_as_the_text_leaves_nothing_to_pack(captured: Captured)
 
 
 def test_the_damaged_head_is_named(captured: Captured) -> None:
-    """Keys of one head with a large bias in one channel: per-token groups lose what lies beside it."""
+    """Keys of one head with a large bias in one channel: per-token groups lose the channels next to it."""
     layer = captured.layers[1]
     key = layer.key.clone()
     key[:, 1, 5] += 300.0
@@ -113,7 +113,7 @@ def test_keys_and_values_have_their_own_windows(captured: Captured) -> None:
     layer = captured.layers[0]
     page = bound(captured, layer, "squat2", {"W": 64, "W_keys": 0, "S": 0}, 128)
     key_hat, value_hat = as_cached(page, layer.query[:250], layer.key[:250], layer.value[:250])
-    # 7 groups of 32 keys are full, and the newest 64 values are as they were, with those beside them
+    # 7 groups of 32 keys are full, and the newest 64 values are unchanged, with those next to them
     for hat, x, end in ((key_hat, layer.key, 224), (value_hat, layer.value, 160)):
         same = (hat == x[:250]).flatten(1).all(1)
         assert same[end:].all()

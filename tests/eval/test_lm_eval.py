@@ -106,9 +106,9 @@ def test_without_it_the_command_says_what_to_install(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_options_that_would_not_be_read(more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         cli.main(["eval", "nowhere", *more])
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     assert sentence in capsys.readouterr().err
 
 

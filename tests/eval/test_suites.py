@@ -32,7 +32,7 @@ def named(module: str) -> list[str]:
 
 @pytest.fixture
 def new(monkeypatch: pytest.MonkeyPatch) -> Callable[[Format], None]:
-    """new(format): in the table beside the built-in ones."""
+    """new(format): in the table with the built-in ones."""
     built_in = table._built_in()
 
     def put(fmt: Format) -> None:

@@ -31,7 +31,7 @@ def test_what_was_turned_comes_back(pairing: str, rotary: int) -> None:
         torch.testing.assert_close(rope.undo(turned, position), x)
         assert torch.equal(turned[..., rotary:], x[..., rotary:])
         assert not torch.allclose(turned[:, 1:, :rotary], x[:, 1:, :rotary])
-    # scores know distances alone
+    # scores depend only on distances
     early, late = (exact.apply(x[:, :250], position[:250] + shift) for shift in (0, 50))
     torch.testing.assert_close(early @ early.mT, late @ late.mT, rtol=1e-3, atol=1e-3)
 

@@ -71,7 +71,7 @@ def test_ranges(option: str) -> None:
     if spec.multiple > 1:
         assert f"a multiple of {spec.multiple}" in refusal(reader(option), {option: int(spec.low) + 1})
     for value in (spec.low, spec.high):
-        # the ends are allowed (a g of the whole head is plain KIVI: take a larger head; sinks fit in their
+        # the limits are allowed (a g of the whole head is plain KIVI: take a larger head; sinks fit in their
         # page)
         value = int(value) if spec.multiple else value
         settings = FORMATS[reader(option)].settings({option: value})
@@ -139,8 +139,8 @@ def test_options_of_other_methods_are_refused(name: str) -> None:
               "value_rotation": "hadamard"}  # fmt: skip
     for option, value in sample.items():
         if used & set(readers()[option]):
-            beside = {"key_bits": 2} if option == "boost" and "squat" in used else {}
-            FORMATS[name].bind(Geometry(128, 64), {option: value, **beside})
+            others = {"key_bits": 2} if option == "boost" and "squat" in used else {}
+            FORMATS[name].bind(Geometry(128, 64), {option: value, **others})
         else:
             message = refusal(name, {option: value})
             assert f"option {option!r} is not read by {name}" in message

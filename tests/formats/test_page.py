@@ -114,7 +114,7 @@ def test_odd_heads_pay_for_their_padding(name: str) -> None:
 
 
 def test_key_bits_without_alignment() -> None:
-    """The figures of the papers: codes and parameters alone, d = 128."""
+    """The figures of the papers: only codes and parameters, d = 128."""
     assert bind("squat2_pre").key_bits_per_element() == 3.0
     assert bind("squat2").key_bits_per_element() == bind("kitty2").key_bits_per_element() == 3.5
     assert bind("qjl3").key_bits_per_element() == (1024 + 64 + 512 + 64 + 8) * 8 / (32 * 128)
@@ -230,7 +230,7 @@ def test_partial_pages(name: str) -> None:
 
 @pytest.mark.parametrize("head", [0, MAGIC - 1, MAGIC ^ (1 << 31)])
 def test_what_is_no_page_is_not_packed(head: int) -> None:
-    """Flags alone don't make one: blocks hold whatever vLLM kept in them before."""
+    """Flags are not enough: blocks hold whatever vLLM kept in them before."""
     fmt = bind("squat2", 64, 128)
     pages = torch.zeros(1, HEADS, fmt.record_bytes, dtype=torch.uint8)
     fmt.write(pages, torch.tensor([0]), torch.tensor([2]), units(fmt, 1))

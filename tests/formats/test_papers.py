@@ -90,7 +90,7 @@ def squat(k: Array, q_hat: Array, g: int, bits: int, lam: float = LAMBDA) -> tup
 def test_squat_subspace_is_that_of_all_queries(rank: int, chunks: tuple[int, ...]) -> None:
     """Queries of the subspace's own rank, so that chunks lose nothing. Rows have no sign: Q^T Q is what they mean."""
     rng = np.random.default_rng(1)
-    # later chunks are stronger and point elsewhere, so that neither the first nor the last one alone would do
+    # later chunks are stronger and point elsewhere, so that neither only the first nor only the last would do
     mixture = rng.standard_normal((HEADS, 200, rank)) * np.linspace(0.2, 3, 200)[:, None]
     queries = mixture @ rng.standard_normal((HEADS, rank, 64))
     state = chunked(bound("squat2", r=rank), queries, queries, chunks).double().numpy()[:, :-1]
@@ -118,7 +118,7 @@ def test_squat_chunks_are_merged_through_the_subspace() -> None:
 def test_squat_bytes_solve_the_papers_problem(g: int, bits: int, floor: int, chunks: tuple[int, ...]) -> None:
     """From a prompt in chunks to the bytes of a page, whose keys are read here byte by byte.
 
-    With a floor lambda is at most 1 / (floor * noise), the noise being the energy beside the subspace per direction.
+    With a floor lambda is at most 1 / (floor * noise), the noise being the energy outside the subspace per direction.
     """
     rng = np.random.default_rng(3)
     queries = 6 * rng.standard_normal((HEADS, 200, 5)) @ rng.standard_normal((HEADS, 5, 64))

@@ -248,7 +248,7 @@ def test_nothing_is_packed_without_constants(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "options"), [*((n, {}) for n in CALIBRATED), ("oscar2", {"oscar_rotation": "head"})])
 def test_heads_have_their_own_constants(name: str, options: dict[str, Any]) -> None:
-    """Of two heads, each comes out as it does alone with its own part of the layer's constants."""
+    """Each of two heads gives the same as by itself with its part of the layer's constants."""
     fitted, text = layer(1), layer(2)
     page = FORMATS[name].bind(Geometry(64, 64, torch.float32), options).calibrated_on(fitted)
     assert page.geometry.constants is not None
@@ -277,7 +277,7 @@ def test_oscars_rotation_of_one_head() -> None:
 
 
 # -- what they cost --------------------------------------------------------------------------------------------------
-# bits per element of keys and of values at d = N = 128: codes, and what is stored beside them
+# bits per element of keys and of values at d = N = 128: codes, and what is stored with them
 COSTS = {
     "int4_token": (4 + 32 / 128, 4 + 32 / 128),  # a float32 per token
     "e4m3_unscaled": (8, 8),

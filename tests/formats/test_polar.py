@@ -156,7 +156,7 @@ def test_grouped_error_bound_with_seam_and_axes(seed: int, size: float) -> None:
 
 @pytest.mark.parametrize("codec_class", [PolarKeys, PaperPolarKeys])
 def test_axes_exactly(codec_class: type[PolarKeys]) -> None:
-    """(+-1, 0), (0, +-1) and signed zeros, alone and together on a page."""
+    """(+-1, 0), (0, +-1) and signed zeros, separately and together on a page."""
     points = [(1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0), (-1.0, -0.0), (1.0, -0.0), (0.0, 0.0)]
     codec = codec_class(Geometry(64, 32), bits(4, 4))
     for choice in [points, *([p] for p in points)]:

@@ -196,7 +196,7 @@ def test_one_token_alone_is_nearly_exact(name: str) -> None:
 @pytest.mark.parametrize("name", ["lossless", *LOSSY])
 @pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (4, 8), (2, 6), (1, 8), (1, 1)], ids=str)
 def test_heads_are_independent(name: str, heads: int, query_heads: int) -> None:
-    """MHA, GQA and MQA: each KV head alone, with the queries of its own group, gives the same."""
+    """MHA, GQA and MQA: each KV head by itself, with the queries of its own group, gives the same."""
     key, value = normal(70, heads, 64), normal(70, heads, 64, seed=1)
     scale = torch.logspace(0, 1, query_heads)[:, None]
     query = normal(20, query_heads, 64, seed=2) * scale

@@ -116,7 +116,7 @@ def test_the_update_is_the_papers(d: int, blocks: int, monkeypatch: pytest.Monke
     assert len(recorder.fed) == blocks
     got = torch.cat(recorder.fed, dim=-1)[0, 0]
     assert torch.allclose(got.double(), want, atol=2e-4), (got - want).abs().max()
-    # the correction matters: without it the first block alone is right
+    # the correction matters: without it only the first block is right
     assert (want - k)[:, d // blocks :].abs().mean() > 0.02
 
 
@@ -267,7 +267,7 @@ def test_degenerate_queries(value: float) -> None:
         assert torch.equal(hat, codec.unpack(codec.pack(k[None], None)))
 
 
-# -- the noise beside U ---------------------------------------------------------------------------
+# -- the noise outside U --------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [1, 5, 16])
 @pytest.mark.parametrize("chunks", [[300], [1, 2, 97, 200], [30] * 10], ids=str)
 def test_no_energy_is_lost(rank: int, chunks: list[int]) -> None:
@@ -279,12 +279,12 @@ def test_no_energy_is_lost(rank: int, chunks: list[int]) -> None:
     energy = u.square().sum((1, 2)) + (128 - rank) * noise[:, 0]
     assert torch.allclose(energy, q.double().square().sum((1, 2)), rtol=1e-5)
     if len(chunks) == 1:
-        beside = torch.linalg.svdvals(q.double())[:, rank:].square().sum(-1)
-        assert torch.allclose((128 - rank) * noise[:, 0], beside, rtol=1e-4)
+        outside = torch.linalg.svdvals(q.double())[:, rank:].square().sum(-1)
+        assert torch.allclose((128 - rank) * noise[:, 0], outside, rtol=1e-4)
 
 
 def test_padding_makes_no_noise() -> None:
-    """The directions beside U are those of the head as the model has it."""
+    """The directions outside U are those of the head as the model has it."""
     codec = squat_keys(80, g=48)
     q = torch.cat([queries(100, 80, None), torch.zeros(2, 100, 16)], dim=-1)
     noise = codec.fit(q, q, None)[:, -1, 0].double()
@@ -343,7 +343,7 @@ def test_a_subspace_is_less_than_the_head() -> None:
 
 
 def test_a_block_of_the_whole_head_is_refused_where_it_is_padded() -> None:
-    """96 channels are stored of 80: in a second block of padding alone there is nothing to correct."""
+    """80 channels are stored as 96: in a second block with only padding there is nothing to correct."""
     for g in (80, 96):
         with pytest.raises(ValueError, match=f"option 'g' is {g}, the whole head of 80 channels: that is KIVI"):
             squat_keys(80, g=g)

@@ -196,7 +196,7 @@ def test_high_digits_are_those_of_boosted_channels() -> None:
     fields = keys.pack(k[None], state[None])
     high = unpack_keys(fields["k_high"], 2)
     assert high.shape[-1] == keys.boosted == 32
-    assert high.float().mean() > 1, "4-bit codes are used up to their ends"
+    assert high.float().mean() > 1, "4-bit codes are used up to their limits"
 
 
 @pytest.mark.parametrize(

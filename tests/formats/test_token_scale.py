@@ -1,4 +1,4 @@
-"""`token_scale: balanced`: a scale per token beside KIVI's and SQuat's scales per channel."""
+"""`token_scale: balanced`: a scale per token in addition to KIVI's and SQuat's scales per channel."""
 
 from __future__ import annotations
 

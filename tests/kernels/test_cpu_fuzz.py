@@ -84,7 +84,7 @@ def plausible(field: Field, shape: tuple[int, ...], rng: torch.Generator) -> tor
 
 
 def spoil_token(field: Field, at: torch.Tensor, t: int) -> None:
-    """All bytes that belong to token t alone. `at` is the field's bytes (heads, nbytes)."""
+    """All bytes that belong only to token t. `at` is the field's bytes (heads, nbytes)."""
     view = at.unflatten(-1, (*field.shape, field.dtype.itemsize))
     if field.name == "v_codes":  # [8 token quads][channels][4 tokens]
         view[:, t // 4, :, t % 4] = 0xFF

@@ -49,7 +49,7 @@ def test_any_batch(isa: int, case: tuple[str, Any], data: st.DataObject) -> None
         start = data.draw(st.sampled_from([0, own]))
         header = [MAGIC, number(st.just(start), wild == "header"), number(st.just(c), wild == "header")]
         side.view(torch.int32)[row[0], :3] = torch.tensor(header, dtype=torch.int32)
-    # packed pages, so that not every batch ends at the first one
+    # packed pages, so that not every batch fails at the first one
     pages[:, :, :4] = torch.tensor([0x4B, 0x56, 0x51, 0x31], dtype=torch.uint8)
     pages[:, :, 16 : 16 + fmt.slabs] = 1
     table = torch.randint(1, blocks, (n, 8), generator=rng, dtype=torch.int32)

@@ -121,7 +121,7 @@ def test_a_layout_of_another_size_is_refused() -> None:
 def test_a_kind_without_one_of_its_numbers_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, table: str, number: str
 ) -> None:
-    """As another kind gives the number, the names alone agree; what the library reads is then 0."""
+    """When another kind of value gives the number, only the names agree; what the library reads is then 0."""
     fmt, lib = bound(name), library()
     assert lib is not None
     known = getattr(layout, table)

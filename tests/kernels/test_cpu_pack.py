@@ -90,7 +90,7 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
     ids = torch.arange(1, 5)
     a, b = fmt.read(want, ids), fmt.read(got, ids)
     keys, values = (FITTED if fmt.settings.get(f"{half}_scales") == "fitted" else 0.0 for half in ("key", "value"))
-    # a rotated value is a sum, and so are the ends of its range
+    # a rotated value is a sum, and so are the limits of its range
     rotated = FITTED if fmt.settings.get("value_rotation") == "hadamard" else 0.0
     allowed = {"k": max(MOVED.get(fmt.keys.name, 0.0), keys), "v": max(values, rotated)}
     for name, field in a.items():
@@ -191,7 +191,7 @@ def test_of_equally_wide_channels_the_first_are_boosted(name: str, d: int) -> No
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_squat_subspace_is_that_of_a_float64_svd(dtype: torch.dtype) -> None:
-    """U U^T weighted by the singular values, which is what the recursion uses, and the energy beside it; in one chunk
+    """U U^T weighted by the singular values, which is what the recursion uses, and the energy outside it; in one chunk
     and in three."""
     fmt = get_format("squat2").bind(Geometry(80, 64, dtype), {"r": 5})
     rng = torch.Generator().manual_seed(0)

@@ -25,7 +25,7 @@ HEADS, GQA, D, PAGES = 2, 4, 128, 5
 
 @dataclass
 class Step:
-    """Four requests: pages and tokens, tokens alone, pages alone, nothing at all."""
+    """Four requests: pages and tokens, only tokens, only pages, nothing at all."""
 
     fmt: PageFormat
     query: torch.Tensor

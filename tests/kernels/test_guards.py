@@ -1,4 +1,4 @@
-"""A request whose sidecar holds other tokens ends the step on the host's paths, and nothing is written."""
+"""A request whose sidecar holds other tokens stops the step on the host's paths, and nothing is written."""
 
 from __future__ import annotations
 

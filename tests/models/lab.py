@@ -44,7 +44,7 @@ class Lab:
         """`prepare` gets the TracedEngine before the traces, in its process."""
         arguments = {"dtype": arch.dtype, "skip_tokenizer_init": True, **arch.engine, **engine}
         if arch.hybrid and arguments["kv_cache_dtype"] == "auto":
-            # plain vLLM ends with a long prompt on a CPU; with our formats it is mended
+            # plain vLLM crashes on a long prompt on a CPU; with our formats that is fixed
             arguments["before"] = leave_checkpoints_out
         if arch.vision:
             arguments["before"] = functools.partial(without_torchvision, arch.model)

@@ -27,7 +27,7 @@ class Seeing:
     tokens: int
     """Of each picture."""
     write: Callable[[Path, int], None]
-    """Writes what turns images into tokens beside the checkpoint."""
+    """Write what turns images into tokens next to the checkpoint."""
 
     def model(self, lab: Lab) -> str:
         path = lab.model(self.arch)

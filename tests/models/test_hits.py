@@ -1,4 +1,4 @@
-"""Prefix hits beside layers in 16 bits: as long as plain vLLM's, and every token equal to it.
+"""Prefix hits in models with layers in 16 bits: as long as plain vLLM's, and every token equal to it.
 
 Windows keep no more than their last tokens, and states none, so a hit must not compute anything again that lies before
 its end.
@@ -109,7 +109,7 @@ def test_hits_are_plain_vllms(kind: str, retention: int | None, lab: Lab) -> Non
     if kind == "Gemma-4":  # plain vLLM makes blocks larger until pages of both sizes are equal
         for ours, plain in zip(got, expected, strict=True):
             assert all(ours.cached[name] >= tokens for name, tokens in plain.cached.items())
-    elif kind != "Llama 4":  # plain vLLM needs nothing of a chunk that ends where a hit does
+    elif kind != "Llama 4":  # plain vLLM needs nothing of a chunk that stops where a hit does
         assert [r.cached for r in got] == [r.cached for r in expected]
     # an identical prompt and the next turns hit whatever is kept, a prefix in the middle where all is; of states none
     # is kept in the middle of a chunk
@@ -169,7 +169,7 @@ def test_recycled_blocks_and_preemption(kind: str, lab: Lab) -> None:
     todo, engine = crowded(), {**ENGINE, "prefix_cache_retention_interval": 0 if named(name).hybrid else None}
     expected = lab.run(named(name), todo, kv_cache_dtype="auto", **engine)
     few = {"num_gpu_blocks_override": POOLS[kind]}
-    # a state is kept at the end of a prompt, and a hit that ends earlier finds none
+    # a state is kept at the end of a prompt, and a hit that stops earlier finds none
     options = options if named(name).hybrid else {**options, "recompute": 32}
     total = compare_all(todo, expected, lab.run(named(name), todo, **lossless(**options), **engine | few))
     assert not total.mismatches
@@ -183,7 +183,7 @@ def replay(traced: Any) -> None:
 
 
 def test_a_replayed_window_is_noticed(lab: Lab) -> None:
-    """The control: beside windows what lies before a replayed token is gone, and tokens differ."""
+    """The control: with windows, what precedes a replayed token is gone, and tokens differ."""
     engine, todo = {**ENGINE, "prefix_cache_retention_interval": 0}, TODO[:2]
     arch = named("Gemma-3")
     expected = lab.run(arch, todo, kv_cache_dtype="auto", **engine)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.wide]
 
 
 def few() -> list[Trace]:
-    """A prompt longer than a window, in chunks; then a hit on all of it beside another request."""
+    """A prompt longer than a window, in chunks; then a hit on all of it together with another request."""
     rng = random.Random(9)
     cold = words(rng, 100)
     return [
@@ -31,7 +31,7 @@ def few() -> list[Trace]:
 
 @pytest.mark.parametrize(("name", "block"), [("Gemma-3", 32), ("Gemma-3", 64), ("Granite 4", 32)])
 def test_tokens_are_plain_vllms(name: str, block: int, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows have pages of 32 tokens beside others of `block`."""
+    """Windows have pages of 32 tokens, the others of `block`."""
     arch, todo = named(name), few()
     engine: dict[str, Any] = {**ENGINE, "block_size": block, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     expected = lab.run(arch, todo, kv_cache_dtype="auto", **engine)

@@ -1,4 +1,4 @@
-"""A lossy format beside layers in 16 bits: every token is the reference's, when prompts are new and when they hit."""
+"""A lossy format with layers in 16 bits: every token is the reference's, when prompts are new and when they hit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N = 64
 
 
 def twice() -> list[Trace]:
-    """Two prompts longer than a page, and both again beside one that begins like them."""
+    """Two prompts longer than a page, and both again together with one that begins like them."""
     rng = random.Random(4)
     shared, other = (tuple(rng.choice(PROMPT_TOKENS) for _ in range(n)) for n in (4 * N + 40, 70))
     first = (Request("cold", shared + other, 20), Request("short", other, 20, arrival=1))
@@ -46,10 +46,10 @@ def test_cold_and_again(case: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
     got = lab.run(arch, todo, kv_cache_dtype="squat2", additional_config={"kvq": {"W": 32, **options}}, **engine)
     reference = ReplayModel(str(lab.model(arch)), "squat2", N, W=32, **options)
     assert reference.exact == exact
-    for i in (1, 2):  # the first time alone, then with what came again
+    for i in (1, 2):  # the first time by itself, then with the repeated prompts
         verdict = judge(reference, todo[:i], got[:i])
         assert not verdict.mismatches
-    # a prompt that came alone comes again: its ties are counted with those of all
+    # a prompt that came by itself comes again: its ties are counted with those of all
     assert verdict.ties <= 0.02 * verdict.tokens
     assert verdict.tokens == 100
     assert verdict.hits == 2

@@ -70,7 +70,7 @@ def serve(job: dict[str, Any]) -> Any:
 
 
 def _child(job: dict[str, Any]) -> None:
-    # a session of its own: whatever the engine leaves behind is found and ended with it
+    # a separate session: whatever the engine leaves behind is found and stopped with it
     os.setsid()
     log = os.open(job["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(log, 1)

@@ -129,10 +129,10 @@ class Farm:
         self.driver.stdin.write(json.dumps(jobs) + "\n")
         self.driver.stdin.flush()
         line = self.driver.stdout.readline()
-        assert line, f"the driver ended:\n{(self.folder / 'driver.log').read_text()[-4000:]}"
+        assert line, f"the driver exited:\n{(self.folder / 'driver.log').read_text()[-4000:]}"
         codes = json.loads(line)
         for name, job, code in zip(formats, jobs, codes, strict=True):
-            assert code == 0, f"{kind}, {name} ended with {code}:\n{Path(job['log']).read_text()[-6000:]}"
+            assert code == 0, f"{kind}, {name} exited with {code}:\n{Path(job['log']).read_text()[-6000:]}"
             out = json.loads(Path(job["out"]).read_text())
             self.known[kind, name, model] = Answer([Result.from_json(r) for r in out["results"]], out["ranks"])
 

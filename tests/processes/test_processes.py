@@ -31,7 +31,7 @@ def test_tensor_parallel(name: str, farm: Farm) -> None:
 
 
 def test_copies_of_a_kv_head_stay_equal(farm: Farm) -> None:
-    """One KV head, two ranks: both pack its pages, each beside other query heads, and arrive at the same bytes."""
+    """One KV head, two ranks: both pack its pages, each with other query heads, and arrive at the same bytes."""
     check_copies(same_tokens(farm, "tp2", "squat2", model="one head"))
 
 

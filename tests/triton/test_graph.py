@@ -268,7 +268,7 @@ def test_what_no_graph_can_hold_is_named(step: type[GPUStep], problem: str) -> N
 
 
 class Decides(GPUStep):
-    """By what the host was told beside the tensors: nothing is read, and a graph would repeat the first decision."""
+    """By what the host was told in addition to the tensors: nothing is read, and a graph would repeat that decision."""
 
     told = False
 

@@ -1,4 +1,4 @@
-"""On a GPU's path a request whose sidecar holds other tokens is counted and left alone, and the others are served."""
+"""On a GPU's path a request whose sidecar holds other tokens is counted and skipped, and the others are served."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_random_traffic(name: str, d: int, n: int, dtype: torch.dtype, options: 
 
 
 def test_copies_of_a_kv_head_stay_equal() -> None:
-    """Two ranks with copies of one KV head, each beside two of its four query heads, and one process with all four."""
+    """Two ranks with copies of one KV head, each with two of its four query heads, and one process with all four."""
     fmt = get_format("squat2").bind(Geometry(64, 32, torch.float32), {"W": 32, "S": 0})
     slots, scale = SlotGeometry.of(fmt, 1, 0), 0.125
     each = 5 + slots.sidecar_blocks

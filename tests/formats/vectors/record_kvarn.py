@@ -3,8 +3,8 @@
 
     .venv/bin/python tests/formats/vectors/record_kvarn.py CHECKOUT
 
-writes `kvarn.safetensors` beside this file. The reference stands in a test that needs their hardware, so it is taken
-out of it; a tile of values goes through it as one of keys does, with tokens and channels exchanged.
+writes `kvarn.safetensors` next to this file. The reference is in a test that needs their hardware, so it is extracted
+from it; a tile of values goes through it as one of keys does, with tokens and channels exchanged.
 """
 
 from __future__ import annotations

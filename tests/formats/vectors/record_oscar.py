@@ -1,9 +1,9 @@
-"""Records what OSCAR's own code makes of queries, keys and values, from a checkout of its authors' repository
+"""Record what OSCAR's own code makes of queries, keys and values, from a checkout of its authors' repository
 (github.com/FutureMLS-Lab/OSCAR, commit 473ff3f):
 
     TRITON_INTERPRET=1 .venv/bin/python tests/formats/vectors/record_oscar.py CHECKOUT
 
-writes `oscar.safetensors` beside this file: rotations from `rotation/compute_kv_rotation.py` (methods qqt and sst,
+writes `oscar.safetensors` next to this file: rotations from `rotation/compute_kv_rotation.py` (methods qqt and sst,
 composition r_h_pbr), and codes, scales and zeros from the kernel that fills the server's cache, under Triton's
 interpreter.
 """

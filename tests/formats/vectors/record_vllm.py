@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 .venv/bin/python tests/formats/vectors/record_vllm.py
 
-writes `turboquant.safetensors` and `int4_per_token_head.safetensors` beside this file. Keys and values go through
-vLLM's store kernel into its cache, and come out of it by its own kernel or function that reads all of a cache.
+writes `turboquant.safetensors` and `int4_per_token_head.safetensors` next to this file. vLLM's store kernel writes keys
+and values into its cache, and its own kernel or function for reading a whole cache reads them back.
 """
 
 from __future__ import annotations
