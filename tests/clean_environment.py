@@ -1,4 +1,4 @@
-"""An environment that has all that ours has, but neither this project nor a compiler, without downloading anything."""
+"""An environment with everything that ours has, except this project and a compiler, without downloading anything."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make(folder: Path) -> Path:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Those of this process, with a path on which no compiler is, and nothing that names this checkout."""
+    """This process's variables, with a path that has no compiler, and nothing that names this checkout."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     for place in ("/usr/local/bin", "/usr/bin", "/bin"):

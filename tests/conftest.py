@@ -34,7 +34,7 @@ settings.load_profile("kvq")
 
 @pytest.fixture(autouse=True)
 def environment_as_found() -> Iterator[None]:
-    """Commands silence vLLM in their own process and its children; here that is the tests'."""
+    """Commands silence vLLM in their own process and its children; here that would be the tests' process."""
     names = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM")
     before = {name: os.environ[name] for name in names if name in os.environ}
     yield
@@ -49,7 +49,7 @@ WEIGHTS = "KVQ_WEIGHTS"
 
 @pytest.fixture
 def weights() -> Callable[[str], Path]:
-    """By its name, a real pretrained model's checkpoint; where it is missing, the test is skipped with what brings it.
+    """A real pretrained model's checkpoint, by name; if it is missing, the test is skipped and says how to get it.
 
     Tests that use it are marked `weights`.
     """
@@ -75,7 +75,7 @@ LONGEST = (
     "engine/test_http.py",
     "processes/test_processes.py",
 )
-"""Two minutes and more. They begin first (`--no-loadscope-reorder`), so that no process is left with one in the end."""
+"""Tests of two minutes and more. They start first (`--no-loadscope-reorder`), so that none runs alone at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

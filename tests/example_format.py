@@ -35,7 +35,7 @@ def environment(installed: Path) -> dict[str, str]:
 
 
 def install(work: Path, change: Callable[[str], str] = lambda code: code) -> Path:
-    """Where the example lies installed, its code changed. A copy is built: setuptools writes into what it builds."""
+    """Install the example with changed code; returns the folder. A copy is built, because setuptools writes into it."""
     source, installed = work / "int4_hadamard", work / "installed"
     shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     code = source / "int4_hadamard.py"

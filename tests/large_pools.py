@@ -1,4 +1,4 @@
-"""A request in pools of a server's size against the same request in small ones: all bytes and all answers are equal."""
+"""A request in pools of a server's size compared with the same request in small ones: equal bytes, equal answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ over five pages, one beyond every edge."""
 
 
 def compare(name: str, build: Callable[[Layer], Step], heads: int = 2, *, prompt: bool = True) -> None:
-    """`build` makes the step under test for a layer; without `prompt` PyTorch serves the first one."""
+    """`build` makes the step under test for a layer; without `prompt` PyTorch serves the first step."""
     fmt = get_format(name).bind(Geometry(64, 32, torch.float32), {"W": 32, "S": 16})
     near, far = (Layer(fmt, heads=heads, share=1, far=far) for far in (False, True))
     block = LAYERS * far.slots.page_bytes

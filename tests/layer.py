@@ -16,13 +16,13 @@ from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Step, StepBatch
 
 EDGES = (0, 1 << 31, 1 << 32, 1 << 33, 1 << 34)
-"""Offsets in bytes: what wraps around at 2^31 bytes, float16 numbers or words is beyond one of them."""
+"""Offsets in bytes: indices that wrap around at 2^31 bytes, float16 numbers or words lie beyond one of them."""
 
 BEFORE = 1 << 33
-"""Bytes in front of a pool, so that an offset that became negative is read as zeros and not as foreign memory."""
+"""Bytes in front of a pool, so that a negative offset reads zeros instead of foreign memory."""
 
 LAYERS = 3
-"""That share a pool: vLLM lays the blocks of several layers side by side."""
+"""Layers that share a pool: vLLM lays the blocks of several layers side by side."""
 
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 
@@ -36,7 +36,7 @@ def far_bytes(blocks: int, block_bytes: int) -> torch.Tensor:
 
 
 def far_ids(count: int, block_bytes: int) -> torch.Tensor:
-    """Blocks around every edge in turn."""
+    """Blocks around every boundary in turn."""
     first = [max(1, edge // (LAYERS * block_bytes)) for edge in EDGES]
     return torch.tensor([first[i % len(first)] + i // len(first) for i in range(count)], dtype=torch.int32)
 
@@ -46,7 +46,7 @@ class Layer:
     fmt: PageFormat
     requests: int = 1
     tokens: int = 256
-    """The most that a request will have."""
+    """The most tokens that a request will have."""
     heads: int = 2
     share: int = 2
     drafts: int = 0
@@ -76,7 +76,7 @@ class Layer:
         return StepBatch(start, start, seq, pages, side, sinks if self.fmt.S else None, max(lengths))
 
     def random(self, tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
-        """Query, key and value of so many tokens."""
+        """Query, key and value for that many tokens."""
         rng, d = torch.Generator().manual_seed(seed), self.fmt.geometry.head_size
         shapes = ((tokens, heads, d) for heads in (self.heads * self.share, self.heads, self.heads))
         return tuple(torch.randn(shape, generator=rng).to(self.fmt.geometry.dtype) for shape in shapes)
@@ -95,7 +95,7 @@ class Layer:
         self.held[request] = pages * self.fmt.N
 
     def blocks(self, request: int) -> list[torch.Tensor]:
-        """Copies of all that the request has: pages, sidecar, sinks."""
+        """Copies of everything that the request has: pages, sidecar, sinks."""
         pools = (self.caches.pages, self.caches.sidecar, self.caches.sinks)
         tables = (table[request].long() for table in self.tables)
         return [

@@ -19,7 +19,7 @@ TINY: dict[str, Any] = {"hidden": 64, "layers": 1, "heads": 1, "kv_heads": 1}
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """written(**arguments of random_model) -> its folder, which tests read and don't write to."""
+    """written(**arguments of random_model) -> its folder, which tests read but don't write to."""
     folder = tmp_path_factory.mktemp("models")
     known: dict[tuple[tuple[str, Any], ...], Path] = {}
 

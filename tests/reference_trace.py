@@ -1,4 +1,4 @@
-"""Three requests with chunks, drafts of which some are rejected, and a prefix hit, against the reference cache."""
+"""Three requests with chunks, drafts (some rejected), and a prefix hit, compared with the reference cache."""
 
 from __future__ import annotations
 

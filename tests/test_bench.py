@@ -37,7 +37,7 @@ def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys:
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert len(rows) == 4 * len(kernels)
     assert all(float(row["ms"]) > 0 and float(row["x_bf16"]) > 0 for row in rows)
-    # the packed cache is what it says: fewer bytes than a third of bf16's
+    # the packed cache has as few bytes as it says: less than a third of bf16's
     size = {row["kernel"]: int(row["bytes"]) for row in rows if row["context"] == "6144"}
     assert size["squat2"] < size["bf16"] / 3
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
@@ -57,7 +57,7 @@ def test_a_head_size_that_vllm_has_no_fp8_cache_for(capsys: pytest.CaptureFixtur
 
 
 def test_vllm_held_to_avx2_uses_nothing_newer() -> None:
-    """Its wheel's build for AVX2 has neither AVX-512 nor AMX, whatever the processor has."""
+    """The wheel's build for AVX2 has neither AVX-512 nor AMX, whatever the processor has."""
     command = [
         sys.executable,
         "-m",
@@ -121,7 +121,7 @@ def test_serve_compares_two_real_servers(
     share, kernel, expected, most = (float(x.rstrip("%")) for x in cells[1][10:])
     assert 0 <= share < 100
     assert kernel > 0
-    # printed to half a per cent, which is much where the share is large
+    # printed to half a per cent, which matters where the share is large
     near = [serve.gain(share / 100 + s, kernel + k) for s in (-0.005, 0.005) for k in (-0.005, 0.005)]
     assert min(near) - 0.01 <= expected <= max(near) + 0.01
     assert min(1.0, kernel) - 0.01 <= expected <= most + 0.01

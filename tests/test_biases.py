@@ -1,4 +1,4 @@
-"""Key biases and wide channels written into a model: the function stays, the caches become hard."""
+"""Key biases and wide channels written into a model: the function stays the same, the caches become hard."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(path: Path) -> tuple[LlamaShape, Weights, torch.Tensor]:
 
 @torch.no_grad()
 def logits(shape: LlamaShape, weights: Weights, seed: int = 5) -> torch.Tensor:
-    """Of tokens that nothing was measured on."""
+    """Logits of tokens that nothing was measured on."""
     ids = torch.randint(4, shape.vocab, (1, 400), generator=torch.Generator().manual_seed(seed))
     return forward(shape, weights, ids)[0]
 
@@ -58,7 +58,7 @@ def test_logits_stay(model: tuple[LlamaShape, Weights, torch.Tensor], what: str)
 
 
 def test_a_model_with_biases_keeps_its_logits(model: tuple[LlamaShape, Weights, torch.Tensor]) -> None:
-    """Those of queries, keys and values are scaled with their rows."""
+    """Biases of queries, keys and values are scaled with their rows."""
     shape, weights, ids = model
     generator = torch.Generator().manual_seed(1)
     shape = replace(shape, attention_bias=True)
@@ -151,7 +151,7 @@ def test_wide_channels_stand_where_queries_read_them(model: tuple[LlamaShape, We
 def test_scales_are_exact_in_the_checkpoints_dtype(
     model: tuple[LlamaShape, Weights, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Powers of two: what a 16-bit cache's model computes from 16-bit weights is the same to the last bit."""
+    """Powers of two: the result of a 16-bit cache's model with 16-bit weights is the same to the last bit."""
     shape, weights, ids = model
     rounded = {name: w.to(dtype) for name, w in weights.items()}
     _, written = rewritten(shape, {name: w.float() for name, w in rounded.items()}, ids, CHANNELS)

@@ -202,7 +202,7 @@ def test_demo_model_recalls_from_every_format(demo: Loaded, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_recall_is_lost_with_the_cache(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: zeros in place of all but the newest 64 tokens' cache must not go unnoticed."""
+    """The control: zeros in place of the cache of all but the newest 64 tokens must be noticed."""
     patch_attention(monkeypatch, lambda q, k, v: (forget(k), forget(v)))
     assert recalled(demo, 2000) < 0.1
 
@@ -226,7 +226,7 @@ def patch_attention(monkeypatch: pytest.MonkeyPatch, through) -> None:  # type: 
 
 # -- how it is trained -----------------------------------------------------------------------------------------------
 def test_both_attentions_are_the_same(random: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's kernel for long rows, the formula for short ones; and what is watched is what attends."""
+    """PyTorch's kernel for long rows, the formula for short ones; and the weights that are recorded are those used."""
     ids = random_ids(2, 100)
     short = random.logits(ids)
     monkeypatch.setattr(llama, "SHORT", 50)
@@ -250,7 +250,7 @@ def test_what_is_asked_is_a_target_and_linked(demo: Loaded) -> None:
         assert said == wanted, name
         assert all(encoding.ids[t + 1] == encoding.ids[s] and s <= t for t, s in links), name
         if name in ("recall", "needle", "copy", "repeat"):
-            # a token that is cut otherwise at its first place can't be linked
+            # a token that is cut differently at its first place can't be linked
             assert len(links) >= 0.95 * sum(w >= 1 for w in weights), name
 
 
@@ -307,7 +307,7 @@ def test_training_resumes_where_it_was(demo: Loaded, tmp_path: Path) -> None:
 
 
 def test_help_teaches_where_to_look(demo: Loaded) -> None:
-    """Its loss falls within a few steps, and an attention that looks where it should has none."""
+    """Its loss falls within a few steps, and an attention that looks at the right place has none."""
     training = tiny(demo)
     training.plan = Plan((Phase(60, 32, 256, (1.0, 1.0)),), warm_up=1)
     found = [f["help"] for f in training.run(60)]

@@ -64,7 +64,7 @@ def child(tmp_path: Path, code: str) -> Server:
 
 
 def test_the_command_is_shown_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the memory that it gives a CPU's cache: typed without it, vLLM would want nine tenths of the machine's."""
+    """The command names the memory of a CPU's cache: without it, vLLM would want nine tenths of the machine's."""
     name = "VLLM_CPU_KVCACHE_SPACE"
     for value, shown in ((None, "1"), ("7", "7")):
         monkeypatch.delenv(name, raising=False)

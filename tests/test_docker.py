@@ -1,4 +1,4 @@
-"""docker/, as far as it can be judged without a container engine. install.sh: test_shipping.py."""
+"""docker/, as far as it can be tested without a container engine. install.sh is tested in test_shipping.py."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_image(name: str) -> None:
     assert int(what["USER"]) > 0
     assert "/health" in what["HEALTHCHECK"]
     assert what["EXPOSE"] == "8000"
-    # what the first stage makes is mounted while it is installed, and nothing of it is copied
+    # what the first stage makes is mounted for the installation, and nothing of it is copied
     assert "COPY" not in what
     runs = [arguments for instruction, arguments in stage if instruction == "RUN"]
     (install,) = [run for run in runs if "install.sh" in run]

@@ -23,7 +23,7 @@ from vllm_kvq.kernels.cpu.library import ISAS
 
 # -- times ------------------------------------------------------------------------------------------------------------
 class Clock:
-    """Moves when a step is run."""
+    """A clock that moves when a step is run."""
 
     now = 0.0
 
@@ -31,7 +31,7 @@ class Clock:
         return self.now
 
     def step(self, seconds: Callable[[int], float]) -> Callable[[], object]:
-        """One that takes so long when it is run for the so manyth time."""
+        """A step that takes this long when it is run for the nth time."""
         calls = iter(range(10**6))
 
         def run() -> None:
@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_ratios_are_times_as_fast(clock: Clock) -> None:
-    """Of the median round: one that the machine slept through changes nothing."""
+    """The median round's ratio: a round during which the machine slept changes nothing."""
     candidates = {
         "bf16": Candidate([clock.step(lambda i: 0.8 if i == 5 else 0.016)], 64_000_000),
         "fp8": Candidate([clock.step(lambda i: 0.010)], 32_000_000),
@@ -103,7 +103,7 @@ def test_targets(isa: str, ratios: tuple[float, float], verdict: str, monkeypatc
 
 @pytest.mark.parametrize(("least", "status"), [(0.0, 0), (1.9, 0), (2.1, 1)])
 def test_decode(least: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Half a second for each of bf16's tokens, a quarter for ours; the prompt takes its time and does not count."""
+    """Half a second for each of bf16's tokens, a quarter for ours; the prompt takes its own time and does not count."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setattr(decode, "_engine", lambda model, dtype, *_: 0.5 if dtype == "auto" else 0.25)
@@ -239,7 +239,7 @@ def test_score_error_is_relative() -> None:
     assert score_error(query, key, key) == 0
     assert score_error(query, key, 1.1 * key) == pytest.approx(0.1, rel=1e-4)
     assert score_error(query, key, torch.zeros_like(key)) == pytest.approx(1.0)
-    # an error that no query sees is none; query heads 0 and 1 share KV head 0
+    # an error that no query sees does not count; query heads 0 and 1 share KV head 0
     query[:, :2, 5] = 0
     wrong = key.clone()
     wrong[:, 0, 5] += 100
@@ -272,7 +272,7 @@ def test_the_error_table_measures_on_queries_that_were_not_fitted(monkeypatch: p
 
 
 def test_the_error_table_notices_a_planted_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the same format, whose keys come back a little off, has a larger error in its cell."""
+    """The control: the same format with slightly wrong keys has a larger error in its cell."""
     healthy = error_table.error("kivi4", {}, 64, False)
     real = error_table.roundtrip
 

@@ -115,7 +115,7 @@ def test_replay(mismatches: list[str], monkeypatch: pytest.MonkeyPatch, capsys: 
 
 # -- its session ------------------------------------------------------------------------------------------------------
 class FakeRunner:
-    """What a configuration's engine and judge say of any trace."""
+    """What a configuration's engine and judge say about any trace."""
 
     verdict: Callable[[], Verdict] = Verdict
     plain: Callable[[], Verdict] = Verdict
@@ -163,7 +163,7 @@ def test_a_healthy_session(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wanted", [1, 400])
 def test_a_session_of_so_many_requests(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on after its time, and over more than one engine of a format."""
+    """The session continues past its time, and over more than one engine of a format."""
     monkeypatch.setattr(session, "Runner", type("Planted", (FakeRunner,), {}))
     monkeypatch.setattr(session, "ROUND_SECONDS", 0.001)
     made = Session("model", 1, 0.0, ["squat2", "qjl3"], jobs=2, requests=wanted)
@@ -194,7 +194,7 @@ def test_a_session_whose_judge_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever holds the request `bad` is wrong."""
+    """Any trace that contains the request `bad` is wrong."""
 
     class Runners:
         def __init__(self, *_: object) -> None:
@@ -215,7 +215,7 @@ def test_the_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.name for t in small.traces for r in t.requests] == ["bad"]
     assert small.size[1] < 10
     assert small.setup == Setup("squat2")
-    # nothing can be said of one that does not fail again
+    # nothing can be said about one that does not fail again
     healthy = Case(Setup("squat2"), (Trace((Request("r", (10,), 3),), True),))
     assert minimal("model", Finding(healthy, case, ["once"]), 60)[1] == ["good[0]: token 1"]
     assert minimal("model", Finding(healthy, healthy, ["once"]), 60) == (healthy, ["once"])
@@ -225,7 +225,7 @@ def test_the_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
 def runner(
     monkeypatch: pytest.MonkeyPatch, answers: dict[str, Result | Exception], format_name: str = "lossless"
 ) -> attempt.Runner:
-    """Engines that answer so, by format; the reference finds nothing, and takes tokens from 100 on for near."""
+    """Engines that answer like this, by format; the reference finds nothing, and treats tokens from 100 on as near."""
     monkeypatch.setattr(attempt, "ReplayModel", lambda *_, **__: None)
     monkeypatch.setattr(attempt, "judge", lambda *_: Verdict(requests=2))
     near = lambda _model, _traces, _results, found: 0.0 if min(found.tokens) >= 100 else 30.0  # noqa: E731

@@ -1,4 +1,4 @@
-"""The runner that plants faults says caught, survived or unusable, and leaves the tree as it was."""
+"""The runner that plants faults says caught, survived or unusable, and leaves the tree unchanged."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ sys.exit(main.main(["--jobs", "2"]))
 
 
 def processes(pids: Path) -> list[psutil.Process]:
-    """Those of these that run."""
+    """Those of these processes that are running."""
     found = [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
     return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
@@ -219,7 +219,7 @@ def test_tests_that_hang_end_with_all_that_they_started(tmp_path: Path, monkeypa
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it chooses, and its exit status. The copies hold one file only."""
+    """What it chooses, and its exit status. The copies hold only one file."""
     slow = Fault("sleeps", "double.py", "2 * x", "4 * x", FAULT.tests, slow=True)
     monkeypatch.setattr(main, "FAULTS", (FAULT, slow))
     monkeypatch.setattr(main, "copy_checkout", lambda root: root.mkdir() or (root / "double.py").write_text(TEXT))

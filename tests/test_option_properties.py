@@ -1,4 +1,4 @@
-"""Random combinations of options, a fixed few of them: `python -m proof options` judges any number."""
+"""A fixed set of random combinations of options; `python -m proof options` judges any number."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_gpus_kernels(case: Case) -> None:
 
 
 def test_what_a_decode_step_packs() -> None:
-    """Otherwise than a prompt, and the reference agrees on which is which."""
+    """It is packed differently from a prompt, and the reference agrees on which is which."""
     options = {"W": 0, "S": 0, "quant_mode": "hybrid_prefill"}
     verdict = judge(Case("innerq2", 64, 32, "float32", options), ("PyTorch",))
     assert verdict.paths == ["PyTorch"]
@@ -64,7 +64,7 @@ def test_every_declared_value_is_drawn() -> None:
             seen.setdefault(name, set()).add(value)
     for option, _ in declared_options():
         if option.name in ("N", "recompute", "skip_layers"):
-            continue  # of the cache around a format
+            continue  # options of the cache around a format
         assert option.name in seen
         if option.choices:
             assert seen[option.name] == {*option.choices}
@@ -106,7 +106,7 @@ def test_it_sees_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_sees_other_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a path packs: values with a larger scale than the reference's."""
+    """Only what a path packs changes: values with a larger scale than the reference's."""
     write = PageFormat.write
 
     def damaged(self: PageFormat, pages: torch.Tensor, page: torch.Tensor, unit: torch.Tensor, fields: Packed) -> None:

@@ -1,4 +1,4 @@
-"""docs/papers.md: every command of the page is run, on less data than a reader would take."""
+"""docs/papers.md: every command of the page is run, with less data than a reader would use."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_figures(command: list[str]) -> None:
 
 @pytest.mark.engine
 def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """All in one run of the model, which takes longer than what they measure."""
+    """All in one run of the model, which takes longer than the measurements."""
     every = list(dict.fromkeys(choice.label for command in ON_A_MODEL for choice in choices(command[1])))
     assert heads_command.main(["demo", "--tokens", "256", "--formats", ",".join(every)]) == 0
     printed = capsys.readouterr().out

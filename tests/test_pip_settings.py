@@ -1,4 +1,4 @@
-"""A machine whose pip forbids, renames or redirects packages is a machine on which the tests pass all the same."""
+"""The tests also pass on a machine whose pip forbids, renames or redirects packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The instruments' front door: `python -m proof`, its commands, `make fuzz` and `make soak`, and what documents say."""
+"""The entry point `python -m proof`, its commands, `make fuzz` and `make soak`, and what documents say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 DOCUMENTED = sorted(
     {line for page in DOCUMENTS for line in re.findall(r"python -m (proof \w[^`\n#]*)", page.read_text())}
 )
-"""What stands behind `python -m` in a document, up to the end of its line."""
+"""What follows `python -m` in a document, up to the end of its line."""
 NO_OPTIONS_OF_OURS = ("-m", "--")
 """From here on a line names another command."""
 MADE = sorted({x for page in DOCUMENTS for x in re.findall(r"(?:^    |`)make (\w+)", page.read_text(), re.MULTILINE)})

@@ -1,4 +1,4 @@
-"""One version everywhere, a release script that refuses what is not ready, and what pyproject.toml declares."""
+"""One version everywhere, a release script that refuses anything not ready, and what pyproject.toml declares."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import vllm_kvq
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MEASURED_WHERE_INSTALLED = {"flash_attn", "flash_attn_interface"}
-"""Rivals that `bench gpu` measures where they are installed; built for one CUDA and one torch."""
+"""Competitors that `bench gpu` measures if they are installed; each is built for one CUDA and one torch."""
 
 
 def imported(folder: Path) -> dict[str, set[str]]:
-    """What a folder's modules import from others: the name, and where."""
+    """What a folder's modules import from outside: the name, and where."""
     found: dict[str, set[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -77,7 +77,7 @@ def test_the_issue_template_has_the_steps_of_the_page() -> None:
 
 
 def test_pre_commit_runs_what_ci_runs() -> None:
-    """Each command of `make lint types`, and no other; ruff may also mend."""
+    """Each command of `make lint types`, and no other; ruff may also fix."""
     yaml = pytest.importorskip("yaml", reason="comes with vLLM")
     printed = subprocess.run(
         ["make", "--dry-run", "--always-make", "lint", "types"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -181,7 +181,7 @@ def test_uncommitted_and_tagged(script: ModuleType, ready: Path, capsys: pytest.
 
 
 def test_csrc_is_checked_as_clang_format_says(tmp_path: Path) -> None:
-    """Every source is looked at: one that is not formatted gives status 1."""
+    """Every source is checked: one that is not formatted gives status 1."""
     spec = importlib.util.spec_from_file_location("clang_format", ROOT / "scripts" / "clang_format.py")
     assert spec
     assert spec.loader

@@ -1,4 +1,4 @@
-"""What `proof sanitize --server` says of servers and answers that are made up here, a healthy one among them."""
+"""What `proof sanitize --server` says about made-up servers and answers, including a healthy one."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_the_wheel_says_where_it_runs(wheels: Path) -> None:
     assert "-py3-none-manylinux_2_" in wheel.name
     assert wheel.name.endswith("_x86_64.whl")
     libraries = [name for name in zipfile.ZipFile(wheel).namelist() if ".so" in name]
-    # all instruction sets in one, and nothing grafted in
+    # all instruction sets in one file, and no other library bundled
     assert libraries == [f"vllm_kvq/_prebuilt/{build.prebuilt_name()}"]
 
 
@@ -111,7 +111,7 @@ def test_without_a_compiler_its_library_serves(clean: Path) -> None:
 def test_a_library_of_other_sources_is_one_sentence(
     command: list[str], sentence: str, clean: Path, tmp_path: Path
 ) -> None:
-    """And never the slower kernels in its place."""
+    """The server never falls back to the slower kernels."""
     model = random_model(tmp_path / "model", hidden=128, layers=2, heads=4, kv_heads=2)
     (header,) = (clean / "venv").glob("lib/python*/site-packages/vllm_kvq/csrc/cpu/half.h")
     text = header.read_text()

@@ -191,7 +191,7 @@ def test_a_report_that_fails(bad: Report, complaint: str) -> None:
 
 
 class Script(BaseHTTPRequestHandler):
-    """Answers every request with the server's `lines`, and notices whether the client stayed."""
+    """Answers every request with the server's `lines`, and records whether the client stayed."""
 
     def do_POST(self) -> None:
         lines: list[str] = self.server.lines  # type: ignore[attr-defined]
@@ -241,9 +241,9 @@ def test_the_client_reads_streams_and_leaves_them(script: HTTPServer) -> None:
     script.lines = [line("a"), 'data: {"error": {"message": "engine died"}}']  # type: ignore[attr-defined]
     with pytest.raises(BadAnswer, match="engine died"):
         place(url, order)
-    for tokens in (3, 4):  # with a reset, with a plain close
+    for tokens in (3, 4):  # with a reset, with a normal close
         script.lines, script.endless, script.left = whole, True, False  # type: ignore[attr-defined]
         assert place(url, replace(order, max_tokens=tokens, leave_after=1)).left
         script.lines, script.endless = whole, False  # type: ignore[attr-defined]
-        place(url, order)  # served after the one before has noticed
+        place(url, order)  # served after the previous one has noticed
         assert script.left  # type: ignore[attr-defined]

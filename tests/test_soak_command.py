@@ -23,7 +23,7 @@ PASSED = Metrics(99, 0, 0, 0, 7, 64, 1000, 500)
 
 
 class Clock:
-    """Time passes while the main thread sleeps; the clients' requests take none."""
+    """Time passes only while the main thread sleeps; the clients' requests take none."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,7 +39,7 @@ class Clock:
 
 @dataclass
 class World:
-    """What a soak of one minute meets. Everything is well unless a test says otherwise."""
+    """What a soak of one minute meets. Everything is fine unless a test says otherwise."""
 
     clock: Clock = field(default_factory=Clock)
     log: str = "INFO 12:00 started\n"
@@ -52,9 +52,9 @@ class World:
     final: Metrics = PASSED
     memory: Callable[[float], float] = lambda seconds: 1e9
     text: Callable[[int], str] = lambda number: ""
-    """Of the answer to the so manyth order."""
+    """The text of the nth answer."""
     error: Callable[[int], str | None] = lambda number: None
-    """Of a client's."""
+    """The error that the nth client meets."""
     orders: Iterator[int] = field(default_factory=itertools.count)
     stopped: bool = False
 
@@ -182,7 +182,7 @@ def test_a_server_that_is_gone_at_the_end(soak: Callable[..., int], capsys: pyte
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All but flat memory, for which a quarter of a minute is too short."""
+    """Everything except flat memory, for which a quarter of a minute is too short."""
     arguments = ["--minutes", "0.25", "--format", "lossless", "--eager", "--log", str(tmp_path / "log")]
     status = main.main(arguments)
     lines = capsys.readouterr().out.splitlines()

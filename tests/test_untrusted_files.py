@@ -1,4 +1,4 @@
-"""Files that others wrote: whatever they hold, the answer is what was asked for or one sentence, soon."""
+"""Files that others wrote: whatever they contain, the answer is what was asked for or one sentence, and comes soon."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256,
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something may be put in the place of a part of a JSON value."""
+    """Places where a part of a JSON value may be replaced."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(p for key, part in inside for p in places(part, (*path, key)))]
 
@@ -60,7 +60,7 @@ def spoiled(value: Any) -> st.SearchStrategy[Any]:
 
 
 def refused(make: Callable[[], Any]) -> Any:
-    """What is made, or None if it was refused in a sentence."""
+    """The result, or None if it was refused in a sentence."""
     try:
         return make()
     except ValueError as error:
@@ -190,7 +190,7 @@ def test_a_folder_that_is_no_checkpoint(text: bytes | None, tmp_path: Path, caps
 
 # -- vllm serve --config FILE -----------------------------------------------------------------------------------------
 def test_any_options_in_a_file(tmp_path: Path) -> None:
-    """As vLLM hands them to us: YAML's mappings as JSON."""
+    """As vLLM passes them to us: YAML's mappings as JSON."""
     yaml = pytest.importorskip("yaml", reason="comes with vLLM")
     pytest.importorskip("vllm")
     from types import SimpleNamespace

@@ -39,7 +39,7 @@ def answered(good: list[list[int]] | None = None, short: list[list[int]] | None 
         (answered([[1, 2]]), [Difference("good", 0, 2, 3, (3, None))]),
         (answered([[1, 2, 3, 4]]), [Difference("good", 0, 3, 4, (None, 4))]),
         (answered([[]]), [Difference("good", 0, 0, 3, (1, None))]),
-        # an aborted request may end sooner or later, in the same tokens
+        # an aborted request may stop sooner or later, with the same tokens
         (answered(short=[[4]]), []),
         (answered(short=[[4, 5, 6]]), []),
         (answered(short=[[4, 6]]), [Difference("short", 0, 1, 2, (5, 6))]),
@@ -80,7 +80,7 @@ def test_verdicts_add_up() -> None:
 
 # -- the reference's judgement ----------------------------------------------------------------------------------------
 class Gaps:
-    """In the place of the reference: by how much it prefers another token, at each position and in each replay."""
+    """Stands in for the reference: by how much it prefers another token, at each position and in each replay."""
 
     def __init__(self, gap: Callable[[int, int], float]) -> None:
         self.formats = [get_format("squat2").bind(Geometry(64, 64, torch.float32))]
@@ -181,7 +181,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayModel]
 @pytest.mark.slow
 def test_a_wrong_token_is_found_by_the_reference(reference: ReplayModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It agrees with its own answer, and with no other token."""
-    monkeypatch.setattr(judging, "MANY", 30)  # replays, to be done sooner
+    monkeypatch.setattr(judging, "MANY", 30)  # fewer replays, to finish sooner
     prompt, answer, replay = [random.Random(3).randrange(10, 500) for _ in range(70)], [], reference.request()
     logits = replay.step(prompt)
     for _ in range(6):

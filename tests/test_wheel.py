@@ -1,4 +1,4 @@
-"""The wheel holds what a serving process and the user's commands need, works by itself, and holds no instruments."""
+"""The wheel contains what a serving process and the user's commands need, works by itself, and has no instruments."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(unpacked: Path, *arguments: str) -> str:
-    """Python's output, with the unpacked wheel on the path and the checkout not."""
+    """Python's output, with the unpacked wheel on the path and without the checkout."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=unpacked,
@@ -71,7 +71,7 @@ def test_it_holds_nothing_else(names: set[str]) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_it_holds_every_file_of(part: str, names: set[str]) -> None:
-    """Also of folders that are links in the checkout."""
+    """Also for folders that are links in the checkout."""
     at_the_top = part.startswith(("csrc", "triton_kernels"))
     wanted = {f"vllm_kvq/{name}" for name in tracked(part)} if at_the_top else tracked(f"vllm_kvq/{part}")
     assert wanted

@@ -32,14 +32,14 @@ H, SHARE, SPEC, WIDTH = 2, 2, 2, 40
 
 class Implementation(Protocol):
     exact: bool
-    """Packs with the first one's kernels, so that all bytes of the pages are equal."""
+    """Packs with the first implementation's kernels, so that all bytes of the pages are equal."""
 
     def run(
         self, batch: StepBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
     ) -> None: ...
 
     def check_padding(self, output: torch.Tensor) -> None:
-        """Of rows that belong to no request."""
+        """Check the rows that belong to no request."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class World:
     def __post_init__(self) -> None:
         fmt = self.fmt
         self.inside = 0
-        """First steps behind a hit that are as small as decode steps."""
+        """First steps after a hit that are as small as decode steps."""
         self.rng, self.noise = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
         self.slots = SlotGeometry.of(fmt, H, SPEC)
         self.free = list(range(1, self.blocks))
@@ -81,7 +81,7 @@ class World:
         pools = [torch.zeros(self.blocks, elements, dtype=fmt.geometry.dtype) for _ in range(4)]
         pages = [torch.zeros(self.blocks, H, 1, fmt.record_bytes, dtype=torch.uint8) for _ in range(2)]
         self.side, self.sinks = pools[:2], pools[2:]
-        # what was left there by others
+        # what others left there
         for x in self.sinks:
             x.fill_(torch.nan)
         self.pages = pages

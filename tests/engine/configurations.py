@@ -86,4 +86,4 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "path=C++ capacity_tokens=56661 bf16_tokens=39430 ratio=1.44 (requests of 512 tokens)",
     ),
 }
-"""What is configured; what vLLM's configuration says then (see `told`); the start-up line for 1000 blocks."""
+"""What is configured; what vLLM's configuration then says (see `told`); the start-up line for 1000 blocks."""

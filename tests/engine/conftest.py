@@ -1,4 +1,4 @@
-"""Starts real engines, each in a process of its own, and keeps what plain vLLM answers as the truth."""
+"""Starts real engines, each in a separate process, and takes plain vLLM's answers as the truth."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def bare(configured: Bare, monkeypatch: pytest.MonkeyPatch) -> Bare:
-    """vLLM's configuration as it is before anything of ours is written into it."""
+    """vLLM's configuration before anything of ours is written into it."""
     monkeypatch.setattr("vllm_kvq.integration.platform.apply", lambda served, vllm_config: None)
     return configured
 

@@ -10,11 +10,11 @@ from poison import packed_layers
 
 
 def stale_page(engine: Any) -> None:
-    """Every third block keeps the slabs that its first owner packed: silent, for they are well formed."""
+    """Every third block keeps the slabs that its first owner packed. No check fails: they are well formed."""
     layers = packed_layers(engine)
     assert layers
     for layer in layers:
-        layer.step = step = getattr(layer.step, "planned", layer.step)  # the decode step in one call packs by itself
+        layer.step = step = getattr(layer.step, "planned", layer.step)  # a decode step in one call packs by itself
         step.kernels = replace(step.kernels, pack=_keeping_old(step.kernels.pack))
 
 

@@ -1,4 +1,4 @@
-"""Poison for what nobody may read, put into the real pool of a running engine (functions for `EngineProcess.call`)."""
+"""Poison for data that nobody may read, put into the real pool of a running engine (for `EngineProcess.call`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def packed_layers(engine: Any) -> list[Any]:
 
 
 def parts(layer: Any) -> tuple[PlannedStep, CPUStep]:
-    """The halves of a layer's step: what is planned on the host, and the decode step in one call."""
+    """The two halves of a layer's step: the one planned on the host, and the decode step in one call."""
     return layer.step.planned, layer.step
 
 
 class _Poisoned:
-    """While a layer attends, all of its pool is poisoned that this step's positions do not call for."""
+    """While a layer attends, everything in its pool that this step's positions do not need is poisoned."""
 
     def __init__(self, layer: Any, reach: int) -> None:
         self.layer, self.reach = layer, reach
@@ -51,7 +51,7 @@ class _Poisoned:
             pages.copy_(saved)
 
     def _decode(self, batch: StepBatch, caches: Caches, *tensors: torch.Tensor) -> int | None:
-        """Such a step packs, too: what it may write is kept as it left it, and all else is as before."""
+        """Such a step packs, too: what it may write stays as it left it, and everything else as before."""
         self.requests = Requests.of(batch)
         headers = self.layer.sidecar.slots_geometry.headers(caches.sidecar)
         headers = headers[torch.from_numpy(self.requests.sidecar[:, 0]).long()]
@@ -89,7 +89,7 @@ class _Poisoned:
         return torch.cat([torch.from_numpy(x).flatten().long() for x in (self.requests.sidecar, self.requests.sinks)])
 
     def _pool(self, saved: torch.Tensor, start: list[int]) -> torch.Tensor:
-        """The formula of the design, from the scheduler's numbers and not from the plan."""
+        """Computed by the formula of the design, from the scheduler's numbers and not from the plan."""
         fmt, batch = self.layer.fmt, self.requests
         first_slab, size = fmt.slabs_at, fmt.slab_region.nbytes
         pool = torch.full_like(saved, NAN)

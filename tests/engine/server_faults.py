@@ -8,7 +8,7 @@ from typing import Any
 
 class ServerFaults:
     def damage_headers(self: Any) -> int:
-        """The sidecars of all running requests belong to other tokens from now on; returns how many there are."""
+        """From now on the sidecars of all running requests belong to other tokens; returns how many there are."""
         damaged = 0
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
             packed = getattr(getattr(layer, "impl", None), "packed", None)

@@ -68,7 +68,7 @@ def test_every_command(tmp_path: Path) -> None:
 
 
 def test_the_served_command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the document has it, but for the model; the workers know the format and its option, too."""
+    """As in the document, except for the model; the workers know the format and its option, too."""
     monkeypatch.setenv("PYTHONPATH", example_format.environment(example_format.install(tmp_path))["PYTHONPATH"])
     request = traces.prefixes(64)[0].requests[0]
     with socket.create_server(("127.0.0.1", 0)) as probe:

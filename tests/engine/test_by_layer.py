@@ -1,6 +1,6 @@
-"""Options given by layer in real engines, judged by the reference, which resolves them by itself.
+"""Options given by layer in real engines, judged by the reference, which resolves them independently.
 
-The layers' pages then have several sizes, and their companions several cuts. Each engine serves several variants at
+The layers' pages then have several sizes, and their companions several layouts. Each engine serves several variants at
 once, one per layer.
 """
 
@@ -48,7 +48,7 @@ def served(run: Any, model: Path, name: str, options: dict[str, Any], error: flo
     assert not total.mismatches
     assert total.hits >= 3
     assert total.ties <= 0.02 * total.tokens
-    # the control: the layers the other way round
+    # the control: the layers swapped
     for option, values in options.items():
         if isinstance(values, dict):
             (named, first), (_, rest) = values.items()

@@ -1,6 +1,6 @@
-"""The capacity of the start-up line against vLLM's own count, for every kind of configuration.
+"""The capacity of the start-up line compared with vLLM's own count, for every kind of configuration.
 
-Of windows vLLM counts more than requests keep: that a pool holds what is said there is proved by filling one
+For windows vLLM counts more than requests keep; there a test fills a pool to prove that it holds what is announced
 (tests/models/test_pool.py).
 """
 
@@ -43,7 +43,7 @@ LAYERS = {
     "windows": "wwwwwp",
     "by layer": "pp",
 }
-"""The model's layers in each of the cases, and the draft's."""
+"""The kinds of layers of each case, the model's and the draft's."""
 SHORT = {"kv_cache_dtype": "kitty2", "max_model_len": 1024}
 LONG = {"kv_cache_dtype": "squat2", "max_model_len": 2048, "max_num_batched_tokens": 128, "model": "Gemma-3"}
 MORE: dict[str, tuple[dict[str, Any], str]] = {
@@ -58,7 +58,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_cache_dtype": "squat2", "block_size": 1024, "max_model_len": 4096, "draft": "draft_model"},
         "ppdd",
     ),
-    # a window takes what it sees, and the tokens that are scheduled but not yet settled
+    # a window takes what it sees, and tokens that are scheduled but not yet settled
     "windows in a long request": (LONG, "wwwwwp"),
     "windows over two stages": ({**LONG, "pipeline_parallel_size": 2}, "wwwwwp"),
     "windows and a skipped layer": (
@@ -163,7 +163,7 @@ def specs(vllm_config: Any, served: Served, kinds: str) -> dict[str, Any]:
 
 
 def state_spec(vllm_config: Any) -> Any:
-    """Of Mamba-2."""
+    """The state of Mamba-2."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM as Granite
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -214,7 +214,7 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
 
 @pytest.mark.parametrize("case", ["1k", "windows in a long request", "a hybrid"])
 def test_sinks_cost_a_request_one_block(case: str, bare: Bare) -> None:
-    """Of all that the tests above hold against vLLM's count."""
+    """In everything that the tests above compare with vLLM's count."""
     arguments = MORE[case][0]
     with_sinks, without = (Served.of(bare(**{**arguments, **options})) for options in ({}, kvq(S=0)))
     assert (with_sinks.format.S, with_sinks.sink_blocks, without.sink_blocks) == (4, 1, 0)
@@ -225,7 +225,7 @@ def test_sinks_cost_a_request_one_block(case: str, bare: Bare) -> None:
 
 
 def token_bytes(spec: Any) -> int:
-    """Of keys and values in 16 bits; a companion has no place in a plain cache."""
+    """Keys and values in 16 bits; a companion has no counterpart in a plain cache."""
     from vllm_kvq.integration.core.spec import CompanionSpec
 
     return 0 if isinstance(spec, CompanionSpec) else 4 * spec.num_kv_heads * spec.head_size

@@ -1,4 +1,4 @@
-"""How what is cached is counted: shared prefixes, sinks, time, cost; and where the numbers go."""
+"""How the contents of the cache are counted: shared prefixes, sinks, time, cost; and where the numbers go."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def manager(cls: type, blocks: dict[str, list[object]], kv_cache_spec: Any) -> A
 
 
 class Scheduler:
-    """As much of vLLM's as is looked at."""
+    """The parts of vLLM's scheduler that are looked at."""
 
     def __init__(self, requests: dict[str, int], shared: int = 0, sinks: int = 0, **changes: Any) -> None:
         """Requests' tokens, whose first `shared` pages are the same."""
@@ -142,7 +142,7 @@ def test_it_is_taken_once_a_second_and_at_both_ends(folder: Path, monkeypatch: p
 def test_it_is_taken_less_often_where_it_takes_long(
     interrupted: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the work, not by how long the machine kept it waiting."""
+    """The cost is measured in work, not in how long the machine kept the process waiting."""
     now, worked = [100.0], [0.0]
     monkeypatch.setattr(held.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(held.time, "thread_time", lambda: worked[0])
@@ -173,7 +173,7 @@ def test_a_scheduler_without_our_caches_is_left_alone(folder: Path) -> None:
 
 
 def test_processes_add_up_what_they_clamp(folder: Path) -> None:
-    """Two, by fork: each writes a file of its own."""
+    """Two processes, by fork: each writes a file of its own."""
     series = metrics.Series("tiny", "0")
     series.add(metrics.CLAMPED, 5)
     if (child := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""`vllm-kvq check` says what `vllm serve` would do: yes or the very sentence, what is packed, slow, how much fits."""
+"""`vllm-kvq check` says what `vllm serve` would do: yes or the same sentence, what is packed, slow, how much fits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_yes(checked: Check) -> None:
     assert found["kernels"]["slow"] is None
     assert found["memory"]["bytes"] == GIB
     assert found["capacity"]["request_tokens"] == 1024
-    # sidecars cost their part
+    # sidecars take their share
     assert 2 < found["capacity"]["tokens"] / found["capacity"]["bf16_tokens"] < 16 / found["bits_per_element"]
 
 

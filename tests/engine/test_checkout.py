@@ -35,7 +35,7 @@ MISSES = "Failed to import Triton kernels"
 
 
 def child(code: str, folder: Path, *path: Path) -> tuple[Any, str]:
-    """Of a process that was started in this folder, with these folders on the path: its last line, and its log."""
+    """Start a process in this folder, with these folders on the path; returns its last line and its log."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -62,7 +62,7 @@ def test_vllm_finds_what_it_finds_in_an_empty_folder(tmp_path: Path) -> None:
     here, log = child(WITH_PLUGIN + WHAT_VLLM_FINDS, ROOT, ROOT)
     assert here == elsewhere
     assert "triton_kernels" not in log
-    # the control: without the plugin it takes our folder for the package, and misses what is not in it
+    # the control: without the plugin it takes our folder for the package, and fails to find its contents
     here, log = child(WHAT_VLLM_FINDS, ROOT, ROOT)
     assert here != elsewhere
     assert MISSES in log

@@ -1,4 +1,4 @@
-"""Who gets which blocks of sidecars and sinks: our two managers over vLLM's own block pool, without an engine."""
+"""Which blocks sidecars and sinks get: our two managers over vLLM's own block pool, without an engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_sidecar_is_claimed_once_and_zeroed() -> None:
     assert len({b.block_id for b in first}) == SIDE
     assert blocks.get_num_free_blocks() == free - SIDE
     assert sidecars.new_block_ids == [b.block_id for b in first]
-    # it does not grow with the request, nor does another one share it
+    # it does not grow with the request, and no other request shares it
     assert wanted(sidecars, "a", 5 * N, []) == 0
     assert sidecars.allocate_new_blocks("a", 5 * N, 5 * N) == []
     second = sidecars.allocate_new_blocks("b", 1, 1)
@@ -109,7 +109,7 @@ def test_sinks_are_shared_once_their_block_is_complete() -> None:
     sinks = manager(SinkManager, spec(SinkSpec, SINKS), blocks)
     assert wanted(sinks, "a", 10, []) == SINKS
     own = sinks.allocate_new_blocks("a", 10, 10)
-    # written only by who begins at position 0, and read only where they were written
+    # written only by requests that start at position 0, and read only where they were written
     assert sinks.new_block_ids == []
     sinks.cache_blocks(asked("a", 0), N - 1)
     sinks.cache_blocks(asked("a", 1), N - 1)
@@ -119,9 +119,9 @@ def test_sinks_are_shared_once_their_block_is_complete() -> None:
     sinks.cache_blocks(asked("a", 2), 2 * N)
     pages, tokens = found(blocks, 3 * N + 5)
     assert tokens == 3 * N
-    # the pages stand in the first entries of a row that is as long as the hit
+    # the pages are in the first entries of a row that is as long as the hit
     assert [b.block_id for b in pages] == [*(b.block_id for b in own), 0]
-    # a shorter hit has no room for them, and another first block has others
+    # a shorter hit has no room for them, and another first block has other sinks
     assert found(blocks, 2 * N)[1] == 2 * N
     assert found(blocks, 2 * N - 1) == found(blocks, N) == found(blocks, 0) == ([], 0)
     other = SinkManager.find_longest_cache_hit(HASHES[1:], 3 * N, [2], blocks, spec(SinkSpec, SINKS), False, N)
@@ -135,7 +135,7 @@ def test_a_hit_holds_the_pages_of_the_one_before() -> None:
     own = sinks.allocate_new_blocks("a", 10, 10)
     sinks.cache_blocks(asked("a", 3), 3 * N)
     hit, tokens = found(blocks, 3 * N)
-    # while the first one runs they are not in the free queue; afterwards admission has to count them
+    # while the first request runs they are not in the free queue; afterwards admission has to count them
     assert wanted(sinks, "b", 4 * N, hit) == 0
     sinks.free("a")
     free = blocks.get_num_free_blocks()
@@ -174,7 +174,7 @@ def test_what_vllm_asks_of_the_specs() -> None:
     side, sinks = spec(SidecarSpec, SIDE, **{**RING, "window": 96}), spec(SinkSpec, SINKS)
     config: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100 * N))
     for of, blocks in ((side, SIDE), (sinks, SINKS)):
-        # of a request, however long
+        # one block of a request, however long it is
         assert of.max_memory_usage_bytes(config) == blocks * 1024
         # vLLM indexes a row of the table by position // block size
         assert of.max_num_blocks_per_req(config, 100 * N) == 100

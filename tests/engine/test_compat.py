@@ -80,7 +80,7 @@ def test_the_lists_are_long() -> None:
 
 
 def test_no_name_is_in_both_lists() -> None:
-    """What is only used is no patch's: its members are."""
+    """A name that is only used belongs to no patch: its members do."""
     used = {f"{module}:{name}" for table in TABLES for module, names in table.items() for name in names}
     needed = {name for patch in PATCHES for name in patch.needs if "." in name.partition(":")[2]}
     assert used & needed == set()
@@ -178,7 +178,7 @@ def everything() -> Any:
 
 
 def nothing() -> Any:
-    """One that needs only those that every server on a GPU needs."""
+    """A configuration that needs only the patches that every server on a GPU needs."""
     config = everything()
     config.model_config = SimpleNamespace(is_hybrid=False, hf_text_config=SimpleNamespace())
     config.device_config.device_type, config.kv_transfer_config, config.use_v2_model_runner = "cuda", None, False
@@ -187,7 +187,7 @@ def nothing() -> Any:
 
 @pytest.mark.parametrize(("patch", "name"), NEEDS, ids=named)
 def test_a_missing_name_of_a_patch_refuses(patch: Patch, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At start-up, those whom it concerns, and with one sentence."""
+    """At start-up, only servers that need it are refused, with one sentence."""
     broken = without(patch, name)
     monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
     problem = broken.problem()
@@ -209,14 +209,14 @@ def test_a_missing_name_of_a_patch_refuses(patch: Patch, name: str, monkeypatch:
         where = {"check"} if patch.moment is None else {"worker"}
     assert {who for who, sentence in said.items() if sentence is not None} == where
     assert {*said.values()} == {problem, None}
-    # who does without it is served
+    # a server that does not need it starts
     if patch.only is not None or patch.cpu_only:
         assert patch.only is None or f"do not serve {patch.only.who}; " in problem
         monkeypatch.setattr(compat, "NEEDED_ON_GPUS", {})
         assert compat.server_problem(nothing()) is compat.worker_problem(nothing()) is None
 
 
-# -- and where it is said ---------------------------------------------------------------------------------------------
+# -- where it is reported ---------------------------------------------------------------------------------------------
 @pytest.fixture
 def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
@@ -247,7 +247,7 @@ def test_a_missing_module_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_only_some_need_is_left_out(errors: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And said to those who need it, before weights load."""
+    """It is reported to those who need it, before weights load."""
     installed: list[object] = []
     (patch,) = (p for p in PATCHES if p.moment is Moment.REGISTERED and p.only is not None)
     broken = replace(without(patch, patch.needs[0]), install=installed.append)
@@ -296,10 +296,10 @@ def test_vllm_starts_without_us_then(model: Path) -> None:
     assert "squat2" in said.strip().splitlines()[-1] or "squat2" in done.stderr
 
 
-# -- installed: once, and really --------------------------------------------------------------------------------------
+# -- patches are installed once, and take effect ----------------------------------------------------------------------
 @pytest.fixture
 def pristine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own functions, until the test's end."""
+    """vLLM's own functions, until the test is over."""
     for patch in WRAPS:
         for name in patch.replaces:
             module = importlib.import_module(name.partition(":")[0])
@@ -333,7 +333,7 @@ def test_installed_twice_it_wraps_once(patch: Patch, pristine: None) -> None:
 
 @pytest.mark.parametrize("patch", WRAPS, ids=named)
 def test_somebody_elses_wrapper_around_ours_stays(patch: Patch, pristine: None) -> None:
-    """Ours is in effect under it, and is not installed again around it."""
+    """Our patch is in effect below it, and is not installed again around it."""
     own = [once.own(name) for name in patch.replaces]
     install(patch)
     for name in patch.replaces:
@@ -366,7 +366,7 @@ def test_a_patch_that_something_undoes_is_noticed(patch: Patch, monkeypatch: pyt
 
 
 def not_in_effect(engine: Any) -> list[str]:
-    """What an engine needs of the patches, and its process lacks."""
+    """The patches that an engine needs and its process lacks."""
     vllm_config = engine.engine.vllm_config
     wanted = [patch for patch in PATCHES if patch.install is not None and patch.wanted(vllm_config)]
     assert {patch.moment for patch in wanted} == {Moment.REGISTERED, Moment.CONFIGURED, Moment.BUILT}
@@ -380,9 +380,9 @@ def test_all_are_in_effect_in_an_engine(model: Path) -> None:
         assert process.run(traces.few(32)[0]).outputs
 
 
-# -- what follows -----------------------------------------------------------------------------------------------------
+# -- consequences -----------------------------------------------------------------------------------------------------
 def test_nobody_changes_the_default_block_size(model: Path) -> None:
-    """vLLM 0.33 would ask the backend after the model is loaded, when the formats are bound already."""
+    """vLLM 0.33 would ask the backend after the model is loaded, when the formats are already bound."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 

@@ -1,4 +1,4 @@
-"""Kernels that have to be compiled: said by the process that the user sees, before the model loads, and once."""
+"""Kernels that have to be compiled: the process that the user sees says so once, before the model loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEEP_WAITING = 0.5
 
 
 def test_a_server_says_that_it_compiles(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a compiler that makes empty files and links them to the library that is there already."""
+    """With a compiler that makes empty files and links them to the existing library."""
     library, asked, compiler = build.build(), tmp_path / "asked", tmp_path / "compiler"
     compiler.write_text(f"""#!/bin/sh
 [ "$1" = --version ] && exit

@@ -39,7 +39,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Requests:
-    """Two requests of a layer, in blocks of their own."""
+    """Two requests of a layer, each in its own blocks."""
 
     def __init__(self, path: str) -> None:
         fmt = get_format("kivi2").bind(Geometry(D, N, torch.float32), {"W": 0, "S": 0})
@@ -63,7 +63,7 @@ class Requests:
         self.noise, self.tokens = torch.Generator().manual_seed(0), 0
 
     def new(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Query, key, value of so many new tokens for each request."""
+        """Query, key and value of that many new tokens for each request."""
         return tuple(torch.randn(2 * tokens, heads, D, generator=self.noise) for heads in (2 * H, H, H))
 
     def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Requests:
 
     @property
     def header(self) -> torch.Tensor:
-        """Of the second request: magic, first own position, next position."""
+        """The second request's header: magic, first own position, next position."""
         return self.slots.headers(self.layer.sidecar.blocks)[self.ids[1, 4]]
 
 
@@ -130,7 +130,7 @@ def test_a_sidecar_of_other_tokens_ends_the_engine(path: str, what: str) -> None
 
 
 def test_vllm_asks_before_each_step(said: list[str]) -> None:
-    """The metadata builder looks at the counters of the GPU's steps, of which layers share one."""
+    """The metadata builder looks at the counters of the GPU's steps; layers share a step."""
     requests = Requests("GPU/Triton")
     step = requests.layer.step
     assert isinstance(step, GPUStep)

@@ -1,4 +1,4 @@
-"""`vllm-kvq doctor`: with and without vLLM and a compiler, and what counts as keeping a server from working."""
+"""`vllm-kvq doctor`: with and without vLLM and a compiler, and what counts as preventing a server from working."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with memory to spare, and a command that leaves this process as loud as it was."""
+    """A machine with memory to spare, and a command that does not change this process's logging."""
     monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 * GIB, 99 * GIB))
     monkeypatch.setattr("vllm_kvq.cli.doctor.be_quiet", lambda: None)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -191,7 +191,7 @@ HERE = [patch for patch in PATCHES if patch.of_this_vllm]
 
 @pytest.mark.parametrize("patch", [p for p in HERE if p.needs], ids=lambda p: p.what[:40])
 def test_a_patch_whose_names_are_missing(patch: Patch) -> None:
-    """It keeps serving from working, unless only some servers need it."""
+    """It prevents serving, unless only some servers need it."""
     found = environment._of_patch(replace(patch, needs=(f"{patch.needs[0]}_no_longer",)))
     assert (found.topic, found.status) == (patch.kind.value, NOTE if patch.only else BAD)
     assert f'"{patch.what}", and this vLLM' in found.text

@@ -1,4 +1,4 @@
-"""Engines are forked from one process, which keeps the environment of its own start: theirs is that of who asks."""
+"""Engines are forked from one process, which keeps the environment of its start, but get the caller's environment."""
 
 from __future__ import annotations
 

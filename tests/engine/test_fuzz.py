@@ -1,4 +1,4 @@
-"""The fuzzer: a minute of it finds nothing, a planted fault is found and made small, known cases pass."""
+"""The fuzzer: a minute of it finds nothing, a planted fault is found and minimized, known cases pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_stale_page_is_found_and_made_small(model: Path) -> None:
     small, messages = minimal(str(model), session.finding, 30, stale_page)
     assert messages
     assert small.size < session.finding.case.size
-    # as it is printed, it fails with the fault and only with it
+    # the printed case fails with the fault and only with it
     again = Case.from_json(json.loads(json.dumps(small.to_json())))
     for prepare, wrong in ((stale_page, True), (None, False)):
         runners = Runners(str(model), prepare)

@@ -75,7 +75,7 @@ def test_qjl_without_nvcc_is_refused_before_weights_load(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_prompts_under_a_soft_cap(merged: bool) -> None:
-    """vLLM's own CPU attention, and PyTorch's. xFormers knows none."""
+    """vLLM's own CPU attention, and PyTorch's. xFormers has no soft cap."""
     asked = Asked(torch.device("cpu"), torch.float32, 64, merged, capped=True)
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(150, h, 64, generator=rng) for h in (4, 2, 2))

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.wide]
 N, DRAFTS, BUDGET = 32, 2, 64
 NGRAM = {"method": "ngram_gpu", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 BLOCKS = 55
-"""Of three requests of three blocks each, one is preempted when they grow."""
+"""Each of three requests takes three blocks, and one of them is preempted when they grow."""
 ROOT = Path(__file__).resolve().parents[2]
 
 

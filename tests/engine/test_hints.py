@@ -1,4 +1,4 @@
-"""What is known to fail with a model is said before it is served: in check's document and text, and in the log."""
+"""Known failures with a model are reported before it is served: in check's document and text, and in the log."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_check_warns_and_says_yes(made: Made, checked: Callable[..., dict[str, A
         "this model's key biases are large in layers 0 and 5 (norm up to 270), and innerq2 is known to fail there, "
         f"{HURT}, or keep these layers in 16 bits with the kvq option 'skip_layers': [0, 5]"
     ]
-    # what it advises silences it, and half of that does not
+    # following the advice silences the warning; following half of it does not
     assert checked(model, "innerq2", skip_layers=[0, 5])["warnings"] == []
     (sentence,) = checked(model, "innerq2", skip_layers=[0])["warnings"]
     assert "large in layer 5 (" in sentence
@@ -88,7 +88,7 @@ def test_check_warns_and_says_yes(made: Made, checked: Callable[..., dict[str, A
 
 
 def test_large_in_many_layers(made: Made, checked: Callable[..., dict[str, Any]]) -> None:
-    """Layers in 16 bits are no way out then."""
+    """Not packing layers is not a way out in that case."""
     (sentence,) = checked(made(dict.fromkeys(range(3), LARGE)), "qjl3")["warnings"]
     assert sentence.endswith("its constant part included; use squat2")
 
@@ -112,7 +112,7 @@ def test_the_log_has_it(made: Made, bare: Callable[..., Any], tmp_path: Path, mo
     report.report_start(served, config, 1000)
     (sentence,) = said
     assert sentence.startswith("kvq: this model's key biases are large in layer 1 (norm up to 90), and innerq2 is")
-    # weights that are made up are not those of the files
+    # made-up weights are not those of the files
     config.load_config.load_format = "dummy"
     report.report_start(served, config, 1000)
     assert len(said) == 1
@@ -163,7 +163,7 @@ def written(folder: Path, name: str, norms: Mapping[int, float]) -> None:
 def test_the_largest_head_of_each_layer(name: str, tmp_path: Path) -> None:
     written(tmp_path, name, {0: 1.0, 2: 50.0, 3: 7.0})
     assert key_biases.key_biases(tmp_path, 3, 2, 4) == {0: 3.0, 2: 50.0}  # layer 3 drafts
-    # heads of another shape than the configuration's are no heads of ours
+    # heads of a different shape than the configuration's are ignored
     assert key_biases.key_biases(tmp_path, 3, 3, 4) == {}
 
 
@@ -215,7 +215,7 @@ def test_real_models(name: str) -> None:
 
 
 def test_what_is_hurt_says_why() -> None:
-    """A codec with one scale for several channels of a token has to declare it; what it says fits the sentence."""
+    """A codec with one scale for several channels of a token has to declare it; its reason fits the sentence."""
     reasons = {fmt.keys.name: fmt.keys.hurt_by_biases for fmt in FORMATS.values()}
     assert {"innerq", "qjl", "int4_token", "turbo4", "turbo3", "q4_0", "nvfp4", "oscar"} == {
         n for n, why in reasons.items() if why

@@ -1,4 +1,4 @@
-"""RoPE as vLLM's own embeddings apply it is found, and what is no rotation by position is refused in one sentence."""
+"""RoPE as vLLM's embeddings apply it is found; what is not a rotation by position is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def embedding(kind: dict[str, Any], neox: bool = True, dtype: torch.dtype = torc
 @pytest.mark.parametrize("neox", [True, False], ids=["half", "interleaved"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_what_the_model_does(kind: str, neox: bool, dtype: torch.dtype) -> None:
-    """Keys that vLLM has turned are as they were once it is undone: also by YaRN's table, which makes them longer."""
+    """Undoing vLLM's rotation gives the original keys, also with YaRN's table, which makes them longer."""
     made = embedding(KINDS[kind], neox, dtype)
     found = table_of(made)
     assert found is not None
@@ -64,7 +64,7 @@ def test_what_turns_keys_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -
         head_size = HEAD
 
     class Other(type(made)):  # type: ignore[misc]
-        """Its cache says less than it does: keys are scaled, too."""
+        """Its cache does not tell everything: keys are scaled, too."""
 
         def forward_native(self, positions: torch.Tensor, *rest: torch.Tensor) -> Any:
             return tuple(1.1 * x for x in super().forward_native(positions, *rest))
@@ -79,7 +79,7 @@ def test_what_turns_keys_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_phi_3s_long_rope_is_refused() -> None:
-    """One that has two tables, of which the server's length chooses one."""
+    """An embedding with two tables; the server's length chooses one of them."""
     from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding
 
     assert table_of(object.__new__(Phi3LongRoPEScaledRotaryEmbedding)) is None

@@ -1,5 +1,5 @@
-"""A process of a server is killed, or gets no memory, while clients are served: each gets an error, and nothing of the
-server is left.
+"""A process of a server is killed, or gets no memory, while clients are served: each client gets an error, and nothing
+of the server is left.
 
 vLLM's own part is that the others notice (docs/serving.md); ours is `integration/patches/orphans.py`, that an engine
 does not outlive its server.
@@ -38,7 +38,7 @@ LONG = [Order(tuple(range(10, 60 + i)), LENGTH - 100, stream=True) for i in rang
 SHORT = Order(tuple(range(10, 150)), 20)
 API, ENGINE, WORKER = "vllm serve", "VLLM::EngineCore", "VLLM::Worker"
 SECONDS = 60
-"""An end that takes longer is a process left behind."""
+"""A shutdown that takes longer leaves a process behind."""
 RUNNING = re.compile(r"^vllm:num_requests_running\{.*\} (\S+)$", re.MULTILINE)
 """One line for each engine."""
 VLLMS_OWN = re.compile(r"-cpushm_\d+$")
@@ -138,7 +138,7 @@ def kill_while_answering(name: str, model: Path, folder: Path, *more: str) -> in
         wait_for(running(server.url))
         tree.find(name).kill()
         clients.must_all_fail()
-        # nobody asks the others to end
+        # nobody asks the others to exit
         with pytest.raises(ServerError, match="the server ended with status"):
             server.wait()
         tree.must_be_gone()

@@ -18,7 +18,7 @@ from proof.oracle.trace import Result
 
 pytestmark = pytest.mark.engine
 ENGINES: dict[str, dict[str, Any]] = {
-    # with sinks, and blocks that do not suffice for all of a trace's requests at once
+    # with sinks, and too few blocks for all requests of a trace at once
     "lossless": {"block_size": 32, "additional_config": {"kvq": {"W": 32, "S": 4}}, "pool": 1.3},
     "squat2": {"block_size": 64},
     "innerq2": {"block_size": 64},
@@ -81,7 +81,7 @@ def test_sleep(engine: tuple[str, EngineProcess]) -> None:
 
 
 def test_new_weights(engine: tuple[str, EngineProcess], model: Path, other: Path) -> None:
-    """There and back: the companions keep their cache, and the answers are those of an engine started so."""
+    """There and back: the companions keep their cache, and the answers are those of an engine started that way."""
     name, process = engine
     first = answers(process)
     with EngineProcess(str(other), {"kv_cache_dtype": name, **ENGINES[name]}, {}) as fresh:

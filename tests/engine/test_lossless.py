@@ -42,7 +42,7 @@ def test_tokens_equal_plain_vllm(verdict: tuple[str, Verdict]) -> None:
     name, total = verdict
     assert not total.mismatches
     assert total.tokens > 1700
-    # the scenario was really there
+    # the scenario really happened
     assert total.hits > 0 or name in ("no prefix cache", "a layer in 16 bits")
     assert total.preemptions > 0 or name != "preemption"
 

@@ -1,4 +1,4 @@
-"""Our numbers on a real server's /metrics, held to what its requests really have in the cache."""
+"""Our numbers on a real server's /metrics, compared with what its requests really have in the cache."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def scrape(server: Server) -> str:
 
 
 def numbers(server: Server) -> Scrape:
-    """By the name of the sample, of vLLM's and our metrics that have one series."""
+    """By the name of the sample: vLLM's and our metrics that have one series."""
     families = text_string_to_metric_families(scrape(server))
     return {s.name.removeprefix("vllm:"): s.value for f in families for s in f.samples if s.name.startswith("vllm:")}
 
@@ -137,7 +137,7 @@ def test_a_running_request_is_counted(seen: list[Scrape]) -> None:
         packed, full = int(one["kvq_packed_tokens"]), int(one["kvq_full_precision_tokens"])
         tokens = packed + full
         assert PROMPT <= tokens <= PROMPT + ANSWER
-        # read from pages: all that is older than the window, in whole units, but the sinks
+        # read from pages: everything older than the window, in whole units, except the sinks
         assert packed == max(0, (tokens - fmt.W) // fmt.unit * fmt.unit - fmt.S)
         assert fmt.W + fmt.S <= full < fmt.W + fmt.S + fmt.unit
         # what vLLM has sent by then: our count is up to SECONDS old, tokens are in the cache before they are sent, and
@@ -155,7 +155,7 @@ def test_bytes_and_bits_are_those_of_its_blocks(seen: list[Scrape], server: Serv
     for one in seen:
         assert one["kvq_sidecar_bytes"] == LAYERS * int(said)
         tokens = int(one["kvq_packed_tokens"] + one["kvq_full_precision_tokens"])
-        # the block of the next token may be there already
+        # the block of the next token may already be allocated
         pages = [-(-tokens // N), -(-(tokens + 1) // N)]
         bits = [8 * (n * page + int(said)) / (tokens * 2 * HEADS * HEAD_SIZE) for n in pages]
         assert any(one["kvq_bits_per_element"] == pytest.approx(b) for b in bits)
@@ -193,7 +193,7 @@ def test_what_is_clamped_is_counted(server: Server) -> None:
     assert len(said) == LAYERS
     assert int(said[0][1]) == 2 * HEADS * HEAD_SIZE
     assert numbers(server)["kvq_clamped_total"] == sum(int(count) for _, count in said)
-    # it only ever grows
+    # it never falls
     complete(server, prompt(4), 1)
     assert numbers(server)["kvq_clamped_total"] == sum(int(count) for _, count in said)
 

@@ -24,7 +24,7 @@ LOOK, GRACE = 0.05, 0.5
 
 
 def engine(polite: bool, told: str) -> None:
-    """Stands for vLLM's engine, at work or warming up, where it does not listen to SIGTERM."""
+    """Stands for vLLM's engine, at work or warming up, when it does not listen to SIGTERM."""
     if not polite:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     unfinished = Path(f"{told}.unfinished")
@@ -54,7 +54,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
     def start(method: str, polite: bool) -> tuple[Any, psutil.Process]:
         told = tmp_path / "engine"
-        # forked: it must not import vLLM anew
+        # forked, so that it need not import vLLM again
         parent = multiprocessing.get_context("fork").Process(target=server, args=(method, polite, str(told)))
         parent.start()
         everyone.append(psutil.Process(parent.pid))
@@ -80,7 +80,7 @@ def test_it_ends_after_its_server(polite: bool, started: Started) -> None:
     parent.kill()
     psutil.wait_procs([child], 30)
     assert not child.is_running()
-    # it gets its time to end in order, if it needs that
+    # it gets time for a clean exit, if it needs that
     assert polite or time.monotonic() - killed >= GRACE
     parent.join()
 

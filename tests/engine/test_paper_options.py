@@ -24,7 +24,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("innerq2", {"key_norm": "none", "S": 8}),
 ]
 EVERY_RUN = 4
-"""One of each kind; the rest is the marker's `wide`."""
+"""One of each kind; the marker `wide` has the rest."""
 
 
 @pytest.mark.parametrize(

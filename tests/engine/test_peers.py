@@ -28,7 +28,7 @@ SERVED = [name for name in PEERS if not FORMATS[name].keys.calibrated]
 def test_every_token_is_the_references(name: str, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
     n = FORMATS[name].settings().N or N
-    # the model has two layers, and would leave TurboQuant none
+    # the model has two layers, and TurboQuant would pack none of them
     options = {"skip_layers": [-1]} if FORMATS[name].settings().skip_layers else {}
     todo = list(traces.prefixes(n))
     engine = {"additional_config": {"kvq": options}, "block_size": n, "max_num_batched_tokens": 200, "max_num_seqs": 16}

@@ -1,4 +1,4 @@
-"""What nobody may read is poisoned in the real pool, and not one token changes."""
+"""Data that nobody may read is poisoned in the real pool, and not one token changes."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def test_nothing_unread_matters(name: str, runner: str, model: Path) -> None:
     try:
         results, verdict = tried.run(traces)
         assert not verdict.mismatches
-        # under preemption, hits, chunks and speculation
+        # with preemption, hits, chunks and speculation
         assert min(verdict.preemptions, verdict.hits, verdict.rejected) > 0
         expected = [r.outputs for r in results]
         engine = tried.engine(name)
-        # freed blocks are never read by whom they are given to: NaN patterns at every change of hands
+        # freed blocks are never read by their next owners: NaN patterns at every change of owner
         assert engine.call(poison.poison_freed) == 2
         assert outputs(engine, traces) == expected
         # the packed copies of sinks and window, other requests' blocks, free blocks
         engine.call(poison.poison_unread)
         assert outputs(engine, traces) == expected
-        # the control: one slab more and it is seen, or an engine check fails loudly
+        # the control: one slab more is noticed, or an engine check fails loudly
         engine.call(poison.stop_poison)
         engine.call(poison.poison_too_much)
         assert told(engine, traces) not in (expected, None)

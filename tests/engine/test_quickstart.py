@@ -1,4 +1,4 @@
-"""docs/quickstart.md, copied and pasted: its blocks in one shell, with a model of ours and a port that is free."""
+"""docs/quickstart.md, copied and pasted: its blocks in one shell, with a model of ours and a free port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASTED = "\n".join(re.findall(r"```sh\n(.*?)```", REST, re.S))
 
 def test_to_the_first_answer(model: Path, tmp_path: Path) -> None:
     port = str(free_port("127.0.0.1"))
-    # waiting as vLLM's own compiler does takes a minute more, and is not what this page says anything about
+    # waiting the way vLLM's own compiler does takes a minute more, and is not what this page is about
     changed = {"MODEL=Qwen/Qwen3-0.6B": f"MODEL={model}", "localhost:8000": f"localhost:{port}",
                "vllm serve ": f"vllm serve --port {port} --enforce-eager ",
                'kv_cache_dtype="squat2", ': 'kv_cache_dtype="squat2", enforce_eager=True, '}  # fmt: skip

@@ -77,7 +77,7 @@ def test_configuration_is_refused(model: Path, arguments: dict[str, Any], senten
     with pytest.raises(Refused) as caught:
         config(model, **arguments)
     assert sentence in str(caught.value)
-    assert "\n" not in str(caught.value)  # nothing before or behind the sentence, as pydantic's words
+    assert "\n" not in str(caught.value)  # nothing before or after the sentence, such as pydantic's words
 
 
 def test_other_plugins_options_are_left_alone(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Four ranks of tensor parallelism and two KV heads, in one process: a group that hands each rank what the others have.
+"""Four ranks of tensor parallelism and two KV heads, in one process, with a group that gives each rank the others' data.
 
 The same by processes: tests/processes.
 """
@@ -61,7 +61,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, group: Group) -> torch.Tensor:
 def test_the_queries_that_share_a_head(rank: int, queries: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     own = as_rank(monkeypatch, Group(queries, rank))
     got = queries_of_all_copies(own, COPIES)
-    # of one process: (tokens, KV heads, query heads of each, d)
+    # one process's tensor: (tokens, KV heads, query heads of each, d)
     assert torch.equal(got, queries.unflatten(1, (HEADS, -1))[:, rank // COPIES])
     # not contiguous, as a slice of a fused projection is
     assert torch.equal(queries_of_all_copies(own.transpose(0, 1).contiguous().transpose(0, 1), COPIES), got)

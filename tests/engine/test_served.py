@@ -58,11 +58,11 @@ def test_what_is_written_and_printed(case: str, bare: Bare) -> None:
 def test_what_is_served_is_frozen_and_has_reasons(bare: Bare) -> None:
     plain, mixed, hybrid = (Served.of(bare(**CASES[case][0])) for case in ("plain", "windows", "a hybrid"))
     assert (plain.mixed, plain.recomputed) == (False, plain.format.W)
-    # a state is kept where a page ends
+    # a state is kept at the end of each page
     vllm_config = bare(**CASES["a hybrid"][0])
     apply(Served.of(vllm_config), vllm_config)
     assert vllm_config.cache_config.mamba_block_size == hybrid.format.N == 256
-    # what vLLM keeps of a window or a state ends where a prompt does
+    # what vLLM keeps of a window or a state stops where a prompt does
     assert (hybrid.mixed, hybrid.recomputed, hybrid.layers.packed) == (True, 0, 1)
     assert (mixed.mixed, mixed.recomputed) == (True, 0)
     assert (mixed.layers.packed, len(mixed.layers.windows), len(mixed.layers.skipped)) == (1, 5, 0)
@@ -121,7 +121,7 @@ def test_a_layer_whose_cache_is_shared_runs_first() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_platform_does_all_of_it(case: str, configured: Bare) -> None:
-    """Without the fixture: vLLM itself gets there, and a second configuration is not affected by a first."""
+    """Without the fixture: vLLM itself gets there, and a first configuration does not affect a second."""
     arguments, written, _ = CASES[case]
     assert told(configured(**copy.deepcopy(arguments))) == written
     plain, expected, _ = CASES["plain"]

@@ -1,4 +1,4 @@
-"""No step writes into a page of the prefix cache: the oracle watches the bytes of all that its traces touch."""
+"""No step writes into a page of the prefix cache: the oracle compares the bytes of everything its traces touch."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def speculative(method: str, draft: Path) -> dict[str, Any]:
 def accepted_and_rejected(results: list[Any], tokens: int) -> tuple[int, int]:
     drafted = sum(len(c.drafts) for r in results for step in r.steps for c in step)
     chunks = sum(1 for r in results for step in r.steps for c in step if c.drafts)
-    # a chunk with drafts gives one token and those drafts that were right
+    # a chunk with drafts gives one token and the drafts that were right
     accepted = tokens - chunks
     return accepted, drafted - accepted
 

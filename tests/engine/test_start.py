@@ -43,6 +43,6 @@ def test_a_start_takes_as_long_as_plain_vllms(model: Path, tmp_path: Path) -> No
             server.wait_until_healthy(240)
             return time.monotonic() - begin
 
-    seconds("squat2")  # whatever is read from disk for the first time
+    seconds("squat2")  # warm up whatever is read from disk for the first time
     differences = [seconds("squat2") - seconds("auto") for _ in range(3)]
     assert statistics.median(differences) < 3.0, differences

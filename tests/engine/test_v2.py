@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner, which it takes on a GPU, gives the tokens that its runner for CPUs gives.
+"""vLLM's V2 model runner, which it uses on a GPU, gives the same tokens as its runner for CPUs.
 
 With `-m wide` all tests of traces, drafts, poison and lifecycles run under it (the fixture `runner`).
 """
@@ -87,7 +87,7 @@ def test_lossless_equals_plain_vllm(name: str, model: Path, expected: list[Resul
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
-    """The C++ kernels; of three requests that grow, one is preempted."""
+    """The C++ kernels; one of three growing requests is preempted."""
     todo = [*TRACES, Trace(traces.crowd(N).requests[:3])]
     arguments = {**ENGINE, "kv_cache_dtype": "squat2", **ngram("ngram_gpu"), "num_gpu_blocks_override": 61}
     with EngineProcess(str(model), {**arguments, "async_scheduling": asynchronous}, {}) as process:
@@ -119,7 +119,7 @@ def warm_up(engine: Any) -> None:
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
     worker = engine.engine.engine_core.engine_core.model_executor.driver_worker.worker
-    for _ in range(2):  # the second time with the first one's blocks, as where there are drafts
+    for _ in range(2):  # the second time with the first one's blocks, as with drafts
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
 
 

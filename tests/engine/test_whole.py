@@ -20,7 +20,7 @@ DRAFTS = 3
 
 
 def life(rng: random.Random, name: str, tokens: list[int], context: int, hit: list[tuple[Life, int]]) -> Life:
-    """A prompt in chunks, then steps with drafts of which some are rejected."""
+    """A prompt in chunks, then steps with drafts, some of which are rejected."""
     made, start = Life(name, Request(name, tuple(tokens[:-40]), 40), tokens, context, hit, len(tokens) - 40), context
     while context < len(tokens) - 40:
         new = min(rng.choice((1, 5, 33, 70, 200)), len(tokens) - 40 - context)
@@ -82,7 +82,7 @@ def test_equal_logits(name: str, options: dict[str, int], model: Path) -> None:
 
 
 def test_equal_logits_beside_exact_layers(model: Path) -> None:
-    """One layer packed, one in 16 bits, with a window or without; the third request hits pages of the first."""
+    """One layer packed and one in 16 bits, with a window or without; the third request hits pages of the first."""
     rng = random.Random(3)
     made = [life(rng, str(i), [rng.randint(10, 500) for _ in range(150 + i)], 0, []) for i in range(2)]
     hit = [(made[0], i) for i in range(2)]
@@ -102,7 +102,7 @@ def test_equal_logits_beside_exact_layers(model: Path) -> None:
 
 
 def test_another_reference_differs(model: Path) -> None:
-    """The control: a window of another size moves the logits of most rows."""
+    """The control: a window of another size changes the logits of most rows."""
     rng = random.Random(2)
     made = life(rng, "one", [rng.randint(10, 500) for _ in range(300)], 0, [])
     narrow, wide = (Whole(ReplayModel(str(model), "squat2", 64, DRAFTS, W=w), [made]) for w in (0, 32))

@@ -63,12 +63,12 @@ def samples_and_aborts(n: int) -> Trace:
 
 
 def long_decode(n: int) -> Trace:
-    """Far over many pages, from a prompt shorter than one."""
+    """Far over many pages, from a prompt shorter than one page."""
     return Trace((Request("long", _Words(5)(7), 5 * n + 11), Request("later", _Words(6)(40), 60, arrival=n)))
 
 
 def crowd(n: int) -> Trace:
-    """More than a small pool holds: some are preempted and begin again."""
+    """More requests than a small pool holds: some are preempted and start again."""
     words = _Words(7)
     return Trace(tuple(Request(f"crowd{i}", words(n + 11 * i), 2 * n, arrival=i) for i in range(8)))
 

@@ -1,4 +1,4 @@
-"""Formats that store everything bit for bit, but for one mistake: what an evaluation has to notice.
+"""Formats that store everything bit for bit, except for one mistake, which an evaluation has to notice.
 
 Installed as another package's formats are. Their keys or values have names of their own, so the PyTorch kernels serve
 them.
@@ -66,7 +66,7 @@ FORMATS = (
 
 
 def install(folder: Path) -> None:
-    """As pip leaves a package there."""
+    """As pip installs a package there."""
     (folder / "broken_formats.py").write_text(CODE)
     info = folder / "broken_formats-1.0.dist-info"
     info.mkdir()

@@ -1,4 +1,4 @@
-"""`vllm-kvq eval answers`: prompts of the demo model, continued by engines that are made up."""
+"""`vllm-kvq eval answers`: prompts of the demo model, continued by made-up engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMAND = ["demo", "--formats", "squat2,polar4", "--tasks", "needles", "text", "
 
 
 class MadeUp:
-    """Says one thing, whatever it is asked, after the tokens that it is given; starts but for `refused`."""
+    """Always says the same thing after the tokens that it is given; starts, except for `refused`."""
 
     refused = ""
     asked: list[Generate]

@@ -1,4 +1,4 @@
-"""What `vllm-kvq calibrate` chooses, with errors and bits that are made up."""
+"""What `vllm-kvq calibrate` chooses, with made-up errors and bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEASURED = {SMALL.label: {0: 0.04, 1: 0.64, 3: 0.01}, LARGE.label: {0: 0.01, 1: 
 
 
 def bits(choice: Choice) -> float:
-    """As of layers of one size."""
+    """The bits of layers of one size."""
     skipped = len(choice.options.get("skip_layers", ()))
     return ({"squat2": 3.0, "squat4": 5.0}[choice.format] * (3 - skipped) + 16.0 * skipped) / 3
 

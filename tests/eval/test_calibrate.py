@@ -94,7 +94,7 @@ def test_lengths_that_the_model_has_not(
 def test_a_format_that_the_model_can_not_have(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By default it is left out and named; where the user has asked for it there is no result."""
+    """By default it is left out and named; if the user has asked for it, there is no result."""
     found = heads_command.capture
     monkeypatch.setattr(heads_command, "capture", lambda *of: replace(found(*of), pairing=None, rope=None))
     arguments = ["eval", "heads", str(model), "--tokens", str(TOKENS)]

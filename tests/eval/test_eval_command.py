@@ -67,7 +67,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def made_up(*refused: str) -> Any:
-    """Figures for all formats but these."""
+    """Figures for all formats except these."""
 
     def evaluate(args: Any, chosen: Any) -> Results:
         found = []

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of other architectures are evaluated, one with layers that stay in 16 bits."""
+"""Tiny checkpoints of other architectures are evaluated, one of them with layers that are not packed."""
 
 from __future__ import annotations
 

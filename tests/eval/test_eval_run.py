@@ -1,4 +1,4 @@
-"""What a run asks of engines, with engines made up: a run that was stopped goes on, a refused format is a row."""
+"""What a run asks of made-up engines: a run that was stopped resumes, a refused format is a row."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, asked: list
             harness.Run(todo, Store(folder), count).go()
         assert evaluate(folder, todo) == whole
         jobs = [job for job in asked if job[1] != "start"]
-        # one job at most is done twice: the one whose answer was not kept yet
+        # one job at most is done twice: the one whose answer was not saved yet
         assert len(all_jobs) <= len(jobs) <= len(all_jobs) + 1
     asked.clear()
     assert evaluate(tmp_path / "whole", todo) == whole
@@ -152,7 +152,7 @@ def test_a_format_also_follows_what_plain_has_said(
     assert len(Saying.followed) == len(texts)
     for item, forced in zip(texts, Saying.followed, strict=True):
         assert {*forced[todo.leads(item)[0] :]} == {7}
-    # a format that is added follows the same
+    # a format that is added follows the same text
     Saying.followed.clear()
     evaluate(tmp_path, plan(model, "squat2,kivi2", regimes=(DECODING,), tasks=("recall", "text")))
     assert len(Saying.followed) == len(texts)
@@ -161,7 +161,7 @@ def test_a_format_also_follows_what_plain_has_said(
 
 
 def test_answers_are_generated_together(model: Path, tmp_path: Path, asked: list[tuple[str, str]]) -> None:
-    """As many as an engine takes at once, of one text after the other, and nobody's are mixed up."""
+    """As many requests as an engine takes at once, of one text after the other, without mixing them up."""
     todo = plan(model, "squat2", regimes=(DECODING,), tasks=("text",), count=11)
     evaluate(tmp_path, todo)
     assert [job for job in asked if job == ("squat2", "generate")] == [("squat2", "generate")] * 2
@@ -254,7 +254,7 @@ def test_the_tokens_before_an_answer_are_read_one_by_one(model: Path) -> None:
 def test_answers_are_where_their_spans_are(
     model: Path, tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that knows answers and nothing else: all are right, and of two that it generates the first is exact."""
+    """An engine that knows only the answers: all are right, and of two that it generates the first is exact."""
     todo = plan(model, "squat2", tasks=("recall", "variables"), contexts=(400,))
     known = {item.tokens: item for item in todo.sequences}
 

@@ -1,4 +1,4 @@
-"""The harness judged: what is the same shows no difference, a broken codec is caught, two runs agree."""
+"""The harness judged: equal caches show no difference, a broken codec is caught, two runs agree."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def row(results: Results, name: str, task: str, regime: str) -> Row:
 @pytest.mark.parametrize("regime", [TEACHER_FORCED, DECODING])
 @pytest.mark.parametrize("task", ["recall", "text"])
 def test_plain_against_plain_is_nothing_at_all(results: Results, task: str, regime: str) -> None:
-    """Two engines of their own, not one run with itself."""
+    """Two separate engines, not one run compared with itself."""
     metrics = row(results, "auto", task, regime).metrics
     for name in ("kl", "kl_median", "dp_mean", "dp_rms"):
         assert metrics[name] == Estimate(0, 0, 0), name
@@ -124,7 +124,7 @@ def test_bits_are_those_of_what_is_kept(results: Results) -> None:
 
 
 def test_two_runs_agree(results: Results, model: Path, tmp_path: Path) -> None:
-    """In a cache of its own: nothing is taken from the other run."""
+    """In a separate cache: nothing is taken from the other run."""
     again = evaluate(tmp_path, plan(model, "squat2", regimes=(TEACHER_FORCED,)))
     for task in ("recall", "text"):
         once = row(results, "squat2", task, TEACHER_FORCED)

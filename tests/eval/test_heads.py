@@ -1,4 +1,4 @@
-"""Errors of single heads: against formulas, and a head that was damaged on purpose is the one that is named."""
+"""Errors of single heads compared with formulas; and a head that was damaged on purpose is the one that is named."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_window_and_sinks_are_exact_and_the_rest_is_what_the_pages_hold(captured
 
 
 def test_a_format_is_fitted_to_the_whole_prompt(captured: Captured) -> None:
-    """InnerQ divides by the norms of all keys, also of those that are too new to be packed."""
+    """InnerQ divides by the norms of all keys, including those that are too new to be packed."""
     layer = captured.layers[0]
     page = bound(captured, layer, "innerq2", {}, 128)
     newest = layer.key.clone()
@@ -121,7 +121,7 @@ def test_keys_and_values_have_their_own_windows(captured: Captured) -> None:
 
 
 def test_keys_before_rope_are_those_of_the_model(captured: Captured) -> None:
-    """The model's own rotation is taken off: without it SQuat-pre is SQuat."""
+    """The model's own rotation is undone: without it SQuat-pre is SQuat."""
     layer = captured.layers[0]
     page = bound(captured, layer, "squat2_pre", {}, 128)
     assert page.rope is captured.rope

@@ -1,4 +1,4 @@
-"""HumanEval: what counts of an answer, what stands before a question, what is kept, and what is printed."""
+"""HumanEval: which parts of an answer count, what precedes a question, what is saved, and what is printed."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_more_than_the_model_has_room_for(read: Model) -> None:
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 class MadeUp:
-    """Solves the problems whose numbers it is told; starts but for `refused`."""
+    """Solves the problems whose numbers it is told; starts, except for `refused`."""
 
     solved: dict[str, set[int]] = {}
     refused = ""

@@ -46,7 +46,7 @@ out.mkdir(parents=True)
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the stand-in writes what it was told."""
+    """The folder where the stand-in writes what it was told."""
     package = tmp_path / "stand_in" / "lm_eval"
     package.mkdir(parents=True)
     log = tmp_path / "asked"
@@ -126,7 +126,7 @@ def test_the_command(model: Path, tmp_path: Path, asked: Path, capsys: pytest.Ca
     results = Results.load(tmp_path / "out" / "results.json").rows
     assert {r.bits for r in results if r.format == "auto"} == {16.0}
     assert all(3 < (r.bits or 0) < 8 for r in results if r.format == "squat2")
-    # kept: only what failed is tried again
+    # results are kept: only what failed is tried again
     assert cli.main(arguments) == 0
     assert len(asked.read_text().splitlines()) == len(told) + 1
 

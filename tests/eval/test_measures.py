@@ -44,7 +44,7 @@ def test_the_whole_vocabulary_is_torchs_divergence() -> None:
 
 
 def test_direction_matters() -> None:
-    """The control: the divergence of the exchanged pair is another one."""
+    """The control: the divergence of the swapped pair is different."""
     assert abs(divergence(whole(P), whole(Q)) - divergence(whole(Q), whole(P))).max() > 1e-3
 
 
@@ -123,7 +123,7 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_tokens_are_not_taken_for_independent() -> None:
-    """The control: with each token a sequence of its own the interval is far too narrow."""
+    """The control: if each token is a sequence of its own, the interval is far too narrow."""
     level = np.repeat(np.random.default_rng(0).normal(size=20), 50)
     right, wrong = (mean(Values(level, of)) for of in (np.repeat(np.arange(20), 50), np.arange(1000)))
     assert right.high - right.low > 4 * (wrong.high - wrong.low)

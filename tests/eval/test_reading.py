@@ -1,4 +1,4 @@
-"""Reading: each query sees what a decode step would see, and the model is the model."""
+"""Reading: each query sees what a decode step would see, and the model computes what the real one does."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_exact_cache_gives_the_models_own_logits(kind: str, tmp_path: Path) 
 
 
 def test_rope_is_what_the_model_does(tmp_path: Path) -> None:
-    """Half-turned pairs in Llama, interleaved ones in Cohere; both as vLLM names them."""
+    """Rotated halves in Llama, interleaved pairs in Cohere; both as vLLM names them."""
     for kind, pairing in (("llama", "half"), ("cohere", "interleaved")):
         reader = Reader(tiny(tmp_path / kind, kind), "float32")
         captured = reader.before(tuple(range(64))).captured
@@ -136,7 +136,7 @@ def test_what_it_can_not_measure_is_refused_in_a_sentence(more: dict[str, Any], 
 
 
 def test_attention_that_does_more_is_noticed(tmp_path: Path) -> None:
-    """Learned sinks, which our attention does not know."""
+    """Learned sinks, which our attention does not support."""
     with pytest.raises(Unreadable, match="has learned sinks"):
         Reader(tiny(tmp_path / "oss", "gpt_oss", num_local_experts=2, num_experts_per_tok=1), "float32")
 

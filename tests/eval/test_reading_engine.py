@@ -1,4 +1,4 @@
-"""The regime that reads, held to the engine: a prompt read at once, then the text's own tokens, forced one by one."""
+"""The reading regime compared with the engine: a prompt read at once, then the text's own tokens, forced one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks as tokens: of the wanted length, with answers and sources where the text has them."""
+"""Tasks as tokens: of the right length, with answers and sources where the text has them."""
 
 from __future__ import annotations
 

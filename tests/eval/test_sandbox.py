@@ -1,4 +1,4 @@
-"""Programs that hang, fork, eat memory or reach for the network cost their limit and nothing else."""
+"""Programs that hang, fork, eat memory or use the network cost their limit and nothing else."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_processes_and_threads_are_counted(namespaces: bool) -> None:
 
 
 def test_what_hides_from_its_session_dies_too(namespaces: bool) -> None:
-    """It forks, makes a session of its own, forks again, and lets its parents end."""
+    """It forks, starts a new session, forks again, and lets its parents exit."""
     hides = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        time.sleep(60)\n"
     hides += "    os._exit(0)\nos.wait()"
     assert run(hides, namespaces).passed
@@ -100,7 +100,7 @@ def test_what_hides_from_its_session_dies_too(namespaces: bool) -> None:
 
 
 def left_over() -> list[str]:
-    """Processes in a sandbox's folder that is there no more."""
+    """Processes in a sandbox's folder that no longer exists."""
     found = []
     for process in Path("/proc").glob("[0-9]*/cwd"):
         try:
@@ -116,7 +116,7 @@ def test_there_is_no_network(namespaces: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)):
-            pass  # it can be reached from here
+            pass  # without the sandbox it can be reached
         verdict = run(f"import socket; socket.create_connection(('127.0.0.1', {port}))", namespaces)
     assert not verdict.passed
     assert "unreachable" in verdict.reason or "no network" in verdict.reason
@@ -141,14 +141,14 @@ def test_sets_have_the_same_order_each_time(namespaces: bool) -> None:
 
 
 def test_it_may_not_kill_its_watcher(namespaces: bool) -> None:
-    """In its own namespace it is the first process, which nobody in there can kill, and sees no other."""
+    """In its own namespace it is the first process, which nobody inside can kill, and it sees no other."""
     verdict = run("import os\nfor p in (os.getppid(), 0): os.kill(p, 9)", namespaces)
     assert "watched" not in verdict.reason
     assert verdict.passed is (verdict.isolation == "namespaces")
 
 
 def test_a_sandbox_that_can_t_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no verdict about the program."""
+    """And there is no verdict about the program."""
     monkeypatch.setattr(sandbox, "PROCESS", Path("/nowhere.py"))
     with pytest.raises(RuntimeError, match="could not be tried in a sandbox"):
         sandbox.run("")

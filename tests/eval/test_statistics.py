@@ -36,7 +36,7 @@ def test_an_interval_holds_the_truth_as_often_as_it_says(count: int, skewed: boo
 
 
 def test_more_texts_give_a_narrower_interval() -> None:
-    """The control: an interval that held everything would pass the test above."""
+    """The control: an interval that contained everything would pass the test above."""
     x = np.random.default_rng(0).normal(size=96)
     few, many = (Paired.of(part).interval(0.05) for part in (x[:6], x))
     assert math.log(many[1] / many[0]) < 0.45
@@ -56,7 +56,7 @@ def test_an_interval_excludes_one_exactly_where_p_meets_the_level(level: float) 
 
 
 def test_no_false_claims_where_nothing_differs() -> None:
-    """Ten formats that differ from the baseline by chance only: in at most ALPHA of the tables is anything claimed."""
+    """Ten formats that differ from the baseline only by chance: claims appear in at most ALPHA of the tables."""
     rng = np.random.default_rng(0)
     claimed = 0
     for _ in range(60):
@@ -76,7 +76,7 @@ def test_pairs_see_what_the_texts_hide() -> None:
     good = found[0]
     assert good.low < 0.9 < good.high
     assert good.high < 1
-    # the control: other texts in the same order are no pairs
+    # the control: other texts in the same order are not pairs
     shuffled = claims([row("fp8", hard), row("good", 0.9 * rng.permutation(hard))])
     assert shuffled[0].verdict is None
 

@@ -1,4 +1,4 @@
-"""Which formats a command takes where its user names none: what the table has, a format that is new there included."""
+"""Which formats a command takes if its user names none: those of the table, including new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tasks ask for stands where they say, and nothing that is asked has two answers."""
+"""What the tasks ask for is where they say, and no question has two answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts: of several kinds, of the wanted length, and nothing in two of them."""
+"""Texts: of several kinds, of the right length, and with nothing in two of them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_it_ends_with_a_sentence_and_not_with_repetition(tokenizer: Any, made_up
 
 
 def test_what_is_installed_serves_24_texts(tokenizer: Any) -> None:
-    """From what every installation has; the demo model has learned from none of it."""
+    """From what every installation has; the demo model was trained on none of it."""
     from vllm_kvq.eval.tasks.tasks import paragraphs
 
     maker = Texts(tokenizer, 0)

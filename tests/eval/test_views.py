@@ -35,7 +35,7 @@ ROWS = [row("auto", 16.0, 0.0), row("squat2", 3.2, 0.2), row("squat4", 5.2, 0.02
 
 
 def test_what_bf16_can_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """And only of bf16's own rows: a format that is wrong is what the table is for."""
+    """And only for bf16's own rows: a format that is wrong is what the table is for."""
     sure, unsure, wrong = row("auto", 16.0, 0.05, "needle"), row("auto", 16.0, 0.051, "recall"), row("squat2", 3.0, 0.5)
     report.show(Results((sure, unsure, wrong)))
     lines = [line for line in capsys.readouterr().out.splitlines() if "bf16 is right" in line]
@@ -58,7 +58,7 @@ def test_errors_by_position_of_continuations(capsys: pytest.CaptureFixture[str])
 
 
 class Axes:
-    """Writes down what is drawn."""
+    """Records what is drawn."""
 
     def __init__(self) -> None:
         self.lines: list[list[tuple[float, float]]] = []
@@ -124,7 +124,7 @@ def test_every_plot_that_there_is_something_for(tmp_path: Path) -> None:
     failed = replace(row("qjl3", None, 0.1), metrics={}, by_position={}, by_depth={}, hurt=(), problem="refused")
     rows = [*ROWS, failed, row("squat2", None, 0.4, "recall", DECODING)]
     drawn = plots.draw_all(rows, tmp_path / "new")
-    # without bits nothing stands against them
+    # without bits there is nothing to plot against
     wanted = {f"{kind}-{TEACHER_FORCED}-1024.png" for kind in ("frontier-kl", "frontier-accuracy")}
     wanted |= {f"{k}-{r}-1024.png" for k in ("position-kl", "depth-accuracy") for r in (TEACHER_FORCED, DECODING)}
     assert {path.name for path in drawn} == wanted

@@ -24,7 +24,7 @@ BOUNDS = {
     "qjl3": ((0.18, 0.33), (0.30, 0.40)),
     "polar4": ((0.03, 0.07), (0.06, 0.11)),
     "polar3": ((0.07, 0.13), (0.30, 0.40)),
-    "polar4_v16": ((0.05, 0.13), (-1.0, 0.01)),  # values are kept
+    "polar4_v16": ((0.05, 0.13), (-1.0, 0.01)),  # values are not quantized
     "innerq2": ((0.10, 0.20), (0.15, 0.25)),
     "kivi2": ((0.12, 0.22), (0.30, 0.40)),
     "kivi4": ((0.02, 0.045), (0.06, 0.09)),
@@ -121,7 +121,7 @@ def test_expected_errors(label: str) -> None:
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_qjl_needs_its_outliers(d: int) -> None:
-    """One sketch of the whole key, with as many rows as the inliers' or with the whole budget: much worse."""
+    """One sketch of the whole key, with as many rows as the inliers' or with the whole budget, is much worse."""
     query, key, value = data(d)
     ours = score_error(query, key, roundtrip("qjl3", key, value)[0])
     for m, ratio in ((2 * d, 1.6), (3 * d, 1.35)):

@@ -1,4 +1,4 @@
-"""RoPE off and on again: what is turned comes back, and pages know the positions by which their keys are turned."""
+"""RoPE off and on again: what is rotated comes back, and pages know the positions of their keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bound(name: str, head_size: int = 64, n: int = 128, rope: Rope | None = None
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary", [32, 64])
 def test_what_was_turned_comes_back(pairing: str, rotary: int) -> None:
-    """Also by a table that bfloat16 has rounded and a model has scaled: such rotations are none."""
+    """Also with a table that bfloat16 has rounded and a model has scaled, which is no longer a pure rotation."""
     exact = Rope.plain(rotary, 300, pairing=pairing)
     x, position = torch.randn(2, 300, 64, generator=torch.Generator().manual_seed(0)), torch.arange(300)
     for table in (exact.table, (1.4 * exact.table).bfloat16()):
@@ -54,7 +54,7 @@ def test_what_is_no_rope_is_refused() -> None:
 
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_pages_know_their_positions(head_size: int) -> None:
-    """Units of two pages, written in any order, one page somewhere else in the pool: read as if packed by hand."""
+    """Units of two pages, written in any order, one page somewhere else in the pool, are read as if packed by hand."""
     rope, d = Rope.plain(head_size, 1024), head_size
     fmt = bound("squat2_pre", head_size, rope=rope)
     key = torch.randn(HEADS, 256, d, generator=torch.Generator().manual_seed(1))

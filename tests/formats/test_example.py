@@ -1,4 +1,4 @@
-"""examples/int4_hadamard: its arithmetic. Served and judged it is in tests/engine/test_example_format.py."""
+"""examples/int4_hadamard: its arithmetic. tests/engine/test_example_format.py serves and judges it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`key_scales`, `value_scales`: fitted ones have less error than the range's, in no group more, for the same bytes."""
+"""`key_scales`, `value_scales`: fitted scales have less error than the range's, in every group, for the same bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_scores_and_values_gain(bits: int, least: float, rope: bool) -> None:
 
 
 class Others(ChannelKeys):
-    """A third party's, which inherits the option with the rest."""
+    """A third party's codec, which inherits the option with the rest."""
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
         return super().pack(-x, state)
@@ -78,7 +78,7 @@ def test_a_third_partys_subclass_stays_what_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["kivi2", "squat2", "squat4", "polar3", "qjl3"])
 def test_the_bytes_mean_the_same(name: str) -> None:
-    """Whatever reads a format's pages reads these."""
+    """Any code that reads a format's pages can read these."""
     names = [o for o in ("key_scales", "value_scales") if FORMATS[name].settings().get(o)]
     whole, fitted = (
         FORMATS[name].bind(Geometry(128, 64), dict.fromkeys(names, scales)) for scales in ("range", "fitted")

@@ -60,7 +60,7 @@ def test_each_group_takes_the_better_mode_on_gaussians(bits: int, shift: float) 
 
 
 def test_symmetric_mode_wins_most_groups() -> None:
-    """It carries one more bit: codes from -3 to 3 against 0 to 3."""
+    """It has one more bit: codes from -3 to 3 instead of 0 to 3."""
     x = torch.from_numpy(np.random.RandomState(1).standard_normal((20000, 32)).astype(np.float32))
     assert hybrid_quantize(x, 2)[1].signbit().float().mean() > 0.999
     for d in (64, 128):
@@ -126,7 +126,7 @@ def test_sign_word_that_is_a_nan() -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_one_mode_for_all_groups(bits: int) -> None:
-    """Each as if the other one were never better; and neither is better than the choice."""
+    """Each mode as if the other one were never better; and neither is better than the choice."""
     x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
     x[100:] += torch.linspace(0, 6, 100)[:, None]
     errors = {}
@@ -230,7 +230,7 @@ def test_norm_is_the_prompts() -> None:
 
 
 def test_a_page_carries_on_with_its_own_norm() -> None:
-    """`page_state` of a begun page gives later slabs the very norm of the first."""
+    """`page_state` of a page that was begun gives later slabs exactly the norm of the first."""
     fmt = FORMATS["innerq2"].bind(Geometry(64, 64))
     g = torch.Generator().manual_seed(1)
     state = torch.rand(2, 1, 64, generator=g) * 3

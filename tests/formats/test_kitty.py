@@ -71,7 +71,7 @@ def test_none_boosted_is_refused() -> None:
 
 
 def test_equal_channels_are_boosted_in_their_order() -> None:
-    """Every device has to choose the same ones."""
+    """Every device has to choose the same channels."""
     marked = codec().pack(torch.zeros(1, 32, 64), None)["k_scale"].flatten().signbit()
     assert marked.tolist() == [True] * 16 + [False] * 48
 

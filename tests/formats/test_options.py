@@ -83,12 +83,12 @@ def test_ranges(option: str) -> None:
 
 
 def test_the_first_four_tokens_are_sinks() -> None:
-    """Of every format for users, but for InnerQ, whose paper says 32; 0 is none."""
+    """Every format for users has the same default except InnerQ, whose paper says 32; 0 means none."""
     found = {name: fmt.settings().S for name, fmt in FORMATS.items() if fmt.public}
     assert found == {name: 32 if name == "innerq2" else 4 for name in found}
     assert len(found) > 8
     assert {fmt.settings({"S": 0}).S for fmt in FORMATS.values()} == {0}
-    # what users join themselves has them, too
+    # combinations that users make themselves have them, too
     assert FORMATS["polar4"].settings({"keys": "kivi"}).S == 4
 
 
@@ -129,7 +129,7 @@ def test_unknown_options(option: Any) -> None:
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.public])
 def test_options_of_other_methods_are_refused(name: str) -> None:
-    """Never accepted and ignored."""
+    """An option is never accepted and ignored."""
     used = {FORMATS[name].keys.name, FORMATS[name].values.name}
     sample = {"r": 8, "lambda": 1e-3, "floor": 1, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
               "outlier_choice": "slab", "sketch": "gaussian", "mode": "paper",
@@ -153,7 +153,7 @@ def test_changing_a_codec_brings_its_options() -> None:
 
 
 def test_defaults_follow_their_option_to_another_codec() -> None:
-    """And stay behind where the codec has no such option."""
+    """Defaults are dropped where the codec has no such option."""
     settings = FORMATS["squat4"].settings
     assert settings({"keys": "kivi"}).get("key_bits") == 4
     assert settings({"keys": "qjl"}).get("key_bits") is None

@@ -1,4 +1,4 @@
-"""Records: their exact sizes, where things lie in them, and that writers touch their own bytes only."""
+"""Records: their exact sizes, the places in them, and that writers touch only their own bytes."""
 
 import itertools
 
@@ -62,11 +62,11 @@ RECORDS = {
 
 
 PACKED = [name for name, fmt in FORMATS.items() if not fmt.keys.calibrated]
-"""Not those that take constants of a model, one KV head at a time (tests/formats/test_peer_vectors.py)."""
+"""Formats except those that take constants of a model, one KV head at a time (tests/formats/test_peer_vectors.py)."""
 
 
 def bind(name: str, d: int = 128, n: int = 128, **options: object) -> PageFormat:
-    """Formats that ship with more sinks than a small page holds have as many as it does."""
+    """Formats that ship with more sinks than a small page holds have as many as the page holds."""
     return FORMATS[name].bind(Geometry(d, n), {"S": min(n, FORMATS[name].settings().S)} | options)
 
 
@@ -128,7 +128,7 @@ def test_key_bits_without_alignment() -> None:
     assert bind("polar3", n=64, mode="paper", angle_bits=3).key_bits_per_element() == 2.5 + 0.125
     padded = bind("polar3", d=96, n=64, mode="paper", angle_bits=3).key_bits_per_element()
     assert padded == pytest.approx(2.5 + 0.125 + 16 / 96)
-    # m sign bits and a norm, and nothing for outliers that there are none of
+    # m sign bits and a norm, and nothing for outliers, because there are none
     assert bind("qjl3", n=64, outliers=0).key_bits_per_element() == 2 + 16 / 128
     assert bind("qjl3", n=64, outliers=0, m=384).slab_region.nbytes == 1536 + 64 + 1536
     assert bind("innerq2").key_bits_per_element() == 3.5 + 16 / 128
@@ -171,7 +171,7 @@ def units(fmt: PageFormat, n: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [n for n in PACKED if n != "lossless"])
 def test_pack_returns_what_will_be_read_back(name: str) -> None:
-    """No parameter is rounded by the store any more: codes were chosen against the stored ones."""
+    """The store no longer rounds any parameter: codes were chosen against the stored ones."""
     fmt = bind(name, 64, 64)
     g = torch.Generator().manual_seed(5)
     k, v = (torch.randn(2, fmt.unit, 64, generator=g) * 3 for _ in range(2))
@@ -187,7 +187,7 @@ def test_pack_returns_what_will_be_read_back(name: str) -> None:
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("d", [64, 80])
 def test_units_in_any_order(name: str, d: int) -> None:
-    """Units of several pages written one by one, shuffled and in batches are read back where they belong."""
+    """Units of several pages written one by one, shuffled and in batches, are read back at the right places."""
     fmt = bind(name, d, 128)
     places = list(itertools.product((4, 1, 3), range(fmt.N // fmt.unit)))
     fields = units(fmt, len(places))

@@ -101,7 +101,7 @@ def test_squat_subspace_is_that_of_all_queries(rank: int, chunks: tuple[int, ...
 
 
 def test_squat_chunks_are_merged_through_the_subspace() -> None:
-    """Queries of full rank: each chunk is stacked under the subspace of those before it."""
+    """Queries of full rank: each chunk is stacked below the subspace of the chunks before it."""
     queries = np.random.default_rng(2).standard_normal((HEADS, 200, 64)) * np.logspace(0.5, -0.5, 64)
     state = chunked(bound("squat2", r=5), queries, queries, CHUNKS).double().numpy()[:, :-1]
     for head in range(HEADS):
@@ -207,7 +207,7 @@ def test_squat_pre_solves_the_papers_problem_before_rope(pairing: str, rotary: i
     )
     want = turned(stored, tokens[64:128], pairing, rotary, stretch)
     np.testing.assert_allclose(fmt.unpack(packed)[0].numpy(), want, atol=1e-4)
-    # and not as it was before RoPE, nor a token further
+    # and not as it was before RoPE, nor one token further
     assert np.abs(stored - want).max() > 1
     assert np.abs(turned(stored, tokens[65:129], pairing, rotary, stretch) - want).max() > 1
 
@@ -229,7 +229,7 @@ def test_qjl_constant(d: int) -> None:
 
 
 def estimates(rows: Array, constant: float, q: Array, k: Array) -> Array:
-    """Definition 3.1 and equation (4), one number for each of the vectors."""
+    """Definition 3.1 and equation (4), one number for each vector."""
     return constant / len(rows) * np.linalg.norm(k, axis=1) * ((q @ rows.T) * np.sign(k @ rows.T)).sum(1)
 
 

@@ -169,7 +169,7 @@ def test_e4m3(rounding: str, tile: np.ndarray) -> None:
 
 
 def test_e4m3_calibrated(tile: np.ndarray) -> None:
-    """One scale for all heads of a layer, by another text's largest number; what is larger is cut off."""
+    """One scale for all heads of a layer, from another text's largest number; larger numbers are clipped."""
     other = torch.randn(10, 4, D), 3 * torch.randn(10, 2, D), torch.randn(10, 2, D)
     other[1][4, 0, 7], other[2][2, 1, 3] = 30.0, -6.0
     x = torch.from_numpy(tile)[:, None].repeat(1, 2, 1)
@@ -207,7 +207,7 @@ def test_nvfp4_rounds_ties_to_the_even_code() -> None:
 
 
 def test_peers_get_no_sinks_of_ours() -> None:
-    """Each says how many it ships with, and most ship with none."""
+    """Each format says how many sinks it ships with, and most have none."""
     assert all("S" in FORMATS[name].defaults for name in PEERS)
     assert FORMATS["int4_token"].settings().S == FORMATS["nvfp4_block"].settings().S == 0
 
@@ -225,7 +225,7 @@ CALIBRATED = [name for name in PEERS if FORMATS[name].keys.calibrated]
 
 
 def layer(seed: int, heads: int = 2) -> Calibration:
-    """Heads that look elsewhere, each in few directions."""
+    """Heads that look in different directions, each in few."""
     generator = torch.Generator().manual_seed(seed)
     mixing = (
         torch.randn(3, heads, 64, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -2, 64)[:, None]
@@ -261,7 +261,7 @@ def test_heads_have_their_own_constants(name: str, options: dict[str, Any]) -> N
 
 
 def test_oscars_rotation_of_one_head() -> None:
-    """With "head" each head's is the one that its layer would have if it had no other."""
+    """With "head" each head's rotation is the one that its layer would have if it had no other head."""
     fitted = layer(1)
     page = FORMATS["oscar2"].bind(Geometry(64, 64, torch.float32), {"oscar_rotation": "head"}).calibrated_on(fitted)
     for h in range(2):

@@ -1,4 +1,4 @@
-"""Other people's methods against what their own code makes of the same numbers (vectors/, with what recorded them)."""
+"""Other people's methods compared with what their own code makes of the same numbers (vectors/, with the recorders)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_kvq.formats.roundtrip import through_pages
 
 VECTORS = Path(__file__).parent / "vectors"
 HALF = 2**-10
-"""Relative error of a float16, doubled: vLLM's kernels return such."""
+"""Relative error of a float16, doubled: vLLM's kernels return float16."""
 
 
 def near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
@@ -41,7 +41,7 @@ def test_turbo(d: int, bits: int) -> None:
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("half", ["key", "value"])
 def test_int4_token(d: int, half: str) -> None:
-    """The factor sqrt(d) that vLLM leaves in rotated numbers stands in its scale; ours has it not."""
+    """vLLM's scale contains the factor sqrt(d) that vLLM leaves in rotated numbers; ours does not."""
     vectors = load_file(VECTORS / "int4_per_token_head.safetensors")
     both = vectors[f"{d}.{half}_scale"].view(torch.int32)[:, None]
     scale, zero = (both & -16).view(torch.float32), both & 15
@@ -82,7 +82,7 @@ def test_oscar_fits() -> None:
         assert got is not None
         assert got.shape == (2, 64, 64)
         assert torch.equal(got[0], got[1])
-        # back from U H P: which eigenvector stands where, with the Hadamard matrix before and the order behind it
+        # back from U H P: the position of each eigenvector, with the Hadamard matrix before and the order after it
         same = got[0].T @ vectors[f"{half}.rotation"]
         signs = hadamard(64) @ order(64).T @ same @ order(64) @ hadamard(64)
         near(signs.abs(), torch.eye(64), 1e-3)
@@ -98,7 +98,7 @@ def order(d: int) -> torch.Tensor:
 
 
 def test_oscar_packs() -> None:
-    """With the rotations that its own code has found."""
+    """With the rotations that its own code has computed."""
     vectors, calibration = oscar()
     tokens = len(vectors["k.codes"])
     constants = Constants(*(vectors[f"{half}.rotation"].expand(2, -1, -1) for half in "kv"))

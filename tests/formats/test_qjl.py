@@ -204,7 +204,7 @@ def test_the_prompt_chooses() -> None:
     assert chunks is not None
     torch.testing.assert_close(chunks, state)
     later = torch.randn(2, 64, 64, generator=g)
-    later[..., 20:24] *= 30  # outliers that the prompt had not
+    later[..., 20:24] *= 30  # outliers that the prompt did not have
     assert c.pack(later, state)["ko_index"].tolist() == [[[3, 9, 33, 60]] * 2, [[0, 1, 2, 63]] * 2]
     assert c.pack(later, None)["ko_index"].tolist() == [[[20, 21, 22, 23]] * 2] * 2
 
@@ -236,7 +236,7 @@ def test_slabs_choose_better_under_rope() -> None:
 
 # -- the paper's other settings
 def test_without_outliers_there_is_one_sketch() -> None:
-    """By the definition; no outlier's bytes are left, and whatever would concern outliers is refused."""
+    """By the definition; no bytes are left for outliers, and whatever would concern outliers is refused."""
     c, g = codec(64, outliers=0), torch.Generator().manual_seed(7)
     key, query = torch.randn(2, 64, 64, generator=g), torch.randn(2, 3, 64, generator=g)
     fields = c.pack(key, None)

@@ -1,4 +1,4 @@
-"""Whatever comes in, what comes out is finite, has the right shape, and stays in its own group and head."""
+"""Whatever the input, the output is finite, has the right shape, and stays in its own group and head."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ from vllm_kvq.formats.quant import LIMIT
 
 LOSSY = [n for n, f in FORMATS.items() if n != "lossless" and not f.keys.calibrated]
 OURS = [n for n in FORMATS if n not in PEERS]
-"""How accurate a method of others is, is not ours to promise."""
+"""We make no promise about how accurate other people's methods are."""
 OUR_LOSSY = [n for n in OURS if n in LOSSY]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SPECIAL = [0.0, -0.0, 1e4, -1e4, 1e-40, 6e-8, 65504.0, 3e38, -3e38, math.inf, -math.inf, math.nan]
@@ -77,17 +77,17 @@ def test_output_is_finite_and_counted(name: str, case: tuple[torch.Tensor, torch
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("value", SPECIAL)
 def test_pages_full_of_one_value(name: str, dtype: torch.dtype, value: float) -> None:
-    """All groups equal: what fits a float16 parameter comes back, to its precision."""
+    """All groups equal: what fits a float16 parameter comes back at its precision."""
     x = torch.full((33, 2, 64), value).to(dtype)
     k, v = roundtrip(name, x, x, x)
     want = torch.nan_to_num(x.float(), nan=0.0, posinf=LIMIT, neginf=-LIMIT).clamp(-LIMIT, LIMIT)
-    # rotated, 63 of a token's 64 numbers are zero but for the rounding of one float16, and rotated back these add up
+    # rotated, 63 of a token's 64 numbers are zero except for the rounding of one float16; rotated back these add up
     rounding = {"k": 2e-3, "v": 63 * 2**-11 if FORMATS[name].settings().get("value_rotation") == "hadamard" else 2e-3}
     for half, hat in {"k": k, "v": v}.items():
         if (name, half) != ("qjl3", "k"):
             assert (hat.float() - want).abs().max() <= rounding[half] * want.abs().max() + 2e-7
     if name == "qjl3":
-        # one direction of every inlier: the estimator is right on average only
+        # one direction for every inlier: the estimator is right only on average
         assert (k.float() - want).norm() <= 0.8 * want.norm() + 1e-6
 
 

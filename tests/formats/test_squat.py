@@ -68,7 +68,7 @@ def dense(k: torch.Tensor, u: torch.Tensor, g: int, quantize: Quantizer) -> tupl
 
 
 def mixed_up(k: torch.Tensor, u: torch.Tensor, g: int, quantize: Quantizer, form: str) -> torch.Tensor:
-    """What is fed to the quantizer by the two wrong mixtures of the compact forms."""
+    """What the two wrong mixtures of the compact forms feed to the quantizer."""
     k, u = k.double(), u.double()
     d, x = k.shape[1], k.clone()
     z = torch.zeros(len(k), len(u), dtype=torch.float64)
@@ -93,7 +93,7 @@ def example(d: int, seed: int = 0, strength: float = 20.0) -> tuple[torch.Tensor
 
 
 class Recorder:
-    """Replaces the quantizer inside SQuatKeys, and keeps what it was fed."""
+    """Replaces the quantizer inside SQuatKeys, and records what it was fed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, quantize: Quantizer) -> None:
         self.fed: list[torch.Tensor] = []
@@ -122,7 +122,7 @@ def test_the_update_is_the_papers(d: int, blocks: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("form", ["accumulated error on updated values", "newest error on original values"])
 def test_the_mixed_up_forms_are_told_apart(form: str) -> None:
-    """They agree with the truth at two blocks, so only more blocks make a test."""
+    """They agree with the truth at two blocks, so only more blocks make a real test."""
     k, u = example(128)
     for blocks, same in ((2, True), (4, False), (8, False)):
         _, want = dense(k, u, 128 // blocks, smooth)
@@ -159,7 +159,7 @@ def test_correction_takes_the_error_out_of_the_subspace() -> None:
     directions."""
     k, u = example(128, seed=2)
     for blocks, most in ((2, 0.85), (4, 0.7), (8, 0.6)):
-        # the error of the last block stays: nothing is left to take it back
+        # the error of the last block stays: no open channels are left to reduce it
         codec = squat_keys(128, g=128 // blocks)
         plain = codec.unpack(codec.pack(k[None], None))[0] - k
         squat = codec.unpack(codec.pack(k[None], state_of(u)[None]))[0] - k
@@ -271,7 +271,7 @@ def test_degenerate_queries(value: float) -> None:
 @pytest.mark.parametrize("rank", [1, 5, 16])
 @pytest.mark.parametrize("chunks", [[300], [1, 2, 97, 200], [30] * 10], ids=str)
 def test_no_energy_is_lost(rank: int, chunks: list[int]) -> None:
-    """What the queries have is in U or in the noise, however the prompt comes."""
+    """The queries' energy is in U or in the noise, however the prompt is chunked."""
     q = queries(300, 128, None)
     state = state_after(list(q.split(chunks, dim=1)), rank).double()
     u, noise = state[:, :-1], state[:, -1]

@@ -37,7 +37,7 @@ def example(d: int, seed: int = 0, head: int | None = None) -> tuple[torch.Tenso
 
 
 def widest(k: torch.Tensor, count: int) -> torch.Tensor:
-    """One at a time, the first of equals."""
+    """One at a time; of equal ones, the first."""
     span = (k.max(0).values - k.min(0).values).tolist()
     order = sorted(range(len(span)), key=lambda c: (-span[c], c))
     mask = torch.zeros(len(span), dtype=torch.bool)
@@ -46,7 +46,7 @@ def widest(k: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def mixed(x: torch.Tensor, boosted: torch.Tensor, scales: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a (32, g) block is read as, a channel at a time; and where each value lies between codes."""
+    """How a (32, g) block is read, a channel at a time; and where each value lies between codes."""
     parameters = fitted_parameters if scales == "fitted" else affine_parameters
     out, place = torch.empty(x.shape, dtype=torch.float64), torch.empty(x.shape, dtype=torch.float64)
     for c in range(x.shape[1]):
@@ -101,7 +101,7 @@ def test_codes_of_both_kinds_are_the_papers(part: str, head: int, g: int, scales
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("scales", ["range", "fitted"])
 def test_without_a_subspace_it_is_kitty(head: int, part: str, scales: str) -> None:
-    """To the byte: with no queries, and with queries that are all zero."""
+    """Byte for byte, both without queries and with queries that are all zero."""
     options = {"boost": part, "key_scales": scales}
     mine, kitty = bound(head, r=RANK, **options), FORMATS["kitty2"].bind(Geometry(head, 64), options)
     d = mine.geometry.d
@@ -129,7 +129,7 @@ def test_values_and_page_are_kittys() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_channels_are_chosen_before_the_correction(seed: int) -> None:
-    """The narrowest channel takes back the errors of the first block and becomes the widest: it keeps its 2 bits."""
+    """The narrowest channel absorbs the errors of the first block and becomes the widest: it keeps its 2 bits."""
     keys = codec(64, g=16)
     k, state = example(64, seed)
     k[:, 63] *= 0.05

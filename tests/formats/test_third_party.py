@@ -1,4 +1,4 @@
-"""Formats of other packages: found through their entry points, refused in a sentence, and no harm to the others."""
+"""Formats of other packages: found through their entry points, refused in a sentence, and harmless to the others."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_broken_package(code: str, install: Install, caplog: pytest.LogCapture
 
 @pytest.mark.engine
 def test_what_vllm_says_of_a_broken_package(install: Install, tmp_path: Path) -> None:
-    """The sentence stands above vLLM's refusal of the name, and sound packages are among vLLM's choices."""
+    """The sentence is logged before vLLM's refusal of the name, and sound packages are among vLLM's choices."""
     pytest.importorskip("vllm")
     install("kvq_bad", "raise RuntimeError('no licence')", "bad")
     install("kvq_one", IMPORTS + 'FORMAT = Format("one", "First", Keys, TokenValues)')
@@ -152,7 +152,7 @@ def test_what_vllm_says_of_a_broken_package(install: Install, tmp_path: Path) ->
 
 
 def test_built_in_formats_need_no_other_package(install: Install) -> None:
-    """Whoever names a built-in format without options does not wait for other packages to be imported."""
+    """A built-in format without options does not have to wait for other packages to be imported."""
     install("kvq_slow", "")
     assert FORMATS["squat2"].bind(Geometry(64, 64), {"r": 8}).name == "squat2"
     assert "kvq_slow" not in sys.modules
@@ -180,7 +180,7 @@ def test_names_that_are_taken(declared: str, reason: str, install: Install, capl
 
 
 def test_two_packages_with_one_name(install: Install) -> None:
-    """Nobody knows which is meant: neither is used."""
+    """It is ambiguous which one is meant, so neither is used."""
     for package in ("kvq_one", "kvq_two"):
         code = IMPORTS.replace('"twice"', f'"{package}"') + 'FORMAT = Format("same", "", Keys, TokenValues)'
         install(package, code)

@@ -15,7 +15,7 @@ NAMES = ["kivi2", "squat2_pre", "squat4"]
 
 
 def uneven(key: torch.Tensor) -> torch.Tensor:
-    """Tokens of a third to three times their size, in any order."""
+    """Tokens of a third to three times the usual size, in any order."""
     order = torch.randperm(len(key), generator=torch.Generator().manual_seed(0))
     return key * torch.logspace(-0.5, 0.5, len(key))[order][:, None, None]
 
@@ -36,7 +36,7 @@ def test_it_repairs_tokens_of_unequal_size(name: str, scales: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_to_large_tokens_pays_for_it(name: str) -> None:
-    """Each token gets the same relative error, so the absolute one of the large tokens, which softmax weighs, grows."""
+    """Each token gets the same relative error, so the absolute error of large tokens, which softmax weighs, grows."""
     query, key, _ = attention_data(128, tokens=128, rope=True)
     key = uneven(key)
 
@@ -61,7 +61,7 @@ def test_biased_channels_are_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_with_one_huge_channel_are_left_alone(name: str) -> None:
-    """Their size is that of one element; divided by it, the others would lose their own."""
+    """Their size is that of one element; divided by it, the other elements would lose precision."""
     g = torch.Generator().manual_seed(0)
     key = torch.randn(64, 2, 64, generator=g) + 50 * (torch.rand(64, 2, 64, generator=g) < 0.01)
     plain, scaled = (roundtrip(name, key, key, key, token_scale=choice)[0] for choice in ("none", "balanced"))

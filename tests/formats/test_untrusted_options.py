@@ -36,7 +36,7 @@ NAMES = st.sampled_from([*(option.name for option, _ in declared_options()), *HO
 
 
 def answer(make: Callable[[], Any]) -> Any:
-    """What is made, or the refusal as text."""
+    """The bound format, or the refusal as text."""
     try:
         return make()
     except ValueError as error:
@@ -71,7 +71,7 @@ KEYS = NAMES | SCALARS | st.binary(max_size=3)
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(FORMATS)), st.dictionaries(KEYS, ODD, max_size=3))
 def test_any_object_of_python(name: str, options: dict[Any, Any]) -> None:
-    """`LLM(additional_config=...)` takes more than JSON has. What is taken can be bound."""
+    """`LLM(additional_config=...)` accepts more than JSON. What is accepted can be bound."""
     from vllm_kvq.integration.plan.options import bind, settings_of
 
     config = SimpleNamespace(additional_config={"kvq": options}, cache_config=SimpleNamespace(cache_dtype=name))

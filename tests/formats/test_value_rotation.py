@@ -19,7 +19,7 @@ def error(value: torch.Tensor, **options: object) -> float:
 
 @pytest.mark.parametrize("head", HEAD_SIZES)
 def test_it_is_the_rotated_values_format(head: int) -> None:
-    """What is stored of v is what is stored of v H / sqrt(b) without the option."""
+    """What is stored for v is what is stored for v H / sqrt(b) without the option."""
     rotated, plain = (FORMATS["kivi2"].bind(Geometry(head, 64), {"value_rotation": r}) for r in ("hadamard", "none"))
     value = torch.randn(2, 64, rotated.geometry.d, generator=torch.Generator().manual_seed(0))
     h, root = hadamard(rotated.geometry.d), block(rotated.geometry.d) ** 0.5
@@ -34,14 +34,14 @@ def test_it_repairs_channels_of_unequal_size(scales: str) -> None:
     value = torch.randn(64, 2, 128, generator=torch.Generator().manual_seed(0))
     large = value * torch.where(torch.arange(128) % 16 == 0, 8.0, 1.0)
     assert error(large, value_scales=scales) > 1.6 * error(large, value_scales=scales, value_rotation="hadamard")
-    # among equal ones it is neither better nor worse
+    # with equal channels it is neither better nor worse
     assert np.isclose(
         error(value, value_scales=scales), error(value, value_scales=scales, value_rotation="hadamard"), rtol=0.03
     )
 
 
 def test_with_fitted_scales_large_groups_do() -> None:
-    """2.25 bits per element, where 3 bits of KIVI's groups have more error."""
+    """At 2.25 bits per element it has less error than KIVI's groups have with 3 bits."""
     value = torch.randn(64, 2, 128, generator=torch.Generator().manual_seed(0))
     value = value * torch.exp(0.5 * torch.randn(128, generator=torch.Generator().manual_seed(1)))
     fewer = {"value_scales": "fitted", "value_rotation": "hadamard", "group": 128}
