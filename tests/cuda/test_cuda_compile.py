@@ -1,4 +1,4 @@
-"""Binaries without a GPU: no spills, matrix products in the loop, and a clear word where nothing can be built."""
+"""Binaries without a GPU: no spills, matrix products in the loop, and a clear message where nothing can be built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_without_nvcc_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPat
     with pytest.raises(build.BuildError, match="no nvcc on the path"):
         build_cuda.build(90)
     assert "no nvcc on the path" in (build_cuda.problem((9, 0)) or "")
-    # a library that lies there serves without it
+    # an existing library there serves without it
     path = tmp_path / f"cuda-sm90-{build_cuda._digest(build_cuda.FLAGS)}.so"
     path.touch()
     assert build_cuda.build(90) == path

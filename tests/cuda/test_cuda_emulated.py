@@ -30,7 +30,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 @functools.cache
 def pool(d: int, n: int, pages: int = 4, heads: int = 2, sketch: str = "orthogonal") -> tuple[PageFormat, torch.Tensor]:
-    """Every slab has outlier channels of its own."""
+    """Every slab has different outlier channels."""
     fmt = get_format("qjl3").bind(Geometry(d, n), {"outlier_choice": "slab", "sketch": sketch})
     pages_ = random_pages(fmt, pages, heads)
     sets = fmt.read(pages_, torch.arange(1, pages + 1))["ko_index"].flatten(0, 1).unique(dim=0)
@@ -110,7 +110,7 @@ def test_pages_out_of_range_and_unpacked_slabs_are_not_seen() -> None:
 
 
 def test_one_set_of_outlier_channels_and_a_change_of_it() -> None:
-    """The usual case, slabs that share their set, and a page in between that has another."""
+    """The usual case, slabs that share their outliers, and a page in between that has others."""
     fmt, pages = pool(128, 64)
     key, value = outlier_data(3 * 64, 2, 128, 5)
     mine = torch.cat([torch.zeros(1, 2, fmt.record_bytes, dtype=torch.uint8), pages[1:2], pages[1:2], pages[1:2]])

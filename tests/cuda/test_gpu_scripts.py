@@ -1,4 +1,4 @@
-"""What of the scripts for a GPU machine can be tried without one: arguments, refusals, and the lines of the table."""
+"""What can be tested of the GPU scripts without a GPU: arguments, refusals, and the lines of the table."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path) -> None:
     whole = file.read_text()
     assert [row.split()[:3] for row in said.splitlines()[2:4]] == [["sdpa", "1", "64"], ["squat2", "1", "64"]]
     assert said.strip().splitlines()[-1].strip() in file.with_suffix(".md").read_text()
-    # it measured all, and measures nothing again: the same numbers
+    # it has measured everything, and measures nothing again: the same numbers
     assert dry_run(tmp_path) == said
     assert file.read_text() == whole
-    # cut off in the middle of its last line, of which no number is believed
+    # cut off in the middle of its last line, whose numbers are all ignored
     file.write_text(whole[:-2])
     again = dry_run(tmp_path)
     assert again.splitlines()[:-1] == said.splitlines()[:-1]

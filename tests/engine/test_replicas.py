@@ -1,4 +1,4 @@
-"""Four ranks of tensor parallelism and two KV heads, in one process, with a group that gives each rank the others' data.
+"""Four ranks of tensor parallelism and two KV heads, in one process, with a group that gives each the others' data.
 
 The same by processes: tests/processes.
 """

@@ -47,7 +47,7 @@ def failed(case: Case) -> bool:
 
 
 def run(cases: Sequence[Case]) -> int:
-    """Runs every case, prints those that fail; the exit status."""
+    """Runs every case and prints those that fail; returns the exit status."""
     start, failed = time.monotonic(), 0
     jobs = min(len(cases), 12, len(os.sched_getaffinity(0)))
     if jobs == 1:
@@ -66,5 +66,5 @@ def run(cases: Sequence[Case]) -> int:
 
 
 def main(cases: Sequence[Case]) -> None:
-    """With --dry-run: the first and the last case, wherever there is no GPU."""
+    """With --dry-run: the first and the last case, on a machine without a GPU."""
     sys.exit(run([cases[0], cases[-1]] if "--dry-run" in sys.argv else cases))

@@ -50,7 +50,7 @@ def decode(
 
 
 def graph() -> None:
-    """Lengths and tables changed after the capture are what counts: nothing was read on the host."""
+    """Lengths and tables that change after the capture take effect: nothing was read on the host."""
     fmt = get_format("squat2").bind(Geometry(128, 64))
     pages = random_pages(fmt, 4, 2)
     table, low, high = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), torch.tensor([0]), torch.tensor([40])

@@ -59,7 +59,7 @@ def test_chunks_and_splits() -> None:
 
 
 def test_graph_replay_follows_the_device() -> None:
-    """Lengths and tables changed after the capture are what counts: nothing was read on the host."""
+    """Lengths and tables that change after the capture take effect: nothing was read on the host."""
     fmt = get_format("qjl3").bind(Geometry(128, 64))
     pages = random_pages(fmt, 4, 2)
     table, low, high = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), torch.tensor([0]), torch.tensor([40])
@@ -104,5 +104,5 @@ if __name__ == "__main__":
         CASES = CASES[1:2]
     elif not QUICK:
         CASES.append((test_graph_replay_follows_the_device, ()))
-    # in this process: that is what compute-sanitizer looks at
+    # in this process, because that is the one compute-sanitizer watches
     sys.exit(max(failed(case) for case in CASES))

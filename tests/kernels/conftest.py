@@ -1,4 +1,4 @@
-"""Every instruction set of this machine, as an index into `ISAS`; what calls the kernels takes that one."""
+"""Every instruction set of this machine, as an index into `ISAS`; calls of the kernels use that one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def bound(
 
 
 def shapes(draw: st.DrawFn, case: tuple[str, tuple[tuple[str, Any], ...]] | None = None) -> dict[str, Any]:
-    """With a head size that the format of the case knows: QJL's outliers are named by bytes."""
+    """With a head size that the format of the case supports: QJL's outlier numbers are bytes."""
     narrow = case is not None and case[0] == "qjl3" and ("outliers", 0) not in case[1]
     return {
         "d": draw(st.sampled_from([64, 80, 128, 256] if narrow else [64, 80, 128, 256, 512])),

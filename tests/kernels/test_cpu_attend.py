@@ -145,7 +145,7 @@ def test_formats_heads_and_groups(isa: int, name: str, d: int, gqa: int) -> None
 
 @pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
 def test_heads_of_512(isa: int, name: str) -> None:
-    """QJL names its outliers by bytes, so it has none there."""
+    """QJL's outlier numbers are bytes, so it has none there."""
     options = {"outliers": 0} if name == "qjl3" else {}
     run(name, 512, 4, 64, [200, 37, 0], low=20, **options)
     run(name, 512, 4, 32, [90], q=100, heads=1, **options)
@@ -166,7 +166,7 @@ def test_a_prefix_chunk(isa: int, name: str) -> None:
 @pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
 @pytest.mark.parametrize("d", [64, 80, 128, 256])
 def test_a_chunk_of_many_rows(isa: int, name: str, d: int) -> None:
-    """Enough of them that pages are unpacked for all at once (csrc/cpu/attend/float32/many.h)."""
+    """Enough rows that pages are unpacked for all at once (csrc/cpu/attend/float32/many.h)."""
     run(name, d, 4, 64, [300, 90], q=100, heads=1, low=20, seed=d)
     run(name, d, 8, 32, [70], q=150, heads=1)  # 1200 rows: more than one task has
 
@@ -182,7 +182,7 @@ def test_the_pytorch_kernels_too(name: str) -> None:
 @pytest.mark.parametrize("cap", [2.0, 50.0])
 @pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
 def test_a_soft_cap(isa: int, name: str, cap: float) -> None:
-    """Of a decode step, and of a chunk of many rows."""
+    """For a decode step, and for a chunk of many rows."""
     run(name, 128, 4, 64, [200, 64, 37, 0], cap=cap)
     run(name, 64, 4, 64, [300, 90], q=100, heads=1, low=20, cap=cap)
 

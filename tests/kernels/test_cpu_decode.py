@@ -1,4 +1,4 @@
-"""A decode step planned and done in one C++ call against one that is planned on the host, with the same kernels."""
+"""A decode step planned and done in one C++ call, compared with one planned on the host, with the same kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 
 class InOneCall:
-    """A step that decodes in one call, and plans what takes a plan."""
+    """A step that decodes in one call, and plans only what needs a plan."""
 
     exact = True
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 
 def attend(fmt: PageFormat, isa: int, threads: int, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cpu.attend_packed`, with an instruction set and a number of threads of its own."""
+    """As `cpu.attend_packed`, with a chosen instruction set and number of threads."""
     query, pages, *lists = arguments
     n, q, heads, head_size = query.shape
     out, lse = torch.full((n, q, heads, head_size), 7.0), torch.full((n, q, heads), 7.0)

@@ -36,7 +36,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype, wild: float, rng: torch.Generator) -> torch.Tensor:
-    """Normal numbers, a share of which is replaced by any bits at all: NaN, infinities, subnormal and huge numbers."""
+    """Normal numbers, a share of which is replaced by arbitrary bits: NaN, infinities, subnormal and huge numbers."""
     x = torch.randn(shape, generator=rng).to(dtype)
     whole = torch.int32 if dtype == torch.float32 else torch.int16
     top = torch.iinfo(whole)
@@ -153,7 +153,7 @@ def test_store(data: st.DataObject) -> None:
 @fuzz
 @given(data=st.data())
 def test_fit(name: str, data: st.DataObject) -> None:
-    """Any bits, any number of tokens, with and without what came before: finite, and what the reference finds."""
+    """Any bits, any number of tokens, with and without history: finite, and what the reference finds."""
     s = shapes(data.draw, (name, ()))
     dtype = data.draw(FLOATS)
     fmt = bound(name, (), s["d"], 64, dtype)
@@ -171,7 +171,7 @@ def test_fit(name: str, data: st.DataObject) -> None:
             assert torch.equal(got, want)
         elif name == "qjl3":
             assert torch.allclose(got, want, rtol=1e-5)
-        else:  # the subspace is free where singular values are equal: the energy in it is not
+        else:  # the subspace is arbitrary if singular values are equal; its energy is not
             energy = [x.double().square().sum((1, 2)) for x in (got, want)]
             assert torch.allclose(*energy, rtol=1e-4)
         state = want

@@ -63,7 +63,7 @@ def test_companions_are_filled_by_name(old: str) -> None:
 
 
 def test_the_order_does_not_matter() -> None:
-    """Two fields that change places in the library's list are filled where they now are."""
+    """Two fields that swap places in the library's list are filled where they are now."""
     fmt, real = bound("kivi2"), layout.Names.of(library())
     swapped = layout.Names.of(Edited("layout", "k_scale:q k_zero:q", "k_zero:q k_scale:q"))
     a, b = (layout.lay_out(fmt, names)[: 8 * len(real.layout.names)].view(torch.int64) for names in (real, swapped))  # type: ignore[index]

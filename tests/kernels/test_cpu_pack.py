@@ -24,7 +24,7 @@ MOVED = {"squat": 2e-4, "qjl": 1e-3, "polar": 2e-4}
 A parameter that moves by one float16 takes a group of codes with it, hence more than the 1e-5 of single codes.
 """
 FITTED = 1e-2
-"""The same of scales and zeros that are sums themselves; a zero next to 0 is a difference of larger numbers."""
+"""The same for scales and zeros that are sums themselves; a zero next to 0 is a difference of larger numbers."""
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -58,7 +58,7 @@ def tokens(fmt: PageFormat, dtype: torch.dtype, seed: int) -> tuple[Pair, Pair, 
 
 
 def both(name: str, d: int, dtype: torch.dtype, n: int, **options: object) -> tuple[PageFormat, list[torch.Tensor]]:
-    """The reference's pages and the kernel's; damage counted alike."""
+    """The reference's pages and the kernel's; damage is counted equally."""
     pairing = options.pop("pairing", "half")
     fmt = get_format(name).bind(Geometry(d, n, dtype, pairing=str(pairing)), options)
     old, new, units = tokens(fmt, dtype, seed=d + n)
@@ -173,7 +173,7 @@ def test_of_equally_wide_channels_the_first_are_boosted(name: str, d: int) -> No
     rng = torch.Generator().manual_seed(0)
     key = torch.randint(0, 4, (32, H, d), generator=rng).float()
     key[0], key[1] = 0, 3
-    key[:, 1, d // 2 :] += key[:, 1, d // 2 :]  # the wider half comes first, though it lies behind
+    key[:, 1, d // 2 :] += key[:, 1, d // 2 :]  # the wider half comes first, though it is stored second
     zero = torch.zeros(1, dtype=torch.int64)
     units = Units(zero, zero, torch.arange(32)[None], zero, torch.zeros(1, dtype=torch.bool))
     nothing = key[:0].unsqueeze(1), key[:0].unsqueeze(1)

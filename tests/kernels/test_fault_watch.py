@@ -69,7 +69,7 @@ def test_damage_is_counted_once_and_warned_of(warnings: list[tuple[Any, ...]]) -
 
 
 def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a copy brings is judged when it has come, and never before."""
+    """The content of a copy is judged when it has arrived, and never before."""
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **options: zeros(*size, **options))
     monkeypatch.setattr(torch.cuda, "Event", Copied)
@@ -79,8 +79,8 @@ def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     watching.poll()  # nothing is under way yet
     faults[0] = 1
     watching.poll()
-    assert not watching.seen.any()  # the first copy has not come
+    assert not watching.seen.any()  # the first copy has not arrived
     monkeypatch.setattr(Copied, "done", True)
-    watching.poll()  # judges what came before the fault, and asks again
+    watching.poll()  # it judges what came before the fault, and asks again
     with pytest.raises(RuntimeError, match="stale sidecar: 1 steps"):
         watching.poll()

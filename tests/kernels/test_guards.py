@@ -62,7 +62,7 @@ def test_the_step_raises(damage: str, bad: int, build: Callable[[Layer], Step]) 
 
 @pytest.mark.parametrize("build", PATHS)
 def test_rejected_drafts_are_no_damage(build: Callable[[Layer], Step]) -> None:
-    """A request is taken back by up to `DRAFTS` tokens; the step says where it goes on."""
+    """A request is rolled back by up to `DRAFTS` tokens; the step says where it continues."""
     for rejected in range(DRAFTS + 1):
         layer = after_prompts(2)
         put(layer, 0, (MAGIC, 0, layer.held[0] + rejected))

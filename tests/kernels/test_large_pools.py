@@ -34,7 +34,7 @@ def test_cpp_by_a_plan(name: str) -> None:
 
 
 class InOneCall(CPUStep):
-    """Decode steps must not be left to a plan."""
+    """Decode steps must not fall back to a plan."""
 
     def decode(self, *arguments: Any) -> int | None:
         replaced = super().decode(*arguments)

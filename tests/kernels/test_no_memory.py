@@ -1,4 +1,4 @@
-"""A thread that gets no memory for its work: the call raises, and the next one is as if nothing had been."""
+"""A thread that gets no memory for its work: the call raises, and the next call works as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which path serves a format, why a faster one does not, and that codecs are known by their exact class."""
+"""Which path serves a format, why a faster one does not, and that codecs are recognized by their exact class."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_an_option_that_is_to_blame_is_named(
 
 
 class OtherKeys(SQuatKeys):
-    """A third party's: it may store what its parent does not."""
+    """A third party's codec: it may store what its parent does not."""
 
 
 def test_a_subclass_is_served_by_pytorch_as_a_whole() -> None:
@@ -181,7 +181,7 @@ def test_a_subclass_is_served_by_pytorch_as_a_whole() -> None:
 
 
 class ForeignKeys(KeyCodec):
-    """A third party's, which no backend knows: `lossless` under another name."""
+    """A third party's codec, which no backend supports: `lossless` under another name."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.raw = RawKeys(geometry, {})
@@ -228,5 +228,5 @@ def test_steps() -> None:
     pytest.importorskip("triton")
     gpu = [made(Wish("cpu", gpu_path=True), scale) for scale in (0.5, 0.5, 0.25)]
     assert asked[-3:] == [True] * 3
-    # one step, and with it one set of counters, for all layers that are alike
+    # one step, and with it one set of counters, for all equal layers
     assert gpu[0] is gpu[1] is not gpu[2]

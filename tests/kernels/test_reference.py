@@ -1,4 +1,4 @@
-"""Steps on the host against the reference cache, which knows positions only."""
+"""Steps on the host compared with the reference cache, which knows only positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of slow formats is what the C++ library does: options, head sizes and instruction sets."""
+"""What is said about slow formats is what the C++ library does: options, head sizes and instruction sets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bound(name: str, head_size: int, options: dict[str, Any] | None = None) -> P
 
 
 def values(option: Option) -> tuple[Any, ...]:
-    """Every choice; of ranges that decide about kernels several, of others one."""
+    """Every choice; several values of ranges that decide about kernels, one of others."""
     if option.choices:
         return option.choices
     if option.name in ("m", "m_out"):  # few: a sketch takes its time
@@ -91,7 +91,7 @@ def test_the_sentence_follows_the_kernels(level: int) -> None:
             assert "\n" not in sentence
             for half in slow.HALVES:
                 assert (half in sentence.partition("; ")[0]) == (half not in halves or (by_slab and half == "keys"))
-            # what it says to leave out makes the blamed half fast, or it says that nothing here does
+            # what it says to leave out makes the named half fast, or it says that nothing here does
             rest = {k: v for k, v in options.items() if k not in left_out(sentence)}
             if "--kv-cache-dtype auto" not in sentence:
                 assert rest != options
@@ -115,7 +115,7 @@ def test_known_cases(level: int) -> None:
         "polar4 is attended slowly here, the fast kernels don't serve its keys with mode=paper and its values with "
         "group=16; leave out 'mode' and 'group'"
     )
-    # only what is to blame
+    # only what is responsible
     assert slow.slow(bound("squat2", 128, {"value_bits": 4, "group": 16})) == (
         "squat2 is attended slowly here, the fast kernels don't serve its values with group=16; leave out 'group'"
     )

@@ -1,4 +1,4 @@
-"""Faults in what a running engine makes of images, planted for the oracle to find."""
+"""Faults in how a running engine handles images, planted for the oracle to find."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _change(engine: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None
 
 
 def shifted(engine: Any) -> None:
-    """Every feature stands one token too far behind."""
+    """Every feature is one token too late."""
     _change(engine, lambda features: features.roll(1, 0))
 
 
@@ -51,19 +51,19 @@ def begun_again(engine: Any) -> None:
 
 
 def not_in_keys(engine: Any) -> None:
-    """vLLM's prefix cache does not ask which picture the tokens stand for."""
+    """vLLM's prefix cache ignores which picture the tokens stand for."""
     from vllm.v1.core import kv_cache_utils
 
     kv_cache_utils._gen_mm_extra_hash_keys = lambda request, start, end, first: ([], first)
 
 
 def all_in_a_row(engine: Any) -> None:
-    """M-RoPE turns a picture's tokens as it does words."""
+    """M-RoPE rotates a picture's tokens as it does words."""
     _place(engine, lambda tokens, found, behind: (torch.arange(tokens).expand(3, -1), 0))
 
 
 def counted_by_tokens(engine: Any) -> None:
-    """What follows the prompt is turned by its position, though a picture's tokens took fewer than their number."""
+    """What follows the prompt is rotated by its index, though a picture's tokens took fewer positions."""
     _place(engine, lambda tokens, found, behind: (found, 0))
 
 

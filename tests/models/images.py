@@ -22,14 +22,14 @@ MODULES = {
 
 
 class NoVideo(dict[str, Any]):
-    """A processor of videos that none comes to, as Transformers writes it down and as vLLM asks for its options."""
+    """A processor of videos that is never used, as Transformers writes it down and as vLLM asks for its options."""
 
     class valid_kwargs:
         pass
 
 
 def without_torchvision(model: str) -> None:
-    """In this process, before an engine is made: vLLM's model with images works with PIL's image processors."""
+    """In this process, before an engine is made: vLLM's models with images use PIL's image processors."""
     from transformers import processing_utils
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
     from transformers.utils import is_torchvision_available

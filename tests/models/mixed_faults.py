@@ -47,7 +47,7 @@ def dropped_sink(engine: Any) -> None:
 
 
 def kept_state(engine: Any) -> None:
-    """A request that is admitted again after a preemption goes on from the state that it had."""
+    """A request that is admitted again after a preemption continues from its old state."""
     layers = engine.engine.vllm_config.compilation_config.static_forward_context.values()
     states = [tensor for layer in layers if hasattr(layer, "mamba_type") for tensor in layer.kv_cache]
     assert states
@@ -57,7 +57,7 @@ def kept_state(engine: Any) -> None:
     blocks: dict[str, int] = {}
 
     def observed(*args: Any, **kwargs: Any) -> Any:
-        # what the last step left, before any block of it is handed out again
+        # what the last step left, before any of its blocks is handed out again
         last.update({request: [tensor[block].clone() for tensor in states] for request, block in blocks.items()})
         out = schedule(*args, **kwargs)
         cached = out.scheduled_cached_reqs

@@ -10,7 +10,7 @@ COPIED = {"stored": 0, "loaded": 0}
 
 
 class Done:
-    """An event that has come."""
+    """An event that has already happened."""
 
     def record(self, *stream: Any) -> None:
         pass

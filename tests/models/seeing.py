@@ -1,4 +1,4 @@
-"""Tiny models that are shown pictures: what turns these into tokens, and prompts that hold them."""
+"""Tiny models that see pictures: what turns these into tokens, and prompts that contain them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from proof.oracle.trace import Picture, Request
 
 @dataclass(frozen=True)
 class Seeing:
-    """A kind of model that is shown pictures."""
+    """A kind of model that sees pictures."""
 
     arch: Architecture
     token: int
     """Stands for pictures in prompts."""
     tokens: int
-    """Of each picture."""
+    """Tokens of each picture."""
     write: Callable[[Path, int], None]
     """Write what turns images into tokens next to the checkpoint."""
 
@@ -86,7 +86,7 @@ def write_qwen2_vl(path: Path, image_token: int) -> None:
 
 
 def seeing(name: str, tokens: int, write: Callable[[Path, int], None], **encoder: int) -> Seeing:
-    """The row of docs/models.md, with another encoder of images and without what keeps images out."""
+    """The row of docs/models.md, with another image encoder and without the flag that disables images."""
     row = named(name)
     numbers = {**row.numbers, "vision_config": {**row.numbers["vision_config"], **encoder}}
     engine = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}}

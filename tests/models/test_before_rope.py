@@ -1,4 +1,4 @@
-"""Keys before RoPE, over other models than Llamas: their own rotation is found, or they are refused."""
+"""Keys before RoPE, with models other than Llama: their own rotation is found, or they are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_interleaved_pairs(lab: Lab) -> None:
-    """Of half the channels: in two chunks and after a hit."""
+    """Rotation of half the channels: in two chunks and after a hit."""
     arch = named("GLM-4")
     got = lab.run(arch, [TRACE], **kvq("squat2_pre", **PACKED), **ENGINE)[0]
     verdict = judge(ReplayModel(str(lab.model(arch)), "squat2_pre", N, **PACKED), [TRACE], [got])

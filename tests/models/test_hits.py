@@ -130,7 +130,7 @@ def test_hits_are_plain_vllms(kind: str, retention: int | None, lab: Lab) -> Non
     ],
 )
 def test_hits_where_windows_have_pages_of_their_own(kind: str, retention: int | None, lab: Lab) -> None:
-    """Hits end where a packed page does."""
+    """Hits stop at the end of a packed page."""
     name, options = KINDS[kind]
     todo = [*TODO, *crowded()]
     engine = {**ENGINE, "block_size": 64, "prefix_cache_retention_interval": retention}
@@ -147,7 +147,7 @@ def test_hits_where_windows_have_pages_of_their_own(kind: str, retention: int | 
 
 
 def crowded() -> list[Trace]:
-    """More conversations at once than the pool holds, each asked twice, last ones first."""
+    """More conversations at once than the pool holds, each asked twice, the last ones first."""
     rng = random.Random(5)
     prompts = [words(rng, 60 + 31 * i) for i in range(6)]
     asked = [*enumerate(prompts)]
@@ -164,7 +164,7 @@ POOLS = {"Gemma-3": 120, "Gemma-3n": 64, "a skipped layer": 34, "Granite 4": 64}
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_recycled_blocks_and_preemption(kind: str, lab: Lab) -> None:
-    """Blocks go from one kind of layers to another all the time; hits end before the window here."""
+    """Blocks move between kinds of layers all the time; hits stop before the window here."""
     name, options = KINDS[kind]
     todo, engine = crowded(), {**ENGINE, "prefix_cache_retention_interval": 0 if named(name).hybrid else None}
     expected = lab.run(named(name), todo, kv_cache_dtype="auto", **engine)

@@ -72,7 +72,7 @@ def test_lossless_equals_plain_vllm(seeing: Seeing, lab: Lab) -> None:
     total = compare_all(todo, expected, got)
     assert not total.mismatches
     assert total.tokens == 9 * 24
-    # what stands before the picture is found with any picture; the last 32 tokens are computed anew
+    # what precedes the picture is found with any picture; the last 32 tokens are computed anew
     hits = cached(got)
     assert hits.pop("behind") == 32 * ((40 + seeing.tokens + 60 + 30 - 1 - 32) // 32)
     assert hits == {"again": 160, "other picture": 32, "within": 96, "two pictures": 160, "sinks": 32}
@@ -88,13 +88,13 @@ FORMATS: dict[str, dict[str, int]] = {
     "lossless": {"W": 32, "S": 4},
     "squat2_pre": {"S": 3},
 }
-"""Three float32 tokens fit into one page of 32 packed ones: sinks on two would cost the hits of one page."""
+"""Three float32 tokens fit into one page of 32 packed ones: sinks on two pages would cost the hits of one page."""
 BY_DEFAULT = (("LLaVA", "squat2"), ("LLaVA", "qjl3"), ("Qwen2-VL", "innerq2"), ("Qwen2-VL", "polar4"))
 JUDGED = [
     pytest.param(seeing, name, id=f"{kind}-{name}", marks=() if (kind, name) in BY_DEFAULT else pytest.mark.wide)
     for kind, seeing in (("LLaVA", LLAVA), ("Qwen2-VL", QWEN2_VL))
     for name in FORMATS
-    # M-RoPE turns keys by more than their position, so a format that takes it off is refused
+    # M-RoPE rotates keys by more than their position, so a format that undoes it is refused
     if (kind, name) != ("Qwen2-VL", "squat2_pre")
 ]
 

@@ -1,4 +1,4 @@
-"""Packed pages that were kept in the host's memory: prefix hits on them give the tokens that hits in the pool give."""
+"""Packed pages that were kept in the host's memory: prefix hits on them give the same tokens as hits in the pool."""
 
 from __future__ import annotations
 

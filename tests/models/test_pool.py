@@ -19,7 +19,7 @@ LENGTH, BLOCKS = 1536, 2000
 
 
 def watch(traced: Any) -> None:
-    """Keeps the least number of free blocks that the scheduler of a TracedEngine has left."""
+    """Keeps the smallest number of free blocks that the scheduler of a TracedEngine has had."""
     pool, schedule = traced.scheduler.kv_cache_manager.block_pool, traced.scheduler.schedule
     traced.least = pool.get_num_free_blocks()
 
@@ -32,7 +32,7 @@ def watch(traced: Any) -> None:
 
 
 def taken_and_said(traced: Any) -> tuple[int, int]:
-    """Blocks in use when most were, and what the line counts for a request of the maximum length."""
+    """Blocks in use at the peak, and what the line counts for a request of the maximum length."""
     from vllm_kvq.integration.worker.companions import Sidecar
     from vllm_kvq.integration.worker.report import Capacity
 
@@ -109,7 +109,7 @@ begins."""
 @pytest.mark.wide
 @pytest.mark.parametrize("name", KINDS)
 def test_so_many_requests_run_at_once(name: str, lab: Lab) -> None:
-    """A pool that is said to hold so many holds them, and one that is 2 % smaller does not."""
+    """A pool that is announced to hold a number of requests holds them, and one that is 2 % smaller does not."""
     arch, rng = named(name), random.Random(5)
     own = {field: WINDOW for field in ("sliding_window", "attention_chunk_size") if field in arch.numbers}
     arch = replace(arch, name=f"{name} long", numbers={**arch.numbers, **own, "max_position_embeddings": LONG})
@@ -134,7 +134,7 @@ def test_so_many_requests_run_at_once(name: str, lab: Lab) -> None:
 
 
 def blocks_of_all(traced: Any) -> int:
-    """The smallest pool that is said to hold all these requests of the maximum length."""
+    """The smallest pool that is announced to hold all these requests of the maximum length."""
     from vllm_kvq.integration.worker.companions import Sidecar
     from vllm_kvq.integration.worker.report import Capacity
 

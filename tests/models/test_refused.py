@@ -68,7 +68,7 @@ def test_the_command_prints_just_the_sentence(lab: Lab) -> None:
 
 
 def test_a_layer_that_does_not_get_the_dtype_is_refused() -> None:
-    """The net under the configuration's check: models that do not hand the dtype on, as Falcon."""
+    """The second check, after the configuration's: models that do not pass on the dtype, such as Falcon."""
     from types import SimpleNamespace
 
     from vllm_kvq.integration.plan.refusals import Refused

@@ -53,7 +53,7 @@ def test_cold_and_again(case: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
     assert verdict.ties <= 0.02 * verdict.tokens
     assert verdict.tokens == 100
     assert verdict.hits == 2
-    # the control: a reference that packs all layers, or none, disagrees, whatever a few disturbed replays say
+    # the control: a reference that packs all layers, or none, disagrees, whatever a few perturbed replays say
     for name in ("SOME", "MANY"):
         monkeypatch.setattr(judging, name, judging.BRIEF)
     for others in ({}, dict.fromkeys(range(len(reference.formats)), Sight())):

@@ -73,7 +73,7 @@ def squeezed(engine: Any) -> None:
         if len(engine.scheduler.running) == 5:
             taken.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
         out = schedule(*args, **kwargs)
-        if len(engine.scheduler.running) < 5:  # one was preempted, or is done
+        if len(engine.scheduler.running) < 5:  # one was preempted, or has finished
             pool.free_blocks(taken)
             taken.clear()
         return out
@@ -118,7 +118,7 @@ def test_windows_with_pages_of_their_own(judged: Judge) -> None:
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in CASES))
 def test_hits_chunks_and_preemption(name: str, form: str, judged: Judge) -> None:
     """What a random draw may leave out, by the kernels that are served."""
-    # outliers' channels are named by bytes, which 512 of them are too many for
+    # outlier channels' numbers are bytes, too small for 512 channels
     whole = {"outliers": 0} if (name, form) == ("Gemma-4", "qjl3") else {}
     setup = Setup(form, 32, {"W": 32, "S": 4, **whole}, name, pool=4.0, budget=64, keep_all=True, kernels="auto")
     todo = crowded(setup, f"{name}/{form}")
@@ -143,7 +143,7 @@ FAULTS: dict[str, tuple[Any, Any, Setup]] = {
         Setup("squat2", 32, {"W": 0}, "Granite 4", pool=1.8, budget=64, keep_all=True),
     ),
 }
-"""What is planted, the traffic, and the engine that has to be told from a healthy one."""
+"""What is planted, the traffic, and the engine that has to be distinguished from a healthy one."""
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=() if "state" in f else pytest.mark.wide) for f in FAULTS])

@@ -21,13 +21,13 @@ from proof.oracle.trace import Request, Result, Trace
 pytestmark = pytest.mark.engine
 N = 32
 KERNEL_ERROR = 1e-3
-"""What the C++ kernels declare."""
+"""The error that the C++ kernels declare."""
 ENGINE: dict[str, Any] = {
     "block_size": N,
     "max_num_batched_tokens": 96,
     "max_model_len": 512,
     "num_gpu_blocks_override": 600,
-    # of windows vLLM otherwise keeps what the end of a prompt sees, and a shorter prefix hits nothing
+    # vLLM otherwise keeps only the windows that the end of a prompt sees, and a shorter prefix hits nothing
     "prefix_cache_retention_interval": None,
 }
 LOSSLESS = kvq("lossless", W=32, S=4)
@@ -88,7 +88,7 @@ def test_lossy(arch: Architecture, lab: Lab, plain: Any) -> None:
     got = lab.run(arch, [TRACE], arch.adapter, **kvq(arch.lossy, **PACKED), **ENGINE)[0]
     verdict = compare(TRACE, plain(arch), got)
     assert verdict.tokens == sum(r.max_tokens for r in TRACE.requests)
-    # the control: what is read back is not what was written
+    # the control: what is read back differs from what was written
     assert any("token" in m for m in verdict.mismatches)
     assert not any("freed" in m for m in verdict.mismatches)
     if arch.replay:
@@ -101,14 +101,14 @@ def test_lossy(arch: Architecture, lab: Lab, plain: Any) -> None:
 @pytest.mark.parametrize("arch", [a for a in SERVED if a.dtype != "float32"], ids=lambda a: a.name)
 @pytest.mark.parametrize("name", ["lossless", "squat2", "polar4", "qjl3", "innerq2"])
 def test_16_bit_models_answer(name: str, arch: Architecture, lab: Lab) -> None:
-    """Sums are rounded in another order than plain vLLM's, so tokens may differ from them."""
+    """Sums are rounded in another order than plain vLLM's, so tokens may differ from its own."""
     got = lab.run(arch, [TRACE], **kvq(name, **PACKED), **ENGINE)[0]
     assert all(len(got.outputs[r.name][0]) == r.max_tokens for r in TRACE.requests)
     assert len({t for samples in got.outputs.values() for t in samples[0]}) > 4
 
 
 def test_window_layers_survive_preemption_and_speculation(lab: Lab) -> None:
-    """The mixed cache under a pool that runs out, with drafts that are rejected."""
+    """The mixed cache with a pool that runs out, with drafts that are rejected."""
     rng, arch = random.Random(2), named("Gemma-3")
     phrase = [rng.choice(PROMPT_TOKENS) for _ in range(9)]
     prompts = [tuple([rng.choice(PROMPT_TOKENS) for _ in range(i)] + phrase * (3 + i)) for i in range(6)]
@@ -131,7 +131,7 @@ def test_drafts_beside_states_are_refused(lab: Lab) -> None:
 
 
 def test_blocks_that_do_not_divide_chunks_are_refused(lab: Lab) -> None:
-    """vLLM would end with the first step."""
+    """vLLM would crash in the first step."""
     arch = named("Llama 4")
     arch = replace(arch, name="chunks of 80", numbers={**arch.numbers, "attention_chunk_size": 80})
     sentence = lab.refusal(lab.model(arch), kv_cache_dtype="squat2", block_size=96)
@@ -141,7 +141,7 @@ def test_blocks_that_do_not_divide_chunks_are_refused(lab: Lab) -> None:
 
 
 def test_the_flag_skips_layers_like_the_option(lab: Lab) -> None:
-    """Layer 0 in 16 bits and layer 1 packed, by either way; and the control that packing both answers otherwise."""
+    """Layer 0 not packed and layer 1 packed, in both ways; and the control that packing both answers differently."""
     arch, engine = named("Llama"), ENGINE
     flag = lab.run(arch, [TRACE], **kvq("squat2", **PACKED), **engine, kv_cache_dtype_skip_layers=["0"])[0]
     option = lab.run(arch, [TRACE], **kvq("squat2", **PACKED, skip_layers=[0]), **engine)[0]
@@ -151,7 +151,7 @@ def test_the_flag_skips_layers_like_the_option(lab: Lab) -> None:
 
 
 def test_the_adapter_is_used(lab: Lab, plain: Any) -> None:
-    """The control of the LoRA row: the same weights without the adapter answer otherwise."""
+    """The control of the LoRA row: the same weights without the adapter answer differently."""
     assert plain(named("Llama with LoRA")).outputs != plain(named("Llama")).outputs
 
 

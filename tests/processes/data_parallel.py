@@ -22,7 +22,7 @@ async def _serve(job: dict[str, Any]) -> list[Result]:
     requests = [r for t in job["traces"] for r in Trace.from_json(t).requests]
     found = []
     for rank in range(job["engine"]["data_parallel_size"]):
-        # one after the other, so that the engines do the very same steps
+        # one after the other, so that the engines do exactly the same steps
         answers = [await _ask(engine, rank, r) for r in requests]
         outputs = {r.name: [tokens] for r, (tokens, _) in zip(requests, answers, strict=True)}
         cached = {r.name: hit for r, (_, hit) in zip(requests, answers, strict=True)}

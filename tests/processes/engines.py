@@ -21,7 +21,7 @@ from proof.oracle.warm import warm
 
 
 def caches(worker: Any) -> dict[str, dict[str, Any]]:
-    """Of one worker's packed layers: their numbers, and a hash of all that they keep."""
+    """One worker's packed layers: their numbers, and a hash of all that they keep."""
     layers = worker.vllm_config.compilation_config.static_forward_context
     found = {}
     for name, layer in layers.items():

@@ -88,7 +88,7 @@ class Farm:
         self.folder, self.traces, self.count = folder, traces, itertools.count()
         self.known: dict[tuple[str, str, str], Answer] = {}
         self.models: dict[str, Path] = {}
-        # `proof` is installed nowhere: a process that runs a script does not look into the checkout
+        # `proof` is not installed: a process that runs a script does not find it in the checkout
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = (folder / "driver.log").open("w")
         self.driver = subprocess.Popen(
@@ -115,7 +115,7 @@ class Farm:
         return self.models[name]
 
     def run(self, kind: str, *formats: str, model: str = "two heads") -> list[Answer]:
-        """The answers of one engine per format; those of one process are asked two at a time."""
+        """The answers of one engine per format; answers of one process are asked for two at a time."""
         missing = [f for f in dict.fromkeys(formats) if (kind, f, model) not in self.known]
         step = 2 if kind == "one" else 1
         for at in range(0, len(missing), step):

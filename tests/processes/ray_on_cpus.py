@@ -6,7 +6,7 @@ On GPUs nothing of this is needed: `--distributed-executor-backend ray` is vLLM'
 from __future__ import annotations
 
 DEVICE = "NPU"
-"""An accelerator that Ray hands out by number without looking for it, and that is none here."""
+"""An accelerator that Ray hands out by number without looking for it; here there is none."""
 
 
 def name_device() -> None:

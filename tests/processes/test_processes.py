@@ -50,7 +50,7 @@ def test_each_of_two_kv_heads_on_two_ranks(farm: Farm) -> None:
     """Four ranks: neighbours hold copies of one KV head and pack equal pages, each pair its own."""
     ranks = same_tokens(farm, "tp4", "squat2").ranks
     assert all(layer["written"] and layer["heads"] == 1 for rank in ranks for layer in rank.values())
-    # what follows the first layer is a sum over four ranks, which each of them adds up in an order of its own
+    # what follows the first layer is a sum over four ranks, which each of them adds up in a different order
     first, again, second, last = (min(rank.items())[1]["digest"] for rank in ranks)
     assert first == again
     assert second == last

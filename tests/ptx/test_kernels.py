@@ -52,13 +52,13 @@ def test_cuda_kernels() -> None:
 
 
 def test_decode_loads_each_byte_once() -> None:
-    """No more than a record's sectors, and no instruction that asks for a sector that another one has had."""
+    """No more than a record's sectors, and no instruction that requests a sector that another one has had."""
     out = python("proof", "traffic", "--format", "kivi2", "innerq2", "--head-size", "64", "--check")
     assert [line.split()[1] for line in out.splitlines()[2:]] == ["kivi2", "innerq2"]
 
 
 def test_pytest_gets_no_workers() -> None:
-    """They would be processes whose kernels are interpreted."""
+    """Workers would be processes whose kernels are interpreted."""
     done = subprocess.run(
         [sys.executable, "-m", "proof", "ptx", "-m", "pytest", "-n", "2", "tests/ptx/test_machine.py"],
         cwd=ROOT, capture_output=True, text=True,

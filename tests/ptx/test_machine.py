@@ -299,7 +299,7 @@ def test_swizzled_tiles(swizzle: int) -> None:
 
 
 def test_a_register_that_was_jumped_over_is_unspecified() -> None:
-    """A compiler may leave it so, where what is computed from it goes nowhere."""
+    """A compiler may leave it like this if the result is never used."""
     skip = "setp.ge.s32 %p1, %r1, 0; @%p1 bra BEHIND; mov.b16 %h1, 0; BEHIND: mov.b16 %h2, 7;"
     got = run(f"{skip} mov.b32 %r5, {{%h2, %h1}}; and.b32 %r6, %r5, 65535; st.global.b32 [%d2], %r6;", words())
     assert (got == 7).all()

@@ -125,7 +125,7 @@ def test_other_options(name: str, d: int, options: dict[str, object]) -> None:
     ],
 )
 def test_kitty_of_other_options(d: int, options: dict[str, object]) -> None:
-    """16 boosted channels are less than a product has places for, 48 and 96 have planes of 3 and 6 quads."""
+    """16 boosted channels fill less than a product, 48 and 96 have planes of 3 and 6 quads."""
     fmt = get_format("kitty2").bind(Geometry(d, 32), options)
     table, low, high = torch.tensor([[3, 1], [2, 0]]), torch.tensor([5, 0]), torch.tensor([51, 19])
     check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
@@ -166,7 +166,7 @@ def test_ragged_lengths_and_empty_splits(name: str, splits: int) -> None:
 
 @pytest.mark.parametrize("name", ["squat2", "kitty2"])
 def test_pages_out_of_range_and_unpacked_slabs_are_not_seen(name: str) -> None:
-    """Page 0 is NaN throughout, ids point nowhere, one slab's flag is missing: all as if they were not there."""
+    """Page 0 is NaN throughout, ids are out of range, one slab's flag is missing: all are ignored."""
     fmt, pages = pool(name, 64, 64)
     pages = pages.clone()
     slab = fmt.slabs_at + fmt.slab_region.nbytes

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_no_spills_and_few_instructions(target: str, kernels: list[str]) -> None:
-    """In a process of its own: here the kernels belong to the interpreter. Triton keeps what it compiled."""
+    """In a separate process: here the kernels belong to the interpreter. Triton keeps what it compiled."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-m", "proof", "compile", "--without-cuda"]
     command += ["--targets", target, "--only", *kernels, "--check"]
@@ -41,6 +41,6 @@ def test_no_spills_and_few_instructions(target: str, kernels: list[str]) -> None
 
 @pytest.mark.parametrize(("plain", "squat"), [("kitty2", "squat2"), ("kivi4", "squat4")])
 def test_squat_is_attended_as_what_it_corrects(plain: str, squat: str) -> None:
-    """One row of the table for both: the correction is a matter of packing."""
+    """One row of the table for both: only packing does the correction."""
     one, other = (constants(get_format(name).bind(Geometry(128, 64))) for name in (plain, squat))
     assert one == other is not None

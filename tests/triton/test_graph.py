@@ -141,7 +141,7 @@ def bound(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Page
 
 
 def captured(size: int, queries: int) -> int:
-    """Requests of the graph for so many tokens: vLLM's `CudaGraphManager` rounds up."""
+    """Requests of the graph for that many tokens: vLLM's `CudaGraphManager` rounds up."""
     return -(-size // queries)
 
 
@@ -213,7 +213,7 @@ def test_a_replay_serves_sharing_layers() -> None:
     buffers = world.buffers(2)
     recording = world.record(buffers)
     assert not recording.problems
-    assert recording.launches == 9  # begin, pack, attend twice, merge, again those three, commit
+    assert recording.launches == 9  # begin, pack, attend twice, merge, the last three again, commit
     world.check(buffers, recording, [1, 1])
     world.check(buffers, recording, [1])
 
@@ -237,7 +237,7 @@ class Counts(GPUStep):
 
 
 class Keeps(GPUStep):
-    """A plan of its own, which the next batch size would replace by a larger one."""
+    """Its own plan, which the next batch size would replace by a larger one."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -61,7 +61,7 @@ def test_a_decode_step() -> None:
 
 
 def test_merge() -> None:
-    """Of the parts each is 20 nats above the others in turn."""
+    """Each part in turn is 20 nats above the others."""
     rng = torch.Generator().manual_seed(0)
     out, lse = torch.randn(4, 5, 2, D, generator=rng), torch.arange(8.0).view(4, 1, 2).repeat(1, 5, 1)
     for part in range(4):

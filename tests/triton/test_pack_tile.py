@@ -83,7 +83,7 @@ def test_boosted_keys_are_corrected_as_the_codec_does(d: int, dtype: torch.dtype
     fmt = get_format("squat2").bind(Geometry(d, 64, dtype), options)
     key, value = random(d, dtype)
     rng = torch.Generator().manual_seed(2)
-    # few directions, so that a correction is worth something
+    # few directions, so that a correction matters
     query = torch.randn(200, HEADS, 4, generator=rng) @ torch.randn(4, d, generator=rng) * torch.logspace(0, -1, d)
     query = query + 0.1 * torch.randn(200, HEADS, d, generator=rng)
     state = fmt.keys.fit(*(fmt.widen(x.float().transpose(0, 1))[0] for x in (query, key)), None)

@@ -1,4 +1,4 @@
-"""A GPU's step, prompts attended by another kernel, against the reference cache: a prefix hit, drafts, chunks."""
+"""A GPU's step, with prompts computed by another kernel, compared with the reference: a prefix hit, drafts, chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_sharing_layers(prompts: Causal | None) -> None:
 
 
 def test_a_soft_cap() -> None:
-    """Of what is packed, of what is in full precision, and of prompts."""
+    """Attention over packed tokens, over full-precision tokens, and over prompts."""
 
     def build(layer: Layer) -> GPUStep:
         return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal, cap=2.0)

@@ -1,4 +1,4 @@
-"""The GPU's step, under Triton's interpreter, against one planned on the host with C++ kernels: tests/traffic.py."""
+"""The GPU's step, under Triton's interpreter, compared with one planned on the host in C++: tests/traffic.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OnGPU:
         ("polar4", 64, 32, torch.float32, {"W": 32, "S": 0}),
         ("qjl3", 64, 32, torch.float32, {"W": 32}),
         ("qjl3", 64, 64, torch.bfloat16, {"W": 64, "outlier_choice": "slab", "S": 5}),
-        # innerq2 and polar3 run as they are compiled, too (tests/ptx); squat2 is in the tests below
+        # innerq2 and polar3 also run as compiled (tests/ptx); squat2 is in the tests below
         wide("squat2", 64, 32, torch.float32, {"W": 32}),
         wide("innerq2", 64, 32, torch.float32, {"W": 32, "S": 20}),
         wide("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),

