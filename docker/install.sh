@@ -60,6 +60,6 @@ plugin.load()
 if problem := compat.version_problem() or compat.names_problem():
     raise SystemExit(f"install: {problem}")
 if build.load() is None or build.prebuilt() is None:
-    raise SystemExit("install: the wheel carries no compiled kernels; make it with scripts/build_wheel.py")
+    raise SystemExit("install: the wheel contains no compiled kernels; make it with scripts/build_wheel.py")
 print(f"install: {build.prebuilt().name} is loaded, and vLLM has what the plugin needs")
 EOF

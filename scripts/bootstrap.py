@@ -58,7 +58,7 @@ def main() -> int:
         print(f"bootstrap: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nbootstrap: interrupted; the next run goes on from here", file=sys.stderr)
+        print("\nbootstrap: interrupted; the next run continues from here", file=sys.stderr)
         return 130
     return 0
 

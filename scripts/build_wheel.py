@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build a wheel that carries the compiled CPU kernels, for all instruction sets in one file: make wheel.
+"""Build a wheel that contains the compiled CPU kernels, for all instruction sets in one file: make wheel.
 
     .venv/bin/python scripts/build_wheel.py [--output dist]
 

@@ -75,7 +75,7 @@ LONGEST = (
     "engine/test_http.py",
     "processes/test_processes.py",
 )
-"""Tests of two minutes and more. They start first (`--no-loadscope-reorder`), so that none runs alone at the end."""
+"""Tests of two minutes and more. They start first (`--no-loadscope-reorder`), so that none is left as the last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

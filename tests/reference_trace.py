@@ -28,7 +28,7 @@ def worst_error(
     cap: float = 0.0,
     **options: int,
 ) -> float:
-    """Of all answers of the trace; `learned`: the layer has learned sinks; `cap`: the soft cap of its scores. Blocks
+    """Over all answers of the trace; `learned`: the layer has learned sinks; `cap`: the soft cap of its scores. Blocks
     begin as what their last owner left: NaN, but for the sidecars."""
     geometry = Geometry(64, 64, torch.float32, rope=Rope.plain(64, 512))
     fmt = get_format(name).bind(geometry, {"W": 32, "S": 40, **options})

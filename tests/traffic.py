@@ -200,7 +200,7 @@ class World:
 
     # -- judgement -------------------------------------------------------------------------------------------------
     def states(self, pool: torch.Tensor) -> torch.Tensor:
-        """Of every running request: InnerQ's norm, QJL's energies, SQuat's noise and U^T U (U is free to turn)."""
+        """Each running request's InnerQ norm, QJL energies, SQuat noise and U^T U (U is free to rotate)."""
         geo, fmt = self.slots, self.fmt
         grams = []
         for r in self.requests:

@@ -80,7 +80,7 @@ def test_a_window_layer_that_is_skipped_counts_once(bare: Bare) -> None:
 
 
 def test_layers_that_share_a_cache_count_for_nothing(bare: Bare) -> None:
-    """Of seven layers the last three; with the layer whose cache they share, those with full attention keep 16 bits."""
+    """The last three of seven layers; with the layer whose cache they share, no layer with full attention is packed."""
     gemma = {"kv_cache_dtype": "squat2", "model": "Gemma-3n"}
     layers = Layers.of(bare(**gemma))
     assert (layers.packed_layers, layers.windows, layers.sharing) == ((0, 3), {1, 2}, {4, 5, 6})

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.wide]
 
 
 def packed_bits(tokens: int) -> float:
-    """Of a packed layer with two KV heads of 64 in float32: whole blocks of 128 tokens, of sidecar and sinks, too."""
+    """Bits of a packed layer, two KV heads of 64 in float32: whole blocks of 128 tokens, for sidecar and sinks, too."""
     fmt = FORMATS["squat2"].bind(Geometry(64, 128, torch.float32))
     slots = SlotGeometry.of(fmt, 2, 0)
     blocks = -(-tokens // fmt.N) + slots.sidecar_blocks + slots.sink_blocks

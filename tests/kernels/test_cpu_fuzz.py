@@ -136,7 +136,7 @@ def test_bytes_of_unattended_tokens_change_no_bit(isa: int, case: tuple[str, Any
 @fuzz
 @given(data=st.data())
 def test_any_rows_of_full_precision_tokens(isa: int, data: st.DataObject) -> None:
-    """attend_into: absent rows are skipped, rows beyond the pools refused, NaN in a row that nobody sees harmless."""
+    """attend_into: absent rows are skipped, rows beyond the pools refused, NaN in rows that nobody sees is harmless."""
     s = shapes(data.draw)
     rng = torch.Generator().manual_seed(s["seed"])
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))

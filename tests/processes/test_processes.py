@@ -75,7 +75,7 @@ def check_stages(got: Answer) -> None:
 
 
 def test_data_parallel(farm: Farm) -> None:
-    """Whichever engine answers, the tokens are plain vLLM's. They share no cache: each hits what it has seen itself."""
+    """Whichever engine answers, the tokens are plain vLLM's. No cache is shared: each hits only its own requests."""
     plain = farm.run("one", "auto")[0].results
     expected = {name: tokens for result in plain for name, tokens in result.outputs.items()}
     engines = farm.run("dp2", "lossless")[0].results
