@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_kvq.eval.choice import FP8, Choice
-from vllm_kvq.integration.plan.served import Served, counting
+from vllm_kvq.integration.plan.plan import counting
+from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
 
 PLAIN_BITS = 16
