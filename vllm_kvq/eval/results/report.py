@@ -22,7 +22,7 @@ from vllm_kvq.eval.results.result import (
     Row,
 )
 
-ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed")
+ABOUT: tuple[str, ...] = ("model", "label", "task", "regime", "context", "sequences", "seed")
 ABOUT += ("page_bits", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
 """Metrics that are shares of one; printed as percentages."""
