@@ -88,8 +88,8 @@ def real(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     baseline = next(row["claim_kl_baseline"] for row in rows if row["claim_kl_baseline"])
-    yield _line(["format", "bits", "KL", "same top 1, %", f"KL / {baseline}"])
-    yield _line(["---"] * 5)
+    yield _line(["format", "pages", "bits", "KL", "same top 1, %", f"KL / {baseline}"])
+    yield _line(["---"] * 6)
     for row in rows:
         label = "bf16" if row["label"] == PLAIN else f"`{row['label'].replace(',', ', ')}`"
         kl = f"{_short(row['kl'])} [{_short(row['kl_low'])}, {_short(row['kl_high'])}]" if float(row["kl"]) else "0"
@@ -97,7 +97,8 @@ def real(path: Path) -> Iterator[str]:
         if row["claim_kl_value"]:
             bounds = f"[{_short(row['claim_kl_low'])}, {_short(row['claim_kl_high'])}]"
             ratio = f"{_short(row['claim_kl_value'])} {bounds} {row['claim_kl_verdict']}".strip()
-        yield _line([label, f"{float(row['bits']):.2f}", kl, f"{100 * float(row['top1']):.0f}", ratio])
+        bits = [f"{float(row[name]):.2f}" for name in ("page_bits", "bits")]
+        yield _line([label, *bits, kl, f"{100 * float(row['top1']):.0f}", ratio])
 
 
 def _short(value: str) -> str:

@@ -19,7 +19,6 @@ from proof.oracle.trace import Picture, Request, Trace
 from vllm_kvq.bench import serve
 from vllm_kvq.bench.server import ServerError
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.formats.settings import Settings
 
 SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=9)
 JSON = st.recursive(
@@ -197,7 +196,7 @@ def test_any_options_in_a_file(tmp_path: Path) -> None:
 
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_kvq.integration.plan.options import settings_of
+    from vllm_kvq.integration.plan.options import Options
 
     parser, path = FlexibleArgumentParser(), tmp_path / "c.yaml"
     options = st.dictionaries(st.sampled_from(["W", "S", "r", "lambda", "g", "keys", "skip_layers", "N", "x"]), JSON)
@@ -211,7 +210,7 @@ def test_any_options_in_a_file(tmp_path: Path) -> None:
             additional_config=json.loads(arguments[arguments.index("--additional-config") + 1]),
             cache_config=SimpleNamespace(cache_dtype=arguments[1]),
         )
-        got = refused(lambda: settings_of(config))
-        assert got is None or isinstance(got, Settings)
+        got = refused(lambda: Options.of(config))
+        assert got is None or isinstance(got, Options)
 
     read()

@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "nothing chooses the connector that works for --kv-offloading-size",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "    choose_connector(vllm_config)\n",
         "",
         "tests/models/test_offload.py -k squat2",

@@ -48,7 +48,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the first layer's heads count as those of packed ones",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "Heads.of(vllm_config, next(iter(layers.packed_layers), 0))",
         "Heads.of(vllm_config, 0)",
         CAPACITY,
@@ -56,8 +56,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "packed layers of different KV heads are served",
         f"{ROOM}/plan/refusals.py",
-        "for layer in Layers.of(vllm_config).packed_layers}) > 1",
-        "for layer in Layers.of(vllm_config).packed_layers}) > 9",
+        "for layer in layers.packed_layers}) > 1",
+        "for layer in layers.packed_layers}) > 9",
         "tests/models/test_refused.py -k KV",
     ),
     Fault(
@@ -76,7 +76,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a window counts one batch in flight whatever the number of stages",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "window - 1 + vllm_config.max_in_flight_tokens",
         "window - 1 + vllm_config.scheduler_config.max_num_batched_tokens",
         CAPACITY,
@@ -118,14 +118,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "hits beside windows leave the window to be computed",
-        f"{ROOM}/plan/served.py",
-        "return 0 if layers.windows or states else fmt.W",
+        f"{ROOM}/plan/plan.py",
+        "return 0 if layers.windows or states else window",
         "return fmt.W",
         SERVED,
     ),
     Fault(
         "window layers are not handed to vLLM as skipped",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "cache.kv_cache_dtype_skip_layers = list(served.layers.kept)",
         "cache.kv_cache_dtype_skip_layers = [i for i in served.layers.kept if i.isdigit()]",
         SERVED,
@@ -139,7 +139,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the draft takes the target's dtype",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         'vllm_config.speculative_config.kv_cache_dtype = "auto"',
         "vllm_config.speculative_config.kv_cache_dtype = cache.cache_dtype",
         SERVED,
@@ -188,21 +188,21 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the fastest path is said to serve all layers",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "slowest = max(found.values()",
         "slowest = min(found.values()",
         f"{LAYERED} -k slowest",
     ),
     Fault(
         "layers that the model has not may be named",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "schedule.check(layers.packed_layers, layers.total)",
         "schedule.option",
         f"{LAYERED} -k refusals",
     ),
     Fault(
         "pages of several sizes are shared out over stages",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "if served.sizes > 1 and parallel.pipeline_parallel_size > 1:",
         "if served.sizes > 2 and parallel.pipeline_parallel_size > 1:",
         f"{LAYERED} -k one_process",
@@ -216,9 +216,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a sentence about pairs names another format",
-        f"{ROOM}/plan/options.py",
-        'f"{vllm_config.cache_config.cache_dtype} needs',
-        'f"PolarQuant needs',
+        f"{ROOM}/plan/rope.py",
+        'f"{name} needs to know which',
+        'f"PolarQuant needs to know which',
         f"{SETUP} -k sentence",
     ),
     Fault(
@@ -254,14 +254,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "pages of a window have as many tokens as packed ones",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "replace(served, window_block=_window_block(served, window_blocks)) if layers.windows else served",
         "served",
         SERVED,
     ),
     Fault(
         "pages of a window have the fewest tokens that kernels read",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "return max(tokens for tokens, nbytes in taken.items()",
         "return min(tokens for tokens, nbytes in taken.items()",
         SERVED,
@@ -282,7 +282,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "pages beside a state stay small",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "if sum(len(part.layers) * part.slots.page_bytes for part in parts) >= states.nbytes:",
         "if parts:",
         SERVED,
@@ -297,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "states are kept between the ends of pages",
-        f"{ROOM}/plan/served.py",
+        f"{ROOM}/plan/plan.py",
         "cache.mamba_block_size = served.format.N",
         "pass",
         SERVED,

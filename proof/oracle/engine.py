@@ -159,10 +159,10 @@ def blocks_for(model: str, pool: float, far: bool, arguments: dict[str, Any]) ->
     many a pool beyond 4 GiB has."""
     from vllm import EngineArgs
 
-    from vllm_kvq.integration.plan.served import Served
+    from vllm_kvq.integration.plan.plan import plan
     from vllm_kvq.integration.worker.report import Capacity
 
-    served = Served.of(EngineArgs(model, **arguments).create_engine_config())
+    served = plan(EngineArgs(model, **arguments).create_engine_config())
     stride = served.pool.block_bytes if served.mixed else int(served.page_bytes)
     wanted = 1 + int(pool * Capacity.of(served, 1).per_request)
     return wanted, -(-POOL_BYTES // stride) if far else wanted

@@ -36,9 +36,9 @@ FORMAT, POOL = "squat2", 12
 
 def as_packed_ones() -> None:
     """Pages of a window have as many tokens as packed ones."""
-    from vllm_kvq.integration.plan import served
+    from vllm_kvq.integration.plan import plan
 
-    served._window_block = lambda served, sizes: max(sizes)
+    plan._window_block = lambda served, sizes: max(sizes)
 
 
 def watch(traced: Any) -> None:

@@ -16,8 +16,8 @@ from engine_arguments import kvq
 
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
-from vllm_kvq.integration.plan import refusals
-from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.plan.plan import plan
+from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
@@ -84,21 +84,21 @@ def test_pytorch_kernels(
 
 # -- what is said and refused, without an engine
 def test_what_is_said(bare: Bare) -> None:
-    made = Served.of(bare(**kvq("qjl3", m={"0": 512, "*": 128}, seed={"0": 1, "*": 1})))
+    made = plan(bare(**kvq("qjl3", m={"0": 512, "*": 128}, seed={"0": 1, "*": 1})))
     assert [part.layers for part in made.parts] == [(0,), (1,)]
     assert report.part_lines(made) == ["kvq: layer 0: m=512, bits=6.438", "kvq: layer 1: m=128, bits=3.438"]
     (sentence,) = report.path_warnings(made)
     assert sentence.startswith(
         "in layer 0 qjl3 is attended slowly here, the fast kernels don't serve its keys with m=512"
     )
-    alike = Served.of(bare(**kvq("qjl3", m={"0": 512, "*": 512})))
+    alike = plan(bare(**kvq("qjl3", m={"0": 512, "*": 512})))
     assert (len(alike.parts), report.part_lines(alike), alike.mixed) == (1, [], False)
 
 
 def test_the_slowest_path_serves_all_layers(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
-    assert Served.of(bare(**kvq("qjl3"))).path.name == "GPU/CUDA"
-    path = Served.of(bare(**kvq("qjl3", outliers={"1": 0, "*": 4}))).path
+    assert plan(bare(**kvq("qjl3"))).path.name == "GPU/CUDA"
+    path = plan(bare(**kvq("qjl3", outliers={"1": 0, "*": 4}))).path
     assert path.name == "C++"
     assert str(path.why).startswith("for layer 1 qjl3 has no Triton kernel for its keys or values; the CUDA kernels")
 
@@ -123,7 +123,7 @@ def test_the_slowest_path_serves_all_layers(bare: Bare, monkeypatch: pytest.Monk
 def test_refusals(options: dict[str, Any], sentence: str, model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    with pytest.raises(refusals.Refused) as caught:
+    with pytest.raises(Refused) as caught:
         EngineArgs(
             model=str(model), max_model_len=256, kv_cache_memory_bytes=1 << 30, **kvq("qjl3", **options)
         ).create_engine_config()
@@ -133,6 +133,6 @@ def test_refusals(options: dict[str, Any], sentence: str, model: Path) -> None:
 
 def test_pages_of_several_sizes_stay_in_one_process(bare: Bare) -> None:
     stages = {"pipeline_parallel_size": 2}
-    with pytest.raises(refusals.Refused, match="which do not work with pipeline parallelism; use --tensor-parallel"):
+    with pytest.raises(Refused, match="which do not work with pipeline parallelism; use --tensor-parallel"):
         bare(**kvq("qjl3", m={"0": 256, "*": 128}), **stages)
-    assert Served.of(bare(**kvq("qjl3", seed={"0": 1, "*": 2}), **stages)).mixed is False
+    assert plan(bare(**kvq("qjl3", seed={"0": 1, "*": 2}), **stages)).mixed is False

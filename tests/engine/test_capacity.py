@@ -22,7 +22,8 @@ from proof.models.draft import random_draft
 from proof.oracle.forked import EngineProcess
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.eval.bits import bits_at
-from vllm_kvq.integration.plan.served import Served, apply
+from vllm_kvq.integration.plan.plan import apply, plan
+from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
@@ -193,7 +194,7 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
 
     arguments, kinds = ALL[case]
     vllm_config = bare(**arguments)
-    served = Served.of(vllm_config)
+    served = plan(vllm_config)
     apply(served, vllm_config)
     vllm_config.cache_config.num_gpu_blocks_override = BLOCKS
     vllm_config.cache_config.kv_cache_layout = "BLHNC" if served.mixed else "LBHNC"
@@ -216,7 +217,7 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
 def test_sinks_cost_a_request_one_block(case: str, bare: Bare) -> None:
     """In everything that the tests above compare with vLLM's count."""
     arguments = MORE[case][0]
-    with_sinks, without = (Served.of(bare(**{**arguments, **options})) for options in ({}, kvq(S=0)))
+    with_sinks, without = (plan(bare(**{**arguments, **options})) for options in ({}, kvq(S=0)))
     assert (with_sinks.format.S, with_sinks.sink_blocks, without.sink_blocks) == (4, 1, 0)
     assert with_sinks.pool.block_bytes == without.pool.block_bytes
     assert with_sinks.pool.per_request == without.pool.per_request + 1

@@ -23,7 +23,7 @@ from vllm_kvq.integration import compat, plugin
 from vllm_kvq.integration.patches import once, registry, warmup
 from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
 from vllm_kvq.integration.patches.registry import PATCHES
-from vllm_kvq.integration.plan import refusals
+from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.preview import dry_start
 
 pytestmark = pytest.mark.engine
@@ -263,7 +263,7 @@ def test_a_server_is_refused(configured: Callable[..., Any], monkeypatch: pytest
     (patch,) = (p for p in PATCHES if p.moment is Moment.CONFIGURED and p.install is not None)
     broken = without(patch, patch.needs[0])
     monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
-    with pytest.raises(refusals.Refused, match="run_engine_core_no_longer for the patch"):
+    with pytest.raises(Refused, match="run_engine_core_no_longer for the patch"):
         configured(kv_cache_dtype="squat2")
     configured(kv_cache_dtype="auto")
 
@@ -278,7 +278,7 @@ def test_a_worker_is_refused(configured: Callable[..., Any], monkeypatch: pytest
     broken = without(patch, patch.needs[0])
     vllm_config = configured(kv_cache_dtype="squat2")
     monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
-    with set_current_vllm_config(vllm_config), pytest.raises(refusals.Refused, match="_no_longer for the patch"):
+    with set_current_vllm_config(vllm_config), pytest.raises(Refused, match="_no_longer for the patch"):
         KVQImpl(4, 64, 1.0)
 
 

@@ -18,7 +18,7 @@ from vllm_kvq.bench.tokenizer import made_up_tokenizer
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.advice import hints, key_biases
 from vllm_kvq.integration.plan import memory
-from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.plan.plan import plan
 from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
@@ -104,7 +104,7 @@ def test_the_log_has_it(made: Made, bare: Callable[..., Any], tmp_path: Path, mo
     monkeypatch.setattr(report.logger, "warning", lambda text, *values: said.append(text % values))
     monkeypatch.setattr("vllm.distributed.parallel_state.is_global_first_rank", lambda: True)
     config = bare(kv_cache_dtype="innerq2")
-    served = Served.of(config)
+    served = plan(config)
     report.report_start(served, config, 1000)
     assert said == []
     config.model_config.model = str(made({1: LARGE}))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_kvq.formats import Geometry
 from vllm_kvq.integration import compat
-from vllm_kvq.integration.plan import options as setup
-from vllm_kvq.integration.plan import rope
-from vllm_kvq.integration.plan.rope import rope_of, rope_problem, table_of
+from vllm_kvq.integration.plan.options import Options
+from vllm_kvq.integration.plan.rope import rope_problem
+from vllm_kvq.integration.worker.binding import bind_layer, rope_of, table_of
 
 pytestmark = pytest.mark.engine
 HEAD = 64
@@ -124,7 +125,8 @@ def test_what_the_configuration_says(model: Any, windows: bool, reason: str | No
         assert problem is None
     else:
         assert reason in str(problem)
-        assert str(problem).endswith(rope.INSTEAD)
+        assert problem is not None
+        assert problem.instead == "use squat2 or another format, which all store keys as they are after RoPE"
 
 
 def test_layers_are_bound_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +134,7 @@ def test_layers_are_bound_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "ropes", lambda head_size: [made])
 
     def layer(name: str, **options: Any) -> Any:
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(cache_dtype=name, block_size=64), additional_config={"kvq": options}
-        )
-        return setup.bind_layer(config, HEAD, 0, torch.float32)
+        return bind_layer(Options(name, options), None, Geometry(HEAD, 64, torch.float32))
 
     assert layer("squat2_pre").rope is layer("squat2", rope="before").rope is table_of(made)
     assert layer("squat2").rope is layer("squat2_pre", rope="after").rope is None

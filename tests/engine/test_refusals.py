@@ -13,7 +13,7 @@ import vllm
 from engine_arguments import kvq
 
 from vllm_kvq.integration.plan import memory
-from vllm_kvq.integration.plan.refusals import Refused
+from vllm_kvq.integration.plan.problem import Refused
 
 pytestmark = pytest.mark.engine
 
@@ -60,7 +60,7 @@ def config(model: Path, **arguments: Any) -> Any:
         ),
         (
             {"kv_offloading_size": 0.1},
-            "drop --kv-transfer-config and --kv-offloading-size: SimpleCPUOffloadConnector copies on GPUs alone",
+            "drop --kv-transfer-config and --kv-offloading-size: SimpleCPUOffloadConnector copies only on GPUs",
         ),
         (
             {"kv_offloading_size": 0.1, "kv_offloading_backend": "lmcache"},

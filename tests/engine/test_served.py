@@ -16,8 +16,8 @@ from engine_arguments import kvq
 
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.integration.plan import refusals
-from vllm_kvq.integration.plan.layers import Layers
-from vllm_kvq.integration.plan.served import Served, apply
+from vllm_kvq.integration.plan.plan import apply, plan
+from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker import report
 from vllm_kvq.integration.worker.sharing import SharingLayer, check_sharing
 from vllm_kvq.kernels.paths import Path as KernelPath
@@ -40,7 +40,7 @@ def test_what_is_written_and_printed(case: str, bare: Bare) -> None:
     vllm_config = bare(**arguments)
     untouched = told(vllm_config)
     refusals.check(vllm_config)
-    served = Served.of(vllm_config)
+    served = plan(vllm_config)
     assert told(vllm_config) == untouched
 
     for _ in range(2):  # vLLM asks again for every copy of a configuration that it makes
@@ -52,15 +52,29 @@ def test_what_is_written_and_printed(case: str, bare: Bare) -> None:
 
     # a worker's copy
     worker = pickle.loads(pickle.dumps(vllm_config))
-    assert Served.of(worker) == Served.of(vllm_config) == served
+    assert plan(worker) == plan(vllm_config) == served
+
+
+def test_it_is_made_once(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_config, another = bare(**CASES["plain"][0]), bare(**CASES["plain"][0])
+    served = plan(vllm_config)
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    assert plan(vllm_config).path.name == "PyTorch" != served.path.name
+    monkeypatch.delenv("VLLM_KVQ_KERNELS")
+    again = plan(vllm_config)
+    # what vLLM writes there once it has allocated its caches
+    vllm_config.cache_config.block_size = 32
+    assert plan(vllm_config) is again
+    assert plan(another) is not again
+    assert again == served
 
 
 def test_what_is_served_is_frozen_and_has_reasons(bare: Bare) -> None:
-    plain, mixed, hybrid = (Served.of(bare(**CASES[case][0])) for case in ("plain", "windows", "a hybrid"))
+    plain, mixed, hybrid = (plan(bare(**CASES[case][0])) for case in ("plain", "windows", "a hybrid"))
     assert (plain.mixed, plain.recomputed) == (False, plain.format.W)
     # a state is kept at the end of each page
     vllm_config = bare(**CASES["a hybrid"][0])
-    apply(Served.of(vllm_config), vllm_config)
+    apply(plan(vllm_config), vllm_config)
     assert vllm_config.cache_config.mamba_block_size == hybrid.format.N == 256
     # what vLLM keeps of a window or a state stops where a prompt does
     assert (hybrid.mixed, hybrid.recomputed, hybrid.layers.packed) == (True, 0, 1)
@@ -72,7 +86,7 @@ def test_what_is_served_is_frozen_and_has_reasons(bare: Bare) -> None:
 
 def test_a_window_layer_that_is_skipped_counts_once(bare: Bare) -> None:
     vllm_config = bare(**CASES["windows"][0], **kvq(skip_layers=[0]))
-    layers = Layers.of(vllm_config)
+    layers = plan(vllm_config).layers
     assert layers.kept == ("0", "sliding_window")
     assert layers.packed + len(layers.windows) + len(layers.skipped) == layers.total
     assert 0 in layers.windows
@@ -82,13 +96,13 @@ def test_a_window_layer_that_is_skipped_counts_once(bare: Bare) -> None:
 def test_layers_that_share_a_cache_count_for_nothing(bare: Bare) -> None:
     """The last three of seven layers; with the layer whose cache they share, no layer with full attention is packed."""
     gemma = {"kv_cache_dtype": "squat2", "model": "Gemma-3n"}
-    layers = Layers.of(bare(**gemma))
+    layers = plan(bare(**gemma)).layers
     assert (layers.packed_layers, layers.windows, layers.sharing) == ((0, 3), {1, 2}, {4, 5, 6})
     assert layers.kept == ("sliding_window",)
     vllm_config = bare(**gemma, **kvq(skip_layers=[3]))
-    served = Served.of(vllm_config)
+    served = plan(vllm_config)
     apply(served, vllm_config)
-    assert Served.of(vllm_config) == served
+    assert plan(vllm_config) == served
     assert (served.layers.packed_layers, served.layers.skipped) == ((0,), {3})
     assert served.layers.kept == ("3", "5", "6", "sliding_window")
 
@@ -106,9 +120,10 @@ def test_a_cache_that_can_not_be_shared(index: int, target: dict[str, Any] | Non
     vllm_config = bare(kv_cache_dtype="squat2", model="Gemma-3n")
     own = {"vllm_config": vllm_config, "learned": None, "num_kv_heads": 2, "head_size": 64}
     impl = SimpleNamespace(**own)
-    check_sharing(6, impl, "layers.3", SimpleNamespace(**own))
-    with pytest.raises(refusals.Refused, match=f"do not support layers that share a KV cache {why}; use"):
-        check_sharing(index, impl, "layers.3", None if target is None else SimpleNamespace(**own | target))
+    layers = plan(vllm_config).layers
+    check_sharing(6, impl, "layers.3", SimpleNamespace(**own), layers)
+    with pytest.raises(Refused, match=f"do not support layers that share a KV cache {why}; use"):
+        check_sharing(index, impl, "layers.3", None if target is None else SimpleNamespace(**own | target), layers)
 
 
 def test_a_layer_whose_cache_is_shared_runs_first() -> None:
@@ -132,7 +147,7 @@ def test_the_platform_does_all_of_it(case: str, configured: Bare) -> None:
 def test_pages_of_a_window_fill_the_blocks_of_the_pool(form: str, tokens: int, bare: Bare) -> None:
     """With packed pages of a fifth of their bytes; and of the same size, where smaller ones would save nothing."""
     long = {"sliding_window": 512, "max_position_embeddings": 2048}
-    served = Served.of(bare(kv_cache_dtype=form, model="Gemma-3", max_model_len=2048, numbers=long))
+    served = plan(bare(kv_cache_dtype=form, model="Gemma-3", max_model_len=2048, numbers=long))
     assert (served.format.N, served.window_block) == (128, tokens)
 
 
@@ -156,8 +171,8 @@ def test_a_kept_layers_builder_is_told_its_own_dtype(bare: Bare, monkeypatch: py
 def test_the_user_says_what_a_hit_leaves(case: str, chosen: int, bare: Bare) -> None:
     arguments = CASES[case][0]
     options = arguments.get("additional_config", {}).get("kvq", {})
-    assert Served.of(bare(**{**arguments, **kvq(**options, recompute=chosen)})).recomputed == chosen
-    assert Served.of(bare(**arguments)).recomputed == (0 if case == "windows" else 32)
+    assert plan(bare(**{**arguments, **kvq(**options, recompute=chosen)})).recomputed == chosen
+    assert plan(bare(**arguments)).recomputed == (0 if case == "windows" else 32)
 
 
 def test_another_dtype_is_left_alone(model: Path) -> None:
@@ -177,7 +192,7 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
     """Once the pool is there; by then vLLM may have shortened the length and changed the block size."""
     arguments, _, line = CASES["plain"]
     vllm_config = bare(**{**arguments, "max_model_len": 1024})
-    served = Served.of(vllm_config)
+    served = plan(vllm_config)
     slow = dataclasses.replace(served, path=KernelPath("PyTorch", "there is no compiler"))
     vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size = 256, 32
     said: list[str] = []
@@ -192,5 +207,5 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
     del said[:]
     monkeypatch.setattr("vllm_kvq.kernels.paths.slow", lambda fmt: f"{fmt.name} is slow here")
     monkeypatch.setattr("vllm.distributed.parallel_state.is_global_first_rank", lambda: True)
-    report.report_start(Served.of(bare(**{**arguments, "max_model_len": 1024})), vllm_config, 1000)
+    report.report_start(plan(bare(**{**arguments, "max_model_len": 1024})), vllm_config, 1000)
     assert said == [line, f"kvq: {served.format.name} is slow here"]

@@ -13,7 +13,7 @@ from vllm_kvq.eval.results import report
 from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED, Bin, Claim, Estimate, Hurt, Results, Row
 
 FULL = Row(
-    "model", "squat2", {"r": 8}, "recall", TEACHER_FORCED, 1024, 4, 3.25, kl_is_bound=True,
+    "model", "squat2", {"r": 8}, "recall", TEACHER_FORCED, 1024, 4, 3.25, 2.91, kl_is_bound=True,
     metrics={"kl": Estimate(0.1, 0.05, 0.2), "accuracy": Estimate(0.75, 0.5, 1), "perplexity": Estimate(12.3456)},
     by_depth={"accuracy": (Bin(0, 0.5, 3, Estimate(1, 0.9, 1)),)},
     hurt=(Hurt("a", "b", "c", 3, 2.0, 0.1, 0.3),),
@@ -52,9 +52,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert lines[0].startswith("recall, 1024 tokens, 4 sequences")
-    assert lines[1].split() == ["format", "bits", "KL", "perplexity", "right,", "%"]
-    assert lines[2].split() == ["squat2:r=8", "3.25", "0.10", "[0.05,", "0.20]", "12.3", "75", "[50,", "100]"]
-    assert lines[3].split() == ["innerq2", "-", "-", "-", "-"]
+    assert lines[1].split() == ["format", "pages", "bits", "KL", "perplexity", "right,", "%"]
+    assert lines[2].split() == ["squat2:r=8", "2.91", "3.25", "0.10", "[0.05,", "0.20]", "12.3", "75", "[50,", "100]"]
+    assert lines[3].split() == ["innerq2", "-", "-", "-", "-", "-"]
     assert "innerq2: no room for its sinks" in printed
     assert "lower bound" in printed
 

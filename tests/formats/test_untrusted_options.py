@@ -58,10 +58,11 @@ def test_any_object_of_options(name: str, options: dict[str, Any]) -> None:
 @settings(max_examples=100)
 @given(JSON)
 def test_anything_in_the_place_of_the_object(value: Any) -> None:
-    from vllm_kvq.integration.plan.options import kvq_options
+    from vllm_kvq.integration.plan.options import Options
 
-    got = answer(lambda: kvq_options(SimpleNamespace(additional_config={"kvq": value})))
-    assert isinstance(got, dict) or one_sentence(got)
+    cache = SimpleNamespace(cache_dtype="squat2")
+    got = answer(lambda: Options.of(SimpleNamespace(additional_config={"kvq": value}, cache_config=cache)))
+    assert isinstance(got, Options) or one_sentence(got)
 
 
 ODD = JSON | st.binary(max_size=9) | st.dates() | st.complex_numbers() | st.tuples(JSON) | st.frozensets(SCALARS)
@@ -72,12 +73,12 @@ KEYS = NAMES | SCALARS | st.binary(max_size=3)
 @given(st.sampled_from(sorted(FORMATS)), st.dictionaries(KEYS, ODD, max_size=3))
 def test_any_object_of_python(name: str, options: dict[Any, Any]) -> None:
     """`LLM(additional_config=...)` accepts more than JSON. What is accepted can be bound."""
-    from vllm_kvq.integration.plan.options import bind, settings_of
+    from vllm_kvq.integration.plan.options import Options
 
     config = SimpleNamespace(additional_config={"kvq": options}, cache_config=SimpleNamespace(cache_dtype=name))
-    got = answer(lambda: settings_of(config))
-    if isinstance(got, Settings):
-        got = answer(lambda: bind(config, Geometry(64, 64)))
+    got = answer(lambda: Options.of(config))
+    if isinstance(got, Options):
+        got = answer(lambda: got.bind(Geometry(64, 64)))
     assert isinstance(got, PageFormat) or one_sentence(got)
 
 

@@ -241,7 +241,7 @@ def test_option_combinations(isa: int, name: str, options: dict[str, Any]) -> No
 
 @pytest.mark.usefixtures("isa")
 def test_rotated_values_at_the_clamp() -> None:
-    """Values of one token as the codec reads it; sums of several before the clamp that the codec applies to each."""
+    """One token's output is what the codec reads; that of several is clamped, as the codec clamps each of them."""
     fmt = get_format("kivi2").bind(Geometry(64, 32), {"value_rotation": "hadamard", "group": 256})
     rng = torch.Generator().manual_seed(0)
     key, value = torch.randn(1, 32, 64, generator=rng), LIMIT * torch.randn(1, 32, 64, generator=rng).sign()

@@ -14,7 +14,7 @@ from proof.models.architecture import Architecture
 from proof.oracle import forked
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.integration.patches.states import leave_checkpoints_out
-from vllm_kvq.integration.plan import served
+from vllm_kvq.integration.plan import plan
 
 
 class Lab:
@@ -81,4 +81,4 @@ def configure(model: str, vision: str | None, engine: dict[str, Any]) -> str | N
 
 def smallest_pages() -> None:
     """Before an engine is made: pages of 32 tokens for windows, whether that saves memory or not."""
-    served._window_block = lambda served, sizes: min(sizes)
+    plan._window_block = lambda served, sizes: min(sizes)

@@ -37,7 +37,7 @@ IMAGES = [arch for arch in REFUSED if "images" in arch.name]
 
 @pytest.mark.parametrize("arch", IMAGES, ids=lambda a: a.name)
 def test_text_alone_is_the_way_out(arch: Architecture, lab: Lab) -> None:
-    way_out = "serve text alone with --language-model-only, or use --kv-cache-dtype auto"
+    way_out = "serve only text with --language-model-only, or use --kv-cache-dtype auto"
     embeddings = way_out.replace("-only,", "-only without --enable-mm-embeds,")
     config = functools.partial(lab.refusal, lab.config(arch), arch.model, kv_cache_dtype="squat2", max_model_len=256)
     what = "Refused: --kv-cache-dtype squat2 does not support attention in both directions among image tokens; "
@@ -71,7 +71,7 @@ def test_a_layer_that_does_not_get_the_dtype_is_refused() -> None:
     """The second check, after the configuration's: models that do not pass on the dtype, such as Falcon."""
     from types import SimpleNamespace
 
-    from vllm_kvq.integration.plan.refusals import Refused
+    from vllm_kvq.integration.plan.problem import Refused
     from vllm_kvq.integration.platform import check_other_layer
 
     def cache(*skip: str) -> SimpleNamespace:

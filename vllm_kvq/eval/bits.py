@@ -9,8 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from vllm_kvq.eval.choice import FP8, Choice
-from vllm_kvq.integration.plan.served import Served, counting
+from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.by_layer import options_at
+from vllm_kvq.integration.plan.plan import CPU_BLOCK, counting
+from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
 
 PLAIN_BITS = 16
@@ -49,21 +54,26 @@ def _served(folder: str, choice: Choice, dtype: str, tokens: int) -> Served:
 def bits_without_engine(folder: str, choice: Choice, dtype: str, tokens: int) -> float | None:
     """Of a request; None where no server would start. Formats that can only be measured count as if one would."""
     if not choice.ours:
-        import torch
-
-        return plain_bits("fp8" if choice.format == FP8 else dtype, getattr(torch, dtype))
-    found = both_bits(folder, choice, dtype, tokens)
-    return None if found is None else found[1]
-
-
-def both_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> tuple[float, float] | None:
-    """Per cached number: of pages alone, and of all that a request of this length holds, layers in 16 bits included."""
+        return _plain(choice, dtype)
     try:
         with counting(), _no_compiling():
-            served = _served(folder, choice, dtype, tokens)
+            return bits_at(_served(folder, choice, dtype, tokens), tokens)
     except WouldNotStart:
         return None
-    return served.bits_per_element, bits_at(served, tokens)
+
+
+def page_bits(choice: Choice, head_size: int, dtype: str) -> float:
+    """Per cached number in a packed page, which is what a long context approaches in the layers that are packed."""
+    if not choice.ours:
+        return _plain(choice, dtype)
+    options = options_at(choice.options, None)
+    fmt = get_format(choice.format)
+    block = fmt.settings(options).N or CPU_BLOCK
+    return fmt.bind(Geometry(head_size, block, getattr(torch, dtype)), options).bits_per_element
+
+
+def _plain(choice: Choice, dtype: str) -> float:
+    return plain_bits("fp8" if choice.format == FP8 else dtype, getattr(torch, dtype))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ class Model:
     """Positions that it has."""
     token_bytes: int
     """Of one token's keys and values in the plain cache."""
+    head_size: int
 
     @classmethod
     def of(cls, name: str, dtype: str | None) -> Model:
@@ -52,6 +53,7 @@ class Model:
             text.vocab_size,
             getattr(text, "max_position_embeddings", None) or 1 << 30,
             2 * text.num_hidden_layers * heads * size * getattr(torch, stored).itemsize,
+            size,
         )
 
     @property

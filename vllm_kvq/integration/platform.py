@@ -16,7 +16,8 @@ from vllm_kvq.integration.patches.patch import Moment
 from vllm_kvq.integration.plan import refusals
 from vllm_kvq.integration.plan.drafts import is_draft
 from vllm_kvq.integration.plan.layers import WINDOWS
-from vllm_kvq.integration.plan.served import Served, apply
+from vllm_kvq.integration.plan.plan import apply, plan
+from vllm_kvq.integration.plan.problem import Refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,13 +35,13 @@ def configure(vllm_config: VllmConfig) -> None:
     try:
         (refusals.check if ours(vllm_config) else refusals.check_other)(vllm_config)
         check_patches(vllm_config)
-    except refusals.Refused as error:
+    except Refused as error:
         if _is_vllms_command():
             # the bare sentence instead of a traceback
             raise SystemExit(f"vllm-kvq: {error}") from None
         raise
     if ours(vllm_config) and vllm_config.model_config is not None:
-        apply(Served.of(vllm_config), vllm_config)
+        apply(plan(vllm_config), vllm_config)
         metrics.open_folder()
         registry.install(Moment.CONFIGURED, vllm_config)
 
@@ -49,7 +50,7 @@ def check_patches(vllm_config: VllmConfig) -> None:
     """Raise where vLLM lacks a name that this server needs."""
     served = ours(vllm_config) and vllm_config.model_config is not None
     if served and (problem := compat.server_problem(vllm_config)):
-        raise refusals.Refused(problem)
+        raise Refused(problem)
 
 
 def ours(vllm_config: VllmConfig) -> bool:
@@ -59,7 +60,7 @@ def ours(vllm_config: VllmConfig) -> bool:
 
 def window_block(vllm_config: VllmConfig) -> int | None:
     """Tokens of a page in layers with a window or chunks; None where no format of ours is served."""
-    return Served.of(vllm_config).window_block if ours(vllm_config) else None
+    return plan(vllm_config).window_block if ours(vllm_config) else None
 
 
 def _is_vllms_command() -> bool:
@@ -87,7 +88,7 @@ def check_other_layer(cache: Any, asked: Any) -> None:
     """Of a layer that vLLM gave another dtype than ours, which it may do with kept layers alone."""
     window = WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window
     if not window and not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
-        raise refusals.Refused(
+        raise Refused(
             f"--kv-cache-dtype {cache.cache_dtype} does not reach an attention layer of this model, whose cache "
             "would stay in 16 bits; use --kv-cache-dtype auto"
         )

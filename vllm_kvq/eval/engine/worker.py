@@ -150,8 +150,8 @@ class Engine:
 
 def _bits(config: Any, tokens: int, ours: bool) -> float:
     from vllm_kvq.eval.bits import bits_at, plain_bits
-    from vllm_kvq.integration.plan.served import Served
+    from vllm_kvq.integration.plan.plan import plan
 
     if ours:
-        return bits_at(Served.of(config), tokens)
+        return bits_at(plan(config), tokens)
     return plain_bits(config.cache_config.cache_dtype, config.model_config.dtype)

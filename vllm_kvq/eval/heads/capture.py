@@ -124,7 +124,7 @@ def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
     from vllm import LLM, EngineArgs, SamplingParams
 
     from vllm_kvq.integration import compat
-    from vllm_kvq.integration.plan.rope import table_of
+    from vllm_kvq.integration.worker.binding import table_of
 
     engine: dict[str, Any] = {
         "model": model,

@@ -22,7 +22,8 @@ from vllm_kvq.eval.results.result import (
     Row,
 )
 
-ABOUT = ("model", "label", "task", "regime", "context", "sequences", "seed", "bits", "kl_is_bound", "problem")
+ABOUT: tuple[str, ...] = ("model", "label", "task", "regime", "context", "sequences", "seed")
+ABOUT += ("page_bits", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
 """Metrics that are shares of one; printed as percentages."""
 GENERATED = ("kl", "kl_forced", "kl_p99", "kl_p999", "top1", "exact", "agreement", "score")
@@ -66,7 +67,10 @@ TITLES = {
     HITS: "hits: what the format generates itself, its prompt found in the prefix cache",
 }
 BOUND = "KL is a lower bound: the most probable tokens are compared one by one, all others as one."
-NOTE = "[ ]: 95 % confidence interval over sequences (bootstrap). bits: per cached number at that length, all counted."
+NOTE = (
+    "[ ]: 95 % confidence interval over sequences (bootstrap). pages, bits: per cached number in packed pages, and of\n"
+    "all that a request of that length holds."
+)
 CLAIMS = (
     "KL / baseline: compared text by text; [ ] is adjusted for all comparisons of its table (Holm, 5 %), and where it "
     "holds 1\nnothing is said. right: McNemar's exact test, adjusted likewise."
@@ -86,10 +90,13 @@ def tables(results: Results) -> list[Table]:
 
 def _table(regime: str, task: str, context: int, rows: list[Row], claims: Sequence[Claim]) -> Table:
     names = [name for name in COLUMNS[regime] if any(name in row.metrics for row in rows)]
-    cells = [[row.label, bits(row), *(cell(name, row.metrics.get(name)) for name in names)] for row in rows]
+    cells = [
+        [row.label, bits(row.page_bits), bits(row.bits), *(cell(name, row.metrics.get(name)) for name in names)]
+        for row in rows
+    ]
     count = max(row.sequences for row in rows)
     title = f"{'all tasks' if task == ALL else task}, {context} tokens, {count} sequences; {TITLES[regime]}"
-    head = ["format", "bits", *(HEADS[name] for name in names)]
+    head = ["format", "pages", "bits", *(HEADS[name] for name in names)]
     for metric in ("kl", "right"):
         mine = {c.label: c for row in rows for c in claims_of(row, claims) if c.metric == metric}
         if mine:
@@ -154,8 +161,8 @@ def sureness(results: Results) -> list[str]:
     return lines
 
 
-def bits(row: Row) -> str:
-    return "-" if row.bits is None else f"{row.bits:.2f}"
+def bits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def cell(name: str, estimate: Estimate | None) -> str:

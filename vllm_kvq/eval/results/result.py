@@ -128,6 +128,8 @@ class Row:
     sequences: int
     bits: float | None
     """Per element at that length: pages, window, sinks, sidecar and headers. None where the format did not start."""
+    page_bits: float | None = None
+    """Per element of a packed page: what a long context approaches in the layers that are packed."""
     seed: int = 0
     kl_is_bound: bool = False
     """The vocabulary was too large to compare whole: the KL figures are lower bounds."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvq.eval.bits import page_bits
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.results.measures import (
     Values,
@@ -65,6 +66,7 @@ def _row(run: Run, choice: Choice, regime: str, task: str, context: int) -> Row:
     }
     if problem is not None or not there:
         return Row(**about)
+    about["page_bits"] = page_bits(choice, plan.model.head_size, plan.model.dtype)
     items, figures = [item for item, _ in there], [arrays for _, arrays in there]
     if regime in (TEACHER_FORCED, READING):
         return Row(**about, **_of_text(plan, items, figures))

@@ -15,7 +15,7 @@ SETTINGS = (
         needs=("vllm.config:CacheConfig.user_specified_block_size",),
         moment=Moment.CONFIGURED,
         kind=Kind.SETTING,
-        where="served.py",
+        where="plan/plan.py",
     ),
     Patch(
         what="the list of skipped layers set",
@@ -24,7 +24,7 @@ SETTINGS = (
         needs=("vllm.config:CacheConfig.kv_cache_dtype_skip_layers",),
         moment=Moment.CONFIGURED,
         kind=Kind.SETTING,
-        where="served.py",
+        where="plan/plan.py",
     ),
     Patch(
         what="mamba_block_size set",
@@ -34,7 +34,7 @@ SETTINGS = (
         moment=Moment.CONFIGURED,
         only=HYBRIDS,
         kind=Kind.SETTING,
-        where="served.py",
+        where="plan/plan.py",
     ),
     Patch(
         what='speculative_config.kv_cache_dtype set to "auto"',
@@ -42,7 +42,7 @@ SETTINGS = (
         until="companions are handed on",
         moment=Moment.CONFIGURED,
         kind=Kind.SETTING,
-        where="served.py",
+        where="plan/plan.py",
     ),
     Patch(
         what="kv_transfer_config set and kv_offloading_size taken back",
@@ -52,7 +52,7 @@ SETTINGS = (
         moment=Moment.CONFIGURED,
         only=CONNECTORS,
         kind=Kind.SETTING,
-        where="connectors.py",
+        where="plan/connectors.py",
     ),
     Patch(
         what="companions put into static_forward_context",
@@ -61,7 +61,7 @@ SETTINGS = (
         until="a backend may ask for more caches than one",
         moment=Moment.LOADED,
         kind=Kind.SETTING,
-        where="layer.py",
+        where="worker/layer.py",
     ),
     Patch(
         what="a packed layer moved to the front",
@@ -70,7 +70,7 @@ SETTINGS = (
         until="every layer of a group is asked, and a draft's own table is handed over",
         moment=Moment.LOADED,
         kind=Kind.SETTING,
-        where="layout.py",
+        where="worker/layout.py",
     ),
     Patch(
         what="companions moved to the end, the smallest first",
@@ -78,6 +78,6 @@ SETTINGS = (
         until="pages of several sizes are counted as they are",
         moment=Moment.LOADED,
         kind=Kind.SETTING,
-        where="layout.py",
+        where="worker/layout.py",
     ),
 )

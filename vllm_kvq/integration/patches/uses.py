@@ -30,7 +30,7 @@ USES = (
             f"{MANAGERS}:FullAttentionManager.find_longest_cache_hit",
         ),
         kind=Kind.USE,
-        where="manager.py",
+        where="core/manager.py",
     ),
     Patch(
         what="rotary_embedding._ROPE_DICT read",
@@ -53,7 +53,7 @@ USES = (
         moment=Moment.LOADED,
         cpu_only=True,
         kind=Kind.USE,
-        where="side_by_side.py",
+        where="worker/side_by_side.py",
     ),
     Patch(
         what="vllm.entrypoints.cli.serve.cmd_init called",
@@ -62,6 +62,6 @@ USES = (
         needs=("vllm.entrypoints.cli.serve:cmd_init",),
         moment=None,
         kind=Kind.USE,
-        where="dry_start.py",
+        where="preview/dry_start.py",
     ),
 )

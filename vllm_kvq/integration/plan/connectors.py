@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_kvq.integration.plan.problem import Problem
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -19,8 +21,8 @@ logger = init_logger("vllm.kvq")
 KNOWN = "SimpleCPUOffloadConnector"
 
 
-def connector_problem(vllm_config: VllmConfig) -> str | None:
-    """What to do instead, where a connector does not go with a packed cache."""
+def connector_problem(vllm_config: VllmConfig) -> Problem | None:
+    """A connector that does not go with a packed cache."""
     from vllm.platforms import current_platform
 
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
@@ -32,8 +34,8 @@ def connector_problem(vllm_config: VllmConfig) -> str | None:
     else:
         known = transfer.kv_connector == KNOWN and transfer.kv_connector_module_path is None
     if not known:
-        return f"{without}, or use {KNOWN} on a GPU"
-    return None if can_copy(current_platform) else f"{without}: {KNOWN} copies on GPUs alone"
+        return Problem("KV connectors", f"{without}, or use {KNOWN} on a GPU")
+    return None if can_copy(current_platform) else Problem("KV connectors", f"{without}: {KNOWN} copies only on GPUs")
 
 
 def choose_connector(vllm_config: VllmConfig) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.plan.layers import layer_types
+from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,27 +53,27 @@ def _layers(spec: Any) -> int:
     return getattr(config, "n_predict", None) or 1 if spec.method == "mtp" else config.num_hidden_layers
 
 
-def draft_problem(vllm_config: VllmConfig) -> tuple[str, str] | None:
-    """(what, what to do instead) for a way of drafting that does not go with a packed cache."""
+def draft_problem(vllm_config: VllmConfig) -> Problem | None:
+    """A way of drafting that does not go with a packed cache."""
     from vllm.platforms import current_platform
 
     spec = vllm_config.speculative_config
     if spec is None or spec.method in WITHOUT_CACHE:
         return None
     if spec.method not in WITH_CACHE:
-        return (
+        return Problem(
             f"speculative decoding with method {spec.method!r}",
             f"use one of {', '.join((*WITHOUT_CACHE, *WITH_CACHE))}",
         )
     if not current_platform.is_cpu():
-        return f"speculative decoding with method {spec.method!r} on this platform", "use method 'ngram'"
+        return Problem(f"speculative decoding with method {spec.method!r} on this platform", "use method 'ngram'")
     if spec.kv_cache_dtype in FORMATS:
-        return "a low-bit cache for the draft", "leave kv_cache_dtype out of the speculative config"
+        return Problem("a low-bit cache for the draft", "leave kv_cache_dtype out of the speculative config")
     model = spec.draft_model_config
     if model.use_mla:
-        return "drafts with latent attention (MLA)", "use method 'ngram'"
+        return Problem("drafts with latent attention (MLA)", "use method 'ngram'")
     if model.get_sliding_window() is not None or "sliding_attention" in layer_types(model):
-        return "drafts with sliding-window attention", "use another draft or method 'ngram'"
+        return Problem("drafts with sliding-window attention", "use another draft or method 'ngram'")
     return None
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvq.integration.plan.options import settings_of
+from vllm_kvq.integration.plan.options import Options
+from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +41,7 @@ class Layers:
     """All that stays in 16 bits, in vLLM's words: indices and WINDOWS."""
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig) -> Layers:
+    def of(cls, vllm_config: VllmConfig, options: Options) -> Layers:
         """ValueError where the user names layers that the model does not have."""
         model = vllm_config.model_config
         kinds, total = layer_types(model), model.get_total_num_hidden_layers()
@@ -48,7 +49,7 @@ class Layers:
         chunks = frozenset(i for i, kind in enumerate(kinds) if "chunked" in kind)
         sharing = sharing_layers(model)
         attention = frozenset(i for i in range(total) if not model.is_hybrid or has_attention(kinds[i]))
-        kept = {str(i) for i in settings_of(vllm_config).skipped(total)}
+        kept = {str(i) for i in options.settings.skipped(total)}
         kept |= {*vllm_config.cache_config.kv_cache_dtype_skip_layers} | ({WINDOWS} if sliding else set())
         kept |= {str(i) for i in chunks}
         named, local = frozenset(int(i) for i in kept if i.isdigit()), sliding | chunks
@@ -68,15 +69,15 @@ class Layers:
     def packed(self) -> int:
         return len(self.packed_layers)
 
-    def problem(self) -> str | None:
-        """Why these layers can't be kept."""
+    def check(self) -> None:
+        """ValueError where these layers can't be skipped."""
+        named = "option 'skip_layers' names layer"
         if beyond := sorted(i for i in self.skipped if i >= self.total):
-            return f"option 'skip_layers' names layer {beyond[0]}; the model has layers 0 to {self.total - 1}"
+            raise ValueError(f"{named} {beyond[0]}; the model has layers 0 to {self.total - 1}")
         if without := sorted(self.skipped - self.attention):
-            return f"option 'skip_layers' names layer {without[0]}, which has no attention"
+            raise ValueError(f"{named} {without[0]}, which has no attention")
         if shared := sorted(self.skipped & self.sharing):
-            return f"option 'skip_layers' names layer {shared[0]}, which shares an earlier layer's KV cache"
-        return None
+            raise ValueError(f"{named} {shared[0]}, which shares an earlier layer's KV cache")
 
 
 def has_attention(kind: str) -> bool:
@@ -96,24 +97,24 @@ def layer_types(model: Any) -> list[str]:
     return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
 
 
-def window_problem(model: Any) -> str | None:
-    """What stands against serving this model's window layers beside packed ones; None: nothing."""
+def window_problem(model: Any) -> Problem | None:
+    """Why this model's window layers can't be served next to packed ones."""
     kinds, chunks = layer_types(model), model.attention_chunk_size
     local = [kind for kind in kinds if "sliding" in kind or "chunked" in kind]
     if model.get_sliding_window() is None and chunks is None and not local:
         return None
     if not local or len(local) == len(kinds):
         what = "sliding-window" if chunks is None else "chunked local"
-        return f"models in which all layers have {what} attention"
+        return Problem(f"models in which all layers have {what} attention", "use --kv-cache-dtype auto or fp8")
     return None
 
 
-def chunk_problem(chunk: int | None, sizes: Sequence[int], block: int) -> str | None:
+def chunk_problem(chunk: int | None, sizes: Sequence[int], block: int) -> Problem | None:
     """vLLM attends to a chunk as to a request of its own, whose block table begins with a page: no page of these
     `sizes` may lie in two."""
     if chunk is None or sizes:
         return None
-    return (
-        f"the model attends in chunks of {chunk} tokens, which no page beside blocks of {block} divides; "
-        "choose another --block-size"
+    return Problem(
+        f"the model attends in chunks of {chunk} tokens, which no page beside blocks of {block} divides",
+        "choose another --block-size",
     )

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvq.integration.plan.problem import Problem
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -38,21 +40,23 @@ class Machine:
         memory = get_memory_node_info(node if node in nodes else nodes[0])
         return cls(memory.total_memory, memory.available_memory)
 
-    def problem(self, explicit: int | None, share: float) -> str | None:
+    def problem(self, explicit: int | None, share: float) -> Problem | None:
         """Why vLLM would end at its start: `explicit` bytes for the cache, or that `share` of all memory."""
         wanted = math.ceil(self.total * share) if explicit is None else explicit
         if wanted <= self.available:
             return None
         free = f"{gib(self.available)} of {gib(self.total)} are free"
         if explicit is not None:
-            return f"the cache is to have {gib(explicit)}, but {free}; {self.advice()}"
-        return f"vLLM would take {share:.0%} of this machine's memory ({gib(wanted)}), but {free}; {self.advice()}"
+            return Problem(f"the cache is to have {gib(explicit)}, but {free}", self.advice())
+        return Problem(
+            f"vLLM would take {share:.0%} of this machine's memory ({gib(wanted)}), but {free}", self.advice()
+        )
 
     def advice(self) -> str:
         return f"say how much it may take, --kv-cache-memory-bytes {max(1, self.available // 2 // GIB)}G"
 
 
-def memory_problem(vllm_config: VllmConfig) -> str | None:
+def memory_problem(vllm_config: VllmConfig) -> Problem | None:
     """Why vLLM's CPU worker would not get the memory that it asks for."""
     from vllm.platforms import current_platform
 
@@ -64,7 +68,7 @@ def memory_problem(vllm_config: VllmConfig) -> str | None:
 
 
 @functools.cache
-def _problem(explicit: int | None, share: float) -> str | None:
+def _problem(explicit: int | None, share: float) -> Problem | None:
     """Asked once: later on memory may be missing that our own cache takes."""
     return Machine.here().problem(explicit, share)
 

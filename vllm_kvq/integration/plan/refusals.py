@@ -13,9 +13,10 @@ from vllm_kvq.integration.plan.drafts import draft_problem
 from vllm_kvq.integration.plan.heads import Heads
 from vllm_kvq.integration.plan.layers import Layers, window_problem
 from vllm_kvq.integration.plan.memory import memory_problem
-from vllm_kvq.integration.plan.options import options_problem, pairing_problem, settings_of
-from vllm_kvq.integration.plan.rope import rope_problem
-from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.plan.options import Options, unread_options
+from vllm_kvq.integration.plan.plan import plan
+from vllm_kvq.integration.plan.problem import Problem, Refused
+from vllm_kvq.integration.plan.rope import pairing_problem, rope_problem
 from vllm_kvq.integration.plan.states import drafts_problem, hybrid_problem
 from vllm_kvq.kernels.gpu.step import kernels_of
 
@@ -25,23 +26,16 @@ if TYPE_CHECKING:
 LEAST_CAPABILITY = (8, 0)
 
 
-class Refused(Exception):
-    """A model, option or shape that the format can't serve.
-
-    No ValueError: pydantic, in which vLLM makes its configuration, would wrap it, and the sentence would stand below "1
-    validation error for VllmConfig".
-    """
-
-
 def check(vllm_config: VllmConfig) -> None:
     """Raise when this configuration can't be served; the first problem is the one that is named."""
-    if problem := options_problem(vllm_config):
-        raise Refused(problem)
+    if problem := unread_options(vllm_config):
+        raise Refused(str(problem))
     cache, model = vllm_config.cache_config, vllm_config.model_config
     try:
-        name, settings = cache.cache_dtype, settings_of(vllm_config)
+        options = Options.of(vllm_config)
     except ValueError as error:
         raise Refused(str(error)) from None
+    settings = options.settings
     if settings.N is not None and cache.user_specified_block_size and cache.block_size != settings.N:
         raise Refused(f"kvq option 'N' is {settings.N} but --block-size is {cache.block_size}; set only one of them")
     if model is None:
@@ -50,13 +44,14 @@ def check(vllm_config: VllmConfig) -> None:
         settings.skipped(model.get_total_num_hidden_layers())
     except ValueError as error:
         raise Refused(str(error)) from None
-    if problems := _refusals(vllm_config):
-        all_of_them = ", ".join(what for what, _ in problems)
-        raise Refused(f"--kv-cache-dtype {name} does not support {all_of_them}; {problems[0][1]}")
-    if problem := _format_problem(vllm_config):
-        raise Refused(f"--kv-cache-dtype {name}: {problem}")
+    layers = Layers.of(vllm_config, options)
+    if problems := _problems(vllm_config, layers):
+        all_of_them = ", ".join(problem.what for problem in problems)
+        raise Refused(f"--kv-cache-dtype {options.name} does not support {all_of_them}; {problems[0].instead}")
+    if sentence := _format_problem(vllm_config, options, layers):
+        raise Refused(f"--kv-cache-dtype {options.name}: {sentence}")
     if problem := memory_problem(vllm_config):
-        raise Refused(problem)
+        raise Refused(str(problem))
 
 
 def check_other(vllm_config: VllmConfig) -> None:
@@ -64,24 +59,24 @@ def check_other(vllm_config: VllmConfig) -> None:
     spec = vllm_config.speculative_config
     if spec is not None and spec.kv_cache_dtype == vllm_config.cache_config.cache_dtype:
         return  # the copy that vLLM makes of our configuration for a draft's layers
-    if problem := options_problem(vllm_config):
-        raise Refused(problem)
+    if problem := unread_options(vllm_config):
+        raise Refused(str(problem))
 
 
-def _format_problem(vllm_config: VllmConfig) -> str | None:
-    """Why this model's heads and layers can't be packed so, or not by kernels of this GPU."""
+def _format_problem(vllm_config: VllmConfig, options: Options, layers: Layers) -> str | None:
+    """Why this model's heads and layers can't be packed so, or not by kernels of this GPU: a sentence."""
     from vllm.platforms import current_platform
 
     model = vllm_config.model_config
-    if problem := pairing_problem(vllm_config):
-        return problem
+    if problem := pairing_problem(options, model):
+        return str(problem)
     try:
-        served = Served.of(vllm_config)
+        served = plan(vllm_config, options, layers)
     except ValueError as error:
         return str(error)
     before_rope = any(part.format.keys.before_rope for part in served.parts)
-    if before_rope and (problem := rope_problem(served.format.name, model, bool(served.layers.windows))):
-        return problem
+    if before_rope and (problem := rope_problem(options.name, model, bool(layers.windows))):
+        return str(problem)
     found = current_platform.get_device_capability() if current_platform.is_cuda() else None
     if found is None:
         return None
@@ -95,54 +90,66 @@ def kernels_problem(fmt: PageFormat, capability: tuple[int, int]) -> str | None:
     return None if kernels is None else kernels.unavailable(capability)
 
 
-def _refusals(vllm_config: VllmConfig) -> list[tuple[str, str]]:
-    """(what, what to do instead) for everything in this configuration that isn't supported."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+def _problems(vllm_config: VllmConfig, layers: Layers) -> list[Problem]:
+    """Everything in this configuration that isn't supported."""
     from vllm.platforms import current_platform
 
-    text = model.hf_text_config
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     plain = "use --kv-cache-dtype auto"
+    falcon = model.hf_text_config.model_type == "falcon"
     checks = [
-        (model.use_mla, "models with latent attention (MLA)", f"{plain} or fp8_ds_mla"),
-        (model.runner_type != "generate", "pooling and embedding models", plain),
-        (model.is_encoder_decoder, "encoder-decoder models", plain),
-        (hybrid := hybrid_problem(model), hybrid or "", plain),
-        (_heads_differ(vllm_config), "full-attention layers that have different KV heads", f"{plain} or fp8"),
-        (window := window_problem(model), window or "", f"{plain} or fp8"),
-        (model.is_mm_prefix_lm, "attention in both directions among image tokens", _text_alone(model)),
-        (model.uses_alibi, "ALiBi", plain),
-        (text.model_type == "falcon", "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
-        (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
-        (gpu := _gpu_problem(current_platform), gpu or "", plain),
-        (connector := connector_problem(vllm_config), "KV connectors", connector or ""),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
-        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism", "use --tensor-parallel-size"),
-        (
-            drafts_problem(vllm_config),
-            "speculative decoding in hybrid models on a CPU",
-            "leave --speculative-config out",
+        _unless(not model.use_mla, "models with latent attention (MLA)", f"{plain} or fp8_ds_mla"),
+        _unless(model.runner_type == "generate", "pooling and embedding models", plain),
+        _unless(not model.is_encoder_decoder, "encoder-decoder models", plain),
+        hybrid_problem(model),
+        _unless(
+            not _heads_differ(vllm_config, layers),
+            "full-attention layers that have different KV heads",
+            f"{plain} or fp8",
         ),
-        (draft := draft_problem(vllm_config), *(draft or ("", ""))),
-        (vllm_config.cache_config.prefix_match_unit is not None, "--prefix-match-unit", "leave it out"),
+        window_problem(model),
+        _unless(not model.is_mm_prefix_lm, "attention in both directions among image tokens", _only_text(model)),
+        _unless(not model.uses_alibi, "ALiBi", plain),
+        _unless(not falcon, "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
+        _unless(not cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
+        _gpu_problem(current_platform),
+        connector_problem(vllm_config),
+        *(
+            _unless(size == 1, f"{kind} context parallelism", "use --tensor-parallel-size")
+            for kind, size in (
+                ("decode", parallel.decode_context_parallel_size),
+                ("prefill", parallel.prefill_context_parallel_size),
+            )
+        ),
+        drafts_problem(vllm_config),
+        draft_problem(vllm_config),
+        _unless(cache.prefix_match_unit is None, "--prefix-match-unit", "leave it out"),
     ]
-    return [(what, instead) for bad, what, instead in checks if bad]
+    return [problem for problem in checks if problem is not None]
 
 
-def capability_problem(capability: tuple[int, int]) -> str | None:
+def _unless(good: bool, what: str, instead: str) -> Problem | None:
+    return None if good else Problem(what, instead)
+
+
+def capability_problem(capability: tuple[int, int]) -> Problem | None:
     """Why a CUDA device of this compute capability is refused."""
     if tuple(capability) >= LEAST_CAPABILITY:
         return None
-    return f"GPUs of compute capability {capability[0]}.{capability[1]} (8.0, Ampere, is the least)"
+    return Problem(
+        f"GPUs of compute capability {capability[0]}.{capability[1]} (8.0, Ampere, is the least)",
+        "use --kv-cache-dtype auto",
+    )
 
 
-def _gpu_problem(platform: Any) -> str | None:
+def _gpu_problem(platform: Any) -> Problem | None:
     if not platform.is_cuda():
         return None
     found = platform.get_device_capability()
     return None if found is None else capability_problem((found.major, found.minor))
 
 
-def _text_alone(model: Any) -> str:
+def _only_text(model: Any) -> str:
     """What to do with a model whose image tokens see later ones. vLLM has them see none where requests can't hold any;
     those may come as embeddings, too."""
     config = model.multimodal_config
@@ -150,16 +157,16 @@ def _text_alone(model: Any) -> str:
         flag = "--language-model-only without --enable-mm-embeds"
     else:
         flag = "--language-model-only"
-    return f"serve text alone with {flag}, or use --kv-cache-dtype auto"
+    return f"serve only text with {flag}, or use --kv-cache-dtype auto"
 
 
-def _heads_differ(vllm_config: VllmConfig) -> bool:
+def _heads_differ(vllm_config: VllmConfig, layers: Layers) -> bool:
     """Whether the layers that would be packed have KV heads of different sizes or numbers. Those of other layers may be
     as they are: pages of several sizes lie side by side."""
     config = vllm_config.model_config.hf_text_config.to_dict()
     if any(isinstance(config.get(name), list) for name in ("head_dim", "num_key_value_heads")):
         return True  # OpenELM's, of which vLLM knows one number
-    return len({Heads.of(vllm_config, layer) for layer in Layers.of(vllm_config).packed_layers}) > 1
+    return len({Heads.of(vllm_config, layer) for layer in layers.packed_layers}) > 1
 
 
 # what vLLM asks of a backend before it makes a layer, and what it is called in a sentence
@@ -190,7 +197,7 @@ def check_layer(
     attn_type: str,
     extra: dict[str, Any],
 ) -> None:
-    """The arguments of one attention layer: what `_refusals` could not see from the configuration."""
+    """The arguments of one attention layer: what `_problems` could not see from the configuration."""
     checks = [
         (alibi_slopes is not None, "ALiBi"),
         (sliding_window is not None, "sliding-window attention"),

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.plan.layers import layer_types
+from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,17 +62,19 @@ def has_state(kind: str) -> bool:
     return kind in ("mamba", "linear_attention", "hybrid")
 
 
-def hybrid_problem(model: Any) -> str | None:
-    """What stands against serving a model with such layers."""
+def hybrid_problem(model: Any) -> Problem | None:
+    """Why a model with such layers can't be served."""
+    plain, kind = "use --kv-cache-dtype auto", model.hf_text_config.model_type
     if not model.is_hybrid:
-        return "models without attention layers" if model.has_inner_state else None
-    kind = model.hf_text_config.model_type
-    return None if kind in HYBRIDS else f"hybrid models of the type {kind!r}"
+        return Problem("models without attention layers", plain) if model.has_inner_state else None
+    return None if kind in HYBRIDS else Problem(f"hybrid models of the type {kind!r}", plain)
 
 
-def drafts_problem(vllm_config: VllmConfig) -> bool:
-    """Whether there are drafts that vLLM can't verify here: with states it has that for GPUs alone."""
+def drafts_problem(vllm_config: VllmConfig) -> Problem | None:
+    """Drafts that vLLM can't verify here: next to states it can do that only on GPUs."""
     from vllm.platforms import current_platform
 
     hybrid = vllm_config.model_config.is_hybrid
-    return hybrid and vllm_config.speculative_config is not None and current_platform.is_cpu()
+    if not hybrid or vllm_config.speculative_config is None or not current_platform.is_cpu():
+        return None
+    return Problem("speculative decoding in hybrid models on a CPU", "leave --speculative-config out")

@@ -77,7 +77,7 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
     from vllm.usage.usage_lib import UsageContext
 
     from vllm_kvq.integration import plugin
-    from vllm_kvq.integration.plan.served import Served
+    from vllm_kvq.integration.plan.plan import plan
 
     plugin.register()
     parser, serve = serve_parser()
@@ -93,7 +93,7 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
         made = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         if problem := compat.worker_problem(made):
             raise WouldNotStart(problem)
-        return DryStart(made, Served.of(made))
+        return DryStart(made, plan(made))
     except Exception as error:
         # whatever it is, it would end the server
         raise WouldNotStart(sentence_of(error)) from error

@@ -70,7 +70,7 @@ def plugin() -> list[Finding]:
     problem = plugin_problem()
     if problem is None:
         return [Finding("plugin", FINE, "vLLM finds it, and has all that it needs")]
-    return [Finding("plugin", BAD, problem)]
+    return [Finding("plugin", BAD, str(problem))]
 
 
 def on_cpu() -> bool:
@@ -103,7 +103,7 @@ def _capability_problem(capability: tuple[int, int]) -> str | None:
     from vllm_kvq.integration.plan.refusals import capability_problem
 
     problem = capability_problem(capability)
-    return problem and f"low-bit formats don't support {problem}"
+    return None if problem is None else f"low-bit formats don't support {problem.what}"
 
 
 def kernels() -> list[Finding]:
@@ -169,7 +169,7 @@ def memory() -> list[Finding]:
     explicit = int(given) * GIB if given else None
     if problem := machine.problem(explicit, share):
         # a flag of `vllm serve`, which this command doesn't see, helps against vLLM's default alone
-        return [Finding("memory", NOTE if explicit is None else BAD, problem)]
+        return [Finding("memory", NOTE if explicit is None else BAD, str(problem))]
     free = f"{gib(machine.available)} of {gib(machine.total)} are free"
     if explicit is not None:
         return [Finding("memory", FINE, f"{SPACE}={given} GiB for the cache; {free}")]

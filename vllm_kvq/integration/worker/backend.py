@@ -20,17 +20,17 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvq.formats import FORMATS, PageFormat
+from vllm_kvq.formats import FORMATS, Geometry, PageFormat
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.integration import compat
 from vllm_kvq.integration.core.spec import PackedSpec
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.patch import Moment
-from vllm_kvq.integration.plan.layers import Layers
-from vllm_kvq.integration.plan.options import bind_layer, layer_of
-from vllm_kvq.integration.plan.refusals import Refused, check_layer
-from vllm_kvq.integration.plan.served import Served, capped, parts_of, path_of
+from vllm_kvq.integration.plan.plan import plan
+from vllm_kvq.integration.plan.problem import Refused
+from vllm_kvq.integration.plan.refusals import check_layer
+from vllm_kvq.integration.worker.binding import bind_layer, layer_of
 from vllm_kvq.integration.worker.faults import FaultWatch
 from vllm_kvq.integration.worker.layer import PackedLayer
 from vllm_kvq.integration.worker.layout import ONE_SIZE, SIDE_BY_SIDE
@@ -91,14 +91,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         """On the GPU's path decode and verification steps decide everything on the device; prompts are attended outside
         of graphs."""
-        wish = Wish.of(vllm_config.device_config.device_type, os.environ)
-        if not wish.on_gpu:
-            return AttentionCGSupport.NEVER
-        # beside other layers vLLM hands over the spec that wraps those of a group
-        spec = getattr(kv_cache_spec, "first_spec", kv_cache_spec)
-        parts = parts_of(vllm_config, Layers.of(vllm_config), spec.block_size)
-        path = path_of(parts, wish, capped(vllm_config.model_config))
-        return AttentionCGSupport.UNIFORM_BATCH if path.on_gpu else AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_BATCH if plan(vllm_config).path.on_gpu else AttentionCGSupport.NEVER
 
     def _watch(self) -> None:
         if self.watches is None:
@@ -222,17 +215,19 @@ class KVQImpl(AttentionImpl):
         index = _layer_index(name)
         if self.target_name is not None:
             target = layers[self.target_name]
-            check_sharing(index, self, self.target_name, target.impl)
+            served = plan(self.vllm_config)
+            check_sharing(index, self, self.target_name, target.impl, served.layers)
             target.impl.process_weights_after_loading(act_dtype)
             layer.attn_backend = target.attn_backend
-            self.sharing = SharingLayer.create(name, target.impl.packed, self.scale, self.vllm_config, self.cap)
+            self.sharing = SharingLayer.create(name, target.impl.packed, self.scale, self.vllm_config, served, self.cap)
             return
-        fmt = bind_layer(self.vllm_config, self.head_size, index, act_dtype)
-        served = Served.of(self.vllm_config)
+        served = plan(self.vllm_config)
+        geometry = Geometry(self.head_size, served.format.N, act_dtype, index)
+        fmt = bind_layer(served.options, self.vllm_config.model_config, geometry)
         registry.install(Moment.LOADED, self.vllm_config)
         layer.attn_backend = bound_backend(fmt, served.recomputed, served.mixed)
         self.packed = PackedLayer.create(
-            fmt, name, self.num_kv_heads, self.scale, self.vllm_config, layers, self.learned, self.cap
+            fmt, name, self.num_kv_heads, self.scale, self.vllm_config, served, layers, self.learned, self.cap
         )
 
     def forward(

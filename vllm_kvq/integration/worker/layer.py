@@ -18,7 +18,7 @@ from vllm_kvq.integration.worker.prompts import Asked, prompts_for
 from vllm_kvq.integration.worker.replicas import all_queries_of
 from vllm_kvq.integration.worker.report import Damage, report_start
 from vllm_kvq.kernels.cpu.step import CPUStep
-from vllm_kvq.kernels.paths import step_for
+from vllm_kvq.kernels.paths import Path, step_for
 from vllm_kvq.kernels.step import Caches, Causal, Step, StepBatch
 
 if TYPE_CHECKING:
@@ -59,13 +59,14 @@ class PackedLayer:
         heads: int,
         scale: float,
         vllm_config: VllmConfig,
+        served: Served,
         layers: dict[str, Any],
         learned: torch.Tensor | None = None,
         cap: float = 0.0,
     ) -> PackedLayer:
         """The layer and its companions, which become layers of the model's forward context. `cap`: the soft cap of its
         scores; 0: none."""
-        slots, served = SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens), Served.of(vllm_config)
+        slots = SlotGeometry.of(fmt, heads, vllm_config.num_speculative_tokens)
         # an existing companion is kept: after a reload of weights its cache is still bound
         first = not any(layer.endswith(SIDECAR_SUFFIX) for layer in layers)
         report = functools.partial(report_start, served, vllm_config) if first else None
@@ -76,7 +77,7 @@ class PackedLayer:
         if served.sizes > 1:
             for suffix in (SIDECAR_SUFFIX, SINK_SUFFIX):
                 smallest_first([n for n in layers if n.endswith(suffix)], layers)
-        step = step_of(fmt, slots, scale, vllm_config, learned is not None, cap)
+        step = step_of(fmt, slots, scale, vllm_config, served.path, learned is not None, cap)
         export = functools.partial(Series.of(vllm_config).add, CLAMPED)
         if learned is not None and isinstance(step, CPUStep):
             logger.warning_once(
@@ -106,7 +107,13 @@ class PackedLayer:
 
 
 def step_of(
-    fmt: PageFormat, slots: SlotGeometry, scale: float, vllm_config: VllmConfig, merged: bool = False, cap: float = 0.0
+    fmt: PageFormat,
+    slots: SlotGeometry,
+    scale: float,
+    vllm_config: VllmConfig,
+    path: Path,
+    merged: bool = False,
+    cap: float = 0.0,
 ) -> Step:
     """`merged`: attention among a prompt's new tokens must return its log-sum-exp."""
     num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device
@@ -115,5 +122,5 @@ def step_of(
     def causal(wanted: bool) -> Causal:
         return prompts_for(Asked(device, geometry.dtype, geometry.head_size, wanted or merged, cap > 0))
 
-    path, queries = Served.of(vllm_config).path, all_queries_of(vllm_config, geometry.layer)
+    queries = all_queries_of(vllm_config, geometry.layer)
     return step_for(path, fmt, slots, num_spec, scale, device, causal, queries, cap)

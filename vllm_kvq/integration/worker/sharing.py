@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvq.integration.plan.layers import Layers
-from vllm_kvq.integration.plan.refusals import Refused
+from vllm_kvq.integration.plan.problem import Refused
+from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.worker.layer import PackedLayer, step_of
 from vllm_kvq.kernels.step import Step, StepBatch
 
@@ -28,9 +29,11 @@ class SharingLayer:
         target.readers += 1
 
     @classmethod
-    def create(cls, name: str, target: PackedLayer, scale: float, vllm_config: VllmConfig, cap: float) -> SharingLayer:
+    def create(
+        cls, name: str, target: PackedLayer, scale: float, vllm_config: VllmConfig, served: Served, cap: float
+    ) -> SharingLayer:
         slots = target.sidecar.slots_geometry
-        return cls(name, target, step_of(target.fmt, slots, scale, vllm_config, cap=cap))
+        return cls(name, target, step_of(target.fmt, slots, scale, vllm_config, served.path, cap=cap))
 
     def run(self, batch: StepBatch, query: torch.Tensor, output: torch.Tensor) -> None:
         caches = self.target.shared
@@ -39,9 +42,9 @@ class SharingLayer:
         self.step.share(batch, caches, query, output)
 
 
-def check_sharing(index: int, impl: Any, target_name: str, target: Any) -> None:
-    """Of the layer with this number, its implementation and that of the layer whose cache it shares."""
-    if index not in Layers.of(impl.vllm_config).sharing:
+def check_sharing(index: int, impl: Any, target_name: str, target: Any, layers: Layers) -> None:
+    """`impl` of the layer with this number and `target`, that of the layer whose cache it shares. Raises Refused."""
+    if index not in layers.sharing:
         what = "that this model's configuration does not name"
     elif type(target) is not type(impl):
         what = f"of {target_name}, which is not packed"
