@@ -21,6 +21,7 @@ import torch
 
 from proof import ptx
 from proof.ptx.memory import Tensors, Traffic
+from vllm_kvq.bench.gpu import formats
 from vllm_kvq.formats import Geometry, get_format
 
 LIMIT = 1.1
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m proof traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--format", nargs="+", default=["kivi2", "squat4", "innerq2", "polar4", "polar3", "qjl3"])
+    served = [name for name in formats() if "+" not in name]
+    parser.add_argument("--format", nargs="+", default=served)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--target", type=int, default=90, help="compute capability, as in 90")
     parser.add_argument("--check", action="store_true")

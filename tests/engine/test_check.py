@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.plan import memory
-from vllm_kvq.integration.preview import dry_start
+from vllm_kvq.integration.preview import checkpoint, dry_start
 from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
@@ -147,6 +148,61 @@ def test_too_little_memory(checked: Check, monkeypatch: pytest.MonkeyPatch) -> N
     assert found["sentence"].endswith("lower --max-model-len or give the cache more memory")
 
 
+def test_weights_that_do_not_fit(checked: Check, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to a cache that would fit by itself."""
+    arguments = ("--kv-cache-dtype", "kitty2", "--max-model-len", "256")
+    monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 * GIB, 3 * GIB))
+    monkeypatch.setattr(checkpoint, "weight_bytes", lambda model: 5 * GIB // 2)
+    assert checked(*arguments)["sentence"] == (
+        "2.5 GiB of weights and 1.0 GiB of cache do not fit into the 3.0 GiB that are free; "
+        "give the cache less with --kv-cache-memory-bytes, or serve a smaller model"
+    )
+    monkeypatch.setattr(checkpoint, "weight_bytes", lambda model: 2 * GIB)
+    assert checked(*arguments)["starts"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "sentence"),
+    [
+        ("model.safetensors", "has no weights (*.safetensors, *.bin, *.pt, *.gguf); download them"),
+        ("tokenizer*", "has no tokenizer (tokenizer.json, "),
+    ],
+)
+def test_files_that_are_missing(lost: str, sentence: str, checked: Check, model: Path, tmp_path: Path) -> None:
+    whole = shutil.copytree(model, tmp_path / "model")
+    for path in whole.glob(lost):
+        path.unlink()
+    found = checked("--kv-cache-dtype", "kitty2", "--max-model-len", "256", model_path=whole)
+    assert sentence in found["sentence"]
+    flag = ("--load-format", "dummy") if "weights" in sentence else ("--skip-tokenizer-init",)
+    assert checked("--kv-cache-dtype", "kitty2", "--max-model-len", "256", *flag, model_path=whole)["starts"]
+
+
+def test_a_shard_that_is_missing(checked: Check, model: Path, tmp_path: Path) -> None:
+    whole = shutil.copytree(model, tmp_path / "model")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (whole / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = checked("--kv-cache-dtype", "kitty2", "--max-model-len", "256", model_path=whole)
+    assert found["sentence"].endswith("lacks model-00002-of-00002.safetensors; download the checkpoint again")
+
+
+def test_what_options_make_of_a_format_is_named(
+    checked: Check, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An options file of another format leaves the name on the command line, and its codecs."""
+    config = Path(__file__).parents[2] / "configs" / "squat4.yaml"
+    found = checked("--kv-cache-dtype", "kitty2", "--max-model-len", "256", "--config", str(config))
+    assert found["format"] == "kitty2"
+    assert found["label"].startswith("kitty2:keys=squat,")
+    assert "key_bits=4" in found["label"]
+    arguments = ["--kv-cache-dtype", "kitty2", "--max-model-len", "256", "--config", str(config)]
+    served = dry_start.dry_start([str(model), *arguments]).served
+    assert f"format={found['label']} " in report.start_line(served, 1000)
+    assert cli.main(["check", str(model), *arguments]) == 0
+    assert f"layers, as {found['label']}\n" in capsys.readouterr().out
+    assert checked("--kv-cache-dtype", "kitty2", "--max-model-len", "256")["label"] == "kitty2"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -227,7 +283,7 @@ def test_the_text_says_the_same(checked: Check, model: Path, capsys: pytest.Capt
         f"{found['bits_per_element']:.3f} with all parameters",
         f"{found['capacity']['tokens']:,} tokens",
         f"bf16: {found['capacity']['bf16_tokens']:,}",
-        "2 of 2 layers, as polar4",
+        "2 of 2 layers, as polar4:mode=paper",
         "C++ (",
     ):
         assert said in text

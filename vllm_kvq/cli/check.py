@@ -77,6 +77,8 @@ def be_quiet() -> None:
 def describe(start: DryStart) -> dict[str, Any]:
     from vllm_kvq.integration.advice.hints import hints
     from vllm_kvq.integration.plan.memory import cache_memory, gib
+    from vllm_kvq.integration.plan.problem import Problem
+    from vllm_kvq.integration.preview.checkpoint import checkpoint_problem, weights_problem
     from vllm_kvq.integration.worker.report import Capacity, part_lines
     from vllm_kvq.kernels.cpu.library import ISAS, isa
 
@@ -86,17 +88,20 @@ def describe(start: DryStart) -> dict[str, Any]:
     by_layer = [line.removeprefix("kvq: ") for line in part_lines(served)]
     blocks = memory.nbytes * config.parallel_config.pipeline_parallel_size // page_group
     capacity = Capacity.of(served, blocks)
-    problem = memory.problem
+    problem = checkpoint_problem(config) or memory.problem
     if problem is None and blocks <= capacity.per_request:
-        problem = (
+        problem = Problem(
             f"a request of {served.max_len} tokens takes {gib(capacity.per_request * page_group)} of cache and there "
-            f"are {gib(memory.nbytes)} ({memory.because}); lower --max-model-len or give the cache more memory"
+            f"are {gib(memory.nbytes)} ({memory.because})",
+            "lower --max-model-len or give the cache more memory",
         )
+    problem = problem or weights_problem(config, memory.nbytes)
     return {
         "starts": problem is None,
-        "sentence": problem,
+        "sentence": None if problem is None else str(problem),
         "model": config.model_config.model,
         "format": fmt.name,
+        "label": served.label,
         "bits_per_element": served.bits_per_element,
         **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
         "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
@@ -145,7 +150,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     blocks = found["request_blocks"]
     shares = [f"{n} for {what.replace('_', ' ')}" for what, n in blocks.items() if n]
     text = [
-        ("packed", f"{layers['packed']} of {layers['all']} layers, as {found['format']}"),
+        ("packed", f"{layers['packed']} of {layers['all']} layers, as {found['label']}"),
         ("in 16 bits", ", ".join(layers["in_16_bits"]) or "nothing"),
         (
             "bits per element",

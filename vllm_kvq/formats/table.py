@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
@@ -190,6 +190,22 @@ def get_format(name: str) -> Format:
     if name not in FORMATS:
         _refuse(name)
     return FORMATS[name]
+
+
+def label(name: str, settings: Sequence[Settings]) -> str:
+    """What is served, in one word: `kitty2:keys=squat,key_bits=4` where the user's options make something else of the
+    format. `settings`: of every part of the layers; only what they have in common is said, and neither W, S nor N."""
+    first, *others = (_changed(name, s) for s in settings)
+    common = {option: value for option, value in first.items() if all(other.get(option) == value for other in others)}
+    return ":".join([name, *([",".join(f"{option}={value}" for option, value in common.items())] if common else [])])
+
+
+def _changed(name: str, settings: Settings) -> dict[str, Any]:
+    """The codecs and their options that are not the format's own."""
+    own, codecs = get_format(name), {"keys": settings.keys.name, "values": settings.values.name}
+    changed: dict[str, Any] = {half: codec for half, codec in codecs.items() if codec != getattr(own, half).name}
+    usual = dict(own.settings(changed).own)
+    return changed | {option: value for option, value in settings.own if value != usual[option]}
 
 
 def _refuse(name: str) -> NoReturn:

@@ -78,7 +78,7 @@ class CacheMemory:
     nbytes: int
     """Of one rank, roughly."""
     because: str
-    problem: str | None = None
+    problem: Problem | None = None
 
 
 def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
@@ -94,7 +94,9 @@ def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
         return CacheMemory(explicit, f"{SPACE} or --kv-cache-memory-bytes")
     left = int(total * share) - weights - OVERHEAD
     because = f"{share:.0%} of {gib(total)}, less {gib(weights)} of weights and about {gib(OVERHEAD)} for the process"
-    problem = f"nothing is left for the cache: {because}" if left <= 0 else None
+    problem = None
+    if left <= 0:
+        problem = Problem(f"nothing is left for the cache: {because}", "serve a smaller model, or use a larger machine")
     return CacheMemory(max(left, 0), because, problem)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.table import label
 from vllm_kvq.integration.plan.drafts import Draft
 from vllm_kvq.integration.plan.groups import Kind, Pool
 from vllm_kvq.integration.plan.heads import Heads
@@ -60,6 +61,11 @@ class Served:
     def format(self) -> PageFormat:
         """Of the first part, for what all have in common: name, N, W, S, heads."""
         return self.parts[0].format
+
+    @property
+    def label(self) -> str:
+        """The format's name, and what the user's options make of it."""
+        return label(self.format.name, [part.format.settings for part in self.parts])
 
     @property
     def copies(self) -> int:

@@ -57,7 +57,8 @@ def start_line(served: Served, blocks: int) -> str:
     keys = f"W_keys={fmt.W_keys} " if fmt.W_keys < fmt.W else ""
     sidecar = round((served.sidecar_blocks + served.sink_blocks) * served.page_bytes)
     return (
-        f"kvq: format={fmt.name} bits={served.bits_per_element:.3f} N={fmt.N} W={fmt.W} {keys}S={fmt.S} "
+        f"kvq: format={served.label} bits={served.bits_per_element:.3f} "
+        f"N={fmt.N} W={fmt.W} {keys}S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
         f"path={served.path.name} "
         f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "
@@ -106,7 +107,7 @@ def export_start(served: Served, series: metrics.Series, blocks: int) -> None:
     fmt = served.format
     sizes = {"block_size": fmt.N, "window": fmt.W, "sinks": fmt.S}
     labels = {name: str(size) for name, size in sizes.items()}
-    series.set(metrics.INFO, 1, format=fmt.name, path=served.path.name, **labels)
+    series.set(metrics.INFO, 1, format=served.label, path=served.path.name, **labels)
     series.set(metrics.CAPACITY, Capacity.of(served, blocks).tokens)
     for metric in (metrics.PACKED, metrics.FULL_PRECISION, metrics.SIDECAR_BYTES, metrics.BITS):
         series.set(metric, 0)

@@ -1,0 +1,62 @@
+"""What a checkpoint's folder lacks, and whether its weights fit: `check` loads nothing, a server would notice late."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_kvq.integration.plan.memory import WEIGHTS, Machine, gib, weight_bytes
+from vllm_kvq.integration.plan.problem import Problem
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+INDEX = "*.index.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "*.tiktoken")
+WITHOUT_FILES = ("dummy",)
+"""Of vLLM's --load-format: weights that no file holds."""
+
+
+def checkpoint_problem(vllm_config: VllmConfig) -> Problem | None:
+    """Files that are missing; only folders are looked at, for a model's name vLLM downloads what it needs."""
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format not in WITHOUT_FILES and (folder := Path(model.model)).is_dir():
+        if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+            return Problem(f"{folder} has no weights ({', '.join(WEIGHTS)})", "download them, or name another model")
+        if missing := _missing_shards(folder):
+            return Problem(
+                f"{folder} lacks {missing[0]}" + (f" and {len(missing) - 1} more files" if len(missing) > 1 else ""),
+                "download the checkpoint again",
+            )
+    if model.skip_tokenizer_init or not (folder := Path(model.tokenizer)).is_dir():
+        return None
+    if any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
+        return None
+    return Problem(f"{folder} has no tokenizer ({', '.join(TOKENIZERS)})", "add its files, or name it with --tokenizer")
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    """Files that an index of the weights names and that are not there."""
+    named: set[str] = set()
+    for path in folder.glob(INDEX):
+        index = json.loads(path.read_text(encoding="utf-8"))
+        named |= {*index.get("weight_map", {}).values()} if isinstance(index, dict) else set()
+    return sorted(name for name in named if not (folder / name).is_file())
+
+
+def weights_problem(vllm_config: VllmConfig, cache_bytes: int) -> Problem | None:
+    """Weights and cache that do not fit into the memory that is free; on a GPU vLLM itself says so at once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    ranks, machine = vllm_config.parallel_config.world_size, Machine.here()
+    weights = weight_bytes(vllm_config.model_config)
+    if weights + ranks * cache_bytes <= machine.available:
+        return None
+    return Problem(
+        f"{gib(weights)} of weights and {gib(ranks * cache_bytes)} of cache do not fit into the "
+        f"{gib(machine.available)} that are free",
+        "give the cache less with --kv-cache-memory-bytes, or serve a smaller model",
+    )
