@@ -69,7 +69,7 @@ class Layer:
         self.held = [0] * self.requests
 
     def batch(self, lengths: list[int]) -> StepBatch:
-        """The next step, with so many new tokens for each request."""
+        """The next step, with that many new tokens for each request."""
         start = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
         seq = torch.tensor([held + new for held, new in zip(self.held, lengths, strict=True)], dtype=torch.int32)
         pages, side, sinks = self.tables

@@ -43,7 +43,7 @@ def test_troubleshooting_explains_messages_that_exist() -> None:
 
 
 def test_the_tables_of_quality_are_what_was_measured() -> None:
-    """`python scripts/quality_tables.py` prints the lines that stand there."""
+    """`python scripts/quality_tables.py` prints the lines of the page."""
     command = [sys.executable, str(ROOT / "scripts" / "quality_tables.py")]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line for line in printed.splitlines() if line.startswith("| ") and not line.startswith("| ---")]

@@ -1,4 +1,4 @@
-"""What bench and eval print: ratios the right way up, verdicts on them, errors; from times and tensors made up here."""
+"""What bench and eval print: ratios the right way up, verdicts on them, errors; from made-up times and tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzzer reports what it finds: findings made up here, no engine. For each there is also a healthy run."""
+"""The fuzzer reports what it finds: made-up findings, no engine. For each there is also a healthy run."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_a_hit_leaves_the_newest_tokens_to_the_request(recomputed: int) -> None:
         blocks.cached_block_hash_to_block.insert(full, block)
 
     def hit(tokens: int, most: int) -> int:
-        """What a request of so many tokens finds, of which another group found `most`."""
+        """What a request of that many tokens finds if another group has found at most `most`."""
         hashes = HASHES[: tokens // N]
         found = PackedManager.find_longest_cache_hit(hashes, most, [2], blocks, packed(recomputed), False, N)
         return found[1]

@@ -1,7 +1,7 @@
 """Random pages, lists and ranges through every C++ decoder: nothing outside the tensors is read, and nothing that is
 not attended matters. `test_cpu_sanitizers.py` runs this file under the address sanitizer.
 
-More examples than the suite takes (each test runs so many):
+To run more examples than the suite does (per test):
 
     KVQ_FUZZ_EXAMPLES=1000 python -m proof sanitize address,undefined -- \
         python -m pytest tests/kernels/test_cpu_fuzz.py tests/kernels/test_cpu_fuzz_pack.py
