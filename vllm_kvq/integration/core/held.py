@@ -1,8 +1,8 @@
 """What the cache holds for the requests that run, counted in the engine core, where vLLM's scheduler hands out blocks.
 
-A second apart, or further where counting takes longer, and when the first request comes or the last one is finished: a step
-costs nothing worth naming. Blocks that only the prefix cache still knows, free for whoever needs them, are not counted,
-as in vLLM's own `kv_cache_usage_perc`.
+It counts once a second, or less often where counting takes longer, and when the first request comes or the last one is
+finished: a step costs nothing worth naming. Blocks that only the prefix cache still knows, free for whoever needs them,
+are not counted, as in vLLM's own `kv_cache_usage_perc`.
 """
 
 from __future__ import annotations
