@@ -92,9 +92,23 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "check ignores the memory that is there",
         "vllm_kvq/cli/check.py",
-        "    problem = memory.problem\n",
-        "    problem = None\n",
+        "checkpoint_problem(config) or memory.problem",
+        "checkpoint_problem(config)",
         CHECK,
+    ),
+    Fault(
+        "check takes a folder without weights",
+        "vllm_kvq/cli/check.py",
+        "checkpoint_problem(config) or memory.problem",
+        "memory.problem",
+        f"{CHECK} -k missing",
+    ),
+    Fault(
+        "check counts the cache without the weights",
+        "vllm_kvq/integration/preview/checkpoint.py",
+        "weights + ranks * cache_bytes",
+        "ranks * cache_bytes",
+        f"{CHECK} -k weights",
     ),
     Fault(
         "check believes that any request fits",

@@ -111,7 +111,7 @@ def test_layers_that_share_a_cache_count_for_nothing(bare: Bare) -> None:
     ("index", "target", "why"),
     [
         (2, {}, "that this model's configuration does not name"),
-        (6, {"learned": 1}, "beside learned attention sinks"),
+        (6, {"learned": 1}, "and have learned attention sinks"),
         (6, {"head_size": 128}, "with other KV heads"),
         (6, None, "of layers.3, which is not packed"),
     ],

@@ -145,5 +145,5 @@ def rope_style(rope: Any) -> tuple[str, int]:
 
 
 def rope_styles(head_size: int) -> set[tuple[str, int]]:
-    """Of all of this head size."""
+    """Those of all rotary embeddings of this head size."""
     return {rope_style(rope) for rope in ropes(head_size)}

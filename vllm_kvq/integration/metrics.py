@@ -1,4 +1,4 @@
-"""Our numbers beside vLLM's own on `/metrics`.
+"""Our numbers, next to vLLM's own, on `/metrics`.
 
 What is cached is known in the engine core, what was clamped in the workers, and API servers answer a scrape. So each
 process writes its numbers into a file of its own, in the form of prometheus_client's multiprocess mode, and whoever
@@ -60,7 +60,7 @@ CLAMPED = Metric(
 METRICS = (PACKED, FULL_PRECISION, SIDECAR_BYTES, BITS, CAPACITY, INFO, CLAMPED)
 
 _folder: tempfile.TemporaryDirectory[str] | None = None
-"""Of the process that made it, until that ends."""
+"""Belongs to the process that made it, until that exits."""
 
 
 def open_folder() -> None:

@@ -85,7 +85,7 @@ def backend_of(asked: Any) -> str | None:
 
 
 def check_other_layer(cache: Any, asked: Any) -> None:
-    """Of a layer that vLLM gave another dtype than ours, which it may do with kept layers alone."""
+    """A layer that vLLM gave another dtype than ours, which it may do only with layers that are not packed."""
     window = WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window
     if not window and not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
         raise Refused(

@@ -2,7 +2,7 @@
 
 A codec declares whether large key biases spoil what it stores (`KeyCodec.hurt_by_biases`). What large means was
 measured on Qwen2.5-Coder-0.5B (all layers, heads of 64 channels) and 1.5B (seven layers, 128), head by head, as the
-standard deviation of the errors of scores before softmax, beside the norm of the head's bias divided by the head size:
+standard deviation of the errors of scores before softmax, next to the norm of the head's bias divided by the head size:
 
     norm / head size    up to .51     .54        .62, .84      1.2 to 3.6    4.3 to 7.1
     int4_token          .2 to .8      .62        2.4, 4.1      1.0 to 3.3    8.1 to 30

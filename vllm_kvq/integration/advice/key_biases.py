@@ -53,7 +53,7 @@ def _biases(folder: Path, layers: int) -> Iterator[tuple[int, str, Any]]:
         return
     biased = [(name, m) for name, m in parts if m["kind"] == "bias" and m["module"] in (*OWN, *FUSED)]
     towers = Counter(m["tower"] for _, m in biased)
-    decoder = max(towers, key=lambda tower: towers[tower], default="")  # beside it, a layer that drafts
+    decoder = max(towers, key=lambda tower: towers[tower], default="")  # next to it, a layer that drafts
     biased = [(name, m) for name, m in biased if m["tower"] == decoder]
     for file in sorted({places[name] for name, _ in biased}):
         with safe_open(file, "pt") as tensors:

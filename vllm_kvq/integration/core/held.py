@@ -1,8 +1,8 @@
 """What the cache holds for the requests that run, counted in the engine core, where vLLM's scheduler hands out blocks.
 
-A second apart, or further where counting takes longer, and when the first request comes or the last one ends: a step
-costs nothing worth naming. Blocks that only the prefix cache still knows, free for whoever needs them, are not counted,
-as in vLLM's own `kv_cache_usage_perc`.
+It counts once a second, or less often where counting takes longer, and when the first request comes or the last one is
+finished: a step costs nothing worth naming. Blocks that only the prefix cache still knows, free for whoever needs them,
+are not counted, as in vLLM's own `kv_cache_usage_perc`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_kvq.integration.core.manager import PackedManager, SidecarManager, Sin
 
 SECONDS = 1.0
 LARGEST_SHARE = 0.0025
-"""Of the engine core's time: 256 requests of 32k tokens take 26 ms (Xeon with AVX-512), and are counted every 10 s."""
+"""Share of the engine core's time. 256 requests of 32k tokens take 26 ms (Xeon with AVX-512): counted every 10 s."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Census:
         self.next = now + max(SECONDS, took / LARGEST_SHARE) if scheduler.running else now
 
     def count(self, lengths: list[int]) -> Held:
-        """Of requests that have so many tokens in the cache."""
+        """What requests hold that have this many tokens in the cache."""
         spec = self.sidecars.kv_cache_spec
         packed, tokens = sum(map(spec.packed_tokens, lengths)), sum(lengths)
         pages, shared = _distinct(self.pages.req_to_blocks.values())

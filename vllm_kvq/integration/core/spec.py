@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class PackedSpec(FullAttentionSpec):
     recomputed: int
-    """So many tokens at a request's end no prefix hit covers: the request computes them itself."""
+    """Tokens at a request's end that no prefix hit covers: the request computes them itself."""
 
     @classmethod
     def merge(cls, specs: list[PackedSpec]) -> PackedSpec:
@@ -70,7 +70,7 @@ class SidecarSpec(CompanionSpec):
     copies: int
     """Packed layers times ranks: each block of the pool is one page in each of them."""
     mean_page_bytes: float
-    """Of these pages: options given by layer may make them of several sizes."""
+    """Bytes of such a page; options given by layer may make pages of several sizes."""
 
     def packed_tokens(self, tokens: int) -> int:
         """How many of a request's tokens its next step reads from packed pages."""

@@ -18,7 +18,7 @@ UNAVAILABLE = "its KV cache formats are not available"
 
 
 def release() -> str:
-    """Of the installed vLLM, as in 0.32."""
+    """The installed vLLM's, as in 0.32."""
     from vllm import __version__
 
     return ".".join(__version__.split(".")[:2])

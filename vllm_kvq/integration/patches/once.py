@@ -1,6 +1,6 @@
 """How a function of vLLM's is replaced: once, however often it is asked for.
 
-What stands in its place carries a mark. The mark is on the function itself and not in a list beside it, so that it is
+What stands in its place carries a mark. The mark is on the function itself and not in a separate list, so that it is
 true whatever else happens: a function that vLLM or a test has put back is replaced again.
 """
 

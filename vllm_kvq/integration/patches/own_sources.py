@@ -2,7 +2,7 @@
 
 vLLM looks for the package triton_kernels. In a process that was started in a checkout of this project, Python finds our
 folder of that name instead: it takes a folder without `__init__.py` for a package where it finds no other. A real
-package of that name, wherever it is on the path, comes first, and is left alone.
+package of that name, wherever it is on the path, comes first, and is not touched.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def at(*moments: Moment) -> Iterator[Patch]:
-    """Of these moments and of this vLLM."""
+    """Those of these moments that this vLLM needs."""
     return (patch for patch in PATCHES if patch.moment in moments and patch.of_this_vllm)
 
 

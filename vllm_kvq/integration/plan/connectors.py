@@ -39,8 +39,8 @@ def connector_problem(vllm_config: VllmConfig) -> Problem | None:
 
 
 def choose_connector(vllm_config: VllmConfig) -> None:
-    """Have the known connector serve --kv-offloading-size. vLLM's own choice for it, OffloadingConnector, ends where it
-    meets other kinds of layers than vLLM's, as sinks and sidecars are."""
+    """Have the known connector serve --kv-offloading-size. vLLM's own choice for it, OffloadingConnector, crashes where
+    it meets other kinds of layers than vLLM's, as sinks and sidecars are."""
     from vllm.config import KVTransferConfig
 
     cache = vllm_config.cache_config

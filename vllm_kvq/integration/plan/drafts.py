@@ -1,8 +1,8 @@
 """Speculative decoding with drafts that have a KV cache of their own: draft models, EAGLE heads, MTP layers.
 
 Their layers stay in vLLM's own cache. What a draft reads decides how many guesses are right, never what is answered,
-so its pages may be shared by prefix caching; and vLLM's proposer builds attention metadata for the draft's own layers
-alone, where our companions would be missing.
+so its pages may be shared by prefix caching; and vLLM's proposer builds attention metadata only for the draft's own
+layers, where our companions would be missing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Draft:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in one layer."""
+        """Bytes of one token in one layer."""
         return 2 * self.heads * self.head_size * self.itemsize
 
 

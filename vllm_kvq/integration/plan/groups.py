@@ -17,11 +17,11 @@ class Kind:
     layers: int
     blocks: int
     page_bytes: int
-    """Of a page in one layer."""
+    """Bytes of a page in one layer."""
     plain_bytes: int
     """What it would take in a plain 16-bit cache, in one layer."""
     freed: int = 0
-    """Of these blocks, those that it takes only while its prompt is computed."""
+    """Those of the blocks that it takes only while its prompt is computed."""
     plain_freed: int = 0
     """The same of `plain_bytes`."""
     apart: bool = False
@@ -41,7 +41,7 @@ class Pool:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block of the pool: one page of each layer of the widest KV cache group."""
+        """Bytes of a block of the pool: one page of each layer of the widest KV cache group."""
         return max(self._full_bytes, *(-(-kind.layers // n) * kind.page_bytes for kind, n in self.apart), 0)
 
     @property
@@ -52,7 +52,7 @@ class Pool:
 
     @property
     def freed(self) -> int:
-        """Of these, those that it takes only while its prompt is computed."""
+        """Those that it takes only while its prompt is computed."""
         return sum(n * kind.freed for kind, n in self.apart)
 
     @property

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one rank."""
+    """On one rank."""
 
     count: int
     size: int
 
     @property
     def elements(self) -> int:
-        """Of a token, keys and values."""
+        """Numbers per token, keys and values."""
         return 2 * self.count * self.size
 
     @classmethod

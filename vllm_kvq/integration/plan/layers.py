@@ -1,4 +1,4 @@
-"""Layers that stay in vLLM's own 16-bit cache beside packed ones: layers with a sliding window or with chunked local
+"""Layers that are not packed and stay in vLLM's own 16-bit cache: layers with a sliding window or with chunked local
 attention, and `skip_layers`.
 
 Each kind of layers has pages of its own size and KV cache groups of its own. The pages of a group's layers lie side by
@@ -81,7 +81,7 @@ class Layers:
 
 
 def has_attention(kind: str) -> bool:
-    """`hybrid`: Falcon-H1 has attention beside a Mamba-2 state in every layer."""
+    """`hybrid`: Falcon-H1 has attention and a Mamba-2 state in every layer."""
     return kind in ("attention", "full_attention", "hybrid")
 
 
@@ -115,6 +115,6 @@ def chunk_problem(chunk: int | None, sizes: Sequence[int], block: int) -> Proble
     if chunk is None or sizes:
         return None
     return Problem(
-        f"the model attends in chunks of {chunk} tokens, which no page beside blocks of {block} divides",
+        f"the model attends in chunks of {chunk} tokens, which no page in blocks of {block} divides",
         "choose another --block-size",
     )

@@ -1,6 +1,6 @@
 """The memory that vLLM would give its KV cache here, estimated before weights are loaded.
 
-On a CPU vLLM takes most of the machine's memory for the cache unless it is told how much, and ends if that is in use.
+On a CPU vLLM takes most of the machine's memory for the cache unless it is told how much, and exits if that is in use.
 It notices in a child process, deep in its start; here the same question is asked before.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
 OVERHEAD = GIB
-"""Of a worker's process beside weights and cache: Python, torch, and vLLM's buffers. Roughly."""
+"""What a worker's process takes in addition to weights and cache: Python, torch, and vLLM's buffers. Roughly."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -41,7 +41,7 @@ class Machine:
         return cls(memory.total_memory, memory.available_memory)
 
     def problem(self, explicit: int | None, share: float) -> Problem | None:
-        """Why vLLM would end at its start: `explicit` bytes for the cache, or that `share` of all memory."""
+        """Why vLLM would exit at its start: `explicit` bytes for the cache, or that `share` of all memory."""
         wanted = math.ceil(self.total * share) if explicit is None else explicit
         if wanted <= self.available:
             return None
@@ -76,7 +76,7 @@ def _problem(explicit: int | None, share: float) -> Problem | None:
 @dataclass(frozen=True)
 class CacheMemory:
     nbytes: int
-    """Of one rank, roughly."""
+    """On one rank, roughly."""
     because: str
     problem: Problem | None = None
 
@@ -101,7 +101,7 @@ def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
 
 
 def weight_bytes(model: Any) -> int:
-    """Of the checkpoint as far as it is on this machine."""
+    """Size of the checkpoint, as far as it is on this machine."""
     folder = Path(model.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

@@ -170,7 +170,7 @@ def _block(vllm_config: VllmConfig, options: Options, layers: Layers, states: St
 
     # vLLM's own default on the CPU (0.32 sets it, 0.33 leaves it open), ours elsewhere
     block = CPU_BLOCK if current_platform.is_cpu() else DEFAULT_N
-    # smaller pages beside a state would waste most of each block
+    # smaller pages next to a state would waste most of each block
     while states is not None and block < LARGEST_BLOCK:
         parts = _parts(vllm_config, options, layers, block)
         if sum(len(part.layers) * part.slots.page_bytes for part in parts) >= states.nbytes:
@@ -180,7 +180,7 @@ def _block(vllm_config: VllmConfig, options: Options, layers: Layers, states: St
 
 
 def _window_blocks(chunk: int | None, block: int) -> list[int]:
-    """The numbers of tokens that a page of a layer with a window may have, beside packed pages of `block` tokens."""
+    """The numbers of tokens that a page of a layer with a window may have, next to packed pages of `block` tokens."""
     from vllm.platforms import current_platform
 
     least = LEAST_WINDOW_BLOCK * (2 if current_platform.is_cpu() else 1)

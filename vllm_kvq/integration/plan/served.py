@@ -37,9 +37,9 @@ class Served:
     layers: Layers
     """Which layers are packed, and which stay in 16 bits and why."""
     skipped_heads: tuple[Heads, ...]
-    """Of each layer in `layers.skipped`."""
+    """The heads of each layer in `layers.skipped`."""
     window_heads: tuple[Heads, ...]
-    """Of each layer in `layers.windows`."""
+    """The heads of each layer in `layers.windows`."""
     draft: Draft | None
     states: States | None
     """What a hybrid's other layers keep."""
@@ -59,7 +59,7 @@ class Served:
 
     @property
     def format(self) -> PageFormat:
-        """Of the first part, for what all have in common: name, N, W, S, heads."""
+        """The first part's, for what all have in common: name, N, W, S, heads."""
         return self.parts[0].format
 
     @property
@@ -78,7 +78,7 @@ class Served:
 
     @property
     def page_bytes(self) -> float:
-        """Of a page of the pool in one layer, on average."""
+        """Bytes of a page of the pool in one layer, on average."""
         return self._mean([part.slots.page_bytes for part in self.parts])
 
     def _mean(self, of_parts: Sequence[float]) -> float:
@@ -90,7 +90,7 @@ class Served:
 
     @property
     def sidecar_blocks(self) -> int:
-        """Of a request, the same in all layers: they share one block table."""
+        """Blocks per request, the same in all layers: they share one block table."""
         return max(part.slots.sidecar_blocks for part in self.parts)
 
     @property
@@ -104,7 +104,7 @@ class Served:
 
     @property
     def mixed(self) -> bool:
-        """Whether pages of several sizes lie side by side: packed ones of several formats, or beside other layers."""
+        """Whether pages of several sizes lie side by side: of several formats, or packed ones and others."""
         return bool(self.layers.kept) or self.draft is not None or self.states is not None or self.sizes > 1
 
     @property

@@ -1,4 +1,4 @@
-"""Hybrids: layers that keep a state of one size per request (Mamba-2, gated delta nets) beside packed ones.
+"""Hybrids: layers that keep a state of one size per request (Mamba-2, gated delta nets) next to packed ones.
 
 The states stay as vLLM keeps them. They lie in KV cache groups of their own, whose pages are a whole state each, side
 by side with the packed pages in a block of the pool (layout.py). What vLLM overlooks about them: patches/states.py.
@@ -32,7 +32,7 @@ class States:
 
     layers: int
     nbytes: int
-    """Of one state in one layer."""
+    """Bytes of one state in one layer."""
     blocks: int
     """The most blocks that a request takes in each group of such layers, and what vLLM counts."""
     kept: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 INDEX = "*.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "*.tiktoken")
 WITHOUT_FILES = ("dummy",)
-"""Of vLLM's --load-format: weights that no file holds."""
+"""Values of vLLM's --load-format for weights that no file holds."""
 
 
 def checkpoint_problem(vllm_config: VllmConfig) -> Problem | None:

@@ -107,7 +107,7 @@ def _capability_problem(capability: tuple[int, int]) -> str | None:
 
 
 def kernels() -> list[Finding]:
-    """Of the CPU: nothing is compiled to find out."""
+    """The CPU's; nothing is compiled to find out."""
     wanted = os.environ.get("VLLM_KVQ_ISA")
     try:
         wish = Wish.of("cpu", os.environ)
@@ -168,7 +168,7 @@ def memory() -> list[Finding]:
     machine = Machine.here()
     explicit = int(given) * GIB if given else None
     if problem := machine.problem(explicit, share):
-        # a flag of `vllm serve`, which this command doesn't see, helps against vLLM's default alone
+        # a flag of `vllm serve`, which this command doesn't see, helps only against vLLM's default
         return [Finding("memory", NOTE if explicit is None else BAD, str(problem))]
     free = f"{gib(machine.available)} of {gib(machine.total)} are free"
     if explicit is not None:

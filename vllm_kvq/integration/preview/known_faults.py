@@ -29,7 +29,7 @@ KNOWN_FAULTS = (
         CPU,
         ("0.32",),
         "with --speculative-config, once a request of a batch samples, wrong tokens take the place of rejected drafts",
-        "serve greedy requests alone, or leave --speculative-config out",
+        "serve only greedy requests, or leave --speculative-config out",
     ),
     KnownFault(
         "slow-stop",
@@ -42,7 +42,7 @@ KNOWN_FAULTS = (
         "eager-pipeline",
         CPU,
         ("0.32",),
-        "--pipeline-parallel-size with --enforce-eager ends at the first request",
+        "--pipeline-parallel-size with --enforce-eager crashes at the first request",
         "leave --enforce-eager out",
     ),
 )

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 ONE_SIZE = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
-"""What packed layers take when they are alone: all pages have one size."""
+"""What packed layers take when there are no others: all pages have one size."""
 SIDE_BY_SIDE = (KVCacheLayout.BLHNC,)
 
 

@@ -1,7 +1,7 @@
 """Causal attention among the new tokens of prompts: one table of who may do it, and the first that can does.
 
 What lies before a chunk is merged with it by its log-sum-exp. The GPU's path merges always; steps that are planned on
-the host ask for prompts that nothing precedes alone, and attend later chunks with kernels of their own.
+the host ask only for prompts that nothing precedes, and attend later chunks with kernels of their own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _cpu_problem(asked: Asked) -> str | None:
 @functools.cache
 def _prepare() -> None:
     """What vLLM's engine has done before it attends, and other processes have not."""
-    # Linux has a process ask before its first AMX instruction, which otherwise ends it
+    # Linux has a process ask before its first AMX instruction, which otherwise kills it
     torch.cpu._init_amx()
     # its wheel holds one library per processor, and a second one can't be loaded
     if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):

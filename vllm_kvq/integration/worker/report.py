@@ -25,7 +25,7 @@ class Capacity:
     """What a pool of so many blocks holds: tokens of requests of the maximum length, with their sidecars and sinks.
 
     It is the very number of vLLM's own line "KV cache size", which counts block 0, too, that is never handed out.
-    Beside windows it is larger: vLLM's line counts for each request the blocks that a window takes while a whole step
+    With windows it is larger: vLLM's line counts for each request the blocks that a window takes while a whole step
     computes a piece of its prompt. One request at a time needs these; here one does, and the others what they keep.
     """
 

@@ -1,4 +1,4 @@
-"""Layers that share an earlier layer's KV cache (Gemma-3n, small Gemma-4): they have queries alone, and attend in every
+"""Layers that share an earlier layer's KV cache (Gemma-3n, small Gemma-4): they have only queries, and attend in every
 step what that layer attended.
 
 A step packs tokens and overwrites the ring before the sharing layers come, so what it attended is kept for them until
@@ -49,7 +49,7 @@ def check_sharing(index: int, impl: Any, target_name: str, target: Any, layers: 
     elif type(target) is not type(impl):
         what = f"of {target_name}, which is not packed"
     elif impl.learned is not None or target.learned is not None:
-        what = "beside learned attention sinks"
+        what = "and have learned attention sinks"
     elif (impl.num_kv_heads, impl.head_size) != (target.num_kv_heads, target.head_size):
         what = "with other KV heads"
     else:

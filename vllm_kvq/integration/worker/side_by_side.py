@@ -1,4 +1,4 @@
-"""vLLM's CPU attention for layers that stay in 16 bits beside packed ones."""
+"""vLLM's CPU attention for layers that are not packed, next to packed ones."""
 
 from __future__ import annotations
 
