@@ -33,7 +33,7 @@ def test_bits_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> No
         (["--formats", "kivi2:W=64"], "takes no option 'W'"),
         (["--formats", "squat2:g=64"], "option 'g' is 64, the whole head of 64 channels"),
         (["--formats", "qjl3:m=5"], "option 'm' is 5"),
-        (["--formats", 'qjl3:m={"0":64,"*":32}'], "only where a whole model is served it may be given by layer"),
+        (["--formats", 'qjl3:m={"0":64,"*":32}'], "it may be given by layer only when a whole model is served"),
         (["--formats", "auto"], "vLLM's own cache, which has no error here"),
         (["--formats", "kivi2,nothing"], "unknown KV cache format 'nothing'"),
         (["--formats", "kivi2", "--format", "kivi2"], "not allowed with argument"),
