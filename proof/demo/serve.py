@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _finish_once(server: Server) -> int:
     status = server.stop()
     if status != 0:
-        raise ServerError(f"the server ended with status {status} when it was asked to stop")
+        raise ServerError(f"the server exited with status {status} when it was asked to stop")
     say("the server has stopped")
     return 0
 

@@ -85,7 +85,7 @@ class Report:
         if self.complaints:
             found.append(f"{len(self.complaints)} errors in the server's log, the first: {self.complaints[0]}")
         if self.exit_status:
-            found.append(f"the server ended with status {self.exit_status}")
+            found.append(f"the server exited with status {self.exit_status}")
         return found
 
     def text(self) -> str:

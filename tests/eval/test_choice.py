@@ -40,7 +40,7 @@ def test_options_by_layer() -> None:
         ("squat2:q=8", "unknown kvq option 'q'"),
         ("squat2:r=-1", "option 'r' is -1"),
         ("squat2:r=many", "option 'r' is 'many'"),
-        ("squat2:r", "'squat2:r' is no option; write it as name=value"),
+        ("squat2:r", "'squat2:r' is not an option; write it as name=value"),
         ("squat2:", "is no option"),
         ("squat2:r=", "is no option"),
         ("squat2:r=8,r=9", "squat2 has option 'r' twice"),

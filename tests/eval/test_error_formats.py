@@ -37,7 +37,7 @@ def test_bits_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> No
         (["--formats", "auto"], "vLLM's own cache, which has no error here"),
         (["--formats", "kivi2,nothing"], "unknown KV cache format 'nothing'"),
         (["--formats", "kivi2", "--format", "kivi2"], "not allowed with argument"),
-        (["--seeds", "0"], "--seeds is at least 1"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
     ],
 )
 def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,14 +152,14 @@ def test_a_wheel_brings_its_library(asked: Path, monkeypatch: pytest.MonkeyPatch
     assert build.build() == carried
     assert not asked.exists()
     # it is damaged: no other kernels in its place
-    with pytest.raises(build.WheelError, match=r"can't be loaded: .*; install vllm-kvq again"):
+    with pytest.raises(build.WheelError, match=r"can't be loaded: .*; reinstall vllm-kvq"):
         build.load.__wrapped__()
     # the user's own flags ask for a library of one's own
     monkeypatch.setenv(build.EXTRA_FLAGS, "-O2")
     assert build.build() != carried
     monkeypatch.delenv(build.EXTRA_FLAGS)
     carried.rename(build.PREBUILT / "cpu-0123456789abcdef.so")
-    with pytest.raises(build.WheelError, match="does not belong to the C\\+\\+ sources beside it"):
+    with pytest.raises(build.WheelError, match="was not built from the installed C\\+\\+ sources"):
         build.build()
     # not an announced fall-back, as without a compiler
     monkeypatch.setattr(library, "load", build.load.__wrapped__)
