@@ -18,7 +18,7 @@ TOTAL = "total"
 
 
 class Tally:
-    """What all clients report; each calls it from its own thread."""
+    """Collects the reports of all clients; each calls it from its own thread."""
 
     def __init__(self, repeats_are_equal: bool) -> None:
         """`repeats_are_equal`: a greedy order must be answered as it was before (`lossless` in float32, plain vLLM)."""
