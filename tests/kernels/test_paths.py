@@ -66,7 +66,7 @@ def test_a_soft_cap(name: str, wish: Wish, path: str, why: str | None) -> None:
     assert found.why is None if why is None else why in str(found.why)
     if name == "qjl3":
         slots = SlotGeometry.of(bound(name), 2, 0)
-        with pytest.raises(ValueError, match="know no soft cap"):
+        with pytest.raises(ValueError, match="don't support a soft cap"):
             step_for(Path("GPU/CUDA"), bound(name), slots, 0, 0.125, HERE, cap=50.0)
 
 
