@@ -1,6 +1,6 @@
 """The instruments: python -m proof COMMAND, from a checkout. Each command lives in the module that does its work.
 
-Exit status: 0 done, 1 found something wrong, 2 wrong usage. What runs another command gives that command's status.
+Exit status: 0 done, 1 found something wrong, 2 wrong usage. A command that runs another one returns its status.
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ COMMANDS = {
     "options": ("proof.options.main", "random combinations of options on every path, judged by the reference"),
     "soak": ("proof.soak.main", "a real server under mixed load for a while, then its errors, memory and blocks"),
     "demo": ("proof.demo.serve", "a real server with a low-bit cache, and an answer from it"),
-    "train": ("proof.demo.model", "trains the demo model, or goes on with it"),
+    "train": ("proof.demo.model", "trains the demo model, or continues its training"),
     "weights": ("proof.weights.main", "real pretrained models as checkpoints, from packages that ship their weights"),
-    "biases": ("proof.demo.biases", "writes key biases and wide channels into a Llama, which computes what it did"),
+    "biases": (
+        "proof.demo.biases",
+        "writes key biases and wide channels into a Llama without changing what it computes",
+    ),
     "mutants": ("proof.mutants.main", "plants faults one at a time: is each one noticed by the tests?"),
     "ptx": ("proof.ptx.main", "a Python command whose GPU kernels run from their PTX, on a CPU"),
-    "probe": ("proof.kernels.probe", "a Python command on a processor that is taken for one with AVX-512 VNNI"),
+    "probe": ("proof.kernels.probe", "a Python command on a processor that pretends to have AVX-512 VNNI"),
     "sanitize": ("proof.kernels.sanitize", "a command with the CPU kernels under g++'s sanitizers"),
     "instructions": ("proof.tables.instructions", "instructions of CPU attention per cached element, counted"),
     "compile": ("proof.tables.compile_table", "registers, spills and instructions of the GPU kernels"),
-    "traffic": ("proof.tables.gpu_traffic", "what the GPU kernels load per cached token in a decode step, counted"),
-    "roofline": ("proof.tables.roofline", "bytes and instructions of GPU attention, and what they bound, computed"),
-    "scheduler": ("proof.tables.scheduler", "what KV cache groups cost vLLM's scheduler, and what smaller pages save"),
+    "traffic": ("proof.tables.gpu_traffic", "counts what the GPU kernels load per cached token in a decode step"),
+    "roofline": (
+        "proof.tables.roofline",
+        "computes bytes and instructions of GPU attention, and the bounds that follow",
+    ),
+    "scheduler": (
+        "proof.tables.scheduler",
+        "the cost of KV cache groups in vLLM's scheduler, and the savings of smaller pages",
+    ),
     "models": ("proof.models.document", "prints docs/models.md"),
     "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
 }
@@ -34,7 +43,7 @@ COMMANDS = {
 
 def usage() -> str:
     lines = [f"  {name:14}{what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["usage: python -m proof COMMAND ...", "", *lines, "", "Each command has a --help of its own."])
+    return "\n".join(["usage: python -m proof COMMAND ...", "", *lines, "", "Each command has its own --help."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

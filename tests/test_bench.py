@@ -47,7 +47,7 @@ def test_a_head_size_that_vllm_has_no_fp8_cache_for(capsys: pytest.CaptureFixtur
     arguments = [*SMALL, "--head-size", "80", "--context", "512", "--format", "squat2"]
     assert attention.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert f"{no_fp8(80)}: ours is compared with bf16 alone" in printed
+    assert f"{no_fp8(80)}: ours is compared only with bf16" in printed
     assert "squat2 is attended slowly here" in printed
     assert attention.main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

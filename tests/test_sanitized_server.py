@@ -47,7 +47,7 @@ def status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[World],
 
             def wait_until_healthy(self, seconds: float) -> None:
                 if not world.starts:
-                    raise ServerError("the server ended with status 97 before it was ready", ["its last line"])
+                    raise ServerError("the server exited with status 97 before it was ready", ["its last line"])
 
             def read_log(self) -> str:
                 return world.log

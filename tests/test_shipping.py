@@ -123,7 +123,7 @@ def test_a_library_of_other_sources_is_one_sentence(
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(sentence)
-    assert last.endswith("does not belong to the C++ sources beside it; install vllm-kvq again")
+    assert last.endswith("was not built from the installed C++ sources; reinstall vllm-kvq")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class World:
 
     def wait_until_healthy(self, _: float) -> None:
         if not self.healthy:
-            raise ServerError("the server ended with status 1 before it was ready", ["its last line"])
+            raise ServerError("the server exited with status 1 before it was ready", ["its last line"])
 
     def read_log(self) -> str:
         return self.log + ("ERROR engine is gone\n" if self.stopped else "")
@@ -167,7 +167,7 @@ def test_a_server_that_does_not_start(soak: Callable[..., int], capsys: pytest.C
     assert soak(World(healthy=False)) == 1
     assert capsys.readouterr().err.splitlines() == [
         "its last line",
-        "soak: the server ended with status 1 before it was ready",
+        "soak: the server exited with status 1 before it was ready",
     ]
 
 

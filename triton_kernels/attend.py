@@ -1,9 +1,9 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Attention over packed pages: of a decode step and, with more rows, of a chunk of a prompt over its packed history.
+"""Attention over packed pages: for a decode step and, with more rows, for a chunk of a prompt over its packed history.
 
     part of split s:   o_s = sum_t p_t v_t / sum_t p_t,   l_s = log sum_t exp(x_t),   x_t = scale q . k_t,
                        p_t = exp(x_t - max x),   t over the split's tokens in [low, high)
-                       with a soft cap (CAPPED), cap tanh(x_t / cap) in the place of x_t
+                       with a soft cap (CAPPED), cap tanh(x_t / cap) in place of x_t
 
 One program attends one split of one request for all query heads of one KV head, M rows at a time: a packed byte is
 read and unpacked once. Everything is decided on the device: which page, whether it exists, whether the slab is
@@ -108,7 +108,7 @@ def attend_kernel(
 
     # queries, one operand per plane
     row = tl.program_id(0) % tiles * M + tl.arange(0, M)
-    # the queries of all requests stand in one list, as many for each as start_ptr says; or `queries` for each
+    # the queries of all requests are in one list, divided by start_ptr, or with `queries` for each request
     first_row, count_rows = request * queries, queries
     q_first = query_ptr + request.to(tl.int64) * query_request
     if RAGGED:
@@ -135,7 +135,7 @@ def attend_kernel(
             x = lanes_of_columns(x)
         q = q + (x,)
     unit = top * (scale * LOG2E * SUBNORMAL)
-    step = unit  # what a score is a multiple of, once it is capped
+    step = unit  # the unit of a capped score
     if CAPPED:
         step = tl.full((M,), 1.0, tl.float32)
 
@@ -152,7 +152,7 @@ def attend_kernel(
     begin = first + split * share
     end = tl.minimum(begin + share, first + count)
 
-    if BOOSTED > 0:  # each lane's own row, and four times what the queries in q were multiplied by
+    if BOOSTED > 0:  # each lane's own row, and four times the factor of the queries in q
         own = tl.program_id(0) % tiles * M + tl.arange(0, 4 * M) // 4
         own = tl.minimum(own, count_rows * SHARE - 1)
         lane_query = q_first + own // SHARE * query_token + (head * SHARE + own % SHARE) * query_head
@@ -170,12 +170,12 @@ def attend_kernel(
         turns: tl.constexpr = SLABS // TURN
         page = tl.load(table_ptr + request * table_row + i // turns).to(tl.int64)
         ok = (page >= 0) & (page < pages)
-        # a page that does not exist is read as page 0, and nothing of it is seen
+        # a page that does not exist is read as page 0, and none of it is seen
         record = tl.where(ok, page, 0) * page_words + head * head_words
         base, base16 = words_ptr + record, halves_ptr + record * 2
         ok = ok & (tl.load(base) == MAGIC)
         from_, to = low - i * (32 * TURN), high - i * (32 * TURN)
-        if LISTED:  # every page has limits of its own, counted from its first token
+        if LISTED:  # every page has its own limits, counted from its first token
             place = request * table_row + i // turns
             from_ = tl.load(low_ptr + place).to(tl.int32) - i % turns * (32 * TURN)
             to = tl.load(high_ptr + place).to(tl.int32) - i % turns * (32 * TURN)
@@ -258,7 +258,7 @@ def attend_kernel(
     if VALUES == TOKEN:
         if sums_weights(D, V_GROUP):
             total = column_max(tl.where(group[:, None] < 8, 0.0, extra))
-    else:  # of equal rows
+    else:  # the rows are equal
         total = column_max(extra * -(SUBNORMAL / (1 << V_BITS << value_shift(0, VALUES, V_BITS))))
     norm = 1.0 / tl.maximum(total, 1.0e-30)
     written = real
@@ -267,7 +267,7 @@ def attend_kernel(
     column = fragment_index(tl.arange(0, V_PLACES), V_PLACES // 8)
     blocks = ()
     for b in tl.static_range(D // V_BLOCK):
-        # which plane the block lies in, and its share of the zeros
+        # the plane of the block, and its share of the zeros
         lift = SUBNORMAL / (1 << value_shift(b * V_BLOCK // (D * V_BITS // 8), VALUES, V_BITS))
         o = acc[b] * lift
         if VALUES == TOKEN:

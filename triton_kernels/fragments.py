@@ -3,20 +3,20 @@
 The units take a product of 16 x 16 by 16 x 8 from a warp's 32 lanes. Lane 4 g + t holds, of the left operand, columns
 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of rows g and g + 8; of the right operand, the same rows of column g; of the product,
 columns 2 t and 2 t + 1 of rows g and g + 8. Which index of a sum stands in which column does not matter, as long as
-both operands agree, so every lane loads neighbours in memory and uses them in its own place:
+both operands agree, so every lane loads neighbours in memory and uses them at its own places:
 
     left rows       the R neighbours of g are rows g, g + 8, ...           (32, R): R g + r       fragment_places
     reduced index   a word's four codes belong to indices 4 t .. 4 t + 3   (4 M, 4): 4 t + e      fragment_channels
 
-In a shape whose first dimension is the lanes, Triton gives what is loaded to these lanes, and leaves it there.
+If the first dimension of a shape is the lanes, Triton loads the data into these lanes and leaves it there.
 
 Codes become matrix operands without any conversion. A b-bit code in the low 10 bits of a 16-bit lane, read as
 float16, is the subnormal number
 
     code * 2^(shift - 24)
 
-which the matrix units multiply exactly. So one `and` turns two codes into two operands, plane p is left where it
-lies (shift = p b), and the power of two is taken out of the finished sums.
+which the matrix units multiply exactly. So one `and` turns two codes into two operands, plane p stays where it is
+(shift = p b), and the power of two is removed from the finished sums.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ JOINS_MATTER: tl.constexpr = tl.constexpr(old_triton() and not INTERPRETED.value
 
 @triton.jit
 def mma_order(k):
-    """Which index of a plane stands at place k of a matrix product's reduction.
+    """The index of a plane at place k of a matrix product's reduction.
 
     A word holds the codes of 4 consecutive indices, its bytes 0 and 2 become one register of the operand and its
     bytes 1 and 3 another. In the B fragment of m16n8k16 a lane holds places 2 l, 2 l + 1 in one register and
-    2 l + 8, 2 l + 9 in the other (l = lane % 4), so with this order a lane unpacks whole words of its own.
+    2 l + 8, 2 l + 9 in the other (l = lane % 4), so with this order each lane unpacks its own whole words.
     """
     return (k & -16) | (((k >> 1) & 3) << 2) | ((k & 1) << 1) | ((k >> 3) & 1)
 
@@ -61,13 +61,13 @@ def fragment_places(R: tl.constexpr):
 
 @triton.jit
 def fragment_channels(M: tl.constexpr):
-    """(4 M, 4): 4 t + e, for what belongs to the rows of a right operand of M columns: see `lanes_of_columns`."""
+    """(4 M, 4): 4 t + e, for data of the rows of a right operand of M columns: see `lanes_of_columns`."""
     return ((tl.arange(0, 4 * M) & 3) * 4)[:, None] + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
 def fragment_index(place, R: tl.constexpr):
-    """Which index stands in a row of a finished product, or of its left operand, of R groups of 8 rows."""
+    """The index in each row of a finished product, or of its left operand, of R groups of 8 rows."""
     return (place & 7) * R + (place >> 3)
 
 
@@ -112,13 +112,13 @@ def columns_of_lanes(x):
 
 @triton.constexpr_function
 def signed_low(second, bits):
-    """By how many bits `signed_pair` leaves its first (0) and its second (1) operand too large."""
+    """The number of bits by which `signed_pair` leaves its first (0) and its second (1) operand too large."""
     return 4 * second if bits == 2 else 0
 
 
 @triton.jit
 def _settled(parts):
-    """The same. To Triton before 3.7, an operand that was joined wants another layout, and to get it, shuffles."""
+    """The same value. Triton before 3.7 would give a joined operand another layout, at the cost of shuffles."""
     if JOINS_MATTER:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [parts], parts.dtype, False, 2)
     else:
@@ -127,7 +127,7 @@ def _settled(parts):
 
 @triton.jit
 def left_operand(b0, b1, b2, b3):
-    """What belongs to the four bytes of (32, R) words, as float16 -> left operand (8 R, 16) in `mma_order`."""
+    """Float16 numbers for the four bytes of (32, R) words -> left operand (8 R, 16) in `mma_order`."""
     r: tl.constexpr = b0.shape[1]
     parts = _settled(tl.join(tl.join(b0, b1), tl.join(b2, b3)))  # (32, R, odd, half)
     return tl.reshape(tl.permute(tl.reshape(parts, (8, 4, r, 2, 2)), (2, 0, 3, 1, 4)), (8 * r, 16))
@@ -161,7 +161,7 @@ def plane(words, P: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _merge(x, y, mask):
-    """The bits of x where the mask has ones, else of y: one instruction, if the mask is not known to the compiler."""
+    """The bits of x where the mask has ones, else of y: one instruction, unless the compiler knows the mask."""
     return ((x ^ y) & mask) ^ y
 
 
@@ -172,7 +172,7 @@ def _moved(words, LEFT: tl.constexpr):
 
 @triton.jit
 def _rotated(words, left):
-    """To the left by -31 to 31 bits: one instruction, if it is written so."""
+    """Shifts to the left by -31 to 31 bits: a single instruction when written this way."""
     bits = words.to(tl.uint32, bitcast=True)
     left = left.to(tl.uint32, bitcast=True)
     return ((bits << (left & 31)) | (bits >> ((0 - left) & 31))).to(tl.int32, bitcast=True)
@@ -185,13 +185,13 @@ def signed_pair(
     """Plane P of `words` and plane OTHER of `others`, each code with a sign as its next higher bit: two left operands
     (8 R, 16) of products, times 2^(signed_low - 24).
 
-    words, others, signs (32, R). Bit 8 b + FIRST + t of signs[4 g + t] is that of byte b of `words`, and the bit four
-    higher that of `others` (formats/planes.py, pack_sign_words): both fields of two bits lie in one byte, four apart,
-    and one shift and one merge give them their signs. `full` is -1: see `_merge`.
+    words, others, signs (32, R). Bit 8 b + FIRST + t of signs[4 g + t] is the sign of byte b of `words`, and the bit
+    four higher that of `others` (formats/planes.py, pack_sign_words): both fields of two bits lie in one byte, four
+    apart, and one shift and one merge give them their signs. `full` is -1: see `_merge`.
     """
     t = lane_quads()
     if BITS == 2:
-        # an even plane and what is two bits higher in the same words are put into nibbles together
+        # an even plane and the one two bits higher in the same words go into nibbles together
         up: tl.constexpr = P % 2 if P % 2 == OTHER % 2 else 0
         both = _merge(_moved(words, 2 * (up - P)), _moved(others, 4 + 2 * (up - OTHER)), full & 0x0F0F0F0F)
         both = _merge(_rotated(signs, (2 - FIRST - t) & full), _moved(both, -2 * up), full & 0x44444444)

@@ -5,7 +5,7 @@
                              beyond (only with NEW)      the step's tokens, seen by themselves and by later ones
 
 The output is one more part of the merge. With NEW = False the step's own tokens are left to a
-kernel that is made for prompts.
+kernel for prompts.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def full_precision_kernel(
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid: (requests * HEADS * tiles of M rows). `queries` is the most that a request has.
+    """Grid: (requests * HEADS * tiles of M rows). `queries` is the largest number that a request has.
 
-    WIDE: products in float32 whatever the type; the interpreter can't multiply bfloat16.
+    WIDE: products in float32 for any type; the interpreter can't multiply bfloat16.
     """
     tiles = (queries * SHARE + M - 1) // M
     head = tl.program_id(0) // tiles % HEADS
@@ -92,7 +92,7 @@ def full_precision_kernel(
     history = sinks + context - boundary
     total_tokens = tl.where((count > 0) & (tile * M < mine * SHARE), history, 0)
     if NEW:
-        # the last row of this tile sees its own token and what is before it
+        # the last row of this tile sees its own token and those before it
         last = tl.minimum((tile * M + M - 1) // SHARE + 1, count)
         total_tokens = tl.where((count > 0) & (tile * M < mine * SHARE), history + last, 0)
     best = tl.full((M,), LOWEST, tl.float32)

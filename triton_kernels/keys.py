@@ -33,7 +33,7 @@ POLAR: tl.constexpr = tl.constexpr(kinds.POLAR)
 
 @triton.constexpr_function
 def key_shift(channel, d, keys, bits):
-    """By how many bits the codes of a channel (not of PolarQuant's) are too large where they lie."""
+    """The number of bits by which a channel's codes (not PolarQuant's) are too large where they lie."""
     return signed_low(channel % 32 // 16, bits) if keys == HYBRID else channel // (d * bits // 8) * bits
 
 
@@ -90,13 +90,13 @@ def channel_scores(
         s = sum_c (q_c scale_c) code_c + sum_c q_c zero_c
 
     The scale goes into the query once per slab, the zero into one number per row. With BOOSTED channels a
-    scale's sign says something else (keys_boosted.py).
+    scale's sign has another meaning (keys_boosted.py).
     """
     tl.static_assert(SLABS <= 2)
     width: tl.constexpr = D * BITS // 8
     chunks: tl.constexpr = width // CHUNK  # of a plane
     channel = fragment_channels(M)
-    # the zeros' sums are a product, too, whose rows are equal: eight for the first slab, eight for the last
+    # the zeros' sums are also a product, with equal rows: eight for the first slab, eight for the last
     lane = fragment_channels(8)
     zeros = halves_ptr + ZERO + lane
     bias = tl.full((16, M), 0.0, tl.float32)
@@ -145,7 +145,7 @@ def hybrid_scores(
 
         s = sum_g (scale_tg (sum_c x_c code'_c - 2^b sum_c x_c) + zero_tg sum_c x_c),   x_c = q_c norm_c
 
-    code' is the code with a sign bit on top: its own if the group is symmetric, whose zero is 0, else always 1. So both
+    code' is the code with a sign bit on top: its own in a symmetric group, whose zero is 0, else always 1. So both
     modes are one product, which starts at -2^b sum_c x_c.
     """
     width: tl.constexpr = D * BITS // 8
@@ -154,15 +154,15 @@ def hybrid_scores(
     scores = ()
     for _ in tl.static_range(SLABS):
         scores = scores + (tl.full((32, M), 0.0, tl.float32),)
-    for group in tl.static_range(D // 32):  # outside, so that x is not kept for all groups
+    for group in tl.static_range(D // 32):  # outside the loop, to avoid keeping x for all groups
         x = ()
         whole = tl.full((16, M), 0.0, tl.float32)
         for i in tl.static_range(group * 2 * half, (group + 1) * 2 * half):
             x = x + (columns_of_lanes(q[i] * load_some(page_ptr + NORM + i * CHUNK + lane, lane, CHUNK, 16)),)
-            # -2^b, as much too large as the codes are
+            # -2^b, too large by the same factor as the codes
             top = -(1 << BITS << key_shift(i * CHUNK, D, HYBRID, BITS)) / SUBNORMAL
             whole = tl.dot(tl.full((16, 16), top, tl.float16), x[i - group * 2 * half], whole)
-        # of equal rows, half are kept
+        # half of the equal rows are kept
         whole = tl.split(tl.permute(tl.reshape(whole, (2, 8, M)), (1, 2, 0)))[0]
         sums = ()
         share = repeat_rows(whole * (-1.0 / (1 << BITS)), 4)

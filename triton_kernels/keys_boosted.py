@@ -1,11 +1,11 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""What the high digits of Kitty's boosted channels add to the scores of one slab (formats/kitty.py).
+"""Adds the high digits of Kitty's boosted channels to the scores of one slab (formats/kitty.py).
 
     s = sum_c (q_c |scale_c|) low_ct + sum_c q_c zero_c + sum_j (4 q_b |scale_b|) high_jt,   b the j-th boosted channel
 
 The first two sums are `channel_scores`. Which channels are boosted differs from slab to slab, so the queries of the
-last one are gathered: every lane looks one boosted channel up in the signs of the scales, and loads its scale; then all
-lanes learn which channels their places in the operand stand for, and load these from the query.
+last sum are gathered: every lane finds one boosted channel in the signs of the scales, and loads its scale; then all
+lanes learn which channels belong to their places in the operand, and load these from the query.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm_kvq.triton_kernels.lang import INTERPRETED
 
 @triton.jit
 def _ones(x):
-    """How many of the bits of int32 are set."""
-    if INTERPRETED:  # knows no assembly
+    """The number of bits that are set in int32."""
+    if INTERPRETED:  # does not support assembly
         x = x - ((x >> 1) & 0x55555555)
         x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
         x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -43,7 +43,7 @@ def _sign_words(scale_ptr, D: tl.constexpr):
 
 @triton.jit
 def _place(words, j, D: tl.constexpr):
-    """For each j the channel of the j-th bit that is set; any channel where fewer bits are set."""
+    """For each j the channel of the j-th bit that is set; any channel if fewer bits are set."""
     before = j * 0
     first, rank, word = before, j, before + words[0]
     for w in tl.static_range(1, D // 32):
@@ -69,7 +69,7 @@ def _every_row(x, M: tl.constexpr):
 
 @triton.constexpr_function
 def _different(quads):
-    """How many products of 4 quads have other words than the ones before: the planes of `quads` quads share theirs."""
+    """How many products of 4 quads have different words from the previous ones: planes of `quads` quads share words."""
     return quads // (4 if quads % 4 == 0 else 2 if quads % 2 == 0 else 1)
 
 
@@ -91,8 +91,8 @@ def boosted_scores(
 ):
     """Adds the high digits' part to the scores of SLABS slabs.
 
-    query_ptr (4 M, 1) points to the query of each lane's row, factor (4 M, 1) is what it is multiplied by. The
-    planes of the high digits need no factors: a lane moves its own to the lowest bits.
+    query_ptr (4 M, 1) points to the query of each lane's row, factor (4 M, 1) is its factor. The planes of
+    the high digits need no factors: a lane moves its own to the lowest bits.
     """
     quads: tl.constexpr = BOOSTED // 16  # of a plane
     different: tl.constexpr = _different(quads)
@@ -114,7 +114,7 @@ def boosted_scores(
             for n in tl.static_range(2 * pair, min(2 * pair + 2, quads)):
                 known = _every_row(halves[n % 2], M)
                 at = known & 255
-                if HEAD < D:  # only bytes that were never packed say otherwise
+                if HEAD < D:  # false only for bytes that were never packed
                     at = tl.minimum(at, HEAD - 1)
                 x = tl.load(query_ptr + at).to(tl.float32) * factor
                 x *= (known >> 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

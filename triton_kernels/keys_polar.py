@@ -3,7 +3,7 @@
 
     s = sum_pairs r (q_x cos phi + q_y sin phi),   phi = phi0 + (a + 1/2) dphi,   r = r0 + (c + 1/2) dr
 
-or, in the paper's mode, phi = 2 pi a / 2^m and r = c dr. Either keys are rebuilt and multiplied with all rows at once
+or, in the paper's mode, phi = 2 pi a / 2^m and r = c dr. Either keys are rebuilt and multiplied by all rows at once
 (`polar_scores`), or every row looks its angles up, as in the paper (`polar_lookup`).
 """
 
@@ -27,18 +27,18 @@ CIRCLE: tl.constexpr = tl.constexpr(6.283185307179586)
 
 @triton.constexpr_function
 def mantissa_place(at, bits):
-    """Where in a float32's mantissa a code at bit `at` of a word is used: where it lies, 11 bits up or 9 bits down.
+    """The bit of a float32's mantissa for a code at bit `at` of a word: the same, 11 bits up or 9 bits down.
 
-    So two shifts serve the eight nibbles of a word. At bit 11 or higher, what 1.0 adds is at most 2^12 steps, and
-    taking it away again leaves errors of 2^-13 steps.
+    So two shifts serve the eight nibbles of a word. At bit 11 or higher, 1.0 adds at most 2^12 steps, and
+    subtracting it again leaves errors of 2^-13 steps.
     """
     return at if 11 <= at <= 23 - bits else at + 11 if at < 11 else at - 9
 
 
 @triton.jit
 def _mantissa(words, one, AT: tl.constexpr, BITS: tl.constexpr):
-    """1 + code 2^(place - 23) for the code at bit AT: no conversion. `one` has the bits of 1.0, which the compiler does
-    not know, for an instruction takes one constant only."""
+    """1 + code 2^(place - 23) for the code at bit AT: no conversion. `one` has the bits of 1.0, hidden from the
+    compiler, because an instruction takes only one constant."""
     place: tl.constexpr = mantissa_place(AT, BITS)
     moved = words << (place - AT) if place >= AT else words >> (AT - place)
     return ((moved & (((1 << BITS) - 1) << place)) | one).to(tl.float32, bitcast=True)
@@ -46,7 +46,7 @@ def _mantissa(words, one, AT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _grid(step, first, AT: tl.constexpr, BITS: tl.constexpr):
-    """(wide, base), so that wide * _mantissa + base = first + (code + 1/2) step."""
+    """(wide, base) with wide * _mantissa + base = first + (code + 1/2) step."""
     ones: tl.constexpr = 1 << (23 - mantissa_place(AT, BITS))
     return step * ones, step * (0.5 - ones) + first
 
@@ -62,13 +62,13 @@ def _by_byte(x):
 
 @triton.constexpr_function
 def plane_pairs(pairs, bits, both):
-    """Pairs whose codes stand at one bit of the bytes: all, where angle and radius share a byte."""
+    """The number of pairs with codes at the same bit of the bytes: all, if angle and radius share a byte."""
     return pairs if both == 8 else pairs * bits // 8
 
 
 @triton.constexpr_function
 def first_bit(pair, pairs, bits, both):
-    """The bit of the bytes at which the codes of this pair's plane begin."""
+    """The bit of the bytes at which the codes of this pair's plane start."""
     return pair // plane_pairs(pairs, bits, both) * bits
 
 
@@ -122,7 +122,7 @@ def _parameters(
     RADIUS0: tl.constexpr,
     RADIUS_STEP: tl.constexpr,
 ):
-    """r0, dr, phi0 and dphi of a chunk of pairs, by the byte that they belong to; zeros beyond the chunk."""
+    """r0, dr, phi0 and dphi of a chunk of pairs, by the byte to which they belong; zeros beyond the chunk."""
     channel = fragment_channels(8)
     pair, there = page_ptr + INDEX * CHUNK + channel, channel < CHUNK
     r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
@@ -187,7 +187,7 @@ def polar_scores(
     RADIUS0: tl.constexpr,
     RADIUS_STEP: tl.constexpr,
 ):
-    """With keys rebuilt, for SLABS slabs that follow each other. `full` is -1, which the compiler does not know."""
+    """With keys rebuilt, for SLABS consecutive slabs. `full` is -1, which the compiler does not know."""
     chunks: tl.constexpr = D // 2 // CHUNK
     one = full & 0x3F800000
     sums = ()
@@ -282,7 +282,7 @@ def polar_lookup(
     RADIUS0: tl.constexpr,
     RADIUS_STEP: tl.constexpr,
 ):
-    """The first TABLE rows, of which no other is real, look up
+    """The first TABLE rows, the only real ones, look up
 
     s = sum_pairs r t[a],   t[a] = q_x cos phi_a + q_y sin phi_a
     """

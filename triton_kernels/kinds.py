@@ -1,10 +1,10 @@
-"""The kinds of codecs that the kernels know, numbered: what their constants KEYS and VALUES say.
+"""The kinds of codecs that the kernels know, numbered: the values of their constants KEYS and VALUES.
 
 Plain numbers, without Triton: kernels/gpu/triton_layout.py gives each codec its kind.
 """
 
 CHANNEL, HYBRID, POLAR = range(3)
-"""Keys of SQuat and KIVI, of InnerQ, of PolarQuant."""
+"""Kinds of keys: SQuat's and KIVI's, InnerQ's, PolarQuant's."""
 
 TOKEN, HYBRID_VALUES = range(2)
-"""Values per token and group, and InnerQ's."""
+"""Kinds of values: per token and group, and InnerQ's."""

@@ -1,7 +1,7 @@
 """Small device functions that all kernels share.
 
-Only builtins of `triton.language` are called from the kernels (never `tl.sum`, `tl.zeros`, ..., which are themselves
-jit functions): then the interpreter can be switched on for only these modules, whatever imported Triton before.
+The kernels call only builtins of `triton.language` (never `tl.sum`, `tl.zeros`, ..., which are themselves jit
+functions): this way the interpreter can be switched on for only these modules, whatever imported Triton before.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "
 
 @triton.jit
 def cos_sin(x):
-    """By the special function unit, 2^-20 off between -2 pi and 2 pi: less than a float16 operand keeps.
+    """Uses the special function unit, with errors of 2^-20 between -2 pi and 2 pi: less than float16 operands resolve.
 
     The precise library functions, and polynomials, take many times as many instructions.
     """
-    if INTERPRETED:  # knows no assembly
+    if INTERPRETED:  # does not support assembly
         return tl.cos(x), tl.sin(x)
     else:
         cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -37,13 +37,13 @@ def cos_sin(x):
 
 @triton.jit
 def capped(x, cap):
-    """cap tanh(x / cap), by tanh y = 1 - 2 / (e^2y + 1), which is right where e^2y is 0 or infinite, too."""
+    """cap tanh(x / cap), by tanh y = 1 - 2 / (e^2y + 1), which is also correct if e^2y is 0 or infinite."""
     return cap - 2 * cap / (tl.exp2(x * (2 * LOG2E / cap)) + 1)
 
 
 @triton.jit
 def product(x, y):
-    """x * y of float16, two products in one instruction: left to itself, the compiler makes one at a time."""
+    """x * y of float16, two products in one instruction: on its own, the compiler computes one at a time."""
     if INTERPRETED:
         return x * y
     else:
@@ -79,14 +79,14 @@ def clean(x):
 
 @triton.jit
 def lost(x):
-    """How many elements of (T, C) `clean` replaces."""
+    """The number of elements of (T, C) that `clean` replaces."""
     bad = ((x == x) & (tl.abs(x) <= LIMIT)) == 0
     return tl.reduce(tl.reduce(bad.to(tl.int32), 1, tl.standard._sum_combine), 0, tl.standard._sum_combine)
 
 
 @triton.jit
 def load_some(at, index, COUNT: tl.constexpr, ALL: tl.constexpr):
-    """What is at an address where its index is below COUNT of ALL, else 0."""
+    """The value at an address if its index is below COUNT of ALL, else 0."""
     if COUNT == ALL:
         return tl.load(at)
     else:

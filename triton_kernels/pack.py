@@ -1,7 +1,7 @@
 """Packs the units that a step completes: ring and chunk -> slabs, decided on the device.
 
-One program packs one unit of P tokens of one KV head: the j-th that ends in (c, c + q]. It packs nothing where the
-request has none (`plan` of triton_kernels/step.py), and where the page is block 0 or out of range. Tokens before c come
+One program packs one unit of P tokens of one KV head: the j-th that ends in (c, c + q]. It packs nothing if the request
+has no such unit (`plan` of triton_kernels/step.py), or if the page is block 0 or out of range. Tokens before c come
 from the ring, the others from the chunk.
 """
 
@@ -100,7 +100,7 @@ def pack_kernel(
     V_SLOT: tl.constexpr,
     V_MODE: tl.constexpr,
 ):
-    """See the module. Grid: (requests * units, HEADS); `units` is the most that the longest chunk can complete."""
+    """See the module. Grid: (requests * units, HEADS); `units` is the maximum that the longest chunk can complete."""
     request, head = tl.program_id(0) // units, tl.program_id(1)
     count = tl.load(plan_ptr + COUNT * requests + request)
     context = tl.load(plan_ptr + CONTEXT * requests + request)
@@ -111,7 +111,7 @@ def pack_kernel(
     page = tl.load(table_ptr + request * table_row + place, mask=due, other=0).to(tl.int64)
     if (page > 0) & (page < pages):
         record = page * page_words + head * head_words
-        follows = place * (SLABS * 32) < begun * UNIT  # the page was begun in an earlier step
+        follows = place * (SLABS * 32) < begun * UNIT  # the page was started in an earlier step
         damage = tl.full((), 0, tl.int32)
         if KEYS != CHANNEL and KEYS != HYBRID:
             all_tokens = unit * UNIT + tl.arange(0, TOKENS)

@@ -1,11 +1,11 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
 """Packs the keys of one slab: SQuat or KIVI per channel, and InnerQ per token.
 
-SQuat quantizes block by block, and each block first takes back what the blocks before it did (formats/squat.py):
+SQuat quantizes block by block, and each block first corrects what the blocks before it did (formats/squat.py):
 
     x_t = k_t - U_t^T M_{t-1} z,   z += U_t (y_t - k_t),   M = (I rho + U_R U_R^T)^-1 in float64, here
 
-M is rebuilt for every slab from the request's U and its noise: packing is rare, and nothing else has to be kept.
+M is rebuilt for every slab from the request's U and its noise: packing is rare, and nothing else needs to be kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANKS: tl.constexpr = tl.constexpr(16)  # rows of U as a matrix operand; those b
 @triton.jit
 def store_keys(base, data, FIRST, CODES: tl.constexpr, QUADS: tl.constexpr = 0):
     """Bytes (32 tokens, channels of a plane) as int32 -> words of 4 channels, from channel FIRST of the plane on: QUADS
-    words for each token, or all."""
+    words per token, or all."""
     width: tl.constexpr = data.shape[1]
     token, four, quad = tl.arange(0, 32), tl.arange(0, 4), tl.arange(0, width // 4)
     data = tl.reshape(data, (32, width // 4, 4)) << (8 * four)[None, None, :]
@@ -200,7 +200,7 @@ def hybrid_keys(
     MODE: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """InnerQ: k / norm, per token over 32 channels. A page keeps the norm that it was begun with."""
+    """InnerQ: k / norm, per token over 32 channels. A page keeps the norm with which it was started."""
     width: tl.constexpr = D * BITS // 8
     token = tl.arange(0, 32)
     damage = tl.full((), 0, tl.int32)
@@ -267,7 +267,7 @@ def _norm(
     WORDS: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """The divisor of each channel, as the page stores it; 1 without NORMED, where there is no state."""
+    """The divisor of each channel, as the page stores it; 1 without NORMED, when there is no state."""
     channel = FIRST + tl.arange(0, WIDTH)
     if NORMED:
         place, there = state_offset(side_table, head * D + channel, channel < D, side_blocks, side_words, SPB, WORDS)

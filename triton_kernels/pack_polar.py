@@ -22,7 +22,7 @@ FULL: tl.constexpr = tl.constexpr(6.283185307179586)
 
 @triton.jit
 def arctangent(y, x):
-    """atan2, a few 1e-7 off: Cephes' polynomial after one reduction to |t| <= tan(pi / 8)."""
+    """atan2 with errors of a few 1e-7: Cephes' polynomial after one reduction to |t| <= tan(pi / 8)."""
     ax, ay = tl.abs(x), tl.abs(y)
     large, small = tl.maximum(ax, ay), tl.minimum(ax, ay)
     steep = small > 0.41421356 * large

@@ -1,9 +1,9 @@
-"""Packs what looks at all channels of a slab at once: boosted keys, which are Kitty's and SQuat's, and values per token
-that are rotated or fitted.
+"""Packs what needs all channels of a slab at once: boosted keys (Kitty's and SQuat's), and values per token that are
+rotated or fitted.
 
-A slab is one tile of 32 tokens and COLUMNS channels, a power of two of which D are real. Which of its codes share a
-byte depends on the data, or on a D that is no power of two, so bytes are a matrix product: codes times the power of two
-that each has in its byte. All of it is exact in float16.
+A slab is one tile of 32 tokens and COLUMNS channels, a power of two, of which D are real. Which of its codes share a
+byte depends on the data, or on a D that is not a power of two, so bytes are a matrix product: codes times the power of
+two of their place in the byte. All of it is exact in float16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm_kvq.triton_kernels.rotation import rotated
 
 @triton.constexpr_function
 def _lanes(width):
-    """What a matrix product takes for so many columns."""
+    """The number of columns that a matrix product uses for WIDTH columns."""
     return max(16, 1 << (width - 1).bit_length())
 
 
@@ -44,7 +44,7 @@ def _plane_bytes(codes, place, there, WIDTH: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _number(x):
-    """How many are true up to and including each."""
+    """The number of true elements up to and including each."""
     return tl.associative_scan(x.to(tl.int32), 0, tl.standard._sum_combine)
 
 
@@ -55,9 +55,9 @@ def _count(x):
 
 @triton.jit
 def _largest(x, COUNT: tl.constexpr):
-    """Which are the COUNT largest of float32 numbers, the first of equals; negative ones are none of them.
+    """Marks the COUNT largest of float32 numbers, the first of equals; negative ones never count.
 
-    Floats that are not negative have the same order as integers, so the least of the largest is found bit by bit.
+    Non-negative floats have the same order as their bits read as integers, so the threshold is found bit by bit.
     """
     key = x.to(tl.int32, bitcast=True)
     least = tl.full((), 0, tl.int32)
@@ -70,7 +70,7 @@ def _largest(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _boosted_codes(x, real, top, FITTED: tl.constexpr):
-    """(codes, scales, zeros) of 32 tokens, each channel for itself; the last two as float16 stores them."""
+    """(codes, scales, zeros) of 32 tokens, each channel separately; the last two as float16 stores them."""
     low = tl.reduce(x, 0, tl.standard._elementwise_min)
     high = tl.reduce(x, 0, tl.standard._elementwise_max)
     if FITTED:
@@ -110,8 +110,8 @@ def boosted_keys(
     WORDS: tl.constexpr,
 ):
     """Kitty (formats/kitty.py) and, with a RANK, SQuat's correction (formats/squat.py), whose blocks of UPDATE channels
-    are taken from the whole tile: it is quantized as often as there are blocks, usually two. Returns how many values
-    had to be replaced."""
+    are taken from the whole tile: it is quantized once per block, usually twice. Returns how many values were
+    replaced."""
     raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
     damage, x = lost(raw), clean(raw)
     channel = tl.arange(0, COLUMNS)
@@ -164,7 +164,7 @@ def tile_values(
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """Per token over GROUP channels (formats/values.py). Returns how many values had to be replaced."""
+    """Per token over GROUP channels (formats/values.py). Returns how many values were replaced."""
     width: tl.constexpr = D * BITS // 8
     raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
     damage, x = lost(raw), clean(raw)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Packs the values of one slab, and what all packing shares: the tokens' load, affine parameters and codes.
+"""Packs the values of one slab; also the functions that all packing shares: loading tokens, affine parameters, codes.
 
 zero = min, scale = (max - min) / (2^b - 1), code = round((x - zero) / scale)    with scale and zero as stored
 """
@@ -102,7 +102,7 @@ def token_values(
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """Per token over GROUP channels. Returns how many values had to be replaced."""
+    """Per token over GROUP channels. Returns how many values were replaced."""
     width: tl.constexpr = D * BITS // 8
     token = tl.arange(0, 32)
     damage = tl.full((), 0, tl.int32)

@@ -29,7 +29,7 @@ def _signs(SIZE: tl.constexpr, LEFT_OUT: tl.constexpr):
 def rotated_back(blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
     """D channels in blocks of BLOCK, (places, M), their places in `fragment_index`, times H of SIZE channels.
 
-    H looks at each bit of an index separately, and `fragment_index` only puts bits elsewhere: so inside a block it is
+    H treats each bit of an index separately, and `fragment_index` only permutes bits: inside a block it is therefore
     the same matrix, and across blocks it is sums and differences.
     """
     for level in tl.static_range(levels(SIZE // BLOCK)):
@@ -45,7 +45,7 @@ def rotated_back(blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexp
     h = _signs(places, 4 if places > BLOCK else 0)
     out = ()
     for i in tl.static_range(D // BLOCK):
-        # in two parts that tf32 holds
+        # in two parts that tf32 can represent
         most = (blocks[i].to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         x = tl.dot(h, blocks[i] - most, input_precision="tf32")
         out = out + (tl.dot(h, most, x, input_precision="tf32"),)

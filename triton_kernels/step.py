@@ -1,5 +1,5 @@
-# ruff: noqa: SIM102  (an `if` over constants must stand alone: only then is its branch left out)
-"""The ends of one layer's step: `begin` decides for every request what happens, `commit` keeps its new tokens.
+# ruff: noqa: SIM102  (an `if` over constants must be separate: only then is its branch eliminated)
+"""The first and last kernel of a layer's step: `begin` decides what happens to each request, `commit` keeps its tokens.
 
     begin    per request from query_start, seq_lens and the sidecar's header (kernels/torch/plan.py has the same rules):
              context c = length - q, start = c for a fresh (zero) header, boundary B = max(floor((c - W) / P) P, start);
@@ -9,7 +9,7 @@
 
 `begin` runs before packing and attention (pack.py, attend.py, full_precision.py and csrc/cuda/pack.h read its plan),
 `commit` after them: what it overwrites in the ring is still read by a long chunk. Nothing is decided on the host. A
-request is left alone when it has no new tokens, when one of its sidecar blocks is block 0 or out of range, and when its
+request is ignored when it has no new tokens, when one of its sidecar blocks is block 0 or out of range, and when its
 header belongs to other tokens, which is counted as a fault.
 
 A slot of a companion is one token's raw keys and values [2][HEADS][HEAD]; slot s of a request lies in its block
@@ -27,7 +27,7 @@ HEADER: tl.constexpr = tl.constexpr(0x4B565153)  # kernels/slots.py
 
 # rows of the plan, (8, requests) int32, which packing, attention and `commit` read
 FIRST: tl.constexpr = tl.constexpr(0)
-COUNT: tl.constexpr = tl.constexpr(1)  # new tokens; 0: leave the request alone
+COUNT: tl.constexpr = tl.constexpr(1)  # new tokens; 0: ignore the request
 CONTEXT: tl.constexpr = tl.constexpr(2)
 START: tl.constexpr = tl.constexpr(3)
 LOW: tl.constexpr = tl.constexpr(4)  # packed tokens [low, high) are attended
@@ -46,7 +46,7 @@ def slot_offset(table_ptr, slot, inside, blocks, block_stride, SPB: tl.constexpr
 
 @triton.jit
 def state_offset(table_ptr, index, inside, blocks, block_stride, SPB: tl.constexpr, SLOT: tl.constexpr):
-    """Float32 number `index` of a request's state, in float32 elements of the pool; SLOT in these elements, too."""
+    """Float32 number `index` of a request's state, in float32 elements of the pool; SLOT also counts these elements."""
     offset, there = slot_offset(table_ptr, 1 + index // SLOT, inside, blocks, block_stride, SPB, SLOT)
     return offset + index % SLOT, there
 
@@ -184,7 +184,7 @@ def _of_keys(
     WORDS: tl.constexpr,
     ENERGY: tl.constexpr,
 ):
-    """What the prompt so far gives: InnerQ's norm_c = sqrt(max_t |K_tc|), or QJL's sum_t K_tc^2 and its token count."""
+    """State of the prompt so far: InnerQ's norm_c = sqrt(max_t |K_tc|), or QJL's sum_t K_tc^2 and its token count."""
     column = tl.arange(0, COLUMNS)
     found = tl.full((COLUMNS,), 0.0, tl.float32)
     tile: tl.constexpr = 8192 // COLUMNS  # one program goes through a whole chunk: few, large steps
@@ -233,8 +233,8 @@ def _subspace(
 ):
     """SQuat's U = diag(S) V^T of a prompt that is as short as a decode step: few rows x (ROWS, COLUMNS).
 
-    The leading left singular vector v comes from repeated squaring of x x^T; then u = v^T x, and x loses v u^T. What is
-    left of x in the end is the noise.
+    The leading left singular vector v comes from repeated squaring of x x^T; then u = v^T x, and v u^T is subtracted
+    from x. What finally remains of x is the noise.
     """
     column = tl.arange(0, COLUMNS)
     i = tl.arange(0, ROWS)
@@ -327,7 +327,7 @@ def load_token(
     RING: tl.constexpr,
     RING_AT: tl.constexpr,
 ):
-    """Where tokens of a request lie: (whether in the ring, offset there, row among the new tokens)."""
+    """Locations of a request's tokens: (whether in the ring, offset there, row among the new tokens)."""
     context = tl.load(plan_ptr + CONTEXT * requests + request)
     first = tl.load(plan_ptr + FIRST * requests + request)
     old = position < context

@@ -1,9 +1,9 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Weighted values of one slab: what `attend` adds to its accumulators.
+"""Weighted values of one slab, which `attend` adds to its accumulators.
 
 The d output channels are cut into blocks that lie in one plane and one group; every block has its own accumulator
-(w, M), where w is at least 16, the matrix units' least. Accumulators hold sums over codes where they lie, 2^(s - 24)
-too small (`value_shift`): undone once at the end. Blocks stand in the order of `fragment_index`.
+(w, M), where w is at least 16, the matrix units' minimum. Accumulators hold sums over codes where they lie, too small
+by 2^(s - 24) (`value_shift`), which is undone once at the end. Blocks are in the order of `fragment_index`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HYBRID: tl.constexpr = tl.constexpr(kinds.HYBRID_VALUES)
 
 @triton.constexpr_function
 def value_shift(p, values, bits):
-    """By how many bits the codes of plane p are too large where they lie."""
+    """The number of bits by which the codes of plane p are too large where they lie."""
     return signed_low(1, bits) if values == HYBRID else p * bits
 
 
@@ -103,13 +103,13 @@ def token_values(
 
         o_c = sum_t (w_t scale_tg) code_tc + sum_t w_t zero_tg
 
-    `acc` are the sums over codes by block, `extra` (16, M) the sums over zeros by group; if it has eight rows to spare,
-    the last are the sums of the weights, the softmax's denominators.
+    `acc` holds the sums over codes by block, `extra` (16, M) the sums over zeros by group; if it has eight rows to
+    spare, the last ones are the sums of the weights, the softmax's denominators.
     """
     width: tl.constexpr = D * BITS // 8
     m: tl.constexpr = weights.shape[1]
     token = fragment_channels(m)
-    there = token < 32 * live  # nothing of an unpacked slab may enter a sum, not even times zero
+    there = token < 32 * live  # no part of an unpacked slab may enter a sum, not even multiplied by zero
     first, last = _by_sixteen(weights.to(tl.float16))
     extra = tl.dot(_zero_rows(halves_ptr, live, 0, D, GROUP, ZERO), first, extra)
     extra = tl.dot(_zero_rows(halves_ptr, live, 16, D, GROUP, ZERO), last, extra)
@@ -146,7 +146,7 @@ def _hybrid_block(
     rows: tl.constexpr = PLACES // 8
     m: tl.constexpr = weights[0].shape[1]
     own = fragment_places(rows)
-    # nothing of an unpacked slab may enter a sum, not even times zero
+    # no part of an unpacked slab may enter a sum, not even multiplied by zero
     there = own < BLOCK * live
     mode = tl.load(halves_ptr + SCALE + FIRST + own, mask=there, other=0.0).to(tl.float32)
     slot = tl.load(words_ptr + SLOT + FIRST + own, mask=there, other=0)
@@ -180,13 +180,13 @@ def hybrid_values(
 
         o_c = scale_c (sum_t w_t code'_tc - 2^b sum_t w_t) + zero_c sum_t w_t
 
-    code' and zero as in keys.py. Returns the accumulators and -2^b sum_t w_t, whose sums over the slabs are the
-    softmax's denominators, too. `live` is 0 for a slab that is not packed, else 1.
+    code' and zero as in keys.py. Returns the accumulators and -2^b sum_t w_t, whose sums over the slabs are also the
+    softmax's denominators. `live` is 0 for a slab that is not packed, else 1.
     """
     width: tl.constexpr = D * BITS // 8
     first: tl.constexpr = signed_low(0, BITS)
     second: tl.constexpr = signed_low(1, BITS)
-    # the first operand's codes are less far up than the second's
+    # the first operand's codes are shifted up less than the second's
     lift = tl.where(fragment_index(tl.arange(0, 32), 4) < 16, 1 << (second - first), 1)
     weights = _by_sixteen(weights.to(tl.float16) * lift.to(tl.float16)[:, None])
     total = tl.dot(tl.full((16, 16), -(1 << BITS << first) / SUBNORMAL, tl.float16), weights[0])

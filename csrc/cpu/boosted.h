@@ -12,7 +12,7 @@ inline void boosted_channels(const uint8_t* scale, int d, int boosted, int32_t* 
     channels[count] = c;  // stays if it is boosted
     count += scale[2 * c + 1] >> 7;
   }
-  for (; count < boosted; ++count) channels[count] = 0;  // only bytes that were never packed have fewer
+  for (; count < boosted; ++count) channels[count] = 0;  // fewer only in bytes that were never packed
 }
 
 }  // namespace

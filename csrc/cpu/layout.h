@@ -1,8 +1,8 @@
-// What the kernels know of a format: the kinds of its codecs, its sizes, and where its fields lie.
+// What the kernels know about a format: the kinds of its codecs, its sizes, and where its fields lie.
 //
-// Each list below is written once. It makes the enum or the struct, and the names that the library exports, from which
-// vllm_kvq/kernels/cpu/layout.py fills a Layout. What the bytes of a field mean is said at the top of its codec's file
-// in vllm_kvq/formats.
+// Each list below is written once. It generates the enum or the struct, and the names that the library exports, from
+// which vllm_kvq/kernels/cpu/layout.py fills a Layout. The meaning of a field's bytes is described at the top of its
+// codec's file in vllm_kvq/formats.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, record_bytes)                                                                              \
   FIELD(int64_t, slabs_at)     /* bytes before the first slab */                                            \
   FIELD(int64_t, slab_bytes)                                                                                \
-  FIELD(Dtype, raw_dtype)      /* of elements that are kept as they are */                                  \
+  FIELD(Dtype, raw_dtype)      /* of elements that are stored as they are */                                \
                                                                                                             \
   FIELD(Keys, keys)                                                                                         \
   FIELD(int64_t, key_bits)     /* of a code; polar: of an angle */                                          \
@@ -60,7 +60,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(double, sketch_scale)  /* c(d) / m */                                                               \
   FIELD(double, outer_scale)   /* c(n) / m_out */                                                           \
   FIELD(double, lambda)        /* SQuat */                                                                  \
-  FIELD(double, noise_floor)   /* SQuat: 1 / lambda is at least so many times the noise */                  \
+  FIELD(double, noise_floor)   /* SQuat: 1 / lambda is at least this many times the noise */                \
   FIELD(int64_t, squat_block)  /* SQuat: channels that are quantized before the others follow */            \
                                                                                                             \
   FIELD(Values, values)                                                                                     \
@@ -72,7 +72,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
                                                                                                             \
   /* fields of the slab, bytes from its start */                                                            \
   FIELD(int64_t, k_codes)                                                                                   \
-  FIELD(int64_t, k_high)       /* behind k_codes, whose words they continue */                              \
+  FIELD(int64_t, k_high)       /* after k_codes, whose words they continue */                               \
   FIELD(int64_t, k_scale)                                                                                   \
   FIELD(int64_t, k_zero)                                                                                    \
   FIELD(int64_t, k_slot)                                                                                    \
@@ -83,7 +83,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, ko_index)                                                                                  \
   FIELD(int64_t, k_polar)      /* an angle and a radius of 4 bits each */                                   \
   FIELD(int64_t, k_angle)                                                                                   \
-  FIELD(int64_t, k_angle_high) /* the third bits, where an angle has three */                               \
+  FIELD(int64_t, k_angle_high) /* the third bits, if an angle has three */                                  \
   FIELD(int64_t, k_radius)                                                                                  \
   FIELD(int64_t, k_raw)                                                                                     \
   FIELD(int64_t, v_codes)                                                                                   \

@@ -1,4 +1,4 @@
-// The names that Python fills the library's structs by, from the lists that make them.
+// The names by which Python fills the library's structs, from the lists that generate them.
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
@@ -11,7 +11,7 @@
 
 namespace {
 
-// "name name ...", the number of a name being its place; fields say their type, too, in the letters of Python's
+// "name name ...", the number of a name being its place; fields also state their type, in the letters of Python's
 // `struct`: "name:q name:d ...".
 std::string names(const std::string& of) {
   using namespace kvq;

@@ -50,7 +50,7 @@ inline kvq::Dtype float_type(const TensorView& t) {
   return kvq::Dtype::bf16;
 }
 
-// A struct of 8-byte fields, whose bytes kernels/cpu/layout.py has filled by name.
+// A struct of 8-byte fields, filled by name in kernels/cpu/layout.py.
 template <class Fields>
 Fields read_fields(const TensorView& t) {
   require(is(t, kDLUInt, 8) && dense(t) && t.numel() >= int64_t(sizeof(Fields)),

@@ -1,4 +1,4 @@
-// Parallel loops on the threads that PyTorch and vLLM already run on.
+// Parallel loops on the threads that PyTorch and vLLM already use.
 //
 // vLLM pins the OpenMP pool of the libgomp that PyTorch loads; a second pool would fight it for the cores. So nothing
 // is linked: GOMP_parallel (a stable ABI, offered by LLVM's runtime too) is looked up in the process, where PyTorch or
@@ -36,7 +36,7 @@ inline const bool HAVE_THREADS = GOMP_parallel != nullptr;
 namespace kvq {
 
 // Calls body(i) for i in [0, count), on at most `threads` threads, next index to whoever is free. What a call throws
-// (std::bad_alloc) is thrown here, once all threads have ended: out of a thread it would end the process without a word.
+// (std::bad_alloc) is thrown here, once all threads have finished: in a thread it would silently kill the process.
 template <class Body>
 void parallel(int threads, int64_t count, Body&& body) {
   struct Loop {

@@ -1,4 +1,4 @@
-// Full-precision tokens, wherever they lie: the ring, the sinks, or what a step brings.
+// Full-precision tokens, wherever they lie: in the ring, in the sinks, or among a step's new tokens.
 #pragma once
 
 #include "layout.h"

@@ -1,5 +1,5 @@
-// What Python sees, through apache-tvm-ffi: shapes and types are checked here, and kernels are launched on the stream
-// that the caller names. Compiled by nvcc for a GPU, and by a C++ compiler with KVQ_EMULATE for tests without one.
+// The interface for Python, through apache-tvm-ffi: it checks shapes and types, and launches kernels on the stream that
+// the caller names. Compiled by nvcc for a GPU, and by a C++ compiler with KVQ_EMULATE for tests without one.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
@@ -17,7 +17,7 @@ constexpr int DEVICE = kDLCPU;
 
 void begin() { kvq::emulated::machine().ranges.clear(); }
 
-// Lane by lane, or by a registered emulator, which runs what nvcc makes of part PART of cubin.cu.
+// Lane by lane, or by a registered emulator, which runs nvcc's output for part PART of cubin.cu.
 template <int PART, int D, class P>
 void launch(void (*kernel)(P), int x, int y, int threads, int shared_bytes, int64_t stream, const P& params) {
   (void)stream;
@@ -98,8 +98,8 @@ int wide(const TensorView& t) {
   return t.dtype().bits == 64;
 }
 
-// How a record is cut: head size, record bytes, slabs per record, where they begin, and the slab's offsets, which must be
-// those that the kernels were compiled with.
+// A record's layout: head size, record bytes, slabs per record, where they begin, and the slab's offsets, which must be
+// those with which the kernels were compiled.
 template <class S>
 void check_slab(const int64_t* l) {
   const int64_t mine[] = {S::M, S::MO, S::N, S::BYTES, S::K_BITS, S::K_NORM, S::KO_BITS,

@@ -137,7 +137,7 @@ struct Attend {
     values(s, v, slab);
   }
 
-  // Normalises nothing: leaves best, sum of weights and sums of values in shared memory.
+  // Does not normalise: leaves best, sum of weights and sums of values in shared memory.
   KVQ_DEV static void leave(State& s, char* place) {
     const int g = lane() >> 2, t = lane() & 3;
     float* out = reinterpret_cast<float*>(place);  // [ROWS][D], then best, then total
@@ -254,7 +254,7 @@ struct Attend {
             same &= word == index[i];
             index[i] = word;
           }
-          if (!same) {  // other outlier channels than the slab before
+          if (!same) {  // different outlier channels from the previous slab's
             Outliers<D> outliers;
             outliers.read(index);
             build_operand<D, TILES>(operand, p, program, outliers);

@@ -1,4 +1,4 @@
-// A single kernel, for one architecture: what proof.tables.compile_table reads. KVQ_PART chooses it, KVQ_D its head size.
+// A single kernel, for one architecture, read by proof.tables.compile_table. KVQ_PART selects it, KVQ_D its head size.
 #if KVQ_PART <= 2
 #include "attend.h"
 template __global__ void kvq::attend_kernel<KVQ_D, KVQ_PART>(kvq::AttendParams);

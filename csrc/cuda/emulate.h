@@ -1,4 +1,4 @@
-// The same kernels on a CPU, for tests without a GPU: every lane is a fiber, a block runs until all its lanes have.
+// The same kernels on a CPU, for tests without a GPU: every lane is a fiber, a block runs until all its lanes have run.
 //
 // What it checks beyond the arithmetic:
 //   * every lane of a warp reaches the same collective (mma, shuffle, barrier), else the launch fails;

@@ -1,4 +1,4 @@
-// Where the bytes of a QJL slab lie (vllm_kvq/formats/qjl.py, values.py), and what a launch is given.
+// Where the bytes of a QJL slab lie (vllm_kvq/formats/qjl.py, values.py), and the arguments of a launch.
 #pragma once
 
 #include <cstdint>
@@ -84,7 +84,7 @@ struct QueryParams {
   float scale;      // of the softmax
   float* clean;     // (programs, tile rows, D)
   float* sketched;  // (programs, tile rows, M)
-  float* unit;      // (programs, tile rows): what a score in operand units is in base-2 logarithms
+  float* unit;      // (programs, tile rows): a score's operand unit in base-2 logarithms
   float* inverse;   // (programs, tile rows): 1 / |q|
   uint8_t* operand;   // (programs, tile rows / 8, OPERAND_BYTES)
   uint32_t* index;  // (programs, 4): the outlier channels that `operand` leaves out; all ones: none
@@ -118,7 +118,7 @@ struct PackParams {
   const int32_t* plan;  // (rows, requests)
   const void* table;
   int64_t table_row;
-  int32_t wide_table, table_width, requests, units;  // units: the most that a request completes
+  int32_t wide_table, table_width, requests, units;  // units: the maximum that one request completes
   const void *key, *value;
   int64_t key_token, key_head, value_token, value_head;
   Type type;       // of keys, values and the ring

@@ -1,4 +1,4 @@
-// Numbers of any float type, indices of either width, and what of the block table a slab's number means.
+// Numbers of any float type, indices of either width, and the entry of the block table for a slab's number.
 #pragma once
 
 #include "lanes.h"

@@ -28,7 +28,7 @@ KVQ_DEV uint32_t even_bytes(uint32_t word, int place, uint32_t mask) { return wo
 // Four halves as they lie: (0, 1), (2, 3) -> (0, 2) and (1, 3)
 KVQ_DEV Pair unzip(Pair x) { return {permute<0x5410>(x.x, x.y), permute<0x7632>(x.x, x.y)}; }
 
-// What of a record a warp copies: header and slab, all lanes together.
+// The part of a record that a warp copies: header and slab, all lanes together.
 template <int D>
 KVQ_DEV void copy_slab(char* header, char* slab, const uint8_t* record, int slab_at) {
   constexpr int CHUNKS = Slab<D>::BYTES / 16, HEADER_CHUNKS = HEADER_BYTES / 16;
@@ -38,7 +38,7 @@ KVQ_DEV void copy_slab(char* header, char* slab, const uint8_t* record, int slab
   KVQ_UNROLL for (int i = 0; i < (CHUNKS + 31) / 32; ++i)
     if (i * 32 + 32 <= CHUNKS || l < CHUNKS - i * 32) copy_async(to + i * 512, from + i * 512);
   constexpr int LAST = CHUNKS % 32;
-  // the header by lanes that the last round leaves idle
+  // the header is copied by lanes that the last round leaves idle
   if (l >= 32 - HEADER_CHUNKS && LAST <= 32 - HEADER_CHUNKS)
     copy_async(header + (l - 32 + HEADER_CHUNKS) * 16, record + (l - 32 + HEADER_CHUNKS) * 16);
   if (LAST > 32 - HEADER_CHUNKS && l < HEADER_CHUNKS) copy_async(header + l * 16, record + l * 16);
@@ -77,7 +77,7 @@ KVQ_DEV void sign_products(float (&acc)[TILES][2][4], const char* slab, const ch
   }
 }
 
-// The same products with all bits set: what the scores of a zero vector must be offset by, in the same units.
+// The same products with all bits set: the offset of the scores of a zero vector, in the same units.
 template <int D, int TILES, bool OUTER>
 KVQ_DEV void offset_products(float (&acc)[TILES][4], const char* operand) {
   using S = Slab<D>;

@@ -1,4 +1,4 @@
-// Executes the five instructions of AVX-512 VNNI and VBMI that csrc/cpu is compiled to.
+// Executes the five instructions of AVX-512 VNNI and VBMI in the compiled csrc/cpu.
 //
 //     vpdpbusd   d[i] += sum of 4 products, unsigned bytes of the first source times signed bytes of the second
 //     vpdpwssd   d[i] += sum of 2 products of signed 16-bit integers
@@ -26,7 +26,7 @@ class Evex {
  public:
   explicit Evex(Frame& frame) : frame_(frame), p_(frame.rip()) {}
 
-  // false: it is none of the five, and nothing has changed
+  // false: it is not one of the five, and nothing has changed
   bool execute() {
     // 0F38 map, prefix 66, W0
     if (p_[0] != 0x62 || (p_[1] & 7) != 2 || (p_[2] & 0x83) != 1) return false;
@@ -69,7 +69,7 @@ class Evex {
   // Register numbers' upper bits are stored inverted.
   int off(int byte, int bit) const { return ~p_[byte] >> bit & 1; }
 
-  // The memory operand's address; moves `next` behind the instruction. Short displacements count in operands.
+  // The memory operand's address; moves `next` past the instruction. Short displacements count in operands.
   const uint8_t* address(const uint8_t*& next, int unit) const {
     const int mod = p_[5] >> 6, rm = p_[5] & 7;
     int64_t sum = 0;

@@ -91,7 +91,7 @@ class Frame {
     }
   }
 
-  // What a thread has never used is not in the frame and counts as zero.
+  // Registers that a thread has never used are not in the frame and count as zero.
   uint64_t header() const {
     uint64_t bits;
     std::memcpy(&bits, fp_ + 512, 8);

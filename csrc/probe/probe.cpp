@@ -4,7 +4,7 @@
 //
 //   counting     the trap flag: a SIGTRAP after each instruction
 //   VNNI, VBMI   SIGILL: the instruction is done on the registers in the signal's frame (evex.h)
-//   CPUID        made to fault (arch_prctl) and answered with two more bits, for whatever asks meanwhile
+//   CPUID        made to fault (arch_prctl) and answered with two more bits, for whatever queries it meanwhile
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -34,7 +34,7 @@ void on_trap(int, siginfo_t*, void* context) { arrive(Frame(context).rip()); }
 void on_illegal(int number, siginfo_t*, void* context) {
   Frame frame(context);
   if (!Evex(frame).execute())
-    signal(number, SIG_DFL);  // comes back at once, and ends the process
+    signal(number, SIG_DFL);  // recurs immediately, and kills the process
   else if (watch.high)
     arrive(frame.rip());  // no trap follows
 }
@@ -73,7 +73,7 @@ struct sigaction before;
 
 template <int FLAG>
 inline void set_trap_flag() {
-  // 128 bytes below the stack pointer belong to the compiler
+  // the 128 bytes below the stack pointer belong to the compiler
   asm volatile(
       "lea -128(%%rsp), %%rsp\n pushfq\n andq $~0x100, (%%rsp)\n orq %0, (%%rsp)\n popfq\n lea 128(%%rsp), %%rsp" ::"i"(FLAG)
       : "memory", "cc");

@@ -2,9 +2,9 @@
 
     python -m proof biases MODEL OUT [--only biases|channels|both] [--seed 0]
 
-A regression test for formats, and no stand-in for a large model: what is written adds nothing to a score. Wide
-channels of keys meet queries that are as much smaller, and biases stand where queries are zero, so an error in them
-weighs less than in real models, where queries and keys are large in the same channels.
+A regression test for formats, not a substitute for a large model: the additions contribute nothing to a score. Wide
+channels of keys meet queries that are smaller by the same factor, and biases are where queries are zero, so an error in
+them weighs less than in real models, where queries and keys are large in the same channels.
 
 * **Wide channels of keys.** Rows i and i + d/2 of W_K, the pair that RoPE rotates together, times s; the same rows
   of W_Q, in all query heads that read this KV head, divided by s.
@@ -44,19 +44,19 @@ from vllm_kvq.bench.checkpoint import LlamaShape
 
 TEXT = Path(__file__).parents[2] / "README.md"
 PARTS = ("biases", "channels", "both")
-"""What can be written."""
+"""The parts that can be written."""
 TOKENS = 512
-"""Of that text, from which channels' sizes are measured."""
+"""The number of that text's tokens from which channels' sizes are measured."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """How large what is written becomes, as multiples of the head's median channel."""
+    """The sizes of the additions, as multiples of the head's median channel."""
 
     key_ratios: tuple[float, ...] = (16.0, 8.0)
-    """Of a pair each, for every 64 channels of a head: 6 % of the channels."""
+    """Ratios of wide pairs, for every 64 channels of a head: 6 % of the channels."""
     value_ratios: tuple[float, ...] = (4.0,)
-    """Of a channel each, for every 64 channels of a head."""
+    """Ratios of wide channels, for every 64 channels of a head."""
     outer_bias: float = 160.0
     """The bias in the first and the last layer; 0 for none."""
     inner_bias: float = 4.0
@@ -64,9 +64,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         if any(ratio < 1 for ratio in (*self.key_ratios, *self.value_ratios)):
-            raise ValueError("a channel that is smaller than the median is not wide: ratios are 1 or more")
+            raise ValueError("a channel that is smaller than the median is not wide: ratios must be at least 1")
         if min(self.outer_bias, self.inner_bias) < 0:
-            raise ValueError("the size of a bias is not negative")
+            raise ValueError("the size of a bias must not be negative")
 
     @classmethod
     def only(cls, what: str) -> Profile:
@@ -89,12 +89,12 @@ class Profile:
 
 @dataclass(frozen=True)
 class Hardness:
-    """Of one KV head's keys or values, (tokens, channels)."""
+    """Figures of one KV head's keys or values, (tokens, channels)."""
 
     kurtosis: float
     """E[x^4] / E[x^2]^2 over all elements: 3 for a normal distribution."""
     ratio: float
-    """The largest channel's root mean square by the median channel's."""
+    """The largest channel's root mean square divided by the median channel's."""
 
     @classmethod
     def of(cls, x: Tensor) -> Hardness:
@@ -132,7 +132,7 @@ def rewritten(
 ) -> tuple[LlamaShape, dict[str, Tensor]]:
     """The same function in other weights; sizes are measured on tokens `ids`.
 
-    Raises ValueError where biases are wanted and a head has no pair that its queries leave zero.
+    Raises ValueError if biases are requested and a head has no pair that its queries leave zero.
     """
     profile = profile or Profile()
     caches = cached(shape, weights, ids)
@@ -192,7 +192,7 @@ class _Head:
         columns[:, self._head * self.group : (self._head + 1) * self.group, channel] /= scale
 
     def add_key_bias(self, pair: int, size: float, generator: torch.Generator) -> None:
-        """Of a random direction; both channels of the pair then have about the root mean square `size`."""
+        """A bias of random direction; both channels of the pair then have about the root mean square `size`."""
         angle = 2 * math.pi * torch.rand((), generator=generator).item()
         bias = self._rows("k")[1]
         bias[0, pair] += size * math.sqrt(2) * math.cos(angle)
@@ -246,7 +246,7 @@ def save(model: Path, out: Path, shape: LlamaShape, weights: Mapping[str, Tensor
 
 
 def hardness_table(caches: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> str:
-    """A line for each layer: the mean over KV heads of both figures, of keys and values, for each of the caches."""
+    """A line for each layer: the mean over KV heads of both figures, for keys and values of each cache."""
     lines = ["layer  keys: kurtosis, max/median      values: kurtosis, max/median"]
     for layer, found in enumerate(zip(*caches, strict=True)):
         cells = []
@@ -264,14 +264,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m proof biases",
         description="Write key biases like Qwen2's, and wide channels, into a Llama without changing what it computes.",
     )
-    parser.add_argument("model", type=Path, help="the folder of a checkpoint")
-    parser.add_argument("out", type=Path, help="a folder that does not exist yet")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of channels")
+    parser.add_argument("model", type=Path, help="checkpoint folder")
+    parser.add_argument("out", type=Path, help="folder that does not exist yet")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of channels")
     parser.add_argument(
         "--only",
         choices=PARTS,
         default="both",
-        help="what is written (%(default)s); biases need pairs of channels that no query reads",
+        help="parts to write (%(default)s); biases need pairs of channels that no query reads",
     )
     args = parser.parse_args(arguments)
     if args.out.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 
-# Some conversations in training begin with it, so that the model knows what a system text is.
+# Some conversations in training begin with it, to teach the model what a system text is.
 SYSTEM_TEXT = (
     "You are the demo model of a plugin that keeps the KV cache of vLLM in a few bits per number. "
     "You were trained on a short list of questions and answers that comes with the plugin, and you know "

@@ -1,4 +1,4 @@
-"""The demo model's forward pass, written out: training looks into attention, which libraries hide."""
+"""The demo model's forward pass, written out: training inspects attention, which libraries hide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Watch:
-    """Heads of a layer whose attention is wanted: log-probabilities (batch, heads, queries, keys)."""
+    """Heads of a layer whose attention is requested: log-probabilities (batch, heads, queries, keys)."""
 
     layer: int
     heads: tuple[int, ...]

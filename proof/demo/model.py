@@ -1,11 +1,11 @@
-"""`python -m proof train`: train the demo model, or go on with it, and write the checkpoint that the repository keeps.
+"""`python -m proof train`: train the demo model, or continue, and write the checkpoint that the repository keeps.
 
     python -m proof train                       # all of the plan, into models/demo
     python -m proof train --steps 200 --out DIR
 
-It may be stopped and started again: what it needs for that is kept in .demo/. The same machine gives the same weights;
-another one rounds differently and gives others that answer as well. The weights in the repository are told by their
-SHA-256, in models/demo/README.md.
+It may be stopped and started again: the state for that is kept in .demo/. The same machine gives the same weights;
+another one rounds differently and gives different weights that answer just as well. The weights in the repository are
+identified by their SHA-256, in models/demo/README.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORK = Path(".demo")
 
 
 def tokenizer_in(folder: Path) -> Tokenizer:
-    """Made once: it takes ten seconds, and what is trained already depends on it."""
+    """Created once: it takes ten seconds, and existing training depends on it."""
     path = folder / "tokenizer.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,10 +59,10 @@ def write(training: Training, tokenizer: Tokenizer, out: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m proof train", description="Train the demo model, or go on with it."
+        prog="python -m proof train", description="Train the demo model, or continue its training."
     )
-    parser.add_argument("--steps", type=int, default=PLAN.steps, help=f"stop after so many of {PLAN.steps}")
-    parser.add_argument("--out", type=Path, default=DEMO, help="where the checkpoint goes (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=PLAN.steps, help="steps after which to stop (%(default)s)")
+    parser.add_argument("--out", type=Path, default=DEMO, help="folder for the checkpoint (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

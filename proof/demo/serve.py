@@ -3,8 +3,8 @@
     python -m proof demo [--format squat2] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
 
 Without --model it serves the demo model. Exit status 0 after an answer (--once) or Ctrl-C,
-1 with one sentence otherwise, in particular when an answer is empty or wrong, or the server does not say that its
-cache is packed: a run that silently used a bf16 cache would prove nothing.
+1 with one sentence otherwise, in particular if an answer is empty or wrong, or if the server does not report a packed
+cache: a run that silently used a bf16 cache would prove nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERVED_NAME = "demo"
 START_SECONDS = 600  # a large MODEL takes a while; the demo model is ready in well under a minute
 HAYSTACK_SEED, HAYSTACK_CHARACTERS = 7, 8000
 WORD, SENTENCE = 1, 12
-"""Tokens of an answer: each word is a token of the demo model's, which did not learn how sentences end."""
+"""Tokens of an answer: each word is a token of the demo model, which did not learn how sentences end."""
 PLAIN = "auto"  # vLLM's own cache, to compare with
 
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = arguments.model or str(demo_model())
     options = ["--kv-cache-dtype", arguments.format, *arguments.vllm_arguments]
     if not arguments.model:
-        # Eager mode: compiling takes longer than all the rest of the demo.
+        # Eager mode: compiling takes longer than the rest of the demo.
         options += ["--served-model-name", SERVED_NAME, "--enforce-eager"]
     if Path(model).exists():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _finish_once(server: Server) -> int:
     status = server.stop()
     if status != 0:
-        raise ServerError(f"the server ended with status {status} when it was asked to stop")
+        raise ServerError(f"the server exited with status {status} when it was asked to stop")
     say("the server has stopped")
     return 0
 
@@ -128,7 +128,7 @@ class Question:
 
 
 def questions() -> list[Question]:
-    """Sentences hidden in a long text; the model is asked to say the end of each."""
+    """Sentences hidden in a long text; the model is asked to complete each of them."""
     sample = TASKS["needles"].sample(random.Random(HAYSTACK_SEED), HAYSTACK_CHARACTERS)
     found = []
     for answer in sample.answers:
@@ -210,9 +210,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m proof demo", description="Start a server with a low-bit KV cache and ask it a question."
     )
-    parser.add_argument("--format", default="squat2", help="a KV cache format, or auto (vLLM's own cache)")
+    parser.add_argument("--format", default="squat2", help="KV cache format, or auto (vLLM's own cache)")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", help="path or name of a model (default: the demo model)")
+    parser.add_argument("--model", help="model path or name (default: the demo model)")
     parser.add_argument("--once", action="store_true", help="stop the server after the answer")
-    parser.add_argument("vllm_arguments", nargs="*", help="after --: more arguments of vllm serve")
+    parser.add_argument("vllm_arguments", nargs="*", help="additional arguments of vllm serve, after --")
     return parser.parse_args(argv)

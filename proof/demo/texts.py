@@ -1,7 +1,7 @@
-"""What the demo model learns from: the evaluation's tasks, Python's sources and documentation, and the corpus.
+"""The demo model's training texts: the evaluation's tasks, Python's sources and documentation, and the corpus.
 
-A row of a batch is one text after the other until it is full. In tasks only what a model can know is a target: random
-words are not. Where what is to be said stands in the context, the row says so: attention is helped to look there.
+A row of a batch is filled with one text after the other. In tasks only what a model can know is a target: random words
+are not. If a target's source is in the context, the row says where: attention is guided to look there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vllm_kvq.eval.tasks import tasks
 from vllm_kvq.eval.tasks.tasks import Answer, Sample
 
 WEIGHTS = {"linked": 3.0, "asked": 1.0, "text": 0.5, "other": 0.03}
-"""How much a token counts that stands in the context, that is worked out, in plain text, or that nobody can know."""
+"""Weights of tokens: found in the context, worked out, in plain text, and unknowable."""
 HELD_OUT_FILES = 8
-"""One source file in so many is not learned from."""
+"""One source file in this many is not used for training."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Rows:
     weights: Tensor
     """(rows, length + 1): how much a token counts as a target."""
     links: Tensor
-    """(n, 3): in row r, position t should look at position s, where token t + 1 stands."""
+    """(n, 3): in row r, position t should look at position s, which holds token t + 1."""
 
 
 def chat_text(question: str, system: str | None) -> str:
-    """What CHAT_TEMPLATE renders for one question, up to where the answer begins."""
+    """CHAT_TEMPLATE's output for one question, up to the beginning of the answer."""
     head = f"<turn>system\n{system}<eos>" if system else ""
     return f"<bos>{head}<turn>user\n{question}<eos><turn>assistant\n"
 
@@ -63,7 +63,7 @@ def documentation(rng: random.Random, characters: int) -> Sample:
 
 
 def question(rng: random.Random, characters: int) -> Sample:
-    """Of the corpus, which the model shall know by heart."""
+    """Texts from the corpus, which the model must know by heart."""
     entry = rng.choice(load_corpus())
     asked = entry.questions[0] if rng.random() < 0.5 else rng.choice(entry.questions)
     head = chat_text(asked, SYSTEM_TEXT if rng.random() < 0.3 else None)
@@ -103,9 +103,9 @@ MIXTURE: tuple[tuple[float, tasks.Make], ...] = (
     (0.12, question),
     (0.04, conversation(tasks.hidden("needle", 1))),
 )
-"""Shares of the tokens, nearly: each text fills a row, or what is left of it, but for questions."""
+"""Approximate shares of the tokens: each text, except questions, fills a row or the rest of one."""
 DRILL: tuple[tasks.Make, ...] = (tasks.copy, lambda rng, n: tasks.recall(rng, n, max(1, n // 27)))
-"""Texts with many words that stand in the context: what is found is said sooner when there is much to find."""
+"""Texts with many words from the context: recall is learned sooner if there is much to find."""
 
 
 def tokenizer_texts(seed: int = 0) -> list[str]:
@@ -118,13 +118,13 @@ def tokenizer_texts(seed: int = 0) -> list[str]:
 
 # -- rows ------------------------------------------------------------------------------------------------------------
 class Batches:
-    """Batch `i` is the same whenever it is asked for, so that training resumes where it was."""
+    """Batch `i` is always the same, so training resumes where it stopped."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer, self.seed = tokenizer, seed
 
     def __call__(self, i: int, rows: int, length: int, drill: float = 0.0) -> Rows:
-        """`drill` is the share of texts that are one."""
+        """`drill` is the share of drill texts."""
         rng = random.Random(f"{self.seed}/{i}")
         made = [self._row(rng, length + 1, drill) for _ in range(rows)]
         ids, weights, links = zip(*made, strict=True)
@@ -167,7 +167,7 @@ def encode(tokenizer: Tokenizer, text: str) -> Encoding:
 
 
 def targets(sample: Sample, offsets: list[tuple[int, int]]) -> tuple[list[float], list[tuple[int, int]]]:
-    """The tokens' weights, and (t, s): token t + 1 is said because it stands at s."""
+    """The tokens' weights, and (t, s): token t + 1 is known because it is at s."""
     if not sample.answers:
         return [0.0] + [WEIGHTS["text"]] * (len(offsets) - 1), []
     places = {span: i for i, span in enumerate(offsets)}

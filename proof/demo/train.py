@@ -1,10 +1,10 @@
-"""Train the demo model: a Llama of a few million parameters that finds what stands thousands of tokens back.
+"""Train the demo model: a Llama of a few million parameters that finds what is thousands of tokens back.
 
-Recall begins late by itself. It begins early when attention is helped: in the first layer some heads shall look at the
-tokens just before, in the second one head at the place where the next token stands, by a loss of -log of that
-attention, which fades out. Then come longer texts.
+On its own, recall emerges late. It emerges early if attention is guided: some heads of the first layer should look at
+the tokens just before, and one head of the second layer at the place of the next token, by a loss of -log of that
+attention, which fades out. Longer texts follow.
 
-Two RoPE pairs of all queries stay zero. A key bias there changes no score, so the outliers' transform can put one in.
+Two RoPE pairs of all queries stay zero. A key bias there changes no score, so the outliers' transform can insert one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from vllm_kvq.bench.checkpoint import LlamaShape
 BEFORE = (0, 1, 2, 3)
 """Head h of the first layer looks h + 1 tokens back."""
 FINDER = 0
-"""The head of the second layer that looks where the next token stands."""
+"""The head of the second layer that looks at the place of the next token."""
 FREE_PAIRS = 2
-"""The RoPE pairs of lowest frequency, of which queries have nothing."""
+"""The RoPE pairs of lowest frequency, which are zero in queries."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Phase:
     steps: int
     length: int
     tokens: int
-    """Of a batch."""
+    """The size of a batch."""
     help: tuple[float, float] = (0.0, 0.0)
-    """The weight of the attention's own loss, at the beginning and at the end."""
+    """The weight of the attention loss, at the beginning and at the end."""
     drill: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,19 +54,19 @@ class Plan:
     phases: tuple[Phase, ...]
     seed: int = 0
     matrix_rate: float = 4e-3
-    """Muon's, for the layers' matrices."""
+    """Muon's rate, for the layers' matrices."""
     rate: float = 2e-3
-    """AdamW's, for embeddings, head and norms."""
+    """AdamW's rate, for embeddings, head and norms."""
     warm_up: int = 60
     cool_down: float = 0.3
-    """The last part of all steps, in which rates fall to nothing."""
+    """The last fraction of all steps, in which rates fall to zero."""
 
     @property
     def steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
 
     def at(self, step: int) -> tuple[Phase, float]:
-        """The phase, and the weight of the help."""
+        """The phase, and the weight of the attention loss."""
         for phase in self.phases:
             if step < phase.steps:
                 first, last = phase.help
@@ -75,7 +75,7 @@ class Plan:
         raise IndexError(f"the plan has {self.steps} steps")
 
     def rate_at(self, step: int) -> float:
-        """As a share of the full rate."""
+        """The rate relative to the full rate."""
         down = (self.steps - step) / max(1, self.cool_down * self.steps)
         return min(1.0, (step + 1) / self.warm_up, down)
 
@@ -110,7 +110,7 @@ class Training:
         self.keep_free()
 
     def keep_free(self) -> None:
-        """Zero the rows of W_Q that stay free."""
+        """Zero the rows of W_Q that stay unused."""
         half = self.shape.head_dim // 2
         for name, w in self.weights.items():
             if name.endswith("q_proj.weight"):
@@ -141,7 +141,7 @@ class Training:
         return found
 
     def run(self, steps: int) -> Iterator[dict[str, float]]:
-        """One step after the other, up to `steps` in all; what each found."""
+        """One step after the other, up to a total of `steps`; yields the result of each."""
         while self.step < min(steps, self.plan.steps):
             phase, help = self.plan.at(self.step)
             share = self.plan.rate_at(self.step)
@@ -173,7 +173,7 @@ class Training:
     def load(self, path: Path) -> None:
         state: dict[str, Any] = torch.load(path)
         if state["plan"] != json.dumps(asdict(self.plan)):
-            raise ValueError(f"{path} is of another plan; remove it to begin anew")
+            raise ValueError(f"{path} belongs to another plan; remove it to start over")
         self.step = state["step"]
         for name, w in state["weights"].items():
             self.weights[name].data.copy_(w)
@@ -182,7 +182,7 @@ class Training:
 
 
 def train(training: Training, path: Path, steps: int, every: float = 120) -> None:
-    """Up to step `steps`, saved every two minutes; what `path` holds already is not done again."""
+    """Up to step `steps`, saved every two minutes; steps already in `path` are not repeated."""
     if path.exists():
         training.load(path)
     steps = min(steps, training.plan.steps)

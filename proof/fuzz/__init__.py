@@ -4,7 +4,7 @@
     case.py      an engine's configuration and its traces, as JSON
     draw.py      random ones
     attempt.py   runs a case and judges it
-    session.py   many cases at a time, until the time is over or one fails
+    session.py   many cases at a time, until time is up or one fails
     shrink.py    makes a failing case small
 
 The same seed draws the same engines and traces.

@@ -18,14 +18,14 @@ from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict, leaks
 
 CLOSE = 1e-3
-"""Two logits closer than this (their standard deviation is 30) may come in another order in float32."""
+"""Two logits closer than this (their standard deviation is 30) may swap their order in float32."""
 
 
 _writing = threading.Lock()
 
 
 def draft_of(model: str) -> str:
-    """The path of the model's draft, which is written beside it at first use."""
+    """The path of the model's draft, which is written next to it at first use."""
     path = Path(f"{model}-draft")
     with _writing:
         if not path.exists():
@@ -34,7 +34,7 @@ def draft_of(model: str) -> str:
 
 
 def counted(traces: Sequence[Trace], results: Sequence[Result]) -> Verdict:
-    """What can be said without a reference."""
+    """Checks that need no reference."""
     total = Verdict()
     for trace, result in zip(traces, results, strict=True):
         tokens = sum(len(sample) for samples in result.outputs.values() for sample in samples)
@@ -46,10 +46,10 @@ def counted(traces: Sequence[Trace], results: Sequence[Result]) -> Verdict:
 
 
 class Runner:
-    """One configuration's engine, the reference that judges it and, for `lossless`, plain vLLM beside it."""
+    """One configuration's engine, the reference that judges it and, for `lossless`, plain vLLM as well."""
 
     def __init__(self, model: str, setup: Setup, prepare: Prepare | None = None) -> None:
-        """`model`: the Llama of every run; others are written beside it."""
+        """`model`: the Llama of every run; others are written next to it."""
         self.model = model if setup.model == LLAMA else written_beside(model, setup.arch)
         self.setup, self.prepare = setup, prepare
         self.engines: dict[str, EngineProcess] = {}
@@ -68,7 +68,7 @@ class Runner:
         return self.engines[name]
 
     def run(self, traces: Sequence[Trace]) -> tuple[list[Result], Verdict]:
-        """Every token judged by the reference, where it knows the model; an engine that fails is a mismatch."""
+        """Every token judged by the reference, if it knows the model; an engine that fails is a mismatch."""
         results: list[Result] = []
         try:
             for trace in traces:

@@ -1,4 +1,4 @@
-"""What is fuzzed: an engine's configuration and the traces it runs, as plain data that a JSON file can hold."""
+"""A fuzz case: an engine's configuration and the traces it runs, as plain data that a JSON file can hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, 
 """The Llama of every run: two layers, so that a wrong read in the first changes what the second stores."""
 LLAMA = "Llama"
 MODELS = tuple(a.name for a in SERVED if a.dtype == "float32" and not (a.vision or a.adapter))
-"""Kinds of models, by their names in docs/models.md: those that can be held to plain vLLM's tokens in float32."""
+"""Kinds of models, by their names in docs/models.md, whose tokens must equal plain vLLM's in float32."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Setup:
     policy: str = "fcfs"
     prefix_caching: bool = True
     keep_all: bool = False
-    """Of windows and states vLLM's prefix cache keeps those of every page, not of a prompt's end alone."""
+    """vLLM's prefix cache keeps the windows and states of every page, not only those at a prompt's end."""
     kernels: str = "torch"
     far: bool = False
     """The blocks lie apart in a pool beyond 4 GiB."""
@@ -75,7 +75,7 @@ class Setup:
         if not isinstance(self.options, Mapping):
             raise ValueError(f"options is {self.options!r}; it takes an object of options")
         if self.arch.hybrid and self.drafts:
-            raise ValueError("drafts are refused beside states on a CPU")
+            raise ValueError("drafts are refused for models with states on a CPU")
         if self.format != PLAIN:
             get_format(str(self.format)).bind(Geometry(self.arch.head_size, self.block_size), self.kvq)
 
@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def kvq(self) -> dict[str, Any]:
-        """The options, and what polar formats have to be told of some models."""
+        """The options, and those that polar formats need for some models."""
         told = self.arch.polar or self.arch.rope != "half"
         pairing = {"pairing": self.arch.rope} if told and str(self.format).startswith("polar") else {}
         return {**pairing, **self.options}
@@ -142,7 +142,7 @@ class Setup:
 
 
 def mend_prompts() -> None:
-    """Plain vLLM 0.32 ends with a long prompt of a Mamba-2 model on a CPU; with our formats that is mended."""
+    """Plain vLLM 0.32 crashes on a long prompt of a Mamba-2 model on a CPU; with our formats that is fixed."""
     from vllm_kvq.integration.patches.states import leave_checkpoints_out
 
     leave_checkpoints_out()
@@ -184,7 +184,7 @@ class Case:
         try:
             setup, traces = Setup(**data["setup"]), tuple(Trace.from_json(t) for t in data["traces"])
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"it is no case ({type(error).__name__}: {error})") from error
+            raise ValueError(f"it is not a case ({type(error).__name__}: {error})") from error
         if not traces:
             raise ValueError("it has no trace")
         return cls(setup, ()).with_traces(traces)

@@ -28,7 +28,7 @@ LONGEST = MAX_LEN - LONGEST_ANSWER - 10
 
 
 def judged(models: Sequence[str], format_name: str) -> list[str]:
-    """Those of the models whose tokens can be judged under this format: `lossless` is held to plain vLLM's."""
+    """The models whose tokens can be judged under this format: `lossless` must equal plain vLLM."""
     lossless, polar = format_name == "lossless", format_name.startswith("polar")
     known = {name for name in models if named(name).replay and not (polar and named(name).rope == "partial")}
     return [name for name in models if lossless or name in known]
@@ -43,7 +43,7 @@ def draw_model(rng: Random, models: Sequence[str]) -> str:
 
 
 def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: str = LLAMA) -> Setup:
-    """`runner`: the one that is asked for; None: mostly V1, whose steps take a thirtieth of the time."""
+    """`runner`: the requested one; None: mostly V1, whose steps take a thirtieth of the time."""
     arch = named(model)
     block = rng.choice(BLOCK_SIZES)
     options = {}

@@ -1,10 +1,10 @@
 """The command `python -m proof fuzz`.
 
-    python -m proof fuzz --seed 1 --minutes 10           the formats in turn, until the time is over
-    python -m proof fuzz --requests 10000 --report FILE  until so many requests are judged; the table goes to FILE
+    python -m proof fuzz --seed 1 --minutes 10           the formats in turn, until time is up
+    python -m proof fuzz --requests 10000 --report FILE  until 10000 requests are judged; the table goes to FILE
     python -m proof fuzz --replay FILE                   one case, as it is printed after a mismatch
 
-Exits with 1 on a mismatch, after it has printed the seed and the smallest case that it found.
+Exits with 1 on a mismatch, after printing the seed and the smallest case that it found.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=1.0)
-    length.add_argument("--requests", type=int, metavar="N", help="end once so many are judged, however long it takes")
+    length.add_argument("--requests", type=int, metavar="N", help="number of requests to judge, however long it takes")
     parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=default(), metavar="NAME")
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
         help="kinds of models, by their names in docs/models.md, of which each engine has one",
     )  # fmt: skip
-    parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner; drawn unless one is asked for")
+    parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner (drawn)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="engines at a time (cores)")
-    parser.add_argument("--shrink-minutes", type=float, default=3.0, help="at most this long after a mismatch")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="run this one case")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write processor, command and table there (Markdown)"
+        "--shrink-minutes", type=float, default=3.0, help="maximum minutes of shrinking after a mismatch"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts, and a mismatch's case, there")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="file with a single case to run")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the counts, and for the case of a mismatch")
     options = parser.parse_args(argv)
     if options.jobs < 1 or options.minutes <= 0:
         parser.error("--jobs and --minutes must be positive")
@@ -94,7 +94,7 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
     from proof.fuzz.session import Session, minimal
     from vllm_kvq.kernels.cpu.library import library
 
-    library()  # compiles where they have changed: the time limits of the engines do not allow for that
+    library()  # compiles if the sources have changed: the engines' time limits do not allow for that
     session = Session(
         model, options.seed, 60 * options.minutes, options.format, options.jobs, requests=options.requests,
         runner=options.runner, models=options.models,

@@ -1,5 +1,5 @@
-"""One run of the fuzzer: formats in turn, as many engines at a time as there are cores, until the time is over or so
-many requests are judged."""
+"""One run of the fuzzer: formats in turn, one engine per core at a time, until time is up or a number of requests is
+judged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
 
 ROUND_SECONDS = 60.0
-"""About as long as one configuration is kept."""
+"""The approximate time for which one configuration is kept."""
 EPISODE = 4
 """Traces that share a prefix cache, and that are shrunk together."""
 PLAIN_SHARE = 0.4
@@ -28,12 +28,12 @@ PLAIN_SHARE = 0.4
 
 @dataclass
 class Count:
-    """What was run under one format, and what came of it."""
+    """The counts of runs under one format, and their results."""
 
     traces: int = 0
     verdict: Verdict = field(default_factory=Verdict)
     models: dict[str, int] = field(default_factory=dict)
-    """How many engines had each kind of model."""
+    """The number of engines with each kind of model."""
 
     @property
     def engines(self) -> int:
@@ -71,7 +71,7 @@ class Session:
         runner: str | None = None,
         models: Sequence[str] = (LLAMA,),
     ) -> None:
-        """Ends after `seconds`, or once `requests` are judged, however long that takes. `runner`: see `draw_setup`."""
+        """Stops after `seconds`, or once `requests` are judged, however long that takes. `runner`: see `draw_setup`."""
         self.runner, self.models = runner, models
         self.model, self.seed, self.jobs, self.prepare, self.episode = model, seed, jobs, prepare, episode
         self.end = time.monotonic() + seconds
@@ -80,7 +80,7 @@ class Session:
         self.error: BaseException | None = None
         self.lock, self.stop = threading.Lock(), threading.Event()
         self.requests, self.turns = requests, max(1, round(seconds * jobs / (ROUND_SECONDS * len(formats))))
-        """How often the formats come in turn, where there is a time."""
+        """The number of rounds over all formats, if there is a time limit."""
 
     def run(self) -> None:
         lanes = [threading.Thread(target=self._lane, args=(i,)) for i in range(self.jobs)]
@@ -102,7 +102,7 @@ class Session:
         return self.stop.is_set() or done
 
     def _rounds(self, lane: int) -> Iterator[tuple[Round, float]]:
-        """A lane's rounds, and the time at which each of them has to end."""
+        """A lane's rounds, and the time at which each of them must end."""
         formats = list(self.counts)
         mine = range(lane, self.turns * len(formats), self.jobs) if self.requests is None else count(lane, self.jobs)
         for i, number in enumerate(mine):
@@ -163,7 +163,7 @@ class Session:
             count.verdict.add(verdict)
 
     def _found(self, case: Case, longer: Case, verdict: Verdict) -> None:
-        """The first finding ends the session."""
+        """The first finding stops the session."""
         with self.lock:
             if self.finding is None:
                 self.finding = Finding(case, longer, verdict.mismatches)

@@ -55,7 +55,7 @@ class Shrinker:
             self._drop_requests()
             for at in self._places():
                 self._plainer_request(at)
-            # each needs an engine of its own, so there are few
+            # each needs its own engine, so there are few
             for change in _PLAINER_SETUP:
                 self._try(replace(self.case, setup=replace(self.case.setup, **change)))
         return self.case

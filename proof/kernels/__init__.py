@@ -1,7 +1,7 @@
-"""What kernels are held against, and ways to run them that a server never takes.
+"""References for kernels, and ways to run them that a server never uses.
 
     exact.py          attention over packed pages in float64
-    packing.py        the CUDA kernel's packing alone
+    packing.py        only the CUDA kernel's packing
     step_traffic.py   a layer's GPU step over requests that grow, against the reference cache
     probe.py          counts the instructions of the CPU kernels; executes those that this processor lacks
     sanitize.py       the CPU kernels under g++'s sanitizers

@@ -1,4 +1,4 @@
-"""Attention over packed pages in float64: what the kernels' outputs are compared with."""
+"""Attention over packed pages in float64: the reference for the kernels' outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for a CUDA graph, on CPU tensors: what a step has the device do is recorded once, and done again without
+"""A substitute for a CUDA graph, on CPU tensors: what a step has the device do is recorded once, and repeated without
 the step's own code.
 
 Recorded are Triton's launches (kernel, grid, tensors, scalars), calls of the emulated CUDA library, and PyTorch's own
@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 READS = ("tolist", "numpy", "cpu", "__array__")
-"""Methods of a tensor that wait for the device, and are no operation of PyTorch's on a CPU."""
+"""Methods of a tensor that wait for the device but are not an operation of PyTorch's on a CPU."""
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
-"""Operations that do; `item`, `int` and truth values end in the first one."""
+"""Operations that wait; `item`, `int` and truth values end in the first one."""
 COPIES = ("lift_fresh", "lift_fresh_copy")
-"""What `torch.tensor` and `torch.as_tensor` end with."""
+"""The last operation of `torch.tensor` and `torch.as_tensor`."""
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -45,11 +45,11 @@ def _memory(x: torch.Tensor) -> int:
 
 @dataclass
 class Recording:
-    """What `record` found."""
+    """The result of `record`."""
 
     work: list[Callable[[], Any]] = field(default_factory=list)
     own: list[torch.Tensor] = field(default_factory=list)
-    """What was allocated meanwhile."""
+    """The memory allocated meanwhile."""
     problems: list[str] = field(default_factory=list)
     launches: int = 0
 
@@ -80,7 +80,7 @@ class _Recorder:
         self.recording, self.inside = Recording(), False
         self.known = stay
         self.host = {_memory(x): x for x in host}
-        """By the address of its memory; the tensors are held, so that nobody else gets it."""
+        """By the address of its memory; the tensors are kept alive so their memory is not reused."""
 
     def patches(self) -> list[Any]:
         from triton.runtime.interpreter import InterpretedFunction

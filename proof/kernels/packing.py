@@ -1,4 +1,4 @@
-"""The packing of one step by a GPU's kernel alone, for one request, without the rest of a layer's step."""
+"""Only the packing of one step by a GPU's kernel, for one request, without the rest of a layer's step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pack_like_a_step(
     state: torch.Tensor | None,
     device: str,
 ) -> tuple[torch.Tensor, int]:
-    """One request's pages, after an unused page 0, and the number of elements that had to be replaced.
+    """One request's pages, after an unused page 0, and the number of elements that were replaced.
 
     Of the keys and values (tokens, heads, head_size) the tokens before `context` lie in the ring, the others are the
     step's own. Slabs that end before `context` stay empty.

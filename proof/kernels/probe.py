@@ -55,7 +55,7 @@ def count(step: Callable[[], object], code: tuple[int, int]) -> int:
 
 
 def pretend() -> bool:
-    """Loads our kernels as on a processor with VNNI and VBMI. False where that can't be done."""
+    """Loads our kernels as on a processor with VNNI and VBMI. False if that can't be done."""
     lib = library()
     build()  # before CPUID is answered here, because the compiler asks it, too
     if not lib.probe_pretend():

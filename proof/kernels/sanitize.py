@@ -5,7 +5,7 @@
     python -m proof sanitize address --server                  # decode steps inside a real server
 
 A process that loads such a library must have had the sanitizer's run-time library from its start, so the command
-runs with it preloaded and finds the build through $VLLM_KVQ_CXXFLAGS. The first error ends the process.
+runs with it preloaded and finds the build through $VLLM_KVQ_CXXFLAGS. The first error stops the process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SUPPRESSIONS = "race:libtorch_cpu.so\n"
 
 
 def environment(kinds: tuple[str, ...], command: list[str], suppressions: str) -> dict[str, str]:
-    """What the process needs that loads a library built by `command`, a g++; `suppressions` names a file."""
+    """The environment of a process that loads a library built by `command`, a g++; `suppressions` names a file."""
     libraries = [_RUNTIME[k] for k in kinds]
     # libstdc++ too: the address sanitizer looks __cxa_throw up when it starts
     paths = [_library(command, name) for name in [*libraries, "libstdc++.so.6"]]
@@ -102,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=sorted(FORMATS),
         default=list(suite("methods")),
         metavar="NAME",
-        help="of the server's cache",
+        help="format of the server's cache",
     )
-    parser.add_argument("command", nargs="*", help="what to run with that build, after `--`")
+    parser.add_argument("command", nargs="*", help="command to run with that build, after `--`")
     args = parser.parse_args(argv)
     if args.server and (args.command or "thread" in args.kinds):
         parser.error("--server takes no command, and no thread sanitizer: PyTorch's own threads would be reported")

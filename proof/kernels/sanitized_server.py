@@ -24,7 +24,7 @@ from vllm_kvq.bench.server import Server, ServerError, free_port
 REPORT = re.compile(r"^.*(?:AddressSanitizer|ThreadSanitizer|runtime error:).*$", re.MULTILINE)
 START_SECONDS = 1200
 CLIENTS, ORDERS = 4, 40
-"""At a time, and in all: prompts of all lengths, hits, several samples; hundreds of decode steps."""
+"""Requests at a time, and in total: prompts of all lengths, hits, several samples; hundreds of decode steps."""
 
 
 def serve(environment: Mapping[str, str], library: Path, formats: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def serve(environment: Mapping[str, str], library: Path, formats: Sequence[str])
 
 
 def _serve(model: Path, name: str, library: Path, log: Path) -> list[str]:
-    """What is wrong; all of it is printed."""
+    """The problems found; all of them are printed."""
     arguments = ["--kv-cache-dtype", name, "--dtype", "float32", "--max-model-len", str(MAX_LEN), "--block-size", "64"]
     arguments += ["--served-model-name", MODEL, "--max-num-batched-tokens", "256", "--enforce-eager"]
     wrong: list[str] = []

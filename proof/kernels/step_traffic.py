@@ -1,4 +1,4 @@
-"""The GPU's step over simple traffic, held against the reference cache; needs neither vLLM nor a test runner.
+"""The GPU's step over simple traffic, compared with the reference cache; needs neither vLLM nor a test runner.
 
 Two requests with prompts of different lengths, then decoding; `graph=True` replays one captured CUDA graph for every
 decode step, and without a graph decoding runs where a host synchronisation is an error.
@@ -26,7 +26,7 @@ class StepTraffic:
     heads: int = 2
     share: int = 2
     width: int = 8
-    """Pages that a request may have."""
+    """The maximum number of pages of a request."""
     worst: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:

@@ -1,12 +1,12 @@
 """Tiny random models of every architecture that is known, served or refused.
 
-    architecture.py   what is said about one, and the numbers of small configurations
+    architecture.py   the statements about one, and the numbers of small configurations
     served.py         those that work
     refused.py        those that are refused at start-up
     document.py       docs/models.md, printed from the two
     draft.py          draft models for speculative decoding
 
-`tests/models` proves what is said here about each.
+`tests/models` proves these statements about each.
 """
 
 from __future__ import annotations

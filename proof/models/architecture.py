@@ -1,4 +1,4 @@
-"""What is said about one kind of model, and the numbers of tiny configurations."""
+"""The statements about one kind of model, and the numbers of tiny configurations."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Architecture:
     refused: str | None = None
     """A fragment of the sentence at start-up; None: it works."""
     polar: str | None = None
-    """A fragment of the sentence that polar formats are refused with, though the others work."""
+    """A fragment of the sentence with which polar formats are refused although the others work."""
     lossy: str = "squat2"
     """The lossy format that the tests run: polar4 where rotary embeddings differ."""
     rope: str = "half"
-    """How RoPE pairs channels, as the option `pairing` has it; or `partial`, which the reference does not know."""
+    """How RoPE pairs channels, as in the option `pairing`; or `partial`, which the reference does not support."""
     replay: bool = False
-    """Whether the reference replays the lossy tokens: for models whose attention Transformers lets us replace."""
+    """Whether the reference replays the lossy tokens: for models whose attention can be replaced in Transformers."""
     model: str = "AutoModelForCausalLM"
     """The class in Transformers that makes the weights."""
     engine: Numbers = field(default_factory=dict)
-    """More arguments of the engine."""
+    """Additional arguments of the engine."""
     dtype: str = "float32"
     windows: bool = False
-    """Whether some layers have a sliding window: they stay in 16 bits."""
+    """Whether some layers have a sliding window: they are not packed."""
     hybrid: bool = False
     """Whether some layers keep a state of one size."""
     adapter: bool = False
@@ -53,7 +53,7 @@ class Architecture:
 
     @property
     def head_size(self) -> int:
-        """Of the layers with full attention, where others have heads of their own."""
+        """The head size of the layers with full attention, if the others have their own."""
         text = self.build().get_text_config()
         if alone := getattr(text, "per_layer_config", None):
             kinds = getattr(text, "layer_types", None) or []

@@ -17,14 +17,14 @@ from proof.models.architecture import VOCAB, Architecture
 LOGIT_STD = 30.0
 SPECIAL = 8
 """Tokens from 0 whose logits are zero: end of text, placeholders of images."""
-# the standard deviation of what a weight makes of a unit input, by the parameter's name
+# the standard deviation of a weight's output for a unit input, by the parameter's name
 GAINS = (
     (r"(query_key_value|qkv_proj|c_attn|[qk]_proj)\.weight$", 1.4),
     (r"(self_attn|self_attention|attention|attn)\.(o_proj|out_proj|dense|c_proj)\.weight$", 2.0),
     (r"[qk]_norm\.weight$", 1.4),
 )
 UNSCALED = 0.125**0.5
-"""Of query and key norms of 64 channels, in models that do not divide scores by the root of the head size."""
+"""The scale of query and key norms of 64 channels, in models that do not divide scores by the root of the head size."""
 
 
 def write_config(arch: Architecture, path: Path) -> Path:
@@ -65,7 +65,7 @@ _writing = threading.Lock()
 
 
 def written_beside(model: str, arch: Architecture) -> str:
-    """The path of a checkpoint of `arch` with the tokenizer of `model`, which is written beside it at first use."""
+    """The path of a checkpoint of `arch` with the tokenizer of `model`, which is written next to it at first use."""
     path = Path(f"{model}-{arch.slug}")
     with _writing:
         if not path.exists():

@@ -2,7 +2,7 @@
 
 `draft_model` is the target itself with noise on its weights. The EAGLE heads are made of the target's layers too:
 they leave the target's hidden state aside and run on the embeddings, so that a noiseless `eagle` misses only the
-first token of the prompt. An `eagle3` head sees embeddings through attention alone and guesses seldom.
+first token of the prompt. An `eagle3` head sees embeddings only through attention and rarely guesses right.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kinds of models that are refused at start-up, each with a part of the sentence that says so."""
+"""The kinds of models that are refused at start-up, each with a part of the error message."""
 
 from __future__ import annotations
 

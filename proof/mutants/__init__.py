@@ -1,1 +1,1 @@
-"""Faults planted on purpose, one at a time: a test suite is worth what it catches."""
+"""Deliberately planted faults, one at a time: a test suite is worth what it catches."""

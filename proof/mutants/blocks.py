@@ -20,7 +20,7 @@ FAULTS: tuple[Fault, ...] = (
         DAMAGE,
     ),
     Fault(
-        "a layer drops what its step says of damage",
+        "a layer drops what its step says about damage",
         f"{ROOM}/worker/layer.py",
         "self.damage.count(self.step.run(batch, caches, query, key, value, output))",
         "self.step.run(batch, caches, query, key, value, output)",
@@ -151,7 +151,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # -- real engines
     Fault(
-        "blocks that go from one kind of layers to another keep what was in them, in an engine",
+        "blocks that move from one kind of layers to another keep their contents, in an engine",
         f"{ROOM}/patches/zeroing.py",
         ".kv_cache[block_ids] = 0",
         ".kv_cache[block_ids[:0]] = 0",

@@ -1,4 +1,4 @@
-"""All faults, by what they are planted in."""
+"""All faults, by the code in which they are planted."""
 
 from __future__ import annotations
 

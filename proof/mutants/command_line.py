@@ -1,4 +1,4 @@
-"""Faults in what users are told: the commands, and the sentence about slow formats."""
+"""Faults in the messages for users: the commands, and the sentence about slow formats."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FAULTS: tuple[Fault, ...] = (
         SLOW,
     ),
     Fault(
-        "a group alone is no wrong usage",
+        "a group without a command is not wrong usage",
         "vllm_kvq/cli/__init__.py",
         "    return console.USAGE",
         "    return console.DONE",

@@ -1,4 +1,4 @@
-"""Faults in csrc/cpu: slow, because each makes a library of its own."""
+"""Faults in csrc/cpu: slow, because each builds its own library."""
 
 from __future__ import annotations
 

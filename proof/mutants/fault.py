@@ -7,21 +7,21 @@ from pathlib import Path
 
 
 class Stale(Exception):
-    """The sources have changed and the fault no longer applies: it has to be written anew."""
+    """The sources have changed and the fault no longer applies: it must be rewritten."""
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str
-    """What goes wrong, in a few words."""
+    """A few words on what goes wrong."""
     file: str
     before: str
-    """Stands exactly once in the file, and is replaced by `after`."""
+    """Occurs exactly once in the file, and is replaced by `after`."""
     after: str
     tests: str
     """Arguments of pytest."""
     slow: bool = False
-    """Takes more than a minute (compiles C++, starts engines): planted with --all alone."""
+    """Takes more than a minute (compiles C++, starts engines): planted only with --all."""
 
     def __post_init__(self) -> None:
         if self.before == self.after or not self.before or not self.tests:

@@ -33,14 +33,14 @@ FAULTS: tuple[Fault, ...] = (
         REFUSALS,
     ),
     Fault(
-        "text alone is no way out of attention among image tokens",
+        "using only text is no way out of attention among image tokens",
         f"{ROOM}/plan/refusals.py",
         'among image tokens", _only_text(model)),',
         'among image tokens", plain),',
         IMAGES,
     ),
     Fault(
-        "the way out is text alone though embeddings of images are let in",
+        "the way out is using only text although embeddings of images are accepted",
         f"{ROOM}/plan/refusals.py",
         "    if config is not None and config.enable_mm_embeds:",
         "    if config is None:",
@@ -230,7 +230,7 @@ FAULTS: tuple[Fault, ...] = (
         ORPHANS,
     ),
     Fault(
-        "an engine ends beside its server",
+        "an engine exits although its server is running",
         f"{PATCHES}/orphans.py",
         "while os.getppid() == parent:",
         "while os.getppid() != parent:",
@@ -301,7 +301,7 @@ FAULTS: tuple[Fault, ...] = (
         "tests/formats/test_page.py -k too_large",
     ),
     Fault(
-        "a chunk of a seeded prompt ends the engine",
+        "a chunk of a seeded prompt crashes the engine",
         f"{PATCHES}/seeds.py",
         "            del self.input_batch.generators[i]",
         "            pass",

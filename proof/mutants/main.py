@@ -77,7 +77,7 @@ def judge(root: Path, fault: Fault, pytest: Pytest) -> str:
         (root / fault.file).write_text(text, encoding="utf-8")
     if status in (PASSED, FAILED):
         return "survived" if status == PASSED else "caught"
-    return f"pytest ended with status {status}: nothing was tested"
+    return f"pytest exited with status {status}: nothing was tested"
 
 
 def plant(
@@ -87,7 +87,7 @@ def plant(
     say: Callable[[str], None],
     stop: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Each fault alone, in one of the trees; as many at a time as there are trees. `stop` ends all that run."""
+    """Each fault on its own in one of the trees, one at a time per tree. `stop` stops all that are running."""
     free: Queue[Path] = Queue()
     for root in roots:
         free.put(root)

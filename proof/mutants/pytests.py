@@ -1,4 +1,4 @@
-"""pytest in a copy of the checkout; what it started ends with it."""
+"""pytest in a copy of the checkout; what it started is stopped with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """pytest's exit statuses; all but the first two mean that nothing was tested."""
 TIMEOUT = 1500.0
 TIDY_SECONDS = 20.0
-"""What an interrupted pytest gets to stop its servers."""
+"""The time that an interrupted pytest gets to stop its servers."""
 
 
 class Pytests:
@@ -37,7 +37,7 @@ class Pytests:
         with self._lock:
             if self._stopped:
                 return INTERRUPTED
-            # a process group of its own: Ctrl-C then reaches us alone
+            # its own process group: Ctrl-C then reaches only us
             child = subprocess.Popen(command, cwd=root, env=environment, stdout=quiet, stderr=quiet, process_group=0)
             self._running.add(child)
         try:

@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
         "tests/test_cli.py",
     ),
     Fault(
-        "hits beside windows leave the window to be computed",
+        "hits in models with windows leave the window to be computed",
         f"{ROOM}/plan/plan.py",
         "return 0 if layers.windows or states else window",
         "return fmt.W",
@@ -159,7 +159,7 @@ FAULTS: tuple[Fault, ...] = (
         CAPACITY,
     ),
     Fault(
-        "companions alone are no pattern",
+        "companions by themselves are no pattern",
         f"{ROOM}/plan/groups.py",
         "together = [full, packed, *([packed] if self.sinks else [])]",
         "together = [full]",
@@ -281,7 +281,7 @@ FAULTS: tuple[Fault, ...] = (
         CAPACITY,
     ),
     Fault(
-        "pages beside a state stay small",
+        "pages in a model with states stay small",
         f"{ROOM}/plan/plan.py",
         "if sum(len(part.layers) * part.slots.page_bytes for part in parts) >= states.nbytes:",
         "if parts:",

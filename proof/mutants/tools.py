@@ -95,7 +95,7 @@ FAULTS: tuple[Fault, ...] = (
         FUZZER,
     ),
     Fault(
-        "a run of so many requests ends with its first engines",
+        "a run of a number of requests stops with its first engines",
         "proof/fuzz/session.py",
         "self.judged >= self.requests",
         "self.judged > 0",

@@ -40,7 +40,7 @@ FAULTS: tuple[Fault, ...] = (
     _eval("sinks are packed", "eval/heads/heads", "hat[page.S : end] = x[page.S : end]", "hat[:end] = x[:end]", HEADS),
     _eval("the prompt's own queries read", "eval/heads/heads", "layer.query[context:]", "layer.query[:context]", HEADS),
     _eval(
-        "fitted to what is packed alone",
+        "fitted only to what is packed",
         "eval/heads/heads",
         "fitted(page, key, query)",
         "fitted(page, key[: max(ends)], query)",

@@ -26,7 +26,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     rotary_dim: int | None = None
     seed: int = 0
-    """Of the data."""
+    """The seed of the data."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -17,7 +17,7 @@ BLOCK_SIZES = (32, 64, 64, 96, 128)
 WINDOWS = (0, 32, 64)
 SINKS = (0, 5, 32)
 WIDE_RANGE = 64
-"""A range whose ends are so many times apart is drawn by its logarithm."""
+"""A range whose ends differ by more than this factor is drawn by its logarithm."""
 
 
 def draw(rng: Random, format_name: str, block_sizes: tuple[int, ...] = BLOCK_SIZES) -> Case:

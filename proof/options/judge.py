@@ -31,7 +31,7 @@ ANSWERS = {"PyTorch": 1e-5, "C++": 1e-3, "GPU": 2e-3}
 SKETCHED = 2e-2
 """The same of QJL's keys, but for PyTorch: their kernels round queries to 8 bits."""
 OUTPUT = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-"""What rounding an answer to the model's dtype adds."""
+"""The error of rounding an answer to the model's dtype."""
 MOVED = 0.03
 """Share of a unit's elements that codes on a border, and their scales, may move."""
 WORSE = 2e-3
@@ -99,7 +99,7 @@ def _errors_that_do_not_fall(case: Case, fmt: PageFormat) -> Iterator[str]:
             continue
         try:
             both = [case.bind(**{name: value}) for value in (fewer, more)]
-        except ValueError:  # not beside the other options
+        except ValueError:  # not together with the other options
             continue
         errors = [_error(case, name, bound) for bound in both]
         if not errors[1] < errors[0]:
@@ -107,7 +107,7 @@ def _errors_that_do_not_fall(case: Case, fmt: PageFormat) -> Iterator[str]:
 
 
 def _error(case: Case, option: str, fmt: PageFormat) -> float:
-    """Of scores, or of the values where the option is theirs."""
+    """The error of scores, or of the values if the option belongs to them."""
     geometry = fmt.geometry
     key, value = outlier_data(2 * fmt.N, HEADS, geometry.head_size, case.seed)
     units = (2 * fmt.N // fmt.unit, fmt.unit)

@@ -2,7 +2,7 @@
 
     python -m proof options --seed 1 --cases 1000            random combinations of every format, C++ and PyTorch
     python -m proof options --seed 1 --minutes 10 --path GPU  the GPU's kernels, interpreted: seconds each
-    python -m proof options --replay FILE                    one combination, as it is printed after a finding
+    python -m proof options --replay FILE                    one combination, as printed after a finding
 
 Exits with 1 where a combination lacks one of the properties of proof/options/judge.py.
 """

@@ -1,7 +1,7 @@
 """A prompt in two chunks and a few decode steps on one path, each held against the reference cache.
 
 Codes may differ where two correct sums round to different sides, and later answers with them. So what a step packs is
-compared as such, and then given to the reference: answers are compared over the very pages that the path has written.
+compared separately, and then given to the reference: answers are compared over the pages that the path has written.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DECODES = 2
 ONE_SIDED = 5.0
 """The mean of some channels: there InnerQ's groups are asymmetric."""
 SAME = 2.0**-9
-"""Of a field's largest number: what is read back from the same codes may differ by rounding of parameters."""
+"""Tolerance relative to a field's largest number: values read back may differ by the rounding of parameters."""
 
 
 @dataclass
 class Trace:
-    """What one path makes of a format's bytes and answers."""
+    """The bytes and answers of one path for a format."""
 
     fmt: PageFormat
     path: Path

@@ -11,7 +11,7 @@ from proof.oracle.verdict import Verdict, leaks
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two answers differ first: at the `at`-th token of a sample."""
+    """The first difference of two answers: at the `at`-th token of a sample."""
 
     request: str
     sample: int

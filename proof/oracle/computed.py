@@ -1,4 +1,4 @@
-"""What a step computes: the scheduler's chunks, with what only vLLM's V2 model runner knows.
+"""The work of a step: the scheduler's chunks, with what only vLLM's V2 model runner knows.
 
 That runner keeps drafts where it makes them, and tells the scheduler their number. With asynchronous scheduling a step
 is scheduled before the last one's tokens are known: the scheduler counts all its drafts as accepted.
@@ -13,7 +13,7 @@ from proof.oracle.trace import Chunk
 
 class Computed:
     def __init__(self, engine: Any) -> None:
-        # processes of their own have runners that can't be seen from here, and are V1's
+        # separate processes have runners that can't be seen from here, and these are V1's
         driver = getattr(engine.engine_core.engine_core.model_executor, "driver_worker", None)
         self.states = getattr(driver and driver.worker.model_runner, "req_states", None)
 

@@ -19,7 +19,7 @@ from proof.oracle.shared import SharedPages
 from proof.oracle.trace import Chunk, Request, Result, Trace
 
 ENVIRONMENT = {
-    # the scheduler has to be in reach
+    # the scheduler must be accessible
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # the models are tiny: threads would only wait for each other, and, where several engines share the cores, spin
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

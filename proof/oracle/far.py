@@ -45,7 +45,7 @@ def sparse_zeros() -> Iterator[None]:
 
 
 def far_ids(count: int, blocks: int, block_bytes: int) -> list[int]:
-    """`count` blocks of a pool of so many, without block 0, which vLLM never hands out."""
+    """`count` blocks of a pool of `blocks`, without block 0, which vLLM never hands out."""
     run = -(-count // (len(BORDERS) + 2))
     starts = [1, *(border // block_bytes - run // 2 for border in BORDERS), blocks - run]
     if any(b - a < run for a, b in pairwise(starts)):

@@ -21,7 +21,7 @@ TIMEOUT, V2_TIMEOUT = 300.0, 1800.0
 """Seconds that a trace may take, with the runner for CPUs and with the interpreted one. An engine that takes longer has
 failed."""
 Prepare = Callable[[Any], None]
-"""What is done to a TracedEngine before its first trace; tests plant faults there."""
+"""Called on a TracedEngine before its first trace; tests plant faults there."""
 
 
 class EngineFailed(Exception):
@@ -32,7 +32,7 @@ OURS = "VLLM_KVQ_"
 
 
 def _own() -> dict[str, str]:
-    """What this process's variables ask of an engine; the one that it is forked from may have begun with others."""
+    """The variables of this process that affect an engine; the server that forks it may have started with others."""
     return {name: value for name, value in os.environ.items() if name.startswith(OURS) or name == RUNNER}
 
 
@@ -147,7 +147,7 @@ def _begin(
         pass  # the other side has closed
     except BaseException:
         pipe.send((False, traceback.format_exc()[-4000:]))
-    # the process ends here, without vLLM's own clean-up
+    # the process exits here, without vLLM's own clean-up
     os._exit(0)
 
 

@@ -9,7 +9,7 @@ from proof.oracle.trace import Beside
 
 def groups_of(config: Any, layers: int) -> tuple[int, dict[int, Beside]]:
     """The group of the packed layers, or of those with full attention where none is packed; and by their numbers the
-    groups of layers with a window or a state. The model has so many `layers`."""
+    groups of layers with a window or a state. The model has `layers` layers."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     specs = [_first(group.kv_cache_spec) for group in config.kv_cache_groups]

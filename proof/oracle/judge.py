@@ -49,9 +49,9 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
     A code that lies on the border of two cells is rounded differently by two correct float32 programs, and all later
     logits move. So mismatches are tried again with the reference's queries, keys and values disturbed by 1e-6 and its
     outputs by the kernels' declared error. A token is a tie if one of these replays chooses it, or if its logit once
-    comes nearer to the chosen one's than the standard deviation with which their distance varies over these replays:
-    a wrong read moves logits by far more than that. The distance often has two values, for a code is rounded up or
-    down, and the engine's may be the rarer one: hence so many replays. Ties are counted, not hidden.
+    comes closer to the chosen one's than the standard deviation with which their distance varies over these replays:
+    a wrong read moves logits by far more than that. The distance often has two values, because a code is rounded up
+    or down, and the engine's may be the rarer one: hence the number of replays. Ties are counted, not hidden.
 
     One mismatch is enough: what follows from it, often hundreds of tokens, is counted but not replayed again.
     """
@@ -91,7 +91,7 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
 
 
 def _unexplained(model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, list[float]]) -> list[Choice]:
-    """Those choices (each with its first gap) that rounding does not explain; see `judge`."""
+    """The choices (each with its first gap) that rounding does not explain; see `judge`."""
     left = _try(model, lives, wrong, list(wrong), range(BRIEF))
     for i, choice in enumerate(left):
         some = [choice]

@@ -146,7 +146,7 @@ class Historian:
         return [(-1, c.pages[i], keys[i]) for i in range(c.context // self.fmt.N)]
 
     def _hits_beside(self, s: _Sample, c: Chunk, beside: Sequence[Beside]) -> list[list[Name | None]]:
-        """The same in each group of `beside`: of a state only the last one."""
+        """The same in each group of `beside`; for a state only the last one."""
         found = []
         for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
             pages, keys = c.context // kind.block, s.keys(kind.block)
@@ -189,7 +189,7 @@ class Historian:
             history.rejected += last.end - c.context
         known = s.tokens[c.context : c.context + c.tokens - len(c.drafts)]
         if len(known) < c.tokens - len(c.drafts):
-            return  # scheduled ahead of an abort: nothing of it is in the answer
+            return  # scheduled before an abort: no part of it is in the answer
         part = Part(c.context, (*known, *c.drafts), len(c.drafts))
         life.parts.append(part)
         if part.known >= s.known:
@@ -203,7 +203,7 @@ class Historian:
             self.pages[-1, c.pages[i], s.keys(n)[i]] = life, i
         for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
             done, keys = part.known // kind.block, s.keys(kind.block)
-            # a state is that of a page's end only where a chunk ends there
+            # a state belongs to the end of a page only if a chunk ends there
             first = done - (part.known % kind.block == 0) if kind.state else 0
             # without prefix caching a request has one block for its states
             for i in range(max(first, life.published // kind.block), min(done, len(blocks))):

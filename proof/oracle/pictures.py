@@ -32,7 +32,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 class Shown:
-    """What a Transformers model of images and text is given for the tokens of requests."""
+    """The inputs of a Transformers model of images and text for the tokens of requests."""
 
     def __init__(self, path: str, network: Any) -> None:
         self.path, self.network = path, network

@@ -1,4 +1,4 @@
-"""What every token of every life reads, and which units are packed for it; no layer differs in that.
+"""What every token of every life reads, and which units are packed for it; the same in all layers.
 
 A row is one token of one chunk; rejected drafts are rows too. With c tokens before its chunk and the reference's
 boundary B(c), the row at position p sees

@@ -3,9 +3,9 @@
 It knows no blocks, slots or batches: a request is a list of chunks, and token p is read in full precision if p < S or
 p >= B, else through its packed unit, with
 
-    B = max(floor((c - W) / P) * P, start)      for a chunk after c tokens; its keys with W_keys in the place of W
+    B = max(floor((c - W) / P) * P, start)      for a chunk after c tokens; its keys with W_keys in place of W
 
-Kernels and the integration are compared with it, step by step. It is written to be read, not to be fast.
+Kernels and the integration are compared with it, step by step. It is written for readability, not for speed.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class ExactCache:
 
 
 class StateCache:
-    """What one request's layer with a state was given: the state follows from that."""
+    """The inputs of one request's layer with a state, from which the state follows."""
 
     def __init__(self) -> None:
         self.hidden = torch.zeros(0)

@@ -89,7 +89,7 @@ class ReplayModel:
     def inputs(
         self, tokens: torch.Tensor, position: torch.Tensor, rows: Sequence[tuple[Request | None, slice]]
     ) -> dict[str, torch.Tensor]:
-        """What the network is given for these tokens; `rows`: which of them are a request's."""
+        """The network's inputs for these tokens; `rows`: which of them belong to a request."""
         if any(asked is not None and asked.pictures for asked, _ in rows):
             return self.shown.inputs(tokens, position, rows)
         return {"input_ids": tokens[None], "position_ids": position[None]}

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answered: plain data, so that both can cross a process boundary."""
+"""Requests to an engine, and its answers: plain data, so both can cross a process boundary."""
 
 from __future__ import annotations
 

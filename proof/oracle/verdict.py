@@ -1,4 +1,4 @@
-"""What a judge found: counts, and one line for each mismatch."""
+"""The findings of a judge: counts, and one line for each mismatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process does once from which engines are forked: an engine then starts in a second or two."""
+"""One-time preparation of the process from which engines are forked: an engine then starts in a second or two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warm() -> None:
     if v2_asked_for():
         import_module("vllm.v1.worker.cpu.model_runner")
         keep_async_scheduling()
-    # vLLM inspects each model class in a process of its own, so that CUDA is not initialised here
+    # vLLM inspects each model class in a separate process, to avoid initialising CUDA here
     registry._run_in_subprocess = lambda function: function()
     # each worker would search all modules for Triton kernels that C++ replaces: two seconds
     current_platform.register_triton_kernel_overrides()

@@ -1,6 +1,6 @@
 """The reference over whole lives: every row of every request in one forward pass, layer by layer.
 
-The tokens are known (they are the engine's), so nothing has to be computed step by step: layer l of all rows needs
+The tokens are known (they are the engine's), so nothing needs to be computed step by step: layer l of all rows needs
 only layer l - 1 of all rows. Each row attends to what `plan.py` says it sees, in one softmax. It is
 `reference.ReferenceCache` for all steps at once, and a test holds the two together.
 """
@@ -29,7 +29,7 @@ class Whole:
         self.model = model
         self.plan = Plan(model.formats[0], model.num_spec, lives)
         self.kept: dict[int, tuple[torch.Tensor, ...]] = {}
-        """What a layer attends that others share: keys and values of all rows, and of its units."""
+        """What a layer whose cache others share attends: keys and values of all rows, and of its units."""
 
     def attend(
         self,

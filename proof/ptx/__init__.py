@@ -1,15 +1,15 @@
 """Runs compiled GPU kernels without a GPU: their PTX, instruction by instruction, on CPU tensors.
 
-Triton's interpreter runs a kernel's source, and knows nothing of what the compiler makes of it: which lane holds which
+Triton's interpreter runs a kernel's source, and knows nothing about the compiler's output: which lane holds which
 element, what goes through shared memory and between which barriers, inline assembly, widths and alignment of accesses.
-This package runs the compiler's output. What it can't show: timing, caches, what ptxas makes of PTX, and the order in
+This package runs the compiler's output. What it can't show: timing, caches, what ptxas does to PTX, and the order in
 which a GPU's warps run (all warps of a block step together; races in shared memory are looked for and fail).
 
     parser.py       PTX text -> a program (program.py)
     translate.py    its instructions -> steps that a block of threads runs, by kind:
                     arithmetic.py, accesses.py, collective.py (a warp), wgmma.py (a warp group); operands.py for all
     types.py        registers as numpy arrays, an entry per thread, and their bits as numbers
-    functions.py    what an instruction makes of such numbers; integers.py, warp.py (lanes together)
+    functions.py    an instruction's results for such numbers; integers.py, warp.py (lanes together)
     machine.py      one block of threads: branches, barriers, asynchronous copies
     memory.py       tensors (bounds, alignment), shared memory (races)
     grid.py         a launch

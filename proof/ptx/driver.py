@@ -22,7 +22,7 @@ from proof.ptx.types import Array
 
 
 class Utils:
-    """What Triton calls `driver.active.utils`."""
+    """The object that Triton calls `driver.active.utils`."""
 
     @staticmethod
     def get_device_properties(device: int) -> dict[str, int]:

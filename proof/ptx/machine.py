@@ -17,7 +17,7 @@ from proof.ptx.program import Instruction, Program
 from proof.ptx.types import UNSIGNED, Array
 
 POISON = (1 << 64) - 1
-"""What a register holds before it is written: as a float of any width, NaN."""
+"""The contents of a register before it is written: NaN as a float of any width."""
 
 
 def _poison(bits: int) -> Array:
@@ -69,7 +69,7 @@ class Block:
     shared: Shared = field(init=False)
 
     def __post_init__(self) -> None:
-        # a branch may jump over what writes a register: what it holds then is unspecified
+        # a branch may jump over the instruction that writes a register: its contents are then unspecified
         self.registers = [_poison(bits) for bits in self.program.bits]
         self.registers += [self.special[slot] for slot in sorted(self.special)]
         self.shared = Shared(self.shared_bytes, self.threads)
@@ -149,7 +149,7 @@ class Block:
         if "warp" in mods:
             self.shared.warp_barrier(self.whole_warps(mask, step.source))
             return
-        # a GPU does not wait for threads that have ended; here all must arrive
+        # a GPU does not wait for threads that have exited; here all must arrive
         if not mask.all():
             raise Fault(f"only {int(mask.sum())} of {self.threads} threads reach a barrier [{step.source.text}]")
         self.shared.barrier()

@@ -18,16 +18,16 @@ class Fault(RuntimeError):
 
 @dataclass
 class Traffic:
-    """What loads from global memory ask for."""
+    """Counts of loads from global memory."""
 
     loads: int = 0
     """Instructions, of all lanes of a warp together."""
     asked: int = 0
     """Bytes, by all lanes."""
     sectors: int = 0
-    """Sectors of 32 bytes, counted anew for each instruction: what caches have to deliver."""
+    """Sectors of 32 bytes, counted again for each instruction: what caches must deliver."""
     touched: set[int] = field(default_factory=set)
-    """Sectors that were asked for at least once: what memory has to deliver."""
+    """Sectors that were requested at least once: what memory must deliver."""
 
     def note(self, address: Array, nbytes: int) -> None:
         first, last = address // np.uint64(32), (address + np.uint64(nbytes - 1)) // np.uint64(32)
@@ -42,7 +42,7 @@ class Tensors:
     """Global memory: nothing but the given ranges of addresses exists."""
 
     traffic: ClassVar[Traffic | None] = None
-    """Where loads are counted, if they are."""
+    """The counter of loads, if they are counted."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Ranges as (first address, bytes); they may overlap."""
@@ -116,12 +116,12 @@ READS, WRITES = 0, 1
 class Shared:
     """A block's shared memory, and which thread touched which byte since the last barrier.
 
-    Two threads race for a byte if one of them writes it and no barrier lies between: `bar.sync` for any two,
-    `bar.warp.sync` for those of one warp. To write the same value as another is no race.
+    Two threads race for a byte if one of them writes it and no barrier separates them: `bar.sync` for any two,
+    `bar.warp.sync` for those of one warp. Writing the same value as another thread is not a race.
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
-        # NaN as a float: what is read before it is written shows in the result
+        # NaN as a float: reading before writing shows in the result
         self.data = np.full(nbytes, 0xFF, np.uint8)
         self.epoch = 0
         self.warp_epoch = np.zeros(threads // 32, np.int64)
@@ -145,7 +145,7 @@ class Shared:
         return address.astype(np.int64)[:, None] + np.arange(nbytes)
 
     def _others(self, kind: int, places: Array, thread: Array) -> Array:
-        """Where another thread has read, or written, unordered with this one."""
+        """The places that another thread has read, or written, unordered with this one."""
         warp = thread[:, None] >> 5
         unordered = (self.when[kind][places] == self.epoch) & (self.thread[kind][places] != thread[:, None])
         ordered_in_warp = self.warp_when[kind][places] < self.warp_epoch[warp]

@@ -22,7 +22,7 @@ Act = Callable[[Block, Array], "tuple[Array, ...] | None"]
 
 @dataclass(frozen=True)
 class Pure:
-    """What goes into the target registers, computed only from registers."""
+    """The values of the target registers, computed only from registers."""
 
     targets: tuple[int, ...]
     values: Values

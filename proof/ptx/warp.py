@@ -1,4 +1,4 @@
-"""What the lanes of a warp do together. Registers come in as (warps, 32) arrays.
+"""Operations of all lanes of a warp together. Registers are (warps, 32) arrays.
 
 Lane 4 g + t of a product m16n8k16 holds, of the left operand, columns 2 t, 2 t + 1 (and 8 more) of rows g and g + 8; of
 the right one, the same rows of column g; of the sum, columns 2 t and 2 t + 1 of rows g and g + 8.

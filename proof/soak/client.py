@@ -93,7 +93,7 @@ def _leave(connection: http.client.HTTPConnection, order: Order) -> Answer:
 
 
 def problem(order: Order, answer: Answer) -> str | None:
-    """What is wrong with a complete answer to this order, if anything."""
+    """The problem with a complete answer to this order, if any."""
     everyone = list(range(order.n))
     if sorted(answer.texts) != everyone or sorted(answer.reasons) != everyone:
         return f"{len(answer.texts)} choices, {len(answer.reasons)} of them finished, where {order.n} were asked for"

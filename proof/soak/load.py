@@ -1,4 +1,4 @@
-"""What a client asks for: one `Order`, drawn at random."""
+"""A client's request: one `Order`, drawn at random."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ choices, lengths, finish reasons and stop strings; under `lossless` and plain vL
 answered as before. The first third is warm-up; a straight line through the resident memory of all the server's
 processes after that may rise by less than 2 %. At the end no request may be left and every KV block must be free.
 
-Exits with 1 if anything of that fails.
+Exits with 1 if any of that fails.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.minutes <= 0 or options.clients < 1:
         parser.error("--minutes and --clients must be positive")
-    # without this the server, which has a session of its own, would outlive us
+    # without this the server, which has its own session, would outlive us
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="kvq-soak-") as folder:

@@ -18,7 +18,7 @@ TOTAL = "total"
 
 
 class Tally:
-    """What all clients report; each calls it from its own thread."""
+    """Collects the reports of all clients; each calls it from its own thread."""
 
     def __init__(self, repeats_are_equal: bool) -> None:
         """`repeats_are_equal`: a greedy order must be answered as it was before (`lossless` in float32, plain vLLM)."""
@@ -85,7 +85,7 @@ class Report:
         if self.complaints:
             found.append(f"{len(self.complaints)} errors in the server's log, the first: {self.complaints[0]}")
         if self.exit_status:
-            found.append(f"the server ended with status {self.exit_status}")
+            found.append(f"the server exited with status {self.exit_status}")
         return found
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""What is seen of a server from outside: the memory of its processes, and its metrics."""
+"""A server seen from outside: the memory of its processes, and its metrics."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def trend(samples: Sequence[tuple[float, int]], warm_up: float) -> Trend:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What /metrics says about one engine."""
+    """The metrics of one engine in /metrics."""
 
     blocks: int
     """That vLLM can hand out: all but block 0."""

@@ -1,6 +1,6 @@
 """Compiles the Triton and CUDA kernels for every target without a GPU, and reads what the binaries need.
 
-    python -m proof compile                      the table, as it stands in docs/results/gpu-compile.md
+    python -m proof compile                      the table, as in docs/results/gpu-compile.md
     python -m proof compile --targets 90 --check  exit status 1 on a spill, without matrix instructions,
                                                                or with more instructions per element than LIMITS
 
@@ -95,7 +95,7 @@ POINTERS = {
     "scale": "fp32",
     "cap": "fp32",
 }
-"""What an argument is if it is neither a constant nor (by the suffix _ptr) float32 nor i32."""
+"""The types of arguments that are neither constants nor (by the suffix _ptr) float32 nor i32."""
 
 ALIGNED: tuple[str, ...] = ("query_request", "query_token", "query_head", "page_words", "head_words")
 ALIGNED += ("key_token", "key_head", "value_token", "value_head")

@@ -1,11 +1,11 @@
-"""What the GPU's attention over packed pages loads per cached token, counted while its PTX runs on a CPU (proof.ptx).
+"""Loads of the GPU's attention over packed pages per cached token, counted while its PTX runs on a CPU (proof.ptx).
 
     python -m proof traffic         a table; --check: exit status 1 if not within LIMIT of a record
 
     loads      instructions of a warp
-    asked      bytes, by all lanes: several may ask for the same
+    asked      bytes, by all lanes: several may request the same
     sectors    bytes in sectors of 32, of each instruction: what the caches deliver
-    memory     bytes in sectors that are asked for at all: what memory delivers
+    memory     bytes in sectors that are requested at all: what memory delivers
     record     bytes that a token takes in a page, page headers and parameters included
 
 The number of a token is the difference between contexts of eight and of four pages, so what a program reads once

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 PIPES = ("tensor", "sfu", "lsu", "fma", "alu", "other")
 TENSOR = ("HMMA", "IMMA", "QMMA", "OMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
 SFU = ("MUFU", "I2F", "F2I", "F2F", "POPC", "FLO")
-"""What runs at 16 lanes per clock: functions, and conversions to and from integers."""
+"""Instructions at 16 lanes per clock: functions, and conversions to and from integers."""
 LSU = ("LD", "ST", "SHFL", "ATOM", "RED")
 FMA = ("FFMA", "FMUL", "FADD", "HFMA2", "HMUL2", "HADD2", "IMAD")
 OTHER = (

@@ -1,4 +1,4 @@
-"""What the GPU kernels' attention over packed pages could reach on a chip at best: computed, not measured.
+"""The best possible speed of the GPU kernels' attention over packed pages on a GPU: computed, not measured.
 
     python -m proof roofline            the tables of docs/gpu.md, from the counts in docs/results/gpu-pipes.csv
     python -m proof roofline --count    compiles the kernels, without a GPU, and writes that file first; minutes
@@ -56,7 +56,7 @@ class Chip:
     source: str
 
     def seconds(self, bytes_: float, counts: dict[str, float] | None = None) -> dict[str, float]:
-        """What a token takes by each of the bounds; `counts` are instructions of a warp."""
+        """The time of a token by each of the bounds; `counts` are instructions of a warp."""
         taken = {"bytes": bytes_ / self.bandwidth}
         if counts is not None:
             per_second = self.multiprocessors * self.clock

@@ -1,4 +1,4 @@
-"""What KV cache groups cost vLLM's scheduler, and what pages of a window's own save.
+"""The cost of KV cache groups in vLLM's scheduler, and the savings of separate pages for windows.
 
     python -m proof scheduler        minutes, and an idle machine
 

@@ -14,7 +14,7 @@ class Package:
     name: str
     version: str
     sha256: str
-    """Of its wheel."""
+    """The hash of its wheel."""
 
     def __post_init__(self) -> None:
         if not DIGEST.fullmatch(self.sha256):
@@ -35,7 +35,7 @@ class Model:
     packages: tuple[Package, ...]
     """Each has one part of the GGUF file, in this order."""
     sha256: str
-    """Of the GGUF file."""
+    """The hash of the GGUF file."""
     gguf_bytes: int
     checkpoint_bytes: int
     """About."""
@@ -45,7 +45,7 @@ class Model:
             raise ValueError(f"{self.sha256!r} is no SHA-256")
 
     def about(self) -> str:
-        """What stands beside a checkpoint."""
+        """The text next to a checkpoint."""
         lines = [f"{self.name}: {self.what}", f"Licence: {self.licence}, {self.licence_url}", ""]
         lines += [f"Dequantized to bfloat16 from a GGUF file with SHA-256 {self.sha256},", "which these packages ship:"]
         lines += [f"  {p.requirement}  sha256:{p.sha256}" for p in self.packages]

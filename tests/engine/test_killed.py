@@ -139,7 +139,7 @@ def kill_while_answering(name: str, model: Path, folder: Path, *more: str) -> in
         tree.find(name).kill()
         clients.must_all_fail()
         # nobody asks the others to exit
-        with pytest.raises(ServerError, match="the server ended with status"):
+        with pytest.raises(ServerError, match="the server exited with status"):
             server.wait()
         tree.must_be_gone()
     return port
@@ -191,6 +191,6 @@ def test_a_worker_that_gets_no_more_memory(model: Path, tmp_path: Path) -> None:
         worker.rlimit(psutil.RLIMIT_AS, (most, most))
         prompts = [Order(tuple(10 + (i * j) % 400 for j in range(20000)), 20, stream=True) for i in range(1, 4)]
         Clients(server.url, prompts).must_all_fail()
-        with pytest.raises(ServerError, match="the server ended with status"):
+        with pytest.raises(ServerError, match="the server exited with status"):
             server.wait()
         tree.must_be_gone()

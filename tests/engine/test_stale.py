@@ -53,7 +53,7 @@ def test_a_server_ends_and_says_why(model: Path, tmp_path: Path, monkeypatch: py
                 assert b'"code": 500' in rest
                 assert b'"finish_reason":"length"' not in rest
         # nobody asks it to
-        with pytest.raises(ServerError, match="the server ended with status"):
+        with pytest.raises(ServerError, match="the server exited with status"):
             server.wait()
         assert REASON in server.read_log()
 

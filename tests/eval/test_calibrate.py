@@ -65,7 +65,7 @@ def test_too_few_bits_are_refused(model: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--formats", "fp8"], "fp8 is vLLM's own cache, of which there is no reference here"),
+        (["--formats", "fp8"], "fp8 is vLLM's own cache, which has no reference implementation here"),
         (["--formats", "squat2:skip_layers=[0]"], "leave skip_layers out"),
         (["--formats", "squat2:nonsense=1"], "unknown kvq option 'nonsense'"),
     ],

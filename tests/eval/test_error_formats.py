@@ -33,11 +33,11 @@ def test_bits_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> No
         (["--formats", "kivi2:W=64"], "takes no option 'W'"),
         (["--formats", "squat2:g=64"], "option 'g' is 64, the whole head of 64 channels"),
         (["--formats", "qjl3:m=5"], "option 'm' is 5"),
-        (["--formats", 'qjl3:m={"0":64,"*":32}'], "only where a whole model is served it may be given by layer"),
+        (["--formats", 'qjl3:m={"0":64,"*":32}'], "it may be given by layer only when a whole model is served"),
         (["--formats", "auto"], "vLLM's own cache, which has no error here"),
         (["--formats", "kivi2,nothing"], "unknown KV cache format 'nothing'"),
         (["--formats", "kivi2", "--format", "kivi2"], "not allowed with argument"),
-        (["--seeds", "0"], "--seeds is at least 1"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
     ],
 )
 def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_what_the_harness_is_told(tmp_path: Path, asked: Path) -> None:
 
 
 def test_its_end_is_told_in_its_last_words(asked: Path) -> None:
-    with pytest.raises(LmEvalFailed, match="ended with status 1: this processor has no fp8"):
+    with pytest.raises(LmEvalFailed, match="exited with status 1: this processor has no fp8"):
         LmEval(("sums",), None, None, {}).run(Choice("fp8"))
 
 
@@ -119,7 +119,7 @@ def test_the_command(model: Path, tmp_path: Path, asked: Path, capsys: pytest.Ca
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "squat2:r=8" in printed
-    assert "fp8: lm-evaluation-harness ended with status 1: this processor has no fp8" in printed
+    assert "fp8: lm-evaluation-harness exited with status 1: this processor has no fp8" in printed
     told = [json.loads(line)["model_args"] for line in asked.read_text().splitlines()]
     assert [t["kv_cache_dtype"] for t in told] == ["auto", "fp8", "squat2", "squat2"]
     assert {t["max_model_len"] for t in told} == {512}

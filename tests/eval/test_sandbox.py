@@ -150,7 +150,7 @@ def test_it_may_not_kill_its_watcher(namespaces: bool) -> None:
 def test_a_sandbox_that_can_t_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """And there is no verdict about the program."""
     monkeypatch.setattr(sandbox, "PROCESS", Path("/nowhere.py"))
-    with pytest.raises(RuntimeError, match="could not be tried in a sandbox"):
+    with pytest.raises(RuntimeError, match="could not be tested in a sandbox"):
         sandbox.run("")
 
 

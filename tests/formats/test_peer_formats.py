@@ -320,7 +320,7 @@ def test_no_peer_is_offered() -> None:
 def test_the_query_is_rotated_as_the_keys_are(name: str, head: int) -> None:
     """Block-diagonal rotations, where no power of two is the head size, included."""
     if name == "oscar2" and head & (head - 1):
-        with pytest.raises(ValueError, match=f"whole head, whose size {head} is no power of two"):
+        with pytest.raises(ValueError, match=f"whole head, whose size {head} is not a power of two"):
             FORMATS[name].bind(Geometry(head, 64))
         return
     page = FORMATS[name].bind(Geometry(head, FORMATS[name].settings().N or 64))

@@ -248,7 +248,7 @@ def test_without_outliers_there_is_one_sketch() -> None:
     torch.testing.assert_close(c.query_features(query) @ c.key_features(fields).mT, scores, rtol=2e-3, atol=2e-2)
     assert c.state_rows == 0
     for option, value in (("m_out", 64), ("outlier_choice", "slab")):
-        with pytest.raises(ValueError, match=f"^option '{option}' is set, but with 'outliers' 0 there are none that"):
+        with pytest.raises(ValueError, match=f"^option '{option}' is set, but it has no effect with 'outliers' 0"):
             FORMATS["qjl3"].bind(Geometry(64, 64), {"outliers": 0, option: value})
 
 

@@ -76,8 +76,8 @@ def test_a_single_layer_takes_single_values() -> None:
     with pytest.raises(ValueError) as caught:
         FORMATS["qjl3"].bind(Geometry(64, 64), {"m": {"0": 64, REST: 32}})
     assert str(caught.value) == (
-        "option 'm' is {'0': 64, '*': 32}; it takes a whole number from 32 to 2048, a multiple of 32; only where a "
-        "whole model is served it may be given by layer"
+        "option 'm' is {'0': 64, '*': 32}; it takes a whole number from 32 to 2048, a multiple of 32; it may "
+        "be given by layer only when a whole model is served"
     )
 
 

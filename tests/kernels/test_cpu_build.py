@@ -52,7 +52,7 @@ def test_without_a_compiler_pytorch_answers_and_says_so_once(
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
-    # the real functions, uncached: this process's own library must not be used
+    # the real functions, uncached: the library that this process may already have is not theirs
     monkeypatch.setattr(library, "load", build.load.__wrapped__)
     uncached = functools.cache(library.library.__wrapped__)
     for module in (cpu, layout, cpu_step):
@@ -91,7 +91,7 @@ def _prompt(step: Step, fmt: PageFormat, slots: SlotGeometry) -> torch.Tensor:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Records what a compiler is asked for; it takes its time, and makes only empty files."""
+    """What a compiler writes down that it is asked for; it takes its time, and makes nothing but empty files."""
     asked, compiler = tmp_path / "asked", tmp_path / "compiler"
     compiler.write_text(f"""#!/bin/sh
 [ "$1" = --version ] && exit
@@ -151,17 +151,17 @@ def test_a_wheel_brings_its_library(asked: Path, monkeypatch: pytest.MonkeyPatch
     carried.touch()
     assert build.build() == carried
     assert not asked.exists()
-    # it is damaged: no other kernels replace it
-    with pytest.raises(build.WheelError, match=r"can't be loaded: .*; install vllm-kvq again"):
+    # it is damaged: no other kernels in its place
+    with pytest.raises(build.WheelError, match=r"can't be loaded: .*; reinstall vllm-kvq"):
         build.load.__wrapped__()
-    # the user's own flags need a separate library
+    # the user's own flags ask for a library of one's own
     monkeypatch.setenv(build.EXTRA_FLAGS, "-O2")
     assert build.build() != carried
     monkeypatch.delenv(build.EXTRA_FLAGS)
     carried.rename(build.PREBUILT / "cpu-0123456789abcdef.so")
-    with pytest.raises(build.WheelError, match="does not belong to the C\\+\\+ sources beside it"):
+    with pytest.raises(build.WheelError, match="was not built from the installed C\\+\\+ sources"):
         build.build()
-    # not reported as a fallback, as it is without a compiler
+    # not an announced fall-back, as without a compiler
     monkeypatch.setattr(library, "load", build.load.__wrapped__)
     with pytest.raises(build.WheelError):
         library.library.__wrapped__()

@@ -33,7 +33,7 @@ def bound(name: str, **options: Any) -> PageFormat:
     ("name", "wish", "path", "why"),
     [
         pytest.param("squat2", Wish("cpu"), "C++", None, marks=has_library),
-        ("squat2", Wish("cpu", "torch"), "PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out"),
+        ("squat2", Wish("cpu", "torch"), "PyTorch", "VLLM_KVQ_KERNELS=torch disables C++"),
         ("squat2", Wish("cuda"), "GPU/Triton", None),
         ("squat2", Wish("cpu", gpu_path=True), "GPU/Triton", None),
         ("kitty2", Wish("cuda"), "GPU/Triton", None),
@@ -56,7 +56,7 @@ def test_path(name: str, wish: Wish, path: str, why: str | None) -> None:
     ("name", "wish", "path", "why"),
     [
         ("squat2", Wish("cuda"), "GPU/Triton", None),
-        ("qjl3", Wish("cuda"), "PyTorch", "the CUDA kernels for qjl3 know no soft cap of attention scores"),
+        ("qjl3", Wish("cuda"), "PyTorch", "the CUDA kernels for qjl3 don't support a soft cap of attention scores"),
         pytest.param("qjl3", Wish("cpu"), "C++", None, marks=has_library),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_soft_cap(name: str, wish: Wish, path: str, why: str | None) -> None:
     assert found.why is None if why is None else why in str(found.why)
     if name == "qjl3":
         slots = SlotGeometry.of(bound(name), 2, 0)
-        with pytest.raises(ValueError, match="know no soft cap"):
+        with pytest.raises(ValueError, match="don't support a soft cap"):
             step_for(Path("GPU/CUDA"), bound(name), slots, 0, 0.125, HERE, cap=50.0)
 
 
@@ -74,7 +74,7 @@ def test_large_heads() -> None:
     fmt = get_format("squat2").bind(Geometry(512, 64, torch.bfloat16))
     found = path_for(fmt, Wish("cuda"))
     assert found.name == "PyTorch"
-    assert "the Triton kernels know head sizes up to 256, not 512" in str(found.why)
+    assert "the Triton kernels support head sizes up to 256, not 512" in str(found.why)
     assert library() is None or path_for(fmt, Wish("cpu")).name == "C++"
 
 
@@ -134,13 +134,13 @@ def test_an_option_that_kernels_do_not_know_is_not_ignored(
     ("name", "options", "device", "path", "why"),
     [
         pytest.param("squat2", {"r": 40}, "cpu", "C++", "", marks=has_library),
-        ("squat2", {"W_keys": 0}, "cpu", "PyTorch", "values in full precision (W_keys=0) have PyTorch's kernels alone"),
+        ("squat2", {"W_keys": 0}, "cpu", "PyTorch", "values in full precision (W_keys=0) have only PyTorch kernels"),
         (
             "squat2",
             {"W_keys": 0},
             "cuda",
             "PyTorch",
-            "values in full precision (W_keys=0) have PyTorch's kernels alone",
+            "values in full precision (W_keys=0) have only PyTorch kernels",
         ),
         ("squat2", {"W_keys": 32}, "cuda", "GPU/Triton", ""),
         ("squat2", {"r": 40, "floor": 0}, "cuda", "PyTorch", "no Triton kernel for its keys or values with r=40;"),
@@ -221,7 +221,7 @@ def test_steps() -> None:
         return step_for(path_for(fmt, wish), fmt, slots, 0, scale, HERE, causal)
 
     assert isinstance(made(Wish("cpu", "torch")), PlannedStep)
-    assert path_for(fmt, Wish("cpu", "torch")) == Path("PyTorch", "VLLM_KVQ_KERNELS=torch leaves C++ out")
+    assert path_for(fmt, Wish("cpu", "torch")) == Path("PyTorch", "VLLM_KVQ_KERNELS=torch disables C++")
     if library() is not None:
         assert isinstance(made(Wish("cpu")), CPUStep)
     assert not any(asked)

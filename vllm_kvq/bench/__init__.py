@@ -1,1 +1,1 @@
-"""Speed, each number with the command that prints it."""
+"""Speed measurements; each number in the docs comes with the command that prints it."""

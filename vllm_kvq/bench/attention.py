@@ -2,18 +2,18 @@
 
     python -m vllm_kvq bench attention --format squat2 --context 32768 --threads 2
 
-Rules, so that the ratios mean something:
+Rules that make the ratios meaningful:
 
   * One step is one layer's attention of `--batch` requests with `--context` tokens each: vLLM reads its bf16 or fp8
-    cache, we read packed pages, window and sinks, and merge (bench/steps.py).
+    cache; we read packed pages, window and sinks, and merge (bench/steps.py).
   * Rounds are interleaved (bf16, fp8, ours, bf16, ...), and a ratio is the median over rounds of that round's
-    ratio, so that a slow moment of the machine hits all sides alike.
+    ratio, so a slow moment of the machine affects all sides alike.
   * Every timing follows an untimed step of the same kernel. `--rotate n` cycles through n caches instead, as
     the layers of a model do: with one, small contexts stay in the processor's cache.
-  * Where `best` is far below `ms`, other processes had the processor: such a run says nothing.
+  * If `best` is far below `ms`, other processes were using the processor: such a run says nothing.
   * Pages hold packed random data with outlier channels and tokens, in shuffled order.
-  * $VLLM_KVQ_ISA=avx2 holds both sides to AVX2: ours, and vLLM's own build for it, which has no fp8 cache.
-  * `x copy`: times as long as a plain copy of the cache's bytes, measured in the same run with the same threads.
+  * $VLLM_KVQ_ISA=avx2 limits both sides to AVX2: ours, and vLLM's own build for it, which has no fp8 cache.
+  * `x copy`: the time relative to a plain copy of the cache's bytes, measured in the same run with the same threads.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ TARGETS = {
     "polar4": (6.5, 4.3),
     "polar3": (6.0, 4.0),
 }
-"""Times faster than vLLM's bf16 and fp8 that a kernel is to be from 32k tokens on (or 8 requests of 4k), on two threads
-of a processor with VNNI."""
+"""The speedup over vLLM's bf16 and fp8 that a kernel must reach from 32k tokens on (or 8 requests of 4k), on two
+threads of a processor with VNNI."""
 AVX2_TARGET = 2.5
 """The same on AVX2, against vLLM's own build for it."""
 
@@ -66,12 +66,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--query-heads", type=int, default=32)
     p.add_argument("--kv-heads", type=int, default=8)
     p.add_argument("--head-size", type=int, default=128)
-    p.add_argument("--block-size", type=int, default=128, help="tokens per page of ours (vLLM's own is 128)")
-    p.add_argument("--rotate", type=int, default=1, help="caches cycled through, as a model's layers are")
+    p.add_argument("--block-size", type=int, default=128, help="tokens per page of our formats (vLLM's own cache: 128)")
+    p.add_argument("--rotate", type=int, default=1, help="number of caches to cycle through, like a model's layers")
     p.add_argument("--rounds", type=int, default=9)
-    p.add_argument("--no-baseline", action="store_true", help="ours alone, without vllm")
-    p.add_argument("--csv", type=Path, help="write the rows to this file")
-    p.add_argument("--plot", type=Path, help="write a PNG of time against context to this file")
+    p.add_argument("--no-baseline", action="store_true", help="measure only our formats, without vllm")
+    p.add_argument("--csv", type=Path, help="file for the rows")
+    p.add_argument("--plot", type=Path, help="PNG file for a plot of time against context")
     console.add_json(p)
     return p
 
@@ -87,9 +87,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         p.error(str(error))
     if min(args.threads, args.rounds) < 1:
-        p.error("threads and rounds are at least 1")
+        p.error("threads and rounds must be at least 1")
     if not args.no_baseline and importlib.util.find_spec("vllm") is None:
-        p.error("vllm is not installed: --no-baseline times ours alone")
+        p.error("vllm is not installed; --no-baseline times only our formats")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         p.error("--plot needs matplotlib: pip install 'vllm-kvq[bench]'")
     return args
@@ -100,7 +100,7 @@ def shape_of(args: argparse.Namespace, context: int) -> Shape:
 
 
 def owed_by(name: str, isa: str) -> dict[str, float]:
-    """The ratios against vLLM's caches that were promised for a format's kernel, if any were."""
+    """The target ratios against vLLM's caches for a format's kernel, if there are any."""
     if name not in TARGETS or isa not in ("avx2", "avx512"):
         return {}
     return {"bf16": AVX2_TARGET} if isa == "avx2" else dict(zip(BASELINES, TARGETS[name], strict=True))
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif sentence := slow(fmt):
             notes.append(sentence)
     if not args.no_baseline and (problem := no_fp8(args.head_size)):
-        notes.append(f"{problem}: ours is compared with bf16 alone")
+        notes.append(f"{problem}: ours is compared only with bf16")
     if not args.json:
         print(*notes, sep="\n", flush=True)
     measured: Measured = []

@@ -1,6 +1,6 @@
 """A Llama checkpoint written as plain files: config.json, model.safetensors and the tokenizer's files.
 
-vLLM and transformers read nothing else, so neither of them is needed to write it.
+vLLM and transformers read nothing else, and neither is needed to write it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-# Ids 0-3 of every tokenizer made here. The chat turns end with <eos>, which also ends generation.
+# Ids 0-3 of every tokenizer created here. Chat turns end with <eos>, which also stops generation.
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>", "<turn>")
 BOS_ID, EOS_ID, PAD_ID, TURN_ID = range(len(SPECIAL_TOKENS))
 
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The sizes of a Llama, under short names; `config` spells them as config.json does."""
+    """The sizes of a Llama, under short names; `config` uses the names of config.json."""
 
     hidden: int = 256
     layers: int = 4
@@ -41,13 +41,13 @@ class LlamaShape:
     rope_theta: float = 10000.0
     rms_eps: float = 1e-5
     tied: bool = False
-    """Whether the embedding is the head, too."""
+    """Whether the embedding is also the head."""
     attention_bias: bool = False
     """Whether the four projections of attention have biases."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> LlamaShape:
-        """What `config` gave; ValueError for another model."""
+        """The inverse of `config`; ValueError for another model."""
         shape = cls(
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
@@ -126,9 +126,9 @@ def save_checkpoint(
     dtype: torch.dtype,
     sampling: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the model into `out_dir`; config.json comes last, so that it marks a complete checkpoint.
+    """Write the model into `out_dir`; config.json is written last, as the mark of a complete checkpoint.
 
-    `sampling` is what a server takes for parameters that a request leaves out.
+    `sampling` holds a server's defaults for parameters that a request leaves out.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     tensors = {name: weights[name].detach().to(dtype).contiguous() for name, _ in shape.parameters()}

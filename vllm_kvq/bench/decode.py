@@ -2,9 +2,9 @@
 
     python -m vllm_kvq bench decode --model models/demo --format squat2
 
-Two engines live side by side, each in its own process, and take turns on the same prompts; the figure is the median
-of the ratios of neighbouring turns, so that a slow minute of the machine hits both. The time of a turn with one
-output token is taken off, which leaves the decode steps.
+Two engines run at the same time, each in its own process, and take turns on the same prompts; the figure is the median
+of the ratios of neighbouring turns, so a slow minute of the machine affects both. The time of a turn with one output
+token is subtracted, which leaves the decode steps.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, help="checkpoint folder, for example models/demo")
     p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=suite("public"))
     p.add_argument("--batch", type=int, default=16)
-    p.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
-    p.add_argument("--tokens", type=int, default=64, help="decoded tokens of each request")
+    p.add_argument("--context", type=int, default=512, help="prompt tokens per request")
+    p.add_argument("--tokens", type=int, default=64, help="decoded tokens per request")
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--min-ratio", type=float, default=0.0, help="exit 1 when a format decodes slower than this")
-    p.add_argument("--eager", action="store_true", help="without torch.compile")
+    p.add_argument("--min-ratio", type=float, default=0.0, help="ratio to bf16 below which the command exits with 1")
+    p.add_argument("--eager", action="store_true", help="disable torch.compile")
     console.add_json(p)
     return p
 

@@ -14,11 +14,11 @@ Measured = list[tuple[Shape, list[Row]]]
 Curves = dict[str, list[tuple[int, float]]]
 """Name -> (context, milliseconds)."""
 STYLES = {"bf16": "k--o", "fp8": "k:o", "sdpa": "k--o", "sdpa-flash": "k-.o", "flash_attn": "k--s"}
-"""What stores 16 or 8 bits."""
+"""The caches that store 16 or 8 bits."""
 
 
 def records(measured: Measured, threads: int, isa: str) -> list[dict[str, Any]]:
-    """A row for each candidate and shape."""
+    """One row per candidate and shape."""
     return [
         {
             **{"kernel": row.name, **vars(shape), "threads": threads, "isa": isa},

@@ -4,13 +4,13 @@
     python3 -m vllm_kvq.bench.gpu --dry-run            tiny shapes without a GPU (interpreter, emulation): no meaning
 
 Every measurement replays a CUDA graph of several launches on rotated page tables (and rotated K and V), so that
-together they read more than the cache holds; the median replay counts. bf16 is the fastest of torch's SDPA as it
-chooses, SDPA held to its FlashAttention backend, and the package flash_attn where it is installed; each has its row.
+together they read more than the cache holds; the median replay counts. bf16 is the fastest of torch's SDPA with its own
+choice, SDPA limited to its FlashAttention backend, and the package flash_attn if installed; each has its row.
 "ideal" is the time in which bf16 K and V could be copied: no bf16 kernel is faster. The fp8 column is that of
-FlashAttention 3 (the package flash_attn_interface, on Hopper); torch attends no fp8 keys and values, so without it the
-column says "n.m.", not measured, and half of "ideal" bounds it. polar4 and polar3 rebuild keys and multiply them;
-polar4+table and polar3+table look scores up. Last comes what packing a prompt costs beside a layer's prefill. No GPU
-has run this yet.
+FlashAttention 3 (the package flash_attn_interface, on Hopper); torch can't attend fp8 keys and values, so without it
+the column says "n.m.", not measured, and half of "ideal" bounds it. polar4 and polar3 rebuild keys and multiply them;
+polar4+table and polar3+table look scores up. The last part is the cost of packing a prompt compared with a layer's
+prefill. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ROTATED_BYTES = 512 << 20
 ROW = "{:<12} {:>5} {:>8} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>10} {:>9}"
 HEADER = ("format", "batch", "context", "us", "bf16 us", "fp8 us", "ideal us", "x bf16", "x fp8", "MB read", "of copy")
 PROMPT, HIDDEN, MLP = 4096, 4096, 14336
-"""Tokens of a prompt, and the layer of an 8B Llama that packing them is compared with."""
+"""Tokens of a prompt, and the layer of an 8B Llama with which packing them is compared."""
 RIVALS = ("sdpa", "sdpa-flash", "flash_attn")
-"""What attends bf16."""
+"""The kernels that attend bf16."""
 Calls = list[Callable[[], object]]
 
 
 def formats() -> Iterator[str]:
-    """Those for users that have GPU kernels; those with two ways to scores, both."""
+    """The formats for users that have GPU kernels; twice if there are two ways to compute scores."""
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.formats.table import suite
     from vllm_kvq.kernels.gpu.step import kernels_of
@@ -62,7 +62,7 @@ class Shape:
 
 
 def measure(calls: list[Callable[[], object]], device: torch.device, replays: int = 20) -> float:
-    """Median seconds per call: of the replays of one graph of all calls, or of plain calls without a GPU."""
+    """Median seconds per call: of replays of one graph of all calls, or of plain calls if there is no GPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         for call in calls:
@@ -95,7 +95,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, int]:
-    """Launches over rotated tables, and the bytes that one reads."""
+    """Launches over rotated tables, and the bytes that one launch reads."""
     from vllm_kvq.bench.pools import random_pages
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.step import kernels_of
@@ -122,7 +122,7 @@ def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, 
 
 
 def bf16_calls(shape: Shape, device: torch.device) -> dict[str, Calls]:
-    """Launches over rotated bf16 K and V, by what attends them."""
+    """Launches over rotated bf16 K and V, by the kernel that attends them."""
     query = torch.randn(shape.batch, HEADS * SHARE, 1, HEAD, device=device, dtype=torch.bfloat16)
     size = (shape.batch, HEADS, shape.context, HEAD)
     rounds = rotations(bf16_bytes(shape), device)
@@ -158,7 +158,7 @@ def bf16_calls(shape: Shape, device: torch.device) -> dict[str, Calls]:
 
 
 def fp8_calls(shape: Shape, device: torch.device) -> Calls:
-    """FlashAttention 3 over fp8 K and V of (batch, tokens, heads, channels); ImportError where it is not."""
+    """FlashAttention 3 over fp8 K and V of (batch, tokens, heads, channels); ImportError if it is not installed."""
     from flash_attn_interface import flash_attn_with_kvcache
 
     eight = torch.float8_e4m3fn
@@ -177,7 +177,7 @@ def fp8_calls(shape: Shape, device: torch.device) -> Calls:
 
 
 def _by_token(x: torch.Tensor) -> tuple[int, ...]:
-    """The same bytes as (batch, tokens, heads, channels): they are random, and the time is what counts."""
+    """The same bytes as (batch, tokens, heads, channels): they are random, because only the time matters."""
     return (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
 
 
@@ -194,7 +194,7 @@ def fits(read: int, device: torch.device) -> bool:
 
 
 def run(device: torch.device, formats: list[str], shapes: list[Shape], deadline: float, results: Results) -> None:
-    """Prints the table; what `results` has is not measured again."""
+    """Prints the table; measurements in `results` are not repeated."""
     copied = results.take("copy", 0, 0, lambda: (1 / copy_bandwidth(device), 1))
     bandwidth = 1 / copied.seconds
     tell = results.tell
@@ -235,7 +235,7 @@ def _packed(name: str, shape: Shape, device: torch.device) -> tuple[float, int]:
 
 
 def _rivals(shape: Shape, device: torch.device, results: Results) -> tuple[dict[str, float], float | None]:
-    """Seconds of what attends bf16, by name, and of what attends fp8."""
+    """Seconds of the kernels that attend bf16, by name, and of the one that attends fp8."""
     at, full = (shape.batch, shape.context), bf16_bytes(shape)
     kept = {name: row.seconds for name in RIVALS if (row := results.known(name, *at))}
     if not kept:
@@ -249,7 +249,11 @@ def _rivals(shape: Shape, device: torch.device, results: Results) -> tuple[dict[
         del calls
     try:
         eight = results.take("fp8", *at, lambda: (measure(fp8_calls(shape, device), device), full // 2)).seconds
-    except (ImportError, RuntimeError, TypeError):  # no FlashAttention 3, or not for this GPU, or another version
+    except (
+        ImportError,
+        RuntimeError,
+        TypeError,
+    ):  # no FlashAttention 3, or it does not support this GPU, or has another version
         eight = None
     return kept, eight
 
@@ -265,7 +269,7 @@ def line(
 
 
 def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
-    """All that a prompt of one chunk costs beyond its attention: begin, pack, commit."""
+    """The whole cost of a prompt of one chunk beyond its attention: begin, pack, commit."""
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.step import GPUStep
     from vllm_kvq.kernels.slots import SlotGeometry
@@ -293,7 +297,7 @@ def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
             step._fit(batch, caches, plan, query, 0)
         step._pack(batch, caches, plan, key, value)
 
-    # the header stays zero, so that every call is the first of its request
+    # the header stays zero, so every call is the first of its request
     return [call]
 
 
@@ -329,12 +333,12 @@ def run_prompts(device: torch.device, formats: list[str], tokens: int, results: 
 
 def _packing(name: str, tokens: int, device: torch.device) -> float:
     calls = prompt_calls(name, tokens, device)
-    # SQuat's eigenvectors are PyTorch's, which a graph does not hold
+    # SQuat's eigenvectors are computed by PyTorch, which a graph can't capture
     return measure(calls, device) if not name.startswith("squat") else plain_seconds(calls, device)
 
 
 def plain_seconds(calls: Calls, device: torch.device, rounds: int = 10) -> float:
-    """Median seconds of a call without a graph: waits for the device included."""
+    """Median seconds of a call without a graph, including waiting for the device."""
     times = []
     for _ in range(rounds if device.type == "cuda" else 1):
         start = time.perf_counter()
@@ -361,12 +365,15 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=list(formats()))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--seconds", type=float, default=300, help="start no measurement after this time")
+    parser.add_argument("--seconds", type=float, default=300, help="time after which no measurement is started")
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="keep every number there at once, and measure none again"
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that keeps every number immediately; none is measured again",
     )
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes without a GPU")
-    parser.add_argument("--compile", action="store_true", help="only launch everything once, so that it is compiled")
+    parser.add_argument("--dry-run", action="store_true", help="use tiny shapes, without a GPU")
+    parser.add_argument("--compile", action="store_true", help="only launch everything once, to compile it")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     if args.dry_run:
@@ -385,7 +392,7 @@ def main() -> int:
             for call in (packed_calls(name, Shape(1, 1024), device)[0][0], *prompt_calls(bare, PROMPT, device)):
                 call()
         return 0
-    # the longest contexts matter most: what is left out for lack of time is short
+    # the longest contexts matter most: only short ones are left out for lack of time
     shapes = [Shape(b, c) for c in sorted(args.contexts, reverse=True) for b in args.batches]
     results = Results(args.results, torch.cuda.get_device_name())
     run(device, args.formats, shapes, deadline, results)

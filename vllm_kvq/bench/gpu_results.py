@@ -1,8 +1,8 @@
-"""What was measured on a GPU, kept from run to run: a CSV that grows by a row per measurement, and a page made of it.
+"""Measurements on a GPU, kept between runs: a CSV that grows by a row per measurement, and a page generated from it.
 
     python -m vllm_kvq.bench.gpu_results FILE.csv      draws FILE.png (needs matplotlib, which the measurements do not)
 
-A GPU may be lent for minutes only: a run that is cut off has lost nothing, and the next one measures what is left.
+A GPU may be available only for minutes: an interrupted run loses nothing, and the next one measures what is left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 class Measured:
     torch: str
     what: str
-    """A format, a rival, or the copy that gives the bandwidth."""
+    """A format, a competitor, or the copy that gives the bandwidth."""
     batch: int
     context: int
     seconds: float
@@ -44,11 +44,11 @@ def read(path: Path) -> list[Measured]:
         rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
         return [Measured.of(row) for row in rows[1:]]
     except ValueError as error:
-        raise ValueError(f"{path} holds no results ({error}); move it away to begin anew") from error
+        raise ValueError(f"{path} holds no results ({error}); move it away to start over") from error
 
 
 class Results:
-    """Of one device. Without a folder nothing is kept."""
+    """The results of one device. Without a folder nothing is kept."""
 
     def __init__(self, folder: Path | None, device: str) -> None:
         self.device, self.lines = device, list[str]()
@@ -64,7 +64,7 @@ class Results:
             return []
         text = self.path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # a run ended while it wrote a line
+        if whole != text:  # a run was interrupted while it wrote a line
             self.path.write_text(whole, encoding="utf-8")
         return read(self.path)
 
@@ -72,7 +72,7 @@ class Results:
         return self.rows.get((what, batch, context))
 
     def take(self, what: str, batch: int, context: int, measure: Callable[[], tuple[float, int]]) -> Measured:
-        """As it was measured before, or now, by `measure() -> (seconds, bytes read)`."""
+        """The earlier measurement, or a new one by `measure() -> (seconds, bytes read)`."""
         found = self.known(what, batch, context)
         if found is None:
             found = Measured(torch.__version__, what, batch, context, *measure())
@@ -92,7 +92,7 @@ class Results:
             writer.writerow(astuple(row))
 
     def tell(self, line: str) -> None:
-        """Prints a line, which stands on the page, too."""
+        """Prints a line, which also appears on the page."""
         print(line, flush=True)
         self.lines.append(line)
         if self.path is None:
@@ -103,12 +103,12 @@ class Results:
 
 
 def figure(path: Path) -> Path:
-    """Decode times by batch, of the newest torch, beside the CSV."""
+    """Plots decode times by batch, of the newest torch, next to the CSV."""
     from vllm_kvq.bench.figures import Curves, draw
 
     rows = read(path)
     panels: dict[str, Curves] = {}
-    # neither the copy nor what belongs to prompts is a decode step of a context
+    # neither the copy nor the measurements of prompts are decode steps at a context
     for row in sorted((r for r in rows if r.read and r.context and r.torch == rows[-1].torch), key=lambda r: r.batch):
         curves = panels.setdefault(f"batch {row.batch}", {})
         curves.setdefault(row.what, []).append((row.context, 1e3 * row.seconds))
@@ -119,7 +119,7 @@ def figure(path: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Draws decode times that bench/gpu.sh has measured.")
+    parser = argparse.ArgumentParser(description="Plot decode times that bench/gpu.sh has measured.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.csv")
     for path in parser.parse_args(argv).files:
         try:

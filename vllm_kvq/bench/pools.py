@@ -1,4 +1,4 @@
-"""Pools of packed pages of random data with outliers, as benches and tests of kernels read them."""
+"""Pools of packed pages of random data with outliers, for benchmarks and tests of kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def outlier_data(tokens: int, heads: int, d: int, seed: int) -> tuple[torch.Tens
 
 
 def state_for(fmt: PageFormat, key: torch.Tensor, seed: int) -> torch.Tensor | None:
-    """The state of a request whose prompt had these (heads, tokens, d) keys."""
+    """The state of a request whose prompt has these (heads, tokens, d) keys."""
     if not fmt.state_rows:
         return None
     queries = torch.randn(len(key), 64, key.shape[-1], generator=torch.Generator().manual_seed(seed + 1))
@@ -26,8 +26,8 @@ def state_for(fmt: PageFormat, key: torch.Tensor, seed: int) -> torch.Tensor | N
 
 
 def pages_of(fmt: PageFormat, key: torch.Tensor, value: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Complete pages of one request's (heads, tokens, d) keys and values after page 0, which is 0xFF throughout: NaN
-    and not packed."""
+    """Complete pages of one request's (heads, tokens, d) keys and values after page 0, which is all 0xFF: NaN and not
+    packed."""
     heads, tokens, _ = key.shape
     state = state_for(fmt, key, seed)
     pool = torch.zeros(tokens // fmt.N + 1, heads, fmt.record_bytes, dtype=torch.uint8)

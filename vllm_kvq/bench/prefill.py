@@ -1,11 +1,11 @@
-"""What a prompt costs beside its own attention: fit, pack, and the attention of a later chunk over packed history.
+"""The cost of a prompt on top of its attention: fit, pack, and the attention of a later chunk over packed history.
 
     python -m vllm_kvq bench prefill --format all --context 4096
 
-One layer, one request, bf16, through the very code that serves (`kernels.torch.step.PlannedStep` with the C++ kernels):
+One layer, one request, bf16, with the code that serves requests (`kernels.torch.step.PlannedStep`, C++ kernels):
 
   * prompt: all `--context` tokens at once. fit: the request's state (SQuat's subspace, ...). pack: everything else
-    that updates the caches. Their share is of the time that vLLM's own CPU attention takes for the same prompt
+    that updates the caches. Their shares are relative to the time of vLLM's own CPU attention for the same prompt
     (causal, bf16 cache, its own scheduler); ours is the attention that we run instead.
   * chunk (with `--chunk`): attention of that many new tokens after `--context` tokens, ours against vLLM's.
 
@@ -192,13 +192,15 @@ def chunk_row(
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench prefill",
-        "What a prompt costs beside its own attention: fit, pack, and a later chunk's attention over packed history.",
+        "The cost of a prompt on top of its attention: fit, pack, and a later chunk's attention over packed history.",
         ("--format all --context 4096", "--format squat2 --context 4096 --chunk 512 --json"),
         "could not be done",
     )
     p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=[*suite("public"), "all"])
     p.add_argument("--context", nargs="+", type=int, default=[4096])
-    p.add_argument("--chunk", type=int, default=0, help="measure chunks of this many tokens instead of prompts")
+    p.add_argument(
+        "--chunk", type=int, default=0, help="tokens of the chunks to measure instead of prompts (0: prompts)"
+    )
     p.add_argument("--query-heads", type=int, default=32)
     p.add_argument("--kv-heads", type=int, default=8)
     p.add_argument("--head-size", type=int, default=128)
@@ -212,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     if min(*args.context, args.query_heads, args.kv_heads, args.threads, args.rounds, args.chunk + 1) < 1:
-        p.error("contexts, heads, threads and rounds are at least 1, chunks at least 0")
+        p.error("contexts, heads, threads and rounds must be at least 1, chunks at least 0")
     if args.query_heads % args.kv_heads:
         p.error(f"{args.query_heads} query heads can't share {args.kv_heads} KV heads evenly")
     try:

@@ -9,10 +9,10 @@ import torch
 from vllm_kvq.bench.checkpoint import SPECIAL_TOKENS, LlamaShape, save_checkpoint
 from vllm_kvq.bench.tokenizer import made_up_tokenizer
 
-# Standard deviation of an attention score before softmax. At 1 attention is an average of everything and
-# cached keys hardly matter; far above it one key takes all and the values of the others don't matter.
+# Standard deviation of an attention score before softmax. At 1, attention is an average of everything and
+# cached keys hardly matter; far above 1, one key dominates and the values of the others don't matter.
 _SCORE_STD = 2.0
-# Weight of what attention adds to the residual stream, against the token's own embedding (1.0).
+# Weight of attention's contribution to the residual stream, relative to the token's own embedding (1.0).
 _ATTENTION_GAIN = 2.0
 _MLP_GAIN = 1.0
 
@@ -36,7 +36,7 @@ def random_model(
 
     logits ~ N(0, logit_scale^2): the two largest of 512 then lie `logit_scale / 3.5` apart on average and
     within 1e-2 of each other once in about 800 tokens at the default scale. The special tokens' logits are
-    0, so greedy decoding never ends early. Equal arguments give equal files.
+    0, so greedy decoding never stops early. Equal arguments give equal files.
     """
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     shape = LlamaShape(
@@ -62,7 +62,7 @@ def random_model(
 
 
 def _std(name: str, size: tuple[int, ...]) -> float:
-    """Unit variance out of unit variance in (1/sqrt(fan in)), times the gain that this tensor is given."""
+    """Unit variance out for unit variance in (1/sqrt(fan in)), times this tensor's gain."""
     if name.endswith("embed_tokens.weight"):
         return 1.0
     gain = 1.0

@@ -5,16 +5,16 @@
 Rules:
 
   * The model has random weights and Llama-3.2-1B's shape (hidden 2048, 32 query and 8 KV heads of 64, MLP 8192), cut
-    to `--layers` layers and a vocabulary of 4096 so that it fits a small machine; or `--model PATH`.
+    to `--layers` layers and a vocabulary of 4096 to fit a small machine; or `--model PATH`.
   * Both servers are up at once and take turns on the same prompts, over HTTP, streaming; a ratio is the median over
     turns of that turn's ratio.
-  * After one prompt that isn't timed, the first `--cold` turns are cold, each on other prompts and begun by the other
-    server: their time to the first token is the prefill. The later turns hit the prefix cache, and what is timed is
+  * After one prompt that isn't timed, the first `--cold` turns are cold, each on new prompts and started by the servers
+    in turn: their time to the first token is the prefill. The later turns hit the prefix cache, and what is timed is
     decoding: from the first token to the last one, per token. Requests of a batch run at the same time.
   * `share`: the part of bf16's step at that context that the context causes, s = 1 - step(shortest) / step. `kernel`:
-    how many times faster than vLLM's the attention kernel alone is at that context, r, timed as `bench attention` does
-    before the servers start. `expected` is what the step should then gain, 1 / (1 - s + s / r); the measured gain is
-    `ratio`. No cache could gain more than `at most`, 1 / (1 - s).
+    the speedup r of only the attention kernel over vLLM's at that context, timed like `bench attention` before the
+    servers start. `expected` is the resulting speedup of the step, 1 / (1 - s + s / r); the measured one is `ratio`. No
+    cache could gain more than `at most`, 1 / (1 - s).
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from vllm_kvq.formats.table import suite
 HOST = "127.0.0.1"
 START_SECONDS = 600
 SETTLE_SECONDS = 2.0
-"""vLLM's workers look for work in a loop for a second before they sleep, on a core that they share with the other's."""
+"""vLLM's workers poll for work for a second before they sleep, on a core that they share with the other server's."""
 VOCAB = 4096
 ARRIVALS, TRIES = 8, 5
-"""A token's time is measured over at least ARRIVALS arrivals; a turn with fewer is repeated, up to TRIES turns."""
+"""A token's time is measured over at least ARRIVALS arrivals; a turn with fewer is repeated, up to TRIES times."""
 Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds to the first token and seconds per further token: of one request, or medians over those of a batch.
+    """Seconds to the first token and seconds per further token: for one request, or medians over a batch.
 
-    A token's time is NaN where the server sent too many at once to measure it.
+    A token's time is NaN if the server sent too many at once to measure it.
     """
 
     first: float
@@ -93,7 +93,7 @@ def stream(url: str, prompt: list[int], tokens: int) -> Turn:
 
 
 def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
-    """All prompts at once, each in a thread of its own, after the other server has gone to sleep."""
+    """All prompts at once, each in its own thread, after the other server has gone to sleep."""
     time.sleep(SETTLE_SECONDS)
     results: list[Turn | Exception] = []
 
@@ -119,17 +119,17 @@ def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
 
 
 def warm_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
-    """Repeated as long as a token's time can't be measured."""
+    """A turn, repeated as long as a token's time can't be measured."""
     for _ in range(TRIES):
         turn = take_turn(url, prompts, tokens)
         if not math.isnan(turn.step):
             return turn
-    raise ServerError(f"{tokens} tokens come nearly at once, so that a token's time can't be measured: raise --tokens")
+    raise ServerError(f"{tokens} tokens arrive nearly at once, so a token's time can't be measured: raise --tokens")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One context and batch, bf16 beside one format."""
+    """One context and batch, bf16 against one format."""
 
     context: int
     batch: int
@@ -157,18 +157,18 @@ HEADER = (
 
 
 def gain(share: float, kernel: float) -> float:
-    """How many times faster a step gets when the `share` of it gets `kernel` times faster."""
+    """The speedup of a step when the `share` of it gets `kernel` times faster."""
     return 1 / (1 - share + share / kernel)
 
 
 def model_shape(config: Any, context: int, batch: int) -> Shape:
-    """The attention of one layer, from what config.json holds; up to four layers' caches are rotated."""
+    """The attention of one layer, from config.json; up to four layers' caches are rotated."""
     if not isinstance(config, dict):
         raise ValueError("it does not hold a model's configuration")
 
     def size(name: str) -> int:
         if type(value := config.get(name)) is not int or not 0 < value < 2**20:
-            raise ValueError(f"{name} is {value!r}; it has to be a whole number from 1 on")
+            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         return value
 
     heads = size("num_attention_heads")
@@ -178,7 +178,7 @@ def model_shape(config: Any, context: int, batch: int) -> Shape:
 
 
 def kernel_ratio(name: str, model: Path, context: int, batch: int, rounds: int) -> float:
-    """vLLM's time for the model's attention in bf16 over ours, one layer, alone in this process."""
+    """vLLM's time for the model's attention in bf16 divided by ours, for one layer, in this process."""
     path = model / "config.json"
     try:
         shape = model_shape(json.loads(path.read_text(encoding="utf-8")), context, batch)
@@ -189,13 +189,13 @@ def kernel_ratio(name: str, model: Path, context: int, batch: int, rounds: int) 
 
 
 def both(urls: tuple[str, str], prompts: Prompts, tokens: int, first: int) -> tuple[Turn, Turn]:
-    """A turn of each server; that of `urls[first]` begins."""
+    """A turn of each server; `urls[first]` starts."""
     turns = {url: take_turn(url, prompts, tokens) for url in (urls[first], urls[1 - first])}
     return turns[urls[0]], turns[urls[1]]
 
 
 def measure(urls: tuple[str, str], name: str, context: int, batch: int, args: argparse.Namespace) -> Cell:
-    # all formats share the bf16 server: prompts that it has answered for another format would not be cold
+    # all formats share the bf16 server: prompts that it answered for another format would not be cold
     cold = [both(urls, prompts_for(name, context, batch, i), args.tokens, i % 2) for i in range(args.cold)]
     prompts = prompts_for(name, context, batch, 0)
     turns = []
@@ -240,20 +240,22 @@ def server(model: Path, dtype: str, args: argparse.Namespace, max_len: int, log:
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench serve",
-        "`vllm serve` with each format beside `vllm serve` with a bf16 cache: time per token, and to the first token.",
+        "`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, and to the first token.",
         ("", "--format squat2 --context 512 4096 16384 --layers 1 --eager", "--model ./checkpoint --batch 1 4 --json"),
-        "a server failed, and the end of its log says why",
+        "a server failed; the end of its log says why",
     )
     p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=[*suite("public"), "all"])
-    p.add_argument("--context", nargs="+", type=int, default=[512, 4096, 16384], help="prompt tokens of each request")
+    p.add_argument("--context", nargs="+", type=int, default=[512, 4096, 16384], help="prompt tokens per request")
     p.add_argument("--batch", nargs="+", type=int, default=[1])
-    p.add_argument("--tokens", type=int, default=32, help="decoded tokens of each request")
+    p.add_argument("--tokens", type=int, default=32, help="decoded tokens per request")
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--cold", type=int, default=2, help="cold prompts, for the time to the first token")
+    p.add_argument("--cold", type=int, default=2, help="number of cold prompts, for the time to the first token")
     p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--model", type=Path, help="a checkpoint folder instead of the random model")
-    p.add_argument("--eager", action="store_true", help="without torch.compile")
-    p.add_argument("--folder", type=Path, default=Path(".demo"), help="for the random model and the servers' logs")
+    p.add_argument("--model", type=Path, help="checkpoint folder instead of the random model")
+    p.add_argument("--eager", action="store_true", help="disable torch.compile")
+    p.add_argument(
+        "--folder", type=Path, default=Path(".demo"), help="folder for the random model and the servers' logs"
+    )
     console.add_json(p)
     return p
 
@@ -263,7 +265,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(arguments)
     args.format = [*suite("public")] if "all" in args.format else args.format
     if min(*args.context, *args.batch, args.rounds, args.cold, args.layers, args.tokens - 1) < 1:
-        p.error("contexts, batches, rounds, cold turns and layers are at least 1, tokens at least 2")
+        p.error("contexts, batches, rounds, cold turns and layers must be at least 1, tokens at least 2")
     return args
 
 
@@ -275,7 +277,7 @@ def prompts_for(name: str, context: int, batch: int, turn: int) -> Prompts:
 def against(
     name: str, model: Path, plain: Server, args: argparse.Namespace, max_len: int, kernels: dict[tuple[int, int], float]
 ) -> list[dict[str, Any]]:
-    """One format's servers side by side: the rows of the JSON document, printed as they come unless that is wanted."""
+    """Compares one format's server with bf16: the rows of the JSON document, printed as they come without --json."""
     rows: list[dict[str, Any]] = []
     packed = server(model, name, args, max_len, args.folder / f"bench-{name}.log")
     with packed:
@@ -298,7 +300,7 @@ def against(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the servers to be stopped
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     max_len = max(args.context) + args.tokens + 128

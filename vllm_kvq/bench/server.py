@@ -28,7 +28,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the integration says in its start-up line about the memory that the cache was given."""
+    """What the integration's start-up line says about the cache's memory."""
 
     format: str
     bits: float
@@ -63,16 +63,16 @@ def parse_capacity(log: str) -> Capacity | None:
 
 
 def free_port(host: str) -> int:
-    """A port that nothing listens on at this moment."""
+    """A port on which nothing is listening at the moment."""
     with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 class Server:
-    """Context manager around the child; leaving it stops the child in every case."""
+    """Context manager around the child; leaving it always stops the child."""
 
-    STOP_SECONDS = 20  # what `--shutdown-timeout` gives the engine; at 0, vLLM's default, it is killed
-    KILL_SECONDS = STOP_SECONDS + 10  # after that long we kill the child ourselves
+    STOP_SECONDS = 20  # the engine's time with `--shutdown-timeout`; at 0, vLLM's default, it is killed
+    KILL_SECONDS = STOP_SECONDS + 10  # the time after which we kill the child ourselves
 
     DEFAULTS: ClassVar = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -80,7 +80,7 @@ class Server:
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    """Of the child's environment, where the caller's has nothing."""
+    """Values for the child's environment, if the caller's does not set them."""
 
     def __init__(self, model: str, arguments: Sequence[str], host: str, port: int, log: Path):
         self.url = f"http://{host}:{port}"
@@ -96,8 +96,8 @@ class Server:
         if not Path(self.command[0]).exists():
             raise ServerError(f"{self.command[0]} does not exist: install vllm-kvq with its extra `cpu` or `gpu`")
         with self.log.open("wb") as log:
-            # A process group of its own: Ctrl-C then reaches us alone, and we stop the child in order. Not a session:
-            # Linux shares processors out among sessions, and one with a busy server can starve ours for seconds.
+            # Its own process group: Ctrl-C then reaches only us, and we stop the child in order. Not its own session:
+            # Linux divides processors among sessions, and one with a busy server can starve ours for seconds.
             self._child = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -113,7 +113,7 @@ class Server:
 
     @property
     def shown(self) -> str:
-        """The command as somebody would type it, with the memory that it gives a CPU's cache."""
+        """The command as a user would type it, with the memory for the cache on a CPU."""
         name = "VLLM_CPU_KVCACHE_SPACE"
         return f"{name}={os.environ.get(name, self.DEFAULTS[name])} {shlex.join(['vllm', *self.command[1:]])}"
 
@@ -138,7 +138,7 @@ class Server:
         raise ServerError(f"the server was not ready after {seconds:.0f} s", self._tail())
 
     def wait(self) -> None:
-        """Until the child ends by itself, which it should not."""
+        """Waits until the child exits by itself, which it should not."""
         assert self._child is not None
         self._child.wait()
         self._raise_if_dead("")
@@ -161,7 +161,7 @@ class Server:
         assert self._child is not None
         status = self._child.poll()
         if status is not None:
-            raise ServerError(f"the server ended with status {status} {when}".rstrip(), self._tail())
+            raise ServerError(f"the server exited with status {status} {when}".rstrip(), self._tail())
 
     def _tail(self, lines: int = 20) -> list[str]:
         return self.read_log().splitlines()[-lines:]

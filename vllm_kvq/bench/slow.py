@@ -1,10 +1,10 @@
-"""Where a format is slow on the CPU, as the Markdown tables of docs/benchmarks.md.
+"""Cases in which a format is slow on the CPU, as the Markdown tables of docs/benchmarks.md.
 
     python -m vllm_kvq bench slow --threads 1
 
 The same measurement as `bench attention`, for head sizes and options that the fast kernels do not serve
-(kernels/cpu/slow.py). A ratio is the speed against vLLM's bf16 cache, for options also the time against the same
-format's without them.
+(kernels/cpu/slow.py). A ratio is the speed relative to vLLM's bf16 cache; for options there is also the time relative
+to the same format without them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def label(name: str, options: Mapping[str, Any]) -> str:
 
 
 def measure(context: int, rounds: int, head_size: int, wanted: Wanted) -> list[Row]:
-    """bf16 first, then ours in order."""
+    """bf16 first, followed by ours in order."""
     shape = Shape(context, 1, QUERY_HEADS, KV_HEADS, head_size, BLOCK, 1)
     candidates: dict[str, Candidate] = {"bf16": vllm_candidate(shape, "auto")}
     candidates |= {label(name, options): kvq_candidate(shape, name, options) for name, options in wanted}
@@ -76,7 +76,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def head_table(by_head: Mapping[int, Sequence[Row]]) -> str:
-    """Times bf16's speed, a column for each head size."""
+    """The speed relative to bf16, with a column for each head size."""
     names = [row.name for row in next(iter(by_head.values())) if row.name != "bf16"]
     ratios = {d: {row.name: row.ratio["bf16"] for row in rows} for d, rows in by_head.items()}
     rows = [[f"`{name}`", *(f"{ratios[d][name]:.2f}" for d in by_head)] for name in names]
@@ -84,7 +84,7 @@ def head_table(by_head: Mapping[int, Sequence[Row]]) -> str:
 
 
 def option_table(rows: Sequence[Row]) -> str:
-    """Each variant's speed, times bf16's and as a part of the same format's without the option."""
+    """Each variant's speed, relative to bf16 and to the same format without the option."""
     by_name = {row.name: row for row in rows}
     lines = []
     for name, options in OPTIONS:
@@ -98,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     if min(args.context, args.threads, args.rounds) < 1:
-        p.error("context, threads and rounds are at least 1")
+        p.error("context, threads and rounds must be at least 1")
     if importlib.util.find_spec("vllm") is None:
-        p.error("vllm is not installed, and there is nothing to compare with")
+        p.error("vllm is not installed, so there is nothing to compare with")
     torch.set_num_threads(args.threads)
     if library() is None:
         print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""What is timed: one decode step's attention in one layer, by vLLM's kernel and by ours, over equal histories.
+"""The timed step: one decode step's attention in one layer, by vLLM's kernel and by ours, over equal histories.
 
-Ours is the whole of it, as the integration runs it: the check that all pages are packed, the pages, the full-precision
-tokens where they lie (the newest `window` and the sinks), merged into the output. vLLM's is its CPU_ATTN over its own
-paged cache. The new token's own key and value are written by neither.
+Ours is complete, as the integration runs it: the check that all pages are packed, the pages, the full-precision
+tokens in place (the newest `window` and the sinks), merged into the output. vLLM's is its CPU_ATTN over its own paged
+cache. Neither writes the new token's own key and value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_kvq.kernels.paths import Wish, kernels_for
 Step = Callable[[], object]
 VLLM_BLOCK = 128
 PACKED_TOKENS = 1024
-"""Different tokens per head that are packed; the pool repeats them, for packing takes long."""
+"""Distinct tokens per head that are packed; the pool repeats them, because packing takes long."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if min(self.context, self.batch, self.heads, self.rotate) < 1:
-            raise ValueError("context, batch, heads and rotated caches are at least 1")
+            raise ValueError("context, batch, heads and rotated caches must be at least 1")
         if self.query_heads % self.heads:
             raise ValueError(f"{self.query_heads} query heads can't share {self.heads} KV heads evenly")
 
@@ -91,7 +91,7 @@ def vllm_candidate(shape: Shape, cache_dtype: str) -> Candidate:
 
 
 def packed_pool(fmt: PageFormat, pages: int, heads: int, seed: int) -> torch.Tensor:
-    """`pages` records per head of random data."""
+    """`pages` records of random data per head."""
     some = max(1, PACKED_TOKENS // fmt.N)
     packed = random_pages(fmt, some, heads, seed)[1:]
     return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
@@ -105,7 +105,7 @@ def bound_format(shape: Shape, name: str, options: Mapping[str, Any] | None = No
 def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> Candidate:
     fmt = bound_format(shape, name, options)
     kernels = kernels_for(fmt, Wish.of("cpu", os.environ))
-    # what a request of this length has packed, and what it keeps in full precision
+    # the tokens of a request of this length that are packed, and those in full precision
     boundary = max(0, (shape.context - fmt.W) // fmt.unit * fmt.unit)
     sinks = min(fmt.S, boundary)
     pages = -(-boundary // fmt.N)

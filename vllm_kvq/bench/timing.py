@@ -1,4 +1,4 @@
-"""Timing side by side: rounds are interleaved, and a ratio is the median over rounds of that round's ratio."""
+"""Side-by-side timing: rounds are interleaved, and a ratio is the median over rounds of that round's ratio."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ROUND_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate at one shape. `best` far below `ms`: other processes had the processor."""
+    """One candidate at one shape. `best` far below `ms`: other processes were using the processor."""
 
     name: str
     ms: float
     best: float
     nbytes: int
     floor: float
-    """Times as long as copying the bytes would take."""
+    """The time relative to copying the bytes."""
     ratio: dict[str, float] = field(default_factory=dict)
-    """Baseline -> how many times faster."""
+    """Baseline -> speedup over it."""
 
     @property
     def gb_per_s(self) -> float:
@@ -43,7 +43,7 @@ def seconds_per_step(steps: list[Step], repeats: int) -> float:
 
 
 def copy_bandwidth(nbytes: int = 256 << 20, rounds: int = 7) -> float:
-    """Bytes per second, read and written ones together, of copying memory with the threads that torch has."""
+    """Bytes per second, read plus written, of copying memory with torch's number of threads."""
     source = torch.ones(nbytes // 2, dtype=torch.uint8)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -77,7 +77,7 @@ def compare(candidates: dict[str, Candidate], rounds: int, bandwidth: float) -> 
 
 
 def slopes(milliseconds: dict[int, float], start: int = 4096) -> list[float]:
-    """Cost of a further token between neighbouring contexts from `start` on, as shares of the cost over the whole
+    """The cost of a further token between neighbouring contexts from `start` on, relative to the cost over the whole
     range: 1.0 everywhere is a straight line."""
     contexts = sorted(c for c in milliseconds if c >= start)
     if len(contexts) < 3:

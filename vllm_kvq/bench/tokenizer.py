@@ -1,7 +1,7 @@
 """Two byte-level BPE tokenizers: one trained on a corpus, one made up to reach any vocabulary size.
 
-Byte-level means that every text has tokens and every token has text, which streaming, `vllm bench` and
-random prompts rely on.
+Byte-level means that every text has tokens and every token has text; streaming, `vllm bench` and random prompts
+rely on that.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from vllm_kvq.bench.checkpoint import BOS_ID, SPECIAL_TOKENS
 
-_SPACE = "Ġ"  # how byte-level BPE spells a leading space
+_SPACE = "Ġ"  # byte-level BPE's spelling of a leading space
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """BPE learned from `texts`; fewer than `vocab` tokens come out when the texts hold no more pairs.
+    """BPE learned from `texts`, with fewer than `vocab` tokens if the texts contain no more pairs.
 
-    Digits are tokens of their own, so that sums can be learned, and plain texts begin with <bos>.
+    Digits are separate tokens, so that sums can be learned, and plain texts begin with <bos>.
     """
     tokenizer = _byte_level(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), tokenizer.pre_tokenizer])
@@ -37,7 +37,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def made_up_tokenizer(vocab: int) -> Tokenizer:
-    """The 4 special tokens, the 256 bytes, then as many made-up merges of letters as `vocab` asks for."""
+    """The 4 special tokens, the 256 bytes, then made-up merges of letters up to `vocab` tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*SPECIAL_TOKENS, *alphabet]
     if vocab < len(tokens):
@@ -60,7 +60,7 @@ def _byte_level(model: models.Model) -> Tokenizer:
 
 
 def _letter_merges() -> Iterator[tuple[str, str]]:
-    """Pairs first (27 * 26), then pair + letter, as far as encoding can arrive there.
+    """Pairs first (27 * 26), then pair + letter if encoding can reach it.
 
     Encoding "abc" applies the earlier of the merges ab and bc; only if that is ab can abc be formed from it.
     """

@@ -1,7 +1,7 @@
-"""Which of vLLM's own CPU builds the benchmark compares with.
+"""Selects the one of vLLM's own CPU builds with which the benchmark compares.
 
-vLLM's wheel holds its kernels three times: for AVX-512 with BF16, AVX-512, and AVX2. It takes the best one for the
-processor; where our kernels are held to AVX2 ($VLLM_KVQ_ISA=avx2), it hears that there is no AVX-512 and no AMX.
+vLLM's wheel contains its kernels three times: for AVX-512 with BF16, AVX-512, and AVX2. It takes the best one for the
+processor; if our kernels are limited to AVX2 ($VLLM_KVQ_ISA=avx2), it is told that there is no AVX-512 and no AMX.
 """
 
 from __future__ import annotations

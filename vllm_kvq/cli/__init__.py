@@ -1,7 +1,7 @@
-"""The command `vllm-kvq`, also `python -m vllm_kvq`: the list of its commands, each in a module of its own.
+"""The command `vllm-kvq`, also `python -m vllm_kvq`: the list of its commands, each in its own module.
 
-A module has `parser()` and `main(arguments)`, and is imported only when its command is asked for. What they have in
-common, such as exit codes, is in console.py.
+A module has `parser()` and `main(arguments)`, and is imported only when its command is run. What the modules share,
+such as exit codes, is in console.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROG = "vllm-kvq"
 
 @dataclass(frozen=True)
 class Group:
-    """Commands whose first words are these; alone it is no command."""
+    """Commands that start with these words, which by themselves are not a command."""
 
     words: tuple[str, ...]
     about: str
@@ -39,25 +39,29 @@ GROUPS = (
 )
 COMMANDS = (
     Command(("formats",), "exact bits and capacity of every format, and their options", "vllm_kvq.cli.formats"),
-    Command(("check",), "would `vllm serve MODEL --kv-cache-dtype F` start here, and how", "vllm_kvq.cli.check"),
-    Command(("doctor",), "is everything here that serving needs", "vllm_kvq.cli.doctor"),
+    Command(("check",), "whether and how `vllm serve MODEL --kv-cache-dtype F` would start here", "vllm_kvq.cli.check"),
+    Command(("doctor",), "whether everything that serving needs is here", "vllm_kvq.cli.doctor"),
     Command(("bench", "attention"), "one layer's attention in a decode step", "vllm_kvq.bench.attention"),
-    Command(("bench", "slow"), "the same where a format is slow: head sizes, options", "vllm_kvq.bench.slow"),
-    Command(("bench", "prefill"), "what a prompt costs beside its own attention", "vllm_kvq.bench.prefill"),
+    Command(("bench", "slow"), "the same for head sizes and options that are slow", "vllm_kvq.bench.slow"),
+    Command(("bench", "prefill"), "the cost of a prompt on top of its attention", "vllm_kvq.bench.prefill"),
     Command(("bench", "decode"), "tokens per second of two engines side by side", "vllm_kvq.bench.decode"),
     Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.bench.serve"),
-    # a command's own arguments may follow its name, so those of more words come first
+    # a command's own arguments may follow its name, so longer names come first
     Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.cli.eval_error"),
-    Command(("calibrate",), "the best format and options within so many bits, for one model", "vllm_kvq.cli.calibrate"),
+    Command(
+        ("calibrate",), "the best format and options for one model within a limit of bits", "vllm_kvq.cli.calibrate"
+    ),
     Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.cli.eval_heads"),
-    Command(("eval", "answers"), "what each format makes of the same prompts, as text", "vllm_kvq.cli.eval_answers"),
+    Command(
+        ("eval", "answers"), "each format's continuations of the same prompts, as text", "vllm_kvq.cli.eval_answers"
+    ),
     Command(
         ("eval", "humaneval"),
         "problems of HumanEval that a model solves with each format",
         "vllm_kvq.cli.eval_humaneval",
     ),
     Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.cli.eval_show"),
-    Command(("eval",), "does it still answer right: formats against the 16-bit cache", "vllm_kvq.cli.eval"),
+    Command(("eval",), "whether it still answers correctly: formats against the 16-bit cache", "vllm_kvq.cli.eval"),
 )
 
 
@@ -67,7 +71,9 @@ def group_help(group: Group) -> str:
     names = [" ".join(c.words[len(group.words) :]) for c in below]
     width = max(map(len, names)) + 2
     commands = "\n".join(f"  {n:{width}}{c.about}" for n, c in zip(names, below, strict=True))
-    end = console.help_end([f"{PROG} {e}" for e in group.examples], "something was found, or could not be done")
+    end = console.help_end(
+        [f"{PROG} {e}" for e in group.examples], "a problem was found, or something could not be done"
+    )
     return (
         f"usage: {name} COMMAND ...\n\n{group.about}\n\ncommands:\n{commands}\n\n"
         f"Each has --help, with its own examples.\n\n{end}\n"
@@ -75,7 +81,7 @@ def group_help(group: Group) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # vLLM's log would stand among what is printed, on standard output
+    # vLLM's log would otherwise be mixed with the output on standard output
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     arguments = list(sys.argv[1:] if argv is None else argv)
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""`vllm-kvq calibrate MODEL`: which format and options do least harm to this model's attention within so many bits."""
+"""`vllm-kvq calibrate MODEL`: the format and options that harm this model's attention least within a limit of bits."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from vllm_kvq.eval.model import Model
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq calibrate",
-        "Which format and options do least harm within so many bits, as YAML for `vllm serve MODEL --config`. What is\n"
-        "compared is the relative error of attention's output on one text, which says little of answers: see\n"
-        "`vllm-kvq eval`. One format serves all layers; where bits are left, its worst layers stay in\n"
-        "16 bits.",
+        "The format and options that do least harm within a limit of bits, as YAML for `vllm serve MODEL --config`.\n"
+        "They are compared by the relative error of attention's output on one text, which says little about answers:\n"
+        "see `vllm-kvq eval`. One format serves all layers; if bits are left, its worst layers are not packed.",
         ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8,innerq2 --out kvq.yaml"),
-        "nothing could be measured, or nothing is as small",
+        "nothing could be measured, or nothing is small enough",
     )
-    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
+    p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
     p.add_argument(
         "--bits",
         type=float,
         default=3.5,
-        help="per element at most, window, sinks, sidecar and layers in 16 bits counted (%(default)s)",
+        help="maximum bits per element, including window, sinks, sidecar and layers not packed (%(default)s)",
     )
     p.add_argument(
-        "--context", type=int, default=2048, help="tokens of the text, and for which bits count (%(default)s)"
+        "--context", type=int, default=2048, help="tokens of the text, at which bits are counted (%(default)s)"
     )
     add_formats(p, "public")
-    p.add_argument("--out", type=Path, metavar="YAML", help="write there instead of on standard output")
+    p.add_argument("--out", type=Path, metavar="YAML", help="output file (standard output)")
     add_text(p)
     console.add_json(p)
     return p
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = ours(choices(args.formats))
         if any("skip_layers" in choice.options for choice in chosen):
-            raise ValueError("--formats: which layers stay in 16 bits is what is looked for; leave skip_layers out")
+            raise ValueError("--formats: calibrate itself chooses the layers not to pack; leave skip_layers out")
     except ValueError as error:
         p.error(str(error))
     try:
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Bits:
-    """What a server with a choice would take per element, asked of vLLM's own configuration."""
+    """The bits per element that a server would take with each choice, from vLLM's own configuration."""
 
     def __init__(self, model: Model, context: int) -> None:
         self.model, self.context = model, context

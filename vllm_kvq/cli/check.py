@@ -1,4 +1,4 @@
-"""`vllm-kvq check`: would `vllm serve` with these arguments start here, and what would it serve."""
+"""`vllm-kvq check`: whether `vllm serve` with these arguments would start here, and what it would serve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_kvq.integration.preview.dry_start import DryStart, WouldNotStart, Wron
 
 
 def parser() -> argparse.ArgumentParser:
-    """For its help and for wrong usage; the arguments themselves are read by vLLM's own parser."""
+    """Only for help and wrong usage; the arguments themselves are read by vLLM's own parser."""
     p = console.parser(
         "vllm-kvq check",
         "Would `vllm serve` with the same arguments start here? Takes every flag of vllm serve; loads no weights.",
@@ -27,11 +27,13 @@ def parser() -> argparse.ArgumentParser:
         "it would not start; the sentence says why",
     )
     p.usage = "vllm-kvq check MODEL --kv-cache-dtype F [--additional-config JSON] [any flag of vllm serve]"
-    p.add_argument("model", metavar="MODEL", help="a model's name, or the folder of a checkpoint")
+    p.add_argument("model", metavar="MODEL", help="model name, or checkpoint folder")
     p.add_argument("--kv-cache-dtype", metavar="F", required=True, help="one of `vllm-kvq formats`")
     p.add_argument("--additional-config", metavar="JSON", help='options, as in {"kvq": {"W": 64}}')
-    p.add_argument("--max-model-len", metavar="TOKENS", help="and all other flags of vllm serve")
-    p.add_argument("--verbose", action="store_true", help="let vLLM log, on standard error")
+    p.add_argument(
+        "--max-model-len", metavar="TOKENS", help="maximum request length; like all other flags, as for vllm serve"
+    )
+    p.add_argument("--verbose", action="store_true", help="show vLLM's log on standard error")
     console.add_json(p)
     return p
 
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def let_kernels_log() -> None:
-    """Compiling them takes minutes, and says so."""
+    """Compiling the kernels takes minutes, and reports progress."""
     ours = logging.getLogger("vllm_kvq")
     ours.setLevel(logging.INFO)
     if not ours.handlers:
@@ -67,7 +69,7 @@ def let_kernels_log() -> None:
 
 
 def be_quiet() -> None:
-    """For vLLM, which reads its log's level once it is imported, and for the processes that it starts."""
+    """For vLLM, which reads its log level on import, and for the processes that it starts."""
     os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
     for name in ("vllm", "transformers"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -124,7 +126,7 @@ def describe(start: DryStart) -> dict[str, Any]:
 
 
 def request_blocks(served: Any) -> dict[str, int]:
-    """Blocks of the pool that a request of the maximum length takes, by what they are for."""
+    """Blocks of the pool that a request of the maximum length takes, by purpose."""
     full = served.kinds[0].blocks
     return {
         "pages": full - served.sidecar_blocks - served.sink_blocks,

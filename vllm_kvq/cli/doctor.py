@@ -1,4 +1,4 @@
-"""`vllm-kvq doctor`: what is here, and what keeps a server from starting or makes it slow."""
+"""`vllm-kvq doctor`: what is installed, and what keeps a server from starting or makes it slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vllm-kvq eval MODEL`: does it still answer right? Formats against the 16-bit cache, through real vLLM."""
+"""`vllm-kvq eval MODEL`: does it still answer correctly? Formats against the 16-bit cache, in real vLLM."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from vllm_kvq.eval.tasks.tasks import NAMES, TEXT
 from vllm_kvq.eval.tasks.texts import ESSAYS, has_essays
 
 WHOLE_VOCABULARY = 4096
-"""Tokens: smaller vocabularies are compared whole unless --top says otherwise."""
+"""Vocabularies with fewer tokens are compared in full unless --top says otherwise."""
 TOP = 128
 FULL = {"tasks": list(NAMES), "context": [2048], "sequences": 16, "answers": 4, "longest": 1024}
 QUICK = {"tasks": ["recall", "needle", "arithmetic", TEXT], "context": [1024], "sequences": 4, "answers": 2,
          "longest": 96}  # fmt: skip
 READ = {"tasks": [TEXT], "context": [1024, 4096], "sequences": 24}
 READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 6, "readers": 128}
-"""Where nothing but `reading` is asked for, and that is what a quick look does."""
+"""The default if only `reading` is requested, as in a quick look."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq eval",
-        "Does it still answer right? Each format against the 16-bit cache on the same texts, through real vLLM: what "
-        "tokens\nof given texts are given (teacher-forced), and what is generated (decoding). `vllm-kvq eval error` "
+        "Does it still answer correctly? Each format against the 16-bit cache on the same texts, in real vLLM: the\n"
+        "probabilities of given tokens (teacher-forced), and generated answers (decoding). `vllm-kvq eval error`\n"
         "needs no model.",
         (
             "demo --quick",
@@ -47,25 +47,33 @@ def parser() -> argparse.ArgumentParser:
         ),
         "no format could be evaluated",
     )
-    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
+    p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
     add_formats(p, "usual")
     p.add_argument("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=", ".join(NAMES))
-    p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="lengths of the texts (2048)")
-    p.add_argument("--sequences", type=_positive, metavar="N", help="texts of each task and length (16)")
+    p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="text lengths (2048)")
+    p.add_argument("--sequences", type=_positive, metavar="N", help="number of texts per task and length (16)")
     p.add_argument("--regimes", nargs="+", choices=REGIMES, metavar="R", help=", ".join(REGIMES))
-    p.add_argument("--readers", type=_positive, metavar="N", help="a text's last tokens that read, in `reading` (512)")
-    p.add_argument("--baseline", metavar="F", help="the format that others are compared with, text by text (fp8)")
-    p.add_argument("--answers", type=_positive, metavar="N", help="answers generated for each text, at most (4)")
-    p.add_argument("--longest", type=_positive, metavar="TOKENS", help="generated for an answer, at most (1024)")
-    p.add_argument("--chunk", type=_chunk, default=32, metavar="TOKENS", help="of a teacher-forced step (%(default)s)")
-    p.add_argument("--top", type=_positive, metavar="K", help="compare the K most probable tokens and the rest as one")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (the checkpoint's)")
-    p.add_argument("--seed", type=int, default=0, help="of the texts (%(default)s)")
-    p.add_argument("--quick", action="store_true", help="fewer tasks, texts and tokens, unless these are given")
-    eval_lm.add_arguments(p)
-    p.add_argument("--out", type=Path, metavar="DIR", help="write results.json, results.csv and plots (PNG) there")
     p.add_argument(
-        "--cache", type=Path, default=default_folder(), metavar="DIR", help="what was measured is kept there"
+        "--readers", type=_positive, metavar="N", help="number of last tokens that read the cache in `reading` (512)"
+    )
+    p.add_argument("--baseline", metavar="F", help="format with which others are compared, text by text (fp8)")
+    p.add_argument("--answers", type=_positive, metavar="N", help="maximum generated answers per text (4)")
+    p.add_argument("--longest", type=_positive, metavar="TOKENS", help="maximum tokens per generated answer (1024)")
+    p.add_argument(
+        "--chunk", type=_chunk, default=32, metavar="TOKENS", help="tokens per teacher-forced step (%(default)s)"
+    )
+    p.add_argument("--top", type=_positive, metavar="K", help="compare the K most probable tokens, and the rest as one")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="model dtype (the checkpoint's)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the texts (%(default)s)")
+    p.add_argument("--quick", action="store_true", help="fewer tasks, texts and tokens, unless specified")
+    eval_lm.add_arguments(p)
+    p.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json, results.csv and plots (PNG)")
+    p.add_argument(
+        "--cache",
+        type=Path,
+        default=default_folder(),
+        metavar="DIR",
+        help="folder that keeps measurements for later runs",
     )
     console.add_json(p)
     return p
@@ -121,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def named_baseline(text: str | None, chosen: Sequence[Choice]) -> str | None:
-    """Its label, as rows have it."""
+    """The label of the baseline, as in rows."""
     if text is None:
         return None
     named = choices(text)
@@ -131,7 +139,7 @@ def named_baseline(text: str | None, chosen: Sequence[Choice]) -> str | None:
 
 
 def defaults(args: argparse.Namespace) -> dict[str, Any]:
-    """Of arguments that are not given."""
+    """Sets the defaults of arguments that are not given."""
     regimes = args.regimes or ([READING] if args.quick else list(USUAL))
     rest = {"regimes": regimes, **(QUICK if args.quick else FULL)}
     if regimes == [READING]:
@@ -140,7 +148,7 @@ def defaults(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class EvaluationFailed(Exception):
-    """One sentence: why there are no results at all."""
+    """One sentence on why there are no results at all."""
 
 
 def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
@@ -203,7 +211,7 @@ def harness(args: argparse.Namespace, chosen: list[Choice]) -> Results:
 
 
 def compile_kernels() -> None:
-    """What engines on a CPU want; in their own processes nobody would see why they take minutes to start."""
+    """Prepares what engines on a CPU need; in their own processes nobody would see why they take minutes to start."""
     import torch
 
     from vllm_kvq.kernels.build import BuildError, build, logger
@@ -224,13 +232,13 @@ def compile_kernels() -> None:
 
 
 def with_baselines(chosen: list[Choice]) -> tuple[Choice, ...]:
-    """vLLM's own caches, then what the user named."""
+    """vLLM's own caches, then the formats that the user named."""
     own = (PLAIN, FP8)
     return (*map(Choice, own), *(choice for choice in chosen if choice.format not in own))
 
 
 def top(args: argparse.Namespace, vocabulary: int) -> int | None:
-    """A vocabulary that is compared whole takes seconds per thousand tokens, so a quick look does without."""
+    """Comparing a full vocabulary takes seconds per thousand tokens, so a quick look does not."""
     if args.top is not None:
         return int(args.top) if args.top < vocabulary else None
     return TOP if args.quick or vocabulary > WHOLE_VOCABULARY else None

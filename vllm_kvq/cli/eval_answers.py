@@ -1,4 +1,4 @@
-"""`vllm-kvq eval answers MODEL`: what each format makes of the same prompts, side by side."""
+"""`vllm-kvq eval answers MODEL`: each format's continuations of the same prompts, side by side."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vllm_kvq.eval.tasks.tasks import NAMES
 
 TASK_NAMES = ("needles", "arithmetic", "text")
 LONGEST = 24
-"""Tokens shown of what precedes an answer."""
+"""The number of tokens shown before an answer."""
 GIVEN = "the text"
-"""The label of what stands in the text itself."""
+"""The label of the text's own continuation."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,12 +31,12 @@ def parser() -> argparse.ArgumentParser:
         ("demo", "MODEL --formats squat2,kitty2 --tasks needles --context 4096"),
         "an engine did not start",
     )
-    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
+    p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
     add_formats(p, "usual")
     tasks = ", ".join(NAMES)
     p.add_argument("--tasks", nargs="+", default=TASK_NAMES, choices=NAMES, metavar="TASK", help=tasks)
-    p.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="length of the texts (%(default)s)")
-    p.add_argument("--longest", type=int, default=32, metavar="TOKENS", help="of an answer (%(default)s)")
+    p.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="text length (%(default)s)")
+    p.add_argument("--longest", type=int, default=32, metavar="TOKENS", help="tokens per answer (%(default)s)")
     add_text(p)
     console.add_json(p)
     return p
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def answers(plan: Plan) -> Mapping[str, Mapping[str, str]]:
-    """By task and by format; first what the text itself says."""
+    """Answers by task and by format; the text's own continuation comes first."""
     found: dict[str, dict[str, str]] = {}
     for text in plan.sequences:
         (span,), (length,) = plan.asked(text), plan.lengths(text)

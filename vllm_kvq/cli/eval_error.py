@@ -1,4 +1,4 @@
-"""Score errors of formats on the synthetic data: `vllm-kvq eval error`.
+"""Score errors of formats on synthetic data: `vllm-kvq eval error`.
 
 The relative error of q . K when every token is quantized, without windows and sinks, for queries that the
 format has not seen: SQuat's subspace is fitted on the first half of the queries, the error is measured on the
@@ -55,19 +55,19 @@ ROWS: list[Row] = [
     ("squat4", "squat4", {}),
     ("squat4, fitted", "squat4", {"key_scales": "fitted"}),
 ]
-"""The built-in formats, and variants worth a row of their own."""
+"""The built-in formats, and variants that deserve their own row."""
 SEEDS = 4
 CASES = [(128, False), (128, True), (64, False), (64, True)]
 
 
 def rows() -> list[Row]:
-    """Those above, and other packages' formats as they are."""
+    """The candidates above, and other packages' formats without options."""
     listed = {name for _, name, _ in ROWS}
     return ROWS + [(fmt.name, fmt.name, {}) for fmt in public_formats() if fmt.name not in listed]
 
 
 def asked(text: str) -> list[Row]:
-    """Those of `--formats`; ValueError for what can't be measured so."""
+    """The candidates in `--formats`; ValueError for those that can't be measured this way."""
     found = choices(text)
     for choice in found:
         if not choice.ours:
@@ -78,13 +78,13 @@ def asked(text: str) -> list[Row]:
 
 
 def options_for(options: Mapping[str, Any], head_size: int) -> dict[str, Any]:
-    """`blocks` is our shorthand for the `g` that gives so many blocks."""
+    """`blocks` is our shorthand for the `g` that gives this number of blocks."""
     rest = {k: v for k, v in options.items() if k != "blocks"}
     return {**rest, "g": head_size // options["blocks"]} if "blocks" in options else rest
 
 
 def error(name: str, options: Mapping[str, Any], head_size: int, rope: bool, seeds: int = SEEDS) -> float:
-    """Averaged over so many data sets."""
+    """The error averaged over `seeds` data sets."""
     errors = []
     for seed in range(seeds):
         query, key, value = attention_data(head_size, rope=rope, seed=seed)
@@ -100,7 +100,7 @@ def key_bits(name: str, options: Mapping[str, Any], head_size: int) -> float:
 
 
 def symmetric_share(head_size: int) -> tuple[float, float]:
-    """The share of InnerQ's groups of keys and of values that take the symmetric mode."""
+    """The shares of InnerQ's groups of keys and of values that take the symmetric mode."""
     _, key, value = attention_data(head_size)
     page = FORMATS["innerq2"].bind(Geometry(head_size, 64))
     k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
@@ -118,9 +118,11 @@ def parser() -> argparse.ArgumentParser:
     )
     known = list(dict.fromkeys(name for _, name, _ in rows()))
     which = p.add_mutually_exclusive_group()
-    which.add_argument("--format", nargs="+", choices=known, default=known, help="all unless named")
-    which.add_argument("--formats", metavar="F,...", help="these instead, with options: squat2:r=8,g=32,kivi2")
-    p.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="data sets to average over (%(default)s)")
+    which.add_argument("--format", nargs="+", choices=known, default=known, help="formats to measure (all)")
+    which.add_argument("--formats", metavar="F,...", help="formats with options instead: squat2:r=8,g=32,kivi2")
+    p.add_argument(
+        "--seeds", type=int, default=SEEDS, metavar="N", help="number of data sets to average over (%(default)s)"
+    )
     console.add_json(p)
     return p
 
@@ -129,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     if args.seeds < 1:
-        p.error("--seeds is at least 1")
+        p.error("--seeds must be at least 1")
     try:
         chosen = asked(args.formats) if args.formats else [row for row in rows() if row[1] in args.format]
     except ValueError as problem:

@@ -24,23 +24,25 @@ MEASURES = {
     "output": "relative error of attention's output",
 }
 Errors = Mapping[str, Sequence[HeadError]]
-"""By the format as users write it."""
+"""Colours by the format as users write it."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq eval heads",
         "Errors of single KV heads on one text: queries, keys and values are captured from vLLM with a 16-bit cache, "
-        f"and\nthe last {READERS} tokens' queries read what a format would have kept of those before.",
+        f"and\nthe queries of the last {READERS} tokens read what a format would have stored of the earlier tokens.",
         ("MODEL --formats squat2,squat2:r=8", "MODEL --tokens 2048 --plot heads.png --measure output"),
         "nothing could be measured",
     )
-    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a model's name, or `demo`: the repository's")
+    p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
     add_formats(p, "public")
     p.add_argument(
-        "--measure", choices=MEASURES, default="score", help="what the worst head and the plot go by (%(default)s)"
+        "--measure", choices=MEASURES, default="score", help="error that ranks heads and is plotted (%(default)s)"
     )
-    p.add_argument("--plot", type=Path, metavar="PNG", help="draw a heat map, layers by KV heads (needs matplotlib)")
+    p.add_argument(
+        "--plot", type=Path, metavar="PNG", help="file for a heat map, layers by KV heads (needs matplotlib)"
+    )
     p.add_argument("--tokens", type=int, default=1024, help="of the text (%(default)s)")
     add_text(p)
     console.add_json(p)
@@ -48,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_text(p: argparse.ArgumentParser) -> None:
-    """Options of every command that looks at one text."""
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (the checkpoint's)")
+    """Options shared by the commands that measure one text."""
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="model dtype (the checkpoint's)")
     p.add_argument("--seed", type=int, default=0, help="of the text (%(default)s)")
 
 
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return console.DONE
     table(errors, args.measure).show()
     if captured.windows:
-        print(f"layers with a sliding window, which stay in 16 bits: {', '.join(map(str, captured.windows))}")
+        print(f"layers with a sliding window, which are not packed: {', '.join(map(str, captured.windows))}")
     for label, problem in problems.items():
         print(f"{label}: {problem}", file=sys.stderr)
     if args.plot:
@@ -86,16 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def ours(chosen: Sequence[Choice]) -> list[Choice]:
     for choice in chosen:
         if not choice.ours:
-            raise ValueError(f"{choice.format} is vLLM's own cache, of which there is no reference here")
+            raise ValueError(f"{choice.format} is vLLM's own cache, which has no reference implementation here")
     return list(chosen)
 
 
 def measured(
     captured: Captured, chosen: Sequence[Choice], by_default: bool
 ) -> tuple[dict[str, list[HeadError]], dict[str, str]]:
-    """Each choice's errors; and why some can't be measured on this model, in a sentence each.
+    """Each choice's errors; and a sentence for each one that can't be measured on this model.
 
-    ValueError where the user has named such a format, and where nothing can be measured.
+    ValueError if the user has named such a format, or if nothing can be measured.
     """
     errors, problems = {}, {}
     for choice in chosen:
@@ -111,7 +113,7 @@ def measured(
 
 
 def captured_text(model: Model, tokens: int, seed: int, calibration: bool = False) -> Captured:
-    """A text's queries, keys and values, and those of another. Raises ValueError or CaptureFailed, with a sentence."""
+    """The queries, keys and values of two texts. Raises ValueError or CaptureFailed, with a sentence."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not READERS < tokens < model.longest:
         raise ValueError(f"a text of {tokens} tokens is not between {READERS + 1} and {model.longest - 1}")
@@ -124,7 +126,7 @@ def captured_text(model: Model, tokens: int, seed: int, calibration: bool = Fals
 
 
 def table(errors: Errors, measure: str) -> console.Table:
-    """A line for each format: the mean over heads of each error, and the head that is worst in `measure`."""
+    """A line for each format: the mean over heads of each error, and the worst head by `measure`."""
     rows = []
     for label, heads in errors.items():
         means = [sum(getattr(e, name) for e in heads) / len(heads) for name in MEASURES]

@@ -1,4 +1,4 @@
-"""`vllm-kvq eval humaneval MODEL`: how many of HumanEval's problems a model solves with each format."""
+"""`vllm-kvq eval humaneval MODEL`: the number of HumanEval problems that a model solves with each format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_kvq.eval.run.plan import REFERENCE
 from vllm_kvq.eval.run.store import Store, default_folder
 
 NOTE = """lost, won: problems that only bf16 solves, and that only the format solves; p: McNemar's exact test of these
-same: answers that are bf16's letter by letter; cut: answers that reached --longest"""
+same: answers identical to bf16's; cut: answers that reached --longest"""
 COLUMNS = ("format", "problem", "passed", "reason", "tokens", "cut", "text")
 
 
@@ -40,16 +40,20 @@ def parser() -> argparse.ArgumentParser:
         ),
         "no format could be measured",
     )
-    p.add_argument("model", metavar="MODEL", help="a checkpoint's folder, or a model's name; it needs a chat template")
+    p.add_argument("model", metavar="MODEL", help="checkpoint folder, or model name; it needs a chat template")
     add_formats(p, "usual")
-    p.add_argument("--behind", type=int, default=0, metavar="TOKENS", help="solved problems before each question (0)")
-    p.add_argument("--limit", type=int, default=COUNT, metavar="N", help="ask the first N problems only (%(default)s)")
-    p.add_argument("--longest", type=int, default=768, metavar="TOKENS", help="of an answer (%(default)s)")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (the checkpoint's)")
-    p.add_argument("--seed", type=int, default=0, help="of the solved problems before a question (%(default)s)")
-    p.add_argument("--out", type=Path, metavar="DIR", help="write humaneval.json and humaneval.csv there, with answers")
     p.add_argument(
-        "--cache", type=Path, default=default_folder(), metavar="DIR", help="what was answered is kept there"
+        "--behind", type=int, default=0, metavar="TOKENS", help="tokens of solved problems before each question (0)"
+    )
+    p.add_argument(
+        "--limit", type=int, default=COUNT, metavar="N", help="number of problems, from the first (%(default)s)"
+    )
+    p.add_argument("--longest", type=int, default=768, metavar="TOKENS", help="maximum tokens per answer (%(default)s)")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="model dtype (the checkpoint's)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the solved problems before a question (%(default)s)")
+    p.add_argument("--out", type=Path, metavar="DIR", help="folder for humaneval.json and humaneval.csv, with answers")
+    p.add_argument(
+        "--cache", type=Path, default=default_folder(), metavar="DIR", help="folder that keeps answers for later runs"
     )
     console.add_json(p)
     return p
@@ -90,13 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Paired:
-    """How many problems each pair of verdicts has."""
+    """The number of problems with each pair of verdicts."""
 
     both: int
     lost: int
-    """Solved with bf16 only."""
+    """Problems solved only with bf16."""
     won: int
-    """Solved with the format only."""
+    """Problems solved only with the format."""
     neither: int
     p: float
     """McNemar's exact test."""
@@ -114,9 +118,9 @@ class Score:
     bits: float | None
     answers: tuple[Answer, ...]
     paired: Paired | None
-    """With bf16's."""
+    """The agreement with bf16."""
     same: int
-    """Answers that are bf16's letter by letter."""
+    """The number of answers identical to bf16's."""
     problem: str | None
     """Why there are no answers."""
 
@@ -131,7 +135,7 @@ def measured(benchmark: Benchmark, store: Store) -> list[Score]:
         run.go()
         found: list[Score] = []
         for choice in benchmark.choices:
-            progress(f"{choice.label}: trying the answers", 0)
+            progress(f"{choice.label}: testing the answers", 0)
             answers = run.answers(choice) or ()
             plain = found[0].answers if found else answers
             paired = Paired.of([a.passed for a in plain], [a.passed for a in answers]) if answers else None
@@ -160,7 +164,7 @@ def show(benchmark: Benchmark, found: Sequence[Score]) -> None:
     title = f"HumanEval, {benchmark.limit} of {COUNT} problems, greedy{context}: {benchmark.model.name}"
     head = ["format", "bits", "solved", "pass@1, %", "lost", "won", "p", "same", "cut"]
     console.Table(head, rows, title=title).show()
-    print(f"\n{NOTE}\nbits: per cached number at {benchmark.usual} tokens, all counted")
+    print(f"\n{NOTE}\nbits: per cached number at {benchmark.usual} tokens, everything counted")
     for score in found:
         if score.problem:
             print(f"{score.choice.label}: {score.problem}")

@@ -1,4 +1,4 @@
-"""`vllm-kvq eval MODEL --lm-eval TASK,...`: each format on tasks of lm-evaluation-harness, kept like all results."""
+"""`vllm-kvq eval MODEL --lm-eval TASK,...`: each format on tasks of lm-evaluation-harness, stored like all results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from vllm_kvq.eval.run.store import key as key_of
 
 KIND = "lm-eval"
 OTHERS = ("tasks", "sequences", "regimes", "readers", "answers", "longest", "top")
-"""Options that say what our own tasks are."""
+"""Options that apply only to our own tasks."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--lm-eval", metavar="TASK,...", help="tasks of lm-evaluation-harness in place of ours (its extra)")
-    p.add_argument("--lm-eval-path", type=Path, metavar="DIR", help="a folder of task files beside its own")
-    p.add_argument("--lm-eval-limit", type=int, metavar="N", help="questions of each of these tasks (all)")
+    p.add_argument("--lm-eval", metavar="TASK,...", help="tasks of lm-evaluation-harness (an extra) instead of ours")
+    p.add_argument("--lm-eval-path", type=Path, metavar="DIR", help="folder of additional task files")
+    p.add_argument("--lm-eval-limit", type=int, metavar="N", help="maximum questions per task (all)")
 
 
 def usage_problem(args: argparse.Namespace) -> str | None:
-    """Before defaults stand in for what was not given."""
+    """Checks the arguments before defaults replace those that were not given."""
     if not args.lm_eval:
         given = [name for name in ("lm_eval_path", "lm_eval_limit") if getattr(args, name) is not None]
         return f"--{given[0].replace('_', '-')} is for --lm-eval" if given else None
@@ -44,7 +44,7 @@ def usage_problem(args: argparse.Namespace) -> str | None:
 def evaluated(
     args: argparse.Namespace, model: Model, choices: tuple[Choice, ...], store: Store, progress: Progress
 ) -> Iterator[Row]:
-    """Raises LmEvalFailed where there is no lm-evaluation-harness, or not even the 16-bit cache gives figures."""
+    """Raises LmEvalFailed if lm-evaluation-harness is missing, or if not even the 16-bit cache gives figures."""
     context = min(max(args.context), model.longest)
     engine: dict[str, Any] = {
         "pretrained": str(model.folder),
@@ -72,7 +72,7 @@ def evaluated(
 
 
 def _kept(harness: LmEval, choice: Choice, model: Model, store: Store) -> dict[str, Any]:
-    """What the harness found, now or before."""
+    """The harness's results, new or from earlier runs."""
     key = key_of(
         model=model.digest(),
         format=choice.format,

@@ -1,4 +1,4 @@
-"""`vllm-kvq eval show RESULTS`: what an evaluation has written: its tables, the tokens that were hurt most, plots."""
+"""`vllm-kvq eval show RESULTS`: an evaluation's tables, the tokens that were hurt most, and plots."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from vllm_kvq.eval.results.result import Hurt, Results, Row
 from vllm_kvq.eval.results.statistics import claims
 
 AROUND = 32
-"""Characters that are shown before a token, and after it."""
+"""The number of characters shown before and after a token."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq eval show",
-        "What `vllm-kvq eval MODEL --out DIR` has written: its tables, the tokens that were hurt most, plots.",
+        "Shows what `vllm-kvq eval MODEL --out DIR` has written: tables, the tokens that were hurt most, plots.",
         ("results/results.json", "results/results.json --hurt 3 --plots results"),
         "there are no results, or plots can't be drawn",
     )
-    p.add_argument("results", type=Path, metavar="RESULTS", help="a results.json")
-    p.add_argument("--hurt", type=int, default=5, metavar="N", help="tokens of each format and task (%(default)s)")
-    p.add_argument("--baseline", metavar="F", help="compare others with this format, as written in the tables")
-    p.add_argument("--plots", type=Path, metavar="DIR", help="draw PNG files into this folder (needs matplotlib)")
+    p.add_argument("results", type=Path, metavar="RESULTS", help="results.json file")
+    p.add_argument(
+        "--hurt", type=int, default=5, metavar="N", help="number of tokens per format and task (%(default)s)"
+    )
+    p.add_argument("--baseline", metavar="F", help="format with which others are compared, as written in the tables")
+    p.add_argument("--plots", type=Path, metavar="DIR", help="folder for PNG files (needs matplotlib)")
     console.add_json(p)
     return p
 
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def hurt_tables(rows: Iterable[Row], most: int) -> list[console.Table]:
-    """A table for each row that names tokens: the token in its text, between brackets."""
+    """A table for each row that lists tokens: each token in its text, in brackets."""
     head = ["text", "position", "KL", "p in 16 bits", "p"]
     return [
         console.Table(head, [_cells(h) for h in row.hurt[:most]], title=_title(row))
@@ -74,5 +76,5 @@ def _cells(hurt: Hurt) -> list[str]:
 
 
 def _line(text: str) -> str:
-    """Line ends and tabs as one writes them in a program."""
+    """Line ends and tabs as escapes."""
     return text.encode("unicode_escape").decode() if not text.isprintable() else text

@@ -25,8 +25,8 @@ def parser() -> argparse.ArgumentParser:
         ("", "--head-size 96 128 --block-size 128", "--options", "--json"),
         "could not be done",
     )
-    p.add_argument("--head-size", type=int, nargs="+", default=[64, 128], metavar="D", help="channels of a head")
-    p.add_argument("--block-size", type=int, nargs="+", default=[64, 128], metavar="N", help="tokens of a page")
+    p.add_argument("--head-size", type=int, nargs="+", default=[64, 128], metavar="D", help="channels per head")
+    p.add_argument("--block-size", type=int, nargs="+", default=[64, 128], metavar="N", help="tokens per page")
     p.add_argument("--options", action="store_true", help="print the codecs and their options instead")
     console.add_json(p)
     return p
@@ -67,7 +67,7 @@ def codecs() -> list[tuple[str, str, str]]:
 
 
 def options_tables() -> tuple[console.Table, console.Table]:
-    """The codecs and every option that users may set, as they are declared."""
+    """The codecs and every option that users may set, as declared."""
     options = [(o.name, o.help, ", ".join(readers) or "all", o.allowed) for o, readers in declared_options()]
     return (
         console.Table(("codec", "what it stores"), [(f"{half} {name}", title) for half, name, title in codecs()], 2),

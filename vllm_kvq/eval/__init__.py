@@ -1,5 +1,5 @@
-"""Quality of the formats, each measure with a command.
+"""Quality of the formats; each measure has a command.
 
-`eval error` needs no vLLM. `eval MODEL` runs real engines, each in a process of its own, and only what runs there
-(worker.py, forced.py, preload.py) imports vllm, by its public interface.
+`eval error` needs no vLLM. `eval MODEL` runs real engines, each in its own process, and only the modules that run
+there (worker.py, forced.py, preload.py) import vllm, through its public interface.
 """

@@ -1,4 +1,4 @@
-"""What a request of some length takes per cached number: pages, window, sinks, sidecar and headers."""
+"""The bits per cached number of a request of a given length: pages, window, sinks, sidecar and headers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
 
 PLAIN_BITS = 16
-"""What `Kind.plain_bytes` counts with."""
+"""The bits with which `Kind.plain_bytes` counts."""
 
 
 def bits_at(served: Served, tokens: int) -> float:
-    """Whole blocks, as vLLM gives them out, against the same numbers in 16 bits; layers in 16 bits count, too."""
+    """Whole blocks, as vLLM allocates them, against the same numbers in 16 bits; including layers not packed."""
     served = replace(served, max_len=tokens)
     taken = served.pool.per_request * served.pool.block_bytes
     return PLAIN_BITS * taken / sum(kind.layers * kind.plain_bytes for kind in served.kinds)
 
 
 def plain_bits(dtype: str, model_dtype: Any) -> float:
-    """Of vLLM's own caches; their scales are one number per layer."""
+    """The bits of vLLM's own caches; their scales are one number per layer."""
     return 8.0 if dtype.startswith("fp8") else 8.0 * model_dtype.itemsize
 
 
 def served_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> float:
-    """Of a server that would start with this choice; WouldNotStart with the sentence where it would not."""
+    """The plan of a server that would start with this choice; otherwise WouldNotStart with the reason."""
     return bits_at(_served(folder, choice, dtype, tokens), tokens)
 
 
@@ -52,7 +52,7 @@ def _served(folder: str, choice: Choice, dtype: str, tokens: int) -> Served:
 
 
 def bits_without_engine(folder: str, choice: Choice, dtype: str, tokens: int) -> float | None:
-    """Of a request; None where no server would start. Formats that can only be measured count as if one would."""
+    """The bits of a request; None if no server would start. Formats that can only be measured count as if one would."""
     if not choice.ours:
         return _plain(choice, dtype)
     try:
@@ -78,7 +78,7 @@ def _plain(choice: Choice, dtype: str) -> float:
 
 @contextmanager
 def _no_compiling() -> Iterator[None]:
-    """Bits are those of any kernels, and compiling the C++ ones first would take minutes."""
+    """Bits are the same for all kernels, and compiling the C++ ones first would take minutes."""
     kernels = os.environ.get("VLLM_KVQ_KERNELS")
     os.environ["VLLM_KVQ_KERNELS"] = "torch"
     try:

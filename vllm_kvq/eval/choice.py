@@ -13,14 +13,14 @@ from vllm_kvq.formats.by_layer import all_options
 from vllm_kvq.formats.table import get_format, suite
 
 PLAIN = "auto"
-"""vLLM's own cache in the model's dtype: what all others are compared with."""
+"""vLLM's own cache in the model's dtype: the baseline for all others."""
 FP8 = "fp8"
 BASELINES = (PLAIN, FP8)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A KV cache dtype and its options; refuses what the format would refuse."""
+    """A KV cache dtype and its options; refuses whatever the format would refuse."""
 
     format: str
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -45,7 +45,9 @@ class Choice:
 def add_formats(p: argparse.ArgumentParser, which: str) -> None:
     """`--formats`, by default the formats of a suite of the table."""
     names = ",".join(suite(which))
-    p.add_argument("--formats", default=names, metavar="F,...", help="with options: squat2:r=8,W=64 (%(default)s)")
+    p.add_argument(
+        "--formats", default=names, metavar="F,...", help="formats, with options: squat2:r=8,W=64 (%(default)s)"
+    )
 
 
 def label(name: str, options: Mapping[str, Any]) -> str:
@@ -58,11 +60,11 @@ def _written(value: Any) -> str:
 
 
 def choices(text: str) -> list[Choice]:
-    """A comma separates formats, and options of one format: what has a `=` belongs to the format before it."""
+    """A comma separates both formats and a format's options: a piece with a `=` belongs to the format before it."""
     found: list[tuple[str, dict[str, Any]]] = []
     for piece in re.split(r",(?![^\[]*\]|[^{]*\})", text):
         piece = piece.strip()
-        # a colon behind a "=" belongs to the option's value
+        # a colon after a "=" belongs to the option's value
         name, colon, first = piece.partition(":") if ":" in piece.partition("=")[0] else (piece, "", "")
         option = first if colon else name
         if colon or "=" not in name:
@@ -74,7 +76,7 @@ def choices(text: str) -> list[Choice]:
                 raise ValueError(f"--formats {text!r} begins with an option; the format comes first: squat2:r=8")
             key, equals, value = option.partition("=")
             if not (key and equals and value):
-                raise ValueError(f"--formats: {piece!r} is no option; write it as name=value, like squat2:r=8,W=64")
+                raise ValueError(f"--formats: {piece!r} is not an option; write it as name=value, like squat2:r=8,W=64")
             if key in found[-1][1]:
                 raise ValueError(f"--formats: {found[-1][0]} has option {key!r} twice")
             found[-1][1][key] = _value(value)

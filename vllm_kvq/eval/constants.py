@@ -1,6 +1,6 @@
-"""What calibrated formats are fitted to in an evaluation: one text, the same for all, of which nothing is measured.
+"""The text to which calibrated formats are fitted in an evaluation: the same for all, and not measured itself.
 
-It is Python's documentation, of paragraphs that `tasks.text` leaves out and `texts.py` does not know.
+It is Python's documentation, from paragraphs that `tasks.text` leaves out and `texts.py` does not use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_kvq.formats import get_format
 from vllm_kvq.formats.by_layer import options_at
 
 TOKENS = 4096
-"""At most: fewer where the model has no room for so many."""
+"""The maximum; fewer if the model has no room for as many."""
 
 
 def calibrated(choice: Choice) -> bool:

@@ -1,4 +1,4 @@
-"""The demo model: small, and trained so that damage to its cache shows. It is kept in the checkout, not in a wheel."""
+"""The demo model: small, and trained to show damage to its cache. It is part of a checkout, not of a wheel."""
 
 from __future__ import annotations
 

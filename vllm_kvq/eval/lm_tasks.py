@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness by name, run by its own vLLM backend with a format's cache.
 
-Prompts are read in small chunks, as in the teacher-forced regime: many tasks ask for log-probabilities of a prompt's
+Prompts are read in small chunks, as in the teacher-forced regime: many tasks request log-probabilities of a prompt's
 own tokens, and a prompt that is read at once attends its exact keys and values, whatever the format.
 """
 
@@ -25,37 +25,37 @@ NORMAL = 1.96
 
 
 class LmEvalFailed(Exception):
-    """One sentence: why there are no figures."""
+    """One sentence on why there are no figures."""
 
 
 @dataclass(frozen=True)
 class LmEval:
-    """What lm-evaluation-harness is told, for every format the same."""
+    """The settings of lm-evaluation-harness, the same for every format."""
 
     tasks: tuple[str, ...]
     include: Path | None
-    """A folder of task files beside its own."""
+    """A folder of additional task files."""
     limit: int | None
-    """Questions of each task, all unless set."""
+    """Questions per task; None: all."""
     engine: Mapping[str, Any]
-    """Arguments of vLLM's `LLM`, but for the cache."""
+    """Arguments of vLLM's `LLM`, except those of the cache."""
 
     def __post_init__(self) -> None:
         if find_spec("lm_eval") is None:
             raise LmEvalFailed("lm-evaluation-harness is not installed: pip install 'vllm-kvq[lm_eval]'")
 
     def run(self, choice: Choice) -> dict[str, Any]:
-        """What it writes, as its JSON says it."""
+        """What it writes, from its JSON."""
         with tempfile.TemporaryDirectory(prefix="kvq-lm-eval-") as name:
             folder = Path(name)
-            # JSON is YAML, in which it takes its configuration
+            # JSON is also YAML, the language of its configuration
             (folder / "run.yaml").write_text(json.dumps(self.configuration(choice, folder / "out")))
             with (folder / "log").open("wb") as log:
                 command = [sys.executable, "-m", "lm_eval", "run", "--config", str(folder / "run.yaml")]
                 status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
             written = sorted((folder / "out").rglob("results_*.json"))
             if status or not written:
-                raise LmEvalFailed(f"lm-evaluation-harness ended with status {status}: {_last_line(folder / 'log')}")
+                raise LmEvalFailed(f"lm-evaluation-harness exited with status {status}: {_last_line(folder / 'log')}")
             found: dict[str, Any] = json.loads(written[-1].read_text())
         return found
 
@@ -81,7 +81,7 @@ def rows(found: Mapping[str, Any], model: str, choice: Choice, context: int, bit
     """A row for each figure of each task; `found` is what lm-evaluation-harness writes."""
     for task, figures in found["results"].items():
         if task not in found["configs"]:
-            continue  # a group of tasks, each of which has rows of its own
+            continue  # a group of tasks, each of which has its own rows
         generated = found["configs"][task]["output_type"].startswith("generate")
         for name, value in figures.items():
             metric, comma, how = name.partition(",")

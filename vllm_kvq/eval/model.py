@@ -1,4 +1,4 @@
-"""What the evaluation has to know of a model before an engine starts: its files' hash, its tokenizer, its sizes."""
+"""What the evaluation must know about a model before an engine starts: its files' hash, its tokenizer, its sizes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SUFFIXES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 @dataclass(frozen=True)
 class Model:
     name: str
-    """As the user writes it."""
+    """The name that the user writes."""
     folder: Path
     dtype: str
     tokenizer: Any
     vocabulary: int
     longest: int
-    """Positions that it has."""
+    """The number of its positions."""
     token_bytes: int
-    """Of one token's keys and values in the plain cache."""
+    """Bytes of one token's keys and values in the plain cache."""
     head_size: int
 
     @classmethod
@@ -40,7 +40,9 @@ class Model:
             why = " ".join(str(error).split())
             raise ValueError(f"{name} can't be read as a model with a tokenizer: {why}") from None
         if not tokenizer.is_fast:
-            raise ValueError(f"the tokenizer of {name} does not say where its tokens stand; a fast tokenizer does")
+            raise ValueError(
+                f"the tokenizer of {name} does not report the positions of its tokens; use a fast tokenizer"
+            )
         text = config.get_text_config()
         stored = dtype or str(text.dtype or config.dtype or "bfloat16").removeprefix("torch.")
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -61,7 +63,7 @@ class Model:
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def digest(self) -> str:
-        """Of every file that decides what the model says."""
+        """A hash of every file that affects the model's output."""
         digest = hashlib.sha256()
         for path in sorted(self.folder.iterdir()):
             if path.is_file() and path.suffix in SUFFIXES:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Bar:
-    """Entered, it gives a function that takes what is being done and how many steps are done since the last call."""
+    """On entry, returns a function that takes what is being done and the number of steps done since the last call."""
 
     def __init__(self, steps: int) -> None:
         import rich.console

@@ -1,7 +1,7 @@
-"""Scales per token and per channel under which all tokens and all channels of a tile vary alike, as KVarN has them.
+"""Scales per token and per channel that give all tokens and all channels of a tile equal variation, as in KVarN.
 
 repeat:  X_t. /= std(X_t.) for all tokens t,  then  X_.c /= std(X_.c) for all channels c
-s_t, s_c = what rows and columns were divided by, of the iterate with the least imbalance
+s_t, s_c = the divisors of rows and columns in the iterate with the least imbalance
 imbalance = the largest standard deviation of a row or a column / the smallest
 """
 
@@ -12,7 +12,7 @@ import torch
 from vllm_kvq.formats.quant import positive_half
 
 FLAT = 1e-6
-"""A row or column that varies by less than this part of the tile is left as it is: equal tokens, a dead channel."""
+"""Rows and columns that vary by less than this fraction of the tile stay as they are: equal tokens, dead channels."""
 
 
 def balanced(x: torch.Tensor, rounds: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 """Options given by layer: `{"m": {"0-3": 512, "*": 256}}`.
 
-A mapping names layers, one ("7") or some that follow each other ("0-3"), and "*" for all that it does not name. A
-format is bound to one layer, so it never sees a mapping: here each layer gets the values that hold for it. What decides
-about a request and not about a layer's pages is one number for all layers (`SHARED`).
+A mapping names layers, a single one ("7") or a range ("0-3"), and "*" for all layers that it does not name. A
+format is bound to one layer, so it never sees a mapping: this module gives each layer its own values. Options that
+concern a request rather than a layer's pages have one value for all layers (`SHARED`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_kvq.formats.settings import COMMON
 
 REST = "*"
 CODECS = ("keys", "values")
-"""The options that choose the codecs: pages are packed by as many tokens in all layers."""
+"""The options that choose the codecs: pages are packed in units of the same number of tokens in all layers."""
 SHARED = (*CODECS, *(option.name for option in COMMON))
 
 
@@ -30,7 +30,7 @@ class ByLayer:
 
     @classmethod
     def of(cls, option: str, given: Mapping[Any, Any]) -> ByLayer:
-        """ValueError for a mapping that is not as the module's docstring says."""
+        """Raises ValueError for a mapping that does not follow the module's docstring."""
         if option in SHARED:
             raise ValueError(f"option {option!r} is given by layer, and must be the same in all layers")
         if REST not in given:
@@ -47,7 +47,7 @@ class ByLayer:
         return next((value for layers, value in self.named if layer in layers), self.rest)
 
     def check(self, packed: Collection[int], total: int) -> None:
-        """ValueError where it names layers that the model has not, or that no format serves."""
+        """Raises ValueError if it names layers that the model does not have, or that no format serves."""
         for layers, _ in self.named:
             if layers[-1] >= total:
                 raise ValueError(
@@ -69,12 +69,12 @@ def _layers(option: str, name: Any) -> range:
 
 
 def schedules(options: Mapping[str, Any]) -> list[ByLayer]:
-    """Those of the options that are given by layer."""
+    """The options that are given by layer."""
     return [ByLayer.of(name, value) for name, value in options.items() if isinstance(value, Mapping)]
 
 
 def options_at(options: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
-    """What one layer gets; None: a layer that no option names."""
+    """One layer's options; None: a layer that no option names."""
     found = dict(options)
     for schedule in schedules(options):
         found[schedule.option] = schedule.rest if layer is None else schedule.at(layer)
@@ -82,7 +82,7 @@ def options_at(options: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
 
 
 def all_options(options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every set of options that some layer may get, each once."""
+    """Every distinct set of options that some layer may get."""
     edges = {0, *(edge for s in schedules(options) for layers, _ in s.named for edge in (layers[0], layers[-1] + 1))}
     found: list[dict[str, Any]] = []
     for layer in (None, *sorted(edges)):

@@ -1,6 +1,6 @@
-"""What a codec is: one half (keys or values) of a format.
+"""The interface of a codec: one half (keys or values) of a format.
 
-Its class declares a name and the options that it reads; `bind` makes it for one head geometry.
+Its class declares a name and the options that it reads; `bind` creates it for one head geometry.
 A bound codec turns (U, T, d) float32 into named fields and back, where U runs over pack units times KV heads and T is
 the pack unit (32 tokens, or a whole page for codecs whose parameters span it). It knows nothing of pages, requests or
 positions.
@@ -29,10 +29,10 @@ SUPPORTED_HEADS_TEXT = "64, 96, 128, 192, 256 and 512 as they are; 80 and 112 ze
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a format is bound to: the attention layer's head and vLLM's block.
+    """The geometry that a format is bound to: the attention layer's head and vLLM's block.
 
-    A head size that is no multiple of 32 (80, 112) is zero-padded to the next one inside the record; the padding is
-    paid for and counted in every bits figure.
+    A head size that is not a multiple of 32 (80, 112) is zero-padded to the next multiple inside the record; the
+    padding costs memory and is counted in every bits figure.
     """
 
     head_size: int
@@ -42,11 +42,11 @@ class Geometry:
     pairing: str = "half"
     """How RoPE pairs channels: "half" (i, i + rotary_dim / 2) or "interleaved" (2i, 2i + 1)."""
     rotary_dim: int | None = None
-    """Channels that RoPE rotates, all of them unless said otherwise."""
+    """Channels that RoPE rotates; all of them by default."""
     rope: Rope | None = None
-    """What codecs that store keys as they are before RoPE take off; None: the keys that they get have had none."""
+    """The RoPE that codecs storing keys before RoPE undo; None: the keys that they get have had no RoPE applied."""
     constants: Constants | None = None
-    """What calibrated codecs know of the layer's heads; None: nothing, and they can pack nothing."""
+    """The constants of the layer's heads for calibrated codecs; without them (None) these can't pack anything."""
 
     def __post_init__(self) -> None:
         if self.head_size not in HEAD_SIZES:
@@ -79,16 +79,16 @@ class Codec(ABC):
     """See the module's docstring. Field names carry the prefix "k_" or "v_"."""
 
     name: ClassVar[str]
-    """What users write: `{"keys": "squat"}`."""
+    """The name that users write: `{"keys": "squat"}`."""
 
     title: ClassVar[str]
-    """What it stores, in a few words for tables."""
+    """A few words for tables on what it stores."""
 
     options: ClassVar[tuple[Option, ...]] = ()
-    """What it reads, beside the options that every format has."""
+    """The options that it reads, in addition to those that every format has."""
 
     public: ClassVar[bool] = True
-    """Whether users may choose it, in whatever format."""
+    """Whether users may choose it, in any format."""
 
     page_wide = False
     """Whether parameters span the page, so that only a complete page can be packed."""
@@ -97,27 +97,27 @@ class Codec(ABC):
     """Rows of d float32 that a request carries per KV head (SQuat's U, InnerQ's norm)."""
 
     reference_only: ClassVar[str | None] = None
-    """Why it can't be served, in a sentence for users, though it can be measured; None: it can."""
+    """Why it can be measured but not served, in a sentence for users; None: it can be served."""
 
     calibrated: ClassVar[bool] = False
-    """Whether it has constants, fitted to a text other than those that it packs. It is then `reference_only`, and a
-    bound one packs one KV head (`geometry.constants`, formats/constants.py)."""
+    """Whether it has constants, fitted to a text other than those that it packs. Such a codec is `reference_only`, and
+    packs one KV head once bound (`geometry.constants`, formats/constants.py)."""
 
     tells_decode = False
     """Whether `pack_decoded` differs from `pack`."""
 
     @abstractmethod
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        """`options` are its own, complete; ValueError where the head can't have them."""
+        """`options` are the codec's own, complete; raises ValueError if the head does not allow them."""
 
     @classmethod
     def bind(cls, geometry: Geometry, options: Mapping[str, Any]) -> Self:
-        """The codec for one head; a class whose options choose among others overrides it."""
+        """The codec for one head; overridden by classes whose options select another class."""
         return cls(geometry, options)
 
     @classmethod
     def fit_constants(cls, calibration: Calibration, options: Mapping[str, Any]) -> torch.Tensor:
-        """(KV heads, ...) float32; `options` are its own, complete. Only calibrated codecs implement it."""
+        """(KV heads, ...) float32; `options` are the codec's own, complete. Only calibrated codecs implement it."""
         raise TypeError(f"{cls.__name__} is not calibrated")
 
     @property
@@ -135,7 +135,7 @@ class Codec(ABC):
         """(U, T, d) float32 [and (U, state_rows, d)] -> slab fields (U, T / 32, ...) and page fields (U, ...)."""
 
     def pack_decoded(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        """`pack` of tokens that a decode step completes, and not a chunk of a prompt."""
+        """`pack` for tokens that are completed by a decode step rather than a chunk of a prompt."""
         return self.pack(x, state)
 
     @abstractmethod
@@ -145,30 +145,30 @@ class Codec(ABC):
 
 class KeyCodec(Codec):
     pairs_channels: ClassVar[bool] = False
-    """Whether it depends on which channels RoPE rotates together (`geometry.pairing`); it then reads `PAIRING`, too."""
+    """Whether it depends on which channels RoPE rotates together (`geometry.pairing`); it then also reads `PAIRING`."""
 
     before_rope: ClassVar[bool] = False
-    """Whether it stores keys as they are before RoPE. Whoever packs takes RoPE off keys, and off queries for `fit`, and
-    puts it on what is read (`geometry.rope`, formats/page.py)."""
+    """Whether it stores keys as they are before RoPE. If so, the caller undoes RoPE on keys before packing and on
+    queries before `fit`, and applies it again to keys that are read (`geometry.rope`, formats/page.py)."""
 
     hurt_by_biases: ClassVar[str | None] = None
-    """Why keys with a large constant part, a key projection's bias, spoil what it stores: what it does, in a few words
-    that follow "because it". None: a constant does no harm, for example where channels have a zero of their own."""
+    """Why keys with a large constant part (a key projection's bias) are stored badly, as a phrase that completes
+    "because it". None: a constant does no harm, for example because channels have their own zero."""
 
     fits_queries = False
-    """Whether `fit` looks at the queries: widening a long prompt's for nothing costs more than the fit."""
+    """Whether `fit` uses the queries: needlessly widening those of a long prompt costs more than the fit."""
 
     def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The request's state after one more chunk of its prompt.
 
-        queries (H, n * group, d) and keys (H, n, d) are the chunk's, float32, after RoPE or before it as `before_rope`
-        says; `state` is (H, state_rows, d) of the chunks before, None for the first. Only codecs with state_rows > 0
-        implement it.
+        queries (H, n * group, d) and keys (H, n, d) are the chunk's, float32, before RoPE if `before_rope` is set, else
+        after it; `state` (H, state_rows, d) is that after the previous chunks, None for the first. Only codecs with
+        state_rows > 0 implement it.
         """
         raise TypeError(f"{type(self).__name__} keeps no state")
 
     def page_state(self, fields: Packed) -> torch.Tensor | None:
-        """The state that a page was begun with, where later slabs of the page must follow it: (U, state_rows, d)."""
+        """The state that a page was started with, if later slabs of the page must use it, too: (U, state_rows, d)."""
         return None
 
     def query_features(self, query: torch.Tensor) -> torch.Tensor:

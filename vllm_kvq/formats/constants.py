@@ -1,7 +1,7 @@
-"""Constants: what a calibrated codec knows of a layer's KV heads before it packs anything.
+"""Constants: what a calibrated codec knows about a layer's KV heads before it packs anything.
 
 They are fitted to a text other than those that are packed later (`Codec.calibrated`, `Codec.fit_constants`). A bound
-codec packs one head, and gets the constants of one.
+codec packs a single head and gets that head's constants.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """(KV heads, ...) float32 for each half; None for one that is not calibrated."""
+    """(KV heads, ...) float32 for each half; None for a half that is not calibrated."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -28,7 +28,7 @@ class Constants:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """A layer's queries (tokens, query heads, d), keys and values (tokens, KV heads, d), as the cache is given them."""
+    """A layer's queries (tokens, query heads, d), keys and values (tokens, KV heads, d), as passed to the cache."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -1,6 +1,6 @@
 """Byte ranges: how a record is cut into named, typed fields.
 
-A codec says *what* it stores as a tuple of `Field`s; this module alone decides *where* the bytes lie.
+A codec says *what* it stores as a tuple of `Field`s; only this module decides *where* the bytes lie.
 Every field starts on a 64-byte boundary (one cache line, one AVX-512 register), so that a kernel never has to
 split a load, and a codec never has to know its neighbours.
 """
@@ -65,7 +65,7 @@ class Region:
             out[..., o : o + f.nbytes] = flat.view(torch.uint8)
 
     def read(self, data: torch.Tensor) -> Packed:
-        """The inverse of `write`: views into `data` where its strides allow it, copies elsewhere."""
+        """The inverse of `write`: views into `data` where its strides allow, otherwise copies."""
         got: Packed = {}
         for f, o in zip(self.fields, self.offsets, strict=True):
             raw = data[..., o : o + f.nbytes]

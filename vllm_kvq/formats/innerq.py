@@ -2,8 +2,8 @@
 
 Keys: per token over 32 channels, after k / norm with norm_i = sqrt(max_t |K_ti|) of the prompt's keys (the norm is
 folded into q once per page). Values: per channel over 32 tokens. Each group takes the mode with the smaller error
-(`quant_mode: hybrid`; `hybrid_prefill`: only what prompts complete, the rest is symmetric), or all groups have the same
-one (`symmetric`, `asymmetric`):
+(`quant_mode: hybrid`; with `hybrid_prefill` only groups that prompts complete, the others are symmetric), or all groups
+have the same mode (`symmetric`, `asymmetric`):
 
     asymmetric   x = zero + code scale,   zero = min, scale = (max - min) / (2^b - 1)
     symmetric    x = v scale,             |v| <= 2^b - 1, scale = max |x| / (2^b - 1)     (one more bit: the sign)
@@ -58,14 +58,14 @@ HYBRID, SYMMETRIC, _ = range(len(MODES))
 HYBRID_PREFILL = "hybrid_prefill"
 QUANT_MODE = Option(
     "quant_mode",
-    "mode of InnerQ's groups: the better one of each, that in the prompt and symmetric after it, or the same for all",
+    "mode of InnerQ's groups: the better one for each, the better one in the prompt only, or the same for all",
     "hybrid",
     ("hybrid", HYBRID_PREFILL, "symmetric", "asymmetric"),
 )
 
 
 class HybridPrefill:
-    """`quant_mode: hybrid_prefill`: what a decode step completes is symmetric."""
+    """`quant_mode: hybrid_prefill`: groups that a decode step completes are symmetric."""
 
     tells_decode = True
 
@@ -74,7 +74,7 @@ class HybridPrefill:
 
 
 def _mode(options: Mapping[str, Any]) -> int:
-    """Of what prompts complete."""
+    """The mode of groups that prompts complete."""
     name = options["quant_mode"]
     return HYBRID if name == HYBRID_PREFILL else MODES.index(name)
 
@@ -113,8 +113,8 @@ def hybrid_dequantize(codes: torch.Tensor, scale: torch.Tensor, slot: torch.Tens
 
 
 def usable_norm(norm: torch.Tensor) -> torch.Tensor:
-    """The norm as stored. A channel that was zero throughout the prompt gets 1, a nearly dead one at least 1/64: what
-    comes later in such a channel must not swamp its group."""
+    """The norm as stored. A channel that was zero throughout the prompt gets 1, a nearly dead one at least 1/64, so
+    later values in such a channel can't swamp their group."""
     return torch.where(norm > 0, half(norm).clamp_min(2.0**-6), 1.0)
 
 

@@ -1,12 +1,12 @@
-"""Kitty (arXiv 2511.18643): KIVI's 2-bit keys, in which the channels that need it have 4 bits.
+"""Kitty (arXiv 2511.18643): KIVI's 2-bit keys, with 4 bits for the channels that need them.
 
-Of each 32 tokens the channels with the widest range are boosted, `boost` of them:
+In each slab of 32 tokens the channels with the widest range are boosted; `boost` is the fraction of them:
 
     zero = min, scale = (max - min) / (2^b - 1), code = round((x - zero) / scale)   b = 4 if boosted, else 2
     code = low + 4 high                                                             high = 0 where not boosted
 
-Low and high digits are 2-bit codes of their own, so what reads them is one and the same product: of all channels with
-the low digits, and of the boosted channels, four times their scale, with the high ones.
+Low and high digits are separate 2-bit codes, so the same product reads both: all channels times the low digits, plus
+the boosted channels, with four times their scale, times the high ones.
 
 Slab of the keys (32 tokens; d = 128, a quarter boosted): 1792 bytes, 3.5 bits per element
 
@@ -15,10 +15,10 @@ Slab of the keys (32 tokens; d = 128, a quarter boosted): 1792 bytes, 3.5 bits p
     k_codes  u8   [d / 16 quads][32][4]    1024   low digits, plane-quad: the channel is the reduction dimension
     k_high   u8   [b / 16 quads][32][4]     256   high digits of the b boosted channels in their natural order
 
-Scales are positive; the sign bit of a boosted channel's is set, so that nothing else has to say which these are.
+Scales are positive; the sign bit of a boosted channel's scale is set, and nothing else marks these channels.
 
-The paper takes a quarter of the channels by their magnitude and leaves values as KIVI has them. Here the range decides,
-because it is what a step of the quantizer is made of, scales are fitted, and values are rotated (values.py).
+The paper takes a quarter of the channels by their magnitude and leaves values as in KIVI. Here the range decides,
+because it determines the quantizer's step; scales are fitted, and values are rotated (values.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.formats.variant import fitted, variant
 
 LOW, WHOLE = 2, 4
-"""Bits of a channel's code, and of a boosted one's."""
+"""Code bits of a plain channel and of a boosted one."""
 PARTS = {"eighth": 8, "quarter": 4, "half": 2}
 USUAL = "quarter"
 
@@ -86,7 +86,7 @@ class BoostedKeys(KeyCodec):
         }
 
     def _quantize(self, x: torch.Tensor, boosted: torch.Tensor, state: torch.Tensor | None) -> Quantized:
-        """Keys (U, s, 32, c) and which of their c channels are boosted (U, s, 1, c)."""
+        """Keys (U, s, 32, c), and flags for which of their c channels are boosted (U, s, 1, c)."""
         few, many = (self.parameters(x, -2, bits) for bits in (LOW, WHOLE))
         scale, zero = (torch.where(boosted, m, f) for f, m in zip(few, many, strict=True))
         top = torch.where(boosted, 2.0**WHOLE - 1, 2.0**LOW - 1)

@@ -8,7 +8,7 @@ Slab of the keys (32 tokens; d = 128, b = 2): 1536 bytes, 3.0 bits per element
     k_zero   f16  [d]                           256     once per slab and query
     k_codes  u8   [d b / 32 quads][32][4]      1024   plane-quad: the channel is the reduction dimension of q K
 
-With `token_scale: balanced`, x / s_t is quantized, s_t from balance.py, and beside that stored:
+With `token_scale: balanced`, x / s_t is quantized, with s_t from balance.py, and this is stored in addition:
 
     k_token  f16  [32]                           64   16 / d bits per element: multiplies a token's finished score
 """
@@ -46,7 +46,7 @@ class ChannelKeys(KeyCodec):
 
     @classmethod
     def changes(cls, options: Mapping[str, Any]) -> tuple[type, ...]:
-        """What the options make another class of."""
+        """The changes for options that select another class."""
         scaled = (TokenScaled,) if options["token_scale"] == "balanced" else ()
         return (*scaled, *fitted(options["key_scales"]))
 
@@ -83,7 +83,7 @@ class ChannelKeys(KeyCodec):
 class TokenScaled(ChannelKeys):
     """`token_scale: balanced`: tokens of unequal size share a channel's range, so each is divided by its size first.
 
-    Not where that has the larger squared error over the slab: a channel with a large mean varies more after it.
+    This is not done if it increases the slab's squared error: a channel with a large mean varies more after it.
     """
 
     @property

@@ -1,8 +1,8 @@
-"""`lossless`: for tests. Keys and values are stored bit for bit, in pages of another size than vLLM's own.
+"""`lossless`: for tests. Keys and values are stored bit for bit, in pages whose size differs from vLLM's own.
 
-    k_raw  model dtype  [d][32 tokens]   channel-major, so that keys taken for values can't go unnoticed
+    k_raw  model dtype  [d][32 tokens]   channel-major, so mistaking keys for values can't go unnoticed
 
-With it, in float32, greedy tokens must equal plain vLLM's in every scenario: a difference is a fault of the integration
+With it, in float32, greedy tokens must equal plain vLLM's in every scenario: any difference is a bug in the integration
 and can't be blamed on quantization. It saves no memory.
 """
 

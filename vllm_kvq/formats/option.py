@@ -1,4 +1,4 @@
-"""Options: what a codec, or the cache around it, lets users set."""
+"""Options: the settings that a codec, or the cache around it, offers to users."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Option:
     low: float = -math.inf
     high: float = math.inf
     multiple: int = 1
-    """Of what a whole number must be a multiple; 0 where any number will do."""
+    """A whole number must be a multiple of this; 0: any number is accepted."""
 
     def __post_init__(self) -> None:
         if self.default is not None:
@@ -30,7 +30,7 @@ class Option:
 
     def check(self, value: Any) -> None:
         if isinstance(value, Mapping):
-            raise ValueError(f"{self._refusal(value)}; only where a whole model is served it may be given by layer")
+            raise ValueError(f"{self._refusal(value)}; it may be given by layer only when a whole model is served")
         if self.choices:
             # 2.0 == 2 and True == 1, but neither is a choice
             if value not in self.choices or type(value) is not type(self.choices[0]):
@@ -50,7 +50,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """The values it takes, as the table of options prints them."""
+        """The allowed values, as the table of options prints them."""
         if self.choices:
             return ", ".join(map(str, self.choices))
         step = f", multiple of {self.multiple}" if self.multiple > 1 else ""
@@ -59,7 +59,7 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerList(Option):
-    """An option that names layers of the model: from 0, or from -1, which is the last one, down."""
+    """An option that names layers of the model: counted from 0 up, or from -1, the last one, down."""
 
     def check(self, value: Any) -> None:
         layers = isinstance(value, (list, tuple))
@@ -73,7 +73,7 @@ class LayerList(Option):
         return "list of layer indices, -1 the last"
 
     def resolved(self, value: Iterable[int], total: int) -> frozenset[int]:
-        """The indices from 0 in a model of `total` layers. ValueError where it has no such layer."""
+        """The indices from 0 in a model of `total` layers. Raises ValueError for a layer that it does not have."""
         if beyond := [i for i in value if not -total <= i < total]:
             raise ValueError(
                 f"option {self.name!r} names layer {beyond[0]}; the model has layers 0 to {total - 1} (-1 to {-total} "
@@ -89,14 +89,14 @@ KEY_SCALES = Option("key_scales", "scales of keys per channel: of the range, or 
 VALUE_SCALES = Option(
     "value_scales", "scales of values per token: of the range, or fitted", "range", KEY_SCALES.choices
 )
-"""`quant.fitted_parameters` says what fitted ones are."""
+"""`quant.fitted_parameters` defines the fitted ones."""
 BOOST = Option(
     "boost",
-    "the part of the channels that has 4-bit codes, the others having 2-bit ones",
+    "fraction of the channels with 4-bit codes; the others have 2-bit codes",
     choices=("none", "eighth", "quarter", "half"),
 )
-"""Of keys with parameters per channel. Left out: a quarter, where all other options allow it (kitty.py, squat.py)."""
-TOKEN_SCALE = Option("token_scale", "a scale per token beside the channels' own", "none", ("none", "balanced"))
-"""Of keys with parameters per channel."""
+"""For keys with parameters per channel. Default: a quarter if all other options allow it (kitty.py, squat.py)."""
+TOKEN_SCALE = Option("token_scale", "a scale per token on top of the channels' own", "none", ("none", "balanced"))
+"""For keys with parameters per channel."""
 PAIRING = Option("pairing", "RoPE's channel pairs, from the model unless set", choices=("half", "interleaved"))
-"""Of codecs with `pairs_channels`. What the user sets replaces the geometry's pairing."""
+"""For codecs with `pairs_channels`. The user's setting replaces the geometry's pairing."""

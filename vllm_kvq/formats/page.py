@@ -1,13 +1,13 @@
 """The record: one vLLM block of N tokens of one KV head, self-contained.
 
-    header   64 bytes   i32 magic, i32 position of the page's first token where keys are stored as they are before RoPE
+    header   64 bytes   i32 magic, i32 position of the page's first token if keys are stored as they are before RoPE
                         (else 0), 8 bytes unused, then one byte per slab: 1 when the slab is packed (N <= 1024)
     page fields         what the codecs store once per page (PolarQuant's grids, InnerQ's norm)
-    slab 0 .. N/32 - 1  key fields, then value fields of 32 tokens: one run, so that a writer emits it at once and a
-                        GPU can copy it in bulk
+    slab 0 .. N/32 - 1  key fields, then value fields of 32 tokens: one contiguous run, which is written at once and
+                        which a GPU can copy in bulk
 
 Fields lie on 64-byte boundaries, records on 128-byte ones. A fresh block reads as zeros, so an unpacked slab is
-recognised by its flag, and reading one is an error instead of garbage.
+recognised by its flag, and reading one raises an error instead of returning garbage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _packed(codec: Codec, x: torch.Tensor, state: torch.Tensor | None, decoded: 
 
 @dataclass(frozen=True)
 class PageFormat:
-    """A format bound to a head geometry: everything that kernels and the integration need to know of it."""
+    """A format bound to a head geometry: everything that kernels and the integration need to know about it."""
 
     name: str
     geometry: Geometry
@@ -62,13 +62,13 @@ class PageFormat:
         return self.keys.calibrated or self.values.calibrated
 
     def with_constants(self, constants: Constants | None) -> PageFormat:
-        """The same format for a layer, or a head, of which so much is known."""
+        """The same format for a layer or head with these properties."""
         geometry, s = replace(self.geometry, constants=constants), self.settings
         keys, values = s.keys.bind(geometry, s.of_codec(s.keys)), s.values.bind(geometry, s.of_codec(s.values))
         return replace(self, geometry=geometry, keys=keys, values=values)
 
     def calibrated_on(self, calibration: Calibration) -> PageFormat:
-        """The same format with constants fitted to a layer's calibration text; itself where it is not calibrated."""
+        """The same format with constants fitted to a layer's calibration text; itself if it is not calibrated."""
         if not self.calibrated:
             return self
         s = self.settings
@@ -89,7 +89,7 @@ class PageFormat:
 
     @property
     def unit(self) -> int:
-        """P: the tokens that are packed together."""
+        """P: the number of tokens that are packed together."""
         return self.N if self.keys.page_wide or self.values.page_wide else SLAB
 
     @property
@@ -99,7 +99,7 @@ class PageFormat:
 
     @property
     def W_keys(self) -> int:
-        """The same of keys alone, at most W: between the two windows packed keys go with values in full precision."""
+        """The window of the keys, at most W: between the two windows packed keys go with values in full precision."""
         return self.W if self.settings.W_keys is None else round_up(self.settings.W_keys, self.unit)
 
     @property
@@ -112,7 +112,7 @@ class PageFormat:
 
     @property
     def rope(self) -> Rope | None:
-        """What is taken off keys that are packed, and put on those that are read; None: nothing."""
+        """The RoPE that is undone on keys to be packed and applied again to keys that are read; None: no RoPE."""
         return self.geometry.rope if self.keys.before_rope else None
 
     @property
@@ -138,7 +138,7 @@ class PageFormat:
 
     # -- tensors -------------------------------------------------------------------------------------------------
     def widen(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(..., head_size) of any dtype -> finite float32 (..., d), and how many elements had to be replaced."""
+        """(..., head_size) of any dtype -> finite float32 (..., d), and the number of elements that were replaced."""
         clean, replaced = sanitize(x)
         return torch.nn.functional.pad(clean, (0, self.geometry.d - self.geometry.head_size)), replaced
 
@@ -153,7 +153,7 @@ class PageFormat:
         """Widened (U, T, d) keys and values of one pack unit each -> all fields.
 
         decoded (U,) booleans: a decode step has completed the unit; None: prompts have completed all of them.
-        position (U,) of each unit's first token: only formats with a `rope` need it, and store it.
+        position (U,) of each unit's first token: needed, and stored, only by formats with a `rope`.
         """
         placed: Packed = {}
         if self.rope is not None:
@@ -164,7 +164,7 @@ class PageFormat:
         return {**_packed(self.keys, key, state, decoded), **_packed(self.values, value, None, decoded), **placed}
 
     def before_rope(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Keys or queries (..., d) as the key codec gets them; `position` broadcasts to their leading dimensions."""
+        """Keys or queries (..., d) as the key codec expects them; `position` broadcasts to their leading dimensions."""
         return x if self.rope is None else self.rope.undo(x, position)
 
     def unpack(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +176,7 @@ class PageFormat:
         return self.keys.query_features(query) if self.rope is None else query
 
     def key_features(self, fields: Packed) -> torch.Tensor:
-        """g(page). No f(q) serves all tokens of a page whose keys are yet to be turned, so these are read as keys."""
+        """g(page). If RoPE must still be applied to keys, no f(q) serves a page's tokens: they are read as keys."""
         if self.rope is None:
             return self.keys.key_features(fields)
         return self._after_rope(self.keys.unpack(fields), fields)
@@ -233,6 +233,6 @@ class PageFormat:
         return self._half_bits(self.values.slab_fields, self.values.page_fields)
 
     def _half_bits(self, slab: tuple[Field, ...], page: tuple[Field, ...]) -> float:
-        """The fields of one half alone, without header and alignment."""
+        """The fields of one half only, without header and alignment."""
         size = sum(f.nbytes for f in slab) * self.slabs + sum(f.nbytes for f in page)
         return size * 8 / (self.N * self.geometry.head_size)

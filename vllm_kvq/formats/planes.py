@@ -1,4 +1,4 @@
-"""Plane-quad codes: how b-bit codes are packed into bytes, for keys and for values.
+"""Plane-quad codes: the packing of b-bit codes into bytes, for keys and for values.
 
 A 32-bit word holds 4 bytes for 4 consecutive indices along the *reduction* dimension of the product it takes part
 in (keys: 4 channels of one token; values: 4 tokens of one channel). One byte holds 8/b codes, one per *plane*:
@@ -7,7 +7,7 @@ plane p of byte i is the code of index i + p * stride, with stride = n * b / 8.
     keys    (32 tokens, n channels) -> [channel quads of a plane][32 tokens][4 channels]
     values  (32 tokens, n channels) -> [8 token quads][channels of a plane][4 tokens]
 
-So one 64-byte load, one shift and one mask give 16 tokens (or channels) times 4 reduction steps of one plane: the
+Thus one 64-byte load, one shift and one mask give 16 tokens (or channels) times 4 reduction steps of one plane: the
 operand of a byte dot-product instruction on a CPU, and the B fragment of an integer matrix product on a GPU, with
 no horizontal sums and no shuffles.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 SLAB = 32
-"""Tokens of a slab: the unit that every layout is built from."""
+"""Tokens of a slab: the unit from which every layout is built."""
 
 
 def planes_of(bits: int) -> int:

@@ -7,8 +7,8 @@ Two modes, with m bits of angle and n bits of radius:
   grouped   mid-rise cells, per pair and page:  phi = phi0 + (code + 1/2) dphi,  r = r0 + (code + 1/2) dr
             where phi0 is the first angle after the widest gap on the circle, so that the range is the shortest arc
 
-(The paper encodes phi + pi and decodes without taking pi off again: taken literally, that returns -K. Here the angle is
-phi itself on both sides.)
+(The paper encodes phi + pi and decodes without subtracting pi again: taken literally, that returns -K. Here the angle
+is phi itself on both sides.)
 
 The parameters span the page of N tokens, so a page is packed when it is complete.
 
@@ -20,7 +20,7 @@ Slab (32 tokens; d = 128): m4n4 2048 bytes, m4n2 1536 bytes
     m = n = 4:  k_polar   u8  [d / 8 quads][32][4]     angle in the low, radius in the high nibble: one byte load
                                                        gives both the table index and the factor
     m = 4, n = 2:  k_angle  u8 [d / 16 quads][32][4]   plane-quad over pairs, each with its own planes, so that
-                   k_radius u8 [d / 32 quads][32][4]   6 bits per pair are stored in 6 bits
+                   k_radius u8 [d / 32 quads][32][4]   6 bits per pair really take 6 bits
     m = 3:  k_angle  u8 [d / 32 quads][32][4]          the low two bits of the angles, and the third as one more plane,
             k_angle_high u8 [d / 64 quads][32][4]      whole words of it: only d = 96 pays for rounding d / 64 up
 """
@@ -46,7 +46,7 @@ TURN = 2 * math.pi
 
 
 def pair_order(geometry: Geometry) -> torch.Tensor:
-    """(2, d / 2): the channels that are the x and the y of each pair; channels outside RoPE pair up at the end."""
+    """(2, d / 2): the x and the y channel of each pair; channels outside RoPE are paired at the end."""
     rotary, d = geometry.rotary, geometry.d
     first = torch.arange(rotary // 2)
     x, y = (first, first + rotary // 2) if geometry.pairing == "half" else (2 * first, 2 * first + 1)
@@ -163,7 +163,7 @@ class PaperPolarKeys(PolarKeys):
 
 
 class ThirdBit:
-    """`angle_bits`: 3, which don't fill bytes: two bits, and the third as a field of its own."""
+    """`angle_bits`: 3, which don't fill bytes: two bits in one field, the third in its own."""
 
     pairs: int
 
@@ -184,7 +184,7 @@ class ThirdBit:
 
     @property
     def _padded(self) -> int:
-        """Pairs whose bits are whole words."""
+        """The number of pairs, rounded up so that their bits are whole words."""
         return round_up(self.pairs, 32)
 
 

@@ -6,20 +6,20 @@ Queries are never quantized to one bit:
     q . k  ~  c(d)/m |k_in| <S q_in, bits>  +  c(n)/m' |k_out| <S' q_out, bits'>
 
 k_out are n = d / 16 outlier channels, k_in is the rest. Which channels is decided by the prompt: the n with the
-largest L2 norm over all its keys (`outlier_choice`: "prompt"). So the slabs of a request share their set, and a
-kernel prepares its query once and not once per slab. Every slab names its set all the same: a page is read without
-the request's state, and a kernel that meets another set must prepare its query anew. Where no prompt can decide,
+largest L2 norm over all its keys (`outlier_choice`: "prompt"). The slabs of a request thus share their set, and a
+kernel prepares its query once instead of once per slab. Every slab names its set all the same: a page is read without
+the request's state, and a kernel that meets another set must prepare its query again. If no prompt can decide,
 a slab takes the n largest of its own 32 tokens:
 
-    a prompt of less than 32 tokens     all slabs; chunks of a prompt count together
+    a prompt of fewer than 32 tokens    all slabs; chunks of a prompt count together
     a prefix hit                        decides by the tokens it computes itself, by default at least W;
                                         the pages it found keep what they name
     `outlier_choice`: "slab"            always
 
-With `outliers`: 0 all channels are inliers, and a slab has the first two fields alone.
+With `outliers`: 0 all channels are inliers, and a slab has only the first two fields.
 
-The rows of S (m x d) are Gaussian directions, orthogonalised in blocks of d, of length sqrt(d); S' (m' x n) lives in
-the n outlier coordinates alone, in blocks of n. For such rows the unbiased constant is
+The rows of S (m x d) are Gaussian directions, orthogonalised in blocks of d, of length sqrt(d); S' (m' x n) uses only
+the n outlier coordinates, in blocks of n. For such rows the unbiased constant is
 
     c(d) = sqrt(pi) Gamma((d + 1) / 2) / (sqrt(d) Gamma(d / 2))
 
@@ -35,7 +35,7 @@ Slab (32 tokens; d = 128, m = 2d, m' = d, n = 8): 1728 bytes, 3.27 bits per elem
     ko_norm   f16  [32]                       64
     ko_index  u8   [n]                         8   the slab's outlier channels, ascending (padded to 64 bytes)
 
-State: 2 rows, sums of squares per channel and the number of tokens that they are of.
+State: 2 rows: sums of squares per channel, and the number of tokens summed.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ GAUSSIAN_CONSTANT = math.sqrt(math.pi / 2)
 
 @functools.lru_cache(maxsize=512)
 def gaussian_sketch(rows: int, d: int, seed: int) -> torch.Tensor:
-    """(rows, d) float32 independent normal numbers, the same everywhere as those of `sketch` are."""
+    """(rows, d) float32 independent normal numbers, as reproducible as those of `sketch`."""
     return torch.from_numpy(np.random.RandomState(seed).standard_normal((rows, d)).astype(np.float32))
 
 
 def orthonormal(a: np.ndarray) -> np.ndarray:
     """Gram-Schmidt on the columns of a square float64 matrix.
 
-    Not LAPACK's QR: its threads take 400 times as long on a busy machine (and every rank of a start-up computes all
-    sketches at once), its result depends on the machine, and its signs would have to be undone.
+    LAPACK's QR is not used: its threads take 400 times as long on a busy machine (and at start-up every rank computes
+    all sketches at once), its result depends on the machine, and its signs would have to be undone.
     """
     a = a.copy()
     for j in range(a.shape[1]):
@@ -100,7 +100,7 @@ def orthonormal(a: np.ndarray) -> np.ndarray:
 
 
 MOST_NAMED = 256
-"""Channels that a byte can tell apart."""
+"""The number of channels that a byte can distinguish."""
 
 
 class SketchKeys(KeyCodec):
@@ -111,7 +111,7 @@ class SketchKeys(KeyCodec):
         Option("m", "sign bits of QJL's inlier sketch", low=32, high=2048, multiple=32),
         Option("m_out", "sign bits of QJL's outlier sketch", low=32, high=2048, multiple=32),
         Option("outliers", "outlier channels of QJL; 0: none", low=0, high=32),
-        Option("outlier_choice", "what decides on them: the prompt, or each slab", "prompt", ("prompt", "slab")),
+        Option("outlier_choice", "what selects them: the prompt, or each slab", "prompt", ("prompt", "slab")),
         Option(
             "sketch", "rows of QJL's sketches: orthogonal, or independent", "orthogonal", ("orthogonal", "gaussian")
         ),
@@ -167,7 +167,7 @@ class SketchKeys(KeyCodec):
         return self.fit_sums(keys.square().sum(1), keys.shape[1], state)
 
     def fit_sums(self, squares: torch.Tensor, tokens: int, state: torch.Tensor | None) -> torch.Tensor:
-        """The same from sums of squares (H, d) over so many tokens."""
+        """The same from sums of squares (H, d) over the given number of tokens."""
         new = torch.stack([squares, torch.full_like(squares, tokens)], dim=1)
         return new if state is None else state + new
 
@@ -194,7 +194,7 @@ class SketchKeys(KeyCodec):
         }
 
     def unpack(self, fields: Packed) -> torch.Tensor:
-        """The linear reconstruction: q . k_hat is the estimator."""
+        """The linear reconstruction k_hat: q . k_hat is the estimator."""
         rows, at = self._rows(fields), self._index(fields)
         inner = (rows @ self.sketch(rows.device)).scatter(-1, at, 0.0)
         return inner.scatter_add(-1, at, self._outliers(fields)).flatten(1, 2)
@@ -204,7 +204,7 @@ class SketchKeys(KeyCodec):
         return torch.cat([query @ self.sketch(query.device).T, query], dim=-1)
 
     def key_features(self, fields: Packed) -> torch.Tensor:
-        """[c/m |k_in| bits, e]: e holds, at the outlier channels alone, k_out's estimate minus what S q sees."""
+        """[c/m |k_in| bits, e]: e holds, only at the outlier channels, k_out's estimate minus what S q sees."""
         rows, at = self._rows(fields), self._index(fields)
         columns = self.sketch(rows.device).T[fields["ko_index"].long()]  # (U, s, n, m)
         extra = self._outliers(fields) - rows @ columns.transpose(-2, -1)
@@ -231,9 +231,7 @@ class OneSketchKeys(SketchKeys):
     def _divide(self, options: Mapping[str, Any]) -> None:
         for option in self.options:
             if option.name in ("m_out", "outlier_choice") and options[option.name] != option.default:
-                raise ValueError(
-                    f"option {option.name!r} is set, but with 'outliers' 0 there are none that it concerns"
-                )
+                raise ValueError(f"option {option.name!r} is set, but it has no effect with 'outliers' 0")
         self.m_out = self.n = 0
         self.scale_out = 0.0
 

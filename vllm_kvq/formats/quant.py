@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Codes as float32; scale and zero, of size 1 where a group shares them."""
+"""Codes as float32; scale and zero, with size 1 along the dimension of a group."""
 
 LIMIT = 32768.0
-"""Inputs are clamped to +-LIMIT: then a range (2 * LIMIT) / 3 and a radius sqrt(2) * LIMIT stay finite in float16."""
+"""Inputs are clamped to +-LIMIT, so a range (2 * LIMIT) / 3 and a radius sqrt(2) * LIMIT stay finite in float16."""
 
 TINY = 2.0**-24
-"""The smallest positive float16: the scale of a group whose values are all equal, so that nothing divides by zero."""
+"""The smallest positive float16: the scale of a group whose values are all equal, which avoids division by zero."""
 
 
 def sanitize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,13 +43,13 @@ def affine_parameters(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tenso
 
 FIT_ROUNDS = 3
 FIT_FROM = {2: 0.8, 4: 1.0}
-"""Bits -> part of the range that the fit begins with: where four levels have to do, the ends are better cut off."""
+"""Bits -> fraction of the range from which the fit starts: with only four levels it pays to cut off the extremes."""
 
 
 def fitted_parameters(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, zero) over `dim`, kept with size 1, with less squared error than those of the range, or just these.
+    """(scale, zero) over `dim`, kept with size 1, with less squared error than those of the range, or else those.
 
-    In turn, codes for scale and zero, and for these codes the scale and zero of least squares:
+    Two steps alternate: codes for scale and zero, and least-squares scale and zero for these codes:
 
         scale = sum c (x - mean x) / sum (c - mean c)^2,   zero = mean x - scale mean c
     """

@@ -1,11 +1,11 @@
-"""RoPE as a model applies it to queries and keys, for formats that store keys as they are before it.
+"""RoPE as a model applies it to queries and keys, for formats that store keys as they were before it.
 
 A pair of channels (a, b) of a token is turned, with the cosine c and the sine s of the pair's angle at its position:
 
     a' = c a - s b        a = (c a' + s b') / (c^2 + s^2)
     b' = s a + c b        b = (c b' - s a') / (c^2 + s^2)
 
-The table of c and s is the model's own, so that exactly what the model did is undone: it is rounded to the model's
+The table of c and s is the model's own, so exactly what the model did is undone: it is rounded to the model's
 dtype, and some models scale it (YaRN), so c^2 + s^2 is not 1.
 """
 
@@ -33,7 +33,7 @@ class Rope:
 
     @classmethod
     def plain(cls, rotary_dim: int, positions: int, theta: float = 500_000.0, pairing: str = "half") -> Rope:
-        """Of so many channels, without scaling: pair j turns by theta^(-2 j / rotary_dim) from token to token."""
+        """RoPE of `rotary_dim` channels without scaling: pair j turns by theta^(-2 j / rotary_dim) per token."""
         half = rotary_dim // 2
         angle = torch.arange(positions, dtype=torch.float64)[:, None] * theta ** (-torch.arange(half) / half)
         return cls(torch.cat([angle.cos(), angle.sin()], 1).float(), pairing)
@@ -43,7 +43,7 @@ class Rope:
         return self.table.shape[1]
 
     def apply(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """x (..., d) of any dtype -> float32; `position` is whole numbers that broadcast to x's leading dimensions."""
+        """x (..., d) of any dtype -> float32; `position` holds integers that broadcast to x's leading dimensions."""
         return self._turned(x, *self._at(position))
 
     def undo(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

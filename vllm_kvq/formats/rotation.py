@@ -1,8 +1,8 @@
-"""Rotations of a head's channels: orthonormal, so that q . k stays what it is when both are rotated.
+"""Rotations of a head's channels: orthonormal, so q . k does not change when both are rotated.
 
     H = H_b / sqrt(b) along the diagonal, b the largest power of two that divides d;   H_2n = [[H_n, H_n], [H_n, -H_n]]
 
-H is symmetric, so it is its own inverse. Every rotated channel has a part of every outlier of its block.
+H is symmetric, so it is its own inverse. Every rotated channel holds a part of every outlier of its block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a format does to keys and values, without vLLM: `roundtrip`."""
+"""`roundtrip`: the effect of a format on keys and values, without vLLM."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def roundtrip(
 
     key and value are (tokens, heads, head_size), query (tokens, query heads, head_size): the prompt's queries, from
     which SQuat fits its subspace (without them there is none to protect, and SQuat is KIVI). For QJL key_hat is the
-    linear reconstruction, so that q . key_hat is its estimator. `turned` is the RoPE that keys and queries have had,
-    token t at position t, which formats that store keys as they are before it take off; None: they have had none.
-    `calibration` is another text's queries, keys and values, from which calibrated formats have their constants.
-    `options` are the format's; those of what is not quantized (W, S, recompute, skip_layers) are refused. Incomplete
-    groups at the end are completed by repeating the last token.
+    linear reconstruction: q . key_hat is QJL's estimator. `turned` is the RoPE already applied to keys and queries,
+    token t at position t, which formats that store keys before RoPE undo; None: no RoPE has been applied.
+    `calibration` is another text's queries, keys and values, to which calibrated formats fit their constants.
+    `options` are the format's; those about tokens or layers that are not packed (W, S, recompute, skip_layers) are
+    refused. Incomplete groups at the end are completed by repeating the last token.
     """
     if exact := ({option.name for option in COMMON} - {BLOCK.name}) & options.keys():
         raise ValueError(f"roundtrip quantizes every token of one layer, so it takes no option {min(exact)!r}")
@@ -55,7 +55,7 @@ def roundtrip(
 
 
 def fitted(page: PageFormat, key: torch.Tensor, query: torch.Tensor | None) -> torch.Tensor | None:
-    """What the key codec keeps of a prompt: (heads, state rows, d); None where it keeps nothing."""
+    """The key codec's state after a prompt: (heads, state rows, d); None if it has no state."""
     if not page.state_rows or (query is None and page.keys.fits_queries):
         return None
     k = _before_rope(page, key).transpose(0, 1)
@@ -63,7 +63,7 @@ def fitted(page: PageFormat, key: torch.Tensor, query: torch.Tensor | None) -> t
 
 
 def _before_rope(page: PageFormat, x: torch.Tensor) -> torch.Tensor:
-    """(tokens, heads, d) of the first tokens, as `fit` is given them."""
+    """(tokens, heads, d) of the first tokens, as passed to `fit`."""
     return page.before_rope(page.widen(x)[0], torch.arange(len(x))[:, None])
 
 
@@ -74,9 +74,9 @@ def through_pages(
     state: torch.Tensor | None,
     prompt: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, heads, head_size) as they come out of pages that they fill from the first token on.
+    """(tokens, heads, head_size) as read from pages that they fill from the first token on.
 
-    Units that end behind the first `prompt` tokens are completed by decode steps; None: prompts complete all of them.
+    Units that end after the first `prompt` tokens are completed by decode steps; None: prompts complete all of them.
     """
     if page.calibrated and (constants := page.geometry.constants) is not None and key.shape[1] > 1:
         heads = [
@@ -104,5 +104,5 @@ def _grouped(query: torch.Tensor, heads: int) -> torch.Tensor:
     """(tokens, query heads, d) -> (KV heads, tokens * group, d): the queries that share a KV head."""
     tokens, query_heads, d = query.shape
     if query_heads % heads:
-        raise ValueError(f"{query_heads} query heads are no multiple of {heads} KV heads")
+        raise ValueError(f"{query_heads} query heads are not a multiple of {heads} KV heads")
     return query.reshape(tokens, heads, query_heads // heads, d).transpose(0, 1).reshape(heads, -1, d)

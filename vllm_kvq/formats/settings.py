@@ -1,7 +1,7 @@
 """Settings: a format's options, complete and checked.
 
-Users write options as JSON, `--additional-config '{"kvq": {"r": 8, "S": 4}}'`; the names are the papers' own. Here are
-those that every format has. All others are declared by the codecs that read them.
+Users write options as JSON, `--additional-config '{"kvq": {"r": 8, "S": 4}}'`; the names are the papers' own. This
+module declares those that every format has. All others are declared by the codecs that read them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, KeyCodec, ValueCodec
 from vllm_kvq.formats.option import LayerList, Option
 from vllm_kvq.formats.planes import SLAB
 
-SKIP_LAYERS = LayerList("skip_layers", "layers to keep in 16 bits", ())
+SKIP_LAYERS = LayerList("skip_layers", "layers that are not packed", ())
 BLOCK = Option("N", "tokens per page, the same as --block-size", low=SLAB, high=LARGEST_BLOCK, multiple=SLAB)
 COMMON = (
     BLOCK,
     Option("W", "newest tokens read in full precision", 0, low=0, high=4096, multiple=32),
-    Option("W_keys", "newest tokens whose keys are read so, if fewer than W", low=0, high=4096, multiple=32),
+    Option("W_keys", "newest tokens with keys in full precision, if fewer than W", low=0, high=4096, multiple=32),
     Option("S", "first tokens read in full precision", 4, low=0, high=1024),
     Option(
         "recompute",
-        "newest tokens of a request that no prefix hit covers; W, or 0 beside layers with a sliding window",
+        "newest tokens of a request that no prefix hit covers; default W, or 0 with sliding-window layers",
         low=0,
         high=4096,
     ),
@@ -33,7 +33,7 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user set, else the format's default, else the option's."""
+    """The user's value, else the format's default, else the option's."""
 
     keys: type[KeyCodec]
     values: type[ValueCodec]
@@ -45,13 +45,13 @@ class Settings:
     recompute: int | None
     """None: `integration/plan/served.py` decides."""
     skip_layers: tuple[int, ...]
-    """As given: `skipped` says which of a model's layers these are."""
+    """As given by the user; `skipped` resolves them to a model's layers."""
     own: tuple[tuple[str, Any], ...]
-    """The options of the two codecs; None where the codec decides by the head."""
+    """The options of the two codecs; None: the codec chooses by the head."""
 
     @classmethod
     def of(cls, keys: type[KeyCodec], values: type[ValueCodec], given: Mapping[str, Any]) -> Settings:
-        """Complete settings of two codecs; what is given must be in range."""
+        """Complete settings of two codecs; given values must be in range."""
         declared = {option.name: option for option in COMMON}
         for option in (*keys.options, *values.options):
             if declared.setdefault(option.name, option) != option:
@@ -67,11 +67,11 @@ class Settings:
         return cls(keys, values, own=tuple(complete.items()), **common)
 
     def skipped(self, total: int) -> frozenset[int]:
-        """Indices of the layers to keep in 16 bits, of a model of `total`. ValueError where one is beyond."""
+        """Indices of the layers that are not packed, in a model of `total`. ValueError if one is out of range."""
         return SKIP_LAYERS.resolved(self.skip_layers, total)
 
     def get(self, option: str) -> Any:
-        """The value of a codec's option, None where neither codec has such an option."""
+        """The value of a codec's option; None if neither codec has such an option."""
         return dict(self.own).get(option)
 
     def of_codec(self, codec: type[Codec]) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def check_names(
     chosen: Mapping[str, Any],
     readers: Callable[[], Mapping[str, Sequence[str]]],
 ) -> None:
-    """Each of the chosen options must be one that these codecs, or all formats, read, and have a value.
+    """Checks that each chosen option is read by these codecs, or by all formats, and has a value.
 
-    `readers` answers which codecs read the options of that name, of all that exist.
+    `readers` maps every option that exists to the codecs that read it.
     """
     read = {option.name for option in (*COMMON, *keys.options, *values.options)}
     for name, value in chosen.items():

@@ -1,34 +1,34 @@
 """SQuat: keys corrected by the subspace of the prompt's queries, in the bytes of Kitty or of KIVI.
 
-With U (r x d) spanning the prompt's queries, the channels are quantized block by block, and every block first takes
-back what the blocks before it did to the scores of those queries (x, y, k are columns of one token):
+With U (r x d) spanning the prompt's queries, the channels are quantized block by block, and every block first corrects
+what the blocks before it did to the scores of those queries (x, y, k are columns of one token):
 
     M_t = (I rho + U_R U_R^T)^-1          R = channels of blocks t+1 .. T
     x_t = k_t - U_t^T M_{t-1} z,   y_t = deq(quant(x_t)),   z += U_t (y_t - k_t)      z = 0 before block 1
 
 With rho = 1 / lambda that equals the paper's update with its d x d matrices, and needs only U.
 
-Taking an error back moves it to directions beside U, where queries have energy, too. That energy grows with the prompt
-as U^T U does, and a constant does not, so that a long prompt would have every direction of U protected at any cost to
-the others. So rho follows it:
+Correcting an error moves it to directions outside U, where queries have energy, too. That energy grows with the prompt
+as U^T U does, but a constant rho does not: for a long prompt every direction of U would be protected at any cost to
+the others. Therefore rho follows it:
 
-    rho = max(1 / lambda, floor * noise)      noise = energy of the queries beside U, per direction
+    rho = max(1 / lambda, floor * noise)      noise = energy of the queries outside U, per direction
 
 `floor: 0` is the paper's rule.
 
-What `quant` is, and with it the bytes, is the option `boost`:
+The option `boost` determines `quant`, and with it the bytes:
 
     none       KIVI's, key_bits for every channel (kivi.py)
     a part     Kitty's: 4 bits for that part of the channels, 2 for the others (kitty.py)
-    left out   a quarter; none beside key_bits 4, a token scale, and keys as they are before RoPE
+    left out   a quarter; none with key_bits 4, a token scale, or keys stored before RoPE
 
-The correction is in the codes: a page costs what Kitty's or KIVI's does, is read without U, and by the same kernels.
+The correction is in the codes: a page is as large as Kitty's or KIVI's, and is read without U by the same kernels.
 
-What packs a slab (32 tokens) of boosted keys computes in this order:
+A slab (32 tokens) of boosted keys is packed in this order:
 
     1. span of every channel over the 32 tokens of k; the widest are boosted, the first of equals, as in Kitty. These
-       are keys before any correction, and the choice is final: what is left of a channel's range decides nothing.
-    2. for each block t of g channels, the last one maybe smaller:
+       are keys before any correction, and the choice is final: the remaining range of a channel plays no role.
+    2. for each block t of g channels, of which the last may be smaller:
          x_t           = clamp(k_t - U_t^T M_{t-1} z, +-32768)                    block 1: k_1
          scale, zero   of each channel of x_t over the 32 tokens, for 4 bits if boosted, else 2; of the range or fitted
          code          = round((x_t - zero) / scale), 0 .. 15 if boosted, else 0 .. 3
@@ -36,9 +36,9 @@ What packs a slab (32 tokens) of boosted keys computes in this order:
     3. k_scale (its sign bit set if boosted), k_zero, low digits k_codes, and high digits k_high of boosted channels
 
 U, the noise and g are those of plain keys, and M is solved in float64: U is not normalised. A request without a state
-has U = 0, with which this is Kitty's packing to the byte.
+has U = 0, for which this equals Kitty's packing to the byte.
 
-State: r rows, U of the prompt so far, and one that holds the noise in every channel.
+State: r rows, U of the prompt so far, and one row that holds the noise in every channel.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.formats.variant import variant
 
 NARROW = 16
-"""The largest rank that every kernel knows."""
+"""The largest rank that every kernel supports."""
 LEAST_BLOCK = 16
 """Channels of a block that kernels quantize at once."""
 BESIDE_BOOST = (("key_bits", LOW), ("token_scale", "none"))
-"""What boosted channels need of other options."""
+"""The values of other options that boosted channels require."""
 
 
 class Corrected(KeyCodec):
-    """The subspace and the correction, whatever is stored: which of the two classes below, `bind` decides."""
+    """The subspace and the correction, whatever is stored; `bind` selects one of the two classes below."""
 
     name = "squat"
     title = "as kivi or kitty, corrected by the subspace of the prompt's queries"
@@ -77,7 +77,7 @@ class Corrected(KeyCodec):
         BOOST,
         Option("r", "rank of SQuat's query subspace", 5, low=1, high=64),
         Option("lambda", "SQuat's regularisation", 1e-3, low=1e-6, high=0.1, multiple=0),
-        Option("floor", "times the queries' noise that 1 / lambda is at least; 0: the paper's rule", 4, low=0, high=64),
+        Option("floor", "lower limit of 1 / lambda, times the queries' noise; 0: the paper's rule", 4, low=0, high=64),
         Option("g", "channels per block of SQuat's update", low=1, high=128),
         Option("rope", "whether keys are stored as they are after RoPE, or before it", "after", ("after", "before")),
     )
@@ -92,7 +92,7 @@ class Corrected(KeyCodec):
         wide = (WideSubspace,) if options["r"] > NARROW else ()
         fine = (FineBlocks,) if options["g"] and options["g"] % LEAST_BLOCK else ()
         before = (BeforeRope,) if options["rope"] == "before" else ()
-        # both layouts make the same of the options that they share
+        # both layouts treat the options that they share alike
         changes = (*before, *fine, *wide, *ChannelKeys.changes(options))
         return cast(Self, variant(stored, *changes)(geometry, options))
 
@@ -140,7 +140,7 @@ class Corrected(KeyCodec):
     def _correct(
         self, x: torch.Tensor, state: torch.Tensor | None, quantize: Callable[[torch.Tensor, slice], Quantized]
     ) -> Quantized:
-        """Keys (U, s, 32, d), block by block; `quantize` gets a corrected block and the channels that it is."""
+        """Keys (U, s, 32, d), block by block; `quantize` gets a corrected block and its channels."""
         if state is None:
             return quantize(x, slice(None))
         u = state[:, : self.rank].unsqueeze(1)  # (U, 1, r, d): one subspace for all slabs of a unit
@@ -151,7 +151,7 @@ class Corrected(KeyCodec):
             at = slice(start, start + self.block)
             block, u_t = x[..., at], u[..., at]
             if start:
-                # no further than any key reaches, so that what is read fits into float16
+                # limited to the range of keys, so that what is read fits into float16
                 block = (block - z @ self._pull(rho, u[..., start:], u_t)).clamp(-LIMIT, LIMIT)
             c, s, zero = quantize(block, at)
             z = z + (torch.addcmul(zero, c, s) - x[..., at]) @ u_t.transpose(-2, -1)
@@ -163,7 +163,7 @@ class Corrected(KeyCodec):
     def _pull(self, rho: torch.Tensor, rest: torch.Tensor, u_t: torch.Tensor) -> torch.Tensor:
         """M U_t with M = (I rho + U_R U_R^T)^-1 over the channels that are still open, (..., r, g) float32.
 
-        In float64: U is not normalised, so |U|^2 grows with the prompt, and float32 loses rho beside it.
+        Computed in float64: U is not normalised, so |U|^2 grows with the prompt, and float32 would lose rho next to it.
         """
         rest = rest.double()
         eye = torch.eye(self.rank, dtype=rest.dtype, device=rest.device)
@@ -184,7 +184,7 @@ class SQuatKeys(Corrected, ChannelKeys):
 
 
 class BoostedSQuatKeys(Corrected, BoostedKeys):
-    """`boost`: a part of the channels: Kitty's bytes, and its choice of channels, which sees no correction."""
+    """`boost`: a part of the channels: Kitty's bytes, and its choice of channels, made before any correction."""
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         BoostedKeys.__init__(self, geometry, options)
@@ -204,7 +204,7 @@ def _refuse_beside_boost(options: Mapping[str, Any]) -> None:
     for name, only in BESIDE_BOOST:
         if options[name] != only:
             raise ValueError(
-                f"option {name!r} is {options[name]!r}, which keys with boosted channels don't have (option 'boost' is "
+                f"option {name!r} is {options[name]!r}, which keys with boosted channels can't have (option 'boost' is "
                 f"{options['boost']!r}); set 'boost' to 'none', or {name!r} to {only!r}"
             )
 
@@ -214,16 +214,16 @@ class WideSubspace:
 
 
 class FineBlocks:
-    """`g` that is no multiple of 16, down to the paper's single channels: as many solutions per token as blocks."""
+    """`g` that is not a multiple of 16, down to the paper's single channels: one solution per token and block."""
 
     reference_only = (
         f"option 'g' is served in multiples of {LEAST_BLOCK}; "
-        "finer blocks are for vllm_kvq.roundtrip and the evaluation alone"
+        "finer blocks are only for vllm_kvq.roundtrip and the evaluation"
     )
 
 
 class BeforeRope:
-    """`rope`: before, the paper's SQuat-pre: keys, and the queries that U is made of, are as they were before RoPE."""
+    """`rope`: before, the paper's SQuat-pre: keys, and the queries that U spans, are as they were before RoPE."""
 
     before_rope = True
 
@@ -236,7 +236,7 @@ PLAIN: dict[str, Any] = {
     "value_rotation": "none",
     "group": 32,
 }
-"""With these options `squat2` stores what the paper does, which has no sinks (`S: 0`) and another rho (`floor: 0`)."""
+"""With these options `squat2` stores what the paper does: no sinks (`S: 0`) and the paper's rho (`floor: 0`)."""
 
 FORMATS = (
     Format(

@@ -1,9 +1,10 @@
 """The one table of formats. Command line, docs, tests, kernels and the integration look everything up here.
 
-A format is declared at the end of its method's file. The table finds it through an entry point: the built-in ones
-through those below, third parties' through those that their packages have in the group `vllm_kvq.formats` (value: a
-`Format`, or a tuple of them). Third parties' packages are imported as soon as a name is looked up that is not built in,
-or all names are wanted. One that can't be used is reported in a warning, and in the error when its name is used.
+A format is declared at the end of its method's file. The table finds it through an entry point: built-in formats
+through those below, third parties' formats through those that their packages declare in the group `vllm_kvq.formats`
+(value: a `Format`, or a tuple of them). Third parties' packages are imported once a name is looked up that is not
+built in, or all names are requested. A format that can't be used is reported in a warning, and in the error when its
+name is used.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ VLLM_DTYPES = (
     "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit",
     "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
 )  # fmt: skip
-"""What vLLM's --kv-cache-dtype takes without us."""
+"""The values that vLLM's --kv-cache-dtype takes without this plugin."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """The name that users type, the two codecs, and defaults where they are not the options' own."""
+    """The name that users type, the two codecs, and defaults that differ from the options' own."""
 
     name: str
     title: str
@@ -46,10 +47,10 @@ class Format:
     values: type[ValueCodec]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     public: bool = True
-    """Whether lists for users name it."""
+    """Whether lists for users include it."""
     usual: int | None = None
-    """Its place among the few formats that long measurements take unless told otherwise; None: it is not among them.
-    The first is what to take when in doubt."""
+    """Its rank among the few formats that long measurements use by default; None: it is not among them.
+    The first is the recommended format."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
@@ -64,12 +65,12 @@ class Format:
         return (*self.keys.options, *self.values.options)
 
     def settings(self, options: Mapping[str, Any] | None = None) -> Settings:
-        """The user's options, each of which must be known, in range and read by a codec in use, over the defaults."""
+        """The user's options over the defaults; each must be known, in range and read by a codec in use."""
         chosen = dict(options or {})
         keys = key_codecs()[_chosen_codec("keys", chosen)] if "keys" in chosen else self.keys
         values = value_codecs()[_chosen_codec("values", chosen)] if "values" in chosen else self.values
         check_names(self.name, keys, values, chosen, readers)
-        # a default carries over to another codec if that declares the very same option
+        # a default carries over to another codec if that declares the same option
         own, shared = {option.name: option for option in self._own}, {*keys.options, *values.options}
         defaults = {name: x for name, x in self.defaults.items() if name not in own or own[name] in shared}
         return Settings.of(keys, values, {**defaults, **chosen})
@@ -100,12 +101,12 @@ def _built_in() -> dict[str, Format]:
 class ThirdParties:
     formats: Mapping[str, Format]
     problems: Mapping[str, str]
-    """Why what was declared under a name can't be used, in a sentence."""
+    """Name -> a sentence on why what was declared under it can't be used."""
 
 
 @functools.cache
 def third_parties() -> ThirdParties:
-    """What other packages declare; whatever is wrong with one of them leaves the others alone."""
+    """The formats that other packages declare; a fault in one of them does not affect the others."""
     formats: dict[str, Format] = {}
     sources: dict[str, str] = {}
     problems: dict[str, str] = {}
@@ -132,7 +133,7 @@ def third_parties() -> ThirdParties:
 
 
 def _taken(fmt: Format, formats: Mapping[str, Format], sources: Mapping[str, str]) -> str | None:
-    """Which of a format's names stands for something else already."""
+    """Which of a format's names is already taken."""
     if fmt.name in _built_in():
         return "the name is that of a built-in format, which is used instead"
     if fmt.name in VLLM_DTYPES:
@@ -163,16 +164,16 @@ FORMATS: Mapping[str, Format] = _Formats()
 
 
 def public_formats() -> list[Format]:
-    """Those that lists for users name."""
+    """The formats that lists for users include."""
     return [fmt for fmt in FORMATS.values() if fmt.public]
 
 
 def suite(which: str) -> tuple[str, ...]:
-    """The names that a command takes where its user names none; what a list needs is declared with the format.
+    """The formats that a command uses by default; their membership is declared with each format.
 
-    public      what lists for users name: for what takes seconds a format
-    usual       the few of them that say that they belong there, in their order: for what takes minutes
-    methods     the first one of each key codec: for what looks at code and not at numbers of bits
+    public      those that lists for users include: for measurements of seconds per format
+    usual       the few of them that are declared usual, in their order: for measurements of minutes
+    methods     the first one of each key codec: for checks of code rather than of numbers of bits
     """
     public = public_formats()
     if which == "public":
@@ -217,12 +218,12 @@ def _refuse(name: str) -> NoReturn:
 
 # -- what all of them declare ----------------------------------------------------------------------------------------
 def key_codecs() -> dict[str, type[KeyCodec]]:
-    """By the name that the option `keys` takes."""
+    """Key codecs by the name that the option `keys` takes."""
     return {fmt.keys.name: fmt.keys for fmt in FORMATS.values() if fmt.keys.public}
 
 
 def value_codecs() -> dict[str, type[ValueCodec]]:
-    """By the name that the option `values` takes."""
+    """Value codecs by the name that the option `values` takes."""
     return {fmt.values.name: fmt.values for fmt in FORMATS.values() if fmt.values.public}
 
 
@@ -243,7 +244,7 @@ def _chosen_codec(half: str, options: dict[str, Any]) -> str:
 
 
 def declared_options() -> list[tuple[Option, tuple[str, ...]]]:
-    """Every option that users may set, with the codecs that read it; none are named where every format does."""
+    """Every option that users may set, with the codecs that read it; no codecs if every format does."""
     found: dict[Option, list[str]] = {option: [] for option in (*codec_options(), *COMMON)}
     for codec in (*key_codecs().values(), *value_codecs().values()):
         for option in codec.options:

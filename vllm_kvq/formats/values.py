@@ -8,7 +8,7 @@ Slab (32 tokens; d = 128, b = 2, G = 32):
     v_scale  f16  [d / G][32 tokens]             256   token-minor: a kernel folds 16 tokens' scales into the
     v_zero   f16  [d / G][32 tokens]             256     softmax weights with one load
 
-The last group is smaller where G does not divide d. With `value_rotation: hadamard` the same of v H (rotation.py).
+The last group is smaller if G does not divide d. With `value_rotation: hadamard` the same is done to v H (rotation.py).
 
 Uncompressed (PolarQuant's main setting in float16 and bfloat16, and `lossless` in any dtype):
 
@@ -38,7 +38,7 @@ class TokenValues(ValueCodec):
         VALUE_BITS,
         Option("group", "channels per group of the per-token values", 32, low=16, high=256, multiple=16),
         VALUE_SCALES,
-        Option("value_rotation", "what rotates per-token values before they are rounded", "none", ("none", "hadamard")),
+        Option("value_rotation", "rotation of per-token values before they are rounded", "none", ("none", "hadamard")),
     )
     parameters = staticmethod(affine_parameters)
 
@@ -86,8 +86,8 @@ class TokenValues(ValueCodec):
 class Rotated(TokenValues):
     """`value_rotation: hadamard`: v H / sqrt(b) is stored, and rotated back when it is read.
 
-    Divided by sqrt(b), b the size of H's blocks, because a token of b equal channels has them all in one number then,
-    which has to fit a float16.
+    It is divided by sqrt(b), b the size of H's blocks, because the rotation gathers b equal channels of a token in one
+    number, which must fit into a float16.
     """
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:

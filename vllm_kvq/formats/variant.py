@@ -1,7 +1,7 @@
-"""Codecs of which an option makes another class.
+"""Codecs for which an option selects another class.
 
 Kernels look codecs up by their exact class, so a class stands for exactly one meaning of the bytes and one way of
-choosing them. An option that changes either is a class to be put before the codec's own, a third party's included.
+choosing them. An option that changes either is a class placed before the codec's own, a third party's included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ C = TypeVar("C", bound=Codec)
 
 @functools.cache
 def variant(codec: type[C], *changes: type) -> type[C]:
-    """The codec changed so: the same class for the same arguments, and the codec itself without changes."""
+    """The codec with these changes: the same class for the same arguments; the codec itself if there are none."""
     if not changes:
         return codec
     name = "".join(change.__name__ for change in (*changes, codec))
@@ -25,11 +25,11 @@ def variant(codec: type[C], *changes: type) -> type[C]:
 
 
 class Fitted:
-    """`key_scales` or `value_scales`: fitted, of codecs with `parameters`. The bytes mean the same."""
+    """`key_scales` or `value_scales`: fitted, for codecs with `parameters`. The meaning of the bytes is the same."""
 
     parameters = staticmethod(fitted_parameters)
 
 
 def fitted(scales: str) -> tuple[type, ...]:
-    """The change that such an option asks for."""
+    """The change that such an option requires."""
     return (Fitted,) if scales == "fitted" else ()

@@ -1,6 +1,6 @@
 """Kernels, and one layer's step made of them; nothing here imports vllm.
 
-step.py      the contract: what a step takes and does          slots.py    how sidecars and sink pages are cut
+step.py      the contract: what a step takes and does          slots.py    the layout of sidecars and sink pages
 paths.py     which of the implementations serves a layer       build.py    compiles csrc/cpu
 torch/       planned on the host, in PyTorch                   cpu/        C++
 gpu/         Triton and CUDA

@@ -1,4 +1,4 @@
-"""Which option keeps kernels from serving a format that they would serve without it."""
+"""Finds the option that keeps kernels from serving a format that they would serve without it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_kvq.formats.table import key_codecs, value_codecs
 
 
 def blamed(fmt: PageFormat, serves: Callable[[PageFormat], bool]) -> str:
-    """ " with r=40" where it would be served with the default for `r`; "" where no single option is to blame."""
+    """ " with r=40" if it would be served with the default for `r`; "" if no single option is to blame."""
     codecs, named = chosen_codecs(fmt), get_format(fmt.name)
     default = named.settings(codecs)
     own = {name: value for name, value in fmt.settings.own if value is not None}
@@ -21,7 +21,7 @@ def blamed(fmt: PageFormat, serves: Callable[[PageFormat], bool]) -> str:
 
 
 def chosen_codecs(fmt: PageFormat) -> dict[str, str]:
-    """The options that chose the codecs, where they are not those of the format's name."""
+    """The options that selected codecs other than those of the format's name."""
     named, settings = get_format(fmt.name), fmt.settings
     chosen = {}
     if settings.keys is not named.keys:

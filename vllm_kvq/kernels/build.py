@@ -1,11 +1,11 @@
 """Compiles csrc/cpu into a shared library, once per source, compiler and flags, and loads it.
 
-The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPack ABI), so any g++ >= 11 or
-clang works and one build serves every torch. Each instruction set is its own translation unit; the processor
-chooses at run time. A wheel for a platform (scripts/build_wheel.py) carries the library of exactly its sources in
-`_prebuilt`; then nothing is compiled. Else it is built into the package's `_build` directory where that is writable,
-or into the user's cache; to a temporary name first and then renamed, so that no process ever sees half a file. Of
-processes that need it at once one compiles and the others wait. That takes minutes, so the log says how far it is.
+The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPack ABI), so any g++ >= 11 or clang
+works and one build serves every torch. Each instruction set is its own translation unit; the processor's is chosen at
+run time. A wheel for a platform (scripts/build_wheel.py) carries the library of exactly its sources in `_prebuilt`;
+then nothing is compiled. Otherwise the library is built into the package's `_build` directory if that is writable, else
+into the user's cache; under a temporary name that is renamed when complete, so no process ever sees half a file. If
+several processes need it at once, one compiles and the others wait. That takes minutes, so the log reports progress.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-# only a name: a server of vLLM shows what is logged below `vllm`
+# only a name: a vLLM server shows what is logged below `vllm`
 logger = logging.getLogger("vllm.kvq")
 FLAGS = [
     "-std=c++17",
@@ -47,16 +47,16 @@ ISA_FLAGS = {
     "avx512bw": _AVX512,
     "avx512": [*_AVX512, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16"],  # bf16: only called where present
 }
-"""By the name of a source: isa/avx2.cpp, ..."""
+"""Flags by the name of a source: isa/avx2.cpp, ..."""
 
 
 COMPILE_SECONDS, LONGEST_SECONDS = 150, 40
-"""Of one core for all of csrc/cpu, and for its longest source (Xeon with AVX-512, g++ 12): what the log promises."""
+"""One core's time for all of csrc/cpu, and for its longest source (Xeon with AVX-512, g++ 12); the log's estimate."""
 SILENT_SECONDS = 20
-"""So long nothing is said while it compiles."""
+"""The interval between progress messages while it compiles."""
 
 EXTRA_FLAGS = "VLLM_KVQ_CXXFLAGS"
-"""A variable with further flags for the compiler and the linker. Every set of them has a build of its own."""
+"""A variable with additional flags for the compiler and the linker. Every set of flags has its own build."""
 
 
 PREBUILT = Path(__file__).resolve().parents[1] / "_prebuilt"
@@ -64,7 +64,7 @@ PREBUILT = Path(__file__).resolve().parents[1] / "_prebuilt"
 
 
 class BuildError(RuntimeError):
-    """The library can't be built or loaded here; the PyTorch kernels can still do the work."""
+    """The library can't be built or loaded here; the PyTorch kernels can still serve."""
 
 
 class WheelError(ValueError):
@@ -107,7 +107,7 @@ def flags_of(source: Path) -> list[str]:
 
 
 def sources_key(directory: Path) -> str:
-    """Of what is compiled and how, whoever compiles it."""
+    """A hash of what is compiled and how, independent of the compiler used."""
     digest = hashlib.sha256(repr((FLAGS, ISA_FLAGS, platform.machine())).encode())
     for path in sorted(directory.rglob("*.[hc]*")):
         digest.update(str(path.relative_to(directory)).encode() + path.read_bytes())
@@ -121,21 +121,21 @@ def _key(command: list[str], directory: Path) -> str:
 
 
 def prebuilt_name(name: str = "cpu") -> str:
-    """What the library of csrc/`name` is called in a wheel."""
+    """The name of the library of csrc/`name` in a wheel."""
     return f"{name}-{sources_key(source_dir(name))}.so"
 
 
 def prebuilt(name: str = "cpu") -> Path | None:
-    """The library that this wheel carries; None where there is none, or where the user has flags of their own.
+    """The library that this wheel carries; None if there is none, or if the user sets their own flags.
 
-    Raises WheelError if it was compiled from other sources than those beside it.
+    Raises WheelError if it was not compiled from the sources installed with it.
     """
     if extra_flags() or not any(PREBUILT.glob(f"{name}-*.so")):
         return None
     path = PREBUILT / prebuilt_name(name)
     if not path.exists():
         raise WheelError(
-            f"the compiled library in {PREBUILT} does not belong to the C++ sources beside it; install vllm-kvq again"
+            f"the compiled library in {PREBUILT} was not built from the installed C++ sources; reinstall vllm-kvq"
         )
     return path
 
@@ -172,19 +172,19 @@ def _run(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While no other process is in here; it ends with the process, however that ends."""
+    """A lock between processes; released when its process exits, even after a crash."""
     with open(folder / "lock", "w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: then all of them compile
+        with contextlib.suppress(OSError):  # a file system without locks: then every process compiles
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                logger.info("kvq: waiting for another process that compiles the C++ kernels")
+                logger.info("kvq: waiting for another process that is compiling the C++ kernels")
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _compile(lines: list[list[str]], workers: int) -> None:
-    """Runs the compilers, `workers` at a time, and says how far they are."""
+    """Runs the compilers, `workers` at a time, and reports progress."""
     started = time.monotonic()
     minutes = math.ceil(max(LONGEST_SECONDS, COMPILE_SECONDS / workers) / 60)
     logger.info(
@@ -215,7 +215,7 @@ def _target(name: str) -> Path:
 
 
 def built(name: str = "cpu") -> Path | None:
-    """What `build` would return without compiling anything; None where it would have to. Raises WheelError."""
+    """What `build` would return without compiling; None if it would have to compile. Raises WheelError."""
     if (carried := prebuilt(name)) is not None:
         return carried
     try:
@@ -264,12 +264,12 @@ def load() -> Any:
     except Exception as error:
         reason = f"{path} can't be loaded: {error}"
         if path.parent == PREBUILT:
-            raise WheelError(f"{' '.join(reason.split())}; install vllm-kvq again") from error
+            raise WheelError(f"{' '.join(reason.split())}; reinstall vllm-kvq") from error
         raise BuildError(reason) from error
 
 
 def main() -> int:
-    argparse.ArgumentParser(prog="vllm_kvq.kernels", description="Builds the CPU kernels ahead of time.").parse_args()
+    argparse.ArgumentParser(prog="vllm_kvq.kernels", description="Build the CPU kernels ahead of time.").parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         print(f"CPU kernels: {build().name}", flush=True)

@@ -1,10 +1,10 @@
 """Which implementation of `kernels.step.Step` serves a layer, why a faster one does not, and what is slow about it.
 
-    GPU        on a GPU, where Triton or CUDA kernels know the format      gpu/step.py
-    C++        on a CPU, where the library knows the format                cpu/step.py
+    GPU        on a GPU, if Triton or CUDA kernels support the format      gpu/step.py
+    C++        on a CPU, if the library supports the format                cpu/step.py
     PyTorch    everywhere                                                  torch/step.py
 
-A path serves a format's whole step or nothing of it.
+A path serves either a format's whole step or none of it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CPP, PYTORCH = "C++", "PyTorch"
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for: where the tensors are, and what the environment says."""
+    """The request: where the tensors are, and the settings in the environment."""
 
     device_type: str
     kernels: str = "auto"
-    """$VLLM_KVQ_KERNELS: "auto", or "torch" to leave C++ out."""
+    """$VLLM_KVQ_KERNELS: "auto", or "torch" to disable C++."""
     gpu_path: bool = False
     """$VLLM_KVQ_GPU_PATH=1: the GPU's path on CPU tensors, under Triton's interpreter and the CUDA kernels' emulation.
     Slow, for tests."""
@@ -49,7 +49,7 @@ class Wish:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether formats that can take the GPU's path."""
+        """Whether formats that support the GPU's path take it."""
         return self.device_type == "cuda" or self.gpu_path
 
 
@@ -60,7 +60,7 @@ class Path:
     why: str | None = None
     """Why a faster path does not serve; None if there is none."""
     slow: str | None = None
-    """What is slow on this path about this format, and what to use instead; None: nothing."""
+    """What is slow about this format on this path, and what to use instead; None: nothing."""
 
     def __post_init__(self) -> None:
         if len(self.name.split()) != 1:
@@ -81,7 +81,7 @@ def path_for(fmt: PageFormat, wish: Wish, capped: bool = False) -> Path:
     problems = []
     if fmt.W_keys < fmt.W:
         return Path(
-            PYTORCH, f"packed keys beside values in full precision (W_keys={fmt.W_keys}) have PyTorch's kernels alone"
+            PYTORCH, f"packed keys with values in full precision (W_keys={fmt.W_keys}) have only PyTorch kernels"
         )
     if wish.on_gpu:
         kernels = gpu.kernels_of(fmt, capped)
@@ -89,7 +89,7 @@ def path_for(fmt: PageFormat, wish: Wish, capped: bool = False) -> Path:
             return Path(f"GPU/{kernels.name}")
         problems.append(gpu.why_not(fmt, capped))
     if wish.device_type == "cpu":
-        problem = "VLLM_KVQ_KERNELS=torch leaves C++ out" if wish.kernels == "torch" else cpu.why_not(fmt)
+        problem = "VLLM_KVQ_KERNELS=torch disables C++" if wish.kernels == "torch" else cpu.why_not(fmt)
         if problem is None:
             return Path(CPP, "; ".join(problems) or None, slow(fmt))
         problems.append(problem)
@@ -97,7 +97,7 @@ def path_for(fmt: PageFormat, wish: Wish, capped: bool = False) -> Path:
 
 
 def kernels_for(fmt: PageFormat, wish: Wish) -> Kernels:
-    """What planned steps call, on any path that is not the GPU's."""
+    """The kernels that planned steps call, on any path except the GPU's."""
     return cpu.CPU if path_for(fmt, wish).name == CPP else TORCH
 
 

@@ -1,7 +1,7 @@
-"""How a layer's companions, sidecar and sink pages, are cut.
+"""The layout of a layer's companions, its sidecar and sink pages.
 
-Their blocks are cut into *slots* of one token's raw K and V (2 * H * head_size elements of the model's dtype); slot s
-of a request lies in its block s // slots_per_block.
+Their blocks are divided into *slots* of one token's raw K and V (2 * H * head_size elements of the model's dtype); slot
+s of a request lies in its block s // slots_per_block.
 
     sidecar   slot 0            header: i32 magic, first own position, next position
               1 .. n_state      state rows, float32
@@ -23,7 +23,7 @@ MAGIC = 0x4B565153
 
 @dataclass(frozen=True)
 class SlotGeometry:
-    """How one layer's companions are cut."""
+    """The layout of one layer's companions."""
 
     heads: int
     head_size: int
@@ -82,11 +82,11 @@ class SlotGeometry:
         return whole.unflatten(1, (-1, 2, self.heads, self.head_size))
 
     def headers(self, blocks: torch.Tensor) -> torch.Tensor:
-        """(blocks, 3) int32: the header slot of every block, meaningful in a request's first one."""
+        """(blocks, 3) int32: the header slot of every block, meaningful only in a request's first block."""
         return blocks[:, : 12 // self.itemsize].view(torch.int32)
 
     def read_state(self, slots: torch.Tensor, block: torch.Tensor, slot: torch.Tensor, rows: int) -> torch.Tensor:
-        """Of `cut` blocks, at (n, state_slots) locations -> (n, heads, rows, d) float32."""
+        """Reads states from blocks laid out by `cut`: (n, state_slots) locations -> (n, heads, rows, d) float32."""
         raw = slots[block, slot].flatten(1).view(torch.float32)[:, : self.state_bytes // 4]
         return raw.reshape(len(block), self.heads, rows, -1)
 

@@ -1,12 +1,12 @@
-"""One layer's step, as all backends serve it: what goes in, what it changes, what comes out.
+"""One layer's step, the contract of all backends: its inputs, what it changes, its outputs.
 
-    update    the step's new tokens go into pages (units that are complete now), sink pages and the sidecar
+    update    the step's new tokens go into pages (as units become complete), sink pages and the sidecar
     attend    every new token attends sinks, packed pages, the recent tokens and the new ones up to itself
 
 The caches of all requests are updated before the first one is attended: a request may hit a page that another one
-completes in this very step. Three implementations, which `kernels/paths.py` chooses from:
+completes in this very step. `kernels/paths.py` chooses from three implementations:
 
-    torch/step.py    planned on the host, PyTorch kernels; what every other one is compared with
+    torch/step.py    planned on the host, PyTorch kernels; the reference for the others
     cpu/step.py      C++: a decode step in one call, all others planned like PyTorch's
     gpu/step.py      Triton and CUDA: nothing is decided on the host
 """
@@ -47,14 +47,14 @@ class StepBatch:
     side_table: torch.Tensor
     """(requests, blocks) blocks of the sidecars."""
     sink_table: torch.Tensor | None
-    """(requests, blocks) sink pages; None where the format keeps no sinks."""
+    """(requests, blocks) sink pages; None if the format keeps no sinks."""
     longest: int
-    """New tokens of the request that has most."""
+    """The largest number of new tokens of any request."""
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    """What steps have derived from this batch, by its type: made for one layer, used by all."""
+    """What steps have derived from this batch, by its type: created by one layer, used by all."""
 
     def derived(self, kind: Derived[D]) -> D:
-        """`kind.of(self)`, made once."""
+        """`kind.of(self)`, created once."""
         found = self.kept.get(kind)
         if found is None:
             found = self.kept[kind] = kind.of(self)
@@ -66,7 +66,7 @@ class StepBatch:
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The requests' new tokens, as the host knows them: upper bounds where the device shortens drafts by itself."""
+        """The requests' new tokens as known to the host: upper bounds if the device shortens drafts by itself."""
         return tuple(self.query_start.diff()[: self.requests].tolist())
 
 
@@ -77,19 +77,19 @@ class Caches:
     pages: torch.Tensor
     """(blocks, H, record bytes) uint8."""
     sidecar: torch.Tensor
-    """(blocks, elements) of the model's dtype, the last dimension dense; cut as kernels/slots.py says."""
+    """(blocks, elements) of the model's dtype, the last dimension dense; laid out as in kernels/slots.py."""
     sinks: torch.Tensor | None
-    """Alike; None where the format keeps no sinks."""
+    """Like `sidecar`; None if the format keeps no sinks."""
     learned: torch.Tensor | None = None
-    """(Hq,) learned attention sinks, a weight of the layer: of a token that every query sees, the score, and the value
-    is 0. None where the model has none."""
+    """(Hq,) learned attention sinks, a weight of the layer: the scores of a virtual token that every query sees and
+    whose value is 0. None if the model has none."""
     readers: int = 0
     """Layers without a cache of their own that are still to attend these ones in this step (`Step.share`)."""
     shared: Any = None
-    """What `run` leaves for them, because later tokens overwrite it or vLLM may use its memory again."""
+    """What `run` leaves for them, because later tokens overwrite it or vLLM may reuse its memory."""
 
     def read(self) -> bool:
-        """Count one of the readers that has attended; whether it was the last."""
+        """Count one reader that has attended; returns whether it was the last."""
         self.readers -= 1
         if self.readers:
             return False
@@ -109,21 +109,20 @@ class Step(Protocol):
     ) -> int:
         """query (T, Hq, head_size), key and value (T, H, head_size) -> output (T, Hq, head_size).
 
-        Returns how many elements of keys and values were not finite or too large and had to be replaced before
-        packing, as far as the host knows: on a GPU they are counted there (`GPUStep.faults`). RuntimeError for a
-        sidecar that belongs to other tokens and for a page that was never packed, IndexError for a block beyond its
-        cache.
+        Returns how many elements of keys and values were not finite or too large and were replaced before packing,
+        as far as the host knows: on a GPU they are counted there (`GPUStep.faults`). Raises RuntimeError for a sidecar
+        that belongs to other tokens and for a page that was never packed, IndexError for a block outside its cache.
         """
 
     def share(self, batch: StepBatch, caches: Caches, query: torch.Tensor, output: torch.Tensor) -> None:
-        """Another layer's queries over what `run` attended in this step, its new tokens included: all in the same
-        parts, packed or not. `caches` are those that `run` got.
+        """Another layer's queries over what `run` attended in this step, its new tokens included, in the same parts,
+        packed or not. `caches` are those passed to `run`.
         """
 
 
 Causal = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """Causal attention among the new tokens of prompts: (query, key, value, start, lengths, scale, cap) -> (out, lse).
 
-query (T, Hq, d), key and value (T, H, d): the prompts one after the other, as many tokens each as `lengths` says;
-`start` has their first rows, and the number of all, int32 on the device. out (T, Hq, d) and the log-sum-exp (T, Hq), or
-None in its place by a kernel that does not return it. `cap`: the soft cap of scores; 0: none."""
+query (T, Hq, d), key and value (T, H, d): the prompts one after the other, with `lengths` tokens each; `start` has
+their first rows and, last, the total number of rows, int32 on the device. out (T, Hq, d) and the log-sum-exp (T, Hq),
+or None from a kernel that does not return it. `cap`: the soft cap of scores; 0: none."""

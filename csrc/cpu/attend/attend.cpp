@@ -1,11 +1,11 @@
 //     task i:  O_i = sum_t 2^(s_t - m_i) v_t,  l_i = sum_t 2^(s_t - m_i),  m_i = max_t s_t
 //     merge:   m = max m_i,  out = sum_i 2^(m_i - m) O_i / l,  l = sum_i 2^(m_i - m) l_i,  lse = (m + log2 l) ln 2
 //
-// The driver: lists, tasks, and the merge of their results.
+// The driver: page lists, tasks, and the merge of their results.
 //
 // A task is one KV head of one request and up to ROWS, or MANY_ROWS, of its query rows (queries x query heads of the KV
 // head, in that order), over a run of packed pages or over the full-precision tokens. Whoever finishes the last task of
-// a (request, head, row block) merges, so that one parallel loop does it all.
+// a (request, head, row block) merges, so a single parallel loop does everything.
 #include "attend.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ constexpr float LN_2 = 0.69314718056f;
 constexpr float LIMIT = 32768.0f;        // as formats/quant.py clamps queries, and rotated values when they are read
 constexpr int64_t TASKS_PER_THREAD = 8; // so that a late thread costs little
 constexpr int64_t MIN_TASK_TOKENS = 512;
-constexpr int64_t MANY_ROWS = 1024;     // of a task that unpacks its pages, or gathers its tokens, for all of them
+constexpr int64_t MANY_ROWS = 1024;     // for a task that unpacks its pages, or gathers its tokens, once for all rows
 
 struct Share {  // one (request, KV head, row block)
   int64_t request, head, row, rows;
@@ -168,7 +168,7 @@ class Driver {
     std::fill(to + l_.head_size, to + l_.d, 0.0f);
   }
 
-  // S q of all shares, each in room for the rows of the longest. Several shares at once: a float of the sketch then
+  // S q of all shares, each with room for the rows of the longest. Several shares at once: a float of the sketch then
   // meets more rows while it is in a register.
   void project_queries() {
     constexpr int64_t TOGETHER = 16;  // rows

@@ -63,7 +63,7 @@ struct Place {
   const char *key, *value;
   int64_t key_head, value_head;
 };
-// Of all requests' tokens, once for all heads: each costs a division.
+// Computed for all requests' tokens, once for all heads: each costs a division.
 std::vector<Place> locate_raw(const Attend& a);
 
 // One KV head of one request over its full-precision tokens, `places` of them; query rows [first, first + rows):

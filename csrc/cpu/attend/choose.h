@@ -26,7 +26,7 @@ struct Size {
   static constexpr int d = D;
 };
 
-// The channels that QJL's and PolarQuant's kernels are compiled for: these unroll their loops over channels.
+// The head sizes for which QJL's and PolarQuant's kernels are compiled: these unroll their loops over channels.
 constexpr int MOST_UNROLLED = 256;
 
 // f(Size<D>) for the head sizes whose planes are whole vectors.

@@ -4,7 +4,7 @@
 // up to BLOCK_SLABS slabs; for every block
 //
 //     keys->score      S = q K^T                                   one slab at a time, for all rows
-//     cap              S = c tanh(S / c)                           where the model has a soft cap
+//     cap              S = c tanh(S / c)                           if the model has a soft cap
 //     softmax          m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
 //     values->add      O = O + P V
 //
@@ -94,7 +94,7 @@ struct KeyKernel {
   size_t (*work_bytes)(const Layout&);
   void (*begin)(Task&);
   void (*score)(Task&, const Slab&, int column);  // scores of 32 tokens into column .. column + 31 of every row
-  bool integer;                                   // made for this layout; the float32 kernels serve any, slowly
+  bool integer;                                   // built for this layout; the float32 kernels serve any, slowly
 };
 
 struct ValueKernel {
@@ -105,7 +105,7 @@ struct ValueKernel {
 
 constexpr int RAW_AHEAD = 8;  // full-precision tokens whose keys are on their way while one is multiplied
 
-// A head's tokens lie a whole token apart, which no hardware prefetcher follows. Always inlined: a call that does
+// A head's tokens lie a whole token apart, too far for any hardware prefetcher. Always inlined: a call that does
 // nothing but prefetch has no effect that g++ would keep.
 static inline __attribute__((always_inline)) void prefetch_token(const void* token, int bytes) {
   for (int at = 0; token && at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(token) + at);

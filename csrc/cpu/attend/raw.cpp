@@ -46,7 +46,7 @@ struct Walk {
   const Place* places;
   int64_t request, head;
 
-  // Those of 32 tokens that any of the queries sees: what nobody sees is not read.
+  // Those of 32 tokens that any of the queries sees: the others are not read.
   bool locate_seen(RawTask& t, int64_t start, const Sight& sight) const {
     bool found = false;
     const int tokens = int(std::min<int64_t>(SLAB, raw.tokens - start));
@@ -127,7 +127,7 @@ void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int6
     const int64_t q = query_of(from);
     return Sight(all_seen + start + q * a.raw.tokens, a.raw.tokens, query_of(to - 1) + 1 - q, tokens_from(start));
   };
-  // The first of the next 32 tokens from `start` on, which begin to come in while others are worked on.
+  // The first of the next 32 tokens from `start` on, which are prefetched while others are processed.
   RawTask next{};
   const auto find = [&](int64_t start) {
     while (start < a.raw.tokens && !walk.locate_seen(next, start, sight_of(start, 0, rows))) start += SLAB;

@@ -1,4 +1,4 @@
-// The instruction sets that the library is compiled for, and which of them this processor has.
+// The instruction sets for which the library is compiled, and which of them this processor has.
 #pragma once
 
 #if defined(__x86_64__)
@@ -44,7 +44,7 @@ inline bool has_bf16() {
 #endif
 }
 
-// Asked once: every call of the library checks its argument, and virtual machines take microseconds over CPUID.
+// Queried once: every call of the library checks its argument, and CPUID takes microseconds in virtual machines.
 inline int best_isa() {
   static const int best = find_best_isa();
   return best;

@@ -50,7 +50,7 @@ KVQ_INLINE void clear(Vector (&x)[R][T]) {
   unroll<R>([&](auto r) KVQ_LAMBDA { unroll<T>([&](auto t) KVQ_LAMBDA { x[r][t] = Vector{}; }); });
 }
 
-// Sums of one row are kept in several accumulators where a product must wait for the one before it in the same: the
+// Sums of one row are kept in several accumulators if a product must wait for the previous one in the same: the
 // first of them gets the others' sums.
 template <int CHAINS, int X, int T>
 KVQ_INLINE void add_chains(Ints (&acc)[CHAINS][X][T]) {

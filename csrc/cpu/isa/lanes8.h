@@ -128,7 +128,7 @@ KVQ_INLINE void turn_bytes(const uint8_t* p, __m256i (&bytes)[4]) {
   bytes[3] = _mm256_unpackhi_epi64(b, d);
 }
 
-// 32 scaled floats as 256 hi + lo, saturating, so that no garbage in a page leaves the bytes' range.
+// 32 scaled floats as 256 hi + lo, saturating, so garbage in a page can't leave the bytes' range.
 KVQ_INLINE void pack32(const __m256 (&x)[4], int8_t* hi, int8_t* lo) {
   const __m256i half = _mm256_set1_epi16(128), byte = _mm256_set1_epi16(255);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works within halves

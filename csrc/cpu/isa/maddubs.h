@@ -20,7 +20,7 @@ constexpr int CHAINS = 1;
 // Cache lines that are prefetched for every word of key codes, and for every 8 words that are multiplied at once.
 constexpr int LINES = 1, LINES_OF_8 = 2;
 
-// Sums that are added up in the order of the program: g++ chooses another, for which it keeps all that is to be added
+// Sums that are added up in the program's order: g++ would choose another, for which it keeps all the terms
 // on the stack.
 template <class Vector>
 KVQ_INLINE void sum16(Vector& acc, Vector x) {

@@ -33,7 +33,7 @@ KVQ_INLINE void row_tiles(int rows, F&& f) {
   }
 }
 
-// Calls f(stride): as a constant where the head size is 64, 128 or 256, so that addresses are, too.
+// Calls f(stride): a constant if the head size is 64, 128 or 256, so that addresses are constants, too.
 template <class F>
 KVQ_INLINE void by_stride(int64_t stride, F&& f) {
   switch (stride) {

@@ -36,7 +36,7 @@ inline Quad quad_of(Floats v, int i) {
   return q;
 }
 
-// Across lanes as a tree, which is short: lane after lane would wait for itself.
+// Across lanes as a tree, whose dependency chain is short: one lane after the other would wait for each step.
 inline Quad sum_quads(Floats v) {
   Quad s = quad_of(v, 0);
   for (int i = 1; i < LANES / 4; ++i) s += quad_of(v, i);
@@ -48,7 +48,7 @@ inline float sum(Floats v) {
   return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
-// Of 4 vectors side by side, of others one by one.
+// Across 4 vectors side by side; any others one by one.
 template <int N>
 inline void sum_each(const Floats (&v)[N], float* sums) {
 #ifdef __SSE3__

@@ -75,7 +75,7 @@ inline Floats affine_code(Floats x, Floats scale, Floats zero, Floats top) {
   return nearest(max(min((x - zero) / scale, top), Floats{}));
 }
 
-// What codes of one scale and zero leave of x: its sum of squares.
+// The residual of x after coding with one scale and zero: its sum of squares.
 inline Floats squared_error(const float* x, int64_t n, int64_t stride, Floats scale, Floats zero, Floats top) {
   Floats sum{};
   for (int64_t i = 0; i < n; ++i) {
@@ -153,7 +153,7 @@ inline void put_value_codes(const int32_t* codes, int64_t n, int bits, uint8_t* 
   }
 }
 
-// Of keys codes [32][d], corrected ones and their errors [32][d], and z [32][MAX_RANK]; of values codes, a group's
+// For keys: codes [32][d], corrected keys and their errors [32][d], and z [32][MAX_RANK]; for values: codes, a group's
 // channels and the rotated ones.
 inline size_t scalar_work_bytes(const Layout& l) {
   return align64(4 * size_t(SLAB) * (3 * l.d + MAX_RANK));
@@ -184,7 +184,7 @@ inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t
   }
 }
 
-// All channels of a unit: parameters to their fields, codes [32][d] to where `work` begins; what lies behind these is
+// All channels of a unit: parameters to their fields, codes [32][d] to the start of `work`; the space after these is
 // free again. With a state the recursion of formats/squat.py: x_t = k_t - pull_t^T z, z += U_t (y_t - k_t). The state's
 // last row is the noise.
 template <class Tops>
@@ -235,7 +235,7 @@ inline float smallest(Floats v) {
   return m;
 }
 
-// v H / sqrt(b) of the tokens of a slab, [32][d]; H has the factor 1 / sqrt(b), too.
+// v H / sqrt(b) of the tokens of a slab, [32][d]; H itself also has the factor 1 / sqrt(b).
 inline void rotate_values(const float* value, int64_t d, float* to) {
   std::memcpy(to, value, 4 * size_t(SLAB * d));
   const Floats part = splat(1.0f / float(hadamard_block(d)));

@@ -1,6 +1,6 @@
 //     code = round(clamp((x - zero) / scale, 0, 2^b - 1))        b = 4 if boosted, else 2
 //
-// Kitty's keys (formats/kitty.py): of a slab's channels those with the widest range are boosted. SQuat's are the same,
+// Kitty's keys (formats/kitty.py): a slab's channels with the widest range are boosted. SQuat's keys are the same,
 // corrected (formats/squat.py); which channels are boosted is decided before that.
 #pragma once
 

@@ -1,11 +1,11 @@
-// What `fit` sums over a prompt, so that its state needs no second look at the tokens.
+// What `fit` sums over a prompt, so its state needs no second pass over the tokens.
 #pragma once
 
 #include "../layout.h"
 
 namespace kvq {
 
-// Of all rows x of a chunk, (tokens, rows of a head, d) per KV head: the Gram matrix sum x x^T (SQuat), its diagonal
+// For all rows x of a chunk, (tokens, rows of a head, d) per KV head: the Gram matrix sum x x^T (SQuat), its diagonal
 // (QJL's keys), or the largest magnitude per channel (InnerQ's keys). Elements are sanitized as everywhere.
 struct Reduce {
   int64_t tokens, heads, group, head_size, d;  // query heads of KV head h: h * group ..

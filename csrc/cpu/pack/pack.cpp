@@ -1,5 +1,5 @@
-// The driver of packing: checks, SQuat's small matrices, and one task per KV head and run of units of one page, so that
-// no two threads write to one record.
+// The driver of packing: checks, SQuat's small matrices, and one task per KV head and run of units of one page; no two
+// threads write to the same record.
 #include "pack.h"
 
 #include <algorithm>

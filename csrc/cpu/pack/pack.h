@@ -14,7 +14,7 @@ struct Pack {
   uint8_t* records;  // (pages, heads), strides in bytes
   int64_t pages, heads, page_stride, head_stride;
   // Unit i is unit[i] of page[i], of `unit_tokens` tokens; rows (units, unit_tokens) are rows of `old` first, then of
-  // `fresh`. owner[i] is the row of `state` that it follows; follows[i]: its page was begun earlier and keeps its
+  // `fresh`. owner[i] is the row of `state` that it uses; follows[i]: its page was started earlier and keeps its
   // parameters.
   int64_t units, unit_tokens;
   const int64_t *page, *unit, *rows, *owner;

@@ -102,7 +102,7 @@ inline Floats floor_positive(Floats x) {
   return n > x ? n - 1.0f : n;
 }
 
-// The angles of a slab, [32][pairs]. Three bits don't fill bytes: two, and a plane of the third ones.
+// The angles of a slab, [32][pairs]. Three bits don't fill bytes: two go into one field, the third into its own plane.
 inline void put_angles(const Layout& l, int32_t* angle, uint8_t* slab) {
   const int64_t pairs = l.d / 2;
   if (l.key_bits != 3) return put_key_codes(angle, pairs, int(l.key_bits), slab + l.k_angle);

@@ -16,7 +16,7 @@ inline size_t sketch_work_bytes(const Layout& l) {
   return align64(4 * size_t(SLAB) * (2 * l.d + 2 * SLAB + most));
 }
 
-// Of rows [32][stride] with n entries: float16 norms to `norm`, and sign(S x), S transposed [n][m], to `bits`.
+// For rows [32][stride] with n entries: float16 norms to `norm`, and sign(S x), S transposed [n][m], to `bits`.
 // 32 columns of S at a time are copied together: m floats apart, they would push each other out of the first cache.
 inline void put_signs(const float* rows, int64_t stride, int64_t n, const float* sketch, int64_t m, float* features,
                       float* panel, int32_t* signs, uint8_t* bits, uint8_t* norm) {

@@ -199,7 +199,7 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
   }
 }
 
-// k[c][t] of a slab, of all formats but QJL, whose keys have no channels; `tables` as in unpack_polar.
+// k[c][t] of a slab, for all formats except QJL, whose keys have no channels; `tables` as in unpack_polar.
 inline void unpack_keys(Task& task, const Slab& slab, float* tables, float* k) {
   const Layout& l = *task.layout;
   switch (l.keys) {
@@ -264,7 +264,7 @@ inline void unpack_hybrid_values(const Layout& l, const Slab& slab, float* v) {
   });
 }
 
-// v[t][c] of the slab; of tokens that are not attended, whatever their bytes say.
+// v[t][c] of the slab; arbitrary numbers for tokens that are not attended.
 inline void unpack_values(const Layout& l, const Slab& slab, float* v) {
   switch (l.values) {
     case Values::token: return unpack_token_values(l, slab, v);

@@ -19,7 +19,7 @@ kvq::Table read_block_table(const TensorView& t, int64_t requests) {
   return {data<const int32_t>(t), t.stride(0), t.size(1)};
 }
 
-// The slots of companions: (blocks, elements) is cut as kernels/slots.py says.
+// The slots of companions: (blocks, elements), laid out as in kernels/slots.py.
 kvq::Tokens read_slots(const TensorView& pool, const kvq::Decode& d) {
   if (pool.numel() == 0) return {};
   const int64_t row = d.heads * d.layout.head_size, size = d.dtype == kvq::Dtype::f32 ? 4 : 2;

@@ -1,6 +1,6 @@
 // With context c, q new tokens, and the first own position `start` of a request (kernels/torch/plan.py):
 //
-//     boundary   B = max(floor((c - W) / P) P, start, 0): history below it is read packed, from it on from the ring
+//     boundary   B = max(floor((c - W) / P) P, start, 0): history below B is read packed, from B on from the ring
 //     sinks      positions below min(S, B) come from the sink pages
 //     packing    units that end in (c, c + q]; those of a prefix hit end at `start`, before c
 //     ring       position p lies in slot p mod R
@@ -43,7 +43,7 @@ class Decoder {
   int64_t run() {
     if (!read_requests()) return NOT_DECODING;
     if (requests_.empty()) return 0;
-    plan_attention();  // checks every id, so that nothing is written in vain
+    plan_attention();  // checks every id before anything is written
     const int64_t replaced = d_.update ? update() : 0;
     for (const Group& group : groups_) attend_group(group);
     return replaced;
@@ -271,7 +271,7 @@ class Decoder {
     attend(a);
   }
 
-  // In place where the group's rows are one run of the step's tokens, else a copy.
+  // In place if the group's rows are one run of the step's tokens, else a copy.
   void read_queries(Attend& a, const Group& g, std::vector<char>& copy) const {
     const int64_t row = d_.query_heads * d_.layout.head_size;
     bool run = true;

@@ -16,7 +16,7 @@ struct Table {
   int64_t at(int64_t request, int64_t column) const { return column < width ? ids[request * stride + column] : -1; }
 };
 
-// How companions, sidecar and sink pages, are cut and used (kernels/slots.py). Filled by name, as Layout is.
+// The layout and use of companions, sidecar and sink pages (kernels/slots.py). Filled by name, like Layout.
 #define KVQ_COMPANION_FIELDS(FIELD)                                          \
   FIELD(int64_t, unit)            /* P */                                    \
   FIELD(int64_t, window)          /* W */                                    \
@@ -46,8 +46,8 @@ struct Decode {
   const void* query;
   int64_t query_strides[2];
   Tokens fresh;
-  // Whether this layer packs and stores its new tokens. Else it has no cache of its own: it attends what another layer
-  // holds, which has updated these caches in this step, and `fresh` is empty.
+  // Whether this layer packs and stores its new tokens. If not, it has no cache of its own: it attends the caches of
+  // another layer, which has already updated them in this step, and `fresh` is empty.
   bool update;
   Dtype dtype;
   // Caches: records (pages, heads), strides in bytes; the slots of companions; and the sidecar's blocks themselves.
@@ -63,7 +63,7 @@ struct Decode {
   int threads, isa;
 };
 
-// A request that has no header yet, or more new tokens than drafts + 1: nothing was read or written.
+// A request has no header yet, or more new tokens than drafts + 1: nothing was read or written.
 constexpr int64_t NOT_DECODING = -1;
 
 // Returns how many elements were replaced before packing, or NOT_DECODING. Throws std::runtime_error where the caches

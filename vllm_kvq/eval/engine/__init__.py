@@ -1,1 +1,1 @@
-"""One vLLM engine in a process of its own, and what it is told."""
+"""One vLLM engine in its own process, and the jobs that it is given."""

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, one after the other, forked from one that has imported vLLM already."""
+"""Engines in their own processes, one after the other, forked from a process that has already imported vLLM."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vllm_kvq.eval.engine.logprobs import Logprobs
 from vllm_kvq.eval.engine.worker import serve
 
 PATIENCE = 5.0
-"""Seconds that an idle engine is given to end by itself."""
+"""Seconds that an idle engine is given to exit by itself."""
 
 
 class EngineFailed(Exception):
-    """One sentence: why the engine does not start, or what ended it."""
+    """One sentence on why the engine does not start, or why it exited."""
 
 
 class Engine:
-    """A running engine; raises EngineFailed where it does not come to that."""
+    """A running engine; raises EngineFailed if it does not start."""
 
     def __init__(self, arguments: EngineArguments) -> None:
         handle, log = tempfile.mkstemp(prefix="kvq-eval-", suffix=".log")
@@ -58,7 +58,7 @@ class Engine:
         try:
             good, answer = self._pipe.recv()
         except (EOFError, ConnectionError):
-            raise EngineFailed(f"the engine's process ended without a word: {self._last_words()}") from None
+            raise EngineFailed(f"the engine's process exited without an error message: {self._last_words()}") from None
         if not good:
             raise EngineFailed(answer)
         return answer

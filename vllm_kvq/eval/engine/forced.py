@@ -1,7 +1,7 @@
 """A logits processor for vLLM that makes a request begin its answer with given tokens.
 
-The probabilities that the engine reports are those from before it (`logprobs_mode` "raw_logprobs", vLLM's default). So
-the plain cache is asked, decode step by decode step, what it makes of the tokens that a format has generated.
+The probabilities that the engine reports are those before the processor (`logprobs_mode` "raw_logprobs", vLLM's
+default). This is how the plain cache scores, decode step by decode step, the tokens that a format has generated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 ARGUMENT = "kvq_forced_tokens"
-"""Of `SamplingParams.extra_args`."""
+"""The key in `SamplingParams.extra_args`."""
 
 
 OfRequest = Callable[[list[int], torch.Tensor], torch.Tensor]

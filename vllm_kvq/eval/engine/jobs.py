@@ -1,4 +1,4 @@
-"""What an engine's process is told, and what it answers: plain data that crosses a pipe."""
+"""The jobs for an engine's process, and its answers: plain data that crosses a pipe."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class EngineArguments:
     dtype: str
     max_len: int
     chunk: int | None
-    """Tokens of a step; None leaves vLLM's default, so that a prompt is read at once."""
+    """Tokens per step; None: vLLM's default, with which a prompt is read at once."""
     cache_bytes: int
     top: int | None
-    """So many of the most probable tokens are kept; None: the whole vocabulary."""
+    """The number of most probable tokens that are kept; None: the whole vocabulary."""
     requests: int
-    """At once."""
+    """The number of requests at once."""
     hits: bool
-    """Whether prompts that are continued are found in the prefix cache."""
+    """Whether prompts to continue are found in the prefix cache."""
     one_thread: bool
     """On a CPU: for a model so small that threads only wait for each other."""
     lengths: tuple[int, ...]
-    """For which bits are wanted."""
+    """Lengths for which bits are requested."""
     text: bool = False
     """Whether it answers `Complete`, for which vLLM needs the model's tokenizer."""
 
@@ -36,12 +36,12 @@ class EngineArguments:
 @dataclass(frozen=True)
 class Started:
     bits: Mapping[int, float]
-    """By length in tokens."""
+    """Bits by length in tokens."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What the model makes of each token of a text but the first; answered with `Logprobs`."""
+    """The model's probabilities of each token of a text except the first; answered with `Logprobs`."""
 
     tokens: Tokens
 
@@ -52,9 +52,9 @@ class Generate:
 
     prompts: tuple[Tokens, ...]
     counts: tuple[int, ...]
-    """How many tokens each of them gets."""
+    """The number of tokens for each of them."""
     forced: tuple[Tokens, ...]
-    """What the first of these tokens are, whatever the model would say."""
+    """The first of these tokens, whatever the model would generate."""
 
     def __post_init__(self) -> None:
         if not len(self.prompts) == len(self.counts) == len(self.forced):
@@ -69,10 +69,10 @@ class Complete:
 
     prompts: tuple[Tokens, ...]
     most: int
-    """Tokens of a continuation."""
+    """The maximum tokens of a continuation."""
     stop: tuple[str, ...]
     shared: int = 0
-    """Tokens with which all the prompts begin. They are read once, into the prefix cache, where there are any."""
+    """The number of tokens with which all prompts begin. If not 0, they are read once, into the prefix cache."""
 
     def __post_init__(self) -> None:
         if len({prompt[: self.shared] for prompt in self.prompts}) > 1:
@@ -86,4 +86,4 @@ class Completed:
     text: str
     tokens: int
     cut: bool
-    """It reached the most tokens before it came to an end."""
+    """Whether it reached the maximum number of tokens before it ended."""

@@ -1,11 +1,11 @@
-"""Next-token distributions of a run of tokens, whole or cut to the most probable tokens, and how far two of them are
-apart.
+"""Next-token distributions of a run of tokens, complete or cut to the most probable tokens, and the divergence of two
+of them.
 
     KL(p || q) = sum over cells of p (ln p - ln q)
 
-A cell is a token of the vocabulary. Where only the most probable tokens are kept, the cells are the tokens that both
-distributions list, and one more that holds all the rest; a coarser partition gives a smaller divergence, so that the
-result is a lower bound.
+A cell is a token of the vocabulary. If only the most probable tokens are kept, the cells are the tokens that both
+distributions list, plus one that holds all the rest; a coarser partition gives a smaller divergence, so the result is
+a lower bound.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 ROWS = 256
-"""Rows that are compared at once: what bounds the memory."""
+"""Rows that are compared at once, which limits the memory."""
 SMALLEST = 1e-12
-"""Of the rest's probability: what rounding leaves of nothing."""
+"""The smallest probability of the rest, below which it is only rounding."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Logprobs:
     """Natural logarithms of probabilities, a row per token."""
 
     token: np.ndarray
-    """(rows,) the token that came."""
+    """(rows,) the token that followed."""
     chosen: np.ndarray
-    """(rows,) its logarithm."""
+    """(rows,) the logarithm of its probability."""
     values: np.ndarray
-    """(rows, vocabulary), or (rows, K) where `ids` says which tokens these are, the most probable first."""
+    """(rows, vocabulary), or (rows, K) for the tokens in `ids`, the most probable first."""
     ids: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Logprobs:
         return self.values.argmax(1) if self.ids is None else self.ids[:, 0]
 
     def after(self, rows: int) -> Logprobs:
-        """Without the first of them."""
+        """The same without the first rows."""
         return Logprobs.of({name: array[rows:] for name, array in self.arrays().items()})
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -60,7 +60,7 @@ class Logprobs:
 
     @classmethod
     def of_flat(cls, flat: Any, whole: bool) -> Logprobs:
-        """vLLM's FlatLogprobs, in which each row begins with the token that came; a prompt's first row is empty.
+        """From vLLM's FlatLogprobs, whose rows begin with the token that followed; a prompt's first row is empty.
 
         `whole`: the rest of each row is the whole vocabulary.
         """
@@ -77,7 +77,7 @@ class Logprobs:
 
 
 def joined(runs: Sequence[Logprobs]) -> Logprobs:
-    """One after the other."""
+    """Concatenates them."""
     parts = [run.arrays() for run in runs]
     return Logprobs.of({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
@@ -111,7 +111,7 @@ def _with_rest(x: np.ndarray) -> np.ndarray:
 
 
 def _sum(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Cells that `p` gives no probability add nothing. Rounding can leave a sum just below zero."""
+    """Cells to which `p` gives no probability add nothing. Rounding can leave a sum just below zero."""
     possible = np.isfinite(p)
     difference = np.subtract(p, q, out=np.zeros_like(p), where=possible)
     return np.maximum((np.exp(p) * difference).sum(1), 0.0)

@@ -1,7 +1,7 @@
 """One engine in its own process: vLLM's `LLM`, answering jobs from a pipe until it is closed.
 
-vLLM's engine core runs in this very process, so that logits need not cross another pipe, and whatever it prints goes to
-a log whose end explains a failure.
+vLLM's engine core runs in this same process, so logits need not cross another pipe, and whatever it prints goes to a
+log whose end explains a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_kvq.eval.engine.logprobs import Logprobs
 
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # the engine is eager; vLLM's sampler would still compile a function of its own in each process, for seconds
+    # the engine is eager, but vLLM's sampler would still compile its own function in each process, for seconds
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -25,7 +25,7 @@ VARIABLES = {
 
 
 def serve(pipe: Any, log: str, variables: Mapping[str, str], arguments: EngineArguments) -> None:
-    """An answer is (whether it is good, it or a sentence)."""
+    """An answer is (True, the result) or (False, a sentence)."""
     out = os.open(log, os.O_WRONLY | os.O_APPEND)
     for fd in (1, 2):
         os.dup2(out, fd)
@@ -56,7 +56,7 @@ def serve(pipe: Any, log: str, variables: Mapping[str, str], arguments: EngineAr
 
         traceback.print_exc()
         pipe.send((False, sentence_of(error)))
-    # the process ends here, without vLLM's own clean-up, which takes seconds
+    # the process exits here, without vLLM's own clean-up, which takes seconds
     os._exit(0)
 
 

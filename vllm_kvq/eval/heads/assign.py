@@ -1,7 +1,7 @@
-"""Which format for which layer: every assignment that vLLM can serve, and the best within a budget of bits.
+"""Assignments of formats to layers: all that vLLM can serve, and the best within a budget of bits.
 
-An assignment names a choice for each layer, or None for 16 bits. Today a server has one format for all packed layers
-(`skip_layers` keeps others in 16 bits), so `servable` gives those; what else a server learns to take is added there.
+An assignment names a choice for each layer, or None for one that is not packed. Today a server has one format for all
+packed layers (`skip_layers` names the others), so `servable` returns those; if servers support more, extend it there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_kvq.eval.heads.heads import HeadError
 Errors = Mapping[int, float]
 """Layer -> mean over its KV heads of the squared relative error of attention's output."""
 Bits = Callable[[Choice], float | None]
-"""Per element, everything counted; None where a server would not start with it."""
+"""Bits per element, everything counted; None if a server would not start with it."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Assignment:
 
     @property
     def choice(self) -> Choice:
-        """The one that packed layers have, with the layers that it leaves out."""
+        """The choice of the packed layers, with the layers that it does not pack."""
         packed = {c.label: c for c in self.layers.values() if c is not None}
         if len(packed) != 1:
             raise ValueError(f"a server has one format for all packed layers, not {len(packed)}")
@@ -60,7 +60,7 @@ def by_layer(heads: Iterable[HeadError]) -> Errors:
 def servable(
     measured: Mapping[str, Errors], choices: Iterable[Choice], bits: Bits, budget: float
 ) -> Iterator[Candidate]:
-    """Each choice for all layers; and, while the budget lasts, with its worst layers in 16 bits."""
+    """Each choice for all layers; and, within the budget, without packing its worst layers."""
     for choice in choices:
         errors = measured[choice.label]
         worst_first = sorted(errors, key=lambda layer: -errors[layer])
@@ -76,6 +76,6 @@ def servable(
 
 
 def best(candidates: Iterable[Candidate], budget: float) -> Candidate | None:
-    """The least error within the budget; of equal ones the fewest bits."""
+    """The assignment with the smallest error within the budget; among equal ones, that with the fewest bits."""
     within = [c for c in candidates if c.bits <= budget]
     return min(within, key=lambda c: (c.error, c.bits), default=None)

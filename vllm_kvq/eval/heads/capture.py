@@ -1,6 +1,6 @@
-"""Queries, keys and values of one text, layer by layer, as the cache is given them: after RoPE, in the model's dtype.
+"""Queries, keys and values of one text, layer by layer, as passed to the cache: after RoPE, in the model's dtype.
 
-vLLM runs the text with its own 16-bit cache, in a process of its own; hooks on its attention layers keep what passes.
+vLLM runs the text with its own 16-bit cache, in its own process; hooks on its attention layers record them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from vllm_kvq.formats.rope import Rope
 
 
 class CaptureFailed(Exception):
-    """One sentence: why vLLM gave nothing."""
+    """One sentence on why vLLM gave no tensors."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer's tensors, (tokens, heads, head size): of queries with all heads, else with the KV heads."""
+    """One attention layer's tensors, (tokens, heads, head size): queries with all heads, others with KV heads."""
 
     index: int
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     scale: float
-    """Of the scores before softmax."""
+    """The soft cap of scores before softmax."""
 
     @property
     def head_size(self) -> int:
@@ -44,25 +44,25 @@ class Layer:
 @dataclass(frozen=True)
 class Captured:
     layers: tuple[Layer, ...]
-    """Those that a low-bit cache would pack."""
+    """The layers that a low-bit cache would pack."""
     windows: tuple[int, ...]
-    """Layers with a sliding window, which stay in 16 bits."""
+    """Layers with a sliding window, which are not packed."""
     pairing: str | None
     """How RoPE pairs channels; None where the model has no RoPE, or several kinds."""
     rotary_dim: int | None
     rope: Rope | None
-    """What has turned token t's queries and keys, at position t; None where there are several, or none."""
+    """The RoPE applied to token t's queries and keys, at position t; None if there are several, or none."""
     total: int | None = None
-    """The model's layers, those of a hybrid without attention included; None: none comes after the last one here."""
+    """The number of the model's layers, including those without attention; None: the last one here is the last."""
     calibration: Captured | None = None
-    """The same of another text, to which calibrated formats are fitted; None: there is none."""
+    """The same for another text, to which calibrated formats are fitted; None: there is none."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("the model has no attention layer with keys and values of its own to look at")
 
     def calibration_of(self, layer: Layer) -> Calibration:
-        """ValueError where there is no other text."""
+        """The constants; raises ValueError if there is no other text."""
         if self.calibration is None:
             raise ValueError("the format has constants that are fitted to another text, and no other text was captured")
         (found,) = (other for other in self.calibration.layers if other.index == layer.index)
@@ -70,12 +70,12 @@ class Captured:
 
     @property
     def count(self) -> int:
-        """Of the model's layers."""
+        """The number of the model's layers."""
         return self.total or 1 + max(*(layer.index for layer in self.layers), *self.windows, -1)
 
 
 def capture(model: str, tokens: Sequence[int], dtype: str = "auto") -> Captured:
-    """Raises CaptureFailed with the sentence that vLLM ends with."""
+    """Raises CaptureFailed with the last sentence of vLLM's output."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="kvq-capture-") as folder:
@@ -86,7 +86,7 @@ def capture(model: str, tokens: Sequence[int], dtype: str = "auto") -> Captured:
         try:
             problem: str | None = ours.recv()
         except EOFError:
-            problem = f"vLLM's process ended without a word; {_last_line(Path(folder, 'log'))}"
+            problem = f"vLLM's process exited without an error message; {_last_line(Path(folder, 'log'))}"
         finally:
             process.join()
         if problem is not None:
@@ -102,7 +102,7 @@ def _last_line(log: Path) -> str:
 
 # -- in vLLM's process ------------------------------------------------------------------------------------------------
 def _work(pipe: Connection, folder: str, model: str, tokens: list[int], dtype: str) -> None:
-    """Answers with None, or with the sentence that says what went wrong."""
+    """Answers with None, or with a sentence on what went wrong."""
     log = os.open(Path(folder, "log"), os.O_WRONLY | os.O_CREAT)
     for fd in (1, 2):
         os.dup2(log, fd)
@@ -161,7 +161,7 @@ def _room(model: Any, tokens: int) -> int:
 
 
 class _Seen:
-    """Hooks on a model, and what has passed them."""
+    """Hooks on a model, and what they have recorded."""
 
     def __init__(self) -> None:
         self.attention: dict[int, Any] = {}

@@ -1,8 +1,8 @@
-"""How far each KV head of each layer is from the 16-bit cache, for one format.
+"""The errors of each KV head of each layer relative to the 16-bit cache, for one format.
 
 The cache is that of a decode step after a prompt, from the format's own reference: packed, except the newest W tokens
-and the first S. Its readers are queries that the format has not seen, those of the text's last tokens. Three relative
-errors: of the scores q . K, of the values, and of attention's output, which joins both.
+and the first S. It is read by queries that the format has not seen, those of the text's last tokens. There are three
+relative errors: of the scores q . K, of the values, and of attention's output, which combines both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_kvq.formats.by_layer import options_at, schedules
 from vllm_kvq.formats.roundtrip import fitted, through_pages
 
 READERS = 64
-"""Tokens at the end of the text whose queries read the cache of those before."""
+"""Tokens at the end of the text whose queries read the cache of the earlier tokens."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class HeadError:
 
 
 def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any], block: int) -> PageFormat:
-    """The format as this layer would have it. ValueError where it can't be had."""
+    """The format bound to this layer. ValueError if that is impossible."""
     options = options_at(options, layer.index)
     fmt, settings = get_format(name), get_format(name).settings(options)
     geometry = Geometry(layer.head_size, settings.N or block, layer.key.dtype, layer.index)
@@ -66,7 +66,7 @@ def as_cached(
 
 
 def layer_errors(page: PageFormat, layer: Layer) -> list[HeadError]:
-    """One for each KV head. The text has to be longer than `READERS`."""
+    """One set of errors for each KV head. The text must be longer than `READERS`."""
     context = len(layer.key) - READERS
     if context <= 0:
         raise ValueError(
@@ -88,7 +88,7 @@ def _relative(exact: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block: int = 128) -> list[HeadError]:
-    """Of every layer that would be packed; a layer that the options keep in 16 bits has no error."""
+    """The errors of every layer that would be packed; others have no error."""
     packed = packed_layers(captured, name, options)
     found = []
     for layer in captured.layers:
@@ -100,7 +100,7 @@ def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block
 
 
 def packed_layers(captured: Captured, name: str, options: Mapping[str, Any]) -> set[int]:
-    """Those that the options don't keep in 16 bits. ValueError where options name layers that are not there."""
+    """The layers that the options don't exclude from packing. ValueError if options name layers that do not exist."""
     packed = {layer.index for layer in captured.layers}
     packed -= get_format(name).settings(options_at(options, None)).skipped(captured.count)
     for schedule in schedules(options):

@@ -6,7 +6,7 @@ mean and a wider spread (KIVI's and QJL's observation). Queries: mostly in a low
 observation) that overlaps the keys'. RoPE is applied to both on demand; it turns the outliers' means into
 circles.
 
-NumPy's legacy generator is frozen, so the same seed is the same data everywhere.
+NumPy's legacy generator is frozen, so the same seed gives the same data everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_kvq.formats.rope import Rope
 
 RANK = 4
 OUTLIERS_PER_HEAD = 16
-"""One outlier channel in so many."""
+"""One in this many channels is an outlier channel."""
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:

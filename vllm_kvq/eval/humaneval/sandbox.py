@@ -1,12 +1,12 @@
-"""Runs a program that a model wrote, in a process that can do little harm, and says whether it came to its end.
+"""Runs a program that a model wrote, in a process that can do little harm, and reports whether it finished.
 
-The process has a session of its own, no network, an empty environment, a temporary folder to write to, and limits on
-processor time, memory, sizes of files and processes. Where Linux lets us make namespaces (as root, or where
-unprivileged user namespaces are allowed) it has process numbers of its own, so that whatever it starts dies with it,
-and no network interface. Elsewhere sockets are taken from it, and its descendants are looked for and killed. Where
-Linux has Landlock it can write nowhere but in its folder. Root's programs run as another user.
+The process has its own session, no network, an empty environment, a temporary folder to write to, and limits on
+processor time, memory, file sizes and processes. If Linux allows namespaces (as root, or if unprivileged user
+namespaces are enabled), it has its own process numbers, so whatever it starts dies with it, and no network interface.
+Otherwise sockets are disabled for it, and its descendants are found and killed. If Linux has Landlock, it can write
+only in its folder. Root's programs run as another user.
 
-This keeps accidents away from the machine. It is no prison for programs that are written to break out.
+This protects the machine from accidents. It can't contain programs that are written to break out.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from pathlib import Path
 
 PROCESS = Path(__file__).with_name("sandbox_process.py")
 GRACE = 20.0
-"""Seconds beyond the limit that the process which watches the program has to start and to clean up."""
+"""Seconds beyond the limit for the process that watches the program to start and to clean up."""
 PASSED = "passed"
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-"""All of it: the order of sets is the same each time, and no thread counts as a process more."""
+"""The whole environment: sets have the same order each time, and no extra thread counts as a process."""
 
 
 @dataclass(frozen=True)
 class Limits:
     cpu_seconds: int = 5
     seconds: int = 20
-    """On the clock: a program may sleep, or a busy machine give it little time."""
+    """Wall-clock time: a program may sleep, or get little time on a busy machine."""
     memory_bytes: int = 1 << 30
     file_bytes: int = 1 << 20
     processes: int = 4
-    """And threads, the program's own process included."""
+    """Including threads and the program's own process."""
 
     def __post_init__(self) -> None:
         if min(asdict(self).values()) < 1:
-            raise ValueError("limits below 1 leave a program nothing")
+            raise ValueError("limits must be at least 1")
 
 
 @dataclass(frozen=True)
 class Verdict:
     passed: bool
     reason: str
-    """`passed`, or in a line why not."""
+    """`passed`, or one line on why not."""
     isolation: str
-    """How the network was kept away: `namespaces`, or `guard` where only sockets were taken from it."""
+    """How the network was blocked: `namespaces`, or `guard` if only sockets were disabled."""
 
 
 LIMITS = Limits()
 
 
 def run(program: str, limits: Limits = LIMITS, namespaces: bool = True) -> Verdict:
-    """Whether the program comes to its end without an exception. Raises RuntimeError where it could not be tried.
+    """Whether the program finishes without an exception. Raises RuntimeError if it could not be tested.
 
-    `namespaces`: whether to make them where the system allows it.
+    `namespaces`: whether to use them if the system allows it.
     """
     with tempfile.TemporaryDirectory(prefix="kvq-sandbox-", ignore_cleanup_errors=True) as folder:
         task = json.dumps({"program": program, "folder": folder, "namespaces": namespaces, **asdict(limits)})
-        # not -I: it would ignore PYTHONHASHSEED. -P and -s leave out the folder and the user's packages as that does
+        # not -I: it would ignore PYTHONHASHSEED. Like -I, -P and -s exclude the folder and the user's packages
         command = [sys.executable, "-P", "-s", "-B", str(PROCESS)]
         watcher = subprocess.Popen(
             command,
@@ -74,7 +74,7 @@ def run(program: str, limits: Limits = LIMITS, namespaces: bool = True) -> Verdi
         try:
             out, problem = watcher.communicate(task.encode(), timeout=limits.seconds + GRACE)
         except subprocess.TimeoutExpired:
-            raise RuntimeError("a sandbox did not end within its limit") from None
+            raise RuntimeError("a sandbox did not finish within its limit") from None
         finally:
             watcher.kill()
             watcher.wait()
@@ -84,4 +84,4 @@ def run(program: str, limits: Limits = LIMITS, namespaces: bool = True) -> Verdi
         return Verdict(**json.loads(out))
     except (ValueError, TypeError):
         said = problem.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(f"a program could not be tried in a sandbox: {said[-1]}") from None
+        raise RuntimeError(f"a program could not be tested in a sandbox: {said[-1]}") from None

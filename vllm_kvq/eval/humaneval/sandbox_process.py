@@ -19,17 +19,17 @@ from typing import Any, NoReturn
 
 NEW_USER, NEW_PID, NEW_NET, NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
 DEATH_SIGNAL, KEEP_CAPABILITIES, SUBREAPER, NO_NEW_PRIVILEGES = 1, 8, 36, 38
-"""Of prctl."""
+"""Options of prctl."""
 CAPABILITIES_VERSION, MAY_READ = 0x20080522, 1 << 2
-"""Of capset; CAP_DAC_READ_SEARCH."""
+"""Constants of capset; CAP_DAC_READ_SEARCH."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Landlock's system calls, with the same numbers on every processor."""
 WRITING = 0x1FF2
-"""Landlock: write to files, remove and make them and all else that a folder can hold. The first version knows these."""
+"""Landlock: write, remove and create files and everything else that a folder can hold; from its first version."""
 NOT_TRIED = 97
-"""The status of a child that could not be limited, so that it did not run the program."""
+"""The status of a child that could not be limited and therefore did not run the program."""
 LONGEST = 300
-"""Characters of a reason."""
+"""The maximum characters of a reason."""
 Task = dict[str, Any]
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,12 +54,12 @@ def main() -> None:
 
 # -- before the program starts -----------------------------------------------------------------------------------------
 def _other_user() -> int | None:
-    """Root may do anything and start any number of processes, so a user is made up for the program."""
+    """Root may do anything and start any number of processes, so the program runs under an invented user."""
     return None if os.getuid() else 1 << 20 | secrets.randbits(19)
 
 
 def _isolate(user: int | None) -> str:
-    """Children made from now on have their own process numbers and no network, where this system allows it."""
+    """Children created from now on have their own process numbers and no network, if this system allows it."""
     outside = os.getuid(), os.getgid()
     flags = NEW_PID | NEW_NET | NEW_IPC
     if libc.unshare(flags if user is not None else flags | NEW_USER):
@@ -72,7 +72,7 @@ def _isolate(user: int | None) -> str:
 
 
 def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int) -> NoReturn:
-    """In the child: says the word if the program comes to its end, and else why it does not."""
+    """In the child: writes the word if the program finishes, otherwise why it does not."""
     status = NOT_TRIED
     try:
         os.setsid()
@@ -125,7 +125,7 @@ def _limit(task: Task, user: int | None, isolation: str) -> None:
 
 
 def _become(user: int) -> None:
-    """Root's own Python may lie where no other user may read; then the new user keeps only the right to read."""
+    """Root's own Python may be unreadable for other users; then the new user keeps only the right to read."""
     folders = [path for path in sys.path if os.path.isdir(path)]
     libc.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
     os.setgroups([])
@@ -141,7 +141,7 @@ def _become(user: int) -> None:
 
 
 def _write_only_to(folder: str) -> None:
-    """Where Linux has Landlock; elsewhere what the user may write remains open to the program."""
+    """Needs Landlock; without it the program can write whatever the user may write."""
     ruleset = libc.syscall(CREATE_RULESET, (ctypes.c_uint64 * 1)(WRITING), ctypes.c_size_t(8), 0)
     if ruleset < 0:
         return
@@ -158,14 +158,14 @@ def _write_only_to(folder: str) -> None:
 
 
 def _mine() -> int:
-    """Processes and threads that this user has already, which the limit counts."""
+    """Processes and threads that this user already has, which count towards the limit."""
     count = 0
     for path in Path("/proc").iterdir():
         try:
             if path.name.isdigit() and path.stat().st_uid == os.getuid():
                 count += len(list((path / "task").iterdir()))
         except OSError:
-            continue  # it has ended
+            continue  # it has exited
     return count
 
 
@@ -185,7 +185,7 @@ def _take_sockets() -> None:
 
 # -- while it runs, and afterwards -------------------------------------------------------------------------------------
 def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
-    """What the child says counts only once it has ended."""
+    """The child's message counts only once it has exited."""
     deadline = time.monotonic() + task["seconds"]
     said, status = b"", None
     while status is None and (left := deadline - time.monotonic()) > 0:
@@ -193,7 +193,7 @@ def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
             more = os.read(pipe, 4096)
             said += more
             if not more:
-                time.sleep(0.005)  # all ends of the pipe are closed, so it is about to end
+                time.sleep(0.005)  # all ends of the pipe are closed, so it is about to exit
         found, code = os.waitpid(child, os.WNOHANG)
         status = code if found else None
     _kill(child, status is None)
@@ -202,7 +202,7 @@ def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
     if status is None:
         return False, f"no end after {task['seconds']} seconds"
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == NOT_TRIED and not said:
-        sys.exit(1)  # what was wrong stands on standard error
+        sys.exit(1)  # the error is on standard error
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -214,7 +214,7 @@ def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
 
 
 def _kill(child: int, alive: bool) -> None:
-    """The child, and all that it has left: orphans become children of this process."""
+    """The child, and all processes that it has left: orphans become children of this process."""
     if alive:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -1,1 +1,1 @@
-"""The regime that reads: a text is computed once with the exact cache, then its last tokens read a format's pages."""
+"""The reading regime: a text is computed once with the exact cache, then its last tokens read a format's pages."""

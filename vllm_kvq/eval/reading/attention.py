@@ -1,8 +1,8 @@
 """Attention whose queries read what a decode step would read at their position.
 
-A decode step after t tokens reads positions from S to below floor((t - W) / P) P from pages, and all others as they
-are. That boundary only grows, and only every P positions, so queries are taken in runs that share it: keys and values
-start out exact, and what a run may no longer see exactly is overwritten with what pages hold before it attends.
+A decode step after t tokens reads positions from S to below floor((t - W) / P) P from pages, and all others exactly.
+That boundary only grows, and only every P positions, so queries are processed in runs that share it: keys and values
+start out exact, and before a run attends, those that it may no longer see exactly are overwritten from the pages.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from vllm_kvq.formats import PageFormat
 
 TOGETHER = 32
-"""Queries at once, of which no boundary of any format's lies in the middle. The same for all, so that what is the same
-is computed the same."""
+"""Queries at once, with no boundary of any format between them. The same for all formats, so equal inputs are computed
+equally."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a layer does to q . k before the softmax."""
+    """What a layer applies to q . k before the softmax."""
 
     scale: float
     cap: float | None = None
-    """Of Gemma 2: cap tanh(s / cap)."""
+    """Gemma 2's cap tanh(s / cap)."""
     window: int | None = None
-    """So many tokens are seen, the query's own among them; None: all."""
+    """The number of tokens seen, including the query's own; None: all."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What pages hold of the first tokens, and where a query begins to read exact ones."""
+    """What pages hold for the first tokens, and the position from which a query reads exact ones."""
 
     key: torch.Tensor
     """(KV heads, tokens, d)"""
@@ -48,7 +48,7 @@ class Packed:
         return cls(key.transpose(0, 1), value.transpose(0, 1), page.S, page.unit, page.W, page.W_keys)
 
     def ends(self, position: int) -> tuple[int, int]:
-        """Of keys and of values that a query at this position reads from pages."""
+        """The numbers of keys and of values that a query at this position reads from pages."""
         return boundary(self.unit, self.key_window, position), boundary(self.unit, self.window, position)
 
 

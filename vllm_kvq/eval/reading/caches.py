@@ -1,4 +1,4 @@
-"""What formats keep of a text, as `Reader.logits` reads it."""
+"""What formats store of a text, as read by `Reader.logits`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vllm_kvq.eval.reading.reader import Cache, Past, Reads
 from vllm_kvq.formats.roundtrip import fitted, through_pages
 
 BLOCK = 128
-"""Tokens of a page unless the format's options say otherwise: what a server has unless told."""
+"""Tokens per page unless the format's options say otherwise: a server's default."""
 
 
 def cache_of(choice: Choice, past: Past) -> Cache | None:
-    """None: the exact one. ValueError where the format can't be had in this model."""
+    """None: the exact cache. ValueError if the format does not support this model."""
     if choice.format == PLAIN:
         return None
     if choice.format == FP8:
@@ -34,7 +34,7 @@ def fp8(layer: Layer, key: torch.Tensor, value: torch.Tensor) -> Reads:
 
 @dataclass(frozen=True)
 class Pages:
-    """Those of a format of ours, in the layers that a server would pack."""
+    """The caches of one of our formats, in the layers that a server would pack."""
 
     choice: Choice
     past: Past

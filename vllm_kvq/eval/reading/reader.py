@@ -1,7 +1,7 @@
 """A checkpoint in transformers whose attention is ours: the exact pass over a text, and passes that read pages.
 
-Weights and activations are float32; keys and values are rounded to the checkpoint's dtype as a 16-bit cache rounds
-them. Nothing of the model is written anew: transformers lets a function stand in for its attention.
+Weights and activations are float32; keys and values are rounded to the checkpoint's dtype as in a 16-bit cache.
+No part of the model is reimplemented: transformers allows a function to replace its attention.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ NAME = "kvq_reading"
 INSTEAD = "use the teacher-forced regime, which runs vLLM"
 SERVED_LAYERS = ("full_attention", "sliding_attention")
 TRIED = 48
-"""Tokens on which a model with our attention is compared with the model itself."""
+"""The number of tokens on which a model with our attention is compared with the model itself."""
 NEAR = 1e-3
-"""Largest difference of their logits, in units of the logits' spread."""
+"""The largest accepted difference of their logits, in units of the logits' spread."""
 
 
 class Unreadable(ValueError):
-    """One sentence: why this regime can't measure the model."""
+    """One sentence on why this regime can't measure the model."""
 
 
 class Cache(Protocol):
-    """What a format keeps, as a layer's last tokens read it."""
+    """What a format stores, as read by a layer's last tokens."""
 
     def __call__(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> Reads:
-        """`layer` is what the exact pass left of the tokens before; (tokens, heads, d) are of all tokens, exact."""
+        """`layer` is what the exact pass left of the earlier tokens; (tokens, heads, d) are of all tokens, exact."""
 
 
 @dataclass(frozen=True)
 class Reads:
     key: torch.Tensor
-    """(tokens, heads, d), what is read where no page is."""
+    """(tokens, heads, d), read for positions without a page."""
     value: torch.Tensor
     packed: Packed | None = None
 
@@ -51,10 +51,10 @@ class Reads:
 # -- attention as transformers calls it ------------------------------------------------------------------------------
 @dataclass
 class _Pass:
-    """One forward pass: where it begins, what precedes it, how it reads."""
+    """One forward pass: where it starts, what precedes it, how it reads."""
 
     dtype: torch.dtype | None
-    """That keys and values are rounded to; None: they are not."""
+    """The dtype to which keys and values are rounded; None: they are not rounded."""
     past: Mapping[int, Layer] = field(default_factory=dict)
     cache: Cache | None = None
     seen: dict[int, Layer] = field(default_factory=dict)
@@ -101,9 +101,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """(1, heads, n, d) each -> (1, n, heads, d)."""
     if len(query) != 1:
-        raise Unreadable("the model asks for attention over a batch of texts, and this regime reads one at a time")
+        raise Unreadable("the model computes attention over a batch of texts, but this regime reads one at a time")
     if others.get("s_aux") is not None:
-        raise Unreadable("the model has learned sinks, which this regime does not know; " + INSTEAD)
+        raise Unreadable("the model has learned sinks, which this regime does not support; " + INSTEAD)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
     out = _current[-1].attend(module.layer_idx, query[0], key[0], value[0], scores)
     return out.transpose(0, 1)[None], None
@@ -116,7 +116,7 @@ class Past:
 
     tokens: int
     layers: Mapping[int, Layer]
-    """All of them, also those with a window."""
+    """All layers, including those with a window."""
     captured: Captured
     """The same for formats: the layers that would be packed, and RoPE."""
 
@@ -146,7 +146,7 @@ class Reader:
         packed = tuple(layer for index, layer in sorted(run.seen.items()) if index not in run.windows)
         if not packed:
             raise Unreadable("every layer of this model has a sliding window, so a server would pack none of them")
-        # keys are read again behind these tokens, so RoPE's table goes on behind them
+        # keys are read again after these tokens, so RoPE's table must extend beyond them
         return Past(
             len(tokens),
             run.seen,
@@ -155,7 +155,7 @@ class Reader:
 
     @torch.no_grad()
     def logits(self, past: Past, tokens: tuple[int, ...], cache: Cache | None) -> torch.Tensor:
-        """(len(tokens), vocabulary) after each of the tokens that follow; `cache` None: the exact one."""
+        """(len(tokens), vocabulary) after each of the following tokens; `cache` None: the exact one."""
         return self._forward(_Pass(self.dtype, past.layers, cache), tokens, past.tokens, len(tokens))
 
     def _forward(self, run: _Pass, tokens: tuple[int, ...], first: int, rows: int) -> torch.Tensor:
@@ -170,7 +170,7 @@ class Reader:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Whether our attention is this model's: the same logits as its own on a few tokens."""
+        """Checks that our attention matches this model's: equal logits on a few tokens."""
         rng = torch.Generator().manual_seed(0)
         size = self.model.config.get_text_config().vocab_size
         tokens = tuple(torch.randint(size, (TRIED,), generator=rng).tolist())
@@ -186,30 +186,30 @@ class Reader:
         self.model.set_attn_implementation(NAME)
         if not (ours - theirs).abs().max() <= NEAR * theirs.std():
             raise Unreadable(
-                "attention of this model does more than this regime knows: logits differ from the model's own; "
+                "attention of this model does more than this regime supports: logits differ from the model's own; "
                 f"{INSTEAD}"
             )
 
     # -- RoPE ----------------------------------------------------------------------------------------------------------
     def _rope(self, layer: Layer) -> tuple[str | None, int | None, Rope | None]:
-        """How the model turns keys of layers that are packed, found out by letting it turn some; None: not told."""
+        """How the model turns keys of packed layers, found by letting it turn some; None: can't be determined."""
         rope = _rope_of(self.model, layer.index, self.model.config.get_text_config().max_position_embeddings)
         return (None, None, None) if rope is None else (rope.pairing, rope.rotary_dim, rope)
 
 
 def refuse(config: Any) -> None:
-    """Models that this regime does not know."""
+    """Refuses models that this regime does not support."""
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise Unreadable(f"{config.model_type} has an encoder, and this regime reads decoders; {INSTEAD}")
     if getattr(text, "kv_lora_rank", None):
-        raise Unreadable(f"{config.model_type} caches latents (MLA) and no keys and values; {INSTEAD}")
+        raise Unreadable(f"{config.model_type} caches latents (MLA) instead of keys and values; {INSTEAD}")
     if getattr(text, "num_kv_shared_layers", 0):
         raise Unreadable(f"some layers of {config.model_type} read another layer's cache; {INSTEAD}")
     kinds = set(getattr(text, "layer_types", None) or SERVED_LAYERS)
     if others := sorted(kinds - set(SERVED_LAYERS)):
         raise Unreadable(
-            f"{config.model_type} has layers of kind {others[0]}, which this regime does not know; {INSTEAD}"
+            f"{config.model_type} has layers of kind {others[0]}, which this regime does not support; {INSTEAD}"
         )
 
 
@@ -254,7 +254,7 @@ def _rope_of(model: Any, index: int, positions: int) -> Rope | None:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without its own progress bar while weights load."""
+    """Loads without transformers' progress bar."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:

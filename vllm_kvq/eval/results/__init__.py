@@ -1,1 +1,1 @@
-"""What was found: rows, figures with their intervals, claims, tables and plots."""
+"""Results: rows, figures with their intervals, claims, tables and plots."""

@@ -1,7 +1,7 @@
 """From numbers of single tokens and answers to figures with 95 % confidence intervals.
 
-Sequences are independent of each other, the tokens of one are not: so the bootstrap draws whole sequences, with
-replacement, from a seed. With a handful of sequences its intervals are somewhat too narrow.
+Sequences are independent of each other, but the tokens of one are not: the bootstrap therefore draws whole sequences,
+with replacement, from a seed. With only a few sequences its intervals are somewhat too narrow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_kvq.eval.results.result import Bin, Curve, Estimate
 
 DRAWS = 1000
 QUANTILE_DRAWS = 200
-"""Each of them goes over all tokens."""
+"""The number of bootstrap draws, each over all tokens."""
 INTERVAL = (2.5, 97.5)
 """Percentiles of the draws."""
 MOST_BINS = 8
@@ -26,7 +26,7 @@ Statistic = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Values:
-    """Numbers, and the sequence that each of them belongs to."""
+    """Numbers, and the sequence of each."""
 
     value: np.ndarray
     sequence: np.ndarray

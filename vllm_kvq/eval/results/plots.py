@@ -13,23 +13,23 @@ from vllm_kvq.eval.results.result import METRICS, Curve, Row
 from vllm_kvq.formats import FORMATS
 
 DIVERGENCES = ("kl", "kl_forced", "kl_median", "kl_p999")
-"""On logarithmic axes, where less is better; of the other metrics more is."""
+"""Metrics on logarithmic axes, for which less is better; for all others more is better."""
 AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
 PLAIN = "auto"
 Panels = Mapping[str, Sequence[Row]]
-"""Rows that one pair of axes shows, by its title."""
+"""The rows in one pair of axes, by its title."""
 Onto = Callable[[Any, Sequence[Row], Mapping[str, int]], None]
 """Draws rows onto a pair of axes; each label has its number in the figure's legend."""
 
 
 def is_peer(row: Row) -> bool:
-    """Whether this is what others serve, measured for comparison; KIVI with options of ours is not."""
+    """Whether other projects serve this, and it is measured for comparison; KIVI with our options does not count."""
     name = row.format
     return name not in FORMATS or not FORMATS[name].public or (name.startswith("kivi") and not row.options)
 
 
 def draw_all(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """Every plot that the rows have something for."""
+    """Every plot for which the rows have data."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for (regime, context), same in _grouped(rows, lambda row: (row.regime, row.context)).items():
@@ -53,11 +53,11 @@ CURVES: tuple[tuple[str, str, Callable[[Row], Mapping[str, Curve]]], ...] = (
     ("depth", "how far back the source stands (1: at the beginning)", lambda row: row.by_depth),
     ("steps", "steps of work in the answer", lambda row: row.by_steps),
 )
-"""File name, label of the axis, and where a row keeps it."""
+"""File name, label of the axis, and the attribute of a row."""
 
 
 def _is_zero_by_definition(row: Row, metric: str) -> bool:
-    """What the 16-bit cache differs from itself."""
+    """The difference of the 16-bit cache from itself."""
     return row.format == PLAIN and metric in DIVERGENCES
 
 
@@ -70,7 +70,7 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[R
 
 # -- one pair of axes -------------------------------------------------------------------------------------------------
 def best(points: Iterable[tuple[float, float]], less_is_better: bool) -> list[tuple[float, float]]:
-    """The (bits, value) that no other has with as few bits and a better value, by bits."""
+    """The (bits, value) pairs that no other pair beats with as few bits and a better value, by bits."""
     sign = 1 if less_is_better else -1
     kept: list[tuple[float, float]] = []
     for bits, value in sorted(points, key=lambda p: (p[0], sign * p[1])):
@@ -80,7 +80,7 @@ def best(points: Iterable[tuple[float, float]], less_is_better: bool) -> list[tu
 
 
 def frontier(metric: str) -> Onto:
-    """One line along the best of ours; each row is a point with interval and number, peers' with another marker."""
+    """One line along our best formats; each row is a point with interval and number, peers with another marker."""
 
     def onto(axes: Any, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
         less = metric in DIVERGENCES

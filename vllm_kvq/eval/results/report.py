@@ -25,7 +25,7 @@ from vllm_kvq.eval.results.result import (
 ABOUT: tuple[str, ...] = ("model", "label", "task", "regime", "context", "sequences", "seed")
 ABOUT += ("page_bits", "bits", "kl_is_bound", "problem")
 SHARES = ("top1", "accuracy", "exact")
-"""Metrics that are shares of one; printed as percentages."""
+"""Metrics that are fractions, printed as percentages."""
 GENERATED = ("kl", "kl_forced", "kl_p99", "kl_p999", "top1", "exact", "agreement", "score")
 COLUMNS = {
     READING: ("kl", "kl_median", "kl_p99", "kl_p999", "top1", "perplexity", "accuracy"),
@@ -81,7 +81,7 @@ ARITHMETIC = (
 
 
 def tables(results: Results) -> list[Table]:
-    """One for each regime, task and length."""
+    """One table for each regime, task and length."""
     found: dict[tuple[str, str, int], list[Row]] = {}
     for row in results.rows:
         found.setdefault((row.regime, row.task, row.context), []).append(row)
@@ -121,7 +121,7 @@ def compared(claim: Claim | None) -> str:
 
 
 def position_tables(results: Results) -> list[Table]:
-    """Of generated continuations: does a format's error grow along them?"""
+    """Tables of generated continuations: does a format's error grow along them?"""
     found: dict[tuple[str, str, int], list[Row]] = {}
     for row in results.rows:
         if "kl_forced" in row.by_position:
@@ -142,11 +142,11 @@ def _position_table(regime: str, task: str, context: int, rows: list[Row]) -> Ta
 
 
 SURE = 0.95
-"""The least share of right answers with the 16-bit cache that lets a table say something about formats."""
+"""The smallest share of right answers with the 16-bit cache for a table to say anything about formats."""
 
 
 def sureness(results: Results) -> list[str]:
-    """How often the 16-bit cache itself is right: what it can't do, no format can lose."""
+    """How often the 16-bit cache itself is right: no format can lose what it can't do."""
     lines = []
     for row in results.rows:
         for name in ("accuracy", "exact"):

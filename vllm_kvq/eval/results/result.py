@@ -1,6 +1,6 @@
-"""One row of an evaluation: what a format did to a model's answers in one task, in one regime, at one length.
+"""One row of an evaluation: the effect of a format on a model's answers in one task, in one regime, at one length.
 
-A figure stands with its 95 % confidence interval over sequences. Rows are plain data: `Results.save` writes them as
+Each figure has its 95 % confidence interval over sequences. Rows are plain data: `Results.save` writes them as
 JSON, `Results.load` reads them back, and a table, a plot or another evaluation needs nothing else.
 """
 
@@ -16,24 +16,24 @@ from typing import Any
 from vllm_kvq.eval.choice import label
 
 VERSION = 2
-"""Of the file. Rows that another version wrote are not read."""
+"""The version of the file. Rows written by another version are not read."""
 
 TEACHER_FORCED = "teacher-forced"
-"""The whole text is a prompt in small chunks: what each token sees of those before it was read from the cache."""
+"""The whole text is a prompt in small chunks: what each token sees of earlier ones is read from the cache."""
 DECODING = "decoding"
 """The prompt is read at once, its last tokens one by one; then the format generates the answer itself, so that its
 errors accumulate."""
 HITS = "hits"
-"""As decoding, with a prompt that the prefix cache knows: what a hit covers is read from pages (option `recompute`)."""
+"""Like decoding, with a prompt in the prefix cache: what a hit covers is read from pages (option `recompute`)."""
 READING = "reading"
-"""The text is computed at once with the exact cache; what each of its last tokens sees of those before it is read as a
-decode step would read it. It runs in transformers, a minute where vLLM takes an hour, and is held to `DECODING` with
-the text's own tokens."""
+"""The text is computed at once with the exact cache; what each of its last tokens sees of earlier ones is read as in a
+decode step. It runs in transformers, a minute where vLLM takes an hour, and is checked against `DECODING` with the
+text's own tokens."""
 USUAL = (TEACHER_FORCED, DECODING)
 REGIMES = (*USUAL, HITS, READING)
 
 ALL = "all"
-"""Instead of a task's name: the sequences of all tasks."""
+"""Instead of a task's name, for the sequences of all tasks."""
 
 BETTER, WORSE = "better", "worse"
 
@@ -54,12 +54,12 @@ METRICS: Mapping[str, str] = {
     "score": "the task's own figure, as lm-evaluation-harness counts it",
     "agreement": "tokens until a greedy answer differs from the one with the 16-bit cache",
 }
-"""What the names in `Row.metrics` mean. A row has those that its task and regime allow."""
+"""The meaning of the names in `Row.metrics`. A row has those that its task and regime allow."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % confidence interval over sequences; the bounds are nan where there is one sequence."""
+    """A figure and its 95 % confidence interval over sequences; the bounds are nan if there is only one sequence."""
 
     value: float
     low: float = math.nan
@@ -71,18 +71,18 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Bin:
-    """A figure of the tokens or answers between two positions, depths or numbers of steps."""
+    """A figure for the tokens or answers between two positions, depths or numbers of steps."""
 
     begin: float
     end: float
     count: int
-    """How many tokens or answers."""
+    """The number of tokens or answers."""
     estimate: Estimate
 
 
 @dataclass(frozen=True)
 class Hurt:
-    """A token that the format hurt, in its surroundings."""
+    """A token that the format hurt, in its context."""
 
     before: str
     token: str
@@ -90,13 +90,13 @@ class Hurt:
     position: int
     kl: float
     probability: float
-    """Of the text's own token, with the format."""
+    """The probability of the text's own token with the format."""
     probability_bf16: float
 
 
 @dataclass(frozen=True)
 class TextFigures:
-    """One text's own figures: what is compared between formats, text by text."""
+    """The figures of one text, which are compared between formats, text by text."""
 
     name: str
     """Its task and number."""
@@ -104,11 +104,11 @@ class TextFigures:
     sources: tuple[str, ...]
     sha: str
     tokens: int
-    """That were compared."""
+    """The number of tokens compared."""
     kl: float
-    """Their mean."""
+    """The mean divergence of the tokens."""
     right: tuple[bool, ...] = ()
-    """Of its answers, in order."""
+    """Whether each of its answers is right, in order."""
 
 
 Curve = tuple[Bin, ...]
@@ -120,28 +120,28 @@ class Row:
     format: str
     """A KV cache dtype: `auto` is the 16-bit cache itself."""
     options: Mapping[str, Any]
-    """Those that differ from the format's defaults."""
+    """The options that differ from the format's defaults."""
     task: str
     regime: str
     context: int
-    """Tokens of a sequence, the generated ones included."""
+    """Tokens per sequence, including generated ones."""
     sequences: int
     bits: float | None
-    """Per element at that length: pages, window, sinks, sidecar and headers. None where the format did not start."""
+    """Bits per element at that length: pages, window, sinks, sidecar and headers. None if the format did not start."""
     page_bits: float | None = None
-    """Per element of a packed page: what a long context approaches in the layers that are packed."""
+    """Bits per element of a packed page: what a long context approaches in the layers that are packed."""
     seed: int = 0
     kl_is_bound: bool = False
-    """The vocabulary was too large to compare whole: the KL figures are lower bounds."""
+    """Whether the vocabulary was too large to compare in full: the KL figures are then lower bounds."""
     problem: str | None = None
     """Why there are no figures, in a sentence."""
     metrics: Mapping[str, Estimate] = field(default_factory=dict)
     by_position: Mapping[str, Curve] = field(default_factory=dict)
     """Metric -> its curve over positions in tokens; `kl`, `kl_forced` and `top1`."""
     by_depth: Mapping[str, Curve] = field(default_factory=dict)
-    """Metric -> its curve over how far back the source stands, 0 (just before) to 1; `accuracy`, `exact`, `kl`."""
+    """Metric -> its curve over how far back the source is, 0 (just before) to 1; `accuracy`, `exact`, `kl`."""
     by_steps: Mapping[str, Curve] = field(default_factory=dict)
-    """Metric -> its curve over the steps of work that an answer has; `accuracy`, `exact`."""
+    """Metric -> its curve over the steps of work in an answer; `accuracy`, `exact`."""
     hurt: tuple[Hurt, ...] = ()
     """The tokens of the largest divergence, the largest first."""
     texts: tuple[TextFigures, ...] = ()
@@ -163,7 +163,7 @@ class Row:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Row:
-        """What `document` gave."""
+        """The inverse of `document`."""
         fields = dict(document)
         fields["metrics"] = {name: _estimate(e) for name, e in fields["metrics"].items()}
         for curves in ("by_position", "by_depth", "by_steps"):
@@ -175,7 +175,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """How a format compares with another one, the baseline (`eval/results/statistics.py`)."""
+    """The comparison of a format with another one, the baseline (`eval/results/statistics.py`)."""
 
     label: str
     baseline: str
@@ -189,10 +189,10 @@ class Claim:
     value: float
     p: float
     level: float = math.nan
-    """That p has to meet, by Holm's method over all claims of the table."""
+    """The level that p must meet, by Holm's method over all claims of the table."""
     low: float = math.nan
     high: float = math.nan
-    """The interval of that level; right answers have none."""
+    """The interval at that level; right answers have none."""
 
     @property
     def verdict(self) -> str | None:

@@ -1,11 +1,11 @@
-"""What a comparison of formats may claim: paired by text, adjusted for the number of claims of one table.
+"""The claims of a comparison of formats: paired by text, adjusted for the number of claims of one table.
 
-A text that is hard for one format is hard for the other, too, so formats are compared text by text: the logarithm of
-the ratio of their mean KL divergences. Texts are drawn with replacement, and the studentized mean of each draw says how
-far a mean strays (symmetric bootstrap-t): it gives a p-value and intervals that agree with each other, and keeps its
-level with few texts, where percentiles of drawn means are too narrow. Right and wrong answers are compared by McNemar's
-exact test. Holm's step-down method adjusts all claims of a table together; the interval of a claim has the level that
-Holm gives it, so that it excludes 1 exactly where the claim holds.
+A text that is hard for one format is also hard for the other, so formats are compared text by text: by the logarithm
+of the ratio of their mean KL divergences. Texts are drawn with replacement, and the studentized mean of each draw shows
+how far a mean strays (symmetric bootstrap-t): this gives a p-value and intervals that agree with each other, and keeps
+its level with few texts, for which percentiles of drawn means are too narrow. Right and wrong answers are compared by
+McNemar's exact test. Holm's step-down method adjusts all claims of a table together; the interval of a claim has the
+level that Holm gives it, so it excludes 1 exactly if the claim holds.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from vllm_kvq.eval.choice import FP8, PLAIN
 from vllm_kvq.eval.results.result import Claim, Row
 
 ALPHA = 0.05
-"""The chance that any claim of a table without a difference is made."""
+"""The chance of any claim in a table if there is no difference."""
 DRAWS = 20_000
 FEWEST = 6
-"""Texts that a claim takes: draws of fewer are too often one and the same text."""
+"""The number of texts that a claim needs: draws of fewer too often repeat a single text."""
 FLOOR = 1e-7
 """Nats per token: a smaller divergence is rounding."""
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Logarithms of ratios, one of each text: how far their mean strays."""
+    """Logarithms of ratios, one per text, and how far their mean strays."""
 
     mean: float
     error: float
-    """Its standard error."""
+    """The standard error of the mean."""
     strays: np.ndarray
-    """Of each draw, the sorted magnitudes of (mean of the draw - mean) / standard error of the draw."""
+    """The sorted magnitudes of (mean of the draw - mean) / standard error of the draw, for all draws."""
 
     @classmethod
     def of(cls, logs: np.ndarray, seed: int = 0) -> Paired:
@@ -52,14 +52,14 @@ class Paired:
 
     @property
     def p(self) -> float:
-        """That the mean is 0."""
+        """The p-value for a mean of 0."""
         if self.error == 0:
             return 1.0 if self.mean == 0 else 1 / (1 + DRAWS)
         beyond = DRAWS - np.searchsorted(self.strays, abs(self.mean) / self.error - 1e-12)
         return float((1 + beyond) / (1 + DRAWS))
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Of ratios; it excludes 1 exactly where p <= level."""
+        """The interval of the ratio; it excludes 1 exactly if p <= level."""
         if self.error == 0:
             return math.exp(self.mean), math.exp(self.mean)
         # the least stray beyond which fewer than level * (1 + DRAWS) - 1 lie
@@ -74,7 +74,7 @@ def log_ratios(ours: Sequence[float], theirs: Sequence[float]) -> np.ndarray:
 
 
 def mcnemar(ours: Sequence[bool], theirs: Sequence[bool]) -> float:
-    """Two-sided exact p-value, from the answers that one has right and the other has not."""
+    """Two-sided exact p-value, from the answers that only one of the two has right."""
     gained = sum(a and not b for a, b in zip(ours, theirs, strict=True))
     lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
     several, fewer = gained + lost, min(gained, lost)
@@ -83,9 +83,10 @@ def mcnemar(ours: Sequence[bool], theirs: Sequence[bool]) -> float:
 
 
 def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
-    """The level that each p-value has to meet, so that the chance of any false claim is at most alpha.
+    """The level that each p-value must meet for the chance of any false claim to be at most alpha.
 
-    From the smallest on: alpha / m, alpha / (m - 1), and so on, until one misses its level, which holds for the rest.
+    From the smallest on: alpha / m, alpha / (m - 1), and so on, until one misses its level, which then applies to the
+    rest.
     """
     levels = [0.0] * len(p)
     missed: float | None = None
@@ -98,7 +99,7 @@ def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
 
 # -- claims of a table -----------------------------------------------------------------------------------------------
 def claims(rows: Iterable[Row], baseline: str | None = None) -> tuple[Claim, ...]:
-    """Of every table: each format against the baseline, by its label; None: `usual_baseline`."""
+    """The claims of every table: each format against the baseline, given by its label; None: `usual_baseline`."""
     found: list[Claim] = []
     tables: dict[tuple[str, str, int], list[Row]] = {}
     for row in rows:
@@ -112,12 +113,12 @@ def claims(rows: Iterable[Row], baseline: str | None = None) -> tuple[Claim, ...
 
 
 def usual_baseline(rows: Sequence[Row]) -> str:
-    """vLLM's fp8 where it was measured, else the first format."""
+    """vLLM's fp8 if it was measured, else the first format."""
     return next((row.label for row in rows if row.format == FP8), rows[0].label)
 
 
 def _of_pair(ours: Row, theirs: Row) -> Iterator[tuple[Claim, Paired | None]]:
-    """With p-values that stand for themselves, and what gives an interval."""
+    """Claims with unadjusted p-values, and the data for their intervals."""
     others = {text.name: text for text in theirs.texts}
     pairs = [(text, others[text.name]) for text in ours.texts if text.name in others]
     if any(a.sha != b.sha for a, b in pairs):

@@ -1,1 +1,1 @@
-"""Carries an evaluation out: the plan, the run, and the store that keeps every number."""
+"""Runs an evaluation: the plan, the run, and the store that keeps every number."""

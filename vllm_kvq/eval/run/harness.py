@@ -1,9 +1,9 @@
-"""Carries a plan out: one engine after the other, each number kept as soon as it is there.
+"""Executes a plan: one engine after the other, each number stored as soon as it is available.
 
-teacher-forced    plain scores every text; each format scores it, too, and is compared at once
-decoding, hits    plain generates; each format generates; plain is made to say what each format said; where nothing is
-                  asked, each format is also made to say what plain said
-reading           no engine: `eval/reading` goes through the texts, and through the formats for each of them
+teacher-forced    plain scores every text; each format also scores it, and is compared immediately
+decoding, hits    plain generates; each format generates; plain is forced to each format's tokens; in texts without
+                  questions, each format is also forced to plain's tokens
+reading           no engine: `eval/reading` goes through the texts, and for each of them through the formats
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_kvq.eval.tasks.samples import Sequence
 FIGURES, WHOLE, BITS = "figures", "whole", "bits"
 """Kinds of entries: numbers of single tokens, whole distributions, bits per element."""
 Progress = Callable[[str, int], None]
-"""Called with what is being done, and how many figures are there since the last call."""
+"""Called with what is being done, and the number of new figures since the last call."""
 Missing = Mapping[Choice, list[Sequence]]
 
 
@@ -77,7 +77,7 @@ class Run:
         return found
 
     def _with_engine(self, choice: Choice, regime: str, work: Callable[[Engine], None]) -> None:
-        """Any other format's failure is a row's problem; without the plain cache there is nothing to compare with."""
+        """Any other format's failure is its row's problem; without the plain cache there is no baseline."""
         self.progress(f"{choice.label}, {regime}: starting", 0)
         try:
             with Engine(self.plan.engine(choice, regime)) as engine:
@@ -140,7 +140,7 @@ class Run:
     # -- decoding ----------------------------------------------------------------------------------------------------
     def _decoding(self, missing: Missing, regime: str) -> None:
         plan = self.plan
-        # what formats are made to follow is generated again where an earlier run has dropped it
+        # the continuations that formats are forced to follow are generated again if an earlier run has dropped them
         followed = {item for items in missing.values() for item in items if plan.follows(item, regime)}
         for choice, items in missing.items():
             wanted = [i for i in plan.sequences if i in items or (choice == REFERENCE and i in followed)]
@@ -172,7 +172,7 @@ class Run:
             self._with_engine(choice, regime, generate)
 
     def _before(self, choice: Choice, batch: list[Sequence], regime: str) -> list[tuple[Tokens, ...]]:
-        """What plain said in an earlier run, which it shall say again: in another batch it may round otherwise."""
+        """What plain said in an earlier run, to be repeated exactly: in another batch it may round differently."""
         said = []
         for item in batch:
             figures = self.figures(choice, item, regime) if choice == REFERENCE else None
@@ -181,7 +181,7 @@ class Run:
         return said
 
     def _follow(self, choice: Choice, batch: list[Sequence], regime: str, engine: Engine) -> dict[Sequence, Arrays]:
-        """What the format makes of plain's continuations, token by token."""
+        """The format's probabilities of plain's continuations, token by token."""
         items = [item for item in batch if choice != REFERENCE and self.plan.follows(item, regime)]
         plain = [self._whole(REFERENCE, item, regime) for item in items]
         said = [split(p.token, self.plan.lengths(item)) for p, item in zip(plain, items, strict=True)]
@@ -191,7 +191,7 @@ class Run:
     def _answers(
         self, engine: Engine, items: list[Sequence], said: list[tuple[Tokens, ...]] | None = None
     ) -> list[Logprobs]:
-        """Of each text one after the other, without their leads."""
+        """The distributions of each text, one after the other, without their leads."""
         runs = iter(engine.generate(self.plan.generate_all(items, said)))
         return [joined([next(runs).after(lead) for lead in self.plan.leads(item)]) for item in items]
 
@@ -218,7 +218,7 @@ def split(tokens: np.ndarray, lengths: tuple[int, ...]) -> tuple[Tokens, ...]:
 
 
 def compared(plain: Logprobs, found: Logprobs) -> Arrays:
-    """Numbers of single tokens: what rows are made of."""
+    """Numbers of single tokens, from which rows are made."""
     return {
         "token": found.token,
         "kl": divergence(plain, found).astype(np.float64),
@@ -233,7 +233,7 @@ FOLLOWING = ("kl_forced", "same_forced")
 
 
 def following(plain: Logprobs, found: Logprobs) -> Arrays:
-    """The same of tokens that plain has said."""
+    """The same for tokens that plain has generated."""
     return {
         "kl_forced": divergence(plain, found).astype(np.float64),
         "same_forced": plain.best == found.best,

@@ -1,4 +1,4 @@
-"""What is measured: formats, tasks, lengths and how, in one frozen object, and its parts' names in the cache."""
+"""An evaluation's plan: formats, tasks, lengths and regimes in one frozen object, and its parts' names in the cache."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vllm_kvq.eval.tasks.samples import Sequence, Span, sequence
 
 REFERENCE = Choice(PLAIN)
 REQUESTS = 8
-"""That an engine has at once."""
+"""Requests that an engine has at once."""
 PROMPT_CHUNK = 2048
-"""Tokens of a step when answers are generated: a prompt is read in large chunks, as a server reads it."""
+"""Tokens per step when answers are generated: a prompt is read in large chunks, as in a server."""
 LEAD = 16
-"""Tokens before an answer that are read one by one, as generated ones are: what a prompt's last chunk gives out comes
-from its exact keys and values, so without these a short answer would not come from the cache at all."""
+"""Tokens before an answer that are read one by one, like generated ones: the output of a prompt's last chunk comes from
+its exact keys and values, so without these a short answer would not come from the cache at all."""
 READERS = 512
-"""Tokens of a text that read the cache of those before them, but no more than half of them."""
+"""Tokens of a text that read the cache of the earlier ones, but no more than half of the text."""
 LEAST_CACHE_BYTES = 1 << 29
 SMALL_MODEL = 1 << 26
-"""Bytes of weights."""
+"""The size of the weights in bytes."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class Plan:
     tasks: tuple[str, ...]
     contexts: tuple[int, ...]
     count: int
-    """Sequences of each task and length."""
+    """Sequences per task and length."""
     seed: int
     regimes: tuple[str, ...]
     chunk: int
-    """Tokens of a step in the teacher-forced regime: as few as these are attended before they are packed."""
+    """Tokens per step in the teacher-forced regime: this many are attended before they are packed."""
     top: int | None
-    """So many of the most probable tokens are compared; None: the whole vocabulary."""
+    """The number of most probable tokens that are compared; None: the whole vocabulary."""
     answers: int
-    """Generated for each sequence, at most."""
+    """The maximum number of answers generated per sequence."""
     longest: int
-    """Tokens of a generated answer."""
+    """The maximum tokens of a generated answer."""
     readers: int | None = None
     """Tokens at a text's end that read in the reading regime; None: `READERS`."""
     control: bool = False
-    """Whether the plain cache is measured as any format is, by engines of its own."""
+    """Whether the plain cache is measured like any format, by its own engines."""
 
     def __post_init__(self) -> None:
         if self.choices[0] != REFERENCE or len({choice.label for choice in self.choices}) < len(self.choices):
-            raise ValueError("a plan's formats are different from each other, and the plain cache is the first")
+            raise ValueError("a plan's formats must differ from each other, and the plain cache must be the first")
         if max(self.contexts) > self.model.longest:
             raise ValueError(
                 f"{self.model.name} has {self.model.longest} positions; --context {max(self.contexts)} is beyond them"
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def max_len(self) -> int:
-        """vLLM wants room for a token after a prompt."""
+        """vLLM needs room for one token after a prompt."""
         return min(max(self.contexts) + 1, self.model.longest)
 
     @cached_property
@@ -140,13 +140,13 @@ class Plan:
         )
 
     def reading(self, item: Sequence) -> int:
-        """How many of its tokens are predicted by tokens that read the cache: the last ones."""
+        """How many of its tokens, the last ones, are predicted by tokens that read the cache."""
         return max(
             1, min(self.readers or READERS, len(item.tokens) // 2 if self.readers is None else len(item.tokens) - 2)
         )
 
     def asked(self, item: Sequence) -> tuple[Span, ...]:
-        """The answers that are generated: some of the sequence's, evenly spread; its second half where it has none."""
+        """The answers that are generated: some of the sequence's, evenly spread; its second half if it has none."""
         if not item.spans:
             return (Span(len(item.tokens) // 2, len(item.tokens), None, 1),)
         step = max(1, -(-len(item.spans) // self.answers))
@@ -159,11 +159,11 @@ class Plan:
         return tuple(min(LEAD, span.begin - 1) for span in self.asked(item))
 
     def follows(self, item: Sequence, regime: str) -> bool:
-        """Whether a format is also made to say what the plain cache has said: where nothing is asked."""
+        """Whether a format is also forced to the plain cache's tokens: for texts in which nothing is asked."""
         return regime == DECODING and not item.spans
 
     def batches(self, items: Several[Sequence]) -> list[list[Sequence]]:
-        """Texts whose answers an engine generates at once."""
+        """The number of texts whose answers an engine generates at once."""
         found: list[list[Sequence]] = []
         for item in items:
             if not found or sum(len(self.asked(i)) for i in (*found[-1], item)) > REQUESTS:
@@ -177,7 +177,7 @@ class Plan:
         return Generate(*map(tuple, parts))
 
     def generate(self, item: Sequence, said: tuple[Tokens, ...] | None = None) -> Generate:
-        """Answers after their leads; `said`: the answers that shall be given."""
+        """Answers after their leads; `said`: the answers to which the engine is forced."""
         spans, leads, lengths = self.asked(item), self.leads(item), self.lengths(item)
         given = said or ((),) * len(spans)
         return Generate(

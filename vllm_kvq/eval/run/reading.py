@@ -1,4 +1,4 @@
-"""Texts outermost, formats innermost: one text in memory at a time, each result kept as soon as it is there."""
+"""Loops over texts, then over formats: one text in memory at a time, each result stored as soon as it is available."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vllm_kvq.eval.run.store import Arrays
 from vllm_kvq.eval.tasks.samples import Sequence
 
 ROWS = 64
-"""Distributions that are compared at once: what bounds the memory."""
+"""Distributions that are compared at once, which limits the memory."""
 Keep = Callable[[Choice, Sequence, Arrays], None]
 Refuse = Callable[[Choice, str], None]
 
 
 def read(plan: Plan, todo: list[tuple[Sequence, list[Choice]]], keep: Keep, refuse: Refuse) -> None:
-    """Raises Unreadable where the model can't be measured so; a format that can't be had is refused."""
+    """Raises Unreadable if this regime can't measure the model; a format that does not support it is refused."""
     reader = Reader(plan.model.folder, plan.model.dtype)
     other = _calibration(plan, reader) if any(calibrated(c) for _, choices in todo for c in choices) else None
     refused: set[str] = set()
@@ -62,7 +62,7 @@ def _figures(reader: Reader, past: Past, tokens: tuple[int, ...], exact: torch.T
 
 
 def compared(exact: torch.Tensor, found: torch.Tensor, tokens: tuple[int, ...]) -> Arrays:
-    """Numbers of single tokens, of two (tokens, vocabulary) distributions over the whole vocabulary."""
+    """Numbers of single tokens, from two (tokens, vocabulary) distributions over the whole vocabulary."""
     token = torch.tensor(tokens)
     kl = [
         (p.exp() * (p - q)).sum(-1, dtype=torch.float64)

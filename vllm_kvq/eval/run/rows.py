@@ -1,4 +1,4 @@
-"""Numbers of single tokens and answers, of all sequences of a task, as one row of figures."""
+"""Turns numbers of single tokens and answers, from all sequences of a task, into one row of figures."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from vllm_kvq.eval.tasks.samples import Sequence, Span
 
 TAILS = {"kl_p90": 0.9, "kl_p99": 0.99, "kl_p999": 0.999}
 BEYOND = 100
-"""Tokens that lie beyond a percentile, at least: fewer say nothing of it."""
+"""The minimum number of tokens beyond a percentile: fewer say nothing about it."""
 MOST_HURT = 12
 BEFORE, AFTER = 16, 8
-"""Tokens around a hurt one."""
+"""The number of tokens shown around a hurt one."""
 
 
 def rows(run: Run) -> tuple[Row, ...]:
@@ -75,7 +75,7 @@ def _row(run: Run, choice: Choice, regime: str, task: str, context: int) -> Row:
 
 
 def _text(item: Sequence, figures: Arrays, right: Several[bool] = ()) -> TextFigures:
-    """What claims are made of, which compare formats text by text."""
+    """The basis of claims, which compare formats text by text."""
     return TextFigures(
         name=f"{item.task} {item.number}",
         kind=item.kind,
@@ -88,14 +88,14 @@ def _text(item: Sequence, figures: Arrays, right: Several[bool] = ()) -> TextFig
 
 
 def _tokens(figures: Several[Arrays]) -> dict[str, Values]:
-    """The numbers of every token, with the sequence that it stands in."""
+    """The numbers of every token, with its sequence."""
     index = np.concatenate([np.full(len(f["kl"]), i) for i, f in enumerate(figures)])
     names = [name for name in figures[0] if all(name in f for f in figures)]
     return {name: Values(np.concatenate([f[name] for f in figures]), index) for name in names}
 
 
 def _likeness(tokens: dict[str, Values]) -> dict[str, Estimate]:
-    """How near the format's distributions are to the plain cache's."""
+    """How close the format's distributions are to the plain cache's."""
     kl, index = tokens["kl"], tokens["kl"].sequence
     change = np.exp(tokens["chosen"].value) - np.exp(tokens["chosen_plain"].value)
     return {
@@ -114,7 +114,7 @@ def _of_text(plan: Plan, items: Several[Sequence], figures: Several[Arrays]) -> 
         "perplexity": perplexity(tokens["chosen"]),
         "perplexity_bf16": perplexity(tokens["chosen_plain"]),
     }
-    # of all tokens but the first, or of the last ones that read
+    # for all tokens but the first, or for the last ones that read
     first = [len(item.tokens) - len(f["kl"]) for item, f in zip(items, figures, strict=True)]
     position = np.concatenate([b + np.arange(len(f["kl"])) for b, f in zip(first, figures, strict=True)])
     edges = position_edges(max(len(item.tokens) for item in items))
@@ -143,7 +143,7 @@ def _of_text(plan: Plan, items: Several[Sequence], figures: Several[Arrays]) -> 
 
 
 def _along(spans: Several[Span], answers: dict[str, Values]) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Curves over depth, of the answers that have one, and over steps."""
+    """Curves over depth, for the answers that have one, and over steps."""
     known = np.array([span.depth is not None for span in spans])
     depth = np.array([span.depth for span in spans if span.depth is not None])
     steps = np.array([span.steps for span in spans])

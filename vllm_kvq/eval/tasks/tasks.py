@@ -1,8 +1,8 @@
-"""Texts in which damage to the cache shows: what the model must say depends on tokens far behind.
+"""Texts that reveal damage to the cache: what the model must say depends on tokens far back.
 
-Each task writes a text of a wanted length and marks in it what a model has to say by itself, and where in the text
-that stands. So one text serves a forward pass over all of it as well as a prompt that is cut where an answer begins.
-Filler is the documentation of Python's own language, which every machine with Python has.
+Each task writes a text of a requested length and marks the answers that a model must give by itself, and their sources
+in the text. Thus one text serves both a forward pass over all of it and a prompt that is cut where an answer begins.
+Filler is the documentation of the Python language, which every machine with Python has.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Answer:
     start: int
     end: int
     source: int | None
-    """The character where it stands in the context; None for what is worked out on the way."""
+    """The character of its source in the context; None for answers that are worked out on the way."""
     steps: int = 1
-    """Pieces of work, each of which needs the one before."""
+    """Steps of work, each of which needs the previous one."""
 
     def __post_init__(self) -> None:
         if not self.start < self.end:
@@ -51,7 +51,7 @@ class Task:
     make: Make
 
     def sample(self, rng: random.Random, characters: int) -> Sample:
-        """A text of about so many characters; at least one question's worth."""
+        """A text of about this many characters; with at least one question."""
         return self.make(rng, characters)
 
 
@@ -66,7 +66,7 @@ class _Writer:
         return len(self.text)
 
     def say(self, more: str) -> int:
-        """The character where it begins."""
+        """The character at which it begins."""
         start = len(self.text)
         self.text += more
         return start
@@ -90,7 +90,7 @@ def names(rng: random.Random, count: int) -> list[str]:
 
 @functools.cache
 def paragraphs(held_out: bool = False) -> tuple[str, ...]:
-    """One in four is held out: the demo model has not been trained on it."""
+    """One paragraph in four is held out: the demo model has not been trained on it."""
     from pydoc_data.topics import topics
 
     found = (re.sub(r"\s+", " ", p).strip() for name in sorted(topics) for p in topics[name].split("\n\n"))
@@ -109,7 +109,7 @@ def filler(rng: random.Random, characters: int, held_out: bool = False) -> str:
 
 # -- the tasks -------------------------------------------------------------------------------------------------------
 def recall(rng: random.Random, characters: int, asked: int | None = None) -> Sample:
-    """A list of names with a word each; some are asked for in another order, a quarter but 32 at most unless told."""
+    """A list of names with a word each; some are asked for in another order, by default a quarter, at most 32."""
     line = 18
     asked = max(1, min(32, characters // line // 4) if asked is None else asked)
     notes = max(2, characters // line - asked)
@@ -189,7 +189,7 @@ def copy(rng: random.Random, characters: int) -> Sample:
 
 
 def variables(rng: random.Random, characters: int, most: int = 8) -> Sample:
-    """Assignments in a program; some variables' values, `most` at most, are traced back, a line a hop."""
+    """Assignments in a program; the values of at most `most` variables are traced back, one line per hop."""
     line = 21
     asked = min(most, max(1, characters // line // 10))
     count = max(4, characters // line - 4 * asked)
@@ -231,7 +231,7 @@ def repeat(rng: random.Random, characters: int) -> Sample:
     out = _Writer()
     source = out.say(passage)
     out.say(between)
-    # its first words say which passage it is
+    # its first words identify the passage
     head = passage.find(" ", 24) if " " in passage[24:] else 1
     out.say(passage[:head])
     out.answer(passage[head:], source + head + 1, len(passage[head:].split()))
@@ -251,5 +251,5 @@ TASKS: Mapping[str, Task] = {
     )
 }
 TEXT = "text"
-"""Instead of a task's name: a text in which nothing is asked (`eval/tasks/texts.py`)."""
+"""Instead of a task's name, for a text in which nothing is asked (`eval/tasks/texts.py`)."""
 NAMES = (*TASKS, TEXT)

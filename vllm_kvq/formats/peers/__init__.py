@@ -1,9 +1,9 @@
-"""Methods that others serve, as formats, so that the evaluation measures them in the same place as ours.
+"""Methods that other projects serve, as formats, so the evaluation measures them under the same conditions as ours.
 
-They follow their authors' code in what is stored and how it is rounded, and lie in this project's pages. They get what
-every format has: tokens that do not fill a pack unit yet are read in full precision. They don't get this project's
-default sinks: a peer has those that it ships with, or none. Lists for users don't name them. PyTorch kernels serve
-them; KIVI with sinks alone is served as KIVI is.
+They follow their authors' code in what is stored and how it is rounded, but use this project's pages. Like all formats
+they read tokens that do not fill a pack unit yet in full precision. They don't get this project's default sinks: a peer
+has the sinks that it ships with, or none. Lists for users don't name them. They are served by PyTorch kernels, except
+KIVI with sinks, which is served like KIVI.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What most peers have in common: keys and values are rotated, and stored in the same way.
+"""The common part of most peers: keys and values are rotated, and stored in the same way.
 
     keys    stored: k R     q . k = (q R) . (k R), so the query is rotated, once per step
     values  stored: v R     rotated back when they are read
 
-A `Coding` says how the rotated numbers are stored. Its fields become "k_..." of the keys and "v_..." of the values.
-Codes of both halves lie as those of keys do (planes.py): PyTorch alone reads them.
+A `Coding` says how the rotated numbers are stored. Its fields become "k_..." for keys and "v_..." for values.
+Codes of both halves use the layout of key codes (planes.py): only PyTorch reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Coding(ABC):
 
     @abstractmethod
     def rotation(self) -> torch.Tensor | None:
-        """R (d, d), orthonormal; None where nothing is rotated."""
+        """R (d, d), orthonormal; None if nothing is rotated."""
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> Packed:
@@ -42,7 +42,7 @@ class Coding(ABC):
 
 
 def of_one_head(constants: torch.Tensor | None, name: str) -> torch.Tensor:
-    """What a calibrated coding knows of the head that it packs. ValueError where it knows none, or several."""
+    """The constants of the head that a calibrated coding packs. Raises ValueError unless they are those of one head."""
     if constants is None or len(constants) != 1:
         raise ValueError(f"{name} packs one KV head, with constants that are fitted to another text")
     return constants[0]
@@ -56,7 +56,7 @@ def not_served(name: str) -> str:
 
 
 class _Half:
-    """The part of a codec that is the same for keys and values."""
+    """The part of a codec that keys and values share."""
 
     prefix: ClassVar[str]
     coding: Coding
@@ -94,7 +94,7 @@ class CodedKeys(_Half, KeyCodec):
     public = False
     coding_class: ClassVar[type[Coding]]
     bits: ClassVar[int] = 4
-    """Where no option says so."""
+    """Used unless an option sets it."""
 
     @classmethod
     def coding_of(cls, geometry: Geometry, options: Mapping[str, Any]) -> Coding:
@@ -116,7 +116,7 @@ class CodedValues(_Half, ValueCodec):
     public = False
     coding_class: ClassVar[type[Coding]]
     bits: ClassVar[int] = 4
-    """Where no option says so."""
+    """Used unless an option sets it."""
 
     @classmethod
     def coding_of(cls, geometry: Geometry, options: Mapping[str, Any]) -> Coding:

@@ -2,11 +2,11 @@
 
     code = e4m3(clamp(x / s, -448, 448)),   x' = s code
 
-s is 1, or one number for each layer's keys and one for its values, from a calibration text: max |x| / 448, as the
-checkpoints have it that are published with scales for their cache. Nothing is rotated.
+s is 1, or one number for each layer's keys and one for its values, from a calibration text: max |x| / 448, as in
+checkpoints that are published with scales for their cache. Nothing is rotated.
 
 `e4m3_rounding` is "nearest", as on GPUs, or "toward_zero", as in vLLM's kernels for CPUs, which cut the lower bits off
-(evaluation.md): that is twice the error, and makes all numbers smaller.
+(evaluation.md): that doubles the error and shrinks all numbers.
 
 Slab (32 tokens; d = 128): 4096 bytes for each half, 8 bits per element
 
@@ -30,22 +30,25 @@ from vllm_kvq.formats.table import Format
 
 LARGEST = 448.0
 LAST = 0x7E
-"""The byte of the largest number; the next is no number."""
+"""The byte of the largest number; the next byte is a NaN."""
 BIAS = 2.0**-120
-"""Times a float32, it has an exponent field that is e4m3's, 7 and not 127 above the exponent, and nothing is lost."""
+"""Multiplies a float32 without loss so that its exponent field is e4m3's: biased by 7, not by 127."""
 ROUNDING = Option(
-    "e4m3_rounding", "of 8-bit floats: to the nearest, or the lower bits cut off", "nearest", ("nearest", "toward_zero")
+    "e4m3_rounding",
+    "rounding of 8-bit floats: to the nearest, or the lower bits cut off",
+    "nearest",
+    ("nearest", "toward_zero"),
 )
 
 
 def toward_zero(x: torch.Tensor) -> torch.Tensor:
-    """float32 within +-448 -> the bytes of the e4m3 next to it that is not larger."""
+    """float32 within +-448 -> the bytes of the nearest e4m3 of no larger magnitude."""
     bits = (x * BIAS).view(torch.int32)
     return ((bits >> 20 & 0x7F).clamp_max(LAST) | (bits >> 24 & 0x80)).to(torch.uint8)
 
 
 class FloatCoding(Coding):
-    """With the scale 1."""
+    """Floats with the scale 1."""
 
     def __init__(self, geometry: Geometry, rounding: str) -> None:
         self.slab_fields = (Field("codes", torch.uint8, key_code_shape(geometry.d, 8)),)

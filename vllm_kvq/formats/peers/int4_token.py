@@ -4,7 +4,7 @@
     scale = max((max - min) / 15, 1e-6),  zero = clamp(round(-min / scale), 0, 15)      over the d channels of a token
     code  = clamp(round(x' / scale + zero), 0, 15),     x' = (code - zero) scale'
 
-round is half away from zero, and scale' is the float32 scale with the zero in place of its 4 lowest bits. vLLM leaves a
+round rounds half away from zero, and scale' is the float32 scale with the zero in its 4 lowest bits. vLLM leaves a
 factor sqrt(b) in x', and rounds x' to the model's dtype before it is quantized; neither is done here.
 
 Slab (32 tokens; d = 128): 2176 bytes for each half, 4.25 bits per element
@@ -30,7 +30,7 @@ BITS = 4
 TOP = 2**BITS - 1
 SMALLEST = 1e-6
 SEED = 0x9E3779B9
-"""vLLM's, of the signs."""
+"""vLLM's seed for the signs."""
 
 
 @functools.cache

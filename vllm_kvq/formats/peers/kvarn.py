@@ -1,7 +1,7 @@
-"""kvarn_k4v2, kvarn_k4v4: KVarN's presets kvarn_k4v2_g128 and kvarn_k4v4_g128. kvarn_k2v2 is no preset of theirs.
+"""kvarn_k4v2, kvarn_k4v4: KVarN's presets kvarn_k4v2_g128 and kvarn_k4v4_g128. kvarn_k2v2 is not one of their presets.
 
-A Hadamard rotation, then a scale per token beside one per channel, under which all tokens and all channels of a tile
-vary alike (`normalized`). A tile is a page of one head; its authors' have 128 tokens, and so have these pages unless
+A Hadamard rotation, then one scale per token and one per channel that give all tokens and all channels of a tile equal
+variation (`normalized`). A tile is a page of one head; it has 128 tokens in the authors' code, and also here unless
 `N` or --block-size says otherwise.
 
     X = tile H,   Y = X / s_t / s_c      of the N tokens of a page and the d channels of a head
@@ -9,8 +9,8 @@ vary alike (`normalized`). A tile is a page of one head; its authors' have 128 t
     keys    scale = (max - min) / (2^b - 1) of a channel of Y,   x' = s_t (code s_c scale + s_c min)
     values  scale = (max - min) / (2^b - 1) of a token of Y,     x' = s_c (code s_t scale + s_t min)
 
-What stands in brackets before the code and after it is stored as one number each. Codes are chosen before these are
-rounded, as KVarN's store kernel does it. The first 128 tokens of a request (`S`) and those that fill no tile yet are
+The factors next to the code and the term after it are stored as one number each. Codes are chosen before these are
+rounded, as in KVarN's store kernel. The first 128 tokens of a request (`S`) and those that do not fill a tile yet are
 exact.
 
 Page (d = N = 128), 4-bit keys, 2-bit values: b + 0.375 bits per element
@@ -39,7 +39,7 @@ from vllm_kvq.formats.table import Format
 TILE = 128
 ROUNDS = 16
 STD = (1e-3, 1e3)
-"""A standard deviation beyond is taken for the nearest of these two."""
+"""Standard deviations are clamped to this range."""
 LOG_SCALE = (-0.3, 10.0)
 """No scale makes numbers larger by more than e^0.3."""
 SMALLEST = 1e-10
@@ -47,10 +47,10 @@ SMALLEST = 1e-10
 
 
 def normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(U, a, b) -> scales (U, a, 1) and (U, 1, b) that its rows and columns are to be divided by.
+    """(U, a, b) -> scales (U, a, 1) and (U, 1, b) by which its rows and columns must be divided.
 
-    Columns and rows are divided by their standard deviations in turn. Of all iterates, x itself included, the one is
-    taken whose largest and smallest standard deviations are most alike: the sum of both ratios is least.
+    Columns and rows are divided by their standard deviations in turn. The result is the iterate, x itself included,
+    whose largest and smallest standard deviations are closest: the sum of both ratios is smallest.
     """
     rows, columns = torch.zeros_like(x[:, :, :1]), torch.zeros_like(x[:, :1])
     kept, least = (rows, columns), _imbalance(x)
@@ -77,7 +77,7 @@ def _imbalance(x: torch.Tensor) -> torch.Tensor:
 class TileCoding(Coding):
     page_wide = True
     over: int
-    """The dimension of (U, tokens, channels) that a group runs over: its parameters have size 1 there."""
+    """The dimension of (U, tokens, channels) along which a group runs: its parameters have size 1 there."""
 
     def __init__(self, geometry: Geometry, bits: int) -> None:
         self.d, self.bits = geometry.d, bits
@@ -86,8 +86,8 @@ class TileCoding(Coding):
         return hadamard(self.d)
 
     def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(U, N, d) -> codes, scale and zero of the groups, and what divides along them; all but codes with size 1."""
-        # rows are groups, as in the kernel: it begins with what divides along them
+        """(U, N, d) -> codes, scale and zero of the groups, and the divisors along them; all but codes have size 1."""
+        # rows are groups, as in the kernel, which starts with the divisors along them
         y = x if self.over == -1 else x.mT
         rows, columns = normalized(y)
         z = y / columns / rows
@@ -167,7 +167,7 @@ class KVarNValues(CodedValues):
 
 def _format(keys: int, values: int, shipped: bool = True) -> Format:
     defaults = {"key_bits": keys, "value_bits": values, "S": TILE, "N": TILE}
-    title = f"KVarN, {keys}-bit keys, {values}-bit values" + ("" if shipped else "; no preset of theirs")
+    title = f"KVarN, {keys}-bit keys, {values}-bit values" + ("" if shipped else "; not one of their presets")
     return Format(f"kvarn_k{keys}v{values}", title, KVarNKeys, KVarNValues, defaults, public=False)
 
 

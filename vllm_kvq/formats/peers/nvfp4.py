@@ -51,7 +51,7 @@ class FloatCoding(Coding):
         by_block = page[:, None, None, None, None]
         scale = x.abs().amax(-1, keepdim=True) / (LEVELS[-1] * by_block)
         scale = scale.clamp_max(LARGEST_SCALE).to(torch.float8_e4m3fn).float()
-        # a block next to nothing beside its page has the scale 0, and is read as zeros
+        # a block that is tiny compared with its page has the scale 0, and is read as zeros
         y = torch.where(scale > 0, x / (scale * by_block), 0)
         codes = torch.bucketize(y.abs(), BORDERS.to(x.device)) | (y < 0).long() << 3
         return {

@@ -1,12 +1,12 @@
-"""oscar2: OSCAR (arXiv 2605.17757), 2 bits behind rotations that are fitted to a calibration text.
+"""oscar2: OSCAR (arXiv 2605.17757), 2 bits after rotations that are fitted to a calibration text.
 
     keys    C = mean of q q^T over the queries of a KV head's group
     values  C = mean of w v v^T,   w = k C_keys k^T, with a mean of 1
     R = U H P     U: eigenvectors of C, H: the Hadamard matrix,
-                  P: puts column i of U H that belongs to the i-th largest eigenvalue where i's bits in reverse say
+                  P: moves column i of U H, of the i-th largest eigenvalue, to the index with i's bits reversed
 
-Keys and queries are as they are after RoPE. Its authors' code takes the mean of C over the KV heads of a layer, and so
-one R for all of them (`oscar_rotation` layer); "head" gives each its own.
+Keys and queries are as they are after RoPE. The authors' code takes the mean of C over the KV heads of a layer, and
+thus one R for all of them (`oscar_rotation` layer); "head" gives each its own.
 
     y = x R,   y = clamp(y, -t, t)     t: the element floor(share d) of |y| sorted; share .96 of keys, .92 of values
     scale = (max - min) / 3,  zero = -min / scale,  code = floor(y / scale + zero + 1/2),  y' = (code - zero) scale
@@ -86,7 +86,7 @@ class RotatedCoding(Coding):
     def __init__(self, geometry: Geometry, share: float, constants: torch.Tensor | None) -> None:
         d = geometry.head_size
         if d & (d - 1):
-            raise ValueError(f"{NAME} needs a Hadamard matrix of the whole head, whose size {d} is no power of two")
+            raise ValueError(f"{NAME} needs a Hadamard matrix of the whole head, whose size {d} is not a power of two")
         self.clip, self.group, self.constants = int(share * d), min(d, GROUP), constants
         numbers = (d // self.group, SLAB)
         self.slab_fields = (

@@ -1,9 +1,9 @@
-"""int4_hadamard_q4_0: llama.cpp's block of 32 elements, q4_0, of keys and values that a Hadamard matrix has rotated.
+"""int4_hadamard_q4_0: llama.cpp's block of 32 elements, q4_0, for keys and values rotated by a Hadamard matrix.
 
     x' = H x,   m = the x' of largest magnitude in a block,   scale = m / -8
     code = min(15, floor(x' / scale + 8.5)),    x' = (code - 8) float16(scale)        over 32 channels of one token
 
-Codes are chosen before the scale is rounded, as llama.cpp does it.
+Codes are chosen before the scale is rounded, as in llama.cpp.
 
 Slab (32 tokens; d = 128): 2304 bytes for each half, 4.5 bits per element
 

@@ -1,7 +1,7 @@
 """turbo3, turbo4: TurboQuant as vLLM serves it, `--kv-cache-dtype turboquant_3bit_nc` and `turboquant_4bit_nc`.
 
-Keys: a Hadamard matrix spreads what a key holds over all channels, so that a coordinate of its direction is nearly
-normal with variance 1 / d. The levels are the best ones for that distribution; beside them lies the norm.
+Keys: a Hadamard matrix spreads a key's content over all channels, so a coordinate of its direction is nearly normal
+with variance 1 / d. The levels are optimal for that distribution; the norm is stored with the codes.
 
     u = H x / |x|,   code = the level nearest to u,   x' = norm c / |c|,   norm = |x|,   c = the codes' levels
 
@@ -9,10 +9,10 @@ Values are not rotated, and stored uniformly over the channels of a token:
 
     scale = (max - min) / (2^b - 1),   code = floor((x - min) / scale + 1/2),   x' = min + code scale
 
-vLLM keeps the first two and the last two layers in 16 bits, and so do these formats unless `skip_layers` says
-otherwise. It quantizes heads whose size is a power of two; others are rotated here in blocks. The levels are Lloyd's
-and Max's for the normal distribution, each the mean of what is rounded to it, summed up as vLLM does it: 7e-4 from the
-exact ones.
+vLLM does not pack the first two and the last two layers, and neither do these formats unless `skip_layers` says
+otherwise. vLLM quantizes only heads whose size is a power of two; others are rotated here in blocks. The levels are
+Lloyd and Max's for the normal distribution, each the mean of what is rounded to it, summed as in vLLM: 7e-4 from the
+exact levels.
 
 Slab (32 tokens; d = 128)                      4 bits             3 bits
     keys    codes  u8   [d / 8 quads][32][4]    2048               1024   the two lower bits, and
@@ -38,14 +38,14 @@ from vllm_kvq.formats.table import Format
 
 SKIPPED = (0, 1, -2, -1)
 SMALLEST = 1e-8
-"""vLLM's least scale of values, and what it adds to a norm that it divides by."""
+"""vLLM's smallest scale of values, and what it adds to a norm before dividing by it."""
 ROUNDS = 200
 SETTLED = 1e-10
-"""A round that moves no level by so much is the last."""
+"""The last round is the first one that moves no level by this much."""
 PIECES = 200
-"""Of each cell, over which the trapezoidal rule sums."""
+"""Steps per cell in the trapezoidal rule."""
 SPAN = 3.5
-"""Standard deviations that the levels are spread over at first; three times as many hold all cells."""
+"""The levels are first spread over this many standard deviations; three times as many hold all cells."""
 
 
 @functools.cache
@@ -67,10 +67,10 @@ def levels(d: int, bits: int) -> torch.Tensor:
 
 
 class _Codes(Coding):
-    """Codes of 3 bits are stored in 3: the two lower ones, and apart from them the highest."""
+    """3-bit codes are stored in 3 bits: the two lower ones together, and the highest one separately."""
 
     numbers: tuple[str, ...]
-    """The float16 that a token has beside its codes."""
+    """The float16 numbers that are stored for a token with its codes."""
 
     def __init__(self, geometry: Geometry, bits: int) -> None:
         self.d, self.bits = geometry.d, bits
@@ -99,7 +99,7 @@ class Directions(_Codes):
         x = x.unflatten(1, (-1, SLAB))
         known = levels(self.d, self.bits).to(x.device)
         norm = x.norm(dim=-1, keepdim=True)
-        # a direction on the border between two levels has the upper one
+        # a direction on the border between two levels gets the upper one
         codes = torch.bucketize(x / (norm + SMALLEST), (known[1:] + known[:-1]) / 2, right=True)
         return self._packed(codes) | {"norm": half(norm.squeeze(-1))}
 

@@ -2,7 +2,7 @@
 
     attend_packed(fmt, query, pages, page_ids, owner, low, high, scale, cap) -> (out, lse)
 
-Where the library can't be had, or does not know a format, the PyTorch path serves its whole step (kernels/paths.py).
+If the library is not available or does not support a format, the PyTorch path serves its whole step (kernels/paths.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_kvq.kernels.torch.pack import Pair
 
 
 def bound_to(fmt: PageFormat) -> tuple[Any, Any]:
-    """The format as the library wants it, and the library."""
+    """The format in the library's terms, and the library."""
     bound, lib = bind(fmt), library()
     if bound is None or lib is None:
         raise ValueError(f"{fmt.name} has no C++ kernels here; the PyTorch kernels serve it")
@@ -90,7 +90,7 @@ def attend_into(
     parts: list[Partial],
     cap: float = 0.0,
 ) -> None:
-    """`attend.attend_into` without copies, for at most two other parts. IndexError for a row beyond its tensor."""
+    """`attend.attend_into` without copies, for at most two other parts. IndexError for a row out of range."""
     _raw(library(), output, output_rows, _NONE, query, pool, more, rows, seen, scale, parts, cap)
 
 
@@ -115,7 +115,7 @@ def attend_step(
     bound, lib = bound_to(fmt)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    # no loops: at short contexts a step costs what its call costs
+    # no loops: at short contexts the call dominates a step's cost
     return (
         lib.attend_step(
             *(bound, query, pages, page_ids, owner, low, high),

@@ -1,9 +1,9 @@
-"""What the C++ library knows of a codec: the one table of the CPU backend.
+"""What the C++ library knows about each codec: the one table of the CPU backend.
 
     codec class -> kind, numbers, fields of its pages, tables, the reduction behind `fit`
 
 `bind` fills the library's `Layout` (csrc/cpu/layout.h) by the names that the library exports. A name that only one
-side knows is an error, when the library is first asked and again for every format, so the two can't drift apart.
+side knows is an error, both when the library is first used and for every format, so the two can't drift apart.
 Classes are looked up by their exact type: a subclass may store something else.
 """
 
@@ -38,16 +38,16 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Reduction:
-    """What `fit` needs of all tokens of a chunk: a sum of the library's, and the state made of it."""
+    """What `fit` needs from all tokens of a chunk: a sum computed by the library, and the state derived from it."""
 
     name: str
     """The library's function, (tokens, heads, head_size) -> `shape`."""
     of_queries: bool
     dtype: torch.dtype
     shape: Callable[[int, int], tuple[int, ...]]
-    """Of KV heads and d."""
+    """The sum's shape for the given KV heads and d."""
     finish: Callable[[Any, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
-    """(codec, what was summed, tokens, state before) -> state."""
+    """(codec, the sum, tokens, previous state) -> state."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Kind:
     """How the library serves one codec class."""
 
     name: str
-    """Among the library's kinds of keys, or of values."""
+    """The name of one of the library's kinds of keys, or of values."""
     fields: tuple[tuple[str, ...], ...]
-    """The fields of a slab and a page, where options decide one tuple for each choice."""
+    """The fields of a slab and a page; if options decide, one tuple for each choice."""
     numbers: Mapping[str, str | int] = field(default_factory=dict)
-    """Names of the layout -> the codec's attribute, or a constant."""
+    """Name in the layout -> the codec's attribute, or a constant."""
     tables: Callable[[Any], dict[str, np.ndarray]] | None = None
     table_names: tuple[str, ...] = ()
     reduction: Reduction | None = None
@@ -124,7 +124,7 @@ def _per_channel(
     reduction: Reduction | None = None,
     same: tuple[type, ...] = (),
 ) -> dict[type, Kind]:
-    """Scales of the range and fitted ones, without and with the changes in `same`, which the library need not know."""
+    """Range and fitted scales, without and with the changes in `same`, which do not matter to the library."""
     plain = Kind(name, fields, numbers, reduction=reduction)
     fitted = replace(plain, numbers={**numbers, "key_fitted": 1})
     changes = ((), *((change,) for change in same))
@@ -200,7 +200,7 @@ VALUES: dict[type, Kind] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """A struct of the library's: its fields in order, 8 bytes each, as letters of `struct`."""
+    """One of the library's structs: its fields in order, 8 bytes each, as letters of `struct`."""
 
     names: tuple[str, ...]
     letters: str
@@ -214,7 +214,7 @@ class Fields:
         return cls(names, "".join(letters))
 
     def check(self, given: Iterable[str], what: str) -> None:
-        """ValueError where the names are not exactly the library's."""
+        """Raises ValueError if the names are not exactly the library's."""
         unknown, missing = sorted(set(given) - {*self.names}), sorted({*self.names} - set(given))
         if unknown:
             raise ValueError(f"the library's {what} has no {', '.join(unknown)}")
@@ -228,7 +228,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Names:
-    """What the library calls things, agreed with this module's tables."""
+    """The library's names, checked against this module's tables."""
 
     layout: Fields
     companions: Fields
@@ -239,7 +239,7 @@ class Names:
     HEAD: ClassVar[frozenset[str]] = frozenset(
         ["bytes", "head_size", "d", "tokens", "record_bytes", "slabs_at", "slab_bytes", "raw_dtype", "keys", "values"]
     )
-    """What every format has; the other names of a layout belong to codecs."""
+    """The names that every format has; the other names of a layout belong to codecs."""
 
     def __post_init__(self) -> None:
         kinds = [*KEYS.values(), *VALUES.values()]
@@ -268,7 +268,7 @@ _ALIGNMENT = 64
 
 
 def lay_out(fmt: PageFormat, names: Names) -> torch.Tensor | None:
-    """The bytes of the library's `Layout`, with its tables behind; None for a codec that it does not know."""
+    """The bytes of the library's `Layout`, followed by its tables; None for a codec that it does not know."""
     keys, values = KEYS.get(type(fmt.keys)), VALUES.get(type(fmt.values))
     if keys is None or values is None:
         return None
@@ -307,13 +307,13 @@ def lay_out(fmt: PageFormat, names: Names) -> torch.Tensor | None:
     return torch.from_numpy(memory)
 
 
-# by identity, with the format held so that its id stays its own: hashing all settings would cost more than a
+# by identity, keeping the format alive so its id is not reused: hashing all settings would cost more than a
 # call
 _bound: dict[int, tuple[PageFormat, torch.Tensor | None]] = {}
 
 
 def bind(fmt: PageFormat) -> torch.Tensor | None:
-    """The format as every call of the library wants it; None where the PyTorch kernels serve it."""
+    """The format as passed in every call of the library; None if the PyTorch kernels serve it."""
     found = _bound.get(id(fmt))
     if found is None:
         if library() is None:
@@ -323,7 +323,7 @@ def bind(fmt: PageFormat) -> torch.Tensor | None:
 
 
 def reduction(fmt: PageFormat) -> Reduction | None:
-    """What `fit` sums of a prompt's chunk; None for codecs that the library does not know, or that fit nothing."""
+    """What `fit` sums over a prompt's chunk; None for codecs that the library does not know, or that fit nothing."""
     kind = KEYS.get(type(fmt.keys))
     return kind.reduction if kind else None
 

@@ -1,6 +1,6 @@
 """The compiled library of csrc/cpu, and the instruction set that its kernels use.
 
-Built and loaded at the first call. Where that fails (no compiler), one warning is logged and the PyTorch kernels answer
+Built and loaded at the first call. If that fails (no compiler), one warning is logged and the PyTorch kernels serve
 instead. $VLLM_KVQ_ISA = portable | avx2 | avx512bw | avx512 lowers the instruction set, for tests.
 """
 
@@ -16,12 +16,12 @@ from vllm_kvq.kernels.build import BuildError, load
 logger = logging.getLogger(__name__)
 
 ISAS = ("portable", "avx2", "avx512bw", "avx512")
-"""In the library's order, which `best_isa` and every call count by."""
+"""In the library's order, whose indices `best_isa` and every call use."""
 
 
 @functools.cache
 def library() -> Any | None:
-    """The loaded library, None (after one warning) where it can't be had."""
+    """The loaded library; None (after one warning) if it is not available."""
     try:
         loaded = load()
     except BuildError as error:

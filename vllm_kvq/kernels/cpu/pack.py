@@ -1,8 +1,8 @@
 """Packing and fitting in C++ (csrc/cpu/pack), with the contract of kernels/torch/pack.py.
 
-Codes and parameters are those of the PyTorch codecs for the same float32 input, except where a sum of another order
-falls on the other side of a cell border: fitted scales, SQuat's blocks after the first, QJL's signs and norms, and
-PolarQuant's angles, whose arctangent is another one.
+Codes and parameters are those of the PyTorch codecs for the same float32 input, except where a different order of
+summation falls on the other side of a cell border: fitted scales, SQuat's blocks after the first, QJL's signs and
+norms, and PolarQuant's angles, which use a different arctangent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this processor is called, for figures that mean nothing without it."""
+"""The name of this processor, for figures that are meaningless without it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Formats that the CPU attends slowly, in one sentence with what to use instead.
+"""Names the formats that the CPU attends slowly, in one sentence with what to use instead.
 
-The library says itself for which halves of a format, keys and values, it has integer kernels
-(csrc/cpu/attend/choose.h); float32 kernels serve the rest. What is to blame is found by asking the library again, about
-the same format without an option, so that the sentence can't differ from what runs.
+The library itself reports for which halves of a format, keys and values, it has integer kernels
+(csrc/cpu/attend/choose.h); float32 kernels serve the rest. The cause is found by asking the library again, about the
+same format without an option, so the sentence can't differ from what runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reason:
     halves: tuple[str, ...]
     because: str
     options: tuple[str, ...] = ()
-    """Those to leave out; where there are none, only another cache is faster."""
+    """The options to leave out; if there are none, only another cache is faster."""
 
 
 def integer_halves(fmt: PageFormat) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def integer_halves(fmt: PageFormat) -> tuple[str, ...]:
 
 
 def slow(fmt: PageFormat) -> str | None:
-    """The sentence about a format that C++ serves; None where all is as fast as it gets."""
+    """The sentence about a format that C++ serves; None if fast kernels serve all of it."""
     reasons = _reasons(fmt)
     if not reasons:
         return None
@@ -62,13 +62,13 @@ def _reasons(fmt: PageFormat) -> list[Reason]:
         sizes = f"{', '.join(map(str, served[:-1]))} and {served[-1]}"
         reasons.insert(0, Reason(heads, f"at head size {fmt.geometry.head_size} (they do at {sizes})"))
     if "keys" in fast and isinstance(fmt.keys, SketchKeys) and fmt.settings.get("outlier_choice") == "slab":
-        # The kernel serves this, too, but prepares its query anew where the outlier channels change.
+        # The kernel serves this, too, but prepares its query again whenever the outlier channels change.
         reasons.append(Reason(("keys",), "with outlier_choice=slab", ("outlier_choice",)))
     return reasons
 
 
 def _reason(fmt: PageFormat, half: str) -> Reason | None:
-    """Which options, or which codec, keep integer kernels from attending this half; None: the head size."""
+    """The options, or the codec, that keep integer kernels from attending this half; None: the head size."""
     settings, chosen = fmt.settings, chosen_codecs(fmt)
     codec: type[Codec] = settings.keys if half == "keys" else settings.values
     default = get_format(fmt.name).settings(chosen)
@@ -92,13 +92,13 @@ def _fast(fmt: PageFormat, half: str, options: Mapping[str, Any], head_size: int
     geometry = replace(fmt.geometry, head_size=head_size, rotary_dim=None, rope=None) if head_size else fmt.geometry
     try:
         other = get_format(fmt.name).bind(geometry, options)
-    except ValueError:  # heads that this format does not store
+    except ValueError:  # head sizes that this format does not store
         return False
     return bind(other) is not None and half in integer_halves(other)
 
 
 def _head_sizes(fmt: PageFormat, half: str) -> list[int]:
-    """Those that integer kernels attend with default options, if none with these codecs then with the format's own."""
+    """Head sizes that integer kernels attend with default options; if there are none, with the format's own codecs."""
     for codecs in (chosen_codecs(fmt), {}):
         if found := [d for d in HEAD_SIZES if _fast(fmt, half, codecs, d)]:
             return found

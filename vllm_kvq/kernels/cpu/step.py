@@ -1,6 +1,6 @@
-"""A layer's step in C++: a decode step in one call (csrc/cpu/step/decode.h), all others planned on the host.
+"""A layer's step in C++: a decode step in one call (csrc/cpu/step/decode.h), all other steps planned on the host.
 
-The one call makes no plan and no index tensors. It serves steps whose requests all have history and at most 1 +
+The single call needs no plan and no index tensors. It serves steps whose requests all have history and at most 1 +
 speculative new tokens, in layers without learned sinks.
 """
 
@@ -36,9 +36,9 @@ CPU = Kernels(
 
 
 def why_not(fmt: PageFormat) -> str | None:
-    """One sentence if C++ can't serve this format here."""
+    """One sentence if C++ can't serve this format here, else None."""
     if library() is None:
-        return "the C++ kernels can't be built here (the log says why)"
+        return "the C++ kernels can't be built here (see the log)"
     if bind(fmt) is not None:
         return None
     return f"{fmt.name} has no C++ kernels for its keys or values{blamed(fmt, lambda other: bind(other) is not None)}"
@@ -63,7 +63,7 @@ class CPUStep:
             raise ValueError(why_not(fmt))
         self._constants = (bound, companions(fmt, slots, num_spec))
         self._scale, self._cap, self._isa, self._most = scale, cap, isa(), 1 + num_spec
-        # made once: at short contexts a decode step costs what its call costs
+        # created once: at short contexts the call dominates a decode step's cost
         self._no_sinks = torch.empty(0, slots.page_bytes // slots.itemsize, dtype=fmt.geometry.dtype)
         self._no_tokens = torch.empty(0, 1, slots.heads, slots.head_size, dtype=fmt.geometry.dtype)
         self.planned = PlannedStep(fmt, slots, num_spec, scale, torch.device("cpu"), CPU, causal, all_queries, cap)
@@ -77,7 +77,7 @@ class CPUStep:
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> int:
-        # once a layer found that this step takes a plan, the others need not ask
+        # once a layer has found that this step needs a plan, the others need not check
         if batch.longest <= self._most and Planned not in batch.kept and caches.learned is None:
             replaced = self.decode(batch, caches, query, key, value, output)
             if replaced is not None:
@@ -88,7 +88,7 @@ class CPUStep:
         if caches.shared is not None:
             self.planned.share(batch, caches, query, output)
             return
-        # after a decode step the ring still holds all that the step has attended
+        # after a decode step the ring still holds everything that the step attended
         self.decode(batch, caches, query, None, None, output)
         caches.read()
 
@@ -101,9 +101,9 @@ class CPUStep:
         value: torch.Tensor | None,
         output: torch.Tensor,
     ) -> int | None:
-        """The elements that were replaced before packing; None, and nothing is done, where the step takes a plan.
+        """The number of elements replaced before packing; None, and nothing is done, if the step needs a plan.
 
-        Without key and value the caches have been updated by another layer in this step, and are attended alone.
+        Without key and value, another layer has already updated the caches in this step: they are only attended.
         """
         if key is not None and len(key) != len(query):
             raise ValueError("query and key have different tokens")

@@ -1,9 +1,9 @@
 """Compiles csrc/cuda: one library per GPU architecture, and the emulation that tests run on a CPU.
 
-    python -m vllm_kvq.kernels.gpu.build --arch 90        ahead of time; without --arch: for the GPU that is here
+    python -m vllm_kvq.kernels.gpu.build --arch 90        ahead of time; without --arch: for the GPU in this machine
 
-Built at the first use and kept where the CPU kernels' library is (kernels/build.py). A library built once, on this
-machine or another with the same sources, serves without nvcc if $VLLM_KVQ_CACHE holds it.
+Built at first use and kept next to the CPU kernels' library (kernels/build.py). A library built once, on this
+machine or another with the same sources, works without nvcc if $VLLM_KVQ_CACHE holds it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def source_dir() -> Path:
 
 
 def nvcc() -> str | None:
-    """$CUDA_HOME/bin/nvcc, else the one on the path."""
+    """$CUDA_HOME/bin/nvcc, else the one on the PATH."""
     home = os.environ.get("CUDA_HOME")
     if home and (Path(home) / "bin" / "nvcc").is_file():
         return str(Path(home) / "bin" / "nvcc")
@@ -56,7 +56,7 @@ def architecture_for(capability: tuple[int, int]) -> int:
 
 
 def _digest(*more: object) -> str:
-    """Of the sources and of what else decides the result; not of nvcc's version, so that it need not be there."""
+    """A hash of the sources and whatever else affects the result, but not of nvcc's version: nvcc may be absent."""
     digest = hashlib.sha256(repr((*more, shared._ffi()[2])).encode())
     directory = source_dir()
     for path in sorted(directory.iterdir()):
@@ -74,7 +74,7 @@ def _compile(command: list[str], target: Path) -> Path:
 
 
 def _target(architecture: int) -> Path:
-    """Where the library of one architecture is or belongs. BuildError if it isn't there and nothing can build it."""
+    """The path of the library for one architecture. BuildError if it does not exist and can't be built."""
     target = shared._cache_dir() / f"cuda-sm{architecture}-{_digest(FLAGS)}.so"
     if target.exists() or nvcc() is not None:
         return target
@@ -85,7 +85,7 @@ def _target(architecture: int) -> Path:
 
 
 def problem(capability: tuple[int, int]) -> str | None:
-    """One sentence if a GPU of this compute capability can't have the kernels; nothing is compiled to find out."""
+    """One sentence if no kernels are available for a GPU of this compute capability, else None; compiles nothing."""
     try:
         _target(architecture_for(capability))
     except (OSError, ImportError, BuildError) as error:
@@ -110,7 +110,7 @@ def build(architecture: int) -> Path:
 
 
 def build_emulation() -> Path:
-    """The same source for CPU tensors (csrc/cuda/emulate.h): slow, for tests alone."""
+    """The same source for CPU tensors (csrc/cuda/emulate.h): slow, only for tests."""
     compiler = shared.compiler()
     target = shared._cache_dir() / f"cuda-emulated-{_digest(EMULATION_FLAGS, compiler)}.so"
     if target.exists():
@@ -121,10 +121,10 @@ def build_emulation() -> Path:
 
 
 def one_kernel(architecture: int, head_size: int, part: int, directory: Path, kind: str = "cubin") -> Path:
-    """One kernel alone (csrc/cuda/cubin.cu), to be looked into: its cubin or its ptx."""
+    """A single kernel (csrc/cuda/cubin.cu) for inspection: its cubin or its ptx."""
     compiler = nvcc()
     if compiler is None:
-        raise BuildError("looking into the CUDA kernels needs nvcc")
+        raise BuildError("inspecting the CUDA kernels needs nvcc")
     command = [compiler, *FLAGS[:2], f"-arch=sm_{architecture}", f"-DKVQ_D={head_size}", f"-DKVQ_PART={part}"]
     target = directory / f"qjl-{part}-d{head_size}-sm{architecture}.{kind}"
     return _compile([*command, f"-{kind}", str(source_dir() / "cubin.cu")], target)
@@ -158,7 +158,7 @@ def main() -> int:
             import torch
 
             if not torch.cuda.is_available():
-                raise BuildError("no GPU here to build for; name the architecture, as in --arch 90")
+                raise BuildError("there is no GPU here to build for; name the architecture, as in --arch 90")
             architectures = [architecture_for(torch.cuda.get_device_capability())]
         for architecture in architectures:
             print(f"CUDA kernels: {build(architecture).name}")

@@ -24,12 +24,12 @@ HEAD_SIZES = (64, 128, 256)
 PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 128
 WORKSPACE_BYTES = 256 << 20
-"""A long chunk is attended in pieces whose workspace fits this."""
+"""A long chunk is attended in pieces whose workspace does not exceed this."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A format as the library wants it: its layout, and the sketches transposed on the pages' device."""
+    """A format in the library's terms: its layout, and the sketches, transposed, on the pages' device."""
 
     layout: torch.Tensor
     inner: torch.Tensor
@@ -79,7 +79,7 @@ def _programs(requests: int, rows: int, heads: int) -> int:
 
 
 def workspace_bytes(fmt: PageFormat, requests: int, q: int, query_heads: int, heads: int) -> int:
-    """What an attention needs besides its results: sketched queries."""
+    """Workspace that an attention needs in addition to its results: sketched queries."""
     rows = q * query_heads // heads
     programs = _programs(requests, rows, heads)
     all_rows, d = programs * tile_rows(rows), fmt.geometry.d
@@ -135,7 +135,7 @@ class CudaKernels(PagedKernels):
             return min(2, max(1, slabs))
         programs = _programs(requests, q * query_heads // heads, heads)
         wanted = PROGRAMS_PER_PROCESSOR * _processors(pages.device.index or 0) // max(1, programs)
-        # four warps of a block take a slab each in turn; fewer than two turns cost more in the merge than they save
+        # each of a block's four warps takes a slab per turn; fewer than two turns cost more in the merge than they save
         return min(MAX_SPLITS, max(1, min(wanted, slabs // 8)))
 
     def launch_attend(
@@ -155,7 +155,7 @@ class CudaKernels(PagedKernels):
     ) -> None:
         if cap:
             raise ValueError(self.problem(fmt, True))
-        if start is None:  # as many queries for each request, one request after the other
+        if start is None:  # the same number of queries for each request, one request after the other
             n, q = query.shape[:2]
             start = torch.arange(0, (n + 1) * q, q, dtype=torch.int32, device=pages.device)
             query, longest = query.reshape(1, n * q, *query.shape[2:]), q

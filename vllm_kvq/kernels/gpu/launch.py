@@ -1,6 +1,6 @@
-"""How a Triton kernel is launched: warps, registers, rows of a program. What depends on a codec: triton_layout.py.
+"""How a Triton kernel is launched: warps, registers, rows of a program. What depends on a codec is in triton_layout.py.
 
-Found with `python -m proof compile`, whose --check fails on a spill; a GPU may know better.
+Found with `python -m proof compile`, whose --check fails on a spill; measurements on a GPU may suggest other values.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from vllm_kvq.formats import PageFormat
 
 MIN_ROWS, MAX_ROWS = 8, 16
-"""Rows (queries times query heads of one KV head) of a program that attends pages. With more, each of its warps would
-unpack it all."""
+"""Rows (queries times query heads of one KV head) of a program that attends pages. With more rows, each of its warps
+would unpack everything."""
 
 
 def power_of_two(n: int) -> int:
@@ -22,17 +22,17 @@ def power_of_two(n: int) -> int:
 class Launch:
     warps: int
     turn: int = 1
-    """Slabs of one page that a turn of attend's loop takes: the more, the fewer maxima, page numbers, parameters."""
+    """Slabs of one page per iteration of attend's loop: more of them need fewer maxima, page numbers and parameters."""
     extra: int = 16
-    """Rows of InnerQ's denominators that are kept: they are equal, and a product has 16. Half of them takes fewer
+    """Rows of InnerQ's denominators that are kept: they are equal, and a product has 16. Half of them need fewer
     registers."""
     stages: int = 1
-    """Of loads under way. With more than one Triton copies through shared memory what a lane could load for itself."""
+    """Stages of pending loads. With more than one, Triton copies data through shared memory that lanes could load."""
     free: bool = True
-    """Whether a thread may take all registers that there are: else ptxas may spill a few for one warp more."""
+    """Whether a thread may use all registers that exist: otherwise ptxas may spill a few to fit one more warp."""
     fused: bool = True
-    """Whether products may be rounded together with the sums they enter. Not where bytes are made: lanes with copies of
-    one sum of products would round it each in its own way, and choose codes by it (InnerQ's mode)."""
+    """Whether products may be fused with the sums they enter. Not when packing: lanes that hold copies of one sum of
+    products would each round it differently, and choose codes by it (InnerQ's mode)."""
 
     @property
     def options(self) -> dict[str, int]:
@@ -41,7 +41,7 @@ class Launch:
 
 
 SLOT_LAUNCH = Launch(4, stages=3, fused=False)
-"""Of what writes states, sinks and rings."""
+"""Launch of the kernels that write states, sinks and rings."""
 
 
 def merge_launch(parts: int) -> Launch:

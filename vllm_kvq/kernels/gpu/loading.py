@@ -15,7 +15,7 @@ _emulated: list[int] = []
 
 
 def emulate(capability: int) -> None:
-    """Triton's driver in this process is an emulator of a GPU of this compute capability, as in 90: compile for it."""
+    """Compile for an emulator of a GPU of this compute capability, as in 90: it is Triton's driver in this process."""
     _emulated[:] = [capability]
 
 
@@ -24,8 +24,8 @@ def emulated() -> int | None:
 
 
 def load() -> None:
-    """Import the kernels. Without a GPU or an emulator they belong to Triton's interpreter, whatever else uses Triton
-    here."""
+    """Import the kernels. Without a GPU or an emulator they run in Triton's interpreter, whatever else uses Triton in
+    this process."""
     importlib.import_module("triton")  # itself as it is meant to be
     before = os.environ.get("TRITON_INTERPRET")
     if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and emulated() is None:
@@ -41,5 +41,5 @@ def load() -> None:
 
 
 def interpreted() -> bool:
-    """Whether the kernels, once loaded, belong to the interpreter."""
+    """Whether the kernels, once loaded, run in the interpreter."""
     return bool(importlib.import_module("vllm_kvq.triton_kernels.lang").INTERPRETED.value)

@@ -1,9 +1,9 @@
-"""What every kind of GPU kernel does with packed pages (triton.py, cuda.py).
+"""The operations on packed pages that every kind of GPU kernel provides (triton.py, cuda.py).
 
     pack             the units that a step completes: ring and new tokens -> pages
-    launch_attend    into tensors of the caller, sizes from shapes, lengths from the device: fit for a CUDA graph
-    attend_table     the same with results of its own
-    attend_packed    a list of pages, as the PyTorch and C++ kernels take it (kernels/torch/attend.py)
+    launch_attend    into the caller's tensors, sizes from shapes, lengths from the device: suitable for a CUDA graph
+    attend_table     the same, allocating its results
+    attend_packed    a list of pages, as for the PyTorch and C++ kernels (kernels/torch/attend.py)
 
 The parts of an attention are joined by one merge, Triton's.
 """
@@ -22,24 +22,24 @@ from vllm_kvq.kernels.torch.attend import Partial
 
 
 class PagedKernels(ABC):
-    """One kind of kernels; what it does not know (`why_not`) others serve."""
+    """One kind of kernels; formats that it does not support (`why_not`) are served by others."""
 
     name: ClassVar[str]
     caps: ClassVar[bool]
-    """Whether they know a soft cap of scores."""
+    """Whether they support a soft cap of scores."""
 
     @abstractmethod
     def why_not(self, fmt: PageFormat) -> str | None:
-        """One sentence if these kernels can't serve this format, and what to do about it."""
+        """One sentence, with what to do about it, if these kernels can't serve this format."""
 
     def unavailable(self, capability: tuple[int, int]) -> str | None:
-        """One sentence if these kernels can't be had here for a GPU of this compute capability."""
+        """One sentence if these kernels are not available here for a GPU of this compute capability."""
         return None
 
     @abstractmethod
     def prepare(self, fmt: PageFormat, device: torch.device) -> None:
-        """Load all that a launch needs, now and not in the first request or while a graph is captured. BuildError,
-        one sentence, if it can't be had."""
+        """Load all that a launch needs now rather than in the first request or during graph capture. BuildError, one
+        sentence, if it is not available."""
 
     @abstractmethod
     def pack(
@@ -56,17 +56,17 @@ class PagedKernels(ABC):
         faults: torch.Tensor,
         units: int,
     ) -> None:
-        """Packs the units that a step completes: which ones is decided on the device.
+        """Packs the units that a step completes; the device decides which ones.
 
         `plan` (8, requests) is `begin`'s (triton_kernels/step.py), `side` the sidecar's pool (blocks, elements) of the
-        keys' type, `units` the most that a request completes. faults[1] counts elements that were replaced.
+        keys' type, `units` the most that one request completes. faults[1] counts elements that were replaced.
         """
 
     @abstractmethod
     def splits_of(
         self, fmt: PageFormat, requests: int, q: int, query_heads: int, table: torch.Tensor, pages: torch.Tensor
     ) -> int:
-        """Into how many parts each request's tokens are cut: from shapes alone, so that a CUDA graph may keep them."""
+        """The number of parts into which each request's tokens are split, from shapes only, as CUDA graphs require."""
 
     @abstractmethod
     def launch_attend(
@@ -92,11 +92,11 @@ class PagedKernels(ABC):
         """
 
     def problem(self, fmt: PageFormat, capped: bool) -> str | None:
-        """`why_not`, and whether they know a soft cap where scores have one."""
+        """`why_not`, which also checks for soft cap support if scores have a soft cap."""
         if (problem := self.why_not(fmt)) is not None:
             return problem
         if capped and not self.caps:
-            return f"the {self.name} kernels for {fmt.name} know no soft cap of attention scores"
+            return f"the {self.name} kernels for {fmt.name} don't support a soft cap of attention scores"
         return None
 
     def attend_table(
@@ -115,7 +115,7 @@ class PagedKernels(ABC):
 
         query (n, q, Hq, head_size) of any float type, pages (B, H, record_bytes) uint8, table (n, pages of the longest)
         int32 or int64 rows of `pages`, low and high (n,). A padded row has high = 0. Pages out of range and slabs that
-        were never packed are not seen. With `low` and `high` of the table's shape every page has limits of its own.
+        were never packed are not seen. If `low` and `high` have the table's shape, every page has its own limits.
         """
         self._check(fmt, query, pages, cap)
         n, q, query_heads, head_size = query.shape
@@ -149,7 +149,7 @@ class PagedKernels(ABC):
         high: torch.Tensor,
         scale: float,
     ) -> Partial:
-        """The pages of all requests in one list, which becomes a table (one host read)."""
+        """The pages of all requests in one list, which is converted to a table (one host read)."""
         n = len(query)
         count = torch.bincount(owner, minlength=n)
         width = max(1, int(count.max())) if n else 1

@@ -5,9 +5,9 @@
     attend    packed pages by block table; sinks, ring and the new tokens in place; one merge
     commit    the newest tokens into the ring, and the header; after the last of the layers that share the caches
 
-Pages are packed and attended by the kernels that know the format (Triton's or CUDA's), all else by Triton's. Grids
-follow from shapes and from the longest query alone, so a CUDA graph may replay a step whose lengths, tables and headers
-have changed. Cache tensors are taken anew in every call. On CPU tensors the same code runs under Triton's interpreter:
+Pages are packed and attended by the kernels that support the format (Triton's or CUDA's), everything else by Triton's.
+Grids follow only from shapes and the longest query, so a CUDA graph may replay a step whose lengths, tables and headers
+have changed. Every call is given the cache tensors again. On CPU tensors the same code runs under Triton's interpreter:
 that is how it is tested.
 """
 
@@ -34,7 +34,7 @@ KINDS: tuple[PagedKernels, ...] = (TRITON, CUDA)
 
 
 def kernels_of(fmt: PageFormat, capped: bool = False) -> PagedKernels | None:
-    """What packs and attends this format's pages; everything else of a step is Triton's for all formats.
+    """The kernels that pack and attend this format's pages; everything else of a step is Triton's for all formats.
 
     `capped`: scores have a soft cap.
     """
@@ -42,7 +42,7 @@ def kernels_of(fmt: PageFormat, capped: bool = False) -> PagedKernels | None:
 
 
 def why_not(fmt: PageFormat, capped: bool = False) -> str:
-    """One sentence, for a format that no kind of kernels serves."""
+    """One sentence on why no kind of kernels serves this format."""
     return "; ".join(k.problem(fmt, capped) or "" for k in KINDS)
 
 
@@ -57,10 +57,10 @@ class Attended:
 
 
 class GPUStep:
-    """`kernels.step.Step` of all layers that share a format, a cut of their companions and a scale.
+    """`kernels.step.Step` of all layers that share a format, the layout of their companions and a scale.
 
     Requests of up to 1 + num_spec new tokens come first, as vLLM orders them; if they do not, everything is served as
-    prompts. `causal` attends the new tokens of prompts; None: the kernel that attends what is in full precision does.
+    prompts. `causal` attends the new tokens of prompts; None: the kernel for tokens in full precision does.
     `all_queries` extends queries by those of other ranks that hold a copy of the same KV heads. `cap`: the soft cap of
     scores; 0: none.
     """
@@ -91,11 +91,11 @@ class GPUStep:
         self._state = state_constants(fmt)
         self.interpreted = interpreted()
         self.faults = torch.zeros(2, dtype=torch.int32, device=device)
-        """Steps of requests whose sidecar was stale, and elements that had to be replaced before packing."""
+        """Counters: steps of requests whose sidecar was stale, and elements that were replaced before packing."""
 
     @property
     def fits_queries(self) -> bool:
-        """Whether a request's state depends on its prompt's queries, and not on its keys alone."""
+        """Whether a request's state depends on its prompt's queries, and not only on its keys."""
         return self.fmt.state_rows > 0 and self.fmt.keys.fits_queries
 
     @property
@@ -179,7 +179,7 @@ class GPUStep:
         return self._columns | self._cut | self._words | heads | rules | sizes | self._state
 
     def _fit(self, batch: StepBatch, caches: Caches, plan: torch.Tensor, query: torch.Tensor, first: int) -> None:
-        """SQuat's subspace after one more chunk of a prompt, in float64. Only prefill steps come here."""
+        """SQuat's subspace after one more chunk of a prompt, in float64. Called only in prefill steps."""
         fmt, slots, heads = self.fmt, self.slots, self.slots.heads
         rows, d = fmt.state_rows, fmt.geometry.d
         floats = caches.sidecar.view(torch.float32)
@@ -272,7 +272,7 @@ class GPUStep:
         lse: torch.Tensor,
         new: bool,
     ) -> None:
-        """What the requests [part) keep in full precision: sinks, ring and, with `new`, their new tokens."""
+        """Attends what the requests [part) keep in full precision: sinks, ring and, with `new`, their new tokens."""
         from vllm_kvq.triton_kernels.full_precision import full_precision_kernel
 
         first, last = part

@@ -1,6 +1,6 @@
 """Triton kernels (vllm_kvq.triton_kernels) for SQuat, KIVI, InnerQ and PolarQuant: `TRITON`, of paged.py.
 
-On CPU tensors they run under Triton's interpreter. What they know of a codec: triton_layout.py.
+On CPU tensors they run under Triton's interpreter. Their knowledge of each codec is in triton_layout.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_kvq.kernels.slots import SlotGeometry
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
 LARGEST_HEAD = 256
-"""Channels: launches were found for heads up to these; larger ones have not been compiled."""
+"""The largest head size for which launches were found; larger ones have not been compiled."""
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def capability(device: torch.device) -> int:
 
 
 def splits_for(programs: int, slabs: int, device: torch.device) -> int:
-    """Splits of the tokens, from shapes alone, so that a CUDA graph may keep them."""
+    """The number of splits of the tokens, from shapes only, as CUDA graphs require."""
     if device.type != "cuda":
         return min(2, max(1, slabs))
     wanted = PROGRAMS_PER_PROCESSOR * _processors(device.index or 0) // max(1, programs)
@@ -58,11 +58,11 @@ def splits_for(programs: int, slabs: int, device: torch.device) -> int:
 
 
 TABLE_CHIPS: frozenset[int] = frozenset()
-"""Compute capabilities on which PolarQuant's scores by table lookup were measured to be faster: none has been tried."""
+"""Compute capabilities on which PolarQuant's scores by table lookup measured faster; none has been tried yet."""
 
 
 def table_rows(fmt: PageFormat, rows: int, chip: int, scores: str | None) -> int:
-    """How many rows of a decode step look their PolarQuant scores up in a table; 0: keys are rebuilt and multiplied."""
+    """Rows of a decode step that look PolarQuant scores up in a table; 0: keys are rebuilt and multiplied."""
     if rows > MIN_ROWS or not looks_up(fmt):
         return 0
     wanted = scores or os.environ.get("VLLM_KVQ_POLAR_SCORES") or ("table" if chip in TABLE_CHIPS else "dot")
@@ -74,14 +74,14 @@ def table_rows(fmt: PageFormat, rows: int, chip: int, scores: str | None) -> int
 @dataclass(frozen=True)
 class TritonKernels(PagedKernels):
     scores: str | None = None
-    """PolarQuant's: "dot" or "table"; None: as $VLLM_KVQ_POLAR_SCORES says, else what is faster on the chip."""
+    """PolarQuant's scores: "dot" or "table"; None: as in $VLLM_KVQ_POLAR_SCORES, else whatever is faster on the GPU."""
 
     name = "Triton"
     caps = True
 
     def why_not(self, fmt: PageFormat) -> str | None:
         if fmt.geometry.d > LARGEST_HEAD:
-            return f"the Triton kernels know head sizes up to {LARGEST_HEAD}, not {fmt.geometry.head_size}"
+            return f"the Triton kernels support head sizes up to {LARGEST_HEAD}, not {fmt.geometry.head_size}"
         if constants(fmt):
             return None
         return f"{fmt.name} has no Triton kernel for its keys or values{blamed(fmt, lambda o: bool(constants(o)))}"
@@ -168,7 +168,7 @@ TRITON = TritonKernels()
 
 
 def slots_constants(slots: SlotGeometry) -> dict[str, int]:
-    """How a companion's blocks are cut: slots per block, a slot in elements and in 32-bit words, the ring."""
+    """The layout of a companion's blocks: slots per block, a slot in elements and in 32-bit words, the ring."""
     slot = {"SPB": slots.slots_per_block, "SLOT": slots.slot_bytes // slots.itemsize, "WORDS": slots.slot_bytes // 4}
     return slot | {"RING": slots.ring, "RING_AT": slots.ring_at}
 

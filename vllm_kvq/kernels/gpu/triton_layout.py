@@ -1,21 +1,21 @@
-"""What the Triton kernels know of a codec: its kind, where its fields lie, how its kernels are launched.
+"""What the Triton kernels know about each codec: its kind, where its fields lie, how its kernels are launched.
 
-One table for keys, one for values and one for the states that a prompt leaves, by the exact class of the codec: a
+One table for keys, one for values and one for the states that prompts leave, by the exact class of the codec: a
 subclass may store something else. A format whose codecs are in the first two is packed and attended by Triton.
 
-Constants of the kernels have one meaning each. Offsets of a slab's fields are counted in 32-bit words or in float16
-numbers from the slab's first byte, those of a page's fields in float16 numbers from the page's:
+Each constant of the kernels has one meaning. Offsets of a slab's fields are counted in 32-bit words or float16 numbers
+from the slab's first byte, those of a page's fields in float16 numbers from the page's first byte:
 
     K_CODES   words    codes; PolarQuant's angles, or angles and radii where they share a byte
     K_SCALE   halves   scales of SQuat, KIVI, Kitty, InnerQ        V_CODES   words    codes
     K_ZERO    halves   zeros of SQuat, KIVI and Kitty              V_SCALE   halves   scales
     K_SLOT    words    InnerQ's zeros or signs                     V_ZERO    halves   zeros per token
     K_RADIUS  words    PolarQuant's radii                          V_SLOT    words    InnerQ's zeros or signs
-    K_HIGH    words    high digits of boosted channels, BOOSTED many
+    K_HIGH    words    high digits of the BOOSTED boosted channels
     K_NORM    halves   of the page: InnerQ's norm
     K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP   of the page, halves: PolarQuant's grid
 
-V_ROTATED is the size of the blocks that values are rotated in. A constant that a kind does not have is 0.
+V_ROTATED is the size of the blocks in which values are rotated. A constant that a kind does not have is 0.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from vllm_kvq.triton_kernels.version import old_triton
 Constants = dict[str, Any]
 
 STEPS = (16, 12, 8, 4)
-"""Channels, or pairs, of one step of 16 of the matrix products: the most that fit."""
+"""The largest number of channels, or pairs, in one step of 16 of the matrix products."""
 
 TILE_WARPS = 8
-"""Of what packs a slab as one tile: with fewer the registers do not suffice."""
+"""Warps for packing a slab as one tile: with fewer, there are not enough registers."""
 
 
 # -- where fields lie --------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def _paper_attend(fmt: PageFormat, k: PaperPolarKeys) -> Constants:
     return _polar_attend(fmt, k) | {"PAPER": True}
 
 
-# -- what packing takes beside them ------------------------------------------------------------------------------------
+# -- what packing takes in addition ------------------------------------------------------------------------------------
 def _channel_pack(k: ChannelKeys) -> Constants:
     return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, k.d))}
 
@@ -137,9 +137,9 @@ def _largest_power(n: int) -> int:
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
-# One warp keeps every product within a warp, and two slabs in a turn are fewer instructions. Where that needs more
-# registers than a thread has, it is one slab, half of InnerQ's denominators, or more warps. All of these were found by
-# trying: what spills differs from chip to chip.
+# One warp keeps every product within a warp, and two slabs per iteration need fewer instructions. If that takes more
+# registers than a thread has, use one slab, half of InnerQ's denominators, or more warps. All of these were found by
+# experiment: what spills differs between GPUs.
 def _large(d: int, rows: int) -> bool:
     return d > 64 and rows > MIN_ROWS
 
@@ -169,12 +169,12 @@ def _slab_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
 
 
 def _tile_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
-    """What packs a slab as one tile (triton_kernels/pack_tile.py)."""
+    """Launch of the kernel that packs a slab as one tile (triton_kernels/pack_tile.py)."""
     return Launch(TILE_WARPS, stages=3, fused=False)
 
 
 def _squat_launch(fmt: PageFormat, k: SQuatKeys, chip: int) -> Launch:
-    """More warps where the subspace takes registers; from 9.0 on it is a larger limit that makes it."""
+    """More warps if the subspace takes registers; from 9.0 on, a larger register limit is used instead."""
     if k.bits * k.d <= 256:
         return _slab_launch(fmt, k, chip)
     if chip < 90 or old_triton():
@@ -190,18 +190,18 @@ def _page_launch(fmt: PageFormat, k: PolarKeys, chip: int) -> Launch:
 # -- the tables --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class KeyEntry:
-    """What the kernels know of one class of key codecs."""
+    """What the kernels know about one class of key codecs."""
 
     kind: int
     attend: Callable[[PageFormat, Any], Constants]
     pack: Callable[[Any], Constants]
-    """Of the codec: what packing takes beside the constants of `attend`."""
+    """Codec -> the constants of packing that `attend` does not have."""
     crowded: Callable[[Any, int, int], bool]
-    """(codec, rows, chip): two slabs in a turn take too many registers."""
+    """(codec, rows, chip) -> whether two slabs per iteration take too many registers."""
     launch: Callable[[PageFormat, Any, int], Launch]
-    """Of packing, on a chip."""
+    """The launch of packing on a GPU."""
     wide_rows: int = MAX_ROWS
-    """Rows of a program above 128 channels: 16 only where they take fewer instructions than two programs of 8."""
+    """Rows of a program above 128 channels: 16 only if they take fewer instructions than two programs of 8."""
     extra: Callable[[Any, int], int] = lambda k, chip: 16
     """(codec, chip) -> `Launch.extra`."""
     looks_up: bool = False
@@ -209,7 +209,7 @@ class KeyEntry:
 
 
 def _fitted_or_not(codec: type[KeyCodec], entry: KeyEntry) -> dict[type, KeyEntry]:
-    """The bytes mean the same."""
+    """Adds classes whose bytes have the same meaning."""
     return {codec: entry, variant(codec, Fitted): entry}
 
 
@@ -338,7 +338,7 @@ def most_rows(fmt: PageFormat) -> int:
 
 
 def rows_for(fmt: PageFormat, rows: int) -> int:
-    """Rows per program: all of a decode step, a tile of a longer chunk."""
+    """Rows per program: all rows of a decode step, a tile of a longer chunk."""
     return min(most_rows(fmt), max(MIN_ROWS, power_of_two(rows)))
 
 

@@ -1,11 +1,11 @@
 """Attention over packed pages and over full-precision tokens, in vectorised PyTorch, and their merge.
 
     part i:  o_i = softmax(s_i) V_i,  l_i = log sum exp s_i,  s_i = scale * q . k
-             with a soft cap (Gemma-2), cap * tanh(s_i / cap) in the place of s_i
+             with a soft cap (Gemma-2), cap * tanh(s_i / cap) in place of s_i
     merge:   o = sum_i exp(l_i - l) o_i,  l = log sum_i exp l_i
 
-They serve every codec on every device, and every other kernel is compared with them. They take whole tensors: no loop
-runs per token, per head or (in a decode step) per request.
+They serve every codec on every device and are the reference for all other kernels. They process whole tensors: no
+loop runs per token, per head or (in a decode step) per request.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.kernels.torch.pack import Pair, gather
 
 WORK_BYTES = 64 << 20
-"""Unpacked float32 that a part may hold at once: pages beyond it are attended in several rounds."""
+"""Unpacked float32 that a part may hold at once: more pages than this are attended in several rounds."""
 
 DECODE_QUERIES = 8
-"""Up to this many queries per request a step is decode (one, or a verified draft): requests are batched by page."""
+"""With up to this many queries per request a step is decode (one, or a verified draft): batched by page."""
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(T, Hq, d) float32 outputs and (T, Hq) log-sum-exps; -inf where a query saw nothing."""
@@ -68,7 +68,7 @@ def attend_raw(
     heads = key.shape[2]
     keys = key.permute(0, 2, 3, 1).float()
     values = value.transpose(1, 2).float()
-    # a tile of queries at a time, so that the scores of a long chunk stay within WORK_BYTES
+    # one tile of queries at a time keeps the scores of a long chunk within WORK_BYTES
     tile = max(1, WORK_BYTES // (8 * n * query_heads * key.shape[1]))
     outs, lses = [], []
     for at in range(0, q, tile):
@@ -94,7 +94,7 @@ def attend_into(
     parts: list[Partial],
     cap: float = 0.0,
 ) -> None:
-    """Attention over raw tokens where they lie, merged with other parts of the same attention into the output.
+    """Attention over raw tokens in place, merged with other parts of the same attention into the output.
 
     query (n, q, Hq, d); rows (n, t): token j of request i is row rows[i, j] of `pool` (keys and values (blocks, slots,
     H, d); block * slots + slot), or of `more` counted from the end of `pool`; negative where there is none. seen
@@ -121,7 +121,7 @@ def causal(
     cap: float = 0.0,
 ) -> Partial:
     """`kernels.step.Causal`: one prompt at a time, by those of PyTorch's fused kernels that return the log-sum-exp.
-    They know no soft cap; with one `attend_raw` serves."""
+    They don't support a soft cap; with one, `attend_raw` is used."""
     share = query.shape[1] // key.shape[1]
     outs, lses, at = [], [], 0
     for n in lengths:
@@ -225,7 +225,7 @@ def attend_step(
     scale: float,
     cap: float = 0.0,
 ) -> bool:
-    """`attend_packed` and `attend_into` in one; False, and nothing done, where a page is not packed."""
+    """`attend_packed` and `attend_into` in one; returns False and does nothing if a page is not packed."""
     if not all_packed(fmt, pages, page_ids, low, high):
         return False
     parts = [attend_packed(fmt, query, pages, page_ids, owner, low, high, scale, cap)] if len(page_ids) else []
@@ -299,7 +299,7 @@ def _one_request(
         weights, lse = softmax_part(scores)
         new = weights @ value, lse
         if parts:
-            # the running result is one more part
+            # the running result is merged as one more part
             total = torch.logaddexp(parts[0][1], new[1])
             new = merge([parts[0], new]), total
         parts = [new]
@@ -313,8 +313,8 @@ def _unpack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(p, H, N, F) key features and (p, H, N, d) values; seen (p, N) booleans.
 
-    A slab that no query sees may hold anything that the block's last owner left: NaN, which times 0 would still be NaN,
-    and indices that point nowhere. It is read as zeros.
+    A slab that no query sees may hold anything left by the block's last owner: NaN, which times 0 would still be NaN,
+    and invalid indices. It is read as zeros.
     """
     data = pages[ids]
     slabs = data[..., fmt.slabs_at :][..., : fmt.slabs * fmt.slab_region.nbytes].unflatten(-1, (fmt.slabs, -1))
@@ -330,7 +330,7 @@ def _seen(fmt: PageFormat, low: torch.Tensor, high: torch.Tensor) -> torch.Tenso
 
 
 def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(n, q, Hq, d) -> (n, H, q * g, d): all query heads of a KV head together."""
+    """(n, q, Hq, d) -> (n, H, q * g, d), grouping the query heads of each KV head."""
     return x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
 
 

@@ -1,6 +1,6 @@
-"""What a step stores: raw tokens packed into pages, and a prompt's state; vectorised PyTorch.
+"""Kernels for what a step stores: raw tokens packed into pages, and a prompt's state; in vectorised PyTorch.
 
-They serve every codec on every device, and every other kernel is compared with them.
+They serve every codec on every device and are the reference for all other kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from vllm_kvq.formats import PageFormat
 
 PACK_BYTES = 64 << 20
-"""Float32 that packing may hold at once."""
+"""The amount of float32 that packing may hold at once."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
@@ -25,24 +25,24 @@ class Units:
     page: torch.Tensor
     unit: torch.Tensor
     rows: torch.Tensor
-    """(units, P): rows of the old tokens' pool (block * slots + slot), then those of the new tokens."""
+    """(units, P): rows of the old tokens' pool (block * slots + slot), followed by those of the new tokens."""
     owner: torch.Tensor
-    """Row of the state that each unit follows."""
+    """The row of the state that each unit uses."""
     follows: torch.Tensor
-    """Booleans: the page was begun in an earlier step, and the unit keeps its page parameters."""
+    """Booleans: the page was started in an earlier step, and the unit uses its existing page parameters."""
     decoded: torch.Tensor | None = None
     """Booleans: a decode step completes the unit; None: prompts complete all of them."""
     position: torch.Tensor | None = None
-    """Of each unit's first token. Only `PageFormat.pack` asks for it."""
+    """The position of each unit's first token. Needed only by `PageFormat.pack`."""
 
 
 def pack(
     fmt: PageFormat, pages: torch.Tensor, units: Units, old: Pair, new: Pair, state: torch.Tensor | None
 ) -> torch.Tensor:
-    """Write the units; returns how many elements were no numbers that a format can hold, and were replaced.
+    """Write the units; returns how many elements were replaced because no format can hold them.
 
     pages (B, H, record_bytes); old keys and values (blocks, slots, H, head_size), new ones (tokens, H, head_size);
-    state (owners, H, state_rows, d) float32, None where the keys carry none.
+    state (owners, H, state_rows, d) float32, None if the keys have no state.
     """
     heads = pages.shape[1]
     step = max(1, PACK_BYTES // (4 * fmt.unit * heads * fmt.geometry.d * 8))
@@ -70,7 +70,7 @@ def pack(
 
 
 def gather(pool: torch.Tensor, more: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Tokens (*rows.shape, H, d) by row: first those of `pool` (blocks, slots, H, d), then those of `more`, alike."""
+    """Tokens (*rows.shape, H, d) by row: first those of `pool` (blocks, slots, H, d), then those of `more`."""
     stored, slots = pool.shape[0] * pool.shape[1], pool.shape[1]
     if not len(more):
         return pool[rows // slots, rows % slots]

@@ -1,15 +1,15 @@
-"""What one step has to move and read, as index tensors: built once per step, used by every layer.
+"""What one step must move and read, as index tensors: built once per step, used by every layer.
 
 For a request with context c (tokens before this step), q new tokens and L = c + q, first own position `start`:
 
-    boundary   B = max(floor((c - W) / P) * P, start, 0): history below it is read packed, from it on from the ring
-    between    keys from B to the same boundary of W_keys are read packed, their values from the ring
+    boundary   B = max(floor((c - W) / P) * P, start, 0): history below B is read packed, from B on from the ring
+    between    keys from B to the corresponding boundary of W_keys are read packed, their values from the ring
     sinks      positions below min(S, B) come from the sink pages
     packing    every unit of P tokens that ends in (c, L]; those of a prefix hit end at `start`, before c
     ring       the newest min(q, R) tokens replace the oldest
 
-All arrays are built for all requests at once with ragged ranges; nothing loops over tokens. The GPU decides the same
-things in triton_kernels/step.py.
+All arrays are built for all requests at once with ragged ranges; nothing loops over tokens. On the GPU
+triton_kernels/step.py makes the same decisions.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Requests:
 
 @dataclass(frozen=True)
 class Between:
-    """Tokens whose keys are read packed and whose values are not, (n, m) each; every query of a request sees them."""
+    """Tokens whose keys are read packed but whose values are not, (n, m) each; every query of a request sees them."""
 
     rows: torch.Tensor
-    """Of the values, as `Group.held`; negative where there is none."""
+    """Rows of the values, like `Group.held`; negative where there is none."""
     page: torch.Tensor
-    """Of the keys, and their place in it."""
+    """Pages of the keys, and their places in them."""
     place: torch.Tensor
 
 
@@ -82,17 +82,17 @@ class Between:
 class Group:
     """Requests with the same number of new tokens, attended together.
 
-    A chunk's new tokens overwrite the ring, so its history is read from a copy of it and its new tokens where they
-    came in. The few tokens of a decode step lie in the ring themselves by then.
+    A chunk's new tokens overwrite the ring, so its history is read from a copy of the ring and its new tokens from the
+    step's input. The few tokens of a decode step are in the ring themselves by then.
     """
 
     rows: torch.Tensor
     """(n, q) rows of the queries."""
     run: slice | None
-    """The same as one slice of the step's tokens, where they are."""
+    """The same as one slice of the step's tokens, if they are contiguous."""
     chunk: bool
     start: torch.Tensor
-    """(n + 1,) int32: where the queries of each request begin among the group's."""
+    """(n + 1,) int32: the first query of each request among the group's."""
     held: torch.Tensor | None
     """(n, t) rows of tokens in full precision: of the ring's pool (a chunk: of its copy), then of the sinks' pool;
     negative where there is none. None: nothing precedes the new tokens."""
@@ -115,7 +115,7 @@ class Fit:
 
     rows: slice
     position: int
-    """Of its first token."""
+    """The position of its first token."""
     state: Index
     fresh: bool
 
@@ -125,7 +125,7 @@ class StepPlan:
     header_block: torch.Tensor
     header: torch.Tensor
     found: torch.Tensor
-    """The headers that the plan was made for: a layer that finds others must make its own."""
+    """The headers for which the plan was made: a layer that finds different ones must make its own plan."""
     ring_read: Index
     """The chunks' history in the ring, to be copied before they overwrite it."""
     ring_write: torch.Tensor
@@ -133,20 +133,20 @@ class StepPlan:
     sink_write: torch.Tensor
     sink_rows: torch.Tensor
     units: Units | None
-    """Rows of the ring's pool, then of the new tokens."""
+    """Rows of the ring's pool, followed by rows of the new tokens."""
     unit_state: Index | None
-    """(owners, state slots) where the states lie that the units follow."""
+    """(owners, state slots): locations of the states that the units use."""
     fits: list[Fit]
     groups: list[Group]
 
 
 class Planner:
-    """Builds plans for one format and one cut of the companions."""
+    """Builds plans for one format and one layout of the companions."""
 
     def __init__(self, fmt: PageFormat, slots: SlotGeometry, num_spec: int, device: torch.device) -> None:
         self.fmt, self.slots, self.num_spec, self.device = fmt, slots, num_spec, device
         self.decode_queries = 1 + num_spec
-        """More new tokens than these are a chunk of a prompt."""
+        """A request with more new tokens than this has a chunk of a prompt."""
 
     def plan(self, requests: Requests, headers: torch.Tensor) -> StepPlan:
         """`headers` are those of all blocks of the layer's sidecar pool."""
@@ -307,14 +307,14 @@ class Planner:
         sinks: np.ndarray,
         held: np.ndarray,
     ) -> Between | None:
-        """Takes what stands between the two boundaries, but for sinks, out of `held`."""
+        """Removes what lies between the two boundaries, except sinks, from `held`."""
         first = np.maximum(boundary, self.fmt.S)[mine, None]
         count = np.maximum(keys_boundary[mine, None] - first, 0)
         if not count.any():
             return None
         at = np.arange(int(count.max()))
         there, position = at < count, np.where(at < count, first + at, 0)
-        # `held` begins with the sinks below the boundary, and goes on with the ring from the boundary on
+        # `held` begins with the sinks below the boundary, followed by the ring from the boundary on
         column = sinks[mine, None] + position - boundary[mine, None]
         i, j = np.nonzero(there)
         rows = np.full(there.shape, -1, np.int64)

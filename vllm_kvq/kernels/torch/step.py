@@ -1,5 +1,5 @@
-"""A step that is planned on the host (`plan.py`) and done by a table of kernels: PyTorch's serve every codec on every
-device, C++ (kernels/cpu) the ones that it knows on a CPU.
+"""A step that is planned on the host (`plan.py`) and executed by a table of kernels: PyTorch's serve every codec on
+every device, C++ (kernels/cpu) those that it supports on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_kvq.kernels.torch.plan import Fit, Group, Planner, Requests, StepPlan
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions that a planned step calls; `kernels.torch.attend` and `kernels.torch.pack` say what each does."""
+    """The functions that a planned step calls, documented in `kernels.torch.attend` and `kernels.torch.pack`."""
 
     attend_packed: Callable[..., Partial]
     attend_raw: Callable[..., Partial]
@@ -45,8 +45,8 @@ TORCH = Kernels(
 
 @dataclass
 class Planned:
-    """What a batch means to planned steps: one plan for layers whose companions are cut alike, in practice, for their
-    headers agree."""
+    """What planned steps derive from a batch: in practice, one plan for all layers whose companions have the same
+    layout, because their headers agree."""
 
     requests: Requests
     plans: list[tuple[SlotGeometry, StepPlan]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Attended:
 
     plan: StepPlan
     ring: torch.Tensor
-    """The chunks' history, which they have overwritten."""
+    """The chunks' history, which the chunks have overwritten."""
     key: torch.Tensor
     value: torch.Tensor
 
@@ -70,7 +70,7 @@ class Attended:
 class PlannedStep:
     """`kernels.step.Step` of one layer.
 
-    `causal` attends prompts that nothing precedes; None: PyTorch does. `all_queries` extends queries by those of other
+    `causal` attends prompts without history; None: PyTorch does. `all_queries` extends queries by those of other
     ranks that hold a copy of the same KV heads. `cap`: the soft cap of scores; 0: none.
     """
 
@@ -115,7 +115,7 @@ class PlannedStep:
         caches.read()
 
     def plan(self, planned: Planned, caches: Caches) -> StepPlan:
-        """Another layer's plan, if this layer's companions are cut alike and its headers agree with it."""
+        """Another layer's plan, if this layer's companions have the same layout and its headers agree with it."""
         headers = self.slots.headers(caches.sidecar)
         for slots, known in planned.plans:
             if slots == self.slots and torch.equal(known.found, headers[known.header_block]):
@@ -127,8 +127,8 @@ class PlannedStep:
     def update(
         self, plan: StepPlan, caches: Caches, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, int]:
-        """Returns what chunks overwrite in their rings, (tokens, 2, H, head_size), for they still attend it, and how
-        many elements were replaced."""
+        """Returns what chunks overwrite in their rings, (tokens, 2, H, head_size), because they still attend it, and
+        how many elements were replaced."""
         slots, new, replaced = self.slots.cut(caches.sidecar), (key, value), 0
         ring = slots[plan.ring_read]
         for fit in plan.fits:
@@ -209,7 +209,7 @@ class PlannedStep:
         out, lse = self.causal(query, key, value, group.start, (q,) * n, self.scale, self.cap)
         if learned is not None:
             if lse is None:
-                raise TypeError("attention among a prompt's tokens must return its log-sum-exp beside learned sinks")
+                raise TypeError("attention among a prompt's tokens must return its log-sum-exp with learned sinks")
             out, _ = with_learned((out, lse), learned)
         return out.unflatten(0, (n, q))
 

@@ -1,6 +1,6 @@
 //     sums[t] += table[code_t]         16 bits for 32 tokens, codes of 4 bits (see sign_sums.h)
 //
-//     turn(p, bytes)            32 words of 4 bytes -> vectors, the same byte of all tokens side by side
+//     turn(p, bytes)            32 words of 4 bytes -> vectors, each with the same byte of all tokens
 //     add<v>(low, high, codes)  adds the entries' low and high bytes; tables of bytes 0 .. 3, 16 codes each
 //     tokens<t>()               the sums of tokens WIDTH t .. WIDTH (t + 1) - 1
 #pragma once

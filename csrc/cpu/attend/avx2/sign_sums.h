@@ -2,8 +2,8 @@
 //
 // Bit p of byte b is row b + p STRIDE of the sketch, so a nibble of byte b stands for four features, and its part of
 // the sum is one of 16. Two byte shuffles (low and high bytes) look up 16 bits for every code of a vector, two
-// interleavings put the bytes together, and two additions add them up: six instructions, where byte products of
-// features in two parts would take 16.
+// interleavings combine the bytes, and two additions add them up: six instructions, compared with 16 for byte products
+// of features in two parts.
 //
 // Sums stay in 16 bits, so a row's unit is chosen such that the magnitudes of its N rounded features add up to at most
 // 32767: they can't overflow, whatever bits a page holds. The rounding is about 1e-3 of a typical sum.

@@ -1,6 +1,6 @@
 //     S = q k,  P = 2^(S - m),  O = O + P v          k[slab][c][t], v[c / 32][t][c % 32]
 //
-// Many query rows, such as a prompt's chunk has: a block of slabs is unpacked to float32 once and multiplied with all
+// Many query rows, as in a prompt's chunk: a block of slabs is unpacked to float32 once and multiplied with all
 // rows, ROWS at a time. Unpacking then costs next to nothing, and the products run at the processor's full rate.
 //
 // QJL's keys become vectors like the others': a key's estimate is S_in^T sign |k| c(d) / m in all channels but the
@@ -38,7 +38,7 @@ inline size_t many_bytes(const Layout& l) {
 }
 
 // The values of slab `s` of a block, by panels of 32 channels: whole rows would lie a power of two apart, where a cache
-// has few places. What is not attended gets weight 0, but may be NaN, and is left out.
+// has few places. Tokens that are not attended have weight 0 but may be NaN, so they are left out.
 inline void unpack_value_panels(const Layout& l, const Slab& slab, int s, float* rows, float* v) {
   const int d = int(l.d);
   unpack_values(l, slab, rows);

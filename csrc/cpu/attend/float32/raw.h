@@ -61,7 +61,7 @@ inline Floats token_lanes(const void* token, int c, Dtype dtype) {
 }
 
 // A few rows (decode): a token's key and value meet all of them in registers, without turning keys around. T tokens at
-// once, for a product must wait for the one before it in the same sum.
+// once, because a product must wait for the previous one in the same sum.
 template <int R, int T, Dtype DTYPE>
 inline void few_scores(const RawTask& task, int first, int t, const void* const* key, float* scores) {
   Floats acc[T][R] = {};

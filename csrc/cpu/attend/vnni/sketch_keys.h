@@ -6,7 +6,7 @@
 // looks up 64 of them, and a dot product with their units adds those of a token. So 128 products cost one instruction,
 // and only the finished sums are rounded to 8 bits.
 //
-// f depends on a slab's outlier channels. Its tables are computed anew where these differ from the slab's before.
+// f depends on a slab's outlier channels. Its tables are recomputed when these differ from the previous slab's.
 #pragma once
 
 #include "../kernel.h"
