@@ -120,7 +120,7 @@ FAULTS: tuple[Fault, ...] = (
         "hits in models with windows leave the window to be computed",
         f"{ROOM}/plan/plan.py",
         "return 0 if layers.windows or states else window",
-        "return fmt.W",
+        "return window",
         SERVED,
     ),
     Fault(
