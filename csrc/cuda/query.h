@@ -90,7 +90,7 @@ query_kernel(const QueryParams p) {
     KVQ_UNROLL for (int r = 0; r < ROWS; ++r) sum[r] = fused(s, from_shared<float>(q + c * ROWS + r), sum[r]);
   }
 
-  // where row i stands in the operand: the inverse of step_rows
+  // the place of row i in the operand: the inverse of step_rows
   const int stride = m / 8, plane = i / stride, quad = i % stride / 4, byte = i % 4;
   int step, t, bit;
   if (m >= 128) {

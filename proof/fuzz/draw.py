@@ -86,7 +86,7 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: 
 
 
 def _full_layers(setup: Setup) -> list[int]:
-    """Indices of the layers with full attention and a cache of their own; of hybrids none is drawn."""
+    """Indices of the layers with full attention and a cache of their own; for hybrids none is drawn."""
     if setup.arch.hybrid:
         return []
     config = setup.arch.build()

@@ -1,6 +1,6 @@
 """Faults in the GPU's step, triton_kernels and csrc/cuda.
 
-Those in CUDA are slow, because each makes a library of its own.
+Those in CUDA are slow, because each builds its own library.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
         REFERENCE_TRITON,
     ),
     Fault(
-        "Triton packs units of a hit's shared pages anew",
+        "Triton packs units of a hit's shared pages again",
         "triton_kernels/pack.py",
         "begun = context // UNIT",
         "begun = tl.maximum(context - 1, 0) // UNIT",

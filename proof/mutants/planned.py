@@ -87,7 +87,7 @@ PLANNER = (
         REFERENCE,
     ),
     Fault(
-        "planner: units of a hit's shared pages are packed anew",
+        "planner: units of a hit's shared pages are packed again",
         "vllm_kvq/kernels/torch/plan.py",
         "first, last = c // p,",
         "first, last = np.maximum(c - 1, 0) // p,",
@@ -115,7 +115,7 @@ PLANNER = (
         REFERENCE,
     ),
     Fault(
-        "planner: every page is begun anew",
+        "planner: every page is started again",
         "vllm_kvq/kernels/torch/plan.py",
         "follows = unit // per_page * per_page < first[owner]",
         "follows = unit // per_page * per_page < 0",

@@ -1,4 +1,4 @@
-"""Traces of requests run on the real engine, judged by plain vLLM and by a reference of ours.
+"""Traces of requests run on the real engine, judged by plain vLLM and by our reference.
 
     trace.py       an engine's requests, and what it answered and did
     engine.py      runs traces on the real engine and writes down the scheduler's steps, with computed.py

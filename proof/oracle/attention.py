@@ -1,4 +1,4 @@
-"""An object of ours in the place of a Transformers model's attention, and around its layers that keep a state.
+"""Our object in place of a Transformers model's attention, and around its layers that keep a state.
 
 Transformers calls one function for every layer of every model and does not say on whose behalf. The thread that runs
 the model knows, so the object is a variable of the thread.

@@ -124,7 +124,7 @@ class EngineProcess(_Forked):
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments) in a process of its own."""
+    """function(*arguments) in its own process."""
     with _Forked({}, _serve_call, function, arguments) as process:
         return process.answer()
 

@@ -1,4 +1,4 @@
-"""Pictures in prompts: how vLLM is asked, and what the reference's network is given for the tokens that stand for them.
+"""Pictures in prompts: vLLM's prompt, and the inputs of the reference's network for the tokens that represent them.
 
 vLLM takes one placeholder for an image and puts as many tokens in its place as the image needs. A Request has them all.
 """

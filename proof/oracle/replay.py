@@ -26,7 +26,7 @@ NOISE = 1e-6
 
 
 def sharing_layers(config: Any) -> dict[int, int]:
-    """The layers that have no cache of their own, each with the one whose cache it reads: the last of its kind."""
+    """The layers without their own cache, each with the one whose cache it reads: the last of its kind."""
     first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     kinds = getattr(config, "layer_types", None) or []
     return {
@@ -36,7 +36,7 @@ def sharing_layers(config: Any) -> dict[int, int]:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Each layer's: in some models layers have heads of their own."""
+    """Each layer's configuration: in some models layers have different heads."""
     alone = getattr(config, "per_layer_config", None)
     return [alone[i] if alone else config for i in range(config.num_hidden_layers)]
 

@@ -16,7 +16,7 @@ def whole(what: str, value: Any, least: int) -> None:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image in a prompt: what it shows follows from `seed`, and `tokens` of the prompt from `at` on stand for it."""
+    """An image in a prompt: its content follows from `seed`; `tokens` of the prompt from `at` on represent it."""
 
     seed: int
     at: int

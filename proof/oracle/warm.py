@@ -29,7 +29,7 @@ def warm() -> None:
     # each worker would search all modules for Triton kernels that C++ replaces: two seconds
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-    # Each engine would compile this anew: ten seconds. (Imported late, because the search above fails on numba.)
+    # Each engine would compile this again: ten seconds. (Imported late, because the search above fails on numba.)
     from vllm.v1.spec_decode import ngram_proposer
 
     ngram_proposer.batch_propose_numba.enable_caching()

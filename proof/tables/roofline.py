@@ -190,7 +190,7 @@ def chips() -> str:
 
 
 def page(rows: Sequence[Count]) -> str:
-    """As it stands in docs/gpu.md."""
+    """The table in docs/gpu.md."""
     return "\n\n".join([
         "Bytes per token; instructions per lane and cached element in the inner loop of decode (sm_90, up to 8 rows):",
         instructions(rows, 90),

@@ -12,7 +12,7 @@ The last group is smaller if G does not divide d. With `value_rotation: hadamard
 
 Uncompressed (PolarQuant's main setting in float16 and bfloat16, and `lossless` in any dtype):
 
-    v_raw  model dtype  [32 tokens][d]   natural order, because no code has to be unpacked
+    v_raw  model dtype  [32 tokens][d]   natural order, because no code needs unpacking
 """
 
 from __future__ import annotations

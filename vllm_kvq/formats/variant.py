@@ -1,6 +1,6 @@
 """Codecs for which an option selects another class.
 
-Kernels look codecs up by their exact class, so a class stands for exactly one meaning of the bytes and one way of
+Kernels look codecs up by their exact class, so a class represents exactly one meaning of the bytes and one way of
 choosing them. An option that changes either is a class placed before the codec's own, a third party's included.
 """
 

@@ -59,7 +59,7 @@ class Captured:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ValueError("the model has no attention layer with keys and values of its own to look at")
+            raise ValueError("the model has no attention layer with its own keys and values to measure")
 
     def calibration_of(self, layer: Layer) -> Calibration:
         """The constants; raises ValueError if there is no other text."""

@@ -8,7 +8,7 @@
 namespace {
 namespace float32 {
 
-// A quotient of polynomials, a few units in the last place off; beyond 7.9 float32 knows no number below 1.
+// A quotient of polynomials, a few units in the last place off; beyond 7.9 float32 has no number below 1.
 inline Floats tanh(Floats x) {
   const Floats most = splat(7.90531110763549805f);
   x = x > most ? most : x;
