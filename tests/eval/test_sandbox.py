@@ -156,5 +156,5 @@ def test_a_sandbox_that_can_t_be_made_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["cpu_seconds", "seconds", "memory_bytes", "file_bytes", "processes"])
 def test_limits_leave_something(name: str) -> None:
-    with pytest.raises(ValueError, match="below 1"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         Limits(**{name: 0})

@@ -202,7 +202,7 @@ def test_high_digits_are_those_of_boosted_channels() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"key_bits": 4, "boost": "half"}, "option 'key_bits' is 4, which keys with boosted channels don't have"),
+        ({"key_bits": 4, "boost": "half"}, "option 'key_bits' is 4, which keys with boosted channels can't have"),
         (
             {"token_scale": "balanced", "boost": "quarter"},
             "'token_scale' is 'balanced', which keys with boosted",
