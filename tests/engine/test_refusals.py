@@ -13,7 +13,7 @@ import vllm
 from engine_arguments import kvq
 
 from vllm_kvq.integration.plan import memory
-from vllm_kvq.integration.plan.problem import Refused
+from vllm_kvq.integration.plan.problem import Problem, Refused
 
 pytestmark = pytest.mark.engine
 
@@ -171,3 +171,10 @@ def test_unpacked_slabs_are_recognised() -> None:
     k, v = (fmt.widen(torch.randn(1, 32, 64))[0] for _ in range(2))
     fmt.write(pages, torch.tensor([1]), torch.tensor([0]), fmt.pack(k, v, None))
     assert fmt.packed_slabs(pages, torch.tensor([1, 0])).tolist() == [[True, False], [False, False]]
+
+
+def test_a_problem_names_the_way_out() -> None:
+    assert str(Problem("no room", "use less")) == "no room; use less"
+    for what, instead in (("no room", ""), ("", "use less")):
+        with pytest.raises(ValueError, match="what is wrong and what to do instead"):
+            Problem(what, instead)
