@@ -83,6 +83,6 @@ def test_the_served_command(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert all(len(tokens) == request.max_tokens for tokens in answers)
         capacity = parse_capacity(server.read_log())
         assert capacity is not None
-        assert capacity.format == "int4_hadamard"
+        assert capacity.format == "int4_hadamard:hadamard_group=16"
         assert capacity.bits == 5.625, "5.125 with groups of 32"
         assert server.stop() == 0

@@ -116,7 +116,7 @@ def test_the_slowest_path_serves_all_layers(bare: Bare, monkeypatch: pytest.Monk
         ({"m": {"0": 64, "*": None}}, "option 'm' is null; leave it out to get the default"),
         ({"m": {"0": {"1": 64}, "*": 64}}, "option 'm' is {'1': 64}; it takes a whole number"),
         ({"r": {"0": 5, "*": 8}}, "option 'r' is not read by qjl3"),
-        ({"outliers": {"0": 0, "*": 4}, "m_out": 64}, "option 'm_out' is set, but with 'outliers' 0 there are none"),
+        ({"outliers": {"0": 0, "*": 4}, "m_out": 64}, "option 'm_out' is set, but it has no effect with 'outliers' 0"),
         ({"m": {"1": 64, "*": 32}, "skip_layers": [1]}, "option 'm' names layer 1, which no format serves"),
     ],
 )

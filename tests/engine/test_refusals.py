@@ -31,7 +31,7 @@ def config(model: Path, **arguments: Any) -> Any:
         (kvq(rank=3), "unknown kvq option 'rank'; known options are keys, values"),
         (kvq(r=99), "option 'r' is 99; it takes a whole number from 1 to 64"),
         (kvq(m=256), "option 'm' is not read by squat2"),
-        (kvq(g=1), "option 'g' is served in multiples of 16; finer blocks are for vllm_kvq.roundtrip"),
+        (kvq(g=1), "option 'g' is served in multiples of 16; finer blocks are only for vllm_kvq.roundtrip"),
         (kvq(r=64), "option 'r' is 64; a subspace of 64 channels is no more than 63 wide"),
         (kvq(g=64), "option 'g' is 64, the whole head of 64 channels"),
         (kvq(N=64) | {"block_size": 128}, "kvq option 'N' is 64 but --block-size is 128"),
