@@ -146,7 +146,7 @@ class Historian:
         return [(-1, c.pages[i], keys[i]) for i in range(c.context // self.fmt.N)]
 
     def _hits_beside(self, s: _Sample, c: Chunk, beside: Sequence[Beside]) -> list[list[Name | None]]:
-        """The same in each group of `beside`; for a state only the last one."""
+        """The blocks in each group of `beside`; if that keeps states, only the last block."""
         found = []
         for group, (blocks, kind) in enumerate(zip(c.beside, beside, strict=True)):
             pages, keys = c.context // kind.block, s.keys(kind.block)

@@ -249,11 +249,8 @@ def _rivals(shape: Shape, device: torch.device, results: Results) -> tuple[dict[
         del calls
     try:
         eight = results.take("fp8", *at, lambda: (measure(fp8_calls(shape, device), device), full // 2)).seconds
-    except (
-        ImportError,
-        RuntimeError,
-        TypeError,
-    ):  # no FlashAttention 3, or it does not support this GPU, or has another version
+    # no FlashAttention 3, or it does not support this GPU, or has another version
+    except (ImportError, RuntimeError, TypeError):
         eight = None
     return kept, eight
 
@@ -367,10 +364,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--seconds", type=float, default=300, help="time after which no measurement is started")
     parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="FOLDER",
-        help="folder that keeps every number immediately; none is measured again",
+        "--results", type=Path, metavar="FOLDER", help="folder that keeps every number; none is measured again"
     )
     parser.add_argument("--dry-run", action="store_true", help="use tiny shapes, without a GPU")
     parser.add_argument("--compile", action="store_true", help="only launch everything once, to compile it")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvq.formats.by_layer import all_options
-from vllm_kvq.formats.table import get_format, suite
+from vllm_kvq.formats.table import get_format, label, suite
 
 PLAIN = "auto"
 """vLLM's own cache in the model's dtype: the baseline for all others."""
@@ -48,15 +48,6 @@ def add_formats(p: argparse.ArgumentParser, which: str) -> None:
     p.add_argument(
         "--formats", default=names, metavar="F,...", help="formats, with options: squat2:r=8,W=64 (%(default)s)"
     )
-
-
-def label(name: str, options: Mapping[str, Any]) -> str:
-    text = ",".join(f"{option}={_written(value)}" for option, value in sorted(options.items()))
-    return f"{name}:{text}" if text else name
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def choices(text: str) -> list[Choice]:

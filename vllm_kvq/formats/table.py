@@ -10,9 +10,10 @@ name is used.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
@@ -193,20 +194,22 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
-def label(name: str, settings: Sequence[Settings]) -> str:
-    """What is served, in one word: `kitty2:keys=squat,key_bits=4` where the user's options make something else of the
-    format. `settings`: of every part of the layers; only what they have in common is said, and neither W, S nor N."""
-    first, *others = (_changed(name, s) for s in settings)
-    common = {option: value for option, value in first.items() if all(other.get(option) == value for other in others)}
-    return ":".join([name, *([",".join(f"{option}={value}" for option, value in common.items())] if common else [])])
+def label(name: str, options: Mapping[str, Any]) -> str:
+    """A format with options as users write it, in one word: `squat2:W=64,r=8`."""
+    text = ",".join(f"{option}={_written(value)}" for option, value in sorted(options.items()))
+    return f"{name}:{text}" if text else name
 
 
-def _changed(name: str, settings: Settings) -> dict[str, Any]:
-    """The codecs and their options that are not the format's own."""
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def changed(name: str, settings: Settings) -> dict[str, Any]:
+    """The codecs and their options that are not the format's own; not W, S and N, which every format has."""
     own, codecs = get_format(name), {"keys": settings.keys.name, "values": settings.values.name}
-    changed: dict[str, Any] = {half: codec for half, codec in codecs.items() if codec != getattr(own, half).name}
-    usual = dict(own.settings(changed).own)
-    return changed | {option: value for option, value in settings.own if value != usual[option]}
+    others: dict[str, Any] = {half: codec for half, codec in codecs.items() if codec != getattr(own, half).name}
+    usual = dict(own.settings(others).own)
+    return others | {option: value for option, value in settings.own if value != usual[option]}
 
 
 def _refuse(name: str) -> NoReturn:

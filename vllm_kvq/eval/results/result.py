@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.eval.choice import label
+from vllm_kvq.formats.table import label
 
 VERSION = 2
 """The version of the file. Rows written by another version are not read."""

@@ -41,10 +41,9 @@ def check(vllm_config: VllmConfig) -> None:
     if model is None:
         return
     try:
-        settings.skipped(model.get_total_num_hidden_layers())
+        layers = Layers.of(vllm_config, options)
     except ValueError as error:
         raise Refused(str(error)) from None
-    layers = Layers.of(vllm_config, options)
     if problems := _problems(vllm_config, layers):
         all_of_them = ", ".join(problem.what for problem in problems)
         raise Refused(f"--kv-cache-dtype {options.name} does not support {all_of_them}; {problems[0].instead}")

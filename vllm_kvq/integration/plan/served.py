@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.table import label
+from vllm_kvq.formats.table import changed, label
 from vllm_kvq.integration.plan.drafts import Draft
 from vllm_kvq.integration.plan.groups import Kind, Pool
 from vllm_kvq.integration.plan.heads import Heads
@@ -64,8 +64,9 @@ class Served:
 
     @property
     def label(self) -> str:
-        """The format's name, and what the user's options make of it."""
-        return label(self.format.name, [part.format.settings for part in self.parts])
+        """The format's name, and what the user's options make of it in all parts: `kitty2:key_bits=4,keys=squat`."""
+        first, *others = (changed(self.format.name, part.format.settings) for part in self.parts)
+        return label(self.format.name, {o: v for o, v in first.items() if all(other.get(o) == v for other in others)})
 
     @property
     def copies(self) -> int:

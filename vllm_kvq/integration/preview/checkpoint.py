@@ -25,10 +25,8 @@ def checkpoint_problem(vllm_config: VllmConfig) -> Problem | None:
         if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
             return Problem(f"{folder} has no weights ({', '.join(WEIGHTS)})", "download them, or name another model")
         if missing := _missing_shards(folder):
-            return Problem(
-                f"{folder} lacks {missing[0]}" + (f" and {len(missing) - 1} more files" if len(missing) > 1 else ""),
-                "download the checkpoint again",
-            )
+            more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
+            return Problem(f"{folder} lacks {missing[0]}{more}", "download the checkpoint again")
     if model.skip_tokenizer_init or not (folder := Path(model.tokenizer)).is_dir():
         return None
     if any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
@@ -37,12 +35,19 @@ def checkpoint_problem(vllm_config: VllmConfig) -> Problem | None:
 
 
 def _missing_shards(folder: Path) -> list[str]:
-    """Files that an index of the weights names and that are not there."""
-    named: set[str] = set()
-    for path in folder.glob(INDEX):
-        index = json.loads(path.read_text(encoding="utf-8"))
-        named |= {*index.get("weight_map", {}).values()} if isinstance(index, dict) else set()
-    return sorted(name for name in named if not (folder / name).is_file())
+    """Files that an index of the weights names and that are not there: none where some index is complete, because a
+    folder may hold the index of another kind of weights, too."""
+    missing = [[name for name in _named(path) if not (folder / name).is_file()] for path in folder.glob(INDEX)]
+    return min(missing, key=len, default=[])
+
+
+def _named(index: Path) -> list[str]:
+    """Nothing where it is damaged: vLLM says that in its own words."""
+    try:
+        weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({str(name) for name in weights.values()})
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
 
 
 def weights_problem(vllm_config: VllmConfig, cache_bytes: int) -> Problem | None:
