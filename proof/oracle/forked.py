@@ -36,27 +36,23 @@ def _own() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(OURS) or name == RUNNER}
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["proof.oracle.preload"])
-    return context
+def _server(preload: str) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([preload])
+    return server
 
 
-_v2_server = forkserver.ForkServer()
-_v2_server.set_forkserver_preload(["proof.oracle.preload_v2"])
+_servers = {False: _server("proof.oracle.preload"), True: _server("proof.oracle.preload_v2")}
+"""By whether it is for the V2 runner: vLLM, once imported, has one model runner or the other. Neither is the server of
+multiprocessing itself, which imports what its first user asked for."""
 _starting = threading.Lock()
 
 
 @contextmanager
-def _server_of(variables: Mapping[str, str]) -> Iterator[None]:
-    """Which server a process that starts here is forked from: vLLM, once imported, has one model runner or the other.
-    multiprocessing knows a single server."""
-    with _starting:
-        if variables.get(RUNNER) != "1":
-            yield
-            return
-        with mock.patch.object(forkserver, "connect_to_new_process", _v2_server.connect_to_new_process):
-            yield
+def _forked_from(server: forkserver.ForkServer) -> Iterator[None]:
+    """A process that starts here comes from that server."""
+    with _starting, mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        yield
 
 
 class _Forked:
@@ -66,12 +62,13 @@ class _Forked:
         handle, log = tempfile.mkstemp(prefix="kvq-engine-", suffix=".log")
         os.close(handle)
         self.log = Path(log)
-        context = _context()
+        context = multiprocessing.get_context("forkserver")
         self.pipe, other = context.Pipe()
         variables = _own() | dict(variables)
-        self.timeout = V2_TIMEOUT if variables.get(RUNNER) == "1" else TIMEOUT
+        v2 = variables.get(RUNNER) == "1"
+        self.timeout = V2_TIMEOUT if v2 else TIMEOUT
         self.process = context.Process(target=_begin, args=(other, log, variables, serve, arguments), daemon=True)
-        with _server_of(variables):
+        with _forked_from(_servers[v2]):
             self.process.start()
         other.close()
 
