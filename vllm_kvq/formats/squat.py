@@ -245,7 +245,7 @@ FORMATS = (
         SQuatKeys,
         TokenValues,
         {
-            "r": 10,
+            "r": 5,
             "key_scales": "fitted",
             "value_scales": "fitted",
             "value_rotation": "hadamard",
