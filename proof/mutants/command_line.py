@@ -5,6 +5,7 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 CLI = "tests/test_cli.py"
+CHECK_ALL = "tests/engine/test_check_all.py"
 CHECK = "tests/engine/test_check.py -k 'not process and not verbose'"
 DOCTOR = "tests/engine/test_doctor.py"
 SLOW = "tests/kernels/test_slow.py"
@@ -91,14 +92,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "check ignores the memory that is there",
-        "vllm_kvq/cli/check.py",
+        "vllm_kvq/integration/preview/description.py",
         "checkpoint_problem(config) or memory.problem",
         "checkpoint_problem(config)",
         CHECK,
     ),
     Fault(
         "check takes a folder without weights",
-        "vllm_kvq/cli/check.py",
+        "vllm_kvq/integration/preview/description.py",
         "checkpoint_problem(config) or memory.problem",
         "memory.problem",
         f"{CHECK} -k missing",
@@ -112,10 +113,31 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "check believes that any request fits",
-        "vllm_kvq/cli/check.py",
+        "vllm_kvq/integration/preview/description.py",
         "blocks <= capacity.per_request",
         "blocks < 0",
         CHECK,
+    ),
+    Fault(
+        "check ranks the formats by nothing",
+        "vllm_kvq/cli/check_all.py",
+        "last if fmt.usual is None else fmt.usual",
+        "last",
+        CHECK_ALL,
+    ),
+    Fault(
+        "check takes losses from the wrong kind of model",
+        "vllm_kvq/integration/advice/losses.py",
+        "(m.key_biases != key_biases, ",
+        "(m.key_biases == key_biases, ",
+        CHECK_ALL,
+    ),
+    Fault(
+        "check says a reason that all formats share for each",
+        "vllm_kvq/cli/check_all.py",
+        "len(problems) == 1",
+        "not problems",
+        CHECK_ALL,
     ),
     Fault(
         "check's sentence has pydantic's words around it",

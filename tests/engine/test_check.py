@@ -212,7 +212,6 @@ def test_what_options_make_of_a_format_is_named(
     ("arguments", "error"),
     [
         (["--kv-cache-dtype", "squat2"], "name a model"),
-        (["MODEL"], "--kv-cache-dtype is 'auto', which is none of this plugin's formats"),
         (["MODEL", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype is 'fp8'"),
         (["MODEL", "--kv-cache-dtype", "squat2", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["MODEL", "--kv-cache-dtype", "squat3"], "invalid choice: 'squat3'"),

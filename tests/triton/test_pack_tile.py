@@ -75,7 +75,7 @@ def test_bytes_of_the_codecs(name: str, d: int, dtype: torch.dtype, options: dic
     [
         (64, torch.float32, {}),
         (128, torch.bfloat16, {"g": 32, "r": 16, "floor": 0}),  # four blocks
-        (80, torch.float32, {"boost": "half", "key_scales": "range", "r": 5}),  # padded; blocks of 48 channels
+        (80, torch.float32, {"boost": "half", "key_scales": "range", "r": 10}),  # padded; blocks of 48 channels
         wide(256, torch.float32, {"g": 96}),  # the last block is a smaller one
     ],
 )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.integration.preview.dry_start import DryStart, WouldNotStart, WrongUsage, dry_start
+from vllm_kvq.integration.preview.dry_start import NoFormat, WouldNotStart, WrongUsage, dry_start
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,15 +20,16 @@ def parser() -> argparse.ArgumentParser:
         "vllm-kvq check",
         "Would `vllm serve` with the same arguments start here? Takes every flag of vllm serve; loads no weights.",
         (
+            "MODEL",
             "MODEL --kv-cache-dtype squat2",
             "MODEL --kv-cache-dtype qjl3 --max-model-len 8192 --json",
             'MODEL --kv-cache-dtype squat2 --additional-config \'{"kvq": {"r": 8}}\'',
         ),
         "it would not start; the sentence says why",
     )
-    p.usage = "vllm-kvq check MODEL --kv-cache-dtype F [--additional-config JSON] [any flag of vllm serve]"
+    p.usage = "vllm-kvq check MODEL [--kv-cache-dtype F] [--additional-config JSON] [any flag of vllm serve]"
     p.add_argument("model", metavar="MODEL", help="model name, or checkpoint folder")
-    p.add_argument("--kv-cache-dtype", metavar="F", required=True, help="one of `vllm-kvq formats`")
+    p.add_argument("--kv-cache-dtype", metavar="F", help="one of `vllm-kvq formats` (all, in half a minute)")
     p.add_argument("--additional-config", metavar="JSON", help='options, as in {"kvq": {"W": 64}}')
     p.add_argument(
         "--max-model-len", metavar="TOKENS", help="maximum request length; like all other flags, as for vllm serve"
@@ -47,8 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     let_kernels_log()
     if not verbose:
         be_quiet()
+    from vllm_kvq.integration.preview.description import describe  # imports vllm, which reads its log level then
+
+    words = [word for word in given if word not in ("--json", "--verbose")]
     try:
-        found = describe(dry_start([word for word in given if word not in ("--json", "--verbose")]))
+        found = describe(dry_start(words))
+    except NoFormat:
+        from vllm_kvq.cli import check_all
+
+        return check_all.main(words, as_json)
     except WrongUsage as error:
         parser().error(str(error))
     except WouldNotStart as error:
@@ -74,66 +82,6 @@ def be_quiet() -> None:
     for name in ("vllm", "transformers"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
-
-
-def describe(start: DryStart) -> dict[str, Any]:
-    from vllm_kvq.integration.advice.hints import hints
-    from vllm_kvq.integration.plan.memory import cache_memory, gib
-    from vllm_kvq.integration.plan.problem import Problem
-    from vllm_kvq.integration.preview.checkpoint import checkpoint_problem, weights_problem
-    from vllm_kvq.integration.worker.report import Capacity, part_lines
-    from vllm_kvq.kernels.cpu.library import ISAS, isa
-
-    served, config = start.served, start.vllm_config
-    fmt, path, memory = served.format, served.path, cache_memory(config)
-    page_group = served.pool.block_bytes
-    by_layer = [line.removeprefix("kvq: ") for line in part_lines(served)]
-    blocks = memory.nbytes * config.parallel_config.pipeline_parallel_size // page_group
-    capacity = Capacity.of(served, blocks)
-    problem = checkpoint_problem(config) or memory.problem
-    if problem is None and blocks <= capacity.per_request:
-        problem = Problem(
-            f"a request of {served.max_len} tokens takes {gib(capacity.per_request * page_group)} of cache and there "
-            f"are {gib(memory.nbytes)} ({memory.because})",
-            "lower --max-model-len or give the cache more memory",
-        )
-    problem = problem or weights_problem(config, memory.nbytes)
-    return {
-        "starts": problem is None,
-        "sentence": None if problem is None else str(problem),
-        "model": config.model_config.model,
-        "format": fmt.name,
-        "label": served.label,
-        "bits_per_element": served.bits_per_element,
-        **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
-        "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
-        "by_layer": by_layer,
-        "warnings": hints(served, config),
-        "kernels": {
-            "path": path.name,
-            "isa": ISAS[isa()] if path.name == "C++" else None,
-            "why_not_faster": path.why,
-            "slow": path.slow,
-        },
-        "memory": {"bytes": memory.nbytes, "because": memory.because},
-        "capacity": {
-            "tokens": max(capacity.tokens, 0),
-            "bf16_tokens": capacity.plain_tokens,
-            "request_tokens": served.max_len,
-        },
-        "request_blocks": request_blocks(served),
-    }
-
-
-def request_blocks(served: Any) -> dict[str, int]:
-    """Blocks of the pool that a request of the maximum length takes, by purpose."""
-    full = served.kinds[0].blocks
-    return {
-        "pages": full - served.sidecar_blocks - served.sink_blocks,
-        "sidecar": served.sidecar_blocks,
-        "sinks": served.sink_blocks,
-        "windows_and_states": served.pool.per_request - full,
-    }
 
 
 def show(found: dict[str, Any]) -> None:

@@ -230,7 +230,6 @@ class BeforeRope:
 
 PLAIN: dict[str, Any] = {
     "boost": "none",
-    "r": 5,
     "key_scales": "range",
     "value_scales": "range",
     "value_rotation": "none",
@@ -245,7 +244,6 @@ FORMATS = (
         SQuatKeys,
         TokenValues,
         {
-            "r": 5,
             "key_scales": "fitted",
             "value_scales": "fitted",
             "value_rotation": "hadamard",

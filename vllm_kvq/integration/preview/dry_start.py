@@ -27,6 +27,10 @@ class WrongUsage(ValueError):
     """The arguments are not such that vLLM would serve a format of ours."""
 
 
+class NoFormat(WrongUsage):
+    """They name no KV cache dtype at all."""
+
+
 class WouldNotStart(Exception):
     """One sentence that says why."""
 
@@ -86,6 +90,8 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
         args.model = args.model_tag
     elif not any(word == "--model" or word.startswith("--model=") for word in arguments) and args.config is None:
         raise WrongUsage("name a model")
+    if args.kv_cache_dtype == "auto":
+        raise NoFormat("--kv-cache-dtype is not given")
     if args.kv_cache_dtype not in FORMATS:
         raise WrongUsage(f"--kv-cache-dtype is {args.kv_cache_dtype!r}, which is none of this plugin's formats")
     try:

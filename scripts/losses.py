@@ -1,0 +1,40 @@
+"""Writes what `vllm-kvq check MODEL` says of the formats' losses, from docs/results/quality.
+
+python scripts/losses.py
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results" / "quality"
+WRITTEN = ROOT / "vllm_kvq" / "integration" / "advice" / "losses.csv"
+MODELS = {
+    "smollm2-135m": ("SmolLM2-135M", 64, "no"),
+    "qwen2.5-0.5b": ("Qwen2.5-Coder-0.5B", 64, "yes"),
+    "gemma-3-270m": ("Gemma-3-270M", 256, "no"),
+}
+"""Name, head size and whether key biases are large, of what `python -m proof weights` brings."""
+CONTEXT = 1024
+HEAD = ("model", "head_size", "key_biases", "context", "format", "kl")
+BF16 = "auto"
+
+
+def losses() -> str:
+    text = io.StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(HEAD)
+    for name, (title, head_size, biases) in MODELS.items():
+        with (RESULTS / f"real-{name}-{CONTEXT}.csv").open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if row["label"] != BF16:
+                    out.writerow((title, head_size, biases, CONTEXT, row["label"], f"{float(row['kl']):.2g}"))
+    return text.getvalue()
+
+
+if __name__ == "__main__":
+    WRITTEN.write_text(losses(), encoding="utf-8")
+    print(f"{WRITTEN.relative_to(ROOT)} written")

@@ -1,0 +1,93 @@
+"""`vllm-kvq check MODEL`: every format's gain and loss, those that can't be served with their sentence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvq import cli
+from vllm_kvq.formats.table import suite
+from vllm_kvq.integration.advice import losses
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def survey(model: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    status = cli.main(["check", str(model), "--max-model-len", "1024", *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)["formats"]
+
+
+def test_each_format_is_what_check_says_of_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = survey(model, capsys)
+    names = [one["format"] for one in found]
+    assert status == 0
+    assert names[: len(suite("usual"))] == list(suite("usual"))
+    assert sorted(names) == sorted(suite("public"))
+    one = next(one for one in found if one["format"] == "polar4")
+    alone = ["check", str(model), "--max-model-len", "1024", "--kv-cache-dtype", "polar4", "--json"]
+    assert cli.main(alone) == 0
+    assert {k: v for k, v in one.items() if k != "loss"} == json.loads(capsys.readouterr().out)
+    assert one["loss"]["kl"] == losses.like(64, False).kl["polar4"]
+
+
+def test_what_is_refused_has_its_sentence(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = survey(model, capsys, "--additional-config", '{"kvq": {"r": 8}}')
+    served = {one["format"] for one in found if one["starts"]}
+    assert status == 0
+    assert served == {"squat2", "squat2_pre", "squat4"}
+    assert all("'r'" in one["sentence"] for one in found if not one["starts"])
+
+
+def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(model), "--max-model-len", "1024"]) == 0
+    said = capsys.readouterr().out
+    first = suite("usual")[0]
+    line = next(line for line in said.splitlines() if line.startswith(first))
+    assert line.split()[1] == "3.06"
+    assert f"switch on    vllm serve {model} --kv-cache-dtype {first}\n" in said
+    assert "KL: on SmolLM2-135M at 1,024 tokens (head size 64, no large key biases); fp8 has" in said
+    assert max(len(line) for line in said.splitlines() if "http" not in line and str(model) not in line) <= 120
+
+
+def test_a_reason_that_all_share_is_said_once(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["check", str(model), "--max-model-len", "100000"]
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("no: ")
+    assert said.count("derived max_model_len") == 1
+
+
+def test_the_losses_are_those_of_the_recorded_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import losses as script
+
+    assert script.WRITTEN.read_text(encoding="utf-8") == script.losses(), "python scripts/losses.py"
+    sys.modules.pop("losses")
+    assert {m.model for m in losses.measured()} == {title for title, _, _ in script.MODELS.values()}
+    assert all("fp8" in m.kl for m in losses.measured())
+
+
+@pytest.mark.parametrize(
+    ("head_size", "biases", "model"),
+    [
+        (64, False, "SmolLM2-135M"),
+        (256, False, "Gemma-3-270M"),
+        (512, False, "Gemma-3-270M"),
+        (64, True, "Qwen2.5-Coder-0.5B"),
+        (512, True, "Qwen2.5-Coder-0.5B"),  # biases decide more than the head size
+    ],
+)
+def test_the_nearest_measured_model(head_size: int, biases: bool, model: str) -> None:
+    assert losses.like(head_size, biases).model == model

@@ -1,0 +1,96 @@
+"""`vllm-kvq check MODEL` without a format: what each of them would gain and lose here, the recommended one first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_kvq import console
+from vllm_kvq.formats.table import public_formats
+from vllm_kvq.integration.preview.description import describe
+from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
+
+HEAD = ("format", "bits", "tokens", "x bf16", "KL", "kernels")
+
+
+def main(arguments: Sequence[str], as_json: bool) -> int:
+    found = survey(arguments)
+    if as_json:
+        console.show_json({"formats": found})
+    else:
+        show(found)
+    return console.DONE if any(one["starts"] for one in found) else console.FOUND
+
+
+def ranked() -> list[str]:
+    """The usual formats in their order, and then the others."""
+    listed = public_formats()
+    last = len(listed)
+    return [fmt.name for fmt in sorted(listed, key=lambda fmt: last if fmt.usual is None else fmt.usual)]
+
+
+def survey(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """What `check` says of each format; one that is refused has only its name and the sentence."""
+    from vllm_kvq.integration.advice.losses import nearest
+
+    found: list[dict[str, Any]] = []
+    for name in ranked():
+        try:
+            start = dry_start([*arguments, "--kv-cache-dtype", name])
+        except WouldNotStart as error:
+            found.append({"format": name, "starts": False, "sentence": str(error)})
+        else:
+            like, said = nearest(start.served, start.vllm_config), describe(start)
+            said["loss"] = {"kl": like.kl[name], "where": like.where} if name in like.kl else None
+            found.append(said)
+    return found
+
+
+def show(found: Sequence[dict[str, Any]]) -> None:
+    served = [one for one in found if "capacity" in one]
+    problems = {one["sentence"] for one in found}
+    if len(problems) == 1 and None not in problems:
+        print(f"no: {problems.pop()}")
+    else:
+        for one in found:
+            if not one["starts"]:
+                print(f"{one['format']}: {one['sentence']}")
+    if not served:
+        return
+    first, capacity = served[0], served[0]["capacity"]
+    print(
+        f"\nrequests of {capacity['request_tokens']:,} tokens; bf16 holds {capacity['bf16_tokens']:,} tokens of them\n"
+    )
+    console.Table(HEAD, [row(one) for one in served]).show()
+    print()
+    for sentence in notes(served):
+        print(sentence)
+    print(f"\nswitch on    vllm serve {first['model']} --kv-cache-dtype {first['format']}")
+    print("go back      leave --kv-cache-dtype out")
+    print(f"look closer  vllm-kvq check {first['model']} --kv-cache-dtype {first['format']}")
+    print(f"measure      vllm-kvq eval {first['model']} --quick")
+
+
+def row(one: dict[str, Any]) -> tuple[str, ...]:
+    capacity, kernels = one["capacity"], one["kernels"]
+    slow = ", slow" if kernels["slow"] or kernels["why_not_faster"] else ""
+    return (
+        one["label"],
+        f"{one['bits_per_element']:.2f}",
+        f"{capacity['tokens']:,}",
+        f"{capacity['tokens'] / capacity['bf16_tokens']:.1f}" if capacity["bf16_tokens"] else "-",
+        "-" if one["loss"] is None else short(one["loss"]["kl"]),
+        kernels["path"] + slow,
+    )
+
+
+def notes(served: Sequence[dict[str, Any]]) -> list[str]:
+    """Where the losses come from, and the warnings of each format."""
+    where = next((one["loss"]["where"] for one in served if one["loss"]), None)
+    said = [f"KL: on {where}" if where else "KL: nothing like this model is measured"]
+    return said + [f"{one['format']}: {sentence}" for one in served for sentence in one["warnings"]]
+
+
+def short(value: float) -> str:
+    """Two significant digits, as docs/quality.md has them."""
+    return f"{value:#.2g}".removeprefix("0").removesuffix(".")

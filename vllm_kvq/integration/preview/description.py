@@ -1,0 +1,66 @@
+"""What `vllm-kvq check` prints of a server that would start, or would lack only memory or files: as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_kvq.integration.advice.hints import hints
+from vllm_kvq.integration.plan.memory import cache_memory, gib
+from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.integration.preview.checkpoint import checkpoint_problem, weights_problem
+from vllm_kvq.integration.preview.dry_start import DryStart
+from vllm_kvq.integration.worker.report import Capacity, part_lines
+from vllm_kvq.kernels.cpu.library import ISAS, isa
+
+
+def describe(start: DryStart) -> dict[str, Any]:
+    served, config = start.served, start.vllm_config
+    fmt, path, memory = served.format, served.path, cache_memory(config)
+    page_group = served.pool.block_bytes
+    by_layer = [line.removeprefix("kvq: ") for line in part_lines(served)]
+    blocks = memory.nbytes * config.parallel_config.pipeline_parallel_size // page_group
+    capacity = Capacity.of(served, blocks)
+    problem = checkpoint_problem(config) or memory.problem
+    if problem is None and blocks <= capacity.per_request:
+        problem = Problem(
+            f"a request of {served.max_len} tokens takes {gib(capacity.per_request * page_group)} of cache and there "
+            f"are {gib(memory.nbytes)} ({memory.because})",
+            "lower --max-model-len or give the cache more memory",
+        )
+    problem = problem or weights_problem(config, memory.nbytes)
+    return {
+        "starts": problem is None,
+        "sentence": None if problem is None else str(problem),
+        "model": config.model_config.model,
+        "format": fmt.name,
+        "label": served.label,
+        "bits_per_element": served.bits_per_element,
+        **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
+        "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
+        "by_layer": by_layer,
+        "warnings": hints(served, config),
+        "kernels": {
+            "path": path.name,
+            "isa": ISAS[isa()] if path.name == "C++" else None,
+            "why_not_faster": path.why,
+            "slow": path.slow,
+        },
+        "memory": {"bytes": memory.nbytes, "because": memory.because},
+        "capacity": {
+            "tokens": max(capacity.tokens, 0),
+            "bf16_tokens": capacity.plain_tokens,
+            "request_tokens": served.max_len,
+        },
+        "request_blocks": request_blocks(served),
+    }
+
+
+def request_blocks(served: Any) -> dict[str, int]:
+    """Blocks of the pool that a request of the maximum length takes, by purpose."""
+    full = served.kinds[0].blocks
+    return {
+        "pages": full - served.sidecar_blocks - served.sink_blocks,
+        "sidecar": served.sidecar_blocks,
+        "sinks": served.sink_blocks,
+        "windows_and_states": served.pool.per_request - full,
+    }
