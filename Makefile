@@ -7,11 +7,11 @@
 # make mutants  faults planted one at a time, each of which the tests must notice: make mutants ALL=1 for the slow ones
 # make lint     ruff, clang-format and the import contracts;  make types: mypy;  make format: both rewrite the files
 #
-# Variables: FORMAT=squat2|qjl3|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
+# Variables: FORMAT=kitty2|polar4|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
 #            PYTHON=python3 (creates the environment)  PYTEST_ARGS="-k name"  WORKERS=2 (test processes)
 
 PYTHON ?= python3
-FORMAT ?= squat2
+FORMAT ?=
 PORT ?= 8000
 MODEL ?=
 ONCE ?=
@@ -38,7 +38,7 @@ kernels: bootstrap
 	@$(VENV)/python -m vllm_kvq.kernels
 
 run: kernels
-	@$(VENV)/python -m proof demo --format "$(FORMAT)" --port "$(PORT)" \
+	@$(VENV)/python -m proof demo --port "$(PORT)" $(if $(FORMAT),--format "$(FORMAT)") \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(ONCE)),--once)
 
 check: kernels

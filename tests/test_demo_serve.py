@@ -1,4 +1,4 @@
-"""`make run`: what it refuses, how it treats its child process, and the whole of it once with squat2."""
+"""`make run`: what it refuses, how it treats its child process, and the whole of it once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from proof.demo import serve
 from vllm_kvq.bench.server import Server, ServerError, free_port, parse_capacity
+from vllm_kvq.formats.table import suite
 
 ROOT = Path(__file__).parent.parent
 LINE = (
@@ -125,10 +126,10 @@ def make_run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_make_run_once_answers_from_squat2() -> None:
-    done = make_run("--format", "squat2")
+def test_make_run_once_answers_from_the_recommended_format() -> None:
+    done = make_run()
     assert done.returncode == 0, done.stderr[-3000:]
     for question in serve.questions():
         assert f"{question.shown} {question.expected}\n" in done.stdout
-    assert "tokens fit in the cache as squat2" in done.stdout
+    assert f"tokens fit in the cache as {suite('usual')[0]}" in done.stdout
     assert "run: the server has stopped" in done.stdout

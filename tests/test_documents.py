@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_kvq.formats.table import suite
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("docker/*.md")]
 
@@ -23,6 +25,23 @@ def test_links(page: Path) -> None:
         if anchor:
             titles = re.findall(r"^#+ (.*)$", (page.parent / path).read_text(encoding="utf-8"), re.M)
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+FIRST_EXAMPLES = ("README.md", "docs/quickstart.md", "docs/serving.md", "docker/README.md")
+
+
+@pytest.mark.parametrize("page", FIRST_EXAMPLES)
+def test_first_examples_are_of_the_recommended_format(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert {*re.findall(r"vllm serve \S+ --kv-cache-dtype (\w+)|--kv-cache-dtype (\w+)$", text, re.M)} <= {
+        (suite("usual")[0], ""),
+        ("", suite("usual")[0]),
+    }
+
+
+def test_compose_serves_the_recommended_format() -> None:
+    text = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
+    assert f"${{FORMAT:-{suite('usual')[0]}}}" in text
 
 
 FOREIGN = ("argument --kv-cache-dtype", "PackageNotFoundError", "Available memory", "No available memory", "... needed",

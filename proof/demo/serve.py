@@ -1,6 +1,6 @@
 """`make run`: a vLLM server that keeps its KV cache in a low-bit format, and answers from it.
 
-    python -m proof demo [--format squat2] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
+    python -m proof demo [--format F] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
 
 Without --model it serves the demo model. Exit status 0 after an answer (--once) or Ctrl-C,
 1 with one sentence otherwise, in particular if an answer is empty or wrong, or if the server does not report a packed
@@ -175,7 +175,7 @@ def stream_answer(url: str, prompt: str, max_tokens: int) -> Iterator[str]:
 
 
 def how_to_go_on(server: Server, name: str, capacity: Capacity | None) -> None:
-    from vllm_kvq.formats.table import public_formats
+    from vllm_kvq.formats.table import public_formats, suite
 
     others = [fmt.name for fmt in public_formats() if fmt.name != name]
     print(
@@ -187,7 +187,7 @@ The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server
   formats    make run FORMAT={others[0]}     ({", ".join(others)}; FORMAT={PLAIN} is vLLM's own cache)
   a model    make run MODEL=path-or-name, or on a CPU
              .venv/bin/vllm serve MODEL --kv-cache-dtype {name} --kv-cache-memory-bytes 4G
-  options    the same with --config configs/{name if capacity else "squat2"}.yaml in place of --kv-cache-dtype
+  options    the same with --config configs/{name if capacity else suite("usual")[0]}.yaml in place of --kv-cache-dtype
   more       README.md
 """,
         flush=True,
@@ -207,10 +207,14 @@ def _interrupt(*_: object) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    from vllm_kvq.formats.table import suite
+
     parser = argparse.ArgumentParser(
         prog="python -m proof demo", description="Start a server with a low-bit KV cache and ask it a question."
     )
-    parser.add_argument("--format", default="squat2", help="KV cache format, or auto (vLLM's own cache)")
+    parser.add_argument(
+        "--format", default=suite("usual")[0], help="KV cache format (%(default)s), or auto (vLLM's own cache)"
+    )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="model path or name (default: the demo model)")
     parser.add_argument("--once", action="store_true", help="stop the server after the answer")

@@ -27,7 +27,7 @@ Made = Callable[..., Path]
 BIASED = LlamaShape(hidden=128, layers=8, heads=2, kv_heads=2, intermediate=64, vocab=260, attention_bias=True)
 SMALL, LARGE = 8.0, 90.0
 """Norms of a head's bias: what most layers of Qwen2.5-Coder-0.5B have, and what few have."""
-HURT = "because it gives 32 channels of a token one scale, which a wide constant channel uses up; use squat2"
+HURT = "because it gives 32 channels of a token one scale, which a wide constant channel uses up; use kitty2"
 REAL = Path(os.environ.get("KVQ_WEIGHTS", ".weights"))
 
 
@@ -90,7 +90,7 @@ def test_check_warns_and_says_yes(made: Made, checked: Callable[..., dict[str, A
 def test_large_in_many_layers(made: Made, checked: Callable[..., dict[str, Any]]) -> None:
     """Not packing layers is not a way out in that case."""
     (sentence,) = checked(made(dict.fromkeys(range(3), LARGE)), "qjl3")["warnings"]
-    assert sentence.endswith("its constant part included; use squat2")
+    assert sentence.endswith("its constant part included; use kitty2")
 
 
 @pytest.mark.parametrize("biased", [True, False])

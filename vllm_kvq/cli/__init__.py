@@ -34,12 +34,16 @@ class Command:
 
 
 GROUPS = (
-    Group((), "Low-bit KV cache formats for vLLM.", ("formats", "check MODEL --kv-cache-dtype squat2", "doctor")),
+    Group((), "Low-bit KV cache formats for vLLM.", ("formats", "check MODEL", "doctor")),
     Group(("bench",), "Speed against vLLM's own cache, measured here.", ("bench attention --format all", "bench slow")),
 )
 COMMANDS = (
     Command(("formats",), "exact bits and capacity of every format, and their options", "vllm_kvq.cli.formats"),
-    Command(("check",), "whether and how `vllm serve MODEL --kv-cache-dtype F` would start here", "vllm_kvq.cli.check"),
+    Command(
+        ("check",),
+        "what each format would gain and lose with MODEL here, and whether it would start",
+        "vllm_kvq.cli.check",
+    ),
     Command(("doctor",), "whether everything that serving needs is here", "vllm_kvq.cli.doctor"),
     Command(("bench", "attention"), "one layer's attention in a decode step", "vllm_kvq.bench.attention"),
     Command(("bench", "slow"), "the same for head sizes and options that are slow", "vllm_kvq.bench.slow"),
