@@ -64,7 +64,7 @@ def label(name: str, options: Mapping[str, Any]) -> str:
 
 def measure(context: int, rounds: int, head_size: int, wanted: Wanted) -> list[Row]:
     """bf16 first, followed by ours in order."""
-    shape = Shape(context, 1, QUERY_HEADS, KV_HEADS, head_size, BLOCK, 1)
+    shape = Shape(context, 1, QUERY_HEADS, KV_HEADS, head_size, BLOCK)
     candidates: dict[str, Candidate] = {"bf16": vllm_candidate(shape, "auto")}
     candidates |= {label(name, options): kvq_candidate(shape, name, options) for name, options in wanted}
     return compare(candidates, rounds, 1.0)

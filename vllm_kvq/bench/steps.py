@@ -18,6 +18,7 @@ from vllm_kvq.bench import vllm_build
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.rope import Rope
+from vllm_kvq.kernels.cpu.processor import last_level_cache
 from vllm_kvq.kernels.paths import Wish, kernels_for
 
 Step = Callable[[], object]
@@ -34,13 +35,19 @@ class Shape:
     heads: int
     head_size: int
     block_size: int
-    rotate: int
+    rotate: int = 0
+    """Caches that are read in turn, as those of a model's layers are; 0: as many as together exceed twice the
+    processor's last-level cache, so that every step reads memory."""
 
     def __post_init__(self) -> None:
-        if min(self.context, self.batch, self.heads, self.rotate) < 1:
-            raise ValueError("context, batch, heads and rotated caches must be at least 1")
+        if min(self.context, self.batch, self.heads, self.query_heads) < 1 or self.rotate < 0:
+            raise ValueError("context, batch and heads must be at least 1, and rotated caches at least 0")
         if self.query_heads % self.heads:
             raise ValueError(f"{self.query_heads} query heads can't share {self.heads} KV heads evenly")
+
+    def caches(self, nbytes: int) -> int:
+        """How many caches of this size are read in turn."""
+        return self.rotate or -(-2 * last_level_cache() // nbytes)
 
     @property
     def scale(self) -> float:
@@ -71,8 +78,9 @@ def vllm_candidate(shape: Shape, cache_dtype: str) -> Candidate:
     plan = ops.cpu_attn_get_scheduler_metadata(
         *sizes, lengths, torch.bfloat16, starts, True, -1, isa, True, None, cache_dtype
     )
+    nbytes = blocks * heads * VLLM_BLOCK * 2 * d * (2 if cache_dtype == "auto" else 1)
     steps: list[Step] = []
-    for _ in range(shape.rotate):
+    for _ in range(shape.caches(nbytes)):
         if cache_dtype == "auto":
             cache = torch.randn(blocks, heads, VLLM_BLOCK * 2, d).bfloat16()
         else:
@@ -87,13 +95,13 @@ def vllm_candidate(shape: Shape, cache_dtype: str) -> Candidate:
             )
 
         steps.append(step)
-    return Candidate(steps, cache.nbytes)
+    return Candidate(steps, nbytes)
 
 
-def packed_pool(fmt: PageFormat, pages: int, heads: int, seed: int) -> torch.Tensor:
+def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
     """`pages` records of random data per head."""
     some = max(1, PACKED_TOKENS // fmt.N)
-    packed = random_pages(fmt, some, heads, seed)[1:]
+    packed = random_pages(fmt, some, heads, 0)[1:]
     return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
 
 
@@ -118,12 +126,13 @@ def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = N
     owner = torch.arange(shape.batch).repeat_interleave(pages)
     start = torch.arange(pages).repeat(shape.batch) * fmt.N
     low, high = (sinks - start).clamp_min(0), (boundary - start).clamp_max(fmt.N)
+    first = packed_pool(fmt, max(1, shape.batch * pages), shape.heads)
+    some = torch.randn(2, shape.batch, raw, shape.heads, shape.head_size).bfloat16()
+    nbytes = shape.batch * pages * shape.heads * fmt.record_bytes + some.nbytes
     steps: list[Step] = []
-    for seed in range(shape.rotate):
-        pool = packed_pool(fmt, max(1, shape.batch * pages), shape.heads, seed)
+    for _ in range(shape.caches(nbytes)):
+        pool, recent = first.clone(), some.clone()
         ids = torch.randperm(shape.batch * pages)
-        recent = torch.randn(2, shape.batch, raw, shape.heads, shape.head_size).bfloat16()
-
         held = (recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen, shape.scale
 
         def step(pool: torch.Tensor = pool, ids: torch.Tensor = ids, held: tuple[Any, ...] = held) -> object:
@@ -132,4 +141,4 @@ def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = N
             return output
 
         steps.append(step)
-    return Candidate(steps, shape.batch * pages * shape.heads * fmt.record_bytes + recent.nbytes)
+    return Candidate(steps, nbytes)
