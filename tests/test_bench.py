@@ -27,12 +27,13 @@ SMALL = ["--query-heads", "4", "--kv-heads", "1", "--head-size", "64", "--thread
 def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "t.png")]
     contexts = ["--context", "1024", "4096", "5120", "6144", "--rotate", "2"]
-    assert attention.main([*SMALL, *contexts, "--format", "squat2", "innerq2", *files]) == 0
+    assert attention.main([*SMALL, *contexts, "--formats", "squat2,innerq2", *files]) == 0
     printed = capsys.readouterr().out
     kernels = {"bf16", "fp8", "squat2", "innerq2"} - ({"fp8"} if no_fp8(64) else set())
     for name in kernels:
         assert f"\n  {name}" in printed
-    assert "x bf16" in printed
+    assert "x bf16  limit" in printed
+    assert "caches 2" in printed
     assert "1.00 is linear" in printed
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert len(rows) == 4 * len(kernels)
@@ -44,7 +45,7 @@ def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys:
 
 
 def test_a_head_size_that_vllm_has_no_fp8_cache_for(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL, "--head-size", "80", "--context", "512", "--format", "squat2"]
+    arguments = [*SMALL, "--head-size", "80", "--context", "512", "--formats", "squat2"]
     assert attention.main(arguments) == 0
     printed = capsys.readouterr().out
     assert f"{no_fp8(80)}: ours is compared only with bf16" in printed
@@ -67,7 +68,7 @@ def test_vllm_held_to_avx2_uses_nothing_newer() -> None:
         *SMALL,
         "--context",
         "1024",
-        "--format",
+        "--formats",
         "squat2",
     ]
     environment = {**os.environ, "VLLM_KVQ_ISA": "avx2"}
@@ -92,6 +93,9 @@ def test_impossible_shapes_are_one_sentence(capsys: pytest.CaptureFixture[str]) 
         attention.main(["--query-heads", "6", "--kv-heads", "4"])
     assert stop.value.code == 2
     assert "6 query heads can't share 4 KV heads" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        attention.main(["--formats", "squat2,squad2"])
+    assert "argument --formats: unknown KV cache format 'squad2'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="at least 1"):
         Shape(0, 1, 4, 1, 64, 128, 1)
 
@@ -114,7 +118,7 @@ def test_serve_compares_two_real_servers(
     sizes = ["--context", "64", "256", "--batch", "2", "--tokens", "96", "--rounds", "1", "--cold", "1", "--eager"]
     assert serve.main(["--model", str(model), "--folder", str(tmp_path), *sizes]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "squat2 against bf16"
+    assert printed[0] == "kitty2 against bf16"
     cells = [line.split() for line in printed[3:]]
     assert [cell[:2] for cell in cells] == [["64", "2"], ["256", "2"]]
     assert all(float(x) > 0 for cell in cells for x in cell[2:10])

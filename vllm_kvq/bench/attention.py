@@ -1,6 +1,6 @@
 """Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.
 
-    python -m vllm_kvq bench attention --format squat2 --context 32768 --threads 2
+    python -m vllm_kvq bench attention --formats kitty2 --context 32768 --threads 2
 
 Rules that make the ratios meaningful:
 
@@ -8,12 +8,13 @@ Rules that make the ratios meaningful:
     cache; we read packed pages, window and sinks, and merge (bench/steps.py).
   * Rounds are interleaved (bf16, fp8, ours, bf16, ...), and a ratio is the median over rounds of that round's
     ratio, so a slow moment of the machine affects all sides alike.
-  * Every timing follows an untimed step of the same kernel. `--rotate n` cycles through n caches instead, as
-    the layers of a model do: with one, small contexts stay in the processor's cache.
+  * Each side cycles through caches that together exceed twice the processor's last-level cache, as the layers of a
+    model do. With `--rotate 1` small contexts stay in the processor's cache, and every timing follows an untimed step.
   * If `best` is far below `ms`, other processes were using the processor: such a run says nothing.
   * Pages hold packed random data with outlier channels and tokens, in shuffled order.
   * $VLLM_KVQ_ISA=avx2 limits both sides to AVX2: ours, and vLLM's own build for it, which has no fp8 cache.
-  * `x copy`: the time relative to a plain copy of the cache's bytes, measured in the same run with the same threads.
+  * `of copy`: bytes per second, compared with a plain copy of memory in the same run with the same threads.
+  * `limit`: how many times fewer bytes than bf16 a step reads, and so the ratio where only memory decides.
 """
 
 from __future__ import annotations
@@ -29,37 +30,31 @@ import torch
 from vllm_kvq import console
 from vllm_kvq.bench import figures
 from vllm_kvq.bench.figures import Measured
+from vllm_kvq.bench.names import add_formats
 from vllm_kvq.bench.steps import Candidate, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
-from vllm_kvq.bench.vllm_build import BASELINES, baselines, no_fp8
-from vllm_kvq.formats.table import suite
+from vllm_kvq.bench.vllm_build import baselines, no_fp8
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
-from vllm_kvq.kernels.cpu.processor import processor_name
+from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
 from vllm_kvq.kernels.cpu.slow import slow
 from vllm_kvq.kernels.cpu.step import why_not
 
-TARGETS = {
-    "squat2": (8.0, 5.0),
-    "kivi2": (8.0, 5.0),
-    "innerq2": (8.0, 5.0),
-    "qjl3": (8.5, 5.5),
-    "polar4": (6.5, 4.3),
-    "polar3": (6.0, 4.0),
-}
-"""The speedup over vLLM's bf16 and fp8 that a kernel must reach from 32k tokens on (or 8 requests of 4k), on two
-threads of a processor with VNNI."""
-AVX2_TARGET = 2.5
-"""The same on AVX2, against vLLM's own build for it."""
+ROTATE = """caches to read in turn, as the layers of a model do (as many as exceed twice the
+processor's last-level cache; 1: one cache, which may stay in it)"""
+
+
+def caches(rotate: int) -> str:
+    return f"caches {rotate}" if rotate else f"caches exceed twice the processor's {last_level_cache() >> 20} MiB"
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench attention",
         "Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.",
-        ("", "--format all --context 1024 32768 --threads 2", "--format squat2 --no-baseline --json"),
+        ("", "--formats all --context 1024 32768 --threads 2", "--formats kitty2,squat2 --no-baseline --json"),
         "there are no C++ kernels here to measure",
     )
-    p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=[*suite("public"), "all"])
+    add_formats(p)
     p.add_argument("--context", nargs="+", type=int, default=[32768], help="tokens in the cache, per request")
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -67,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-heads", type=int, default=8)
     p.add_argument("--head-size", type=int, default=128)
     p.add_argument("--block-size", type=int, default=128, help="tokens per page of our formats (vLLM's own cache: 128)")
-    p.add_argument("--rotate", type=int, default=1, help="number of caches to cycle through, like a model's layers")
+    p.add_argument("--rotate", metavar="CACHES", type=int, default=0, help=ROTATE)
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--no-baseline", action="store_true", help="measure only our formats, without vllm")
     p.add_argument("--csv", type=Path, help="file for the rows")
@@ -79,10 +74,9 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = parser()
     args = p.parse_args(arguments)
-    args.format = [*suite("public")] if "all" in args.format else args.format
     args.context = sorted(set(args.context))
     try:
-        for name in args.format:
+        for name in args.formats:
             bound_format(shape_of(args, args.context[0]), name)
     except ValueError as error:
         p.error(str(error))
@@ -99,24 +93,14 @@ def shape_of(args: argparse.Namespace, context: int) -> Shape:
     return Shape(context, args.batch, args.query_heads, args.kv_heads, args.head_size, args.block_size, args.rotate)
 
 
-def owed_by(name: str, isa: str) -> dict[str, float]:
-    """The target ratios against vLLM's caches for a format's kernel, if there are any."""
-    if name not in TARGETS or isa not in ("avx2", "avx512"):
-        return {}
-    return {"bf16": AVX2_TARGET} if isa == "avx2" else dict(zip(BASELINES, TARGETS[name], strict=True))
+HEAD = ("kernel", "ms", "best", "MB", "GB/s", "of copy", "x bf16", "limit", "x fp8")
 
 
-HEAD = ("kernel", "ms", "best", "GB/s", "x copy", "x bf16", "x fp8", "target")
-
-
-def cells(row: Row, targets: bool) -> list[str]:
-    text = [row.name, f"{row.ms:.3f}", f"{row.best:.3f}", f"{row.gb_per_s:.1f}", f"{row.floor:.1f}"]
-    text += [f"{row.ratio[base]:.2f}" if base in row.ratio else "" for base in BASELINES]
-    owed = owed_by(row.name, ISAS[isa()])
-    if not (targets and owed and row.ratio):
-        return [*text, ""]
-    missed = [f"{1 - row.ratio[b] / t:.0%} below {t:g} x {b}" for b, t in owed.items() if row.ratio[b] < t]
-    return [*text, ", ".join(missed) or "target met"]
+def cells(row: Row) -> list[str]:
+    text = [row.name, f"{row.ms:.3f}", f"{row.best:.3f}", f"{row.nbytes / 1e6:.1f}", f"{row.gb_per_s:.1f}"]
+    text += [f"{1 / row.floor:.0%}", *(f"{by[base]:.2f}" if base in by else "" for base, by in (
+        ("bf16", row.ratio), ("bf16", row.limit), ("fp8", row.ratio)))]  # fmt: skip
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{processor_name()}, {name}, {args.threads} threads, "
         f"copying memory {bandwidth / 1e9:.0f} GB/s (read and written)"
     ]
-    for format_name in args.format:
+    for format_name in args.formats:
         fmt = bound_format(shape_of(args, args.context[0]), format_name)
         if problem := why_not(fmt):
             notes.append(f"{problem}: the PyTorch kernels are timed")
@@ -147,15 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         candidates: dict[str, Candidate] = {}
         if not args.no_baseline:
             candidates = {n: vllm_candidate(shape, dtype) for n, dtype in baselines(args.head_size).items()}
-        candidates |= {n: kvq_candidate(shape, n) for n in args.format}
+        candidates |= {n: kvq_candidate(shape, n) for n in args.formats}
         rows = compare(candidates, args.rounds, bandwidth)
         measured.append((shape, rows))
         if not args.json:
             title = (
                 f"context {context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  "
-                f"d {args.head_size}  caches {args.rotate}"
+                f"d {args.head_size}  {caches(args.rotate)}"
             )
-            console.Table(HEAD, [cells(row, args.batch * context >= 32768) for row in rows], 1, title, 2).show()
+            console.Table(HEAD, [cells(row) for row in rows], 1, title, 2).show()
     records = figures.records(measured, args.threads, name)
     if args.json:
         console.show_json({"notes": notes, "rows": records})

@@ -1,6 +1,6 @@
 """Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.
 
-    python -m vllm_kvq bench decode --model models/demo --format squat2
+    python -m vllm_kvq bench decode --model models/demo --formats kitty2
 
 Two engines run at the same time, each in its own process, and take turns on the same prompts; the figure is the median
 of the ratios of neighbouring turns, so a slow minute of the machine affects both. The time of a turn with one output
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.formats.table import suite
+from vllm_kvq.bench.names import add_formats
 
 
 def _engine(model: str, kv_cache_dtype: str, max_len: int, batch: int, eager: bool) -> Any:
@@ -48,11 +48,11 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench decode",
         "Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.",
-        ("--model models/demo", "--model .demo/model --format squat2 qjl3 --min-ratio 1 --json"),
+        ("--model models/demo", "--model .demo/model --formats kitty2,qjl3 --min-ratio 1 --json"),
         "a format decodes slower than --min-ratio",
     )
     p.add_argument("--model", required=True, help="checkpoint folder, for example models/demo")
-    p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=suite("public"))
+    add_formats(p)
     p.add_argument("--batch", type=int, default=16)
     p.add_argument("--context", type=int, default=512, help="prompt tokens per request")
     p.add_argument("--tokens", type=int, default=64, help="decoded tokens per request")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = _engine(args.model, "auto", max_len, args.batch, args.eager)
     slow: list[str] = []
     rows = []
-    for name in args.format:
+    for name in args.formats:
         packed = _engine(args.model, name, max_len, args.batch, args.eager)
         speeds: dict[str, list[float]] = {"bf16": [], name: []}
         for turn in range(args.rounds + 1):  # the first warms up

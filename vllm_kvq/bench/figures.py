@@ -25,6 +25,7 @@ def records(measured: Measured, threads: int, isa: str) -> list[dict[str, Any]]:
             **{"ms": round(row.ms, 4), "best_ms": round(row.best, 4), "bytes": row.nbytes},
             **{"gb_per_s": round(row.gb_per_s, 2), "times_the_copy": round(row.floor, 2)},
             **{f"x_{base}": round(ratio, 3) for base, ratio in row.ratio.items()},
+            **{f"limit_{base}": round(ratio, 3) for base, ratio in row.limit.items()},
         }
         for shape, rows in measured
         for row in rows

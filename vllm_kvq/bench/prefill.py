@@ -1,6 +1,6 @@
 """The cost of a prompt on top of its attention: fit, pack, and the attention of a later chunk over packed history.
 
-    python -m vllm_kvq bench prefill --format all --context 4096
+    python -m vllm_kvq bench prefill --formats all --context 4096
 
 One layer, one request, bf16, with the code that serves requests (`kernels.torch.step.PlannedStep`, C++ kernels):
 
@@ -24,9 +24,9 @@ import torch
 
 from vllm_kvq import console
 from vllm_kvq.bench import vllm_build
+from vllm_kvq.bench.names import add_formats
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.rope import Rope
-from vllm_kvq.formats.table import suite
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, StepBatch
@@ -193,10 +193,10 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench prefill",
         "The cost of a prompt on top of its attention: fit, pack, and a later chunk's attention over packed history.",
-        ("--format all --context 4096", "--format squat2 --context 4096 --chunk 512 --json"),
+        ("--formats all --context 4096", "--formats kitty2 --context 4096 --chunk 512 --json"),
         "could not be done",
     )
-    p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=[*suite("public"), "all"])
+    add_formats(p)
     p.add_argument("--context", nargs="+", type=int, default=[4096])
     p.add_argument(
         "--chunk", type=int, default=0, help="tokens of the chunks to measure instead of prompts (0: prompts)"
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         q = torch.randn(new, args.query_heads, args.head_size).bfloat16()
         k, v = torch.randn(2, new, args.kv_heads, args.head_size).bfloat16()
         plain = Plain(q, k, v, context if args.chunk else 0)
-        for name in suite("public") if "all" in args.format else args.format:
+        for name in args.formats:
             if args.chunk:
                 rows.append(chunk_row(name, q, k, v, context, plain, args.rounds))
             else:

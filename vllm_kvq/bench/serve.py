@@ -1,6 +1,6 @@
 """`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, tokens per second, first token.
 
-    python -m vllm_kvq bench serve --format squat2 --context 1024 4096 16384 --batch 1 4
+    python -m vllm_kvq bench serve --formats kitty2 --context 1024 4096 16384 --batch 1 4
 
 Rules:
 
@@ -37,11 +37,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_kvq import console
+from vllm_kvq.bench.names import add_formats
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
-from vllm_kvq.formats.table import suite
 
 HOST = "127.0.0.1"
 START_SECONDS = 600
@@ -241,10 +241,10 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench serve",
         "`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, and to the first token.",
-        ("", "--format squat2 --context 512 4096 16384 --layers 1 --eager", "--model ./checkpoint --batch 1 4 --json"),
+        ("", "--formats kitty2 --context 512 4096 16384 --layers 1 --eager", "--model ./checkpoint --batch 1 4 --json"),
         "a server failed; the end of its log says why",
     )
-    p.add_argument("--format", nargs="+", default=[*suite("usual")[:1]], choices=[*suite("public"), "all"])
+    add_formats(p)
     p.add_argument("--context", nargs="+", type=int, default=[512, 4096, 16384], help="prompt tokens per request")
     p.add_argument("--batch", nargs="+", type=int, default=[1])
     p.add_argument("--tokens", type=int, default=32, help="decoded tokens per request")
@@ -263,7 +263,6 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = parser()
     args = p.parse_args(arguments)
-    args.format = [*suite("public")] if "all" in args.format else args.format
     if min(*args.context, *args.batch, args.rounds, args.cold, args.layers, args.tokens - 1) < 1:
         p.error("contexts, batches, rounds, cold turns and layers must be at least 1, tokens at least 2")
     return args
@@ -309,11 +308,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = [(context, batch) for context in args.context for batch in args.batch]
         kernels = {
             name: {(c, b): kernel_ratio(name, model, c, b, 2 * args.rounds + 1) for c, b in cells}
-            for name in args.format
+            for name in args.formats
         }
         with server(model, "auto", args, max_len, args.folder / "bench-bf16.log") as plain:
             plain.wait_until_healthy(START_SECONDS)
-            rows = [r for name in args.format for r in against(name, model, plain, args, max_len, kernels[name])]
+            rows = [r for name in args.formats for r in against(name, model, plain, args, max_len, kernels[name])]
     except ServerError as error:
         print(*error.log_tail, f"bench serve: {error}", sep="\n", file=sys.stderr)
         return console.FOUND

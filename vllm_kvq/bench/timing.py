@@ -28,6 +28,8 @@ class Row:
     """The time relative to copying the bytes."""
     ratio: dict[str, float] = field(default_factory=dict)
     """Baseline -> speedup over it."""
+    limit: dict[str, float] = field(default_factory=dict)
+    """Baseline -> how many times as many bytes it reads: the speedup where only memory decides."""
 
     @property
     def gb_per_s(self) -> float:
@@ -71,8 +73,9 @@ def compare(candidates: dict[str, Candidate], rounds: int, bandwidth: float) -> 
             for base in BASELINES
             if base in times
         }
+        limit = {base: candidates[base].nbytes / candidate.nbytes for base in ratio}
         floor = middle * bandwidth / candidate.nbytes
-        rows.append(Row(name, middle * 1e3, min(times[name]) * 1e3, candidate.nbytes, floor, ratio))
+        rows.append(Row(name, middle * 1e3, min(times[name]) * 1e3, candidate.nbytes, floor, ratio, limit))
     return rows
 
 

@@ -113,13 +113,12 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq eval error",
         "Score errors of formats on synthetic data, every token quantized.",
-        ("", "--format squat2 innerq2", "--formats squat2:r=40,floor=0,innerq2:quant_mode=symmetric", "--json"),
+        ("", "--formats squat2:r=40,floor=0,innerq2:quant_mode=symmetric", "--json"),
         "could not be done",
     )
-    known = list(dict.fromkeys(name for _, name, _ in rows()))
-    which = p.add_mutually_exclusive_group()
-    which.add_argument("--format", nargs="+", choices=known, default=known, help="formats to measure (all)")
-    which.add_argument("--formats", metavar="F,...", help="formats with options instead: squat2:r=8,g=32,kivi2")
+    p.add_argument(
+        "--formats", metavar="F,...", help="formats, with options: squat2:r=8,g=32,kivi2 (all, and some variants)"
+    )
     p.add_argument(
         "--seeds", type=int, default=SEEDS, metavar="N", help="number of data sets to average over (%(default)s)"
     )
@@ -133,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.seeds < 1:
         p.error("--seeds must be at least 1")
     try:
-        chosen = asked(args.formats) if args.formats else [row for row in rows() if row[1] in args.format]
+        chosen = asked(args.formats) if args.formats else rows()
     except ValueError as problem:
         p.error(str(problem))
     found: list[dict[str, Any]] = []
