@@ -108,12 +108,17 @@ def test_both_sides_are_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("least", "status"), [(0.0, 0), (1.9, 0), (2.1, 1)])
-def test_decode(least: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode(
+    least: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Half a second for each of bf16's tokens, a quarter for ours; the prompt takes its own time and does not count."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setattr(decode, "_engine", lambda model, dtype, *_: 0.5 if dtype == "auto" else 0.25)
     monkeypatch.setattr(decode, "_seconds", lambda each, prompts, tokens: 7 + each * tokens)
+    monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
+    Path("m", "config.json").touch()
     monkeypatch.setattr("sys.argv", ["bench", "--model", "m", "--batch", "4", "--min-ratio", str(least)])
     assert decode.main() == status
     printed = capsys.readouterr().out

@@ -10,14 +10,14 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "plain": (
         {"kv_cache_dtype": "squat2"},
         "128 True [] True None",
-        "kvq: format=squat2 bits=3.062 N=128 W=32 S=4 sidecar_bytes=62720 (per request and layer) exempt=none "
-        "path=C++ capacity_tokens=36571 bf16_tokens=24500 ratio=1.49 (requests of 256 tokens)",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 S=4 sidecar_bytes=50176 (per request and layer) exempt=none "
+        "path=C++ capacity_tokens=42666 bf16_tokens=24500 ratio=1.74 (requests of 256 tokens)",
     ),
     "no sinks": (
         {"kv_cache_dtype": "squat2", **kvq(S=0)},
         "128 True [] True None",
-        "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=50176 (per request and layer) exempt=none "
-        "path=C++ capacity_tokens=42666 bf16_tokens=24500 ratio=1.74 (requests of 256 tokens)",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=37632 (per request and layer) exempt=none "
+        "path=C++ capacity_tokens=51200 bf16_tokens=24500 ratio=2.09 (requests of 256 tokens)",
     ),
     "sinks": (
         {"kv_cache_dtype": "innerq2", "block_size": 64, "max_model_len": 1024},
@@ -28,8 +28,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "two windows": (
         {"kv_cache_dtype": "squat2", **kvq(W_keys=0)},
         "128 True [] True None",
-        "kvq: format=squat2 bits=3.062 N=128 W=32 W_keys=0 S=4 sidecar_bytes=62720 (per request and layer) exempt=none "
-        "path=PyTorch capacity_tokens=36571 bf16_tokens=24500 ratio=1.49 (requests of 256 tokens)",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 W_keys=0 S=4 sidecar_bytes=50176 (per request and layer) exempt=none "
+        "path=PyTorch capacity_tokens=42666 bf16_tokens=24500 ratio=1.74 (requests of 256 tokens)",
     ),
     "option N": (
         {"kv_cache_dtype": "qjl3", **kvq(N=64, W=64)},
@@ -40,14 +40,14 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a skipped layer": (
         {"kv_cache_dtype": "squat2", **kvq(skip_layers=[1])},
         "128 True ['1'] True None",
-        "kvq: format=squat2 bits=3.062 N=128 W=32 S=4 sidecar_bytes=62720 (per request and layer) exempt=1 "
-        "path=C++ capacity_tokens=36571 bf16_tokens=76250 ratio=0.48 (requests of 256 tokens)",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 S=4 sidecar_bytes=50176 (per request and layer) exempt=1 "
+        "path=C++ capacity_tokens=42666 bf16_tokens=76250 ratio=0.56 (requests of 256 tokens)",
     ),
     "vLLM's flag, two ranks": (
         {"kv_cache_dtype": "squat2", "kv_cache_dtype_skip_layers": ["1"], "tensor_parallel_size": 2},
         "128 True ['1'] True None",
-        "kvq: format=squat2 bits=3.062 N=128 W=32 S=4 sidecar_bytes=31360 (per request and layer) exempt=1 "
-        "path=C++ capacity_tokens=36571 bf16_tokens=76250 ratio=0.48 (requests of 256 tokens)",
+        "kvq: format=squat2 bits=3.062 N=128 W=32 S=4 sidecar_bytes=25088 (per request and layer) exempt=1 "
+        "path=C++ capacity_tokens=42666 bf16_tokens=76250 ratio=0.56 (requests of 256 tokens)",
     ),
     "ngram": (
         {"kv_cache_dtype": "squat2", "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},

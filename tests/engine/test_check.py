@@ -123,7 +123,8 @@ def test_no(arguments: list[str], sentence: str, checked: Check) -> None:
     assert "pydantic" not in found["sentence"]
 
 
-def test_no_model_of_that_name(tmp_path: Path, checked: Check) -> None:
+def test_no_model_in_that_folder(tmp_path: Path, checked: Check) -> None:
+    (tmp_path / "nothing").mkdir()
     assert not checked("--kv-cache-dtype", "squat2", model_path=tmp_path / "nothing")["starts"]
 
 
@@ -214,7 +215,7 @@ def test_what_options_make_of_a_format_is_named(
         (["--kv-cache-dtype", "squat2"], "name a model"),
         (["MODEL", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype is 'fp8'"),
         (["MODEL", "--kv-cache-dtype", "squat2", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["MODEL", "--kv-cache-dtype", "squat3"], "invalid choice: 'squat3'"),
+        (["MODEL", "--kv-cache-dtype", "squat3"], "there is no format 'squat3'; did you mean squat4?"),
     ],
 )
 def test_wrong_usage(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.engine
 N, SPEC = 32, 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": SPEC, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 FORMATS = {"squat2": {"W": 32}, "innerq2": {"W": 32, "S": 8}, "polar4": {"W": 32, "S": 0}, "qjl3": {"W": 32}}
-HERE = FORMATS if os.environ.get("VLLM_KVQ_GRID") else ["innerq2", "qjl3"]
-"""VLLM_KVQ_GRID=1: every kind of format, a minute each."""
+HERE = FORMATS if os.environ.get("KVQ_GRID") else ["innerq2", "qjl3"]
+"""KVQ_GRID=1: every kind of format, a minute each."""
 
 
 @pytest.mark.usefixtures("runner")

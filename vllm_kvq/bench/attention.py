@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
 from vllm_kvq.kernels.cpu.slow import slow
 from vllm_kvq.kernels.cpu.step import why_not
 
+PICTURES = (".png", ".svg", ".pdf")
 ROTATE = """caches to read in turn, as the layers of a model do (as many as exceed twice the
 processor's last-level cache; 1: one cache, which may stay in it)"""
 
@@ -76,12 +78,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(arguments)
     args.context = sorted(set(args.context))
     try:
+        shape = shape_of(args, args.context[-1])
+    except ValueError as error:
+        p.error(str(error))
+    if (needed := shape.plain_bytes) > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // 2:
+        p.error(f"{shape.context} tokens take {needed >> 30} GiB with bf16, and this machine has {memory >> 30}")
+    try:
         for name in args.formats:
             bound_format(shape_of(args, args.context[0]), name)
     except ValueError as error:
         p.error(str(error))
-    if min(args.threads, args.rounds) < 1:
-        p.error("threads and rounds must be at least 1")
+    if args.rounds < 1 or not 1 <= args.threads <= (cores := len(os.sched_getaffinity(0))):
+        p.error(f"rounds must be at least 1, and threads from 1 to {cores}, the cores of this machine")
+    if args.plot and args.plot.suffix not in PICTURES:
+        p.error(f"--plot {args.plot} is none of the pictures that can be drawn: {', '.join(PICTURES)}")
     if not args.no_baseline and importlib.util.find_spec("vllm") is None:
         p.error("vllm is not installed; --no-baseline times only our formats")
     if args.plot and importlib.util.find_spec("matplotlib") is None:

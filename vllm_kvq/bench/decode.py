@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_kvq import console
@@ -64,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    p = parser()
+    args = p.parse_args(arguments)
+    if not (Path(args.model) / "config.json").is_file():
+        p.error(f"--model {args.model!r} is no folder with a config.json; models/demo is one")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

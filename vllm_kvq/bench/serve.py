@@ -265,6 +265,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(arguments)
     if min(*args.context, *args.batch, args.rounds, args.cold, args.layers, args.tokens - 1) < 1:
         p.error("contexts, batches, rounds, cold turns and layers must be at least 1, tokens at least 2")
+    if args.folder.exists() and not args.folder.is_dir():
+        p.error(f"--folder {args.folder} is a file; name a folder")
     return args
 
 

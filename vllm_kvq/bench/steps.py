@@ -50,6 +50,11 @@ class Shape:
         return self.rotate or -(-2 * last_level_cache() // nbytes)
 
     @property
+    def plain_bytes(self) -> int:
+        """Of one bf16 cache."""
+        return self.batch * self.context * self.heads * self.head_size * 2 * 2
+
+    @property
     def scale(self) -> float:
         return self.head_size**-0.5
 

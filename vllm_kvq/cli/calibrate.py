@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
     p.add_argument(
         "--bits",
-        type=float,
+        type=_bits,
         default=3.5,
         help="maximum bits per element, including window, sinks, sidecar and layers not packed (%(default)s)",
     )
@@ -40,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
     add_text(p)
     console.add_json(p)
     return p
+
+
+def _bits(text: str) -> float:
+    if not 0 < (value := float(text)) <= 16:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 16 bits")
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

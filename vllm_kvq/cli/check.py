@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
+from vllm_kvq.cli.check_words import words_problem
 from vllm_kvq.integration.preview.dry_start import NoFormat, WouldNotStart, WrongUsage, dry_start
 
 
@@ -46,11 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return console.DONE
     as_json, verbose = "--json" in given, "--verbose" in given
     let_kernels_log()
+    words = [word for word in given if word not in ("--json", "--verbose")]
+    if problem := words_problem(words):
+        parser().error(problem)
     if not verbose:
         be_quiet()
     from vllm_kvq.integration.preview.description import describe  # imports vllm, which reads its log level then
 
-    words = [word for word in given if word not in ("--json", "--verbose")]
     try:
         found = describe(dry_start(words))
     except NoFormat:

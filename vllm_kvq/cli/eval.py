@@ -101,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in defaults(args).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.out and args.out.exists() and not args.out.is_dir():
+        p.error(f"--out {args.out} is a file; name a folder")
     try:
         chosen = choices(args.formats)
         args.baseline = named_baseline(args.baseline, chosen)

@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             answers=1,
             longest=args.longest,
         )
+        texts = plan.sequences
     except (ValueError, OSError) as error:
         p.error(str(error))
     try:
@@ -69,11 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"vllm-kvq eval answers: {error}", file=sys.stderr)
         return console.FOUND
     if args.json:
-        console.show_json(
-            [{"task": t.task, "asked": before(plan, t), "answers": found[t.task]} for t in plan.sequences]
-        )
+        console.show_json([{"task": t.task, "asked": before(plan, t), "answers": found[t.task]} for t in texts])
         return console.DONE
-    for text in plan.sequences:
+    for text in texts:
         print(f"{text.task}, after {plan.asked(text)[0].begin} tokens: ...{before(plan, text)!r}")
         width = max(map(len, found[text.task]))
         for label, answer in found[text.task].items():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from vllm_kvq import console
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import SUPPORTED_HEADS_TEXT
-from vllm_kvq.formats.table import declared_options, key_codecs, public_formats, value_codecs
+from vllm_kvq.formats.table import Format, declared_options, key_codecs, public_formats, value_codecs
 
+HEADS, PAGES = [64, 128], [64, 128]
 NOTES = f"""
 bits: per cached element, keys and values averaged, with parameters, headers and alignment
 factor: tokens in the packed pages against a 16-bit cache of the same size; each running request also
@@ -25,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
         ("", "--head-size 96 128 --block-size 128", "--options", "--json"),
         "could not be done",
     )
-    p.add_argument("--head-size", type=int, nargs="+", default=[64, 128], metavar="D", help="channels per head")
-    p.add_argument("--block-size", type=int, nargs="+", default=[64, 128], metavar="N", help="tokens per page")
+    p.add_argument("--head-size", type=int, nargs="+", default=HEADS, metavar="D", help="channels per head")
+    p.add_argument("--block-size", type=int, nargs="+", default=PAGES, metavar="N", help="tokens per page")
     p.add_argument("--options", action="store_true", help="print the codecs and their options instead")
     console.add_json(p)
     return p
@@ -35,15 +37,35 @@ def parser() -> argparse.ArgumentParser:
 def formats_table(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> console.Table:
     """Exact bits per element and capacity factor of every format, counted from its byte layout."""
     columns = [(d, n) for d in head_sizes for n in block_sizes]
-    rows = []
-    for fmt in public_formats():
-        cells = [f"{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x" for d, n in columns]
-        rows.append([fmt.name, fmt.title, *cells])
+    rows = [[fmt.name, fmt.title, *(_cell(fmt, d, n) for d, n in columns)] for fmt in public_formats()]
     head = ["format\n", "method\n", *(f"d={d} N={n}\nbits   factor" for d, n in columns)]
     return console.Table(head, rows, right=2)
 
 
+def _cell(fmt: Format, head_size: int, block_size: int) -> str:
+    try:
+        bits, factor = fmt.bits_per_element(head_size, block_size), fmt.capacity_factor(head_size, block_size)
+    except ValueError:
+        return "-"
+    return f"{bits:.4f}  {factor:5.2f}x"
+
+
+def problems(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> dict[str, str]:
+    """Why formats don't have these sizes, by name. ValueError if none has."""
+    found = {}
+    for fmt in public_formats():
+        for d, n in product(head_sizes, block_sizes):
+            try:
+                fmt.bits_per_element(d, n)
+            except ValueError as error:
+                found[fmt.name] = str(error)
+    if len(found) == len(public_formats()):
+        raise ValueError(next(iter(found.values())))
+    return found
+
+
 def formats_document(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> list[dict[str, Any]]:
+    lacking = problems(head_sizes, block_sizes)
     return [
         {
             "format": fmt.name,
@@ -56,6 +78,7 @@ def formats_document(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> l
             "S": page.S,
         }
         for fmt in public_formats()
+        if fmt.name not in lacking
         for d in head_sizes
         for n in block_sizes
     ]
@@ -88,6 +111,8 @@ def options_document() -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
+    if args.options and (args.head_size, args.block_size) != (HEADS, PAGES):
+        p.error("--options lists what may be set, whatever the sizes; leave out --head-size and --block-size")
     if args.options:
         if args.json:
             console.show_json(options_document())
@@ -101,9 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.json:
             console.show_json(formats_document(args.head_size, args.block_size))
             return console.DONE
+        lacking = problems(args.head_size, args.block_size)
         table = formats_table(args.head_size, args.block_size)
     except ValueError as error:
         p.exit(console.USAGE, f"vllm-kvq: {error}\n")
     table.show()
     print(NOTES)
+    for name, problem in lacking.items():
+        print(f"{name}: {problem}")
     return console.DONE

@@ -36,10 +36,7 @@ def roundtrip(
     """
     if exact := ({option.name for option in COMMON} - {BLOCK.name}) & options.keys():
         raise ValueError(f"roundtrip quantizes every token of one layer, so it takes no option {min(exact)!r}")
-    if key.shape != value.shape or key.dim() != 3:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)"
-        )
+    _check(key, value, query)
     tokens, _, head_size = key.shape
     fmt = get_format(name)
     dtype = key.dtype if key.dtype in (torch.float16, torch.bfloat16) else torch.float32
@@ -52,6 +49,25 @@ def roundtrip(
     if tokens == 0:
         return key.clone(), value.clone()
     return through_pages(page, key, value, fitted(page, key, query))
+
+
+def _check(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None) -> None:
+    for name, x in {"key": key, "value": value, "query": query}.items():
+        if x is None and name == "query":
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it takes a torch.Tensor, as torch.as_tensor makes it")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is of {x.dtype}; it takes floating point numbers, as {name}.float() has")
+    if key.shape != value.shape or key.dim() != 3 or not key.shape[1]:
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)"
+        )
+    if query is not None and (query.dim() != 3 or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]):
+        raise ValueError(
+            f"query {tuple(query.shape)} must be (tokens, query heads, head_size) with the keys' head_size "
+            f"{key.shape[2]} and a multiple of their {key.shape[1]} heads"
+        )
 
 
 def fitted(page: PageFormat, key: torch.Tensor, query: torch.Tensor | None) -> torch.Tensor | None:

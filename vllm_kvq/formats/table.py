@@ -9,6 +9,7 @@ name is used.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import logging
@@ -151,7 +152,9 @@ def _taken(fmt: Format, formats: Mapping[str, Format], sources: Mapping[str, str
 
 class _Formats(Mapping[str, Format]):
     def __getitem__(self, name: str) -> Format:
-        return _built_in().get(name) or third_parties().formats[name]
+        if (fmt := _built_in().get(name) or third_parties().formats.get(name)) is None:
+            raise KeyError(_unknown(name))
+        return fmt
 
     def __iter__(self) -> Iterator[str]:
         yield from _built_in()
@@ -215,8 +218,14 @@ def changed(name: str, settings: Settings) -> dict[str, Any]:
 def _refuse(name: str) -> NoReturn:
     if problem := third_parties().problems.get(name):
         raise ValueError(problem)
-    known = ", ".join(fmt.name for fmt in public_formats())
-    raise ValueError(f"unknown KV cache format {name!r}; known formats are {known}")
+    raise ValueError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    known = [fmt.name for fmt in public_formats()]
+    close = difflib.get_close_matches(str(name), known, n=1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"unknown KV cache format {name!r}; {meant}known formats are {', '.join(known)}"
 
 
 # -- what all of them declare ----------------------------------------------------------------------------------------

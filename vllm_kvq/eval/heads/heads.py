@@ -72,6 +72,12 @@ def layer_errors(page: PageFormat, layer: Layer) -> list[HeadError]:
         raise ValueError(
             f"a text of {len(layer.key)} tokens is too short: its last {READERS} tokens read the others' cache"
         )
+    least = min(page.W, page.W_keys) + (page.S // page.unit + 1) * page.unit
+    if context < least:
+        raise ValueError(
+            f"of a text of {len(layer.key)} tokens {page.name} packs none, because its window, its sinks and the last "
+            f"{READERS} tokens, which read the cache, are all; it takes at least {least + READERS}"
+        )
     query, key, value = layer.query[:context], layer.key[:context], layer.value[:context]
     key_hat, value_hat = as_cached(page, query, key, value)
     readers = layer.query[context:]

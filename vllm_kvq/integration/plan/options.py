@@ -76,6 +76,8 @@ def unread_options(vllm_config: VllmConfig) -> Problem | None:
     for key in extra:
         if key != "kvq" and _letters(key) in ("kvq", "vllmkvq"):
             return Problem(f"additional config {key!r} is not read", "the options stand in 'kvq', in small letters")
+        if dtype in FORMATS and "kvq" not in extra and _like_kvq(key):
+            return Problem(f"additional config {key!r} is not read", "did you mean 'kvq'?")
     if dtype not in FORMATS:
         return _without_format(dtype) if "kvq" in extra else None
     for key, value in extra.items():
@@ -83,6 +85,12 @@ def unread_options(vllm_config: VllmConfig) -> Problem | None:
             right = json.dumps({"kvq": {key: value}})
             return Problem(f"kvq option {key!r} stands outside of 'kvq'", f"write --additional-config '{right}'")
     return None
+
+
+def _like_kvq(key: object) -> bool:
+    """Whether it has the same letters in another order, or one fewer."""
+    letters = sorted(_letters(key))
+    return letters in ([*"kqv"], [*"kq"], [*"kv"], [*"qv"])
 
 
 def _letters(key: object) -> str:

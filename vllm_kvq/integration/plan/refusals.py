@@ -5,6 +5,7 @@ Nothing here changes a configuration.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import PageFormat
@@ -19,6 +20,7 @@ from vllm_kvq.integration.plan.problem import Problem, Refused
 from vllm_kvq.integration.plan.rope import pairing_problem, rope_problem
 from vllm_kvq.integration.plan.states import drafts_problem, hybrid_problem
 from vllm_kvq.kernels.gpu.step import kernels_of
+from vllm_kvq.kernels.variables import variables_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,6 +46,13 @@ def check(vllm_config: VllmConfig) -> None:
         layers = Layers.of(vllm_config, options)
     except ValueError as error:
         raise Refused(str(error)) from None
+    if layers.skipped and not layers.packed:
+        raise Refused(
+            "kvq option 'skip_layers' names every layer that could be packed; leave some out, or use "
+            "--kv-cache-dtype auto"
+        )
+    if unknown := variables_problem(os.environ):
+        raise Refused(unknown)
     if problems := _problems(vllm_config, layers):
         all_of_them = ", ".join(problem.what for problem in problems)
         raise Refused(f"--kv-cache-dtype {options.name} does not support {all_of_them}; {problems[0].instead}")

@@ -9,7 +9,7 @@ from vllm_kvq.integration.plan.memory import cache_memory, gib
 from vllm_kvq.integration.plan.problem import Problem
 from vllm_kvq.integration.preview.checkpoint import checkpoint_problem, weights_problem
 from vllm_kvq.integration.preview.dry_start import DryStart
-from vllm_kvq.integration.worker.report import Capacity, part_lines
+from vllm_kvq.integration.worker.report import Capacity, capacity_warning, part_lines
 from vllm_kvq.kernels.cpu.library import ISAS, isa
 
 
@@ -38,7 +38,7 @@ def describe(start: DryStart) -> dict[str, Any]:
         **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
         "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
         "by_layer": by_layer,
-        "warnings": hints(served, config),
+        "warnings": hints(served, config) + capacity_warning(capacity, served.max_len),
         "kernels": {
             "path": path.name,
             "isa": ISAS[isa()] if path.name == "C++" else None,

@@ -86,6 +86,16 @@ def path_warnings(served: Served) -> list[str]:
     return why + ([path.slow] if path.slow is not None else [])
 
 
+def capacity_warning(capacity: Capacity, max_len: int) -> list[str]:
+    """Where window, sinks and sidecar take more than the packed pages save."""
+    if capacity.tokens >= capacity.plain_tokens:
+        return []
+    return [
+        f"requests of {max_len} tokens are so short that fewer of them fit than with bf16 "
+        f"({capacity.tokens} tokens against {capacity.plain_tokens}); use --kv-cache-dtype auto, or a smaller 'W'"
+    ]
+
+
 def report_start(served: Served, vllm_config: VllmConfig, blocks: int) -> None:
     """Once vLLM has decided how many `blocks` the pool has."""
     from vllm.distributed.parallel_state import is_global_first_rank
@@ -98,7 +108,8 @@ def report_start(served: Served, vllm_config: VllmConfig, blocks: int) -> None:
         return
     for line in (start_line(served, blocks), *part_lines(served)):
         logger.info("%s", line)
-    for sentence in (*path_warnings(served), *hints(served, vllm_config)):
+    short = capacity_warning(Capacity.of(served, blocks), served.max_len)
+    for sentence in (*path_warnings(served), *hints(served, vllm_config), *short):
         logger.warning("kvq: %s", sentence)
 
 

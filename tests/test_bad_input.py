@@ -1,0 +1,148 @@
+"""Bad input: one sentence on standard error that names it and the way out, and exit code 2 before anything loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_kvq import cli, roundtrip
+from vllm_kvq.cli.check_words import words_problem
+from vllm_kvq.formats import FORMATS
+from vllm_kvq.integration.worker.report import Capacity, capacity_warning
+from vllm_kvq.kernels.variables import VARIABLES, variables_problem
+
+ROOT = Path(__file__).parent.parent
+BAD = [
+    ("check M --config nope.yaml", "--config: there is no file nope.yaml"),
+    ("check M --config empty.yaml", "empty.yaml has no options; it takes lines such as kv-cache-dtype: kitty2"),
+    ("check M --config broken.yaml", "broken.yaml is not YAML"),
+    ("check M --config good.yaml --config=good.yaml", "--config is given more than once"),
+    ("check M --kv-cache-dtype squat3", "there is no format 'squat3'; did you mean squat4?"),
+    ("check M --kv-cache-dtype zzz", "there is no format 'zzz'; the formats are squat2"),
+    ('check M --additional-config {"kvq":{"W":64,"W":32}}', "--additional-config gives 'W' twice"),
+    ("check M --additional-config {bad", "--additional-config is not JSON"),
+    ("check M --additional-config [1]", "it takes an object"),
+    ("check M --kv-cache-memory-bytes=", "--kv-cache-memory-bytes is empty"),
+    ("check /nonexistent", "there is no folder /nonexistent"),
+    ("check --model ./nothing", "there is no folder ./nothing"),
+    ("check file.gguf", "file.gguf is a file; name the folder"),
+    ("calibrate demo --bits 0", "0 is not between 0 and 16 bits"),
+    ("calibrate demo --bits -1", "-1 is not between 0 and 16 bits"),
+    ("calibrate demo --bits nan", "nan is not between 0 and 16 bits"),
+    ("eval demo --longest 0", "0 is below 1"),
+    ("eval demo --out file.gguf", "--out file.gguf is a file; name a folder"),
+    ("bench attention --context 999999999999", "999999999999 tokens take"),
+    ("bench attention --query-heads 0", "must be at least 1"),
+    ("bench attention --threads 9999", "threads from 1 to"),
+    ("bench attention --plot foo.txt", "foo.txt is none of the pictures that can be drawn: .png"),
+    ("bench decode --model /nope", "'/nope' is no folder with a config.json"),
+    ("bench decode --model=", "'' is no folder with a config.json"),
+    ("bench decode --model .", "'.' is no folder with a config.json"),
+    ("bench serve --folder file.gguf", "--folder file.gguf is a file; name a folder"),
+    ("formats --options --head-size 7", "leave out --head-size"),
+]
+
+
+@pytest.mark.parametrize(("command", "sentence"), BAD, ids=[command for command, _ in BAD])
+def test_one_sentence(
+    command: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"empty.yaml": "", "broken.yaml": "a: [1", "good.yaml": "seed: 1", "file.gguf": ""}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exited:
+        cli.main(command.split())
+    said = capsys.readouterr()
+    assert exited.value.code == 2
+    assert said.out == ""
+    *_, last = said.err.splitlines()
+    assert sentence in last
+
+
+def test_the_memory_that_the_environment_names() -> None:
+    assert words_problem(["M"], {"VLLM_CPU_KVCACHE_SPACE": "2GB"}) == (
+        "VLLM_CPU_KVCACHE_SPACE is '2GB'; it takes whole GiB, as in VLLM_CPU_KVCACHE_SPACE=4"
+    )
+    for fine in ("4", ""):
+        assert words_problem(["M"], {"VLLM_CPU_KVCACHE_SPACE": fine}) is None
+
+
+def test_good_words_have_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = (
+        "Qwen/Qwen3-0.6B --kv-cache-dtype kitty2",
+        "--kv-cache-dtype fp8 --model .",
+        'M --additional-config {"kvq":{"W":64},"other":{"W":1}} --kv-cache-memory-bytes 4G',
+    )
+    for words in good:
+        assert words_problem(words.split(), {}) is None
+
+
+def test_a_variable_that_nothing_reads() -> None:
+    assert variables_problem({"VLLM_KVQ_KERNEL": "torch", "PATH": ""}) == (
+        "the environment has VLLM_KVQ_KERNEL, which nothing reads; did you mean VLLM_KVQ_KERNELS?"
+    )
+    assert variables_problem(dict.fromkeys(VARIABLES, "1")) is None
+
+
+def test_every_variable_is_known() -> None:
+    """Those that sources read, and no other."""
+    files = [*(ROOT / "vllm_kvq").glob("**/*.py"), *(ROOT / "csrc").glob("**/*.*"), *(ROOT / "proof").glob("**/*.py")]
+    own = ROOT / "vllm_kvq" / "kernels" / "variables.py"
+    text = "".join(path.read_text(encoding="utf-8") for path in files if path != own)
+    assert {*re.findall(r"VLLM_KVQ_[A-Z_]*[A-Z]", text)} == {*VARIABLES}
+
+
+def test_a_head_size_that_one_format_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["formats", "--head-size", "512", "--block-size", "64"]) == 0
+    said = capsys.readouterr().out
+    (qjl,) = (line for line in said.splitlines() if line.startswith("qjl3 "))
+    assert qjl.split()[-1] == "-"
+    assert "\nqjl3: QJL names outlier channels by bytes" in said
+    assert cli.main(["formats", "--head-size", "512", "--json"]) == 0
+
+
+def test_requests_that_are_shorter_than_their_sidecar() -> None:
+    (said,) = capacity_warning(Capacity(273907, 524275, 0.5, 4), 64)
+    assert said.startswith("requests of 64 tokens are so short that fewer of them fit than with bf16")
+    assert capacity_warning(Capacity(524275, 524275, 1.0, 4), 64) == []
+
+
+KEY = torch.randn(64, 2, 64)
+ROUNDTRIPS = {
+    "a list": ([[[1.0]]], KEY, None, "key is a list; it takes a torch.Tensor"),
+    "an array": (KEY.numpy(), KEY, None, "key is a ndarray; it takes a torch.Tensor"),
+    "whole numbers": (KEY, KEY.long(), None, "value is of torch.int64; it takes floating point numbers"),
+    "truth values": (KEY.bool(), KEY, None, "key is of torch.bool"),
+    "complex numbers": (KEY, KEY.to(torch.complex64), None, "value is of torch.complex64"),
+    "no heads": (KEY[:, :0], KEY[:, :0], None, r"must both be \(tokens, heads, head_size\)"),
+    "another order": (KEY, KEY.transpose(0, 1), None, r"must both be \(tokens, heads, head_size\)"),
+    "another head size": (KEY, KEY, torch.randn(64, 4, 128), "with the keys' head_size 64"),
+    "heads that do not share": (KEY, KEY, torch.randn(64, 3, 64), "a multiple of their 2 heads"),
+}
+
+
+@pytest.mark.parametrize("case", ROUNDTRIPS)
+def test_what_roundtrip_does_not_take(case: str) -> None:
+    key, value, query, sentence = ROUNDTRIPS[case]
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        roundtrip("squat2", key, value, query)  # type: ignore[arg-type]
+
+
+def test_an_unknown_format() -> None:
+    with pytest.raises(KeyError, match="did you mean 'squat4'"):
+        FORMATS["squat3"]
+    assert "squat3" not in FORMATS
+
+
+@pytest.mark.parametrize(("key", "near"), [("kqv", True), ("kv", True), ("KVQ", True), ("other", False)])
+def test_a_name_like_kvq_is_not_ignored(key: str, near: bool) -> None:
+    from vllm_kvq.integration.plan.options import unread_options
+
+    config = SimpleNamespace(additional_config={key: {"W": 64}}, cache_config=SimpleNamespace(cache_dtype="kitty2"))
+    found = unread_options(config)  # type: ignore[arg-type]
+    assert (found is not None) == near
