@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 
-from proof.tables import pipes, roofline
+from proof.tables import attended, pipes, roofline
 from proof.tables.roofline import CHIPS, Chip, Count
-from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import public_formats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,10 +61,9 @@ def test_no_loop_is_refused() -> None:
 
 def test_every_format_and_chip_has_a_row() -> None:
     rows = roofline.read(roofline.COUNTS)
-    assert {(r.format, r.target) for r in rows} == {(f, c.target) for f in roofline.NAMES for c in CHIPS}
-    named = " ".join([*roofline.NAMES.values(), *(f"`{name}`" for name in roofline.WITHOUT)])
-    assert all(f"`{fmt.name}`" in named for fmt in public_formats())
-    assert set(roofline.NAMES) <= set(FORMATS)
+    assert {(r.format, r.target) for r in rows} == {(f, c.target) for f in attended.shared() for c in CHIPS}
+    names = [*itertools.chain(*attended.shared().values()), *attended.by_pytorch()]
+    assert sorted(names) == sorted(fmt.name for fmt in public_formats())
 
 
 def test_the_document_has_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

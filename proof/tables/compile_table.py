@@ -2,7 +2,7 @@
 
     python -m proof compile                      the table, as in docs/results/gpu-compile.md
     python -m proof compile --targets 90 --check  exit status 1 on a spill, without matrix instructions,
-                                                               or with more instructions per element than LIMITS
+                                                               or with more instructions per element than its limit
 
 A column of a target has registers, instructions per element of a kernel over pages, and the stack (where spilled
 registers go) if there is any; `shared` and `matrix` (matrix instructions in the inner loop) are the most of all
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proof.tables import compile_cuda
+from proof.tables import attended, compile_cuda
 from proof.tables.compile_cuda import CudaVariant
 from proof.tables.sass import longest_loop, read_cubin, shortest_cycle
 from vllm_kvq.kernels.gpu import build as build_cuda
@@ -34,11 +34,16 @@ TARGETS = (80, 86, 89, 90, 100, 120)
 MATRIX = re.compile(r"\b(HMMA|UTCHMMA|UTCQMMA|QGMMA|HGMMA|OMMA)")
 COLUMNS = ("kernel", "warps", "shared", "matrix")
 
-LIMITS = {
-    f"attend {name} d=128 rows=8": most
-    for name, most in {"kivi2": 2.0, "kitty2": 3.0, "innerq2": 3.0, "qjl3": 3.0, "polar4": 4.5, "polar3": 4.5}.items()
-}
-"""Instructions per element on sm_90 that must not be exceeded."""
+LIMIT = 3.0
+"""Instructions per element on sm_90 that decode must not exceed at d = 128, up to 8 rows."""
+LIMITS = {"kivi": 2.0, "polar": 4.5}
+"""The same for key codecs with a limit of their own."""
+
+
+def limit(kernel: str) -> float | None:
+    """The most instructions per element that a kernel of this name may have; None: there is no limit."""
+    found = re.fullmatch("attend ([a-z0-9_]+) d=128 rows=8", kernel)
+    return None if found is None else LIMITS.get(attended.bound(found[1]).keys.name, LIMIT)
 
 
 @dataclass(frozen=True)
@@ -106,18 +111,19 @@ ALIGNED += ("side_words", "side_elements", "sink_elements")
 def attend_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.launch import MIN_ROWS
-    from vllm_kvq.kernels.gpu.triton_layout import attend_launch, most_rows
+    from vllm_kvq.kernels.gpu.triton_layout import attend_launch, looks_up, most_rows
     from vllm_kvq.kernels.gpu.triton_layout import constants as layout
     from vllm_kvq.triton_kernels.attend import attend_kernel
 
-    for name in ("kivi2", "squat4", "kitty2", "innerq2", "polar4", "polar3"):
+    triton = attended.by_triton()
+    for name in (kernel for kernel in attended.shared() if kernel in triton):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
             k = layout(fmt)
             assert k is not None
             # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt; 4 that look up
             shapes = [(rows, 0) for rows in sorted({MIN_ROWS, most_rows(fmt)})]
-            for rows, table in [*shapes, *([(MIN_ROWS, 4)] if name in ("polar4", "polar3") else [])]:
+            for rows, table in [*shapes, *([(MIN_ROWS, 4)] if looks_up(fmt) else [])]:
                 launch = attend_launch(fmt, rows, target, table)
                 constants = k | {
                     "SHARE": 4,
@@ -159,18 +165,19 @@ def step_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.triton_kernels.pack import pack_kernel
     from vllm_kvq.triton_kernels.step import begin_kernel, commit_kernel
 
-    for name in ("squat2", "squat4", "kivi2", "kitty2", "innerq2", "polar4", "polar3"):
+    one_per_state, most_sinks = attended.one_per_state(), attended.most_sinks()
+    for name in attended.by_triton():
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
             slots = SlotGeometry.of(fmt, 8, 2)
             step = GPUStep(fmt, slots, 2, 1.0, torch.device("cpu"))
             packing = pack_arguments(fmt, slots)
             yield Variant(f"pack {name} d={d}", pack_kernel, packing, pack_launch(fmt, target).options)
-            if d != 128 and name != "innerq2":
+            if d != 128 and name != most_sinks:
                 continue
-            if name in ("squat2", "innerq2", "polar4"):
+            if name in one_per_state:
                 yield Variant(f"begin {name} d={d}", begin_kernel, step.begin_constants(4), SLOT_LAUNCH.options)
-            if name == "innerq2":  # with sinks: the most that there is
+            if name == most_sinks:
                 yield Variant(f"commit d={d}", commit_kernel, step.commit_constants(16), SLOT_LAUNCH.options)
                 for rows, use in ((4, "decode"), (256, "prompt")):
                     sizes, options = step.full_precision_constants(4, rows), full_precision_launch(fmt).options
@@ -252,10 +259,11 @@ def row(name: str, warps: str, used: dict[int, Usage], scale: dict[int, float], 
         cells.append(f"{u.registers}" if per is None else f"{u.registers}, {per:.2f}")
         if u.stack:
             cells[-1] += f", stack {u.stack}"
-        few = target != 90 or per is None or per <= LIMITS.get(name, per)
+        most = limit(name) if target == 90 else None
+        few = per is None or most is None or per <= most
         good &= u.stack == 0 and (u.matrix > 0 or not multiplies) and few
-    most = [max(getattr(u, field) for u in used.values()) for field in ("shared", "matrix")]
-    line((name, warps, *most, *cells), len(used))
+    largest = [max(getattr(u, field) for u in used.values()) for field in ("shared", "matrix")]
+    line((name, warps, *largest, *cells), len(used))
     return good
 
 
@@ -284,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="fail on a spill, a loop over pages without matrix products or above LIMITS",
+        help="fail on a spill, a loop over pages without matrix products or above its limit",
     )
     args = parser.parse_args(argv)
     line([*COLUMNS, *(f"sm_{target}" for target in args.targets)], len(args.targets))

@@ -20,24 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from proof.tables import pipes
-from vllm_kvq.formats import Geometry, get_format
+from proof.tables import attended, pipes
+from proof.tables.attended import HEAD, PAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = ROOT / "docs" / "results" / "gpu-pipes.csv"
-HEAD, PAGE = 128, 64
-NAMES = {
-    "kivi2": "`kivi2`",
-    "squat4": "`squat4`, `kivi4`",
-    "kitty2": "`squat2`, `kitty2`",
-    "innerq2": "`innerq2`",
-    "polar4": "`polar4`",
-    "polar3": "`polar3`",
-    "qjl3": "`qjl3`",
-}
-"""A format with kernels -> what its rows are called: SQuat is attended as Kitty or KIVI."""
-WITHOUT = ("polar4_v16", "squat2_pre")
-"""PyTorch computes it on a GPU."""
 RIVALS = {"bf16": 4.0 * HEAD, "fp8": 2.0 * HEAD}
 """Bytes of a token."""
 
@@ -122,10 +109,11 @@ def counted(targets: Sequence[int]) -> Iterator[Count]:
                 # a block is one warp
                 yield Count(name, target, variant.elements // (2 * HEAD), **pipes.count(loop))
         for made in compile_cuda.variants():
-            if made.name == f"attend qjl3 d={HEAD} rows=8":
+            name = made.name.split()[1]
+            if made.name == f"attend {name} d={HEAD} rows=8":
                 with tempfile.TemporaryDirectory() as folder:
                     # a warp takes a slab of 32 tokens per turn
-                    yield Count("qjl3", target, 32, **pipes.count(compile_cuda.inner_loop(made, target, Path(folder))))
+                    yield Count(name, target, 32, **pipes.count(compile_cuda.inner_loop(made, target, Path(folder))))
 
 
 def write(rows: Iterator[Count], path: Path) -> None:
@@ -144,7 +132,12 @@ def read(path: Path) -> list[Count]:
 
 def stored(name: str) -> float:
     """Bytes of a token of one KV head."""
-    return get_format(name).bind(Geometry(HEAD, PAGE)).record_bytes / PAGE
+    return attended.bound(name).record_bytes / PAGE
+
+
+def named(formats: Sequence[str]) -> str:
+    """What the rows of a kernel are called: all formats that it attends."""
+    return ", ".join(f"`{name}`" for name in formats)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -154,14 +147,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def instructions(rows: Sequence[Count], target: int) -> str:
     """Per lane and cached element, by unit."""
-    lines = []
+    lines, names = [], attended.shared()
     for row in rows:
         if row.target == target:
             each = {name: 32 * n / (2 * HEAD) for name, n in row.per_token.items()}
             by_unit = [f"{each[name]:.2f}" for name in pipes.PIPES]
             special = f"{256 * each['sfu']:.0f}"
-            lines.append([NAMES[row.format], f"{stored(row.format):g}", f"{sum(each.values()):.2f}", *by_unit, special])
-    lines += [[f"`{name}`", f"{stored(name):g}", "PyTorch", *[""] * (len(pipes.PIPES) + 1)] for name in WITHOUT]
+            lines.append(
+                [named(names[row.format]), f"{stored(row.format):g}", f"{sum(each.values()):.2f}", *by_unit, special]
+            )
+    lines += [
+        [f"`{name}`", f"{stored(name):g}", "PyTorch", *[""] * (len(pipes.PIPES) + 1)] for name in attended.by_pytorch()
+    ]
     units = ("matrix", "special", "loads, shuffles", "FMA", "ALU", "other")
     return table(["format", "bytes", "instructions", *units, "special per 256"], lines)
 
@@ -169,8 +166,8 @@ def instructions(rows: Sequence[Count], target: int) -> str:
 def bounds(rows: Sequence[Count]) -> str:
     """Picoseconds, what bounds them, and how much faster that is than bf16 and fp8."""
     lines = [[name, *(f"{1e12 * b / chip.bandwidth:.0f}" for chip in CHIPS)] for name, b in RIVALS.items()]
-    for name, said in NAMES.items():
-        cells = [said]
+    for name, formats in attended.shared().items():
+        cells = [named(formats)]
         for chip in CHIPS:
             (row,) = (r for r in rows if (r.format, r.target) == (name, chip.target))
             taken = chip.seconds(stored(name), row.per_token)

@@ -77,7 +77,7 @@ def test_lossless_is_exact(dtype: torch.dtype) -> None:
 @cache
 def table(label: str, d: int, rope: bool) -> float:
     """A row of `python -m vllm_kvq.cli.eval_error`."""
-    name, options = next((n, o) for row, n, o in error_table.ROWS if row == label)
+    name, options = next((n, o) for row, n, o in error_table.rows() if row == label)
     return error_table.error(name, options, d, rope)
 
 
@@ -220,7 +220,8 @@ def test_more_bits_are_better() -> None:
 def test_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     error_table.main([])
     out = capsys.readouterr().out
-    for label, _, _ in error_table.ROWS:
+    for label, _, _ in error_table.rows():
         assert f"\n{label} " in out
     assert f"{table('squat2', 128, False):.3f}" in out
-    assert set(FORMATS) - {"lossless", *PEERS} == {n for _, n, _ in error_table.ROWS}
+    assert set(FORMATS) - {"lossless", *PEERS} == {n for _, n, _ in error_table.rows()}
+    assert set(error_table.VARIANTS) <= set(FORMATS)

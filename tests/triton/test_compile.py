@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from proof.tables import attended
+from proof.tables.compile_table import limit
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.triton_layout import constants
 
@@ -22,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (
             "90",
             [
-                *(f"attend {name} d=128 rows=8" for name in ("kivi2", "kitty2", "innerq2", "polar4")),
+                *(f"attend {name} d=128 rows=8" for name in ("kivi2", "squat2", "innerq2", "polar4")),
                 *("lookup polar4 d=128", "pack innerq2 d=128", "decode in full precision d=128"),
             ],
         ),
@@ -44,3 +46,13 @@ def test_squat_is_attended_as_what_it_corrects(plain: str, squat: str) -> None:
     """One row of the table for both: only packing does the correction."""
     one, other = (constants(get_format(name).bind(Geometry(128, 64))) for name in (plain, squat))
     assert one == other is not None
+
+
+def test_every_kernel_that_decodes_has_a_limit() -> None:
+    """A new format's, too."""
+    kernels = attended.shared()
+    assert {"kivi2", "qjl3", "polar3"} <= set(kernels)
+    limits = {name: limit(f"attend {name} d=128 rows=8") for name in kernels}
+    assert all(limits.values())
+    assert (limits["kivi2"], limits["squat2"], limits["polar3"]) == (2.0, 3.0, 4.5)
+    assert limit("attend kivi2 d=128 rows=16") is limit("pack kivi2 d=128") is None

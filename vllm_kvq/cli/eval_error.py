@@ -24,46 +24,41 @@ from vllm_kvq.formats.table import public_formats
 
 Row = tuple[str, str, Mapping[str, Any]]
 
-ROWS: list[Row] = [
-    ("kivi2", "kivi2", {}),
-    ("squat2, plain", "squat2", PLAIN),
-    ("squat2, plain, four blocks", "squat2", {**PLAIN, "blocks": 4}),
-    ("squat2, plain, r = 16", "squat2", {**PLAIN, "r": 16}),
-    ("squat2, paper", "squat2", {**PLAIN, "floor": 0}),
-    ("squat2, paper, r = 16", "squat2", {**PLAIN, "floor": 0, "r": 16}),
-    ("kivi2, fitted", "kivi2", {"key_scales": "fitted"}),
-    ("squat2_pre", "squat2_pre", {}),
-    ("squat2, plain, fitted", "squat2", {**PLAIN, "key_scales": "fitted"}),
-    ("squat2, plain, fitted, token scale", "squat2", {**PLAIN, "key_scales": "fitted", "token_scale": "balanced"}),
-    ("kitty2", "kitty2", {}),
-    ("squat2", "squat2", {}),
-    ("squat2, four blocks", "squat2", {"blocks": 4}),
-    ("squat2, r = 20", "squat2", {"r": 20}),
-    ("kitty2, half", "kitty2", {"boost": "half"}),
-    ("squat2, half", "squat2", {"boost": "half"}),
-    ("polar3", "polar3", {}),
-    ("polar3, paper", "polar3", {"mode": "paper"}),
-    ("polar3, m3n2", "polar3", {"angle_bits": 3}),
-    ("qjl3", "qjl3", {}),
-    ("qjl3, by slab", "qjl3", {"outlier_choice": "slab"}),
-    ("qjl3, independent rows", "qjl3", {"sketch": "gaussian"}),
-    ("qjl3, no outliers", "qjl3", {"outliers": 0}),
-    ("innerq2", "innerq2", {}),
-    ("polar4", "polar4", {}),
-    ("polar4_v16", "polar4_v16", {}),
-    ("kivi4", "kivi4", {}),
-    ("squat4", "squat4", {}),
-    ("squat4, fitted", "squat4", {"key_scales": "fitted"}),
-]
-"""The built-in formats, and variants that deserve their own row."""
+VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "squat2": {
+        "plain": PLAIN,
+        "plain, four blocks": {**PLAIN, "blocks": 4},
+        "plain, r = 16": {**PLAIN, "r": 16},
+        "paper": {**PLAIN, "floor": 0},
+        "paper, r = 16": {**PLAIN, "floor": 0, "r": 16},
+        "plain, fitted": {**PLAIN, "key_scales": "fitted"},
+        "plain, fitted, token scale": {**PLAIN, "key_scales": "fitted", "token_scale": "balanced"},
+        "four blocks": {"blocks": 4},
+        "r = 20": {"r": 20},
+        "half": {"boost": "half"},
+    },
+    "squat4": {"fitted": {"key_scales": "fitted"}},
+    "qjl3": {
+        "by slab": {"outlier_choice": "slab"},
+        "independent rows": {"sketch": "gaussian"},
+        "no outliers": {"outliers": 0},
+    },
+    "polar3": {"paper": {"mode": "paper"}, "m3n2": {"angle_bits": 3}},
+    "kivi2": {"fitted": {"key_scales": "fitted"}},
+    "kitty2": {"half": {"boost": "half"}},
+}
+"""A format's variants that deserve their own row."""
 SEEDS = 4
 CASES = [(128, False), (128, True), (64, False), (64, True)]
 
 
 def rows() -> list[Row]:
-    """The candidates above, and other packages' formats without options."""
-    listed = {name for _, name, _ in ROWS}
-    return ROWS + [(fmt.name, fmt.name, {}) for fmt in public_formats() if fmt.name not in listed]
+    """Every format of the table, followed by its variants."""
+    found: list[Row] = []
+    for fmt in public_formats():
+        found.append((fmt.name, fmt.name, {}))
+        found += [(f"{fmt.name}, {said}", fmt.name, options) for said, options in VARIANTS.get(fmt.name, {}).items()]
+    return found
 
 
 def asked(text: str) -> list[Row]:
