@@ -15,6 +15,7 @@ WRITTEN = ROOT / "vllm_kvq" / "integration" / "advice" / "losses.csv"
 MODELS = {
     "smollm2-135m": ("SmolLM2-135M", 64, "no"),
     "qwen2.5-0.5b": ("Qwen2.5-Coder-0.5B", 64, "yes"),
+    "qwen2.5-1.5b": ("Qwen2.5-Coder-1.5B", 128, "yes"),
     "gemma-3-270m": ("Gemma-3-270M", 256, "no"),
 }
 """Name, head size and whether key biases are large, of what `python -m proof weights` brings."""

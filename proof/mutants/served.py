@@ -105,15 +105,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "columns of the table of formats are swapped",
         "vllm_kvq/cli/formats.py",
-        "{fmt.bits_per_element(d, n):.4f}  {fmt.capacity_factor(d, n):5.2f}x",
-        "{fmt.capacity_factor(d, n):.4f}  {fmt.bits_per_element(d, n):5.2f}x",
+        "{bits:.4f}  {factor:5.2f}x",
+        "{factor:.4f}  {bits:5.2f}x",
         "tests/test_cli.py",
     ),
     Fault(
         "head sizes and block sizes are mixed up in the table of formats",
         "vllm_kvq/cli/formats.py",
-        "{fmt.bits_per_element(d, n):.4f}",
-        "{fmt.bits_per_element(n, d):.4f}",
+        "bits, factor = fmt.bits_per_element(head_size, block_size)",
+        "bits, factor = fmt.bits_per_element(block_size, head_size)",
         "tests/test_cli.py",
     ),
     Fault(

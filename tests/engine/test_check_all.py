@@ -86,7 +86,8 @@ def test_the_losses_are_those_of_the_recorded_evaluations(monkeypatch: pytest.Mo
         (256, False, "Gemma-3-270M"),
         (512, False, "Gemma-3-270M"),
         (64, True, "Qwen2.5-Coder-0.5B"),
-        (512, True, "Qwen2.5-Coder-0.5B"),  # biases decide more than the head size
+        (128, True, "Qwen2.5-Coder-1.5B"),
+        (512, True, "Qwen2.5-Coder-1.5B"),  # biases decide more than the head size
     ],
 )
 def test_the_nearest_measured_model(head_size: int, biases: bool, model: str) -> None:
