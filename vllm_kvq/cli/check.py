@@ -52,10 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(problem)
     if not verbose:
         be_quiet()
-    from vllm_kvq.integration.preview.description import describe  # imports vllm, which reads its log level then
-
     try:
-        found = describe(dry_start(words))
+        start = dry_start(words)
+        from vllm_kvq.integration.preview.description import describe  # imports vllm
+
+        found = describe(start)
     except NoFormat:
         from vllm_kvq.cli import check_all
 

@@ -86,9 +86,13 @@ def path_warnings(served: Served) -> list[str]:
     return why + ([path.slow] if path.slow is not None else [])
 
 
+FEWER = 0.9
+"""The ratio to bf16's tokens below which a server warns."""
+
+
 def capacity_warning(capacity: Capacity, max_len: int) -> list[str]:
-    """Where window, sinks and sidecar take more than the packed pages save."""
-    if capacity.tokens >= capacity.plain_tokens:
+    """Where window, sinks and sidecar take clearly more than the packed pages save."""
+    if capacity.tokens >= FEWER * capacity.plain_tokens:
         return []
     return [
         f"requests of {max_len} tokens are so short that fewer of them fit than with bf16 "
