@@ -55,7 +55,7 @@ def checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     memory._problem.cache_clear()
 
     def go(model: Path, name: str, **options: Any) -> dict[str, Any]:
-        arguments = ["check", str(model), "--kv-cache-dtype", name, "--max-model-len", "256"]
+        arguments = ["check", str(model), "--kv-cache-dtype", name, "--max-model-len", "2048"]
         arguments += ["--additional-config", json.dumps({"kvq": options})]
         assert cli.main([*arguments, "--json"]) == 0
         document: dict[str, Any] = json.loads(capsys.readouterr().out)
