@@ -129,5 +129,5 @@ def test_serve_compares_two_real_servers(
     near = [serve.gain(share / 100 + s, kernel + k) for s in (-0.005, 0.005) for k in (-0.005, 0.005)]
     assert min(near) - 0.01 <= expected <= max(near) + 0.01
     assert min(1.0, kernel) - 0.01 <= expected <= most + 0.01
-    assert "kvq: format=squat2" in (tmp_path / "bench-squat2.log").read_text()
+    assert "kvq: format=kitty2" in (tmp_path / "bench-kitty2.log").read_text()
     assert "kvq: format" not in (tmp_path / "bench-bf16.log").read_text()
