@@ -34,8 +34,8 @@ def test_each_format_is_what_check_says_of_it(model: Path, capsys: pytest.Captur
     assert names[: len(suite("usual"))] == list(suite("usual"))
     assert sorted(names) == sorted(suite("public"))
     one = next(one for one in found if one["format"] == "polar4")
-    alone = ["check", str(model), "--max-model-len", "1024", "--kv-cache-dtype", "polar4", "--json"]
-    assert cli.main(alone) == 0
+    arguments = ["check", str(model), "--max-model-len", "1024", "--kv-cache-dtype", "polar4", "--json"]
+    assert cli.main(arguments) == 0
     assert {k: v for k, v in one.items() if k != "loss"} == json.loads(capsys.readouterr().out)
     assert one["loss"]["kl"] == losses.like(64, False).kl["polar4"]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq.formats.table import FORMATS, VLLM_DTYPES, public_formats
-
-SPACE = "VLLM_CPU_KVCACHE_SPACE"
+from vllm_kvq.integration.plan.memory import SPACE
 
 
 def words_problem(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str | None:
