@@ -27,8 +27,10 @@ def values(words: Sequence[str], flag: str) -> list[str]:
 
 
 def _config(words: Sequence[str]) -> str | None:
-    import yaml
-
+    try:
+        import yaml
+    except ImportError:  # vLLM brings it, and that vLLM is not installed is said next
+        return None
     given = values(words, "--config")
     if len(given) > 1:
         return "--config is given more than once; put all options into one file"
