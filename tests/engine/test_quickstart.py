@@ -26,7 +26,7 @@ def test_to_the_first_answer(model: Path, tmp_path: Path) -> None:
     # waiting the way vLLM's own compiler does takes a minute more, and is not what this page is about
     changed = {"MODEL=Qwen/Qwen3-0.6B": f"MODEL={model}", "localhost:8000": f"localhost:{port}",
                "vllm serve ": f"vllm serve --port {port} --enforce-eager ",
-               'kv_cache_dtype="squat2", ': 'kv_cache_dtype="squat2", enforce_eager=True, '}  # fmt: skip
+               'kv_cache_dtype="kitty2", ': 'kv_cache_dtype="kitty2", enforce_eager=True, '}  # fmt: skip
     script = PASTED
     for old, new in changed.items():
         assert old in script
@@ -47,7 +47,7 @@ def test_to_the_first_answer(model: Path, tmp_path: Path) -> None:
             subprocess.run(["pkill", "-KILL", "-s", str(shell.pid)], check=False)
     log = (tmp_path / "server.log").read_text()
     assert shell.returncode == 0, out[-2000:] + err[-2000:] + log[-2000:]
-    assert re.search(r"kvq: format=squat2 bits=\S+ .* capacity_tokens=\d+", out)
+    assert re.search(r"kvq: format=kitty2 bits=\S+ .* capacity_tokens=\d+", out)
     answer, end = json.JSONDecoder().raw_decode(out, out.index('{"id"'))
     assert answer["usage"]["completion_tokens"] == 32
     assert out[end:].strip()  # what Python printed

@@ -36,7 +36,7 @@ def test_options_by_layer() -> None:
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        ("squat3", "unknown KV cache format 'squat3'; known formats are"),
+        ("squat3", "unknown KV cache format 'squat3'; did you mean 'squat4'? known formats are"),
         ("squat2:q=8", "unknown kvq option 'q'"),
         ("squat2:r=-1", "option 'r' is -1"),
         ("squat2:r=many", "option 'r' is 'many'"),

@@ -63,8 +63,11 @@ def test_a_new_format_is_tried(module: str, which: str, new: Callable[[Format], 
 def test_benches_know_it(name: str, new: Callable[[Format], None]) -> None:
     new(replace(FORMATS["squat2"], name="brand_new", usual=0))
     parser: argparse.ArgumentParser = importlib.import_module(f"vllm_kvq.bench.{name}").parser()
-    (action,) = (a for a in parser._actions if a.dest == "format")
-    assert "brand_new" in (action.choices or ())
+    (action,) = (a for a in parser._actions if a.dest == "formats")
+    assert callable(action.type)
+    assert action.type("all") == [*suite("public")]
+    assert "brand_new" in action.type("all")
+    assert action.type("kivi2,brand_new") == ["kivi2", "brand_new"]
     assert action.default == ["brand_new"]
 
 
