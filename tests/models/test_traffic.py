@@ -140,7 +140,7 @@ FAULTS: dict[str, tuple[Any, Any, Setup]] = {
     "a state after preemption": (
         mixed_faults.kept_state,
         growing,
-        Setup("squat2", 32, {"W": 0}, "Granite 4", pool=1.8, budget=64, keep_all=True),
+        Setup("squat2", 32, {"W": 0, "r": 10}, "Granite 4", pool=1.8, budget=64, keep_all=True),
     ),
 }
 """What is planted, the traffic, and the engine that has to be distinguished from a healthy one."""
