@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.kernels.gpu.paged import PagedKernels
+from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels
 from vllm_kvq.kernels.slots import SlotGeometry
 
 
@@ -43,5 +43,5 @@ def pack_like_a_step(
     plan, table, side_table, side, k, v, pages, faults = (
         x.to(device) for x in (plan, *tables, side, *new, pages, faults)
     )
-    kernels.pack(fmt, slots, plan, table, side_table, side, k, v, pages, faults, -(-len(k) // fmt.unit))
+    kernels.pack(fmt, slots, PackSource(plan, table, side_table, side, k, v, -(-len(k) // fmt.unit)), pages, faults)
     return pages.cpu(), int(faults[1])

@@ -19,9 +19,10 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.kernels.gpu import cuda
 from vllm_kvq.kernels.gpu.cuda import CUDA
-from vllm_kvq.kernels.gpu.paged import merge_parts
+from vllm_kvq.kernels.gpu.paged import PackSource, PageTable, Ragged, merge_parts
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.torch.lists import PageList
 
 BOUND = 2e-3
 LSE_BOUND = 4e-3
@@ -131,9 +132,9 @@ def test_list_of_pages_as_the_reference_takes_it() -> None:
     fmt, pages = pool(64, 64)
     query = queries(3, 2, 4, 64)
     ids, owner = torch.tensor([1, 4, 2, 3]), torch.tensor([0, 0, 0, 2])
-    low, high = torch.tensor([0, 3, 0, 60]), torch.tensor([64, 40, 0, 64])
-    got = CUDA.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
-    want = attend.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
+    listed = PageList(ids, owner, torch.tensor([0, 3, 0, 60]), torch.tensor([64, 40, 0, 64]))
+    got = CUDA.attend_packed(fmt, query, pages, listed, 0.125)
+    want = attend.attend_packed(fmt, query, pages, listed, 0.125)
     assert relative_error(got[0], want[0].double()) < BOUND
     assert torch.equal(torch.isneginf(got[1]), torch.isneginf(want[1]))
 
@@ -146,7 +147,7 @@ def test_requests_of_different_numbers_of_queries() -> None:
     table = torch.tensor([[1, 2, 0], [0, 0, 0], [3, 4, 1]], dtype=torch.int32)
     low, high = torch.zeros(3, dtype=torch.int32), torch.tensor([100, 0, 190], dtype=torch.int32)
     out, lse = torch.full((2, 9, 4, 64), torch.nan), torch.full((2, 9, 4), torch.nan)
-    CUDA.launch_attend(fmt, query, pages, table, low, high, out, lse, 0.125, start, 5)
+    CUDA.launch_attend(fmt, query, pages, PageTable(table, low, high), (out, lse), 0.125, ragged=Ragged(start, 5))
     assert torch.isnan(out[:, 6:]).all()
     got, got_lse = merge_parts(out[:, :6].contiguous(), lse[:, :6].contiguous())
     for i in (0, 2):
@@ -216,7 +217,7 @@ def test_blocks_that_are_nobodys_are_neither_read_nor_written() -> None:
     table = torch.tensor([[0, 0], [9, -1], [2, 2]], dtype=torch.int32)
     side_table = torch.tensor([[0], [7], [-3]], dtype=torch.int32).expand(3, slots.sidecar_blocks).contiguous()
     faults = torch.zeros(2, dtype=torch.int32)
-    CUDA.pack(fmt, slots, plan, table, side_table, side, key, value, pages, faults, 1)
+    CUDA.pack(fmt, slots, PackSource(plan, table, side_table, side, key, value, 1), pages, faults)
     assert not pages[:2].any()
     fields = fmt.read(pages, torch.tensor([2]))
     assert (fields["k_norm"][..., :16] == 0).all()

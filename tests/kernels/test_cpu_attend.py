@@ -17,6 +17,7 @@ from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
+from vllm_kvq.kernels.torch.lists import PageList
 
 PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar4_v16", "polar3", "innerq2", "kitty2")
 TOLERANCE = {"qjl3": 1e-2}
@@ -55,10 +56,10 @@ def packed_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torc
 
 
 def reference(
-    fmt: PageFormat, query: torch.Tensor, pool: torch.Tensor, ids: torch.Tensor, owner: torch.Tensor,
-    low: torch.Tensor, high: torch.Tensor, scale: float, cap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    fmt: PageFormat, query: torch.Tensor, pool: torch.Tensor, listed: PageList, scale: float, cap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention in float64 over the codes, as the formats' own `unpack` reads them."""
+    ids, owner, low, high = listed
     n, q, query_heads, d = query.shape
     heads = pool.shape[1]
     out, lse = torch.zeros(n, q, query_heads, d).double(), torch.full((n, q, query_heads), -math.inf).double()
@@ -104,7 +105,7 @@ def case(
     position = torch.cat([torch.arange(c) for c in count])
     high = (torch.tensor(lengths)[owner] - position * N).clamp_max(N)
     lows = torch.where(position == 0, low, 0).minimum(high)
-    arguments = (query, pool, ids, owner, lows, high, d**-0.5, cap)
+    arguments = (query, pool, PageList(ids, owner, lows, high), d**-0.5, cap)
     want = reference(fmt, *arguments)
     poison(fmt, pool, ids, lows, high)
     return fmt, arguments, want
@@ -252,7 +253,8 @@ def test_rotated_values_at_the_clamp() -> None:
     assert (stored.abs() == LIMIT).any()
     for q in (1, 100):
         query = torch.zeros(1, q, 1, 64)
-        one, several = (cpu.attend_packed(fmt, query, pool, zero, zero, zero, zero + n, 1.0)[0] for n in (1, 2))
+        lists = (PageList(zero, zero, zero, zero + n) for n in (1, 2))
+        one, several = (cpu.attend_packed(fmt, query, pool, listed, 1.0)[0] for listed in lists)
         assert (one[0, :, 0] - stored[0]).norm() <= 1e-4 * stored[0].norm() * q**0.5
         assert 0.6 * LIMIT < several.abs().max() <= LIMIT
 
@@ -269,7 +271,7 @@ def test_index_errors_come_before_any_read() -> None:
     zero, full = torch.zeros(1, dtype=torch.int64), torch.full((1,), 32)
     for ids, owner in ((3, 0), (-1, 0), (1 << 40, 0), (1, 1), (1, -1)):
         with pytest.raises(IndexError):
-            cpu.attend_packed(fmt, query, pool, zero + ids, zero + owner, zero, full, 1.0)
+            cpu.attend_packed(fmt, query, pool, PageList(zero + ids, zero + owner, zero, full), 1.0)
 
 
 def test_strided_inputs() -> None:
@@ -280,8 +282,9 @@ def test_strided_inputs() -> None:
     query = torch.randn(2, 3, 8, 2, 64).transpose(1, 3)[:, :, :, 1]  # (2, 2, 8, 64) with foreign strides
     ids, owner = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 0, 1, 0])
     low, high = torch.tensor([0, 3, 5, 0]), torch.tensor([64, 64, 64, 40])
-    got = cpu.attend_packed(fmt, query, wide[:, :2, : fmt.record_bytes], ids, owner, low, high, 0.125)
-    check(fmt, got, reference(fmt, query, pool, ids, owner, low, high, 0.125))
+    listed = PageList(ids, owner, low, high)
+    got = cpu.attend_packed(fmt, query, wide[:, :2, : fmt.record_bytes], listed, 0.125)
+    check(fmt, got, reference(fmt, query, pool, listed, 0.125))
 
 
 def test_any_number_of_threads_gives_the_same_answer() -> None:
@@ -294,7 +297,7 @@ def test_any_number_of_threads_gives_the_same_answer() -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(cpu.attend_packed(fmt, query, pool, ids, owner, low, high, 0.125)[0])
+            results.append(cpu.attend_packed(fmt, query, pool, PageList(ids, owner, low, high), 0.125)[0])
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:

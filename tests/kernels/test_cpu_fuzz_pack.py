@@ -20,6 +20,7 @@ from vllm_kvq.kernels.cpu import pack as cpu_pack
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend as reference_attend
 from vllm_kvq.kernels.torch import pack as reference
+from vllm_kvq.kernels.torch.lists import PageList
 from vllm_kvq.kernels.torch.pack import Pair, Units
 
 pytestmark = [
@@ -196,7 +197,7 @@ def test_all_packed(case: tuple[str, Any], data: st.DataObject) -> None:
     if count and data.draw(st.booleans()):
         ids[-1] = data.draw(WILD)
         with pytest.raises(IndexError):
-            cpu.all_packed(fmt, pages, ids, low, high)
+            cpu.all_packed(fmt, pages, PageList(ids, ids, low, high))
         return
-    want = reference_attend.all_packed(fmt, pages, ids, low, high.clamp_min(0))
-    assert cpu.all_packed(fmt, pages, ids, low, high) == want
+    want = reference_attend.all_packed(fmt, pages, PageList(ids, ids, low, high.clamp_min(0)))
+    assert cpu.all_packed(fmt, pages, PageList(ids, ids, low, high)) == want

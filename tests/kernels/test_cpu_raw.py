@@ -10,6 +10,7 @@ import torch
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.torch.lists import TokenList
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no C++ compiler"),
@@ -91,15 +92,15 @@ def test_gathered_from_two_pools_and_merged(dtype: torch.dtype, gqa: int) -> Non
     ]
     parts[0][1][0] = -math.inf
     order = torch.randperm(9)[: n * q].view(n, q)
-    pairs = [(p[..., :d], p[..., d:]) for p in pools]
+    held = TokenList(*((p[..., :d], p[..., d:]) for p in pools), rows, seen)
     for count in range(3):
         output = torch.zeros(9, heads * gqa, 2 * d, dtype=dtype)[..., :d]
         want = attend.merge([attend.attend_raw(query, key, value, seen, d**-0.5), *parts[:count]])
-        cpu.attend_into(output, order, query, *pairs, rows, seen, d**-0.5, parts[:count])
+        cpu.attend_into(output, order, query, held, d**-0.5, parts[:count])
         tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
         torch.testing.assert_close(output[order].float(), want, rtol=tolerance, atol=tolerance / 10)
         same = torch.zeros_like(output)
-        attend.attend_into(same, order, query, *pairs, rows, seen, d**-0.5, parts[:count])
+        attend.attend_into(same, order, query, held, d**-0.5, parts[:count])
         torch.testing.assert_close(output.float(), same.float(), rtol=tolerance, atol=tolerance / 10)
 
 
@@ -109,9 +110,10 @@ def test_rows_beyond_the_pool() -> None:
     here = torch.zeros(1, 1, dtype=torch.int64)
     for rows in ([0, 1, 2, 4], [1 << 50, 0, 0, 0]):
         with pytest.raises(IndexError):
-            cpu.attend_into(output, here, query, pool, none, torch.tensor([rows]), seen, 1.0, [])
+            cpu.attend_into(output, here, query, TokenList(pool, none, torch.tensor([rows]), seen), 1.0, [])
+    held = TokenList(pool, none, torch.tensor([[0, 1, 2, 3]]), seen)
     with pytest.raises(IndexError):
-        cpu.attend_into(output, here + 1, query, pool, none, torch.tensor([[0, 1, 2, 3]]), seen, 1.0, [])
+        cpu.attend_into(output, here + 1, query, held, 1.0, [])
 
 
 def test_nothing_to_attend() -> None:

@@ -31,11 +31,13 @@ BEYOND = """
 import numpy, torch
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.torch.lists import PageList
 fmt = get_format("kivi2").bind(Geometry(64, 32, torch.float16))
 page = numpy.zeros((1, 1, fmt.record_bytes), numpy.uint8)
 two = numpy.lib.stride_tricks.as_strided(page, (2, 1, fmt.record_bytes), page.strides)  # the second one is not there
 one = torch.ones(1, dtype=torch.int64)
-cpu.attend_packed(fmt, torch.ones(1, 1, 1, 64), torch.from_numpy(two), one, 0 * one, 0 * one, 32 * one, 1.0)
+listed = PageList(one, 0 * one, 0 * one, 32 * one)
+cpu.attend_packed(fmt, torch.ones(1, 1, 1, 64), torch.from_numpy(two), listed, 1.0)
 """
 
 

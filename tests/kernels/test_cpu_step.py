@@ -15,6 +15,7 @@ from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.torch.lists import PageList, TokenList
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no C++ compiler"),
@@ -30,13 +31,13 @@ class Step:
     fmt: PageFormat
     query: torch.Tensor
     pages: torch.Tensor
-    lists: list[torch.Tensor]
-    raw: tuple[Any, ...]
+    listed: PageList
+    held: TokenList
 
     def run(self, kernels: Any) -> tuple[bool, torch.Tensor]:
         output = torch.full((2 * len(self.query) * self.query.shape[1], HEADS * GQA, D), 7.0, dtype=self.query.dtype)
         rows = 2 * torch.arange(len(output) // 2).view(self.query.shape[:2])
-        done = kernels.attend_step(self.fmt, output, rows, self.query, self.pages, *self.lists, *self.raw)
+        done = kernels.attend_step(self.fmt, output, rows, self.query, self.pages, self.listed, self.held, D**-0.5)
         return done, output
 
 
@@ -54,8 +55,8 @@ def step(name: str, q: int, dtype: torch.dtype = torch.float32) -> Step:
         fmt,
         torch.randn(4, q, HEADS * GQA, D, generator=rng).to(dtype),
         random_pages(fmt, PAGES, HEADS),
-        [torch.tensor(x) for x in lists],
-        (pool, more, rows, seen, D**-0.5),
+        PageList(*(torch.tensor(x) for x in lists)),
+        TokenList(pool, more, rows, seen),
     )
 
 
@@ -80,7 +81,7 @@ def test_of_another_type() -> None:
 
 def test_an_unpacked_page_is_not_attended() -> None:
     s = step("kivi2", 1)
-    s.lists[0][2] = 0
+    s.listed.ids[2] = 0
     for kernels in (cpu, attend):
         done, output = s.run(kernels)
         assert not done
@@ -98,20 +99,20 @@ def test_each_slab_with_an_attended_token_must_be_packed(
     fmt = get_format("kivi2").bind(Geometry(D, 64, torch.float32))
     pages = random_pages(fmt, 2, HEADS)
     pages[2, :, FLAGS_AT + empty] = 0
-    lists = ([1, 2], [0, low], [64, high])
-    assert kernels.all_packed(fmt, pages, *(torch.tensor(x) for x in lists)) == packed
+    listed = PageList(*(torch.tensor(x) for x in ([1, 2], [0, 0], [0, low], [64, high])))
+    assert kernels.all_packed(fmt, pages, listed) == packed
 
 
 @pytest.mark.parametrize(("column", "bad"), [(0, 6), (0, -1), (1, 4), (1, -1)])
 def test_a_page_or_owner_out_of_range(column: int, bad: int) -> None:
     s = step("kivi2", 1)
-    s.lists[column][1] = bad
+    s.listed[column][1] = bad
     with pytest.raises(IndexError):
         s.run(cpu)
 
 
 def test_a_row_out_of_range() -> None:
     s = step("kivi2", 1)
-    s.raw[2][1, 4] = 72
+    s.held.rows[1, 4] = 72
     with pytest.raises(IndexError):
         s.run(cpu)

@@ -16,6 +16,7 @@ from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPU, CPUStep
 from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.torch.lists import PageList, TokenList
 from vllm_kvq.kernels.torch.step import PlannedStep
 
 FORMATS = (
@@ -54,9 +55,9 @@ def case(name: str, peak: int) -> Case:
     return fmt, query, pages, key, value
 
 
-def lists(pages: int) -> tuple[torch.Tensor, ...]:
+def listed(pages: int) -> PageList:
     zero = torch.zeros(pages, dtype=torch.int64)
-    return torch.arange(1, pages + 1), zero, zero, zero + N
+    return PageList(torch.arange(1, pages + 1), zero, zero, zero + N)
 
 
 def check_packed(kernels: ModuleType, name: str) -> None:
@@ -65,7 +66,7 @@ def check_packed(kernels: ModuleType, name: str) -> None:
         fmt, query, pages, key, value = case(name, peak)
         want, want_lse = exact(query, key, value, SCALE)
         for q in (1, 100):
-            out, lse = kernels.attend_packed(fmt, query[None, :q], pages, *lists(PAGES), SCALE)
+            out, lse = kernels.attend_packed(fmt, query[None, :q], pages, listed(PAGES), SCALE)
             assert relative_error(out[0], want[:q]) < bound(name), f"peak {peak}, {q} queries"
             assert (lse[0] - want_lse[:q]).abs().max() < 20 * bound(name)
 
@@ -83,9 +84,10 @@ def check_step(kernels: ModuleType, name: str) -> None:
         key, value = (torch.cat([a, b[:, packed:]], 1) for a, b in zip(read, (key, value), strict=True))
         for q in (1, 3):
             output = torch.zeros(q, HEADS * SHARE, D)
-            raw = (tuple(pool), tuple(more), torch.arange(70)[None], torch.ones(1, q, 70, dtype=torch.bool), SCALE)
+            seen = torch.ones(1, q, 70, dtype=torch.bool)
+            held = TokenList((pool[0], pool[1]), (more[0], more[1]), torch.arange(70)[None], seen)
             rows = torch.arange(q)[None]
-            assert kernels.attend_step(fmt, output, rows, query[None, :q], pages, *lists(5), *raw)
+            assert kernels.attend_step(fmt, output, rows, query[None, :q], pages, listed(5), held, SCALE)
             assert relative_error(output, exact(query[:q], key, value, SCALE)[0]) < bound(name), f"peak {peak}"
 
 
@@ -107,16 +109,16 @@ def check_merge(kernels: ModuleType) -> None:
     out, lse = exact(query, key, value, SCALE)
     rng = torch.Generator().manual_seed(4)
     others = [torch.randn(1, 2, HEADS * SHARE, D, generator=rng) for _ in range(2)]
-    tokens = tuple(x.transpose(0, 1)[None] for x in (key, value))
-    none = tuple(x[:0] for x in tokens)
+    tokens = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+    none = tokens[0][:0], tokens[1][:0]
     for above in ((-20, -22), (20, 0), (0, 20), (-20, 20), (20, 18)):
         parts = [(o, (lse[None] + rise).float()) for o, rise in zip(others, above, strict=True)]
         weight = torch.stack([lse, *(x[0].double() for _, x in parts)]).softmax(0)[..., None]
         want = weight[0] * out + weight[1] * others[0][0] + weight[2] * others[1][0]
         got = torch.zeros(2, HEADS * SHARE, D)
         seen = torch.ones(1, 2, 40, dtype=torch.bool)
-        rows = torch.arange(2)[None], torch.arange(40)[None]
-        kernels.attend_into(got, rows[0], query[None], tokens, none, rows[1], seen, SCALE, parts)
+        held = TokenList(tokens, none, torch.arange(40)[None], seen)
+        kernels.attend_into(got, torch.arange(2)[None], query[None], held, SCALE, parts)
         assert relative_error(got, want) < 1e-4, above
 
 

@@ -31,24 +31,26 @@ from test_cpu_attend import packed_pages
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.torch.lists import PageList
 
 refused_from = ctypes.c_size_t.in_dll(ctypes.CDLL(None), "refused_from")
 fmt = get_format("squat2").bind(Geometry(64, 64, torch.float32))
 one = torch.ones(64, dtype=torch.int64)
 query = torch.randn(32, 64, 4, 64, generator=torch.Generator().manual_seed(0))
-listed = (fmt, query, packed_pages(fmt, 64, 2), torch.arange(1, 65), torch.arange(64) // 2, 0 * one, 64 * one, 0.125)
-want = attend.attend_packed(*listed)
+listed = PageList(torch.arange(1, 65), torch.arange(64) // 2, 0 * one, 64 * one)
+arguments = fmt, query, packed_pages(fmt, 64, 2), listed, 0.125
+want = attend.attend_packed(*arguments)
 
 def refused():
     refused_from.value = 1 << 12
     try:
         with pytest.raises(Exception, match="bad_alloc"):
-            cpu.attend_packed(*listed)
+            cpu.attend_packed(*arguments)
     finally:
         refused_from.value = 1 << 60
 
 def right():
-    for got, exact in zip(cpu.attend_packed(*listed), want, strict=True):
+    for got, exact in zip(cpu.attend_packed(*arguments), want, strict=True):
         assert (got - exact).norm() <= 1e-3 * exact.norm()
 
 torch.set_num_threads(2)

@@ -18,6 +18,7 @@ from vllm_kvq.formats.table import declared_options, public_formats
 from vllm_kvq.kernels.cpu import attend, layout, slow
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.paths import Wish, path_for
+from vllm_kvq.kernels.torch.lists import PageList
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 HERE = range(isa() + 1) if library() is not None else ()
@@ -172,6 +173,6 @@ def test_integer_kernels_round_and_float32_kernels_do_not(
     outputs = []
     for used in (isa(), 0):
         monkeypatch.setattr(attend, "isa", lambda used=used: used)
-        outputs.append(attend.attend_packed(fmt, query, pages, ids, owner, low, low + 128, d**-0.5)[0])
+        outputs.append(attend.attend_packed(fmt, query, pages, PageList(ids, owner, low, low + 128), d**-0.5)[0])
     difference = ((outputs[0] - outputs[1]).norm() / outputs[1].norm()).item()
     assert (difference > 1e-5) == bool(slow.integer_halves(fmt)), difference

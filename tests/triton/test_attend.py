@@ -20,6 +20,7 @@ from vllm_kvq.kernels.gpu.paged import merge_parts
 from vllm_kvq.kernels.gpu.triton import TRITON as kernels
 from vllm_kvq.kernels.gpu.triton import TritonKernels, table_rows
 from vllm_kvq.kernels.torch import attend
+from vllm_kvq.kernels.torch.lists import PageList
 
 BOUND = 2e-3
 LSE_BOUND = 8e-3
@@ -186,9 +187,9 @@ def test_list_of_pages_as_the_reference_takes_it() -> None:
     fmt, pages = pool("kivi2", 64, 64)
     query = queries(3, 2, 4, 64)
     ids, owner = torch.tensor([1, 4, 2, 3]), torch.tensor([0, 0, 0, 2])
-    low, high = torch.tensor([0, 3, 0, 60]), torch.tensor([64, 40, 0, 64])
-    got = kernels.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
-    want = attend.attend_packed(fmt, query, pages, ids, owner, low, high, 0.125)
+    listed = PageList(ids, owner, torch.tensor([0, 3, 0, 60]), torch.tensor([64, 40, 0, 64]))
+    got = kernels.attend_packed(fmt, query, pages, listed, 0.125)
+    want = attend.attend_packed(fmt, query, pages, listed, 0.125)
     assert relative_error(got[0], want[0].double()) < BOUND
     assert torch.equal(torch.isneginf(got[1]), torch.isneginf(want[1]))
 

@@ -301,11 +301,15 @@ def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
 def prefill_seconds(tokens: int, device: torch.device) -> float:
     """One layer's matrix products and causal attention over a prompt, in bf16."""
     half = torch.bfloat16
-    x = torch.randn(tokens, HIDDEN, device=device, dtype=half)
+    # a dry run's layer is narrow: its time means nothing, and the real one takes minutes on a CPU
+    hidden, mlp = (HIDDEN, MLP) if device.type == "cuda" else (HEAD, HEAD)
+    x, attended, inner = (
+        torch.randn(tokens, n, device=device, dtype=half) for n in (hidden, HEADS * SHARE * HEAD, mlp)
+    )
     heads = (HEADS * SHARE + 2 * HEADS) * HEAD
-    shapes = ((HIDDEN, heads), (HEADS * SHARE * HEAD, HIDDEN), (HIDDEN, 2 * MLP), (MLP, HIDDEN))
+    shapes = ((hidden, heads), (HEADS * SHARE * HEAD, hidden), (hidden, 2 * mlp), (mlp, hidden))
     weights = [torch.randn(shape, device=device, dtype=half) for shape in shapes]
-    inputs = [x, x[:, : HEADS * SHARE * HEAD], x, torch.randn(tokens, MLP, device=device, dtype=half)]
+    inputs = x, attended, x, inner
     query = torch.randn(1, HEADS * SHARE, tokens, HEAD, device=device, dtype=half)
     key, value = (torch.randn(1, HEADS, tokens, HEAD, device=device, dtype=half) for _ in range(2))
 

@@ -20,6 +20,7 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.kernels.cpu.processor import last_level_cache
 from vllm_kvq.kernels.paths import Wish, kernels_for
+from vllm_kvq.kernels.torch.lists import PageList, TokenList
 
 Step = Callable[[], object]
 VLLM_BLOCK = 128
@@ -138,10 +139,11 @@ def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = N
     for _ in range(shape.caches(nbytes)):
         pool, recent = first.clone(), some.clone()
         ids = torch.randperm(shape.batch * pages)
-        held = (recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen, shape.scale
+        listed = PageList(ids, owner, low, high)
+        held = TokenList((recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen)
 
-        def step(pool: torch.Tensor = pool, ids: torch.Tensor = ids, held: tuple[Any, ...] = held) -> object:
-            if not kernels.attend_step(fmt, output, output_rows, query, pool, ids, owner, low, high, *held):
+        def step(pool: torch.Tensor = pool, listed: PageList = listed, held: TokenList = held) -> object:
+            if not kernels.attend_step(fmt, output, output_rows, query, pool, listed, held, shape.scale):
                 raise RuntimeError("a page is not packed")
             return output
 

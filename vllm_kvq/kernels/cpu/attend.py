@@ -1,6 +1,6 @@
 """CPU kernels in C++ (csrc/cpu), with the PyTorch kernels' contract.
 
-    attend_packed(fmt, query, pages, page_ids, owner, low, high, scale, cap) -> (out, lse)
+    attend_packed(fmt, query, pages, listed, scale, cap) -> (out, lse)
 
 If the library is not available or does not support a format, the PyTorch path serves its whole step (kernels/paths.py).
 """
@@ -15,7 +15,7 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.cpu.layout import bind
 from vllm_kvq.kernels.cpu.library import isa, library
 from vllm_kvq.kernels.torch.attend import Partial
-from vllm_kvq.kernels.torch.pack import Pair
+from vllm_kvq.kernels.torch.lists import PageList, TokenList
 
 
 def bound_to(fmt: PageFormat) -> tuple[Any, Any]:
@@ -30,10 +30,7 @@ def attend_packed(
     fmt: PageFormat,
     query: torch.Tensor,
     pages: torch.Tensor,
-    page_ids: torch.Tensor,
-    owner: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
+    listed: PageList,
     scale: float,
     cap: float = 0.0,
 ) -> Partial:
@@ -45,18 +42,16 @@ def attend_packed(
     bound, lib = bound_to(fmt)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    lists = (x.to(torch.int64).contiguous() for x in (page_ids, owner, low, high))
+    lists = (x.to(torch.int64).contiguous() for x in listed)
     n, q, heads, head_size = query.shape
     out, lse = torch.empty(n, q, heads, head_size), torch.empty(n, q, heads)
     lib.attend_packed(bound, query, pages, *lists, scale, cap, out, lse, torch.get_num_threads(), isa())
     return out, lse
 
 
-def all_packed(
-    fmt: PageFormat, pages: torch.Tensor, page_ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> bool:
+def all_packed(fmt: PageFormat, pages: torch.Tensor, listed: PageList) -> bool:
     bound, lib = bound_to(fmt)
-    return lib.unpacked_page(bound, pages, page_ids, low, high) < 0
+    return lib.unpacked_page(bound, pages, listed.ids, listed.low, listed.high) < 0
 
 
 _NONE = torch.zeros(0, dtype=torch.float32)
@@ -73,8 +68,8 @@ def attend_raw(
     n, q, heads, d = query.shape
     out, lse = torch.empty(n * q, heads, d), torch.empty(n, q, heads)
     rows = torch.arange(n * key.shape[1]).view(n, -1)
-    pools = (key, value), (key[:0], value[:0])
-    _raw(library(), out, torch.arange(n * q), lse, query, *pools, rows, seen, scale, [], cap)
+    tokens = TokenList((key, value), (key[:0], value[:0]), rows, seen)
+    _raw(library(), out, torch.arange(n * q), lse, query, tokens, scale, [], cap)
     return out.view(n, q, heads, d), lse
 
 
@@ -82,16 +77,13 @@ def attend_into(
     output: torch.Tensor,
     output_rows: torch.Tensor,
     query: torch.Tensor,
-    pool: Pair,
-    more: Pair,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
+    tokens: TokenList,
     scale: float,
     parts: list[Partial],
     cap: float = 0.0,
 ) -> None:
     """`attend.attend_into` without copies, for at most two other parts. IndexError for a row out of range."""
-    _raw(library(), output, output_rows, _NONE, query, pool, more, rows, seen, scale, parts, cap)
+    _raw(library(), output, output_rows, _NONE, query, tokens, scale, parts, cap)
 
 
 def attend_step(
@@ -100,14 +92,8 @@ def attend_step(
     output_rows: torch.Tensor,
     query: torch.Tensor,
     pages: torch.Tensor,
-    page_ids: torch.Tensor,
-    owner: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    pool: Pair,
-    more: Pair,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
+    listed: PageList,
+    tokens: TokenList,
     scale: float,
     cap: float = 0.0,
 ) -> bool:
@@ -115,11 +101,11 @@ def attend_step(
     bound, lib = bound_to(fmt)
     if query.stride(-1) != 1:
         query = query.contiguous()
+    pool, more, rows, seen = tokens
     # no loops: at short contexts the call dominates a step's cost
     return (
         lib.attend_step(
-            *(bound, query, pages, page_ids, owner, low, high),
-            *(*pool, *more, rows, seen.contiguous().view(torch.uint8), scale, cap),
+            *(bound, query, pages, *listed, *pool, *more, rows, seen.contiguous().view(torch.uint8), scale, cap),
             *(output, output_rows, torch.get_num_threads(), isa()),
         )
         < 0
@@ -132,17 +118,15 @@ def _raw(
     output_rows: torch.Tensor,
     lse: torch.Tensor,
     query: torch.Tensor,
-    pool: Pair,
-    more: Pair,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
+    tokens: TokenList,
     scale: float,
     parts: list[Partial],
     cap: float,
 ) -> None:
     if len(parts) > 2:
         raise ValueError(f"{len(parts)} other parts; the library merges at most 2")
-    query, *tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
+    pool, more, rows, seen = tokens
+    query, *pools = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
     first, second = (*parts, _NO_PART, _NO_PART)[:2]
     at = (output, output_rows, lse, torch.get_num_threads(), isa())
-    lib.attend_raw(query, *tokens, rows, seen.contiguous().view(torch.uint8), scale, cap, *first, *second, *at)
+    lib.attend_raw(query, *pools, rows, seen.contiguous().view(torch.uint8), scale, cap, *first, *second, *at)

@@ -17,8 +17,9 @@ from vllm_kvq.formats.qjl import OneSketchKeys, SketchKeys
 from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.kernels.build import BuildError
 from vllm_kvq.kernels.gpu import build as build_cuda
-from vllm_kvq.kernels.gpu.paged import PagedKernels
+from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged
 from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.torch.attend import Partial
 
 HEAD_SIZES = (64, 128, 256)
 PROGRAMS_PER_PROCESSOR = 4
@@ -143,23 +144,19 @@ class CudaKernels(PagedKernels):
         fmt: PageFormat,
         query: torch.Tensor,
         pages: torch.Tensor,
-        table: torch.Tensor,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        table: PageTable,
+        into: Partial,
         scale: float,
-        start: torch.Tensor | None = None,
-        longest: int = 0,
         cap: float = 0.0,
+        ragged: Ragged | None = None,
     ) -> None:
         if cap:
             raise ValueError(self.problem(fmt, True))
-        if start is None:  # the same number of queries for each request, one request after the other
+        if ragged is None:  # the same number of queries for each request, one request after the other
             n, q = query.shape[:2]
-            start = torch.arange(0, (n + 1) * q, q, dtype=torch.int32, device=pages.device)
-            query, longest = query.reshape(1, n * q, *query.shape[2:]), q
-        query = query[0]
+            ragged = Ragged(torch.arange(0, (n + 1) * q, q, dtype=torch.int32, device=pages.device), q)
+            query = query.reshape(1, n * q, *query.shape[2:])
+        query, (start, longest) = query[0], ragged
         bound, lib = bind(fmt, pages.device), library(pages.device)
         n, heads, query_heads = len(start) - 1, pages.shape[1], query.shape[1]
         piece = longest
@@ -173,25 +170,20 @@ class CudaKernels(PagedKernels):
                 q = min(piece, longest - first)
                 lib.attend_table(
                     *(bound.layout, bound.inner, bound.outer, bound.scale_inner, bound.scale_outer, query, start),
-                    *(first, q, pages, table, low, high, scale, tile_rows(q * query_heads // heads), workspace),
-                    *(out, lse, _stream(pages.device)),
+                    *(first, q, pages, *table, scale, tile_rows(q * query_heads // heads), workspace),
+                    *(*into, _stream(pages.device)),
                 )
 
     def pack(
         self,
         fmt: PageFormat,
         slots: SlotGeometry,
-        plan: torch.Tensor,
-        table: torch.Tensor,
-        side_table: torch.Tensor,
-        side: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        source: PackSource,
         pages: torch.Tensor,
         faults: torch.Tensor,
-        units: int,
     ) -> None:
         bound, lib = bind(fmt, pages.device), library(pages.device)
+        plan, table, side_table, side, key, value, units = source
         with _device(pages.device):
             lib.pack(
                 *(bound.layout, bound.inner, bound.outer, pages, plan, table, side_table, side, slots.slots_per_block),

@@ -11,7 +11,7 @@ The parts of an attention are joined by one merge, Triton's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -19,6 +19,43 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.gpu.launch import merge_launch, power_of_two
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.torch.attend import Partial
+from vllm_kvq.kernels.torch.lists import PageList
+
+
+class PageTable(NamedTuple):
+    """n requests' packed tokens by block table, on the device."""
+
+    table: torch.Tensor
+    """(n, pages of the longest) rows of the pages, int32 or int64."""
+    low: torch.Tensor
+    """(n,): tokens [low, high) of each request are attended; of the table's shape: tokens of each page."""
+    high: torch.Tensor
+
+
+class Ragged(NamedTuple):
+    """Requests with different numbers of queries, one request after the other."""
+
+    start: torch.Tensor
+    """(n + 1,) on the device: request i has the tokens [start[i], start[i + 1]); others are not written."""
+    longest: int
+    """The most that one of them has."""
+
+
+class PackSource(NamedTuple):
+    """What a step packs units from; the device decides which of them are complete."""
+
+    plan: torch.Tensor
+    """(8, requests), which `begin` made (triton_kernels/step.py)."""
+    table: torch.Tensor
+    """(requests, pages)."""
+    side_table: torch.Tensor
+    side: torch.Tensor
+    """The sidecar's pool (blocks, elements) of the keys' type."""
+    key: torch.Tensor
+    """The step's new tokens."""
+    value: torch.Tensor
+    units: int
+    """The most units that one request completes."""
 
 
 class PagedKernels(ABC):
@@ -46,21 +83,11 @@ class PagedKernels(ABC):
         self,
         fmt: PageFormat,
         slots: SlotGeometry,
-        plan: torch.Tensor,
-        table: torch.Tensor,
-        side_table: torch.Tensor,
-        side: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        source: PackSource,
         pages: torch.Tensor,
         faults: torch.Tensor,
-        units: int,
     ) -> None:
-        """Packs the units that a step completes; the device decides which ones.
-
-        `plan` (8, requests) is `begin`'s (triton_kernels/step.py), `side` the sidecar's pool (blocks, elements) of the
-        keys' type, `units` the most that one request completes. faults[1] counts elements that were replaced.
-        """
+        """Packs the units that a step completes. faults[1] counts elements that were replaced."""
 
     @abstractmethod
     def splits_of(
@@ -74,21 +101,15 @@ class PagedKernels(ABC):
         fmt: PageFormat,
         query: torch.Tensor,
         pages: torch.Tensor,
-        table: torch.Tensor,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        table: PageTable,
+        into: Partial,
         scale: float,
-        start: torch.Tensor | None = None,
-        longest: int = 0,
         cap: float = 0.0,
+        ragged: Ragged | None = None,
     ) -> None:
         """Fills out (splits, requests, queries, query heads, head_size) and lse, dense float32: parts of a merge.
 
-        With `start`, requests + 1 numbers on the device, query is (1, tokens, query heads, head_size): request i has
-        the tokens [start[i], start[i + 1]), at most `longest`; tokens of no request are not written. `cap`: the soft
-        cap of scores; 0: none.
+        With `ragged`, query is (1, tokens, query heads, head_size). `cap`: the soft cap of scores; 0: none.
         """
 
     def problem(self, fmt: PageFormat, capped: bool) -> str | None:
@@ -126,7 +147,7 @@ class PagedKernels(ABC):
         lse = query.new_empty(splits, n, q, query_heads, dtype=torch.float32)
         if not out.numel() or not pages.shape[0] or not table.shape[1]:
             return out[0].zero_(), lse[0].fill_(-torch.inf)
-        self.launch_attend(fmt, query, pages, table, low, high, out, lse, scale, cap=cap)
+        self.launch_attend(fmt, query, pages, PageTable(table, low, high), (out, lse), scale, cap)
         return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
 
     def _check(self, fmt: PageFormat, query: torch.Tensor, pages: torch.Tensor, cap: float) -> None:
@@ -143,20 +164,17 @@ class PagedKernels(ABC):
         fmt: PageFormat,
         query: torch.Tensor,
         pages: torch.Tensor,
-        page_ids: torch.Tensor,
-        owner: torch.Tensor,
-        low: torch.Tensor,
-        high: torch.Tensor,
+        listed: PageList,
         scale: float,
     ) -> Partial:
         """The pages of all requests in one list, which is converted to a table (one host read)."""
-        n = len(query)
+        n, owner = len(query), listed.owner
         count = torch.bincount(owner, minlength=n)
         width = max(1, int(count.max())) if n else 1
         place = torch.arange(len(owner), device=owner.device) - (count.cumsum(0) - count)[owner]
         table = torch.full((n, width), -1, dtype=torch.int32, device=pages.device)
         lows, highs = torch.zeros_like(table), torch.zeros_like(table)
-        for target, source in ((table, page_ids), (lows, low), (highs, high)):
+        for target, source in ((table, listed.ids), (lows, listed.low), (highs, listed.high)):
             target[owner, place] = source.to(torch.int32)
         return self.attend_table(fmt, query, pages, table, lows, highs, scale)
 

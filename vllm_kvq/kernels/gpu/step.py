@@ -24,7 +24,7 @@ from vllm_kvq.formats.squat import Corrected
 from vllm_kvq.kernels.gpu.cuda import CUDA
 from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch, full_precision_rows, power_of_two
 from vllm_kvq.kernels.gpu.loading import interpreted, load
-from vllm_kvq.kernels.gpu.paged import PagedKernels, merge_parts
+from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged, merge_parts
 from vllm_kvq.kernels.gpu.triton import TRITON, slots_constants
 from vllm_kvq.kernels.gpu.triton_layout import state_constants
 from vllm_kvq.kernels.slots import SlotGeometry
@@ -208,8 +208,8 @@ class GPUStep:
         self, batch: StepBatch, caches: Caches, plan: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         units = (max(batch.lengths) + self.fmt.unit - 1) // self.fmt.unit
-        tables = plan, batch.table, batch.side_table
-        self.kernels.pack(self.fmt, self.slots, *tables, caches.sidecar, key, value, caches.pages, self.faults, units)
+        source = PackSource(plan, batch.table, batch.side_table, caches.sidecar, key, value, units)
+        self.kernels.pack(self.fmt, self.slots, source, caches.pages, self.faults)
 
     def _attend(
         self,
@@ -241,10 +241,9 @@ class GPUStep:
         for (a, b), count, most in zip(parts, splits, longest, strict=True):
             if b == a:
                 continue
-            self.kernels.launch_attend(
-                self.fmt, query[None], caches.pages, batch.table[a:b], plan[4, a:b], plan[5, a:b], out[:count],
-                lse[:count], self.scale, batch.device_start[a : b + 1], most, self.cap,
-            )  # fmt: skip
+            table, into = PageTable(batch.table[a:b], plan[4, a:b], plan[5, a:b]), (out[:count], lse[:count])
+            ragged = Ragged(batch.device_start[a : b + 1], most)
+            self.kernels.launch_attend(self.fmt, query[None], caches.pages, table, into, self.scale, self.cap, ragged)
             new = not (own and a == decodes)
             self._full_precision(batch, caches, plan, (a, b), most, query, key, value, out[packed], lse[packed], new)
         if own and self.causal is not None:

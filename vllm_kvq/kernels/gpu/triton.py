@@ -16,7 +16,7 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.gpu import loading
 from vllm_kvq.kernels.gpu.launch import MIN_ROWS, power_of_two
-from vllm_kvq.kernels.gpu.paged import PagedKernels
+from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged
 from vllm_kvq.kernels.gpu.triton_layout import (
     attend_launch,
     constants,
@@ -26,6 +26,7 @@ from vllm_kvq.kernels.gpu.triton_layout import (
     rows_for,
 )
 from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.torch.attend import Partial
 
 PROGRAMS_PER_PROCESSOR = 8
 MAX_SPLITS = 128
@@ -102,19 +103,18 @@ class TritonKernels(PagedKernels):
         fmt: PageFormat,
         query: torch.Tensor,
         pages: torch.Tensor,
-        table: torch.Tensor,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        table: PageTable,
+        into: Partial,
         scale: float,
-        start: torch.Tensor | None = None,
-        longest: int = 0,
         cap: float = 0.0,
+        ragged: Ragged | None = None,
     ) -> None:
         from vllm_kvq.triton_kernels.attend import attend_kernel
 
-        n, q = query.shape[:2] if start is None else (len(start) - 1, longest)
+        ids, low, high = table
+        n, q = query.shape[:2] if ragged is None else (len(ragged.start) - 1, ragged.longest)
+        start = ids if ragged is None else ragged.start
+        out, lse = into
         heads = pages.shape[1]
         share = query.shape[2] // heads
         m, chip = rows_for(fmt, q * share), capability(pages.device)
@@ -122,14 +122,14 @@ class TritonKernels(PagedKernels):
         table_of = table_rows(fmt, q * share, chip, self.scores)
         launch = attend_launch(fmt, m, chip, table_of)
         attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
-            *(query, words, halves, table, low, high, table if start is None else start, out, lse, scale, q, heads),
-            *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], table.stride(0), table.shape[1]),
+            *(query, words, halves, ids, low, high, start, out, lse, scale, q, heads),
+            *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], ids.stride(0), ids.shape[1]),
             *(lse[0].numel(), cap),
             SHARE=share,
             CAPPED=cap > 0,
             M=m,
             LISTED=low.dim() == 2,
-            RAGGED=start is not None,
+            RAGGED=ragged is not None,
             TABLE=table_of,
             TURN=launch.turn,
             EXTRA=launch.extra,
@@ -141,18 +141,13 @@ class TritonKernels(PagedKernels):
         self,
         fmt: PageFormat,
         slots: SlotGeometry,
-        plan: torch.Tensor,
-        table: torch.Tensor,
-        side_table: torch.Tensor,
-        side: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        source: PackSource,
         pages: torch.Tensor,
         faults: torch.Tensor,
-        units: int,
     ) -> None:
         from vllm_kvq.triton_kernels.pack import pack_kernel
 
+        plan, table, side_table, side, key, value, units = source
         n, floats = plan.shape[1], side.view(torch.float32)
         words, halves = typed(pages)
         pack_kernel[(n * units, slots.heads)](

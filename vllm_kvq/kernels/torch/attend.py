@@ -14,7 +14,8 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.kernels.torch.pack import Pair, gather
+from vllm_kvq.kernels.torch.lists import Between, PageList, TokenList
+from vllm_kvq.kernels.torch.pack import gather
 
 WORK_BYTES = 64 << 20
 """Unpacked float32 that a part may hold at once: more pages than this are attended in several rounds."""
@@ -86,20 +87,16 @@ def attend_into(
     output: torch.Tensor,
     output_rows: torch.Tensor,
     query: torch.Tensor,
-    pool: Pair,
-    more: Pair,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
+    tokens: TokenList,
     scale: float,
     parts: list[Partial],
     cap: float = 0.0,
 ) -> None:
     """Attention over raw tokens in place, merged with other parts of the same attention into the output.
 
-    query (n, q, Hq, d); rows (n, t): token j of request i is row rows[i, j] of `pool` (keys and values (blocks, slots,
-    H, d); block * slots + slot), or of `more` counted from the end of `pool`; negative where there is none. seen
-    (n, q, t) booleans. Query j of request i goes to row output_rows[i, j] of output (tokens, Hq, d).
+    query (n, q, Hq, d). Query j of request i goes to row output_rows[i, j] of output (tokens, Hq, d).
     """
+    pool, more, rows, seen = tokens
     if not rows.shape[1]:
         output[output_rows] = merge(parts).to(output.dtype)
         return
@@ -151,29 +148,20 @@ def attend_packed(
     fmt: PageFormat,
     query: torch.Tensor,
     pages: torch.Tensor,
-    page_ids: torch.Tensor,
-    owner: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
+    listed: PageList,
     scale: float,
     cap: float = 0.0,
 ) -> Partial:
-    """n requests with q queries each over their packed tokens.
-
-    query (n, q, Hq, head_size); the pages of all requests in one list, by request: page_ids (P,) rows of
-    pages (B, H, record_bytes), owner (P,) their request, tokens [low, high) of each are attended.
-    """
+    """n requests with q queries each, (n, q, Hq, head_size), over their packed tokens in pages (B, H, record_bytes)."""
     n, q, _, _ = query.shape
     heads = pages.shape[1]
     rows = fmt.query_features(_by_head(fmt.widen(query)[0], heads)) * scale  # (n, H, q * g, F)
     if q <= DECODE_QUERIES:
-        out, lse = _split_by_page(fmt, rows, pages, page_ids, owner, low, high, cap)
+        out, lse = _split_by_page(fmt, rows, pages, listed, cap)
     else:
-        alone = [
-            _one_request(fmt, rows[i], pages, page_ids[owner == i], low[owner == i], high[owner == i], cap)
-            for i in range(n)
-        ]
-        out, lse = torch.stack([o for o, _ in alone]), torch.stack([s for _, s in alone])
+        own = (PageList(*(x[listed.owner == i] for x in listed)) for i in range(n))
+        each = [_one_request(fmt, rows[i], pages, mine, cap) for i, mine in enumerate(own)]
+        out, lse = torch.stack([o for o, _ in each]), torch.stack([s for _, s in each])
     return _by_token(out, q)[..., : fmt.geometry.head_size], _by_token(lse.unsqueeze(-1), q).squeeze(-1)
 
 
@@ -181,19 +169,16 @@ def attend_between(
     fmt: PageFormat,
     query: torch.Tensor,
     pages: torch.Tensor,
-    page: torch.Tensor,
-    place: torch.Tensor,
-    pool: Pair,
-    more: Pair,
-    rows: torch.Tensor,
+    between: Between,
+    tokens: TokenList,
     scale: float,
     cap: float = 0.0,
 ) -> Partial:
     """Attention over tokens whose keys are read packed and whose values are not.
 
-    query (n, q, Hq, head_size); page, place and rows (n, m): token j of request i has the key at place[i, j] of page
-    page[i, j] of pages (B, H, record_bytes), and the value in row rows[i, j] of the pools, as `attend_into` has them.
+    query (n, q, Hq, head_size), pages (B, H, record_bytes); the values lie in the pools of `tokens`.
     """
+    page, place, rows = between.page, between.place, between.rows
     there = rows >= 0
     ids, mine = page[there].unique(return_inverse=True)
     seen = torch.zeros(len(ids), fmt.N, dtype=torch.bool, device=pages.device)
@@ -203,7 +188,7 @@ def attend_between(
     features = _unpack(fmt, pages, ids, seen)[0]  # (p, H, N, F)
     key = features.new_zeros(*rows.shape, features.shape[1], features.shape[3])
     key[there] = features[mine, :, place[there]]
-    value = torch.where(there[..., None, None], gather(pool[1], more[1], rows.clamp_min(0)), 0)
+    value = torch.where(there[..., None, None], gather(tokens.pool[1], tokens.more[1], rows.clamp_min(0)), 0)
     q = fmt.query_features(fmt.widen(query)[0])
     return attend_raw(q, key, value, there[:, None].expand(-1, query.shape[1], -1), scale, cap)
 
@@ -214,53 +199,39 @@ def attend_step(
     output_rows: torch.Tensor,
     query: torch.Tensor,
     pages: torch.Tensor,
-    page_ids: torch.Tensor,
-    owner: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    pool: Pair,
-    more: Pair,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
+    listed: PageList,
+    tokens: TokenList,
     scale: float,
     cap: float = 0.0,
 ) -> bool:
     """`attend_packed` and `attend_into` in one; returns False and does nothing if a page is not packed."""
-    if not all_packed(fmt, pages, page_ids, low, high):
+    if not all_packed(fmt, pages, listed):
         return False
-    parts = [attend_packed(fmt, query, pages, page_ids, owner, low, high, scale, cap)] if len(page_ids) else []
-    attend_into(output, output_rows, query, pool, more, rows, seen, scale, parts, cap)
+    parts = [attend_packed(fmt, query, pages, listed, scale, cap)] if len(listed.ids) else []
+    attend_into(output, output_rows, query, tokens, scale, parts, cap)
     return True
 
 
-def all_packed(
-    fmt: PageFormat, pages: torch.Tensor, page_ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> bool:
+def all_packed(fmt: PageFormat, pages: torch.Tensor, listed: PageList) -> bool:
     """Whether every slab with an attended token holds data."""
     slab = SLAB * torch.arange(fmt.slabs, device=pages.device)
-    needed = (slab < high[:, None]) & (slab + SLAB > low[:, None])
-    return not (needed & ~fmt.packed_slabs(pages, page_ids)).any()
+    needed = (slab < listed.high[:, None]) & (slab + SLAB > listed.low[:, None])
+    return not (needed & ~fmt.packed_slabs(pages, listed.ids)).any()
 
 
 def _split_by_page(
-    fmt: PageFormat,
-    rows: torch.Tensor,
-    pages: torch.Tensor,
-    page_ids: torch.Tensor,
-    owner: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    cap: float,
+    fmt: PageFormat, rows: torch.Tensor, pages: torch.Tensor, listed: PageList, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode: every page is one split, reduced per request by its log-sum-exp."""
+    ids, owner, low, high = listed
     n, heads, queries, features = rows.shape
     # a page's unpacked features and scores
     page_bytes = 4 * heads * fmt.N * (features + 2 * fmt.geometry.d + 2 * queries)
     outs, lses = [], []
-    for at in range(0, len(page_ids), max(1, WORK_BYTES // page_bytes)):
+    for at in range(0, len(ids), max(1, WORK_BYTES // page_bytes)):
         part = slice(at, at + max(1, WORK_BYTES // page_bytes))
         seen = _seen(fmt, low[part], high[part])
-        key, value = _unpack(fmt, pages, page_ids[part], seen)
+        key, value = _unpack(fmt, pages, ids[part], seen)
         scores = capped(rows[owner[part]] @ key.transpose(-2, -1), cap)  # (p, H, q * g, N)
         scores = scores.masked_fill_(~seen[:, None, None], float("-inf"))
         weights, lse = softmax_part(scores)
@@ -278,23 +249,18 @@ def _split_by_page(
 
 
 def _one_request(
-    fmt: PageFormat,
-    rows: torch.Tensor,
-    pages: torch.Tensor,
-    page_ids: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    cap: float,
+    fmt: PageFormat, rows: torch.Tensor, pages: torch.Tensor, listed: PageList, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A chunk of a prompt over its history: rounds of pages as one long matrix, with a running softmax."""
+    ids, _, low, high = listed
     heads, queries, features = rows.shape
     page_bytes = 4 * heads * fmt.N * (2 * (features + fmt.geometry.d) + 2 * queries)
     step = max(1, WORK_BYTES // page_bytes)
     parts: list[Partial] = []
-    for at in range(0, len(page_ids), step):
+    for at in range(0, len(ids), step):
         part = slice(at, at + step)
         seen = _seen(fmt, low[part], high[part])
-        key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, page_ids[part], seen))
+        key, value = (x.transpose(0, 1).flatten(1, 2) for x in _unpack(fmt, pages, ids[part], seen))
         scores = capped(rows @ key.transpose(1, 2), cap).masked_fill_(~seen.flatten(), float("-inf"))
         weights, lse = softmax_part(scores)
         new = weights @ value, lse

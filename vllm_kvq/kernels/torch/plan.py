@@ -22,6 +22,7 @@ import torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
 from vllm_kvq.kernels.step import StepBatch
+from vllm_kvq.kernels.torch.lists import Between, PageList
 from vllm_kvq.kernels.torch.pack import Units
 
 Index = tuple[torch.Tensor, torch.Tensor]
@@ -68,17 +69,6 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Between:
-    """Tokens whose keys are read packed but whose values are not, (n, m) each; every query of a request sees them."""
-
-    rows: torch.Tensor
-    """Rows of the values, like `Group.held`; negative where there is none."""
-    page: torch.Tensor
-    """Pages of the keys, and their places in them."""
-    place: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Group:
     """Requests with the same number of new tokens, attended together.
 
@@ -99,10 +89,7 @@ class Group:
     seen: torch.Tensor | None
     """(n, q, t) booleans."""
     between: Between | None
-    page_ids: torch.Tensor
-    owner: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
+    listed: PageList
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
         """The group's (n, q, ...) of the step's tokens."""
@@ -266,10 +253,12 @@ class Planner:
                     None if held is None else self._long(held),
                     None if seen is None else torch.from_numpy(seen).to(self.device),
                     between,
-                    self._long(requests.pages[mine[owner], page]),
-                    self._long(owner),
-                    self._long(np.maximum(self.fmt.S - origin, 0)),
-                    self._long(np.minimum(boundary[mine[owner]] - origin, self.fmt.N)),
+                    PageList(
+                        self._long(requests.pages[mine[owner], page]),
+                        self._long(owner),
+                        self._long(np.maximum(self.fmt.S - origin, 0)),
+                        self._long(np.minimum(boundary[mine[owner]] - origin, self.fmt.N)),
+                    ),
                 )
             )
         return groups

@@ -14,6 +14,7 @@ from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Causal, StepBatch
 from vllm_kvq.kernels.torch import attend, pack
 from vllm_kvq.kernels.torch.attend import Partial, with_learned
+from vllm_kvq.kernels.torch.lists import TokenList
 from vllm_kvq.kernels.torch.plan import Fit, Group, Planner, Requests, StepPlan
 
 
@@ -173,24 +174,25 @@ class PlannedStep:
                 tokens = group.pick(key), group.pick(value)
                 output[group.rows] = self._prompts(group, q, *tokens, caches.learned).to(output.dtype)
                 continue
-            held = _tokens(ring[:, None]) if group.chunk else _tokens(slots)
-            raw = held, sinks, group.held, group.seen, self.scale
-            lists = group.page_ids, group.owner, group.low, group.high
-            alone = not group.chunk and caches.learned is None and group.between is None
-            if alone:
-                packed = self.kernels.attend_step(self.fmt, output, group.rows, q, caches.pages, *lists, *raw, self.cap)
+            ring_pool = _tokens(ring[:, None]) if group.chunk else _tokens(slots)
+            held = TokenList(ring_pool, sinks, group.held, group.seen)
+            pages, listed = caches.pages, group.listed
+            in_one = not group.chunk and caches.learned is None and group.between is None
+            if in_one:
+                at = self.scale, self.cap
+                packed = self.kernels.attend_step(self.fmt, output, group.rows, q, pages, listed, held, *at)
             else:
-                packed = self.kernels.all_packed(self.fmt, caches.pages, group.page_ids, group.low, group.high)
+                packed = self.kernels.all_packed(self.fmt, pages, listed)
             if not packed:
                 raise RuntimeError("a page that was never packed would have been read")
-            if alone:
+            if in_one:
                 continue
             parts = []
-            if len(group.page_ids):
-                parts.append(self.kernels.attend_packed(self.fmt, q, caches.pages, *lists, self.scale, self.cap))
-            if (b := group.between) is not None:
-                where = b.page, b.place, held, sinks, b.rows
-                parts.append(attend.attend_between(self.fmt, q, caches.pages, *where, self.scale, self.cap))
+            if len(listed.ids):
+                parts.append(self.kernels.attend_packed(self.fmt, q, pages, listed, self.scale, self.cap))
+            if group.between is not None:
+                between = group.between, held, self.scale, self.cap
+                parts.append(attend.attend_between(self.fmt, q, pages, *between))
             if group.chunk:
                 length = q.shape[1]
                 earlier = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
@@ -199,7 +201,7 @@ class PlannedStep:
             if caches.learned is not None:
                 nothing = q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf).float()
                 parts.append(with_learned(parts.pop() if parts else nothing, caches.learned))
-            self.kernels.attend_into(output, group.rows, q, *raw, parts, self.cap)
+            self.kernels.attend_into(output, group.rows, q, held, self.scale, parts, self.cap)
 
     def _prompts(
         self, group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, learned: torch.Tensor | None
