@@ -1,0 +1,86 @@
+"""`vllm-kvq conformance`: whether a format does what every format must."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from vllm_kvq import console
+from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.eval.conformance.checks import CHECKS
+from vllm_kvq.eval.conformance.report import Report, conform
+from vllm_kvq.formats.codec import HEAD_SIZES
+from vllm_kvq.formats.table import get_format
+
+USUAL_HEADS = [64, 80, 128]
+NOTES = """
+bits: per cached number in packed pages. q . K, V: relative errors of synthetic keys with wide channels and of values,
+every token packed. The next step is the format's loss on a real model, next to others:
+vllm-kvq eval MODEL --formats {names},kitty2,kivi4,fp8 --out FOLDER"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq conformance",
+        "Check in seconds, without a model and without vLLM, that formats do what every format must:\n"
+        + "\n".join(f"  {check.name:<12} {check.about}" for check in CHECKS),
+        ("int4_hadamard", "kitty2:boost=half,kivi4 --head-size 128", "mine --json"),
+        "a check failed, or a format refuses every head size",
+    )
+    p.add_argument("formats", metavar="FORMAT,...", help="formats, with options: kitty2:boost=half,kivi4")
+    p.add_argument(
+        "--head-size", type=int, nargs="+", choices=HEAD_SIZES, default=USUAL_HEADS, metavar="D",
+        help=f"channels per head ({' '.join(map(str, USUAL_HEADS))})",
+    )  # fmt: skip
+    console.add_json(p)
+    return p
+
+
+def table(found: dict[str, list[Report]]) -> console.Table:
+    rows = []
+    for name, reports in found.items():
+        for r in reports:
+            if r.refused is not None:
+                rows.append([name, str(r.head_size), "-", "-", "-", "refused"])
+            else:
+                verdict = "passed" if r.passed else "failed: " + ", ".join(r.faults)
+                errors = ["-" if x is None else f"{x:.3f}" for x in (r.key_error, r.value_error)]
+                rows.append([name, str(r.head_size), f"{r.bits:.2f}", *errors, verdict])
+    return console.Table(["format", "d", "bits", "q . K", "V", f"{len(CHECKS)} checks"], rows)
+
+
+def sentences(found: dict[str, list[Report]]) -> list[str]:
+    """What is wrong, once for all head sizes at which it is."""
+    where: dict[tuple[str, str], list[int]] = {}
+    for name, reports in found.items():
+        for r in reports:
+            said = {"refused": r.refused} if r.refused is not None else r.faults
+            for check, sentence in said.items():
+                where.setdefault((f"{name}, {check}", sentence), []).append(r.head_size)
+    return [f"{what}: {said} (d={', '.join(map(str, sizes))})" for (what, said), sizes in where.items()]
+
+
+def conforms(reports: Sequence[Report]) -> bool:
+    """Every check passed, at every head size that is not refused, of which there is one."""
+    return any(r.passed for r in reports) and not any(r.faults for r in reports)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    try:
+        chosen: list[Choice] = choices(args.formats)
+        for choice in chosen:
+            if not choice.ours:
+                raise ValueError(f"{choice.label} is vLLM's own cache, which is not ours to check")
+    except ValueError as problem:
+        p.error(str(problem))
+    found = {c.label: [conform(get_format(c.format), d, c.options) for d in args.head_size] for c in chosen}
+    if args.json:
+        console.show_json([{"format": name, **asdict(r)} for name, reports in found.items() for r in reports])
+    else:
+        table(found).show()
+        print(*sentences(found), sep="\n")
+        print(NOTES.format(names=",".join(found)))
+    return console.DONE if all(map(conforms, found.values())) else console.FOUND
