@@ -78,7 +78,7 @@ fi
 
 step "first decode times" 150 "$PYTHON" -m vllm_kvq.bench.gpu --results "$RESULTS" --formats squat2 --contexts 65536 \
   --batches 1 8 --seconds 120
-FORMATS=(squat2 kitty2 qjl3 innerq2 polar4 polar4+table polar3 polar3+table squat4)
+FORMATS=(squat2 kitty2 qjl3 innerq2 polar4 polar3 squat4)
 # nvcc takes a minute, and so do Triton's kernels of the bench, one process per format
 timeout 120 "$PYTHON" -m vllm_kvq.kernels.gpu.build &
 build=$!

@@ -26,7 +26,7 @@ from vllm_kvq.triton_kernels.keys import (
     query_channel,
 )
 from vllm_kvq.triton_kernels.keys_boosted import boosted_scores
-from vllm_kvq.triton_kernels.keys_polar import polar_lookup, polar_scores
+from vllm_kvq.triton_kernels.keys_polar import polar_scores
 from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, capped, column_max, column_sum
 from vllm_kvq.triton_kernels.rotation import rotated_back
 from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, sums_weights, token_values, value_shift
@@ -76,7 +76,6 @@ def attend_kernel(
     INTERLEAVED: tl.constexpr,
     RADIUS_BITS: tl.constexpr,
     PAPER: tl.constexpr,
-    TABLE: tl.constexpr,
     K_CODES: tl.constexpr,
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
@@ -195,12 +194,6 @@ def attend_kernel(
             sums = hybrid_scores(
                 q, k_words, k_halves, base16, full, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M,
                 K_CODES, K_SCALE, K_SLOT, K_NORM,
-            )  # fmt: skip
-        elif TABLE > 0:
-            sums = polar_lookup(
-                q, k_words, base16, TABLE,
-                D, TURN, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_RADIUS, PAPER,
-                K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP
             )  # fmt: skip
         else:
             sums = polar_scores(

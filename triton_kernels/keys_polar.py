@@ -3,8 +3,7 @@
 
     s = sum_pairs r (q_x cos phi + q_y sin phi),   phi = phi0 + (a + 1/2) dphi,   r = r0 + (c + 1/2) dr
 
-or, in the paper's mode, phi = 2 pi a / 2^m and r = c dr. Either keys are rebuilt and multiplied by all rows at once
-(`polar_scores`), or every row looks its angles up, as in the paper (`polar_lookup`).
+or, in the paper's mode, phi = 2 pi a / 2^m and r = c dr. Keys are rebuilt and multiplied by all rows at once.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import triton.language as tl
 
 from vllm_kvq.triton_kernels.fragments import (
     fragment_channels,
-    fragment_index,
     fragment_places,
     lane_quads,
     left_operand,
-    mma_order,
 )
-from vllm_kvq.triton_kernels.lang import SUBNORMAL, cos_sin, row_sum
+from vllm_kvq.triton_kernels.lang import SUBNORMAL, cos_sin
 
 CIRCLE: tl.constexpr = tl.constexpr(6.283185307179586)
 
@@ -203,104 +200,4 @@ def polar_scores(
     scores = ()
     for j in tl.static_range(SLABS):
         scores = scores + (sums[j] * (1.0 / SUBNORMAL),)
-    return scores
-
-
-@triton.jit
-def _code(words, B: tl.constexpr, AT: tl.constexpr, BITS: tl.constexpr):
-    return (words >> (8 * B + AT)) & ((1 << BITS) - 1)
-
-
-@triton.jit
-def _codes(words, AT: tl.constexpr, BITS: tl.constexpr):
-    """The codes at bits [AT, AT + BITS) of every byte of (X, Q) words -> int32 (X, 4 Q) in `mma_order`."""
-    rows: tl.constexpr = words.shape[0]
-    quads: tl.constexpr = words.shape[1]
-    even = tl.join(_code(words, 0, AT, BITS), _code(words, 2, AT, BITS))
-    both = tl.join(even, tl.join(_code(words, 1, AT, BITS), _code(words, 3, AT, BITS)))
-    both = tl.reshape(both, (rows, quads // 4, 4, 2, 2))
-    return tl.reshape(tl.permute(both, (0, 1, 4, 2, 3)), (rows, 4 * quads))
-
-
-@triton.jit
-def _table(
-    words_ptr,
-    page_ptr,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    INDEX: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CODES: tl.constexpr,
-    RADIUS: tl.constexpr,
-    PAPER: tl.constexpr,
-    ANGLE0: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    RADIUS0: tl.constexpr,
-    RADIUS_STEP: tl.constexpr,
-):
-    """Radii and angle codes (32, 16) of a chunk of pairs, and cos, sin (2^BITS, 16) of their angles."""
-    both: tl.constexpr = BITS + RADIUS_BITS
-    a_at: tl.constexpr = first_bit(INDEX * CHUNK, D // 2, BITS, both)
-    r_at: tl.constexpr = 4 if both == 8 else first_bit(INDEX * CHUNK, D // 2, RADIUS_BITS, both)
-    quad, token = tl.arange(0, 4)[None, :], fragment_index(tl.arange(0, 32), 4)[:, None]
-    a_words, r_words = _words(words_ptr, quad, token, INDEX, CHUNK, D // 2, BITS, RADIUS_BITS, CODES, RADIUS)
-    at = mma_order(tl.arange(0, 16))
-    pair, there = page_ptr + INDEX * CHUNK + at, at < CHUNK
-    r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
-    if PAPER:
-        a_step = tl.full((16,), CIRCLE / (1 << BITS), tl.float32)
-        r_base, a_base = r_step * 0.0, a_step * 0.0
-    else:
-        a_step = tl.load(pair + ANGLE_STEP, mask=there, other=0.0).to(tl.float32)
-        r_base = tl.load(pair + RADIUS0, mask=there, other=0.0).to(tl.float32) + 0.5 * r_step
-        a_base = tl.load(pair + ANGLE0, mask=there, other=0.0).to(tl.float32) + 0.5 * a_step
-    length = _codes(r_words, r_at, RADIUS_BITS).to(tl.float32) * r_step[None, :] + r_base[None, :]
-    cell = tl.arange(0, 1 << BITS).to(tl.float32)
-    cos, sin = cos_sin(cell[:, None] * a_step[None, :] + a_base[None, :])
-    return length, _codes(a_words, a_at, BITS), cos, sin
-
-
-@triton.jit
-def polar_lookup(
-    q,
-    words_ptr,
-    page_ptr,
-    TABLE: tl.constexpr,
-    D: tl.constexpr,
-    SLABS: tl.constexpr,
-    SLAB_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    M: tl.constexpr,
-    CODES: tl.constexpr,
-    RADIUS: tl.constexpr,
-    PAPER: tl.constexpr,
-    ANGLE0: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    RADIUS0: tl.constexpr,
-    RADIUS_STEP: tl.constexpr,
-):
-    """The first TABLE rows, the only real ones, look up
-
-    s = sum_pairs r t[a],   t[a] = q_x cos phi_a + q_y sin phi_a
-    """
-    chunks: tl.constexpr = D // 2 // CHUNK
-    row = tl.arange(0, M)
-    scores = ()
-    for j in tl.static_range(SLABS):
-        sums = tl.full((32, M), 0.0, tl.float32)
-        for i in tl.static_range(chunks):
-            length, angle, cos, sin = _table(
-                words_ptr + j * SLAB_WORDS, page_ptr, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS, PAPER,
-                ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP,
-            )  # fmt: skip
-            for m in tl.static_range(TABLE):
-                mine = (row == m)[None, :]
-                q_x = row_sum(tl.where(mine, q[i].to(tl.float32), 0.0))
-                q_y = row_sum(tl.where(mine, q[chunks + i].to(tl.float32), 0.0))
-                looked = tl.gather(cos * q_x[None, :] + sin * q_y[None, :], angle, 0)
-                sums += tl.where(mine, row_sum(looked * length)[:, None], 0.0)
-        scores = scores + (sums * (1.0 / SUBNORMAL),)
     return scores

@@ -48,7 +48,7 @@ def limit(kernel: str) -> float | None:
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel as it is launched: its constants, and whether it multiplies matrices."""
+    """One kernel as it is launched, with its constants."""
 
     name: str
     kernel: Any
@@ -63,8 +63,8 @@ class Variant:
 
     @property
     def multiplies(self) -> bool:
-        """Whether the matrix units have to be used: not for scores that are looked up."""
-        return self.elements > 0 and not self.constants["TABLE"]
+        """Whether the matrix units have to be used."""
+        return self.elements > 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ ALIGNED += ("side_words", "side_elements", "sink_elements")
 def attend_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.launch import MIN_ROWS
-    from vllm_kvq.kernels.gpu.triton_layout import attend_launch, looks_up, most_rows
+    from vllm_kvq.kernels.gpu.triton_layout import attend_launch, most_rows
     from vllm_kvq.kernels.gpu.triton_layout import constants as layout
     from vllm_kvq.triton_kernels.attend import attend_kernel
 
@@ -121,20 +121,12 @@ def attend_variants(target: int) -> Iterator[Variant]:
             fmt = get_format(name).bind(Geometry(d, 64))
             k = layout(fmt)
             assert k is not None
-            # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt; 4 that look up
-            shapes = [(rows, 0) for rows in sorted({MIN_ROWS, most_rows(fmt)})]
-            for rows, table in [*shapes, *([(MIN_ROWS, 4)] if looks_up(fmt) else [])]:
-                launch = attend_launch(fmt, rows, target, table)
-                constants = k | {
-                    "SHARE": 4,
-                    "M": rows,
-                    "LISTED": False,
-                    "RAGGED": True,
-                    "CAPPED": False,
-                    "TABLE": table,
-                }
+            # up to 8 query heads per KV head; more, drafts, or a chunk of a prompt
+            for rows in sorted({MIN_ROWS, most_rows(fmt)}):
+                launch = attend_launch(fmt, rows, target)
+                constants = k | {"SHARE": 4, "M": rows, "LISTED": False, "RAGGED": True, "CAPPED": False}
                 yield Variant(
-                    f"lookup {name} d={d} rows={table}" if table else f"attend {name} d={d} rows={rows}",
+                    f"attend {name} d={d} rows={rows}",
                     attend_kernel,
                     constants | {"TURN": launch.turn, "EXTRA": launch.extra},
                     launch.options,

@@ -14,7 +14,7 @@ import pytest
 from proof.oracle.forked import EngineProcess, call
 
 pytestmark = pytest.mark.engine
-NAME = "VLLM_KVQ_POLAR_SCORES"
+NAME = "VLLM_KVQ_ISA"
 
 
 def variable(_engine: Any) -> str | None:
@@ -22,7 +22,7 @@ def variable(_engine: Any) -> str | None:
 
 
 def test_engines_have_the_variables_of_who_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("dot", "table", None):
+    for value in ("portable", "avx2", None):
         monkeypatch.setenv(NAME, value) if value else monkeypatch.delenv(NAME)
         with EngineProcess(str(model), {"block_size": 32}, {}) as process:
             assert process.call(variable) == value

@@ -10,7 +10,7 @@ from parallel import DEVICE, main
 from proof.kernels.exact import exact_attention, relative_error
 from vllm_kvq.bench.pools import random_pages
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels.gpu.triton import TRITON, TritonKernels
+from vllm_kvq.kernels.gpu.triton import TRITON
 
 try:
     import pytest
@@ -21,7 +21,6 @@ except ImportError:
 
 BOUND = 2e-3
 FORMATS = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3", "kitty2")
-LOOKUP = TritonKernels(scores="table")
 
 
 def decode(
@@ -32,7 +31,6 @@ def decode(
     dtype: torch.dtype,
     q: int = 1,
     splits: int | None = None,
-    kernels: TritonKernels = TRITON,
 ) -> None:
     fmt = get_format(name).bind(Geometry(d, n))
     pages = random_pages(fmt, 9, 2)
@@ -41,7 +39,7 @@ def decode(
     query = torch.randn(4, q, 2 * share, d, generator=torch.Generator().manual_seed(1)).to(dtype)
     want, want_lse = exact_attention(fmt, query, pages, table, low, high, d**-0.5)
     on = [x.to(DEVICE) for x in (query, pages, table, low, high)]
-    out, lse = kernels.attend_table(fmt, *on, d**-0.5, splits)
+    out, lse = TRITON.attend_table(fmt, *on, d**-0.5, splits)
     error = relative_error(out.cpu(), want)
     assert error < BOUND, f"relative error {error:.2e}"
     empty = want_lse == -torch.inf
@@ -75,10 +73,6 @@ CHUNKS = [
     (decode, (name, 128, 4, 64, torch.bfloat16, q, splits))
     for name, q, splits in itertools.product(("squat2", "innerq2", "polar4"), (1, 5, 33), (None, 1, 16))
 ]
-LOOKUPS = [
-    (decode, (name, d, share, 64, torch.bfloat16, 1, None, LOOKUP))
-    for name, d, share in itertools.product(("polar4", "polar3"), (64, 128), (4, 8))
-]
 
 
 def test_formats_and_head_sizes() -> None:
@@ -91,14 +85,9 @@ def test_chunks_and_splits() -> None:
         case(*arguments)
 
 
-def test_scores_by_table_lookup() -> None:
-    for case, arguments in LOOKUPS:
-        case(*arguments)
-
-
 def test_graph_replay_follows_the_device() -> None:
     graph()
 
 
 if __name__ == "__main__":
-    main([*HEADS, *CHUNKS, *LOOKUPS, *([(graph, ())] if DEVICE == "cuda" else [])])
+    main([*HEADS, *CHUNKS, *([(graph, ())] if DEVICE == "cuda" else [])])

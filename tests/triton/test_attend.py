@@ -18,7 +18,6 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.kernels.gpu.paged import merge_parts
 from vllm_kvq.kernels.gpu.triton import TRITON as kernels
-from vllm_kvq.kernels.gpu.triton import TritonKernels, table_rows
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.lists import PageList
 
@@ -84,23 +83,6 @@ def test_against_float64(name: str, d: int, share: int, n: int, dtype: torch.dty
     check(fmt, pages, queries(2, 1, 2 * share, d, dtype), table, low, high, splits=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "d", "share", "options"),
-    [("polar4", 64, 4, {}), ("polar3", 64, 1, {}), ("polar3", 128, 8, {"mode": "paper"})],
-)
-def test_polar_scores_by_table_lookup(name: str, d: int, share: int, options: dict[str, object]) -> None:
-    fmt = get_format(name).bind(Geometry(d, 32), options)
-    pages = random_pages(fmt, 3, 2)
-    table, low, high = torch.tensor([[3, 1, 2], [2, 0, 0]]), torch.tensor([5, 0]), torch.tensor([81, 19])
-    query = queries(2, 1, 2 * share, d)
-    assert table_rows(fmt, share, 90, "table") == share
-    assert table_rows(fmt, share, 90, None) == 0  # until it was measured
-    out, lse = TritonKernels("table").attend_table(fmt, query, pages, table, low, high, 0.125)
-    want, want_lse = exact_attention(fmt, query, pages, table, low, high, 0.125)
-    assert relative_error(out, want) < BOUND
-    assert (lse.double() - want_lse).abs().max() < LSE_BOUND
-
-
 @pytest.mark.parametrize("options", [{"key_bits": 4, "value_bits": 4}, {"key_bits": 4}, {"value_bits": 4}], ids=str)
 def test_innerq_of_other_bits(options: dict[str, object]) -> None:
     fmt = get_format("innerq2").bind(Geometry(64, 32), options)
@@ -142,17 +124,6 @@ def test_a_soft_cap(name: str, cap: float) -> None:
     out, _ = kernels.attend_table(fmt, queries(2, 1, 8, 64), pages, *ragged, 0.125, 2)
     want, _ = exact_attention(fmt, queries(2, 1, 8, 64), pages, *ragged, 0.125, cap)
     assert relative_error(out, want) > BOUND
-
-
-def test_polar_scores_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    fmt = get_format("polar4").bind(Geometry(64, 32))
-    monkeypatch.setenv("VLLM_KVQ_POLAR_SCORES", "table")
-    assert table_rows(fmt, 5, 90, None) == 8
-    assert table_rows(fmt, 16, 90, None) == 0  # a chunk
-    assert table_rows(get_format("squat2").bind(Geometry(64, 32)), 4, 90, None) == 0
-    monkeypatch.setenv("VLLM_KVQ_POLAR_SCORES", "tabel")
-    with pytest.raises(ValueError, match="'dot' or 'table', not 'tabel'"):
-        table_rows(fmt, 4, 90, None)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 16])

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
             "90",
             [
                 *(f"attend {name} d=128 rows=8" for name in ("kivi2", "squat2", "innerq2", "polar4")),
-                *("lookup polar4 d=128", "pack innerq2 d=128", "decode in full precision d=128"),
+                *("pack innerq2 d=128", "decode in full precision d=128"),
             ],
         ),
         ("80", ["attend kivi2 d=128 rows=8"]),

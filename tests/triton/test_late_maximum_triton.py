@@ -11,14 +11,14 @@ from vllm_kvq.bench.pools import pages_of
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.paged import merge_parts
 from vllm_kvq.kernels.gpu.step import GPUStep
-from vllm_kvq.kernels.gpu.triton import TRITON, TritonKernels
+from vllm_kvq.kernels.gpu.triton import TRITON
 
 D, N, PAGES = 64, 64, 3
 PEAKS = (3, 100, N * PAGES - 1)
 FORMATS = ("squat2", "squat4", "kitty2", "innerq2", "polar4", "polar3")  # KIVI's kernels are SQuat's (test_compile.py)
 
 
-def check(kernels: TritonKernels, name: str, splits: int, queries: int = 1, share: int = 2) -> None:
+def check(name: str, splits: int, queries: int = 1, share: int = 2) -> None:
     """One request for each peak."""
     fmt = get_format(name).bind(Geometry(D, N))
     pools, want = [], []
@@ -32,7 +32,7 @@ def check(kernels: TritonKernels, name: str, splits: int, queries: int = 1, shar
     table = torch.arange(3 * PAGES, dtype=torch.int32).view(3, PAGES)
     low, high = torch.zeros(3, dtype=torch.int32), torch.full((3,), N * PAGES, dtype=torch.int32)
     queries_ = query[None].expand(3, -1, -1, -1)  # the direction is the same
-    out, lse = kernels.attend_table(fmt, queries_, torch.cat(pools), table, low, high, D**-0.5, splits)
+    out, lse = TRITON.attend_table(fmt, queries_, torch.cat(pools), table, low, high, D**-0.5, splits)
     for i, (out64, lse64) in enumerate(want):
         assert relative_error(out[i], out64) < 2e-3, f"peak {PEAKS[i]}"
         assert (lse[i] - lse64).abs().max() < 2e-2
@@ -40,19 +40,15 @@ def check(kernels: TritonKernels, name: str, splits: int, queries: int = 1, shar
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_pages(name: str) -> None:
-    check(TRITON, name, splits=1)
+    check(name, splits=1)
 
 
 def test_splits() -> None:
-    check(TRITON, "squat2", splits=2)
+    check("squat2", splits=2)
 
 
 def test_a_chunk() -> None:
-    check(TRITON, "squat2", splits=1, queries=3, share=4)
-
-
-def test_scores_by_table_lookup() -> None:
-    check(TritonKernels("table"), "polar4", splits=1)
+    check("squat2", splits=1, queries=3, share=4)
 
 
 def test_a_decode_step() -> None:

@@ -8,9 +8,8 @@ together they read more than the cache holds; the median replay counts. bf16 is 
 choice, SDPA limited to its FlashAttention backend, and the package flash_attn if installed; each has its row.
 "ideal" is the time in which bf16 K and V could be copied: no bf16 kernel is faster. The fp8 column is that of
 FlashAttention 3 (the package flash_attn_interface, on Hopper); torch can't attend fp8 keys and values, so without it
-the column says "n.m.", not measured, and half of "ideal" bounds it. polar4 and polar3 rebuild keys and multiply them;
-polar4+table and polar3+table look scores up. The last part is the cost of packing a prompt compared with a layer's
-prefill. No GPU has run this yet.
+the column says "n.m.", not measured, and half of "ideal" bounds it. The last part is the cost of packing a prompt
+compared with a layer's prefill. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Calls = list[Callable[[], object]]
 
 
 def formats() -> Iterator[str]:
-    """The formats for users that have GPU kernels; twice if there are two ways to compute scores."""
+    """The formats for users that have GPU kernels."""
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.formats.table import suite
     from vllm_kvq.kernels.gpu.step import kernels_of
@@ -51,8 +50,6 @@ def formats() -> Iterator[str]:
         fmt = get_format(name).bind(Geometry(HEAD, N))
         if kernels_of(fmt) is not None:
             yield name
-            if fmt.keys.pairs_channels:
-                yield f"{name}+table"
 
 
 @dataclass(frozen=True)
@@ -99,11 +96,9 @@ def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, 
     from vllm_kvq.bench.pools import random_pages
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.step import kernels_of
-    from vllm_kvq.kernels.gpu.triton import TritonKernels
 
-    bare, _, scores = name.partition("+")
-    fmt = get_format(bare).bind(Geometry(HEAD, N))
-    kernels = TritonKernels(scores or "dot") if fmt.keys.pairs_channels else kernels_of(fmt)
+    fmt = get_format(name).bind(Geometry(HEAD, N))
+    kernels = kernels_of(fmt)
     assert kernels is not None
     each = shape.batch * -(-shape.context // N)
     read = each * HEADS * fmt.record_bytes

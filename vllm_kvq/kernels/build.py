@@ -47,7 +47,7 @@ ISA_FLAGS = {
     "avx512bw": _AVX512,
     "avx512": [*_AVX512, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16"],  # bf16: only called where present
 }
-"""Flags by the name of a source: isa/avx2.cpp, ..."""
+"""Flags by the name of a source: library/avx2.cpp, ..."""
 
 
 COMPILE_SECONDS, LONGEST_SECONDS = 150, 40

@@ -12,7 +12,6 @@ VARIABLES = {
     "VLLM_KVQ_GPU_PATH": "1: the GPU's path on CPU tensors, for tests",
     "VLLM_KVQ_ISA": "instruction set of the C++ kernels",
     "VLLM_KVQ_KERNELS": "torch: PyTorch's kernels in place of C++",
-    "VLLM_KVQ_POLAR_SCORES": "how Triton computes PolarQuant's scores: dot or table",
 }
 
 

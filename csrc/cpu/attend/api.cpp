@@ -1,7 +1,7 @@
 // Attention as Python sees it.
 #include "attend.h"
 #include "../pack/pack.h"
-#include "../tensors.h"
+#include "../dispatch/tensors.h"
 
 namespace {
 

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "../isa/isa.h"
+#include "../dispatch/isa.h"
 #include "../hadamard.h"
 #include "../half.h"
 #include "../scratch.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../tokens.h"
-#include "kernel.h"
+#include "../dispatch/attend_kernels.h"
 
 namespace kvq {
 
@@ -52,7 +52,7 @@ struct Attend {
   int64_t out_count, out_strides[2];
   const int64_t* out_rows;
   float* lse;  // (requests, queries, query_heads) without the prior parts, or null; -inf where nothing was attended
-  int threads, isa;  // see isa.h
+  int threads, isa;  // see dispatch/isa.h
 };
 
 // Throws std::out_of_range before anything is read or written if an index leaves its tensor.
@@ -67,7 +67,7 @@ struct Place {
 std::vector<Place> locate_raw(const Attend& a);
 
 // One KV head of one request over its full-precision tokens, `places` of them; query rows [first, first + rows):
-// out [rows][d], top and total as in kernel.h. `work` holds raw_work_floats(rows, d) numbers.
+// out [rows][d], top and total as in dispatch/attend_kernels.h. `work` holds raw_work_floats(rows, d) numbers.
 void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int64_t head, int64_t first, int64_t rows,
                      float* out, float* top, float* total, float* work);
 inline int64_t raw_work_floats(int64_t rows, int64_t d) { return rows * d + 2 * SLAB * d + ROWS * SLAB + rows * d / 2; }

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "attend.h"
-#include "../isa/isa.h"
+#include "../dispatch/isa.h"
 #include "../half.h"
 
 namespace kvq {

@@ -7,7 +7,7 @@
 #include "../hadamard.h"
 #include "../half.h"
 #include "../scratch.h"
-#include "kernel.h"
+#include "../dispatch/pack_kernels.h"
 #include "../isa/matrix.h"
 
 namespace {

@@ -1,5 +1,5 @@
 // Packing, storing and fitting as Python sees them.
-#include "../tensors.h"
+#include "../dispatch/tensors.h"
 #include "fit.h"
 #include "pack.h"
 

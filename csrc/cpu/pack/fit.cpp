@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../isa/isa.h"
+#include "../dispatch/isa.h"
 #include "../scratch.h"
 #include "../threads.h"
 #include "../tokens.h"

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../isa/isa.h"
+#include "../dispatch/isa.h"
 #include "../scratch.h"
 #include "../threads.h"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../half.h"
-#include "kernel.h"
+#include "../dispatch/pack_kernels.h"
 
 namespace {
 namespace float32 {

@@ -1,4 +1,4 @@
-// Packing as one instruction set does it: which codec packs which half of a unit (see kernel.h).
+// Packing as one instruction set does it: which codec packs which half of a unit (see dispatch/pack_kernels.h).
 #pragma once
 
 #include "affine.h"

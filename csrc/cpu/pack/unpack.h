@@ -3,7 +3,7 @@
 
 #include "../boosted.h"
 #include "../half.h"
-#include "../attend/kernel.h"
+#include "../dispatch/attend_kernels.h"
 #include "../isa/vectors.h"
 
 namespace {

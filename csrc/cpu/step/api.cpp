@@ -1,6 +1,6 @@
 // A layer's decode step as Python sees it.
 #include "decode.h"
-#include "../tensors.h"
+#include "../dispatch/tensors.h"
 
 namespace {
 

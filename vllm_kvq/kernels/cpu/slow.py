@@ -1,8 +1,8 @@
 """Names the formats that the CPU attends slowly, in one sentence with what to use instead.
 
 The library itself reports for which halves of a format, keys and values, it has integer kernels
-(csrc/cpu/attend/choose.h); float32 kernels serve the rest. The cause is found by asking the library again, about the
-same format without an option, so the sentence can't differ from what runs.
+(csrc/cpu/attend/integer/choose.h); float32 kernels serve the rest. The cause is found by asking the library again,
+about the same format without an option, so the sentence can't differ from what runs.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ On CPU tensors they run under Triton's interpreter. Their knowledge of each code
 from __future__ import annotations
 
 import functools
-import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +13,10 @@ import torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.gpu import loading
-from vllm_kvq.kernels.gpu.launch import MIN_ROWS, power_of_two
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged
 from vllm_kvq.kernels.gpu.triton_layout import (
     attend_launch,
     constants,
-    looks_up,
     pack_constants,
     pack_launch,
     rows_for,
@@ -58,25 +54,7 @@ def splits_for(programs: int, slabs: int, device: torch.device) -> int:
     return min(MAX_SPLITS, max(1, min(wanted, slabs // 4)))
 
 
-TABLE_CHIPS: frozenset[int] = frozenset()
-"""Compute capabilities on which PolarQuant's scores by table lookup measured faster; none has been tried yet."""
-
-
-def table_rows(fmt: PageFormat, rows: int, chip: int, scores: str | None) -> int:
-    """Rows of a decode step that look PolarQuant scores up in a table; 0: keys are rebuilt and multiplied."""
-    if rows > MIN_ROWS or not looks_up(fmt):
-        return 0
-    wanted = scores or os.environ.get("VLLM_KVQ_POLAR_SCORES") or ("table" if chip in TABLE_CHIPS else "dot")
-    if wanted not in ("dot", "table"):
-        raise ValueError(f"PolarQuant's scores are 'dot' or 'table', not {wanted!r} (VLLM_KVQ_POLAR_SCORES)")
-    return power_of_two(rows) if wanted == "table" else 0
-
-
-@dataclass(frozen=True)
 class TritonKernels(PagedKernels):
-    scores: str | None = None
-    """PolarQuant's scores: "dot" or "table"; None: as in $VLLM_KVQ_POLAR_SCORES, else whatever is faster on the GPU."""
-
     name = "Triton"
     caps = True
 
@@ -117,10 +95,9 @@ class TritonKernels(PagedKernels):
         out, lse = into
         heads = pages.shape[1]
         share = query.shape[2] // heads
-        m, chip = rows_for(fmt, q * share), capability(pages.device)
+        m = rows_for(fmt, q * share)
         words, halves = typed(pages)
-        table_of = table_rows(fmt, q * share, chip, self.scores)
-        launch = attend_launch(fmt, m, chip, table_of)
+        launch = attend_launch(fmt, m, capability(pages.device))
         attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
             *(query, words, halves, ids, low, high, start, out, lse, scale, q, heads),
             *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], ids.stride(0), ids.shape[1]),
@@ -130,7 +107,6 @@ class TritonKernels(PagedKernels):
             M=m,
             LISTED=low.dim() == 2,
             RAGGED=ragged is not None,
-            TABLE=table_of,
             TURN=launch.turn,
             EXTRA=launch.extra,
             **(constants(fmt) or {}),

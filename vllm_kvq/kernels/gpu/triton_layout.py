@@ -204,8 +204,6 @@ class KeyEntry:
     """Rows of a program above 128 channels: 16 only if they take fewer instructions than two programs of 8."""
     extra: Callable[[Any, int], int] = lambda k, chip: 16
     """(codec, chip) -> `Launch.extra`."""
-    looks_up: bool = False
-    """Whether scores may be looked up in a table of angles."""
 
 
 def _fitted_or_not(codec: type[KeyCodec], entry: KeyEntry) -> dict[type, KeyEntry]:
@@ -230,8 +228,8 @@ KEYS: dict[type, KeyEntry] = {
     HybridKeys: KeyEntry(
         HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, MIN_ROWS, extra=_hybrid_extra
     ),
-    PolarKeys: KeyEntry(POLAR, _polar_attend, _polar_pack, _polar_crowded, _page_launch, looks_up=True),
-    PaperPolarKeys: KeyEntry(POLAR, _paper_attend, _polar_pack, _polar_crowded, _page_launch, looks_up=True),
+    PolarKeys: KeyEntry(POLAR, _polar_attend, _polar_pack, _polar_crowded, _page_launch),
+    PaperPolarKeys: KeyEntry(POLAR, _paper_attend, _polar_pack, _polar_crowded, _page_launch),
 }
 
 
@@ -342,10 +340,8 @@ def rows_for(fmt: PageFormat, rows: int) -> int:
     return min(most_rows(fmt), max(MIN_ROWS, power_of_two(rows)))
 
 
-def attend_launch(fmt: PageFormat, rows: int, chip: int, table: int = 0) -> Launch:
+def attend_launch(fmt: PageFormat, rows: int, chip: int) -> Launch:
     k, d = fmt.keys, fmt.geometry.d
-    if table:
-        return Launch(max(2, d // 32))
     if d > 128 and rows > MIN_ROWS:
         return Launch(2)
     entry = KEYS[type(k)]
@@ -357,9 +353,3 @@ def pack_launch(fmt: PageFormat, chip: int) -> Launch:
     launch = KEYS[type(fmt.keys)].launch(fmt, fmt.keys, chip)
     tiled = isinstance(fmt.values, (Rotated, Fitted))
     return replace(launch, warps=max(launch.warps, TILE_WARPS)) if tiled else launch
-
-
-def looks_up(fmt: PageFormat) -> bool:
-    """Whether scores may be looked up in a table, a few angles at a time."""
-    entry, k = KEYS.get(type(fmt.keys)), cast(Any, fmt.keys)
-    return entry is not None and entry.looks_up and k.m <= 4

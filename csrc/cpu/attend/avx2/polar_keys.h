@@ -12,7 +12,7 @@
 // 32 bits: |sum of 8 q_p . k_p| <= 8 * LONGEST * LARGEST < 2^31. In a damaged page sums may wrap.
 #pragma once
 
-#include "../kernel.h"
+#include "../../dispatch/attend_kernels.h"
 #include "../../isa/lanes.h"
 #include "trigonometry.h"
 

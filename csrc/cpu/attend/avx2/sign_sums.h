@@ -9,7 +9,7 @@
 // 32767: they can't overflow, whatever bits a page holds. The rounding is about 1e-3 of a typical sum.
 #pragma once
 
-#include "../kernel.h"
+#include "../../dispatch/attend_kernels.h"
 #include "nibble_sums.h"
 
 namespace {

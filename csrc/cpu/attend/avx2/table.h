@@ -1,7 +1,7 @@
-// The integer kernels without VNNI, of AVX2 and, with wider vectors, of AVX-512 BW (see ../choose.h).
+// The integer kernels without VNNI, of AVX2 and, with wider vectors, of AVX-512 BW (see ../integer/choose.h).
 #pragma once
 
-#include "../choose.h"
+#include "../integer/choose.h"
 #include "../integer/boosted_keys.h"
 #include "../integer/channel_keys.h"
 #include "../integer/hybrid_keys.h"

@@ -1,6 +1,6 @@
 //     s_t = q . k_t,  P = 2^(s - m),  O = O + P v
 //
-// Attention over full-precision tokens, 32 at a time, wherever they lie (see RawTask in ../kernel.h).
+// Attention over full-precision tokens, 32 at a time, wherever they lie (see RawTask in dispatch/attend_kernels.h).
 #pragma once
 
 #include "cap.h"

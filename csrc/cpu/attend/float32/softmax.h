@@ -1,9 +1,9 @@
 //     m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
 //
-// The running softmax of a block of slabs (see ../kernel.h).
+// The running softmax of a block of slabs (see dispatch/attend_kernels.h).
 #pragma once
 
-#include "../kernel.h"
+#include "../../dispatch/attend_kernels.h"
 #include "../../isa/vectors.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// The float32 kernels as a table (see ../kernel.h).
+// The float32 kernels as a table (see dispatch/attend_kernels.h).
 #pragma once
 
 #include "keys.h"

@@ -3,7 +3,7 @@
 // The inner product of key codes, stored in planes (formats/planes.py), with rows in fixed point.
 #pragma once
 
-#include "../kernel.h"
+#include "../../dispatch/attend_kernels.h"
 #include "../../isa/lanes.h"
 
 namespace {

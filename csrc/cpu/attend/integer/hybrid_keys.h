@@ -6,7 +6,7 @@
 // at most from page to page. Scales multiply the partial scores of a vector of tokens.
 #pragma once
 
-#include "../kernel.h"
+#include "../../dispatch/attend_kernels.h"
 #include "../../isa/lanes.h"
 
 namespace {

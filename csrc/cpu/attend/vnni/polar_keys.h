@@ -9,7 +9,7 @@
 // 4 code + pair % 4.
 #pragma once
 
-#include "../kernel.h"
+#include "../../dispatch/attend_kernels.h"
 #include "../../isa/lanes.h"
 #include "trigonometry.h"
 

@@ -9,7 +9,7 @@
 // f depends on a slab's outlier channels. Its tables are recomputed when these differ from the previous slab's.
 #pragma once
 
-#include "../kernel.h"
+#include "../../dispatch/attend_kernels.h"
 #include "../../isa/lanes.h"
 
 namespace {

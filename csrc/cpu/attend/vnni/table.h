@@ -1,7 +1,7 @@
-// The integer kernels of AVX-512 with VNNI and VBMI (see ../choose.h).
+// The integer kernels of AVX-512 with VNNI and VBMI (see ../integer/choose.h).
 #pragma once
 
-#include "../choose.h"
+#include "../integer/choose.h"
 #include "../integer/boosted_keys.h"
 #include "../integer/channel_keys.h"
 #include "../integer/hybrid_keys.h"

@@ -8,7 +8,7 @@
 // to 0.416 instructions per cached element with 4 query heads, and from 0.197 to 0.214 with one.
 #pragma once
 
-#include "../kernel.h"
+#include "../../dispatch/attend_kernels.h"
 #include "softmax.h"
 
 namespace {

@@ -1,10 +1,10 @@
 // Kernels for AVX2 with FMA and F16C: integer products where the layout allows, float32 elsewhere.
-// Compiled with those flags; only called where isa.h has seen them on the processor.
+// Compiled with those flags; only called where dispatch/isa.h has seen them on the processor.
 #if defined(__x86_64__)
 #define KVQ_LANES 8
 #include "../attend/avx2/table.h"
 #include "../pack/table.h"
-#include "isa.h"
+#include "../dispatch/isa.h"
 
 namespace kvq {
 const Isa avx2_isa = {"avx2",

@@ -5,8 +5,8 @@
 #include <cpuid.h>
 #endif
 
-#include "../attend/kernel.h"
-#include "../pack/kernel.h"
+#include "attend_kernels.h"
+#include "pack_kernels.h"
 
 namespace kvq {
 
@@ -50,7 +50,7 @@ inline int best_isa() {
   return best;
 }
 
-// One translation unit of this folder.
+// One translation unit of library/.
 struct Isa {
   const char* name;
   AttendKernels attend;

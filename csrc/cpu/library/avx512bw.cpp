@@ -3,7 +3,7 @@
 #define KVQ_LANES 16
 #include "../attend/avx2/table.h"
 #include "../pack/table.h"
-#include "isa.h"
+#include "../dispatch/isa.h"
 
 namespace kvq {
 const Isa avx512bw_isa = {"avx512bw",

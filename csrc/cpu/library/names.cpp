@@ -6,8 +6,8 @@
 #include <string>
 #include <type_traits>
 
-#include "isa/isa.h"
-#include "step/decode.h"
+#include "../dispatch/isa.h"
+#include "../step/decode.h"
 
 namespace {
 

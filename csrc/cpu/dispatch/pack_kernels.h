@@ -1,4 +1,4 @@
-// The interface between the drivers (pack.cpp, fit.cpp) and the kernels of one instruction set.
+// The interface between the drivers (pack/pack.cpp, pack/fit.cpp) and the kernels of one instruction set.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct PackUnit {
   char* work;          // `work_bytes`, 64-byte aligned
 };
 
-// Packing as one instruction set does it (isa/isa.h).
+// Packing as one instruction set does it (isa.h).
 struct PackKernels {
   // head_size elements to float32, sanitized, zeros up to d; returns how many were replaced
   int64_t (*read)(const void* from, Dtype dtype, int64_t head_size, int64_t d, float* to);

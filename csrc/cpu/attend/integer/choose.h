@@ -4,7 +4,7 @@
 // Polar<D, RADIUS_BITS>, Token<BITS>, HybridValues; and LANES, the 32-bit lanes of its vectors.
 #pragma once
 
-#include "float32/table.h"
+#include "../float32/table.h"
 
 namespace {
 namespace unrolled {

@@ -1,4 +1,4 @@
-// The interface between the driver (attend.cpp) and the kernels of one instruction set.
+// The interface between the driver (attend/attend.cpp) and the kernels of one instruction set.
 //
 // A task is one KV head of one request, up to ROWS of its query rows and a run of pages. The driver feeds it blocks of
 // up to BLOCK_SLABS slabs; for every block
@@ -139,7 +139,7 @@ struct ManyKernel {
   void (*attend)(Task&, const Slab*, int count);
 };
 
-// Attention as one instruction set does it (isa/isa.h). `keys` and `values` always find a kernel.
+// Attention as one instruction set does it (isa.h). `keys` and `values` always find a kernel.
 struct AttendKernels {
   KeyKernel (*keys)(const Layout&, int rows);
   ValueKernel (*values)(const Layout&, int rows);

@@ -5,7 +5,7 @@
 #define KVQ_VNNI
 #include "../attend/vnni/table.h"
 #include "../pack/table.h"
-#include "isa.h"
+#include "../dispatch/isa.h"
 
 namespace kvq {
 // vpdpbusd multiplies twice as many bytes as an FMA multiplies floats, queries' two bytes counted: no `many` here

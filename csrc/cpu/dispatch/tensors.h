@@ -8,8 +8,8 @@
 
 #include <cstring>
 
-#include "tokens.h"
-#include "isa/isa.h"
+#include "../tokens.h"
+#include "isa.h"
 
 namespace kvq_api {
 

@@ -2,7 +2,7 @@
 #define KVQ_LANES 4
 #include "../attend/float32/table.h"
 #include "../pack/table.h"
-#include "isa.h"
+#include "../dispatch/isa.h"
 
 namespace kvq {
 const Isa portable_isa = {"portable",
