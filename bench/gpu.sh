@@ -56,18 +56,18 @@ once() {
 # figure: of all that was measured, on this machine and before
 figure() {
   if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-    step "figure" 60 "$PYTHON" -m vllm_kvq.bench.gpu_results "$RESULTS"/gpu-*.csv
+    step "figure" 60 "$PYTHON" -m vllm_kvq bench plot "$RESULTS"/gpu-*.csv
   else
-    echo "LEFT OUT: the figure (no matplotlib); where there is: python3 -m vllm_kvq.bench.gpu_results $RESULTS/gpu-*.csv"
+    echo "LEFT OUT: the figure (no matplotlib); where there is: python3 -m vllm_kvq bench plot $RESULTS/gpu-*.csv"
   fi
 }
 
 if [[ "${1:-}" == "--dry-run" ]]; then
-  step "first decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run --results "$RESULTS" --formats squat2
+  step "first decode times" 300 "$PYTHON" -m vllm_kvq bench gpu --dry-run --out "$RESULTS" --formats squat2
   once "Triton kernels" 300 "$PYTHON" tests/gpu/test_gpu_attend.py --dry-run
   once "a layer's step" 300 "$PYTHON" tests/gpu/test_gpu_step.py --dry-run
   once "CUDA kernels" 300 "$PYTHON" tests/gpu/test_gpu_qjl.py --dry-run
-  step "decode times" 300 "$PYTHON" -m vllm_kvq.bench.gpu --dry-run --results "$RESULTS"
+  step "decode times" 300 "$PYTHON" -m vllm_kvq bench gpu --dry-run --out "$RESULTS"
   figure
   exit "$status"
 fi
@@ -76,16 +76,16 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   exit 1
 fi
 
-step "first decode times" 150 "$PYTHON" -m vllm_kvq.bench.gpu --results "$RESULTS" --formats squat2 --contexts 65536 \
-  --batches 1 8 --seconds 120
-FORMATS=(squat2 kitty2 qjl3 innerq2 polar4 polar3 squat4)
+step "first decode times" 150 "$PYTHON" -m vllm_kvq bench gpu --out "$RESULTS" --formats squat2 --context 65536 \
+  --batch 1 8 --seconds 120
+FORMATS=squat2,kitty2,qjl3,innerq2,polar4,polar3,squat4
 # nvcc takes a minute, and so do Triton's kernels of the bench, one process per format
 timeout 120 "$PYTHON" -m vllm_kvq.kernels.gpu.build &
 build=$!
 compiling=()
-for format in "${FORMATS[@]}"; do
+for format in ${FORMATS//,/ }; do
   [[ "$format" == qjl3 ]] && continue
-  timeout 110 "$PYTHON" -m vllm_kvq.bench.gpu --compile --formats "$format" &
+  timeout 110 "$PYTHON" -m vllm_kvq bench gpu --compile --formats "$format" &
   compiling+=("$!")
 done
 without=()
@@ -93,7 +93,7 @@ if ! wait "$build"; then
   echo "LEFT OUT: everything of the CUDA kernels"
   status=1
   without=(--without-cuda)
-  FORMATS=("${FORMATS[@]/qjl3/}")
+  FORMATS="${FORMATS/qjl3,/}"
 fi
 for process in "${compiling[@]}"; do
   wait "$process" || { status=1; echo "FAILED: compiling a format's kernels"; }
@@ -102,8 +102,7 @@ echo "== compiled (at $SECONDS s)"
 once "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_attend.py
 once "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
 ((${#without[@]})) || once "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
-# shellcheck disable=SC2068  (an emptied name disappears)
-step "decode times" 170 "$PYTHON" -m vllm_kvq.bench.gpu --results "$RESULTS" --seconds 130 --formats ${FORMATS[@]}
+step "decode times" 170 "$PYTHON" -m vllm_kvq bench gpu --out "$RESULTS" --seconds 130 --formats "$FORMATS"
 figure
 if ((${#without[@]})); then
   :

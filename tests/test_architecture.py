@@ -37,7 +37,7 @@ def test_every_file_and_folder_exists() -> None:
     named = set(re.findall(r"[\w./-]+/(?:[\w-]+\.(?:py|md))?", DOC)) | set(re.findall(r"\]\(([^)#]+)\)", DOC))
     assert len(named) > 15
     package = ROOT / "vllm_kvq"
-    places = (ROOT, ROOT / "docs", package, *(package / room for room in ("kernels", "integration", "eval")))
+    places = (ROOT, ROOT / "docs", package, *(package / room for room in ("kernels", "integration", "cli", "eval")))
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
 
 
@@ -59,8 +59,9 @@ def test_the_boxes_are_the_contract() -> None:
     assert places == sorted(places)
     floors = {wing["containers"][0].split(".")[-1]: wing["layers"] for wing in wings}
     text = DOC[DOC.index("## The wings") : DOC.index("## Key to bytes")]
-    integration, evaluation = text.split("So is `eval`")
-    for part, name in ((integration, "integration"), (evaluation, "eval")):
+    integration, rest = text.split("So is `cli`")
+    command_line, evaluation = rest.split("And so is `eval`")
+    for part, name in ((integration, "integration"), (command_line, "cli"), (evaluation, "eval")):
         packages = [floor for layer in floors[name] for floor in layer.split(" | ")]
         drawn = re.findall(r"(?<=    )(?:\w+\.py|\w+/)(?:  ?(?:\w+\.py|\w+/))*", part)
         rooms = [room.removesuffix(".py").removesuffix("/") for line in drawn for room in line.split()]

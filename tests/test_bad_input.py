@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_kvq import cli, roundtrip
-from vllm_kvq.cli.check_words import words_problem
+from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.worker.report import Capacity, capacity_warning
 from vllm_kvq.kernels.variables import VARIABLES, variables_problem

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.bench import attention, serve, slow
+from vllm_kvq.bench import serve, slow
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import no_fp8
+from vllm_kvq.cli.bench import attention
+from vllm_kvq.cli.bench import serve as serve_command
+from vllm_kvq.cli.bench import slow as slow_command
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.processor import processor_name
 
@@ -81,7 +84,7 @@ def test_vllm_held_to_avx2_uses_nothing_newer() -> None:
 def test_the_slow_ones_are_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow, "HEAD_SIZES", (96,))
     monkeypatch.setattr(slow, "OPTIONS", slow.OPTIONS[:1])
-    assert slow.main(["--context", "256", "--rounds", "1"]) == 0
+    assert slow_command.main(["--context", "256", "--rounds", "1"]) == 0
     printed = capsys.readouterr().out
     assert "256 tokens, 1 thread(s), " + processor_name() in printed
     assert len(re.findall(r"^\| `\w+` \| \d+\.\d\d \|$", printed, re.M)) == len(public_formats())
@@ -116,7 +119,7 @@ def test_serve_compares_two_real_servers(
     monkeypatch.setattr(serve, "SETTLE_SECONDS", 0.0)  # no times are judged here
     model = random_model(tmp_path / "model", hidden=128, layers=1, vocab=512, dtype="bfloat16")
     sizes = ["--context", "64", "256", "--batch", "2", "--tokens", "96", "--rounds", "1", "--cold", "1", "--eager"]
-    assert serve.main(["--model", str(model), "--folder", str(tmp_path), *sizes]) == 0
+    assert serve_command.main(["--model", str(model), "--folder", str(tmp_path), *sizes]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "kitty2 against bf16"
     cells = [line.split() for line in printed[3:]]

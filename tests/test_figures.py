@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,17 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from vllm_kvq.bench import attention, decode, gpu, prefill, serve, slow, steps, timing
+from vllm_kvq.bench import decode, prefill, serve, slow, steps, timing
+from vllm_kvq.bench.gpu import table as gpu
+from vllm_kvq.bench.gpu.decode import Shape as GPUShape
 from vllm_kvq.bench.steps import Candidate, Shape
 from vllm_kvq.bench.timing import Row
-from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.cli.bench import attention
+from vllm_kvq.cli.bench import decode as decode_command
+from vllm_kvq.cli.bench import prefill as prefill_command
+from vllm_kvq.cli.bench import serve as serve_command
+from vllm_kvq.cli.bench import slow as slow_command
+from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import score_error
 
 
@@ -120,11 +126,11 @@ def test_decode(
     Path("m").mkdir()
     Path("m", "config.json").touch()
     monkeypatch.setattr("sys.argv", ["bench", "--model", "m", "--batch", "4", "--min-ratio", str(least)])
-    assert decode.main() == status
+    assert decode_command.main() == status
     printed = capsys.readouterr().out
     assert printed.startswith("kitty2: 16 tokens/s, bf16 8 tokens/s, ratio 2.00 ")
     assert (f"slower than {least} of bf16: kitty2" in printed) == bool(status)
-    assert decode.main(["--model", "m", "--batch", "4", "--min-ratio", str(least), "--json"]) == status
+    assert decode_command.main(["--model", "m", "--batch", "4", "--min-ratio", str(least), "--json"]) == status
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row == {"format": "kitty2", "tokens_per_second": 16.0, "bf16_tokens_per_second": 8.0, "ratio": 2.0}
 
@@ -137,11 +143,13 @@ def test_slow_tables() -> None:
 
     variants = [slow.label(name, options) for name, options in slow.OPTIONS]
     rows = [row("bf16", 2.0), *(row(name, 4.0) for name, _ in slow.OPTIONS), *(row(name, 8.0) for name in variants)]
-    lines = slow.option_table(rows).splitlines()
+    lines = slow_command.option_table(rows).splitlines()
     assert lines[0] == "| format | option | times bf16 | times slower than its defaults |"
     assert lines[2] == "| `squat2` | `group: 16` | 0.25 | 2.0 |"
     assert len(lines) == 2 + len(slow.OPTIONS)
-    table = slow.head_table({80: [row("bf16", 2.0), row("squat2", 4.0)], 96: [row("bf16", 2.0), row("squat2", 1.0)]})
+    table = slow_command.head_table(
+        {80: [row("bf16", 2.0), row("squat2", 4.0)], 96: [row("bf16", 2.0), row("squat2", 1.0)]}
+    )
     assert table.splitlines() == [
         "| times bf16 | d = 80 | d = 96 |",
         "| --- | --- | --- |",
@@ -160,11 +168,11 @@ def test_serve_cells(monkeypatch: pytest.MonkeyPatch) -> None:
         return serve.Turn(scale * (0.001 if warm else 0.4), scale * 0.02)
 
     monkeypatch.setattr(serve, "take_turn", turn)
-    cell = serve.measure(("plain", "packed"), "squat2", 64, 2, Namespace(cold=2, rounds=3, tokens=8))
+    cell = serve.measure(("plain", "packed"), "squat2", 64, 2, serve.Load([64], [2], 8, 3, 2))
     assert (cell.ratio, cell.first_ratio) == pytest.approx((2.0, 2.0))
     assert (cell.plain, cell.packed) == (serve.Turn(0.4, 0.02), serve.Turn(0.2, 0.01))
     # half of the step is what the context costs, and its kernel is four times as fast: 1 / (1/2 + 1/8)
-    words = cell.text(0.5, 4.0).split()
+    words = serve_command.line(serve.Row("squat2", cell, 0.5, 4.0)).split()
     assert words == [
         "64",
         "2",
@@ -181,24 +189,25 @@ def test_serve_cells(monkeypatch: pytest.MonkeyPatch) -> None:
         "1.60",
         "2.00",
     ]
-    assert cell.text(None, 4.0).split()[-2:] == ["2.00", "4.00"]
+    assert serve_command.line(serve.Row("squat2", cell, None, 4.0)).split()[-2:] == ["2.00", "4.00"]
 
 
-def test_serve_share(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_serve_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The part of bf16's step that was not there at the shortest context."""
 
-    def measured(urls: Any, name: str, context: int, batch: int, args: Any) -> serve.Cell:
+    def measured(urls: Any, name: str, context: int, batch: int, load: Any) -> serve.Cell:
         plain = serve.Turn(0.4, 0.010 if context == 64 else 0.040)
         return serve.Cell(context, batch, plain, serve.Turn(0.2, 0.010), 1.0, 2.0)
 
     monkeypatch.setattr(serve, "measure", measured)
     monkeypatch.setattr(serve, "both", lambda *_: None)
     monkeypatch.setattr(serve, "server", lambda *_: MagicMock())
-    args = Namespace(context=[256, 64], batch=[2], folder=tmp_path, tokens=8, json=False)
-    rows = serve.against("squat2", tmp_path, MagicMock(), args, 512, {(64, 2): 2.0, (256, 2): 3.0})
+    load = serve.Load([256, 64], [2], 8, 1, 1)
+    found = [*serve.against("squat2", tmp_path, MagicMock(), load, {(64, 2): 2.0, (256, 2): 3.0}, tmp_path)]
+    rows = [row.document() for row in found]
     assert [(row["context"], row["share"], row["kernel"]) for row in rows] == [(64, None, 2.0), (256, 0.75, 3.0)]
     assert [(row["plain"]["step"], row["packed"]["step"]) for row in rows] == [(0.010, 0.010), (0.040, 0.010)]
-    first, second = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    first, second = (serve_command.line(row).split() for row in found)
     assert (first[0], second[0]) == ("64", "256")
     assert second[-4:] == ["75%", "3.00", "2.00", "4.00"]
 
@@ -226,18 +235,19 @@ def test_prefill(one_layer: MagicMock) -> None:
     """vLLM's attention takes 2 seconds."""
     q, k, v = (torch.zeros(64, heads, 64) for heads in (4, 2, 2))
     plain: Any = SimpleNamespace(attend=lambda: 2.0)
-    row = str(prefill.prompt_row("squat2", q, k, v, plain, 3))
+    row = prefill_command.line(prefill.prompt_row("squat2", q, k, v, plain, 3))
     assert "fit   100.0 ms  pack   200.0 ms" in row
     assert "vLLM  2000.0 ms, ours  1000.0 ms" in row
     assert row.endswith("fit   5.0% + pack  10.0% of vLLM's")
-    assert str(prefill.chunk_row("squat2", q, k, v, 128, plain, 3)).endswith(" 2.00 times vLLM's speed")
+    chunk = prefill.chunk_row("squat2", q, k, v, 128, plain, 3)
+    assert prefill_command.line(chunk).endswith(" 2.00 times vLLM's speed")
 
 
 def test_gpu_rows() -> None:
     """1 us against 3 us of bf16 and 2 of fp8; half a megabyte a microsecond is half of what a copy reads and writes."""
-    row = gpu.line("squat2", gpu.Shape(8, 1024), 1e-6, 3e-6, 2e-6, 1.5e-6, 500_000, 1e12).split()
+    row = gpu.line("squat2", GPUShape(8, 1024), 1e-6, 3e-6, 2e-6, 1.5e-6, 500_000, 1e12).split()
     assert row == ["squat2", "8", "1024", "1.0", "3.0", "2.0", "1.5", "3.00", "2.00", "0.5", "50%"]
-    assert gpu.line("x", gpu.Shape(1, 1), 1e-6, 3e-6, None, 1e-6, 1, 1e12).count("n.m.") == 2
+    assert gpu.line("x", GPUShape(1, 1), 1e-6, 3e-6, None, 1e-6, 1, 1e12).count("n.m.") == 2
     text = gpu.summary("squat2", 2, [(1000, 5e-6, 4e-6), (2000, 6e-6, 6e-6), (4000, 10e-6, 12e-6)])
     assert text.split()[-3:] == ["1.000", "break-even", "2000"]
     assert gpu.summary("squat2", 1, [(1000, 5e-6, 4e-6)]).endswith("break-even none")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvq.cli import eval_error as error_table
-from vllm_kvq.cli import eval_heads as heads_command
+from vllm_kvq.cli.eval import error as error_table
+from vllm_kvq.cli.eval import heads as heads_command
 from vllm_kvq.eval.choice import choices
 
 ROOT = Path(__file__).parent.parent

@@ -85,7 +85,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "check's exit code is always 0",
-        "vllm_kvq/cli/check.py",
+        "vllm_kvq/cli/check/one.py",
         'return console.DONE if found["starts"] else console.FOUND',
         "return console.DONE",
         CHECK,
@@ -120,7 +120,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "check ranks the formats by nothing",
-        "vllm_kvq/cli/check_all.py",
+        "vllm_kvq/cli/check/every.py",
         "last if fmt.usual is None else fmt.usual",
         "last",
         CHECK_ALL,
@@ -134,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "check says a reason that all formats share for each",
-        "vllm_kvq/cli/check_all.py",
+        "vllm_kvq/cli/check/every.py",
         "len(problems) == 1",
         "not problems",
         CHECK_ALL,

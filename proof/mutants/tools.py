@@ -219,7 +219,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("a copy's bytes are counted once", "vllm_kvq/bench/timing.py", "2 * len(source) /", "len(source) /", FIGURES),
     Fault("decoding counts its prompt", "vllm_kvq/bench/decode.py", " - _seconds(llm, prompts, 1)", "", FIGURES),
-    Fault("decode's exit status", "vllm_kvq/bench/decode.py", "return 1 if slow else 0", "return 0", FIGURES),
+    Fault(
+        "decode's exit status",
+        "vllm_kvq/cli/bench/decode.py",
+        "return console.FOUND if slow else console.DONE",
+        "return console.DONE",
+        FIGURES,
+    ),
     Fault(
         "serve's ratio is upside down",
         "vllm_kvq/bench/serve.py",
@@ -241,10 +247,10 @@ FAULTS: tuple[Fault, ...] = (
         "statistics.median(b / a for a, b",
         FIGURES,
     ),
-    Fault("a GPU's ratio is upside down", "vllm_kvq/bench/gpu.py", "{x / took:.2f}", "{took / x:.2f}", FIGURES),
+    Fault("a GPU's ratio is upside down", "vllm_kvq/bench/gpu/table.py", "{x / took:.2f}", "{took / x:.2f}", FIGURES),
     Fault(
         "errors of queries that were fitted",
-        "vllm_kvq/cli/eval_error.py",
+        "vllm_kvq/cli/eval/error.py",
         "score_error(new, key",
         "score_error(seen, key",
         FIGURES,

@@ -71,13 +71,13 @@ FAULTS: tuple[Fault, ...] = (
         "[layers.index(e.layer)][0]",
         VIEWS,
     ),
-    _eval("a token's line ends as they are", "cli/eval_show", "_line(hurt.before)", "hurt.before", VIEWS),
+    _eval("a token's line ends as they are", "cli/eval/show", "_line(hurt.before)", "hurt.before", VIEWS),
     _eval(
         "one standard error for 95 %", "eval/lm_tasks", "NORMAL * error, value", "error, value", f"{LM_EVAL} -k figure"
     ),
     _eval(
         "kept whatever the options were",
-        "cli/eval_lm",
+        "cli/eval/lm_eval",
         "options=dict(choice.options),\n        sources",
         "sources",
         LM_EVAL,

@@ -21,7 +21,7 @@ import torch
 
 from proof import ptx
 from proof.ptx.memory import Tensors, Traffic
-from vllm_kvq.bench.gpu import formats
+from vllm_kvq.bench.gpu.decode import formats
 from vllm_kvq.formats import Geometry, get_format
 
 LIMIT = 1.1

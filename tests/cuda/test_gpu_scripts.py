@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.bench import gpu, gpu_results
-from vllm_kvq.bench.gpu_results import Results
+from vllm_kvq.bench.gpu import table as gpu
+from vllm_kvq.bench.gpu.decode import Shape
+from vllm_kvq.bench.gpu.results import Results
+from vllm_kvq.cli.bench import plot
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +59,7 @@ def test_serve_script_loads_every_cache_with_the_same_bytes(tmp_path: Path) -> N
 
 
 def test_lines_of_the_table() -> None:
-    shape = gpu.Shape(8, 4096)
+    shape = Shape(8, 4096)
     # 4 MB in 100 us at 100 GB/s of read and write: 40 % of it
     cells = gpu.line("qjl3", shape, 1e-4, 2.5e-4, 1.5e-4, 2e-4, 4_000_000, 1e11).split()
     assert cells == ["qjl3", "8", "4096", "100.0", "250.0", "150.0", "200.0", "2.50", "1.50", "4.0", "40%"]
@@ -67,13 +69,22 @@ def test_lines_of_the_table() -> None:
     assert "break-even none" in gpu.summary("qjl3", 1, rows[:1])
 
 
-WITHOUT_VLLM = (
-    "import runpy, sys; sys.modules['vllm'] = None; runpy.run_module('vllm_kvq.bench.gpu', run_name='__main__')"
-)
+WITHOUT_VLLM = "import runpy, sys; sys.modules['vllm'] = None; runpy.run_module('vllm_kvq', run_name='__main__')"
 
 
 def dry_run(folder: Path) -> str:
-    command = [sys.executable, "-c", WITHOUT_VLLM, "--dry-run", "--formats", "squat2", "--results", str(folder)]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_VLLM,
+        "bench",
+        "gpu",
+        "--dry-run",
+        "--formats",
+        "squat2",
+        "--out",
+        str(folder),
+    ]
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -110,10 +121,10 @@ def test_the_figure_shows_decode_times_alone(tmp_path: Path, capsys: pytest.Capt
     kept.take("copy", 0, 0, lambda: (1e-3, 100))
     kept.take("packing squat2", 1, 4096, lambda: (1e-3, 0))
     file = tmp_path / "gpu-a-gpu.csv"
-    assert gpu_results.main([str(file)]) == 1
-    assert capsys.readouterr().err == f"no figure of {file}: {file} holds no decode times\n"
+    assert plot.main([str(file)]) == 1
+    assert capsys.readouterr().err == f"vllm-kvq bench plot: no plot of {file}: {file} holds no decode times\n"
     for batch, context in ((8, 4096), (1, 4096), (1, 1024)):
         kept.take("squat2", batch, context, lambda: (1e-3, 100))
-    assert gpu_results.main([str(file)]) == 0
+    assert plot.main([str(file)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'gpu-a-gpu.png'}\n"
     assert (tmp_path / "gpu-a-gpu.png").read_bytes().startswith(b"\x89PNG")

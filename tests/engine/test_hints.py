@@ -51,7 +51,7 @@ def made(tmp_path: Path) -> Made:
 def checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """The document of a check, which says the same in its text."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setattr("vllm_kvq.cli.check.be_quiet", lambda: None)
+    monkeypatch.setattr("vllm_kvq.cli.check.one.be_quiet", lambda: None)
     memory._problem.cache_clear()
 
     def go(model: Path, name: str, **options: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_kvq.cli import eval_answers as answers_command
+from vllm_kvq.cli.eval import answers as answers_command
 from vllm_kvq.eval.engine.engines import EngineFailed
 from vllm_kvq.eval.engine.jobs import EngineArguments, Generate
 from vllm_kvq.eval.model import Model

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_kvq import cli
 from vllm_kvq.cli import calibrate
-from vllm_kvq.cli import eval_heads as heads_command
+from vllm_kvq.cli.eval import heads as heads_command
 from vllm_kvq.eval.heads.capture import Captured, capture
 from vllm_kvq.formats.table import suite
 

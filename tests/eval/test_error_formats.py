@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.cli.eval import error as error_table
 
 
 def test_rows_are_those_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

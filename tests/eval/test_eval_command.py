@@ -11,7 +11,7 @@ import torch
 from models_on_disk import TINY
 
 from vllm_kvq import cli
-from vllm_kvq.cli import eval as command
+from vllm_kvq.cli.eval import model as command
 from vllm_kvq.eval.choice import FP8, PLAIN, choices
 from vllm_kvq.eval.results.result import TEACHER_FORCED, Estimate, Results, Row
 from vllm_kvq.kernels import build

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.cli import eval_lm as lm_command
+from vllm_kvq.cli.eval import lm_eval as lm_command
 from vllm_kvq.eval import lm_tasks
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows

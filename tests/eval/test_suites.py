@@ -15,10 +15,10 @@ from vllm_kvq.formats.table import Format, suite
 
 DEFAULTS = {
     "calibrate": "public",
-    "eval_heads": "public",
-    "eval": "usual",
-    "eval_answers": "usual",
-    "eval_humaneval": "usual",
+    "eval.heads": "public",
+    "eval.model": "usual",
+    "eval.answers": "usual",
+    "eval.humaneval": "usual",
 }
 """A command's module in vllm_kvq/cli -> its suite."""
 BENCHES = ("attention", "decode", "prefill", "serve")
@@ -62,7 +62,7 @@ def test_a_new_format_is_tried(module: str, which: str, new: Callable[[Format], 
 @pytest.mark.parametrize("name", BENCHES)
 def test_benches_know_it(name: str, new: Callable[[Format], None]) -> None:
     new(replace(FORMATS["squat2"], name="brand_new", usual=0))
-    parser: argparse.ArgumentParser = importlib.import_module(f"vllm_kvq.bench.{name}").parser()
+    parser: argparse.ArgumentParser = importlib.import_module(f"vllm_kvq.cli.bench.{name}").parser()
     (action,) = (a for a in parser._actions if a.dest == "formats")
     assert callable(action.type)
     assert action.type("all") == [*suite("public")]
@@ -72,7 +72,7 @@ def test_benches_know_it(name: str, new: Callable[[Format], None]) -> None:
 
 
 def test_gpu_bench_has_what_kernels_serve(new: Callable[[Format], None]) -> None:
-    from vllm_kvq.bench import gpu
+    from vllm_kvq.bench.gpu import decode as gpu
 
     new(replace(FORMATS["polar4"], name="brand_new"))
     found = [*gpu.formats()]

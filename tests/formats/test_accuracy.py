@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.innerq import HybridKeys
@@ -76,7 +76,7 @@ def test_lossless_is_exact(dtype: torch.dtype) -> None:
 
 @cache
 def table(label: str, d: int, rope: bool) -> float:
-    """A row of `python -m vllm_kvq.cli.eval_error`."""
+    """A row of `vllm-kvq eval error`."""
     name, options = next((n, o) for row, n, o in error_table.rows() if row == label)
     return error_table.error(name, options, d, rope)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import attention_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format, roundtrip
 from vllm_kvq.formats.page import FLAGS_AT, HEADER_BYTES

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.peers import PEERS
@@ -112,7 +112,7 @@ def test_padding_table() -> None:
 
 
 def test_error_table() -> None:
-    """Printed by `python -m vllm_kvq.cli.eval_error`; the last place may differ between machines."""
+    """Printed by `vllm-kvq eval error`; the last place may differ between machines."""
     got = rows("Score errors")
     assert [r[0] for r in got] == [label for label, _, _ in error_table.rows()]
     for row, (_, name, options) in zip(got, error_table.rows(), strict=True):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from vllm_kvq.cli.eval_error import symmetric_share
+from vllm_kvq.cli.eval.error import symmetric_share
 from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.formats.innerq import MODES, HybridKeys, HybridValues, hybrid_dequantize, hybrid_quantize, usable_norm
 from vllm_kvq.formats.planes import unpack_sign_words

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.cli import eval_error as error_table
+from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.formats import Geometry, get_format, table
 from vllm_kvq.formats.table import Format
 

@@ -14,7 +14,7 @@ class Forbid(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Forbid())
 import torch
 import vllm_kvq
-import vllm_kvq.cli.eval_error
+import vllm_kvq.cli.eval.error
 import vllm_kvq.formats
 
 assert not {"vllm", "triton", "transformers"} & {name.split(".")[0] for name in sys.modules}

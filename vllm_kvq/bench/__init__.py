@@ -1,1 +1,1 @@
-"""Speed measurements; each number in the docs comes with the command that prints it."""
+"""Speed measurements as plain functions; their commands are in vllm_kvq/cli/bench/."""

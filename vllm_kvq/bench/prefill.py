@@ -1,30 +1,25 @@
 """The cost of a prompt on top of its attention: fit, pack, and the attention of a later chunk over packed history.
 
-    python -m vllm_kvq bench prefill --formats all --context 4096
-
 One layer, one request, bf16, with the code that serves requests (`kernels.torch.step.PlannedStep`, C++ kernels):
 
-  * prompt: all `--context` tokens at once. fit: the request's state (SQuat's subspace, ...). pack: everything else
+  * prompt: all `context` tokens at once. fit: the request's state (SQuat's subspace, ...). pack: everything else
     that updates the caches. Their shares are relative to the time of vLLM's own CPU attention for the same prompt
     (causal, bf16 cache, its own scheduler); ours is the attention that we run instead.
-  * chunk (with `--chunk`): attention of that many new tokens after `--context` tokens, ours against vLLM's.
+  * chunk: attention of that many new tokens after `context` tokens, ours against vLLM's.
 
 Rounds are interleaved, shares and ratios are medians over rounds of that round's quotient.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq import console
 from vllm_kvq.bench import vllm_build
-from vllm_kvq.bench.names import add_formats
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.kernels.paths import Wish, kernels_for
@@ -119,13 +114,6 @@ class PromptRow:
     fit_share: float
     pack_share: float
 
-    def __str__(self) -> str:
-        return (
-            f"{self.format:9} fit {self.fit_ms:7.1f} ms  pack {self.pack_ms:7.1f} ms  "
-            f"attention: vLLM {self.vllm_ms:7.1f} ms, ours {self.ours_ms:7.1f} ms   "
-            f"fit {self.fit_share:6.1%} + pack {self.pack_share:6.1%} of vLLM's"
-        )
-
 
 @dataclass(frozen=True)
 class ChunkRow:
@@ -135,12 +123,6 @@ class ChunkRow:
     vllm_ms: float
     ours_ms: float
     ratio: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.format:9} chunk of {self.tokens} after {self.context}: vLLM {self.vllm_ms:7.1f} ms, "
-            f"ours {self.ours_ms:7.1f} ms   {self.ratio:5.2f} times vLLM's speed"
-        )
 
 
 def prompt_row(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plain: Plain, rounds: int) -> PromptRow:
@@ -187,61 +169,3 @@ def chunk_row(
             ours.append(b)
     ratio = statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
     return ChunkRow(name, len(q), context, 1e3 * statistics.median(theirs), 1e3 * statistics.median(ours), ratio)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = console.parser(
-        "vllm-kvq bench prefill",
-        "The cost of a prompt on top of its attention: fit, pack, and a later chunk's attention over packed history.",
-        ("--formats all --context 4096", "--formats kitty2 --context 4096 --chunk 512 --json"),
-        "could not be done",
-    )
-    add_formats(p)
-    p.add_argument("--context", nargs="+", type=int, default=[4096])
-    p.add_argument(
-        "--chunk", type=int, default=0, help="tokens of the chunks to measure instead of prompts (0: prompts)"
-    )
-    p.add_argument("--query-heads", type=int, default=32)
-    p.add_argument("--kv-heads", type=int, default=8)
-    p.add_argument("--head-size", type=int, default=128)
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--rounds", type=int, default=3)
-    console.add_json(p)
-    return p
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    p = parser()
-    args = p.parse_args(arguments)
-    if min(*args.context, args.query_heads, args.kv_heads, args.threads, args.rounds, args.chunk + 1) < 1:
-        p.error("contexts, heads, threads and rounds must be at least 1, chunks at least 0")
-    if args.query_heads % args.kv_heads:
-        p.error(f"{args.query_heads} query heads can't share {args.kv_heads} KV heads evenly")
-    try:
-        Geometry(args.head_size, BLOCK)
-    except ValueError as error:
-        p.error(str(error))
-    torch.set_num_threads(args.threads)
-    if not args.json:
-        print(f"heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  threads {args.threads}")
-    rows: list[PromptRow | ChunkRow] = []
-    for context in args.context:
-        new = args.chunk or context
-        q = torch.randn(new, args.query_heads, args.head_size).bfloat16()
-        k, v = torch.randn(2, new, args.kv_heads, args.head_size).bfloat16()
-        plain = Plain(q, k, v, context if args.chunk else 0)
-        for name in args.formats:
-            if args.chunk:
-                rows.append(chunk_row(name, q, k, v, context, plain, args.rounds))
-            else:
-                rows.append(prompt_row(name, q, k, v, plain, args.rounds))
-            if not args.json:
-                print(rows[-1], flush=True)
-    if args.json:
-        shape = {"query_heads": args.query_heads, "kv_heads": args.kv_heads, "head_size": args.head_size}
-        console.show_json({**shape, "threads": args.threads, "rows": [asdict(row) for row in rows]})
-    return console.DONE
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,14 +1,12 @@
 """`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, tokens per second, first token.
 
-    python -m vllm_kvq bench serve --formats kitty2 --context 1024 4096 16384 --batch 1 4
-
 Rules:
 
   * The model has random weights and Llama-3.2-1B's shape (hidden 2048, 32 query and 8 KV heads of 64, MLP 8192), cut
-    to `--layers` layers and a vocabulary of 4096 to fit a small machine; or `--model PATH`.
+    to a few layers and a vocabulary of 4096 to fit a small machine; or it is a checkpoint of the user's.
   * Both servers are up at once and take turns on the same prompts, over HTTP, streaming; a ratio is the median over
     turns of that turn's ratio.
-  * After one prompt that isn't timed, the first `--cold` turns are cold, each on new prompts and started by the servers
+  * After one prompt that isn't timed, the first `cold` turns are cold, each on new prompts and started by the servers
     in turn: their time to the first token is the prefill. The later turns hit the prefix cache, and what is timed is
     decoding: from the first token to the last one, per token. Requests of a batch run at the same time.
   * `share`: the part of bf16's step at that context that the context causes, s = 1 - step(shortest) / step. `kernel`:
@@ -19,25 +17,20 @@ Rules:
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import math
-import os
 import random
-import signal
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_kvq import console
-from vllm_kvq.bench.names import add_formats
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
@@ -51,6 +44,34 @@ VOCAB = 4096
 ARRIVALS, TRIES = 8, 5
 """A token's time is measured over at least ARRIVALS arrivals; a turn with fewer is repeated, up to TRIES times."""
 Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What both servers are asked to do."""
+
+    contexts: Sequence[int]
+    """Prompt tokens per request."""
+    batches: Sequence[int]
+    tokens: int
+    """Decoded tokens per request."""
+    rounds: int
+    cold: int
+    """Cold prompts, for the time to the first token."""
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        if min(*self.contexts, *self.batches, self.rounds, self.cold, self.tokens - 1) < 1:
+            raise ValueError("contexts, batches, rounds and cold turns must be at least 1, tokens at least 2")
+
+    @property
+    def max_len(self) -> int:
+        return max(self.contexts) + self.tokens + 128
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Each context with each batch."""
+        return [(context, batch) for batch in sorted({*self.batches}) for context in sorted({*self.contexts})]
 
 
 @dataclass(frozen=True)
@@ -138,23 +159,6 @@ class Cell:
     ratio: float
     first_ratio: float
 
-    def text(self, share: float | None, kernel: float) -> str:
-        line = (
-            f"  {self.context:7} {self.batch:5}   {self.plain.step * 1e3:8.2f} {self.packed.step * 1e3:8.2f} "
-            f"{self.ratio:6.2f}   {self.batch / self.plain.step:8.1f} {self.batch / self.packed.step:8.1f}   "
-            f"{self.plain.first * 1e3:8.0f} {self.packed.first * 1e3:8.0f} {self.first_ratio:6.2f}"
-        )
-        if share is None:
-            return f"{line}           {kernel:6.2f}"
-        return f"{line}   {share:7.0%} {kernel:6.2f} {gain(share, kernel):8.2f} {1 / (1 - share):7.2f}"
-
-
-HEADER = (
-    "  context batch   ms/token          ratio   tokens/s            first token, cold (ms)    attention\n"
-    "                      bf16   packed            bf16   packed       bf16   packed  ratio     share kernel expected"
-    " at most"
-)
-
 
 def gain(share: float, kernel: float) -> float:
     """The speedup of a step when the `share` of it gets `kernel` times faster."""
@@ -194,13 +198,13 @@ def both(urls: tuple[str, str], prompts: Prompts, tokens: int, first: int) -> tu
     return turns[urls[0]], turns[urls[1]]
 
 
-def measure(urls: tuple[str, str], name: str, context: int, batch: int, args: argparse.Namespace) -> Cell:
+def measure(urls: tuple[str, str], name: str, context: int, batch: int, load: Load) -> Cell:
     # all formats share the bf16 server: prompts that it answered for another format would not be cold
-    cold = [both(urls, prompts_for(name, context, batch, i), args.tokens, i % 2) for i in range(args.cold)]
+    cold = [both(urls, prompts_for(name, context, batch, i), load.tokens, i % 2) for i in range(load.cold)]
     prompts = prompts_for(name, context, batch, 0)
     turns = []
-    for turn in range(args.rounds + 1):  # the first warms up
-        plain, packed = (warm_turn(url, prompts, args.tokens) for url in urls)
+    for turn in range(load.rounds + 1):  # the first warms up
+        plain, packed = (warm_turn(url, prompts, load.tokens) for url in urls)
         if turn:
             turns.append((plain, packed))
     middle = [
@@ -231,43 +235,10 @@ def bench_model(folder: Path, layers: int, max_position: int) -> Path:
     return path
 
 
-def server(model: Path, dtype: str, args: argparse.Namespace, max_len: int, log: Path) -> Server:
+def server(model: Path, dtype: str, load: Load, log: Path) -> Server:
     options = ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--served-model-name", "bench"]
-    options += ["--max-model-len", str(max_len), "--max-num-seqs", str(max(args.batch))]
-    return Server(str(model), options + ["--enforce-eager"] * args.eager, HOST, free_port(HOST), log)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = console.parser(
-        "vllm-kvq bench serve",
-        "`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, and to the first token.",
-        ("", "--formats kitty2 --context 512 4096 16384 --layers 1 --eager", "--model ./checkpoint --batch 1 4 --json"),
-        "a server failed; the end of its log says why",
-    )
-    add_formats(p)
-    p.add_argument("--context", nargs="+", type=int, default=[512, 4096, 16384], help="prompt tokens per request")
-    p.add_argument("--batch", nargs="+", type=int, default=[1])
-    p.add_argument("--tokens", type=int, default=32, help="decoded tokens per request")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--cold", type=int, default=2, help="number of cold prompts, for the time to the first token")
-    p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--model", type=Path, help="checkpoint folder instead of the random model")
-    p.add_argument("--eager", action="store_true", help="disable torch.compile")
-    p.add_argument(
-        "--folder", type=Path, default=Path(".demo"), help="folder for the random model and the servers' logs"
-    )
-    console.add_json(p)
-    return p
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    p = parser()
-    args = p.parse_args(arguments)
-    if min(*args.context, *args.batch, args.rounds, args.cold, args.layers, args.tokens - 1) < 1:
-        p.error("contexts, batches, rounds, cold turns and layers must be at least 1, tokens at least 2")
-    if args.folder.exists() and not args.folder.is_dir():
-        p.error(f"--folder {args.folder} is a file; name a folder")
-    return args
+    options += ["--max-model-len", str(load.max_len), "--max-num-seqs", str(max(load.batches))]
+    return Server(str(model), options + ["--enforce-eager"] * load.eager, HOST, free_port(HOST), log)
 
 
 def prompts_for(name: str, context: int, batch: int, turn: int) -> Prompts:
@@ -275,53 +246,42 @@ def prompts_for(name: str, context: int, batch: int, turn: int) -> Prompts:
     return [[rng.randrange(10, min(VOCAB, 500)) for _ in range(context)] for _ in range(batch)]
 
 
-def against(
-    name: str, model: Path, plain: Server, args: argparse.Namespace, max_len: int, kernels: dict[tuple[int, int], float]
-) -> list[dict[str, Any]]:
-    """Compares one format's server with bf16: the rows of the JSON document, printed as they come without --json."""
-    rows: list[dict[str, Any]] = []
-    packed = server(model, name, args, max_len, args.folder / f"bench-{name}.log")
-    with packed:
+@dataclass(frozen=True)
+class Row:
+    """A cell of one format. `share` is None at the shortest context of a batch."""
+
+    format: str
+    cell: Cell
+    share: float | None
+    kernel: float
+
+    def document(self) -> dict[str, Any]:
+        return {"format": self.format, **asdict(self.cell), "share": self.share, "kernel": self.kernel}
+
+
+Kernels = Mapping[tuple[int, int], float]
+"""(context, batch) -> how many times as fast as vLLM's attention ours is."""
+
+
+def against(name: str, model: Path, plain: Server, load: Load, kernels: Kernels, folder: Path) -> Iterator[Row]:
+    """Compares one format's server with bf16's."""
+    with server(model, name, load, folder / f"bench-{name}.log") as packed:
         packed.wait_until_healthy(START_SECONDS)
-        both((plain.url, packed.url), prompts_for(f"{name}, warm-up", min(args.context), 1, 0), args.tokens, 0)
-        if not args.json:
-            print(f"{name} against bf16\n{HEADER}", flush=True)
-        for batch in sorted(set(args.batch)):
-            shortest: float | None = None
-            for context in sorted(set(args.context)):
-                cell = measure((plain.url, packed.url), name, context, batch, args)
-                share = None if shortest is None else max(0.0, 1 - shortest / cell.plain.step)
-                shortest = shortest or cell.plain.step
-                kernel = kernels[context, batch]
-                rows.append({"format": name, **asdict(cell), "share": share, "kernel": kernel})
-                if not args.json:
-                    print(cell.text(share, kernel), flush=True)
-    return rows
+        both((plain.url, packed.url), prompts_for(f"{name}, warm-up", min(load.contexts), 1, 0), load.tokens, 0)
+        shortest: dict[int, float] = {}
+        for context, batch in load.shapes:
+            cell = measure((plain.url, packed.url), name, context, batch, load)
+            share = max(0.0, 1 - shortest[batch] / cell.plain.step) if batch in shortest else None
+            shortest.setdefault(batch, cell.plain.step)
+            yield Row(name, cell, share, kernels[context, batch])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the servers to be stopped
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    max_len = max(args.context) + args.tokens + 128
-    try:
-        model = args.model or bench_model(args.folder, args.layers, max_len)
-        cells = [(context, batch) for context in args.context for batch in args.batch]
-        kernels = {
-            name: {(c, b): kernel_ratio(name, model, c, b, 2 * args.rounds + 1) for c, b in cells}
-            for name in args.formats
-        }
-        with server(model, "auto", args, max_len, args.folder / "bench-bf16.log") as plain:
-            plain.wait_until_healthy(START_SECONDS)
-            rows = [r for name in args.formats for r in against(name, model, plain, args, max_len, kernels[name])]
-    except ServerError as error:
-        print(*error.log_tail, f"bench serve: {error}", sep="\n", file=sys.stderr)
-        return console.FOUND
-    if args.json:
-        console.show_json({"model": str(model), "rows": rows})
-    return console.DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def rows(formats: Sequence[str], model: Path, load: Load, folder: Path) -> Iterator[Row]:
+    """Each format against bf16, as it is measured; the servers' logs go to `folder`. ServerError if one fails."""
+    kernels = {
+        name: {(c, b): kernel_ratio(name, model, c, b, 2 * load.rounds + 1) for c, b in load.shapes} for name in formats
+    }
+    with server(model, "auto", load, folder / "bench-bf16.log") as plain:
+        plain.wait_until_healthy(START_SECONDS)
+        for name in formats:
+            yield from against(name, model, plain, load, kernels[name], folder)

@@ -42,31 +42,35 @@ COMMANDS = (
     Command(
         ("check",),
         "what each format would gain and lose with MODEL here, and whether it would start",
-        "vllm_kvq.cli.check",
+        "vllm_kvq.cli.check.one",
     ),
     Command(("conformance",), "whether a format does what every format must, in seconds", "vllm_kvq.cli.conformance"),
     Command(("doctor",), "whether everything that serving needs is here", "vllm_kvq.cli.doctor"),
-    Command(("bench", "attention"), "one layer's attention in a decode step", "vllm_kvq.bench.attention"),
-    Command(("bench", "slow"), "the same for head sizes and options that are slow", "vllm_kvq.bench.slow"),
-    Command(("bench", "prefill"), "the cost of a prompt on top of its attention", "vllm_kvq.bench.prefill"),
-    Command(("bench", "decode"), "tokens per second of two engines side by side", "vllm_kvq.bench.decode"),
-    Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.bench.serve"),
+    Command(("bench", "attention"), "one layer's attention in a decode step", "vllm_kvq.cli.bench.attention"),
+    Command(("bench", "slow"), "the same for head sizes and options that are slow", "vllm_kvq.cli.bench.slow"),
+    Command(("bench", "prefill"), "the cost of a prompt on top of its attention", "vllm_kvq.cli.bench.prefill"),
+    Command(("bench", "decode"), "tokens per second of two engines side by side", "vllm_kvq.cli.bench.decode"),
+    Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.cli.bench.serve"),
+    Command(("bench", "gpu"), "decode steps on a GPU, without vLLM", "vllm_kvq.cli.bench.gpu"),
+    Command(("bench", "plot"), "a plot of what `bench gpu` has measured", "vllm_kvq.cli.bench.plot"),
     # a command's own arguments may follow its name, so longer names come first
-    Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.cli.eval_error"),
+    Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.cli.eval.error"),
     Command(
         ("calibrate",), "the best format and options for one model within a limit of bits", "vllm_kvq.cli.calibrate"
     ),
-    Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.cli.eval_heads"),
+    Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.cli.eval.heads"),
     Command(
-        ("eval", "answers"), "each format's continuations of the same prompts, as text", "vllm_kvq.cli.eval_answers"
+        ("eval", "answers"), "each format's continuations of the same prompts, as text", "vllm_kvq.cli.eval.answers"
     ),
     Command(
         ("eval", "humaneval"),
         "problems of HumanEval that a model solves with each format",
-        "vllm_kvq.cli.eval_humaneval",
+        "vllm_kvq.cli.eval.humaneval",
     ),
-    Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.cli.eval_show"),
-    Command(("eval",), "whether it still answers correctly: formats against the 16-bit cache", "vllm_kvq.cli.eval"),
+    Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.cli.eval.show"),
+    Command(
+        ("eval",), "whether it still answers correctly: formats against the 16-bit cache", "vllm_kvq.cli.eval.model"
+    ),
 )
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvq import console
-from vllm_kvq.cli.eval_heads import add_text, captured_text, measured, ours
-from vllm_kvq.eval.choice import Choice, add_formats, choices
+from vllm_kvq.cli.eval.arguments import add_formats, add_model, add_text
+from vllm_kvq.cli.eval.heads import captured_text, measured, ours
+from vllm_kvq.eval.choice import Choice, choices
 from vllm_kvq.eval.heads.assign import Candidate, best, by_layer, servable
 from vllm_kvq.eval.heads.capture import CaptureFailed
 from vllm_kvq.eval.model import Model
@@ -25,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8,innerq2 --out kvq.yaml"),
         "nothing could be measured, or nothing is small enough",
     )
-    p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
+    add_model(p)
     p.add_argument(
         "--bits",
         type=_bits,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from vllm_kvq import console
-from vllm_kvq.cli.check import be_quiet
+from vllm_kvq.cli.logs import be_quiet
 
 
 def parser() -> argparse.ArgumentParser:

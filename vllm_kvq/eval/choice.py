@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvq.formats.by_layer import all_options
-from vllm_kvq.formats.table import get_format, label, suite
+from vllm_kvq.formats.table import get_format, label
 
 PLAIN = "auto"
 """vLLM's own cache in the model's dtype: the baseline for all others."""
@@ -40,14 +39,6 @@ class Choice:
     def label(self) -> str:
         """As users write it."""
         return label(self.format, self.options)
-
-
-def add_formats(p: argparse.ArgumentParser, which: str) -> None:
-    """`--formats`, by default the formats of a suite of the table."""
-    names = ",".join(suite(which))
-    p.add_argument(
-        "--formats", default=names, metavar="F,...", help="formats, with options: squat2:r=8,W=64 (%(default)s)"
-    )
 
 
 def choices(text: str) -> list[Choice]:

@@ -1,17 +1,13 @@
 """Measurements on a GPU, kept between runs: a CSV that grows by a row per measurement, and a page generated from it.
 
-    python -m vllm_kvq.bench.gpu_results FILE.csv      draws FILE.png (needs matplotlib, which the measurements do not)
-
 A GPU may be available only for minutes: an interrupted run loses nothing, and the next one measures what is left.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -47,11 +43,15 @@ def read(path: Path) -> list[Measured]:
         raise ValueError(f"{path} holds no results ({error}); move it away to start over") from error
 
 
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
 class Results:
     """The results of one device. Without a folder nothing is kept."""
 
-    def __init__(self, folder: Path | None, device: str) -> None:
-        self.device, self.lines = device, list[str]()
+    def __init__(self, folder: Path | None, device: str, *, say: Callable[[str], None] = say) -> None:
+        self.device, self.say, self.lines = device, say, list[str]()
         name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
         self.path = folder / f"gpu-{name}.csv" if folder else None
         self.rows: dict[tuple[str, int, int], Measured] = {}
@@ -92,8 +92,8 @@ class Results:
             writer.writerow(astuple(row))
 
     def tell(self, line: str) -> None:
-        """Prints a line, which also appears on the page."""
-        print(line, flush=True)
+        """Says a line, which also appears on the page."""
+        self.say(line)
         self.lines.append(line)
         if self.path is None:
             return
@@ -103,7 +103,7 @@ class Results:
 
 
 def figure(path: Path) -> Path:
-    """Plots decode times by batch, of the newest torch, next to the CSV."""
+    """Plots decode times by batch, of the newest torch, next to the CSV; needs matplotlib."""
     from vllm_kvq.bench.figures import Curves, draw
 
     rows = read(path)
@@ -116,19 +116,3 @@ def figure(path: Path) -> Path:
         raise ValueError(f"{path} holds no decode times")
     draw(path.with_suffix(".png"), panels, path.stem.removeprefix("gpu-"))
     return path.with_suffix(".png")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Plot decode times that bench/gpu.sh has measured.")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.csv")
-    for path in parser.parse_args(argv).files:
-        try:
-            print(figure(path))
-        except (ImportError, OSError, ValueError) as error:
-            print(f"no figure of {path}: {error}", file=sys.stderr)
-            return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from vllm_kvq import console
-from vllm_kvq.cli.eval_heads import add_text
-from vllm_kvq.eval.choice import add_formats, choices
+from vllm_kvq.cli.eval.arguments import add_formats, add_model, add_text
+from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         ("demo", "MODEL --formats squat2,kitty2 --tasks needles --context 4096"),
         "an engine did not start",
     )
-    p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
+    add_model(p)
     add_formats(p, "usual")
     tasks = ", ".join(NAMES)
     p.add_argument("--tasks", nargs="+", default=TASK_NAMES, choices=NAMES, metavar="TASK", help=tasks)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.check_words import words_problem
+from vllm_kvq.cli.check.words import words_problem
+from vllm_kvq.cli.logs import be_quiet, let_kernels_log
 from vllm_kvq.integration.preview.dry_start import NoFormat, WouldNotStart, WrongUsage, dry_start
 
 
@@ -58,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         found = describe(start)
     except NoFormat:
-        from vllm_kvq.cli import check_all
+        from vllm_kvq.cli.check import every
 
-        return check_all.main(words, as_json)
+        return every.main(words, as_json)
     except WrongUsage as error:
         parser().error(str(error))
     except WouldNotStart as error:
@@ -70,22 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         show(found)
     return console.DONE if found["starts"] else console.FOUND
-
-
-def let_kernels_log() -> None:
-    """Compiling the kernels takes minutes, and reports progress."""
-    ours = logging.getLogger("vllm_kvq")
-    ours.setLevel(logging.INFO)
-    if not ours.handlers:
-        ours.addHandler(logging.StreamHandler())
-
-
-def be_quiet() -> None:
-    """For vLLM, which reads its log level on import, and for the processes that it starts."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
-    for name in ("vllm", "transformers"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    warnings.simplefilter("ignore")
 
 
 def show(found: dict[str, Any]) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.eval import compile_kernels
-from vllm_kvq.eval.choice import Choice, add_formats, choices
+from vllm_kvq.cli.eval.arguments import add_formats
+from vllm_kvq.cli.eval.model import compile_kernels
+from vllm_kvq.eval.choice import Choice, choices
 from vllm_kvq.eval.humaneval.problems import COUNT, problems
 from vllm_kvq.eval.humaneval.run import Answer, Benchmark, Run
 from vllm_kvq.eval.model import Model

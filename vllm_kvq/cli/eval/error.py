@@ -8,7 +8,6 @@ second.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -148,7 +147,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for d, (keys, values) in shares.items():
         print(f"innerq2, d={d}: {keys:.1%} of the key groups and {values:.1%} of the value groups are symmetric")
     return console.DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,4 @@
-"""Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.
-
-    python -m vllm_kvq bench attention --formats kitty2 --context 32768 --threads 2
+"""`vllm-kvq bench attention`: decode attention over packed pages and vLLM's own, side by side in one process.
 
 Rules that make the ratios meaningful:
 
@@ -31,10 +29,10 @@ import torch
 from vllm_kvq import console
 from vllm_kvq.bench import figures
 from vllm_kvq.bench.figures import Measured
-from vllm_kvq.bench.names import add_formats
 from vllm_kvq.bench.steps import Candidate, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import baselines, no_fp8
+from vllm_kvq.cli.bench.arguments import add_formats
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
 from vllm_kvq.kernels.cpu.slow import slow
@@ -170,7 +168,3 @@ def print_slopes(measured: Measured) -> None:
         if shares:
             text = ", ".join(f"{share:.2f}" for share in shares)
             print(f"  {name:8} cost of a further token between the contexts from 4k on, 1.00 is linear: {text}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

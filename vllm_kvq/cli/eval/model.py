@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.cli import eval_lm
-from vllm_kvq.eval.choice import FP8, PLAIN, Choice, add_formats, choices
+from vllm_kvq.cli.eval import lm_eval
+from vllm_kvq.cli.eval.arguments import add_formats, add_model
+from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results import plots, report
 from vllm_kvq.eval.results.result import READING, REGIMES, USUAL, Results
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         ),
         "no format could be evaluated",
     )
-    p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
+    add_model(p)
     add_formats(p, "usual")
     p.add_argument("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=", ".join(NAMES))
     p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="text lengths (2048)")
@@ -66,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="model dtype (the checkpoint's)")
     p.add_argument("--seed", type=int, default=0, help="seed of the texts (%(default)s)")
     p.add_argument("--quick", action="store_true", help="fewer tasks, texts and tokens, unless specified")
-    eval_lm.add_arguments(p)
+    lm_eval.add_arguments(p)
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json, results.csv and plots (PNG)")
     p.add_argument(
         "--cache",
@@ -96,7 +97,7 @@ def _chunk(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if problem := eval_lm.usage_problem(args):
+    if problem := lm_eval.usage_problem(args):
         p.error(problem)
     for name, value in defaults(args).items():
         if getattr(args, name) is None:
@@ -207,7 +208,7 @@ def harness(args: argparse.Namespace, chosen: list[Choice]) -> Results:
     try:
         model, store = Model.of(args.model, args.dtype), Store(args.cache)
         with Bar(len(formats)) as progress:
-            return Results(tuple(eval_lm.evaluated(args, model, formats, store, progress)))
+            return Results(tuple(lm_eval.evaluated(args, model, formats, store, progress)))
     except (LmEvalFailed, ValueError, OSError) as error:
         raise EvaluationFailed(str(error)) from error
 

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from vllm_kvq import console
-from vllm_kvq.eval.choice import Choice, add_formats, choices
+from vllm_kvq.cli.eval.arguments import add_formats, add_model, add_text
+from vllm_kvq.eval.choice import Choice, choices
 from vllm_kvq.eval.constants import calibrated, calibration_tokens
 from vllm_kvq.eval.heads.capture import Captured, CaptureFailed, capture
 from vllm_kvq.eval.heads.heads import READERS, HeadError, head_errors
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         ("MODEL --formats squat2,squat2:r=8", "MODEL --tokens 2048 --plot heads.png --measure output"),
         "nothing could be measured",
     )
-    p.add_argument("model", metavar="MODEL", help="checkpoint folder, model name, or `demo` for the repository's model")
+    add_model(p)
     add_formats(p, "public")
     p.add_argument(
         "--measure", choices=MEASURES, default="score", help="error that ranks heads and is plotted (%(default)s)"
@@ -47,12 +48,6 @@ def parser() -> argparse.ArgumentParser:
     add_text(p)
     console.add_json(p)
     return p
-
-
-def add_text(p: argparse.ArgumentParser) -> None:
-    """Options shared by the commands that measure one text."""
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="model dtype (the checkpoint's)")
-    p.add_argument("--seed", type=int, default=0, help="of the text (%(default)s)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
