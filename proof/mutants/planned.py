@@ -248,8 +248,8 @@ TORCH = (
     Fault(
         "PyTorch attention: the slab in which a range begins may be empty",
         "vllm_kvq/kernels/torch/attend.py",
-        "(slab + SLAB > low[:, None])",
-        "(slab >= low[:, None])",
+        "(slab + SLAB > listed.low[:, None])",
+        "(slab >= listed.low[:, None])",
         f"{KERNELS}/test_cpu_step.py -k each_slab",
     ),
 )
