@@ -73,7 +73,7 @@ def test_the_issue_template_has_the_steps_of_the_page() -> None:
     template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "new-format.md").read_text(encoding="utf-8")
     steps = re.findall(r"^- \[ \] \*\*(\w+)\*\*:", template, re.M)
     assert steps == re.findall(r"^## (\w+)$", page, re.M)
-    assert len(steps) == 6
+    assert len(steps) == 7
 
 
 def test_pre_commit_runs_what_ci_runs() -> None:
