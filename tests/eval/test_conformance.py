@@ -175,6 +175,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert [line.split()[-1] for line in said.splitlines()[1:5]] == ["passed"] * 4
     assert "vllm-kvq eval MODEL --formats kitty2:boost=half,lossless,kitty2,kivi4,fp8 --out FOLDER" in said
+    assert conformance.main(["kitty2", "--head-size", "64"]) == 0
+    assert " --formats kitty2,kivi4,fp8 --out" in capsys.readouterr().out
     assert conformance.main(["oscar2", "--head-size", "80"]) == 1
     assert "oscar2, refused: oscar2 needs a Hadamard matrix of the whole head" in capsys.readouterr().out
     assert conformance.main(["kivi2", "--json"]) == 0

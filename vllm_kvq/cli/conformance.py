@@ -14,10 +14,12 @@ from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.table import get_format
 
 USUAL_HEADS = [64, 80, 128]
+NEIGHBOURS = ("kitty2", "kivi4", "fp8")
+"""What a format is compared with on a real model."""
 NOTES = """
 bits: per cached number in packed pages. q . K, V: relative errors of synthetic keys with wide channels and of values,
 every token packed. The next step is the format's loss on a real model, next to others:
-vllm-kvq eval MODEL --formats {names},kitty2,kivi4,fp8 --out FOLDER"""
+vllm-kvq eval MODEL --formats {names} --out FOLDER"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,5 +84,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         table(found).show()
         print(*sentences(found), sep="\n")
-        print(NOTES.format(names=",".join(found)))
+        print(NOTES.format(names=",".join(dict.fromkeys((*found, *NEIGHBOURS)))))
     return console.DONE if all(map(conforms, found.values())) else console.FOUND
