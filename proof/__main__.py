@@ -37,6 +37,7 @@ COMMANDS = {
     ),
     "models": ("proof.models.document", "prints docs/models.md"),
     "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
+    "pictures": ("proof.pictures.main", "draws docs/pictures from recorded results and from the formats"),
 }
 """Command -> its module, whose `main(arguments)` gives the exit status, and what it does."""
 

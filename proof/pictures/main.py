@@ -1,0 +1,36 @@
+"""Draws the documents' pictures anew; that of `vllm-kvq check` only if a model is given."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from proof.pictures import page, quality, recording, speed
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+PICTURES: tuple[ModuleType, ...] = (quality, speed, page)
+"""Each has `data()`, what it shows, and `draw(path)`."""
+
+
+RECORDING = "check.svg"
+
+
+def file_name(module: ModuleType) -> str:
+    return f"{module.__name__.rpartition('.')[2]}.svg"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m proof pictures", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, metavar="DIR", help="folder for the SVG files (docs/pictures)"
+    )
+    parser.add_argument("--check", type=Path, metavar="MODEL", help="checkpoint folder, for check.svg")
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for module in PICTURES:
+        module.draw(options.out / file_name(module))
+    if options.check:
+        recording.draw(options.out / RECORDING, options.check)
+    return 0
