@@ -34,8 +34,9 @@ def test_a_result_that_has_changed_is_noticed(tmp_path: Path, monkeypatch: pytes
     assert described((FOLDER / file_name(quality)).read_text()) != fingerprint(quality.data())
 
 
-def test_drawn_anew(tmp_path: Path) -> None:
+def test_drawn_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each picture names what it shows, and the same data gives the same bytes."""
+    monkeypatch.setattr("proof.pictures.main.be_quiet", lambda: None)
     for folder in ("first", "second"):
         assert main(["--out", str(tmp_path / folder)]) == 0
     for module in PICTURES:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from proof.pictures import page, quality, recording, speed
+from proof.pictures import capacity, page, quality, recording, speed
+from vllm_kvq.cli.logs import be_quiet
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
-PICTURES: tuple[ModuleType, ...] = (quality, speed, page)
+PICTURES: tuple[ModuleType, ...] = (quality, speed, page, capacity)
 """Each has `data()`, what it shows, and `draw(path)`."""
 
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", type=Path, metavar="MODEL", help="checkpoint folder, for check.svg")
     options = parser.parse_args(argv)
+    be_quiet()
     options.out.mkdir(parents=True, exist_ok=True)
     for module in PICTURES:
         module.draw(options.out / file_name(module))

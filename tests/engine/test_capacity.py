@@ -24,6 +24,7 @@ from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.eval.bits import bits_at
 from vllm_kvq.integration.plan.plan import apply, plan
 from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.preview import budget
 from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
@@ -178,14 +179,15 @@ def state_spec(vllm_config: Any) -> Any:
     return MambaBase.get_kv_cache_spec(layer, vllm_config)
 
 
-def planned(vllm_config: Any, layers: dict[str, Any]) -> Any:
-    """vLLM's plan of a worker's pool."""
+def planned(vllm_config: Any, *ranks: dict[str, Any], available: int = 0) -> Any:
+    """vLLM's plan of a worker's pool; each of `ranks` has its layers."""
+    memory = [available] * len(ranks)
     if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") is None:  # 0.32
         planning: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
-        return planning.get_kv_cache_configs(vllm_config, [layers], [0])[0]
+        return planning.get_kv_cache_configs(vllm_config, [*ranks], memory)[0]
     planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
-    groups = planning.get_global_kv_cache_groups(vllm_config, [layers])
-    return planning.get_kv_cache_configs(vllm_config, [layers], [0], groups)[0]
+    groups = planning.get_global_kv_cache_groups(vllm_config, [*ranks])
+    return planning.get_kv_cache_configs(vllm_config, [*ranks], memory, groups)[0]
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -223,6 +225,40 @@ def test_sinks_cost_a_request_one_block(case: str, bare: Bare) -> None:
     assert with_sinks.pool.per_request == without.pool.per_request + 1
     more = bits_at(with_sinks, with_sinks.max_len) / bits_at(without, without.max_len)
     assert more == pytest.approx(1 + 1 / without.pool.per_request)
+
+
+STAGES = ({"kv_cache_dtype": "kitty2", "max_model_len": 1024, "pipeline_parallel_size": 2}, "pp")
+ON_PAPER = {
+    **{name: ALL[name] for name in ("plain", "no sinks", "1k", "vLLM's flag, two ranks", "a draft model", "by layer")},
+    **{name: ALL[name] for name in ("windows in a long request", "a hybrid", "three kinds of layers")},
+    "two stages": STAGES,
+}
+CACHE_BYTES = 300 << 20
+
+
+@pytest.mark.parametrize("case", ON_PAPER)
+def test_a_plan_on_paper_is_vllms(case: str, bare: Bare) -> None:
+    """`vllm-kvq plan` counts the tokens of a cache of given bytes as vLLM does that gets these bytes: to one page."""
+    arguments, kinds = ON_PAPER[case]
+    vllm_config = bare(**arguments)
+    served, stages = plan(vllm_config), vllm_config.parallel_config.pipeline_parallel_size
+    wanted = budget.Wanted(served.max_len, cache_bytes=CACHE_BYTES, stages=stages)
+    on_paper = budget.packed(served, wanted)
+    apply(served, vllm_config)
+    vllm_config.cache_config.kv_cache_layout = "BLHNC" if served.mixed else "LBHNC"
+    layers = specs(vllm_config, served, kinds)
+    # a stage has the layers of its numbers, with their companions
+    ranks = [
+        {name: spec for name, spec in layers.items() if int(name.split(".")[1]) % stages == i} for i in range(stages)
+    ]
+    config = planned(vllm_config, *ranks, available=CACHE_BYTES)
+    assert on_paper.tokens == pytest.approx(report.Capacity.of(served, config.num_blocks).tokens, abs=served.format.N)
+    # as many requests as fit need no more than these bytes, and one more does not fit
+    fit = on_paper.tokens // served.max_len
+    for more in (0, 1):
+        row = budget.packed(served, budget.Wanted(served.max_len, concurrency=fit + more, stages=stages))
+        assert row.needed is not None
+        assert (row.needed <= CACHE_BYTES + served.pool.block_bytes) == (not more)
 
 
 def token_bytes(spec: Any) -> int:

@@ -44,6 +44,7 @@ COMMANDS = (
         "what each format would gain and lose with MODEL here, and whether it would start",
         "vllm_kvq.cli.check.one",
     ),
+    Command(("plan",), "what each format would hold on another machine: tokens, requests, bytes", "vllm_kvq.cli.plan"),
     Command(("conformance",), "whether a format does what every format must, in seconds", "vllm_kvq.cli.conformance"),
     Command(("doctor",), "whether everything that serving needs is here", "vllm_kvq.cli.doctor"),
     Command(("bench", "attention"), "one layer's attention in a decode step", "vllm_kvq.cli.bench.attention"),

@@ -186,6 +186,24 @@ def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str
     return _save(figure, path, title)
 
 
+def by_context(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str, label: str) -> Path:
+    """A line for each format against the tokens of a request; the legend has the order of the lines' ends."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=120, layout="constrained")
+    for i, (name, points) in enumerate(sorted(curves.items(), key=lambda item: -item[1][-1][1])):
+        axes.plot(*zip(*points, strict=True), "o-" if i % 2 else "s--", markersize=3, label=name)
+    contexts = sorted({context for points in curves.values() for context, _ in points})
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{c // 1024}k" if c % 1024 == 0 else str(c) for c in contexts])
+    axes.set_xlabel("tokens of a request")
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+    axes.grid(True, alpha=0.25)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return _save(figure, path, title)
+
+
 def _save(figure: Any, path: Path, title: str) -> Path:
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)

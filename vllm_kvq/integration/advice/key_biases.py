@@ -22,6 +22,9 @@ NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 OTHER_TOWERS = re.compile(r"vision|visual|image|audio|speech|encoder")
 """Parts of a model whose layers have no KV cache of a decoder."""
 
+BIASED = re.compile(r"^qwen2(_|$)")
+"""Types of models that have large key biases in all sizes that were looked at."""
+
 _LAYER = re.compile(
     r"^(?P<tower>.*?)\b(?:layers|h)\.(?P<layer>\d+)\.(?:\w+\.)*?(?P<module>\w+)\.(?P<kind>weight|bias)$"
 )
@@ -94,6 +97,14 @@ def of_model(vllm_config: Any) -> Mapping[int, float]:
         Exception
     ):  # safetensors has an exception of its own for damaged files, which vLLM names better than we could
         return {}
+
+
+def usually_biased(vllm_config: Any) -> bool:
+    """By the type of the model, where its weights don't lie here and can't be asked."""
+    model = vllm_config.model_config
+    folder = weights_folder(model.model, model.revision)
+    here = folder is not None and any(folder.glob("*.safetensors"))
+    return not here and bool(BIASED.match(model.hf_text_config.model_type))
 
 
 def weights_folder(name: str, revision: str | None) -> Path | None:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from vllm_kvq.integration.advice.hints import large
-from vllm_kvq.integration.advice.key_biases import of_model
+from vllm_kvq.integration.advice.key_biases import of_model, usually_biased
 from vllm_kvq.integration.plan.served import Served
 
 
@@ -50,7 +50,8 @@ def measured() -> list[Measured]:
 def nearest(served: Served, vllm_config: Any) -> Measured:
     """The measured model that is most like this one: key biases first, then the head size."""
     size = served.format.geometry.head_size
-    return like(size, bool(large(of_model(vllm_config), size)))
+    biases = of_model(vllm_config)
+    return like(size, bool(large(biases, size)) if biases else usually_biased(vllm_config))
 
 
 def like(head_size: int, key_biases: bool) -> Measured:

@@ -1,0 +1,162 @@
+"""`vllm-kvq plan`: what a machine that is not here would hold, from a folder that has only config.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+from vllm_kvq import cli
+from vllm_kvq.cli.plan import size
+from vllm_kvq.formats.table import public_formats
+
+pytestmark = pytest.mark.engine
+GIB = 1 << 30
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+Planned = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def loud_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command makes its own process quiet; here it is the tests' process."""
+    for variable in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
+        monkeypatch.delenv(variable, raising=False)
+    levels = {name: logging.getLogger(name).level for name in ("vllm", "transformers")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    LlamaConfig(architectures=["LlamaForCausalLM"], **SHAPE).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> Planned:
+    def go(*arguments: str, where: Path = folder, status: int = 0) -> Any:
+        assert cli.main(["plan", str(where), *arguments, "--json"]) == status
+        return json.loads(capsys.readouterr().out)
+
+    return go
+
+
+def caches(document: Any) -> dict[str, Any]:
+    return {row["name"]: row for row in document["caches"]}
+
+
+def test_every_format_and_vllms_own(planned: Planned) -> None:
+    found = planned("--cache-bytes", "1G", "--context", "4096")
+    rows = caches(found)
+    assert [*rows][:2] == ["bf16", "fp8"]
+    assert {*rows} - {"bf16", "fp8"} == {fmt.name for fmt in public_formats()}
+    # 4 layers, keys and values of 4 heads of 128 in 2 bytes
+    assert rows["bf16"]["request_bytes"] == 4096 * 4 * 2 * 4 * 128 * 2
+    assert rows["bf16"]["tokens"] == GIB // (4 * 2 * 4 * 128 * 2)
+    assert rows["fp8"]["tokens"] == 2 * rows["bf16"]["tokens"]
+    assert rows["kitty2"]["bits"] == pytest.approx(16 * rows["kitty2"]["request_bytes"] / rows["bf16"]["request_bytes"])
+    assert rows["kitty2"]["kl"] < rows["kivi2"]["kl"]
+
+
+def test_the_memory_of_a_gpu(planned: Planned) -> None:
+    """Weights are counted: embeddings, four layers, the head."""
+    found = planned("--gpu-memory", "8G", "--formats", "kitty2")
+    layer = 1024 * 1024 * 2 + 2 * 1024 * 512 + 3 * 1024 * 2048 + 2 * 1024
+    weights = 2 * (2 * 1000 * 1024 + 4 * layer + 1024)
+    share = float(found["memory"].partition("%")[0]) / 100
+    assert found["cache_bytes"] == int(8 * GIB * share) - weights - GIB
+    assert "counted from the configuration" in found["memory"]
+    said = planned("--gpu-memory", "8G", "--formats", "kitty2", "--weights", "3G")
+    assert said["cache_bytes"] == int(8 * GIB * share) - 4 * GIB
+
+
+def test_ranks_share_heads_and_layers(planned: Planned) -> None:
+    one, heads, layers = (
+        caches(planned("--cache-bytes", "1G", "--concurrency", "64", "--formats", "kitty2", *ranks))
+        for ranks in ((), ("--tp", "2"), ("--pp", "2"))
+    )
+    for name in ("bf16", "kitty2"):
+        for shared in (heads, layers):
+            assert shared[name]["request_bytes"] == pytest.approx(one[name]["request_bytes"] / 2, rel=0.02)
+            assert shared[name]["tokens"] == pytest.approx(2 * one[name]["tokens"], rel=0.02)
+            assert shared[name]["needed"] == pytest.approx(one[name]["needed"] / 2, rel=0.02)
+
+
+def test_what_the_requests_need_holds_them(planned: Planned) -> None:
+    needed = caches(planned("--concurrency", "50", "--formats", "polar4"))["polar4"]["needed"]
+    fits, lacks = (
+        caches(planned("--cache-bytes", str(nbytes), "--formats", "polar4"))["polar4"]["tokens"]
+        for nbytes in (needed, needed - needed // 25)
+    )
+    assert lacks < 50 * 8192 <= fits
+
+
+def test_a_model_with_key_biases_is_known_by_its_type(planned: Planned, tmp_path: Path) -> None:
+    Qwen2Config(architectures=["Qwen2ForCausalLM"], **SHAPE).save_pretrained(where := tmp_path / "qwen")
+    found = planned("--formats", "innerq2", where=where)
+    assert "large key biases" in found["kl_measured_on"]
+    assert "no large" not in found["kl_measured_on"]
+    assert caches(found)["innerq2"]["kl"] > 1
+
+
+def test_what_no_format_serves(planned: Planned, folder: Path) -> None:
+    """One sentence, although every format was asked."""
+    found = planned("--tp", "3", status=1)
+    assert found["error"].count("8") >= 1
+    assert "3" in found["error"]
+
+
+def test_nothing_is_left(planned: Planned) -> None:
+    assert "use more GPUs with --tp" in planned("--gpu-memory", "1G", "--formats", "kitty2", status=1)["error"]
+
+
+def test_a_table_and_a_plot(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["--cache-bytes", "1G", "--concurrency", "8", "--formats", "kitty2,polar4", "--out", str(out)]
+    assert cli.main(["plan", str(folder), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith(("cache ", "bf16", "kitty2")))
+    assert "GiB for" in printed
+    document = json.loads((out / "plan.json").read_text())
+    times = document["times_bf16_by_context"]["kitty2"]
+    assert times["256"] < times["8192"]
+    assert (out / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gpu-memory", "80X"), "'80X' is not a size such as 80G or 512M"),
+        (("--context", "0"), "'0' is not a whole number of at least 1"),
+        (("--formats", "kity2"), "did you mean 'kitty2'?"),
+        (("--gpu-memory", "80G", "--cache-bytes", "4G"), "not allowed with argument"),
+    ],
+)
+def test_bad_input(folder: Path, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", str(folder), *arguments])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("80G", 80 * GIB), ("1.5GiB", 3 * GIB // 2), ("512m", 512 << 20), ("7", 7)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert size(text) == nbytes

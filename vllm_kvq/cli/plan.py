@@ -1,0 +1,237 @@
+"""`vllm-kvq plan`: what a server would hold with each format, from a model's config.json, for machines that are not
+here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvq import console
+from vllm_kvq.cli.check.every import ranked, short
+from vllm_kvq.cli.check.words import words_problem
+from vllm_kvq.cli.logs import be_quiet
+from vllm_kvq.formats.table import DEFAULT_N, get_format
+
+if TYPE_CHECKING:
+    from vllm_kvq.integration.preview.budget import Row, Wanted
+    from vllm_kvq.integration.preview.dry_start import DryStart
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+GIB = UNITS["G"]
+LENGTHS = tuple(1 << n for n in range(8, 21))
+"""Tokens of the requests of the plot: 256 to a million, as far as the model goes."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        "vllm-kvq plan",
+        "What each format would hold on a machine that need not be this one: tokens, requests at a time, and bytes.\n"
+        "Reads the model's config.json only. Takes half a minute. All other flags are those of vllm serve.",
+        (
+            "MODEL --gpu-memory 80G --context 32768 --concurrency 64",
+            "MODEL --gpu-memory 80G --tp 4 --formats kitty2,polar4 --json",
+            "MODEL --cache-bytes 40G --context 8192 --out plan",
+        ),
+        "no format can serve this model, or nothing is left for the cache; the sentence says why",
+    )
+    p.usage = "vllm-kvq plan MODEL [--gpu-memory SIZE | --cache-bytes SIZE] [options] [any flag of vllm serve]"
+    p.add_argument("model", metavar="MODEL", help="model name, or a folder with its config.json")
+    p.add_argument("--formats", metavar="F,...", type=_names, help="formats (default: all)")
+    memory = p.add_mutually_exclusive_group()
+    memory.add_argument("--gpu-memory", metavar="SIZE", type=size, help="memory of one GPU, as in 80G")
+    memory.add_argument("--cache-bytes", metavar="SIZE", type=size, help="memory of the cache on each rank, as in 40G")
+    p.add_argument(
+        "--weights",
+        metavar="SIZE",
+        type=size,
+        help="bytes of the model's weights (default: its files' or its parameters')",
+    )
+    p.add_argument(
+        "--context", metavar="TOKENS", type=_count, help="tokens of a request (default: the most that the model takes)"
+    )
+    p.add_argument("--concurrency", metavar="N", type=_count, help="requests at a time")
+    p.add_argument("--tp", metavar="N", type=_count, default=1, help="ranks that share the heads (default: 1)")
+    p.add_argument("--pp", metavar="N", type=_count, default=1, help="ranks that share the layers (default: 1)")
+    p.add_argument("--out", metavar="DIR", type=Path, help="folder for plan.json and plan.png, a plot by context")
+    console.add_json(p)
+    return p
+
+
+def size(text: str) -> int:
+    """Bytes; K, M, G and T are powers of 1024, as for vLLM's --kv-cache-memory-bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None or not (nbytes := int(float(found[1]) * UNITS[found[2].upper()])):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80G or 512M")
+    return nbytes
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    try:
+        for name in names:
+            get_format(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is planned for one model."""
+
+    model: str
+    wanted: Wanted
+    memory: str | None
+    """Where the cache's bytes come from."""
+    rows: Sequence[Row]
+    refused: Mapping[str, str]
+    losses: Mapping[str, float]
+    where: str
+    """Where the losses were measured."""
+    by_context: Mapping[str, Sequence[tuple[int, float]]]
+    """How many times as many requests fit as with bf16, by their tokens."""
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            **asdict(self.wanted),
+            "memory": self.memory,
+            "caches": [asdict(row) | {"kl": self.losses.get(row.name)} for row in self.rows],
+            "refused": dict(self.refused),
+            "kl_measured_on": self.where,
+            "times_bf16_by_context": {name: dict(points) for name, points in self.by_context.items()},
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    p = parser()
+    options, more = p.parse_known_args(given)
+    if problem := words_problem([options.model, *more]):
+        p.error(problem)
+    be_quiet()
+    found = planned(p, options, more)
+    if isinstance(found, str):
+        if options.json:
+            console.show_json({"error": found})
+        else:
+            print(f"no: {found}")
+        return console.FOUND
+    if options.json:
+        console.show_json(found.document())
+    else:
+        show(found)
+    if options.out:
+        _write(options.out, found)
+    return console.DONE
+
+
+def _write(folder: Path, found: Outcome) -> None:
+    from vllm_kvq.eval.results.plots import by_context
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(found.document(), indent=2) + "\n", encoding="utf-8")
+    by_context(folder / "plan.png", found.by_context, found.model, "requests that fit, times bf16")
+
+
+def planned(p: argparse.ArgumentParser, options: argparse.Namespace, more: Sequence[str]) -> Outcome | str:
+    """The outcome, or why there is none."""
+    from vllm_kvq.integration.preview.dry_start import WouldNotStart, WrongUsage, dry_start
+
+    words = [
+        options.model,
+        *more,
+        "--tensor-parallel-size",
+        str(options.tp),
+        "--pipeline-parallel-size",
+        str(options.pp),
+    ]
+    words += ["--max-model-len", str(options.context)] if options.context else []
+    # nothing here depends on it, and vLLM's default may not be free
+    words += ["--kv-cache-memory-bytes", "1M"]
+    if options.gpu_memory and "--block-size" not in more:
+        words += ["--block-size", str(DEFAULT_N)]
+    starts: dict[str, DryStart] = {}
+    refused: dict[str, str] = {}
+    for name in options.formats or ranked():
+        try:
+            starts[name] = dry_start([*words, "--kv-cache-dtype", name])
+        except WrongUsage as error:
+            p.error(str(error))
+        except WouldNotStart as error:
+            refused[name] = str(error)
+    if not starts:
+        sentences = dict.fromkeys(refused.values())
+        return "; ".join(sentences)
+    return _outcome(p, options, starts, refused)
+
+
+def _outcome(
+    p: argparse.ArgumentParser, options: argparse.Namespace, starts: Mapping[str, DryStart], refused: Mapping[str, str]
+) -> Outcome | str:
+    from vllm_kvq.integration.advice.losses import nearest
+    from vllm_kvq.integration.preview import budget
+
+    first = next(iter(starts.values()))
+    config, served = first.vllm_config, first.served
+    cache, because = options.cache_bytes, "--cache-bytes" if options.cache_bytes else None
+    if options.gpu_memory:
+        model = budget.Weights(options.weights, False) if options.weights else budget.weights(config.model_config)
+        if model is None:
+            p.error("the size of the model's weights is not known without its files; say it with --weights 140G")
+        cache, because = budget.cache_of(options.gpu_memory, config, model)
+        if cache <= 0:
+            return budget.too_small(because)
+    wanted = budget.Wanted(served.max_len, options.concurrency, cache, options.pp)
+    rows = [budget.plain(served, wanted, bits) for bits in (16, 8)]
+    rows += [budget.packed(start.served, wanted) for start in starts.values()]
+    like = nearest(served, config)
+    losses = {
+        row.name: like.kl[name] for name, row in zip(("bf16", "fp8", *starts), rows, strict=True) if name in like.kl
+    }
+    lengths = [length for length in LENGTHS if length <= served.max_len]
+    curves = {
+        start.served.label: [(n, budget.times_plain(start.served, n)) for n in lengths] for start in starts.values()
+    }
+    return Outcome(config.model_config.model, wanted, because, rows, refused, losses, like.where, curves)
+
+
+def show(found: Outcome) -> None:
+    wanted = found.wanted
+    print(f"{found.model}, requests of {wanted.context:,} tokens")
+    if wanted.cache_bytes is not None:
+        print(f"cache on each rank: {wanted.cache_bytes / GIB:.1f} GiB ({found.memory})")
+    head = ["cache", "bits", "MiB a\nrequest"]
+    head += ["tokens", "requests", "x bf16"] if wanted.cache_bytes is not None else []
+    head += [f"GiB for\n{wanted.concurrency}"] if wanted.concurrency is not None else []
+    head += ["KL"]
+    lines = max(title.count("\n") for title in head)
+    aligned = ["\n" * (lines - title.count("\n")) + title for title in head]
+    print()
+    console.Table(aligned, [_cells(row, found) for row in found.rows]).show()
+    print(f"\nKL: on {found.where}")
+    for name, sentence in found.refused.items():
+        print(f"{name}: {sentence}")
+
+
+def _cells(row: Row, found: Outcome) -> tuple[str, ...]:
+    wanted, plain = found.wanted, found.rows[0]
+    cells = [row.name, f"{row.bits:.2f}", f"{row.request_bytes / UNITS['M']:,.1f}"]
+    if row.tokens is not None:
+        ratio = row.tokens / plain.tokens if plain.tokens else 0.0
+        cells += [f"{row.tokens:,}", f"{row.tokens / wanted.context:,.1f}", f"{ratio:.1f}"]
+    if row.needed is not None:
+        cells.append(f"{row.needed / GIB:,.1f}")
+    return (*cells, short(found.losses[row.name]) if row.name in found.losses else "-")
