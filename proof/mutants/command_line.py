@@ -8,6 +8,8 @@ CLI = "tests/test_cli.py"
 CHECK_ALL = "tests/engine/test_check_all.py"
 CHECK = "tests/engine/test_check.py -k 'not process and not verbose'"
 DOCTOR = "tests/engine/test_doctor.py"
+BUDGET = "vllm_kvq/integration/preview/budget.py"
+PLAN = "tests/engine/test_plan.py tests/engine/test_capacity.py -k 'not real'"
 SLOW = "tests/kernels/test_slow.py"
 
 FAULTS: tuple[Fault, ...] = (
@@ -180,5 +182,34 @@ FAULTS: tuple[Fault, ...] = (
         "    if head_size % 32:",
         "    if head_size % 16:",
         "tests/test_bench.py -k no_fp8_cache",
+    ),
+    Fault(
+        "a plan gives each stage of a pipeline all layers",
+        BUDGET,
+        "wanted.cache_bytes * wanted.stages // size",
+        "wanted.cache_bytes // size",
+        PLAN,
+    ),
+    Fault("a plan hands out vLLM's own block", BUDGET, "NULL_BLOCK * size)", "0)", PLAN),
+    Fault(
+        "windows of a plain cache never free anything",
+        BUDGET,
+        "first - (freed - fixed * freed_blocks) * bits // 16",
+        "first",
+        PLAN,
+    ),
+    Fault(
+        "a plan puts all weights on each GPU",
+        BUDGET,
+        "model.nbytes // ranks - OVERHEAD",
+        "model.nbytes - OVERHEAD",
+        PLAN,
+    ),
+    Fault(
+        "a Qwen2 whose weights are not here has no key biases",
+        "vllm_kvq/integration/advice/losses.py",
+        "usually_biased(vllm_config)",
+        "False",
+        PLAN,
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen2Config
 
+from proof.models import named
 from vllm_kvq import cli
 from vllm_kvq.cli.plan import size
 from vllm_kvq.formats.table import public_formats
@@ -96,6 +97,23 @@ def test_ranks_share_heads_and_layers(planned: Planned) -> None:
             assert shared[name]["request_bytes"] == pytest.approx(one[name]["request_bytes"] / 2, rel=0.02)
             assert shared[name]["tokens"] == pytest.approx(2 * one[name]["tokens"], rel=0.02)
             assert shared[name]["needed"] == pytest.approx(one[name]["needed"] / 2, rel=0.02)
+
+
+def test_ranks_share_the_weights(planned: Planned) -> None:
+    flags = ("--gpu-memory", "8G", "--weights", "4G", "--formats", "kitty2")
+    one, two = (planned(*flags, "--tp", ranks)["cache_bytes"] for ranks in "12")
+    assert two - one == 2 * GIB
+
+
+def test_windows_take_less_once_a_prompt_is_computed(planned: Planned, tmp_path: Path) -> None:
+    """Of vLLM's own cache, too: the second request adds what it keeps."""
+    config = named("Gemma-3").build()
+    config.architectures = ["Gemma3ForCausalLM"]
+    config.save_pretrained(where := tmp_path / "gemma")
+    flags = ("--formats", "kitty2", "--context", "2048", "--max-num-batched-tokens", "1024")
+    one, two = (caches(planned(*flags, "--concurrency", n, where=where)) for n in "12")
+    for name in ("bf16", "fp8", "kitty2"):
+        assert two[name]["needed"] - one[name]["needed"] < one[name]["request_bytes"]
 
 
 def test_what_the_requests_need_holds_them(planned: Planned) -> None:
