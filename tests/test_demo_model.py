@@ -24,8 +24,8 @@ from vllm_kvq.bench.checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS, LlamaShape
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.tokenizer import made_up_tokenizer
 from vllm_kvq.eval.demo import DEMO, demo_model
+from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.eval.tasks.tasks import TASKS, hidden
-from vllm_kvq.formats.peers import PEERS
 
 ROOT = Path(__file__).parent.parent
 

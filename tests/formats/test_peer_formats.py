@@ -11,11 +11,11 @@ import torch
 
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
+from vllm_kvq.eval.peers import PEERS
+from vllm_kvq.eval.peers.turbo import levels
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.constants import Calibration
-from vllm_kvq.formats.peers import PEERS
-from vllm_kvq.formats.peers.turbo import levels
 from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.roundtrip import through_pages
 from vllm_kvq.formats.table import VLLM_DTYPES, key_codecs, public_formats, value_codecs
