@@ -302,7 +302,7 @@ def test_every_peer_is_counted() -> None:
 @pytest.mark.parametrize("name", PEERS)
 def test_bits(name: str) -> None:
     page = FORMATS[name].bind(Geometry(128, 128))
-    assert (page.key_bits_per_element(), page.value_bits_per_element()) == COSTS[name]
+    assert (page.half_bits_per_element("keys"), page.half_bits_per_element("values")) == COSTS[name]
     # header, and fields that end before their 64-byte boundary
     assert 0 <= page.bits_per_element - sum(COSTS[name]) / 2 < 0.07
 
