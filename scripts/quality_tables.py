@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_kvq.console import short
+
 FOLDER = Path(__file__).parent.parent / "docs" / "results" / "quality"
 MODELS = ("outliers", "demo")
 """The demo model with key biases and wide channels written into it, and as it is."""
@@ -61,13 +63,6 @@ TABLES = (
     Results("generated", GENERATED),
     Results("hits", GENERATED[:3]),
 )
-
-
-def short(value: float) -> str:
-    """Two digits, and no zero before the point."""
-    if value < 1e-4:
-        return f"{value:.0e}" if value else "0"
-    return f"{value:#.2g}".removeprefix("0").removesuffix(".")
 
 
 def table(results: Results) -> Iterator[str]:

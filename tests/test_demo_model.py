@@ -15,17 +15,17 @@ from tokenizers import Tokenizer
 
 from proof.demo import llama
 from proof.demo.corpus import SYSTEM_TEXT, Entry, load_corpus, parse_corpus
-from proof.demo.llama import Watch, forward
+from proof.demo.llama import Watch, forward, shape_of
 from proof.demo.model import SHAPE
 from proof.demo.texts import MIXTURE, WEIGHTS, Batches, chat_text, conversation, encode, targets
 from proof.demo.train import FREE_PAIRS, Phase, Plan, Training
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.bench.checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS, LlamaShape
+from vllm_kvq.bench.checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.tokenizer import made_up_tokenizer
 from vllm_kvq.eval.demo import DEMO, demo_model
+from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.eval.tasks.tasks import TASKS, hidden
-from vllm_kvq.formats.peers import PEERS
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,7 +38,7 @@ class Loaded:
         self.path = path
         self.weights = {n: w.float() for n, w in load_file(path / "model.safetensors").items()}
         self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        self.shape = LlamaShape.of_config(config)
+        self.shape = shape_of(config)
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from proof.demo import serve
-from vllm_kvq.bench.server import Server, ServerError, free_port, parse_capacity
+from proof.demo.capacity import parse_capacity
+from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.formats.table import suite
 
 ROOT = Path(__file__).parent.parent

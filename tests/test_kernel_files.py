@@ -12,7 +12,6 @@ USERS = {
     "configs/squat2.yaml",
     "vllm_kvq/formats/option.py",
     "vllm_kvq/formats/squat.py",
-    "vllm_kvq/formats/peers/coding.py",
 }
 """They use the codec or only mention it."""
 

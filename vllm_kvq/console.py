@@ -86,3 +86,10 @@ class Table:
 
 def show_json(document: Any) -> None:
     print(json.dumps(document, indent=2), flush=True)
+
+
+def short(value: float) -> str:
+    """Two digits, and no zero before the point."""
+    if value < 1e-4:
+        return f"{value:.0e}" if value else "0"
+    return f"{value:#.2g}".removeprefix("0").removesuffix(".")

@@ -39,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from proof.demo.llama import forward
+from proof.demo.llama import forward, shape_of
 from vllm_kvq.bench.checkpoint import LlamaShape
 
 TEXT = Path(__file__).parents[2] / "README.md"
@@ -224,7 +224,7 @@ def _scale_values(at: _Head, sizes: Tensor, profile: Profile, generator: torch.G
 def read(model: Path) -> tuple[LlamaShape, dict[str, Tensor], Tensor]:
     """A checkpoint's shape and weights (in their own dtype), and the tokens of `TEXT`."""
     try:
-        shape = LlamaShape.of_config(json.loads((model / "config.json").read_text()))
+        shape = shape_of(json.loads((model / "config.json").read_text()))
         weights = load_file(model / "model.safetensors")
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     except KeyError as missing:

@@ -1,9 +1,10 @@
-"""The demo model's forward pass, written out: training inspects attention, which libraries hide."""
+"""The demo model's shape, and its forward pass, written out: training inspects attention, which libraries hide."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,28 @@ from torch import Tensor
 from vllm_kvq.bench.checkpoint import LlamaShape
 
 Weights = Mapping[str, Tensor]
+
+
+def shape_of(config: Mapping[str, Any]) -> LlamaShape:
+    """The inverse of `LlamaShape.config`; ValueError for another model."""
+    shape = LlamaShape(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        max_position=config["max_position_embeddings"],
+        rope_theta=config["rope_theta"],
+        rms_eps=config["rms_norm_eps"],
+        tied=config["tie_word_embeddings"],
+        attention_bias=config["attention_bias"],
+    )
+    differs = [k for k, v in shape.config(torch.float32).items() if k != "torch_dtype" and config.get(k) != v]
+    if differs:
+        raise ValueError(f"config.json is not that of a plain Llama: {differs[0]!r} is {config.get(differs[0])!r}")
+    return shape
 
 
 @dataclass(frozen=True)

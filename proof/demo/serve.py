@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvq.bench.server import Capacity, Server, ServerError, parse_capacity
+from proof.demo.capacity import Capacity, parse_capacity
+from vllm_kvq.bench.server import Server, ServerError
 from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.eval.tasks.tasks import TASKS
 

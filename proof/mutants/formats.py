@@ -264,7 +264,13 @@ OPTIONS = (
     ),
     _fault("a null is a default", "settings", "if value is None:", "if value is ...:", "options.py"),
     _fault("no sinks by default", "settings", 'in full precision", 4,', 'in full precision", 0,', "options.py"),
-    _fault("peers get our sinks", "peers/__init__", '{"S": 0, **fmt.defaults}', "{**fmt.defaults}", "peer_formats.py"),
+    Fault(
+        "peers get our sinks",
+        "vllm_kvq/eval/peers/__init__.py",
+        '{"S": 0, **fmt.defaults}',
+        "{**fmt.defaults}",
+        f"{TESTS}/test_peer_formats.py",
+    ),
     _fault(
         "a default of another codec's option",
         "table",

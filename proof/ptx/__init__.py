@@ -25,6 +25,6 @@ def emulate(target: int) -> None:
     from proof.ptx import cuda, driver
     from vllm_kvq.kernels.gpu import loading
 
-    loading.emulate(target)
+    loading.emulated = target
     driver.install(target)
     cuda.install()

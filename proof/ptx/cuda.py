@@ -9,21 +9,21 @@ from pathlib import Path
 
 import numpy as np
 
+from proof.kernels.cubin import one_kernel
 from proof.ptx.grid import launch
 from proof.ptx.machine import Step
 from proof.ptx.memory import Tensors
 from proof.ptx.parser import parse
 from proof.ptx.program import Program
 from proof.ptx.translate import translate
-from vllm_kvq.kernels.gpu import build as build_cuda
-from vllm_kvq.kernels.gpu.loading import emulated
+from vllm_kvq.kernels.gpu import loading
 
 
 @functools.cache
 def compiled(part: int, head_size: int) -> tuple[Program, list[Step]]:
     """Raises BuildError without nvcc."""
     with tempfile.TemporaryDirectory() as directory:
-        path = build_cuda.one_kernel(emulated() or 90, head_size, part, Path(directory), "ptx")
+        path = one_kernel(loading.emulated or 90, head_size, part, Path(directory), "ptx")
         program = parse(path.read_text())
     return program, translate(program)
 

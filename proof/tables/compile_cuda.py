@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from proof.kernels.cubin import one_kernel
 from proof.tables.sass import read_cubin, shortest_cycle
 
 
@@ -44,9 +45,7 @@ def pack_bytes(d: int) -> int:
 
 
 def build(variant: CudaVariant, target: int, directory: Path) -> Path:
-    from vllm_kvq.kernels.gpu import build as build_cuda
-
-    return build_cuda.one_kernel(target, variant.head_size, variant.part, directory)
+    return one_kernel(target, variant.head_size, variant.part, directory)
 
 
 def inner_loop(variant: CudaVariant, target: int, directory: Path) -> list[str]:

@@ -13,7 +13,8 @@ import pytest
 import traces
 from test_http import complete
 
-from vllm_kvq.bench.server import Server, parse_capacity
+from proof.demo.capacity import parse_capacity
+from vllm_kvq.bench.server import Server
 
 pytestmark = pytest.mark.engine
 DOC = (example_format.ROOT / "docs" / "adding-a-format.md").read_text(encoding="utf-8")

@@ -17,10 +17,10 @@ import pytest
 from configurations import CASES
 from engine_arguments import kvq
 
+from proof.demo.capacity import parse_capacity
 from proof.models import named
 from proof.models.draft import random_draft
 from proof.oracle.forked import EngineProcess
-from vllm_kvq.bench.server import parse_capacity
 from vllm_kvq.eval.bits import bits_at
 from vllm_kvq.integration.plan.plan import apply, plan
 from vllm_kvq.integration.plan.served import Served

@@ -11,9 +11,9 @@ import traces
 
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
+from vllm_kvq.eval.peers import PEERS
+from vllm_kvq.eval.peers.int4_token import signed_hadamard
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.formats.peers import PEERS
-from vllm_kvq.formats.peers.int4_token import signed_hadamard
 
 pytestmark = pytest.mark.engine
 N = 64

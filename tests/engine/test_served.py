@@ -14,7 +14,7 @@ import pytest
 from configurations import CASES
 from engine_arguments import kvq
 
-from vllm_kvq.bench.server import parse_capacity
+from proof.demo.capacity import parse_capacity
 from vllm_kvq.integration.plan import refusals
 from vllm_kvq.integration.plan.plan import apply, plan
 from vllm_kvq.integration.plan.problem import Refused

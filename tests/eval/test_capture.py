@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from proof.demo.llama import forward
-from vllm_kvq.bench.checkpoint import LlamaShape
+from proof.demo.llama import forward, shape_of
 from vllm_kvq.eval.heads.capture import CaptureFailed, capture
 
 pytestmark = pytest.mark.engine
@@ -20,7 +19,7 @@ def test_queries_keys_and_values(model: Path) -> None:
     tokens = torch.randint(4, 512, (150,), generator=torch.Generator().manual_seed(0))
     captured = capture(str(model), tokens.tolist(), dtype="float32")
     wanted: list[tuple[torch.Tensor, ...]] = []
-    shape = LlamaShape.of_config(json.loads((model / "config.json").read_text()))
+    shape = shape_of(json.loads((model / "config.json").read_text()))
     with torch.no_grad():
         forward(shape, load_file(model / "model.safetensors"), tokens[None], tap=lambda *x: wanted.append(x))
     assert (captured.windows, captured.pairing, captured.rotary_dim) == ((), "half", 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -133,6 +134,16 @@ def test_two_runs_agree(results: Results, model: Path, tmp_path: Path) -> None:
         once = row(results, "squat2", task, TEACHER_FORCED)
         assert row(again, "squat2", task, TEACHER_FORCED) == once
         assert once.metrics["kl"].low > NOISE
+
+
+def test_the_cache_knows_the_sources_of_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in which no codec of a format is declared, too."""
+    peers = tmp_path / "eval" / "peers"
+    shutil.copytree(store.PACKAGE / "eval" / "peers", peers)
+    monkeypatch.setattr(store, "PACKAGE", tmp_path)
+    before = store.sources.__wrapped__()
+    (peers / "coding.py").write_text("")
+    assert store.sources.__wrapped__() != before
 
 
 def test_the_cache_knows_its_formats_sources(packages: None) -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, table
-from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.table import Format, suite
 
 DEFAULTS = {

@@ -10,9 +10,9 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
+from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.innerq import HybridKeys
-from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.qjl import MOST_NAMED, sketch, sphere_constant
 from vllm_kvq.formats.squat import PLAIN
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vllm_kvq.cli.eval import error as error_table
+from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
 from vllm_kvq.kernels.slots import SlotGeometry
 

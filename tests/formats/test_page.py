@@ -115,25 +115,25 @@ def test_odd_heads_pay_for_their_padding(name: str) -> None:
 
 def test_key_bits_without_alignment() -> None:
     """The figures of the papers: only codes and parameters, d = 128."""
-    assert bind("squat2_pre").key_bits_per_element() == 3.0
-    assert bind("squat2").key_bits_per_element() == bind("kitty2").key_bits_per_element() == 3.5
-    assert bind("qjl3").key_bits_per_element() == (1024 + 64 + 512 + 64 + 8) * 8 / (32 * 128)
-    assert bind("polar3", n=64).key_bits_per_element() == 3.5
-    assert bind("polar3", mode="paper").key_bits_per_element() == 3.0625
-    assert bind("polar4", n=128).key_bits_per_element() == 4.25
+    assert bind("squat2_pre").half_bits_per_element("keys") == 3.0
+    assert bind("squat2").half_bits_per_element("keys") == bind("kitty2").half_bits_per_element("keys") == 3.5
+    assert bind("qjl3").half_bits_per_element("keys") == (1024 + 64 + 512 + 64 + 8) * 8 / (32 * 128)
+    assert bind("polar3", n=64).half_bits_per_element("keys") == 3.5
+    assert bind("polar3", mode="paper").half_bits_per_element("keys") == 3.0625
+    assert bind("polar4", n=128).half_bits_per_element("keys") == 4.25
     # the paper's: groups of 64 tokens have a step per pair, 16 / 2 / 64 bits
-    assert bind("polar4_v16", n=64).key_bits_per_element() == 4 + 0.125
-    assert bind("polar3", n=64, mode="paper", values="raw").key_bits_per_element() == 3 + 0.125
+    assert bind("polar4_v16", n=64).half_bits_per_element("keys") == 4 + 0.125
+    assert bind("polar3", n=64, mode="paper", values="raw").half_bits_per_element("keys") == 3 + 0.125
     # three-bit angles: 5 bits per pair; at d = 96 the third bits of 48 pairs take 64
-    assert bind("polar3", n=64, mode="paper", angle_bits=3).key_bits_per_element() == 2.5 + 0.125
-    padded = bind("polar3", d=96, n=64, mode="paper", angle_bits=3).key_bits_per_element()
+    assert bind("polar3", n=64, mode="paper", angle_bits=3).half_bits_per_element("keys") == 2.5 + 0.125
+    padded = bind("polar3", d=96, n=64, mode="paper", angle_bits=3).half_bits_per_element("keys")
     assert padded == pytest.approx(2.5 + 0.125 + 16 / 96)
     # m sign bits and a norm, and nothing for outliers, because there are none
-    assert bind("qjl3", n=64, outliers=0).key_bits_per_element() == 2 + 16 / 128
+    assert bind("qjl3", n=64, outliers=0).half_bits_per_element("keys") == 2 + 16 / 128
     assert bind("qjl3", n=64, outliers=0, m=384).slab_region.nbytes == 1536 + 64 + 1536
-    assert bind("innerq2").key_bits_per_element() == 3.5 + 16 / 128
-    assert bind("innerq2").value_bits_per_element() == 3.5
-    assert bind("polar4").value_bits_per_element() == 4.25
+    assert bind("innerq2").half_bits_per_element("keys") == 3.5 + 16 / 128
+    assert bind("innerq2").half_bits_per_element("values") == 3.5
+    assert bind("polar4").half_bits_per_element("values") == 4.25
 
 
 @pytest.mark.parametrize(("d", "n"), [(128, 1568), (128, 2048)])

@@ -11,11 +11,11 @@ import torch
 
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
+from vllm_kvq.eval.peers import PEERS
+from vllm_kvq.eval.peers.turbo import levels
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.constants import Calibration
-from vllm_kvq.formats.peers import PEERS
-from vllm_kvq.formats.peers.turbo import levels
 from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.roundtrip import through_pages
 from vllm_kvq.formats.table import VLLM_DTYPES, key_codecs, public_formats, value_codecs
@@ -302,7 +302,7 @@ def test_every_peer_is_counted() -> None:
 @pytest.mark.parametrize("name", PEERS)
 def test_bits(name: str) -> None:
     page = FORMATS[name].bind(Geometry(128, 128))
-    assert (page.key_bits_per_element(), page.value_bits_per_element()) == COSTS[name]
+    assert (page.half_bits_per_element("keys"), page.half_bits_per_element("values")) == COSTS[name]
     # header, and fields that end before their 64-byte boundary
     assert 0 <= page.bits_per_element - sum(COSTS[name]) / 2 < 0.07
 

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_kvq import FORMATS, roundtrip
+from vllm_kvq.eval.peers.int4_token import signed_hadamard
+from vllm_kvq.eval.peers.turbo import levels
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.constants import Calibration, Constants
-from vllm_kvq.formats.peers.int4_token import signed_hadamard
-from vllm_kvq.formats.peers.turbo import levels
 from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.roundtrip import through_pages
 

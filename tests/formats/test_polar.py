@@ -268,5 +268,5 @@ def test_the_papers_row_of_3_29_bits() -> None:
     """m4n2 in groups of 64 tokens: a step per pair and group, and 128 tokens of a prompt of 12.2K in 16 bits."""
     page = FORMATS["polar3"].bind(Geometry(128, 64), {"mode": "paper", "values": "raw"})
     assert page.W == 128
-    bits_of_keys = page.key_bits_per_element() + 16 * page.W / (12.2 * 1024)
+    bits_of_keys = page.half_bits_per_element("keys") + 16 * page.W / (12.2 * 1024)
     assert round(bits_of_keys, 2) == 3.29

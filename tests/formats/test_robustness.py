@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvq import FORMATS, roundtrip
+from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.peers import PEERS
 from vllm_kvq.formats.qjl import MOST_NAMED
 from vllm_kvq.formats.quant import LIMIT
 

@@ -106,4 +106,4 @@ def test_the_best_iterate_is_kept() -> None:
 
 def test_bits() -> None:
     plain, scaled = (FORMATS["squat4"].bind(Geometry(128, 64), {"token_scale": x}) for x in ("none", "balanced"))
-    assert scaled.key_bits_per_element() - plain.key_bits_per_element() == 16 / 128
+    assert scaled.half_bits_per_element("keys") - plain.half_bits_per_element("keys") == 16 / 128

@@ -45,5 +45,5 @@ def test_with_fitted_scales_large_groups_do() -> None:
     value = torch.randn(64, 2, 128, generator=torch.Generator().manual_seed(0))
     value = value * torch.exp(0.5 * torch.randn(128, generator=torch.Generator().manual_seed(1)))
     fewer = {"value_scales": "fitted", "value_rotation": "hadamard", "group": 128}
-    assert FORMATS["kivi2"].bind(Geometry(128, 64), fewer).value_bits_per_element() == 2.25
+    assert FORMATS["kivi2"].bind(Geometry(128, 64), fewer).half_bits_per_element("values") == 2.25
     assert error(value, **fewer) < 0.8 * error(value)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
-from vllm_kvq.formats.peers import PEERS
 
 IN_CPP = [name for name in FORMATS if name not in PEERS and name != "squat2_pre"]
 """Formats that the C++ kernels serve."""

@@ -45,28 +45,6 @@ class LlamaShape:
     attention_bias: bool = False
     """Whether the four projections of attention have biases."""
 
-    @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> LlamaShape:
-        """The inverse of `config`; ValueError for another model."""
-        shape = cls(
-            hidden=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            max_position=config["max_position_embeddings"],
-            rope_theta=config["rope_theta"],
-            rms_eps=config["rms_norm_eps"],
-            tied=config["tie_word_embeddings"],
-            attention_bias=config["attention_bias"],
-        )
-        differs = [k for k, v in shape.config(torch.float32).items() if k != "torch_dtype" and config.get(k) != v]
-        if differs:
-            raise ValueError(f"config.json is not that of a plain Llama: {differs[0]!r} is {config.get(differs[0])!r}")
-        return shape
-
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads do not divide into {self.kv_heads} KV heads")

@@ -1,4 +1,4 @@
-"""Two byte-level BPE tokenizers: one trained on a corpus, one made up to reach any vocabulary size.
+"""A byte-level BPE tokenizer, made up to reach any vocabulary size.
 
 Byte-level means that every text has tokens and every token has text; streaming, `vllm bench` and random prompts
 rely on that.
@@ -8,32 +8,13 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from vllm_kvq.bench.checkpoint import BOS_ID, SPECIAL_TOKENS
+from vllm_kvq.bench.checkpoint import SPECIAL_TOKENS
 
 _SPACE = "Ġ"  # byte-level BPE's spelling of a leading space
-
-
-def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """BPE learned from `texts`, with fewer than `vocab` tokens if the texts contain no more pairs.
-
-    Digits are separate tokens, so that sums can be learned, and plain texts begin with <bos>.
-    """
-    tokenizer = _byte_level(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), tokenizer.pre_tokenizer])
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    bos = SPECIAL_TOKENS[BOS_ID]
-    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, BOS_ID)])
-    return tokenizer
 
 
 def made_up_tokenizer(vocab: int) -> Tokenizer:
@@ -47,12 +28,12 @@ def made_up_tokenizer(vocab: int) -> Tokenizer:
     if len(tokens) < vocab:
         raise ValueError(f"vocab={vocab} is above {len(tokens)}, the most this tokenizer can make up")
     ids = {token: i for i, token in enumerate(tokens)}
-    tokenizer = _byte_level(models.BPE(vocab=ids, merges=merges))
+    tokenizer = byte_level(models.BPE(vocab=ids, merges=merges))
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
     return tokenizer
 
 
-def _byte_level(model: models.Model) -> Tokenizer:
+def byte_level(model: models.Model) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -13,12 +13,13 @@ recognised by its flag, and reading one raises an error instead of returning gar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import Calibration, Constants
-from vllm_kvq.formats.fields import Field, Packed, Region, round_up
+from vllm_kvq.formats.fields import Packed, Region, round_up
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import sanitize
 from vllm_kvq.formats.rope import Rope
@@ -226,13 +227,8 @@ class PageFormat:
         head = pages[page, 0, :HEADER_BYTES].contiguous()
         return (head[:, FLAGS_AT : FLAGS_AT + self.slabs] == 1) & (head[:, :4].view(torch.int32) == MAGIC)
 
-    def key_bits_per_element(self) -> float:
-        return self._half_bits(self.keys.slab_fields, self.keys.page_fields)
-
-    def value_bits_per_element(self) -> float:
-        return self._half_bits(self.values.slab_fields, self.values.page_fields)
-
-    def _half_bits(self, slab: tuple[Field, ...], page: tuple[Field, ...]) -> float:
+    def half_bits_per_element(self, half: Literal["keys", "values"]) -> float:
         """The fields of one half only, without header and alignment."""
-        size = sum(f.nbytes for f in slab) * self.slabs + sum(f.nbytes for f in page)
+        codec = self.keys if half == "keys" else self.values
+        size = sum(f.nbytes for f in codec.slab_fields) * self.slabs + sum(f.nbytes for f in codec.page_fields)
         return size * 8 / (self.N * self.geometry.head_size)

@@ -2,9 +2,10 @@
 
 A format is declared at the end of its method's file. The table finds it through an entry point: built-in formats
 through those below, third parties' formats through those that their packages declare in the group `vllm_kvq.formats`
-(value: a `Format`, or a tuple of them). Third parties' packages are imported once a name is looked up that is not
-built in, or all names are requested. A format that can't be used is reported in a warning, and in the error when its
-name is used.
+(value: a `Format`, or a tuple of them). The methods of other projects (`vllm_kvq.eval.peers`) are built in, but they
+belong to the evaluation, so the table names them in a string, as a third party would, and imports nothing from there.
+Third parties' packages are imported once a name is looked up that is not built in, or all names are requested. A format
+that can't be used is reported in a warning, and in the error when its name is used.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from vllm_kvq.formats.settings import COMMON, Settings, check_names
 logger = logging.getLogger("vllm_kvq")
 DEFAULT_N = 64
 GROUP = "vllm_kvq.formats"
-BUILT_IN = tuple(
-    EntryPoint(name, f"vllm_kvq.formats.{name}:FORMATS", GROUP)
-    for name in ("squat", "qjl", "polar", "innerq", "kivi", "kitty", "lossless", "peers")
+METHODS = ("squat", "qjl", "polar", "innerq", "kivi", "kitty", "lossless")
+BUILT_IN = (
+    *(EntryPoint(name, f"vllm_kvq.formats.{name}:FORMATS", GROUP) for name in METHODS),
+    EntryPoint("peers", "vllm_kvq.eval.peers:FORMATS", GROUP),
 )
 VLLM_DTYPES = (
     "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",

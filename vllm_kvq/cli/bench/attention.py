@@ -1,19 +1,4 @@
-"""`vllm-kvq bench attention`: decode attention over packed pages and vLLM's own, side by side in one process.
-
-Rules that make the ratios meaningful:
-
-  * One step is one layer's attention of `--batch` requests with `--context` tokens each: vLLM reads its bf16 or fp8
-    cache; we read packed pages, window and sinks, and merge (bench/steps.py).
-  * Rounds are interleaved (bf16, fp8, ours, bf16, ...), and a ratio is the median over rounds of that round's
-    ratio, so a slow moment of the machine affects all sides alike.
-  * Each side cycles through caches that together exceed twice the processor's last-level cache, as the layers of a
-    model do. With `--rotate 1` small contexts stay in the processor's cache, and every timing follows an untimed step.
-  * If `best` is far below `ms`, other processes were using the processor: such a run says nothing.
-  * Pages hold packed random data with outlier channels and tokens, in shuffled order.
-  * $VLLM_KVQ_ISA=avx2 limits both sides to AVX2: ours, and vLLM's own build for it, which has no fp8 cache.
-  * `of copy`: bytes per second, compared with a plain copy of memory in the same run with the same threads.
-  * `limit`: how many times fewer bytes than bf16 a step reads, and so the ratio where only memory decides.
-"""
+"""`vllm-kvq bench attention`: decode attention over packed pages and vLLM's own, side by side in one process."""
 
 from __future__ import annotations
 
@@ -27,16 +12,13 @@ from pathlib import Path
 import torch
 
 from vllm_kvq import console
-from vllm_kvq.bench import figures
+from vllm_kvq.bench import attention, figures
 from vllm_kvq.bench.figures import Measured
-from vllm_kvq.bench.steps import Candidate, Shape, bound_format, kvq_candidate, vllm_candidate
-from vllm_kvq.bench.timing import Row, compare, copy_bandwidth, slopes
-from vllm_kvq.bench.vllm_build import baselines, no_fp8
+from vllm_kvq.bench.steps import Shape, bound_format
+from vllm_kvq.bench.timing import Row, copy_bandwidth, slopes
 from vllm_kvq.cli.bench.arguments import add_formats
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
-from vllm_kvq.kernels.cpu.slow import slow
-from vllm_kvq.kernels.cpu.step import why_not
 
 PICTURES = (".png", ".svg", ".pdf")
 ROTATE = """caches to read in turn, as the layers of a model do (as many as exceed twice the
@@ -117,34 +99,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if library() is None:
         print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
         return console.FOUND
-    name = ISAS[isa()]
+    name, baseline = ISAS[isa()], not args.no_baseline
     bandwidth = copy_bandwidth()
     notes = [
         f"{processor_name()}, {name}, {args.threads} threads, "
         f"copying memory {bandwidth / 1e9:.0f} GB/s (read and written)"
     ]
-    for format_name in args.formats:
-        fmt = bound_format(shape_of(args, args.context[0]), format_name)
-        if problem := why_not(fmt):
-            notes.append(f"{problem}: the PyTorch kernels are timed")
-        elif sentence := slow(fmt):
-            notes.append(sentence)
-    if not args.no_baseline and (problem := no_fp8(args.head_size)):
-        notes.append(f"{problem}: ours is compared only with bf16")
+    shapes = [shape_of(args, context) for context in args.context]
+    notes += attention.notes(shapes[0], args.formats, baseline)
     if not args.json:
         print(*notes, sep="\n", flush=True)
     measured: Measured = []
-    for context in args.context:
-        shape = shape_of(args, context)
-        candidates: dict[str, Candidate] = {}
-        if not args.no_baseline:
-            candidates = {n: vllm_candidate(shape, dtype) for n, dtype in baselines(args.head_size).items()}
-        candidates |= {n: kvq_candidate(shape, n) for n in args.formats}
-        rows = compare(candidates, args.rounds, bandwidth)
+    for shape, rows in attention.measure(shapes, args.formats, args.rounds, bandwidth, baseline):
         measured.append((shape, rows))
         if not args.json:
             title = (
-                f"context {context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  "
+                f"context {shape.context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  "
                 f"d {args.head_size}  {caches(args.rotate)}"
             )
             console.Table(HEAD, [cells(row) for row in rows], 1, title, 2).show()

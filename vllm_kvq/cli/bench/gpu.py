@@ -18,6 +18,9 @@ from vllm_kvq.bench.gpu.decode import Shape
 from vllm_kvq.bench.gpu.results import Results, say
 from vllm_kvq.cli.bench.arguments import add_gpu_formats
 
+OWN_SHAPES = {"dry-run": ("context", "batch", "compile"), "compile": ("context", "batch")}
+"""Flags, and the arguments that they would ignore."""
+
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
@@ -43,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     if min(*args.context, *args.batch) < 1:
         p.error("contexts and batches must be at least 1")
+    for flag, others in OWN_SHAPES.items():
+        given = [name for name in others if getattr(args, name) is not p.get_default(name)]
+        if getattr(args, flag.replace("-", "_")) and given:
+            p.error(f"--{flag} launches shapes of its own; leave out {', '.join(f'--{name}' for name in given)}")
     deadline = time.monotonic() + args.seconds
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"

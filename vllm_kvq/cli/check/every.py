@@ -79,7 +79,7 @@ def row(one: dict[str, Any]) -> tuple[str, ...]:
         f"{one['bits_per_element']:.2f}",
         f"{capacity['tokens']:,}",
         f"{capacity['tokens'] / capacity['bf16_tokens']:.1f}" if capacity["bf16_tokens"] else "-",
-        "-" if one["loss"] is None else short(one["loss"]["kl"]),
+        "-" if one["loss"] is None else console.short(one["loss"]["kl"]),
         kernels["path"] + slow,
     )
 
@@ -89,8 +89,3 @@ def notes(served: Sequence[dict[str, Any]]) -> list[str]:
     where = next((one["loss"]["where"] for one in served if one["loss"]), None)
     said = [f"KL: on {where}" if where else "KL: nothing like this model is measured"]
     return said + [f"{one['format']}: {sentence}" for one in served for sentence in one["warnings"]]
-
-
-def short(value: float) -> str:
-    """Two significant digits, as docs/quality.md has them."""
-    return f"{value:#.2g}".removeprefix("0").removesuffix(".")

@@ -90,7 +90,7 @@ def error(name: str, options: Mapping[str, Any], head_size: int, rope: bool, see
 
 
 def key_bits(name: str, options: Mapping[str, Any], head_size: int) -> float:
-    return FORMATS[name].bind(Geometry(head_size, 64), options_for(options, head_size)).key_bits_per_element()
+    return FORMATS[name].bind(Geometry(head_size, 64), options_for(options, head_size)).half_bits_per_element("keys")
 
 
 def symmetric_share(head_size: int) -> tuple[float, float]:

@@ -21,7 +21,6 @@ from pathlib import Path
 PROCESS = Path(__file__).with_name("sandbox_process.py")
 GRACE = 20.0
 """Seconds beyond the limit for the process that watches the program to start and to clean up."""
-PASSED = "passed"
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 """The whole environment: sets have the same order each time, and no extra thread counts as a process."""
 

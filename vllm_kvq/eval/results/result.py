@@ -65,9 +65,6 @@ class Estimate:
     low: float = math.nan
     high: float = math.nan
 
-    def excludes(self, value: float) -> bool:
-        return value < self.low or value > self.high
-
 
 @dataclass(frozen=True)
 class Bin:

@@ -77,7 +77,7 @@ def key(**what: Any) -> str:
 def sources() -> str:
     """A hash of all code between keys and values and pages, of the variables that select it, and of vLLM."""
     digest = hashlib.sha256()
-    for part in ("formats", "kernels", "integration", "csrc", "triton_kernels"):
+    for part in ("formats", "eval/peers", "kernels", "integration", "csrc", "triton_kernels"):
         for path in sorted((PACKAGE / part).rglob("*")):
             if path.is_file() and path.suffix in (".py", ".cpp", ".h", ".hpp", ".cu", ".cuh"):
                 digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())

@@ -64,7 +64,8 @@ def _digest(*more: object) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(command: list[str], target: Path) -> Path:
+def run_compiler(command: list[str], target: Path) -> Path:
+    """The target, which appears only when it is complete."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
         done = subprocess.run([*command, "-o", f"{tmp}/out"], capture_output=True, text=True)
         if done.returncode:
@@ -104,7 +105,7 @@ def build(architecture: int) -> Path:
         command = [compiler, *FLAGS, "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
         command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
         command += [f"-I{i}" for i in includes] + [str(source_dir() / "api.cu"), library]
-        return _compile(command, target)
+        return run_compiler(command, target)
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         raise BuildError(str(error)) from error
 
@@ -117,17 +118,7 @@ def build_emulation() -> Path:
         return target
     includes, library, _ = shared._ffi()
     command = [*compiler, *EMULATION_FLAGS, "-shared", *(f"-isystem{i}" for i in includes)]
-    return _compile([*command, "-x", "c++", str(source_dir() / "api.cu"), "-x", "none", library], target)
-
-
-def one_kernel(architecture: int, head_size: int, part: int, directory: Path, kind: str = "cubin") -> Path:
-    """A single kernel (csrc/cuda/cubin.cu) for inspection: its cubin or its ptx."""
-    compiler = nvcc()
-    if compiler is None:
-        raise BuildError("inspecting the CUDA kernels needs nvcc")
-    command = [compiler, *FLAGS[:2], f"-arch=sm_{architecture}", f"-DKVQ_D={head_size}", f"-DKVQ_PART={part}"]
-    target = directory / f"qjl-{part}-d{head_size}-sm{architecture}.{kind}"
-    return _compile([*command, f"-{kind}", str(source_dir() / "cubin.cu")], target)
+    return run_compiler([*command, "-x", "c++", str(source_dir() / "api.cu"), "-x", "none", library], target)
 
 
 def _load(path: Path) -> Any:

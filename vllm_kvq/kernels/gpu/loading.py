@@ -11,16 +11,9 @@ import sys
 
 import torch
 
-_emulated: list[int] = []
-
-
-def emulate(capability: int) -> None:
-    """Compile for an emulator of a GPU of this compute capability, as in 90: it is Triton's driver in this process."""
-    _emulated[:] = [capability]
-
-
-def emulated() -> int | None:
-    return _emulated[0] if _emulated else None
+emulated: int | None = None
+"""The compute capability, as in 90, of the GPU that an emulator in this process stands for: it is Triton's driver here,
+and whoever installs it sets this first."""
 
 
 def load() -> None:
@@ -28,7 +21,7 @@ def load() -> None:
     this process."""
     importlib.import_module("triton")  # itself as it is meant to be
     before = os.environ.get("TRITON_INTERPRET")
-    if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and emulated() is None:
+    if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and emulated is None:
         os.environ["TRITON_INTERPRET"] = "1"
     try:
         for name in ("step", "pack", "attend", "full_precision", "merge"):

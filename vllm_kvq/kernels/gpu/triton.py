@@ -38,7 +38,7 @@ def _processors(index: int) -> int:
 @functools.cache
 def capability(device: torch.device) -> int:
     if device.type != "cuda":
-        return loading.emulated() or 90
+        return loading.emulated or 90
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise ValueError(f"compute capability {major}.{minor} is not supported; the Triton kernels need 8.0")

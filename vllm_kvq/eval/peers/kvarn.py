@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import torch
 
+from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS
-from vllm_kvq.formats.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
 from vllm_kvq.formats.quant import half
 from vllm_kvq.formats.rotation import hadamard

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_kvq.formats.peers import e4m3, int4_token, kivi_sinks, kvarn, nvfp4, oscar, q4_0, turbo
+from vllm_kvq.eval.peers import e4m3, int4_token, kivi_sinks, kvarn, nvfp4, oscar, q4_0, turbo
 
 _DECLARED = (
     *e4m3.FORMATS,
