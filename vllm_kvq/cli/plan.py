@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.check.every import ranked, short
+from vllm_kvq.cli.check.every import ranked
 from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.cli.logs import be_quiet
 from vllm_kvq.formats.table import DEFAULT_N, get_format
@@ -234,4 +234,4 @@ def _cells(row: Row, found: Outcome) -> tuple[str, ...]:
         cells += [f"{row.tokens:,}", f"{row.tokens / wanted.context:,.1f}", f"{ratio:.1f}"]
     if row.needed is not None:
         cells.append(f"{row.needed / GIB:,.1f}")
-    return (*cells, short(found.losses[row.name]) if row.name in found.losses else "-")
+    return (*cells, console.short(found.losses[row.name]) if row.name in found.losses else "-")
