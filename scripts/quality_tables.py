@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md, from what evaluations have written into docs/results/quality.
+"""The tables of docs/quality.md and one of docs/papers.md, from the evaluations in docs/results/quality.
 
 python scripts/quality_tables.py
 """
@@ -96,6 +96,39 @@ def real(path: Path) -> Iterator[str]:
         yield _line([label, *bits, kl, f"{100 * float(row['top1']):.0f}", ratio])
 
 
+PAPERS = (
+    ("SQuat", "squat4", "kivi4"),
+    ("SQuat behind Kitty's keys", "squat2", "kitty2"),
+    ("Kitty", "kitty2", "kivi2"),
+    ("PolarQuant", "polar4", "kivi4"),
+    ("InnerQ", "innerq2", "kivi2"),
+    ("QJL", "qjl3", "kivi2"),
+    ("KVarN", "kvarn_k4v2", "kitty2"),
+    ("TurboQuant", "turbo4", "kivi4"),
+    ("OSCAR", "oscar2", "kivi2"),
+)
+"""A paper, its format, and the format of ours next to it in bits."""
+BOTH_KINDS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-0.5b": "Qwen2.5-0.5B", "qwen2.5-1.5b": "Qwen2.5-1.5B"}
+"""Models without and with key biases, on which all of these were measured."""
+
+
+def papers(context: int = 1024) -> Iterator[str]:
+    """docs/papers.md: how each method does on real models, next to one that is simpler."""
+    rows = {model: _real(model, context) for model in BOTH_KINDS}
+    heads = [f"{name}: KL" for name in BOTH_KINDS.values()]
+    yield _line(["method", "format", "bits", "compared with", "bits", *heads])
+    yield _line(["---"] * (5 + len(heads)))
+    for paper, fmt, other in PAPERS:
+        bits = [f"{float(rows['qwen2.5-1.5b'][name]['page_bits']):.2f}" for name in (fmt, other)]
+        cells = [f"{_short(found[fmt]['kl'])} / {_short(found[other]['kl'])}" for found in rows.values()]
+        yield _line([paper, f"`{fmt}`", bits[0], f"`{other}`", bits[1], *cells])
+
+
+def _real(model: str, context: int) -> dict[str, Row]:
+    with (FOLDER / f"real-{model}-{context}.csv").open(encoding="utf-8") as file:
+        return {row["label"]: row for row in csv.DictReader(file)}
+
+
 def _short(value: str) -> str:
     return short(float(value))
 
@@ -112,5 +145,6 @@ def _line(cells: list[str]) -> str:
 if __name__ == "__main__":
     for path in sorted(FOLDER.glob(REAL)):
         print(path.stem.removeprefix("real-"), *real(path), "", sep="\n")
+    print("papers", *papers(), "", sep="\n")
     for results in TABLES:
         print(results.name, *table(results), "", sep="\n")
