@@ -1,4 +1,4 @@
-"""Faults in the messages for users: the commands, and the sentence about slow formats."""
+"""Faults in what users meet first: commands, the sentence about slow formats, servers that use none of ours."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ CHECK = "tests/engine/test_check.py -k 'not process and not verbose'"
 DOCTOR = "tests/engine/test_doctor.py"
 BUDGET = "vllm_kvq/integration/preview/budget.py"
 PLAN = "tests/engine/test_plan.py tests/engine/test_capacity.py -k 'not real'"
+PLAIN = "tests/engine/test_plain_server.py"
+PLATFORM = "vllm_kvq/integration/platform.py"
 SLOW = "tests/kernels/test_slow.py"
 
 FAULTS: tuple[Fault, ...] = (
@@ -211,5 +213,21 @@ FAULTS: tuple[Fault, ...] = (
         "usually_biased(vllm_config)",
         "False",
         PLAN,
+    ),
+    Fault(
+        "a server without our formats gets our backend",
+        PLATFORM,
+        "        if not ours(current):\n            return None\n        check_other_layer",
+        "        check_other_layer",
+        PLAIN,
+        slow=True,
+    ),
+    Fault(
+        "a server without our formats gets patches of theirs",
+        PLATFORM,
+        "    if ours(vllm_config) and vllm_config.model_config is not None:\n        apply(",
+        "    registry.install(Moment.CONFIGURED, vllm_config)\n    if ours(vllm_config):\n        apply(",
+        PLAIN,
+        slow=True,
     ),
 )
