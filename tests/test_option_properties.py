@@ -27,12 +27,12 @@ OTHERS = [name for name in SERVED if name not in PUBLIC]
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_combinations_of_every_format(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--seed", "1", "--cases", "5", "--format", name])
+    status = main(["--seed", "1", "--cases", "5", "--formats", name])
     assert status == 0, capsys.readouterr().out
 
 
 def test_combinations_of_formats_for_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--seed", "1", "--cases", str(len(OTHERS)), "--path", "PyTorch", "--format", *OTHERS])
+    status = main(["--seed", "1", "--cases", str(len(OTHERS)), "--path", "PyTorch", "--formats", ",".join(OTHERS)])
     assert status == 0, capsys.readouterr().out
 
 

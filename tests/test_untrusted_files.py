@@ -157,7 +157,7 @@ def test_requests_of_one_name() -> None:
         Case.from_json(changed(GOOD, ("traces", 0, "requests"), [request, request]))
 
 
-# -- a checkpoint of `bench serve --model` ----------------------------------------------------------------------------
+# -- a checkpoint of `bench serve MODEL` ----------------------------------------------------------------------------
 @settings(max_examples=300)
 @given(spoiled(SHAPE))
 def test_any_json_in_the_place_of_a_config(data: Any) -> None:

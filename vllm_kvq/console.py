@@ -13,14 +13,28 @@ DONE, FOUND, USAGE = 0, 1, 2
 """What commands exit with."""
 
 
-def parser(prog: str, about: str, examples: Sequence[str], found: str) -> argparse.ArgumentParser:
+def parser(prog: str, about: str, examples: Sequence[str], found: str) -> Parser:
     """A command's parser. `found` says what its exit code 1 means; the examples are its arguments, or whole lines."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=prog,
         description=about,
         epilog=help_end([f"{prog} {example}".rstrip() for example in examples], found),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
+        allow_abbrev=False,
     )
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Says the default in each option's line."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        said = "default: " in text or not action.option_strings or action.nargs == 0 or action.default is None
+        return text if said else f"{text} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    pass
 
 
 def help_end(examples: Sequence[str], found: str) -> str:

@@ -61,6 +61,8 @@ def page() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     description = "Prints docs/compatibility.md."
-    argparse.ArgumentParser(prog="python -m proof patches", description=description).parse_args(argv)
+    argparse.ArgumentParser(allow_abbrev=False, prog="python -m proof patches", description=description).parse_args(
+        argv
+    )
     print(page())
     return 0

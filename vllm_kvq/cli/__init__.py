@@ -35,7 +35,9 @@ class Command:
 
 GROUPS = (
     Group((), "Low-bit KV cache formats for vLLM.", ("formats", "check MODEL", "doctor")),
-    Group(("bench",), "Speed against vLLM's own cache, measured here.", ("bench attention --format all", "bench slow")),
+    Group(
+        ("bench",), "Speed against vLLM's own cache, measured here.", ("bench attention --formats all", "bench slow")
+    ),
 )
 COMMANDS = (
     Command(("formats",), "exact bits and capacity of every format, and their options", "vllm_kvq.cli.formats"),

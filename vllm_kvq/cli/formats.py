@@ -8,11 +8,12 @@ from itertools import product
 from typing import Any
 
 from vllm_kvq import console
+from vllm_kvq.cli.arguments import CHANNELS, head_sizes, whole_numbers
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import SUPPORTED_HEADS_TEXT
 from vllm_kvq.formats.table import Format, declared_options, key_codecs, public_formats, value_codecs
 
-HEADS, PAGES = [64, 128], [64, 128]
+HEADS, PAGES = "64,128", "64,128"
 NOTES = f"""
 bits: per cached element, keys and values averaged, with parameters, headers and alignment
 factor: tokens in the packed pages against a 16-bit cache of the same size; each running request also
@@ -24,11 +25,12 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq formats",
         "Exact bits per element and capacity factor of every format, counted from its byte layout.",
-        ("", "--head-size 96 128 --block-size 128", "--options", "--json"),
+        ("", "--head-size 96,128 --block-size 128", "--options", "--json"),
         "could not be done",
     )
-    p.add_argument("--head-size", type=int, nargs="+", default=HEADS, metavar="D", help="channels per head")
-    p.add_argument("--block-size", type=int, nargs="+", default=PAGES, metavar="N", help="tokens per page")
+    text = f"{CHANNELS} (default: {HEADS})"
+    p.add_argument("--head-size", type=head_sizes, metavar="D,...", help=text)
+    p.add_argument("--block-size", type=whole_numbers, metavar="N,...", help=f"tokens per page (default: {PAGES})")
     p.add_argument("--options", action="store_true", help="print the codecs and their options instead")
     console.add_json(p)
     return p
@@ -111,7 +113,7 @@ def options_document() -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if args.options and (args.head_size, args.block_size) != (HEADS, PAGES):
+    if args.options and (args.head_size or args.block_size):
         p.error("--options lists what may be set, whatever the sizes; leave out --head-size and --block-size")
     if args.options:
         if args.json:
@@ -122,14 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print()
         second.show()
         return console.DONE
+    heads, pages = args.head_size or head_sizes(HEADS), args.block_size or whole_numbers(PAGES)
     try:
         if args.json:
-            console.show_json(formats_document(args.head_size, args.block_size))
+            console.show_json(formats_document(heads, pages))
             return console.DONE
-        lacking = problems(args.head_size, args.block_size)
-        table = formats_table(args.head_size, args.block_size)
+        lacking = problems(heads, pages)
+        table = formats_table(heads, pages)
     except ValueError as error:
-        p.exit(console.USAGE, f"vllm-kvq: {error}\n")
+        p.error(str(error))
     table.show()
     print(NOTES)
     for name, problem in lacking.items():

@@ -12,6 +12,8 @@ import torch
 from vllm_kvq import console
 from vllm_kvq.bench import slow
 from vllm_kvq.bench.timing import Row
+from vllm_kvq.cli.arguments import add_context
+from vllm_kvq.cli.bench.arguments import add_rounds, add_threads
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import processor_name
@@ -24,9 +26,9 @@ def parser() -> argparse.ArgumentParser:
         ("", "--context 8192 --threads 1 --rounds 9"),
         "there are no C++ kernels here to measure",
     )
-    p.add_argument("--context", type=int, default=8192, help="tokens in the cache")
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--rounds", type=int, default=9)
+    add_context(p, "8192", "of the request")
+    add_threads(p, 1)
+    add_rounds(p, 9)
     console.add_json(p)
     return p
 
@@ -58,8 +60,6 @@ def option_table(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if min(args.context, args.threads, args.rounds) < 1:
-        p.error("context, threads and rounds must be at least 1")
     if importlib.util.find_spec("vllm") is None:
         p.error("vllm is not installed, so there is nothing to compare with")
     torch.set_num_threads(args.threads)

@@ -8,16 +8,15 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from vllm_kvq import console
-from vllm_kvq.cli.eval.arguments import add_formats, add_model, add_text
-from vllm_kvq.eval.choice import choices
+from vllm_kvq.cli.arguments import add_context, add_formats, add_tokens
+from vllm_kvq.cli.eval.arguments import USUAL, add_model, add_tasks, add_text
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING
 from vllm_kvq.eval.run.plan import REFERENCE, Plan
 from vllm_kvq.eval.tasks.samples import Sequence as Text
-from vllm_kvq.eval.tasks.tasks import NAMES
 
-TASK_NAMES = ("needles", "arithmetic", "text")
+TASKS = "needles,arithmetic,text"
 LONGEST = 24
 """The number of tokens shown before an answer."""
 GIVEN = "the text"
@@ -32,11 +31,10 @@ def parser() -> argparse.ArgumentParser:
         "an engine did not start",
     )
     add_model(p)
-    add_formats(p, "usual")
-    tasks = ", ".join(NAMES)
-    p.add_argument("--tasks", nargs="+", default=TASK_NAMES, choices=NAMES, metavar="TASK", help=tasks)
-    p.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="text length (%(default)s)")
-    p.add_argument("--longest", type=int, default=32, metavar="TOKENS", help="tokens per answer (%(default)s)")
+    add_formats(p, USUAL)
+    add_tasks(p, TASKS)
+    add_context(p, "2048", "of each text")
+    add_tokens(p, "32", "at most, per answer")
     add_text(p)
     console.add_json(p)
     return p
@@ -47,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        chosen = (REFERENCE, *(c for c in choices(args.formats) if c != REFERENCE))
+        chosen = (REFERENCE, *(c for c in args.formats if c != REFERENCE))
         plan = Plan(
             model=Model.of(args.model, args.dtype),
             choices=chosen,
@@ -59,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chunk=0,
             top=1,
             answers=1,
-            longest=args.longest,
+            longest=args.tokens,
         )
         texts = plan.sequences
     except (ValueError, OSError) as error:
