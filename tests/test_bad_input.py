@@ -63,8 +63,8 @@ def test_one_sentence(
     said = capsys.readouterr()
     assert exited.value.code == 2
     assert said.out == ""
-    *_, last = said.err.splitlines()
-    assert sentence in last
+    (line,) = said.err.splitlines()
+    assert sentence in line
 
 
 def test_the_memory_that_the_environment_names() -> None:
@@ -104,7 +104,7 @@ def test_every_variable_is_known() -> None:
 def test_a_head_size_that_one_format_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["formats", "--head-size", "512", "--block-size", "64"]) == 0
     said = capsys.readouterr().out
-    (qjl,) = (line for line in said.splitlines() if line.startswith("qjl3 "))
+    qjl, _ = (line for line in said.splitlines() if line.startswith("qjl3 "))
     assert qjl.split()[-1] == "-"
     assert "\nqjl3: QJL names outlier channels by bytes" in said
     assert cli.main(["formats", "--head-size", "512", "--json"]) == 0

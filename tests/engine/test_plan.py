@@ -141,7 +141,7 @@ def test_what_no_format_serves(planned: Planned, folder: Path) -> None:
 
 
 def test_nothing_is_left(planned: Planned) -> None:
-    assert "use more GPUs with --tp" in planned("--gpu-memory", "1G", "--formats", "kitty2", status=1)["error"]
+    assert "use more GPUs with --tp" in planned("--gpu-memory", "1G", "--formats", "kitty2", status=1)["instead"]
 
 
 def test_a_table_and_a_plot(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

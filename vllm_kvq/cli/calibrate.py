@@ -16,16 +16,19 @@ from vllm_kvq.eval.heads.assign import Candidate, best, by_layer, servable
 from vllm_kvq.eval.heads.capture import CaptureFailed
 from vllm_kvq.eval.model import Model
 
+PROG = "vllm-kvq calibrate"
+
 YAML = "kvq.yaml"
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq calibrate",
+        PROG,
         "The format and options that do least harm within a limit of bits, as YAML for `vllm serve MODEL --config`.\n"
         "They are compared by the relative error of attention's output on one text, which says little about answers:\n"
-        "see `vllm-kvq eval`. One format serves all layers; if bits are left, its worst layers are not packed.",
-        ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8,innerq2 --out configs"),
+        "see `vllm-kvq eval`. One format serves all layers; if bits are left, its worst layers are not packed.\n"
+        "Takes minutes: the model runs once, and each format is measured.",
+        ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8 --out configs"),
         "nothing could be measured, or nothing is small enough",
     )
     add_model(p)
@@ -75,8 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / YAML).write_text(yaml(args, kept))
     except (ValueError, OSError, CaptureFailed) as error:
-        print(f"vllm-kvq calibrate: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     if args.json:
         everything = [c.document() for c in found]
         console.show_json({"model": args.model, "best": kept.document(), "candidates": everything} | bits.document())

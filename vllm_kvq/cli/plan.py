@@ -40,9 +40,9 @@ def parser() -> argparse.ArgumentParser:
             "MODEL --gpu-memory 80G --tp 4 --formats kitty2,polar4 --json",
             "MODEL --cache-bytes 40G --context 8192 --out plan",
         ),
-        "no format can serve this model, or nothing is left for the cache; the sentence says why",
+        "no format can serve this model, or nothing is left for the cache",
     )
-    p.usage = "vllm-kvq plan MODEL [--gpu-memory SIZE | --cache-bytes SIZE] [options] [any flag of vllm serve]"
+    p.usage = "vllm-kvq plan MODEL [options] [any flag of vllm serve]"
     p.add_argument("model", metavar="MODEL", help="model name, or a folder with its config.json")
     add_formats(p, ALL, "is counted next to ours in any case")
     memory = p.add_mutually_exclusive_group()
@@ -120,9 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = planned(p, options, more)
     if isinstance(found, str):
         if options.json:
-            console.show_json({"error": found})
-        else:
-            print(f"no: {found}")
+            return console.fail("vllm-kvq plan", found, as_json=True)
+        print(f"no: {found}")
         return console.FOUND
     if options.json:
         console.show_json(found.document())

@@ -32,7 +32,8 @@ def caches(rotate: int) -> str:
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench attention",
-        "Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.",
+        "Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.\n"
+        "Takes minutes with several formats or long contexts.",
         ("", "--formats all --context 1024,32768 --threads 2", "--formats kitty2,squat2 --no-baseline --json"),
         "there are no C++ kernels here to measure",
     )
@@ -90,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     torch.set_num_threads(args.threads)
     if library() is None:
-        print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
-        return console.FOUND
+        why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
+        return console.fail("vllm-kvq bench attention", why, args.json)
     name, baseline = ISAS[isa()], not args.no_baseline
     bandwidth = copy_bandwidth()
     notes = [

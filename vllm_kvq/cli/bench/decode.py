@@ -16,7 +16,8 @@ from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, RECOMMENDED, add_batch
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench decode",
-        "Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.",
+        "Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.\n"
+        "Takes minutes: engines start, and each round decodes.",
         ("demo", "MODEL --formats kitty2,qjl3 --min-ratio 1 --json"),
         "a format decodes slower than --min-ratio",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,15 +18,17 @@ from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, forma
 from vllm_kvq.cli.bench.arguments import OWN, add_batch
 from vllm_kvq.eval.choice import Choice
 
+PROG = "vllm-kvq bench gpu"
 OWN_SHAPES = {"dry-run": ("context", "batch", "compile"), "compile": ("context", "batch")}
 """Flags, and the arguments that they would ignore."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq bench gpu",
+        PROG,
         "Decode times of the Triton and CUDA kernels on a GPU, against attention over bf16 and fp8 and against the\n"
-        "copy bandwidth: 32 query heads on 8 KV heads of 128 channels. Needs PyTorch and Triton, but not vLLM.",
+        "copy bandwidth: 32 query heads on 8 KV heads of 128 channels. Needs PyTorch and Triton, but not vLLM.\n"
+        "Takes minutes, about as many as --seconds allows.",
         ("--out docs/results", "--formats squat2,kitty2 --context 65536 --batch 1,8", "--dry-run"),
         "there is no GPU here",
     )
@@ -62,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device, name, tokens = torch.device("cpu"), "dry run: times mean nothing", 64
         shapes = [Shape(1, 64)]
     elif not torch.cuda.is_available():
-        print("vllm-kvq bench gpu: no CUDA device; --dry-run tries the command without one", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, "no CUDA device; --dry-run tries the command without one", args.json)
     else:
         device, name = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name()
         tokens = prompts.PROMPT

@@ -32,7 +32,8 @@ def line(row: PromptRow | ChunkRow) -> str:
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench prefill",
-        "The cost of a prompt on top of its attention: fit, pack, and a later chunk's attention over packed history.",
+        "The cost of a prompt on top of its attention: fit, pack, and a later chunk's attention over packed history.\n"
+        "Takes minutes with several formats or long contexts.",
         ("--formats all --context 4096", "--formats kitty2 --context 4096 --chunk 512 --json"),
         "could not be done",
     )

@@ -25,7 +25,8 @@ HEADER = (
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench serve",
-        "`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, and to the first token.",
+        "`vllm serve` with each format against `vllm serve` with a bf16 cache: times per token, and to the first.\n"
+        "Takes minutes: each server starts, and each context is measured.",
         ("", "MODEL --formats kitty2 --batch 1,4 --json", "--context 512,16384 --layers 1 --eager"),
         "a server failed; the end of its log says why",
     )
@@ -75,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(*lines(row, first=not rows or rows[-1].format != row.format), sep="\n", flush=True)
             rows.append(row)
     except ServerError as error:
-        print(*error.log_tail, f"bench serve: {error}", sep="\n", file=sys.stderr)
-        return console.FOUND
+        print(*error.log_tail, sep="\n", end="\n" if error.log_tail else "", file=sys.stderr)
+        return console.fail("vllm-kvq bench serve", error, args.json)
     if args.json:
         console.show_json({"model": str(model), "rows": [row.document() for row in rows]})
     return console.DONE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,7 +21,8 @@ from vllm_kvq.kernels.cpu.processor import processor_name
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench slow",
-        "Head sizes and options that the fast CPU kernels do not serve, timed against vLLM's bf16 cache, in Markdown.",
+        "Head sizes and options that the fast CPU kernels do not serve, timed against vLLM's bf16 cache, in Markdown.\n"
+        "Takes minutes.",
         ("", "--context 8192 --threads 1 --rounds 9"),
         "there are no C++ kernels here to measure",
     )
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error("vllm is not installed, so there is nothing to compare with")
     torch.set_num_threads(args.threads)
     if library() is None:
-        print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
-        return console.FOUND
+        why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
+        return console.fail("vllm-kvq bench slow", why, args.json)
     public: slow.Wanted = [(fmt.name, {}) for fmt in public_formats()]
     by_head = {d: slow.measure(args.context, args.rounds, d, public) for d in slow.HEAD_SIZES}
     defaults: slow.Wanted = [(name, {}) for name in dict.fromkeys(name for name, _ in slow.OPTIONS)]

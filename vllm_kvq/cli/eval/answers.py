@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 
 from vllm_kvq import console
@@ -16,6 +15,8 @@ from vllm_kvq.eval.results.result import DECODING
 from vllm_kvq.eval.run.plan import REFERENCE, Plan
 from vllm_kvq.eval.tasks.samples import Sequence as Text
 
+PROG = "vllm-kvq eval answers"
+
 TASKS = "needles,arithmetic,text"
 LONGEST = 24
 """The number of tokens shown before an answer."""
@@ -25,9 +26,10 @@ GIVEN = "the text"
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval answers",
-        "The same prompts continued with each format, greedily, as text: what a table's percentages look like.",
-        ("demo", "MODEL --formats squat2,kitty2 --tasks needles --context 4096"),
+        PROG,
+        "The same prompts continued with each format, greedily, as text: what a table's percentages look like.\n"
+        "Takes minutes: an engine starts for each format.",
+        ("demo", "MODEL --formats squat2 --tasks needles --context 4096"),
         "an engine did not start",
     )
     add_model(p)
@@ -65,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = answers(plan)
     except EngineFailed as error:
-        print(f"vllm-kvq eval answers: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     if args.json:
         console.show_json([{"task": t.task, "asked": before(plan, t), "answers": found[t.task]} for t in texts])
         return console.DONE

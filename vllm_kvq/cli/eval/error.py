@@ -105,7 +105,7 @@ def symmetric_share(head_size: int) -> tuple[float, float]:
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq eval error",
-        "Score errors of formats on synthetic data, every token quantized.",
+        "Score errors of formats on synthetic data, every token quantized. Takes minutes with all formats.",
         ("", "--formats squat2:r=40,floor=0,innerq2:quant_mode=symmetric", "--json"),
         "could not be done",
     )

@@ -19,6 +19,8 @@ from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results import plots
 from vllm_kvq.eval.tasks.samples import sequence
 
+PROG = "vllm-kvq eval heads"
+
 MEASURES = {
     "score": "relative error of the scores q . K",
     "value": "relative error of the values",
@@ -31,9 +33,10 @@ PLOT = "heads.png"
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval heads",
+        PROG,
         "Errors of single KV heads on one text: queries, keys and values are captured from vLLM with a 16-bit cache, "
-        f"and\nthe queries of the last {READERS} tokens read what a format would have stored of the earlier tokens.",
+        f"and\nthe queries of the last {READERS} tokens read what a format would have stored of the earlier tokens.\n"
+        "Takes minutes with many formats or a large model.",
         ("MODEL --formats squat2,squat2:r=8", "MODEL --context 2048 --out results --measure output"),
         "nothing could be measured",
     )
@@ -58,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.out:
             plots.heat_map(args.out / PLOT, errors, args.measure, MEASURES[args.measure])
     except (ValueError, OSError, CaptureFailed) as error:
-        print(f"vllm-kvq eval heads: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     if args.json:
         found = {label: [asdict(e) for e in heads] for label, heads in errors.items()}
         what = {"model": args.model, "context": args.context, "windows": captured.windows}

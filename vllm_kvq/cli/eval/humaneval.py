@@ -6,7 +6,6 @@ import argparse
 import csv
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from vllm_kvq.eval.results.statistics import mcnemar
 from vllm_kvq.eval.run.plan import REFERENCE
 from vllm_kvq.eval.run.store import Store
 
+PROG = "vllm-kvq eval humaneval"
+
 NOTE = """lost, won: problems that only bf16 solves, and that only the format solves; p: McNemar's exact test of these
 same: answers identical to bf16's; cut: answers that reached --tokens"""
 COLUMNS = ("format", "problem", "passed", "reason", "tokens", "cut", "text")
@@ -32,12 +33,13 @@ COLUMNS = ("format", "problem", "passed", "reason", "tokens", "cut", "text")
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval humaneval",
+        PROG,
         "HumanEval's pass@1, greedy: an instruct model writes functions with each format's cache and with bf16's, and "
-        "their\ntests are run, each in a child process without network and with limits. Needs the extra `humaneval`.",
+        "their\ntests are run, each in a child process without network and with limits. Needs the extra `humaneval`.\n"
+        "Takes minutes to hours: try --limit 8 first. Answers are kept, so that a stopped run goes on.",
         (
             "MODEL --formats squat2,kitty2",
-            "MODEL --formats kitty2:S=4 --context 4096 --out results",
+            "MODEL --formats kitty2 --context 4096 --out results",
             "MODEL --formats kitty2 --limit 8",
         ),
         "no format could be measured",
@@ -70,11 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             compile_kernels()
         found = measured(benchmark, store)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"vllm-kvq eval humaneval: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     except EngineFailed as error:
-        print(f"vllm-kvq eval humaneval: vLLM can't serve {args.model} here: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, f"vLLM can't serve {args.model} here: {error}", args.json)
     document = as_document(benchmark, found)
     if args.out:
         write(args.out, document)

@@ -24,6 +24,8 @@ from vllm_kvq.eval.run.store import Store
 from vllm_kvq.eval.tasks.tasks import NAMES, TEXT
 from vllm_kvq.eval.tasks.texts import ESSAYS, has_essays
 
+PROG = "vllm-kvq eval"
+
 WHOLE_VOCABULARY = 4096
 """Vocabularies with fewer tokens are compared in full unless --top says otherwise."""
 TOP = 128
@@ -37,13 +39,14 @@ READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 6, "readers": 1
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval",
+        PROG,
         "Does it still answer correctly? Each format against the 16-bit cache on the same texts, in real vLLM: the\n"
         "probabilities of given tokens (teacher-forced), and generated answers (decoding). `vllm-kvq eval error`\n"
-        "needs no model.",
+        "needs no model.\n"
+        "Takes minutes with --quick, and longer without. Measurements are kept, so that a stopped run goes on.",
         (
             "demo --quick",
-            "MODEL --formats squat2,innerq2 --tasks recall,needle --context 1024,4096",
+            "MODEL --tasks recall,needle --context 1024,4096",
             "MODEL --formats squat2:r=8,W=64,kivi2 --out results",
             "MODEL --formats squat2 --lm-eval gsm8k --context 4096",
         ),
@@ -100,8 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         results = harness(args, chosen) if args.lm_eval else evaluate(args, chosen)
     except EvaluationFailed as error:
-        print(f"vllm-kvq eval: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     results = replace(results, claims=claims(results.rows, args.baseline))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             plots.draw_all(results.rows, args.out)
         except ValueError as error:
-            print(f"vllm-kvq eval: {error}", file=sys.stderr)
+            print(f"{PROG}: {error}", file=sys.stderr)
     if args.json:
         console.show_json(results.document())
     else:
@@ -183,7 +185,7 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
         except Unreadable as error:
             raise EvaluationFailed(f"{args.model} can't be read: {error}") from error
     if TEXT in plan.tasks and not has_essays():
-        print(f"vllm-kvq eval: {ESSAYS}", file=sys.stderr)
+        print(f"{PROG}: {ESSAYS}", file=sys.stderr)
     return Results(rows(run))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,15 @@ from vllm_kvq.eval.results import plots, report
 from vllm_kvq.eval.results.result import Hurt, Results, Row
 from vllm_kvq.eval.results.statistics import claims
 
+PROG = "vllm-kvq eval show"
+
 AROUND = 32
 """The number of characters shown before and after a token."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval show",
+        PROG,
         "Shows what `vllm-kvq eval MODEL --out DIR` has written: tables, the tokens that were hurt most, plots.",
         ("results/results.json", "results/results.json --hurt 3 --out results"),
         "there are no results, or plots can't be drawn",
@@ -42,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = replace(results, claims=claims(results.rows, args.baseline))
         drawn = plots.draw_all(results.rows, args.out) if args.out else []
     except (ValueError, OSError) as error:
-        print(f"vllm-kvq eval show: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     if args.json:
         console.show_json(results.document())
         return console.DONE
