@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +39,20 @@ BAD = [
     ("eval demo --out file.gguf", "argument --out: file.gguf is a file; name a folder"),
     ("bench attention --context 999999999999", "999999999999 tokens take"),
     ("bench attention --query-heads 0", "argument --query-heads: 0 is below 1"),
-    ("bench attention --threads 9999", "--threads 9999 is more than the "),
+    ("bench attention --threads 9999", "argument --threads: 9999 is more than the "),
+    ("bench prefill --threads 9999", "argument --threads: 9999 is more than the "),
+    ("bench prefill --context 999999999999", "999999999999 tokens take"),
+    ("bench slow --context 999999999999", "999999999999 tokens take"),
+    ("bench decode demo --context 99999", "demo has 4096 positions, and requests take 100127; lower --context"),
+    ("bench serve demo --context 512,99999", "demo has 4096 positions, and requests take "),
+    ("bench gpu --seconds -1", "--seconds -1 is below 0"),
+    ("check M --config", "--config names no file"),
+    ("eval heads demo --context 66", "--context 66: squat2 packs nothing of so short a text"),
+    ("calibrate demo --context 66 --formats innerq2", "innerq2 packs nothing of so short a text"),
+    ("eval humaneval M --limit 165", "--limit 165 is more than the 164 problems"),
+    ("eval answers demo --tokens 0", "argument --tokens: 0 is below 1"),
+    ("bench decode demo --tokens 0", "argument --tokens: 0 is below 1"),
+    ("eval demo --fromats squat2", "unknown argument --fromats; did you mean --formats?"),
     ("bench attention --out file.gguf", "argument --out: file.gguf is a file; name a folder"),
     ("bench gpu --dry-run --context 64 --batch 2", "own; leave out --context, --batch"),
     ("bench gpu --dry-run --compile", "--dry-run launches shapes of its own; leave out --compile"),
@@ -91,6 +106,22 @@ def test_a_variable_that_nothing_reads() -> None:
         "the environment has VLLM_KVQ_KERNEL, which nothing reads; did you mean VLLM_KVQ_KERNELS?"
     )
     assert variables_problem(dict.fromkeys(VARIABLES, "1")) is None
+
+
+def test_commands_warn_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KVQ_KERNEL", "torch")
+    assert cli.main(["formats"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllm-kvq: warning: the environment has VLLM_KVQ_KERNEL, which nothing reads; did you mean")
+
+
+@pytest.mark.parametrize("name", [" ".join(command.words) for command in cli.COMMANDS])
+def test_a_parser_loads_no_vllm(name: str) -> None:
+    """So that wrong usage is said soon."""
+    command = next(c for c in cli.COMMANDS if " ".join(c.words) == name)
+    code = f"import sys, importlib; importlib.import_module({command.module!r}).parser(); print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_every_variable_is_known() -> None:

@@ -37,7 +37,7 @@ def test_combinations_of_formats_for_comparison(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("case", [
-    Case("squat2", 80, 32, "float16", {"W": 32, "S": 5, "r": 7, "lambda": 0.03, "floor": 1, "g": 16, "value_bits": 4}),
+    Case("squat2", 80, 32, "float16", {"W": 32, "S": 5, "r": 7, "lam": 0.03, "floor": 1, "g": 16, "value_bits": 4}),
     Case("innerq2", 64, 32, "float32", {"W": 0, "S": 0, "key_bits": 4, "quant_mode": "asymmetric", "key_norm": "none"}),
 ])  # fmt: skip
 def test_a_gpus_kernels(case: Case) -> None:

@@ -199,7 +199,7 @@ def test_any_options_in_a_file(tmp_path: Path) -> None:
     from vllm_kvq.integration.plan.options import Options
 
     parser, path = FlexibleArgumentParser(), tmp_path / "c.yaml"
-    options = st.dictionaries(st.sampled_from(["W", "S", "r", "lambda", "g", "keys", "skip_layers", "N", "x"]), JSON)
+    options = st.dictionaries(st.sampled_from(["W", "S", "r", "lam", "g", "keys", "skip_layers", "N", "x"]), JSON)
 
     @settings(max_examples=150)
     @given(st.sampled_from(sorted(FORMATS)), options | JSON)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvq import __version__, console
+from vllm_kvq.kernels.variables import variables_problem
 
 PROG = "vllm-kvq"
 VERSION = f"\n       {PROG} help [COMMAND]\n       {PROG} --version"
@@ -99,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return console.DONE
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
+    if problem := variables_problem(os.environ):
+        print(f"{PROG}: warning: {problem}", file=sys.stderr)
     for command in COMMANDS:
         if tuple(arguments[: len(command.words)]) == command.words:
             return int(importlib.import_module(command.module).main(arguments[len(command.words) :]))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out
 from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
-from vllm_kvq.cli.eval.heads import captured_text, measured
+from vllm_kvq.cli.eval.heads import captured_text, measured, too_short
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.heads.assign import Candidate, best, by_layer, servable
 from vllm_kvq.eval.heads.capture import CaptureFailed
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     chosen = args.formats
+    if problem := too_short(chosen, args.context):
+        p.error(problem)
     if any("skip_layers" in choice.options for choice in chosen):
         p.error("--formats: calibrate itself chooses the layers not to pack; leave skip_layers out")
     try:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats, whole_number
-from vllm_kvq.cli.check.every import ranked
 from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.cli.logs import be_quiet
 from vllm_kvq.formats.table import DEFAULT_N
@@ -75,6 +74,8 @@ def size(text: str) -> int:
 
 def names(p: argparse.ArgumentParser, chosen: Sequence[Choice]) -> list[str]:
     """All formats are in the order of `vllm-kvq check`."""
+    from vllm_kvq.cli.check.every import ranked  # imports vllm
+
     if chosen == formats()(ALL):
         return ranked()
     if options := [choice.label for choice in chosen if choice.options]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from pathlib import Path
 
 import torch
@@ -31,7 +33,22 @@ def add_batch(p: argparse.ArgumentParser, default: str | None, note: str = "", s
 def add_threads(p: argparse.ArgumentParser, default: int | None = None) -> None:
     """As many as torch takes, unless the command has a default of its own."""
     text = "threads that compute"
-    p.add_argument("--threads", type=whole_number, default=default or torch.get_num_threads(), metavar="N", help=text)
+    p.add_argument("--threads", type=_threads, default=default or torch.get_num_threads(), metavar="N", help=text)
+
+
+def _threads(text: str) -> int:
+    if (count := whole_number(text)) > (cores := len(os.sched_getaffinity(0))):
+        raise argparse.ArgumentTypeError(f"{count} is more than the {cores} cores of this machine")
+    return count
+
+
+def check_memory(p: argparse.ArgumentParser, context: int, token_bytes: int) -> None:
+    """`token_bytes`: of one token of the 16-bit caches that are measured next to ours."""
+    needed, memory = context * token_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory // 2:
+        p.error(
+            f"{context} tokens take {needed >> 30} GiB with bf16, and this machine has {memory >> 30}; lower --context"
+        )
 
 
 def add_rounds(p: argparse.ArgumentParser, default: int) -> None:
@@ -43,12 +60,20 @@ def add_eager(p: argparse.ArgumentParser) -> None:
     p.add_argument("--eager", action="store_true", help="disable torch.compile")
 
 
-def checkpoint(p: argparse.ArgumentParser, text: str) -> Path:
-    """A folder that vLLM would read: not a model's name, because a benchmark downloads nothing."""
+def checkpoint(p: argparse.ArgumentParser, text: str, most: int) -> Path:
+    """A folder that vLLM would read: not a model's name, because a benchmark downloads nothing.
+
+    `most`: tokens of the longest request.
+    """
     try:
-        return _checkpoint(text)
+        path = _checkpoint(text)
+        config = json.loads((path / "config.json").read_text(encoding="utf-8") or "{}")
     except (ValueError, OSError) as error:
         p.error(str(error))
+    limit = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if isinstance(limit, int) and most > limit:
+        p.error(f"{text} has {limit} positions, and requests take {most}; lower --context or --tokens")
+    return path
 
 
 def _checkpoint(text: str) -> Path:

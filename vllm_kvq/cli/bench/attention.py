@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from vllm_kvq.bench.figures import Measured
 from vllm_kvq.bench.steps import Shape, bound_format
 from vllm_kvq.bench.timing import Row, copy_bandwidth, slopes
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, from_zero, whole_number
-from vllm_kvq.cli.bench.arguments import OWN, RECOMMENDED, add_batch, add_rounds, add_shape, add_threads
+from vllm_kvq.cli.bench.arguments import OWN, RECOMMENDED, add_batch, add_rounds, add_shape, add_threads, check_memory
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
 
@@ -59,15 +58,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         shape = shape_of(args, args.context[-1])
     except ValueError as error:
         p.error(str(error))
-    if (needed := shape.plain_bytes) > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // 2:
-        p.error(f"{shape.context} tokens take {needed >> 30} GiB with bf16, and this machine has {memory >> 30}")
+    check_memory(p, shape.context, shape.plain_bytes // shape.context)
     try:
         for choice in args.formats:
             bound_format(shape_of(args, args.context[0]), choice.format, choice.options)
     except ValueError as error:
         p.error(str(error))
-    if args.threads > (cores := len(os.sched_getaffinity(0))):
-        p.error(f"--threads {args.threads} is more than the {cores} cores of this machine")
     if not args.no_baseline and importlib.util.find_spec("vllm") is None:
         p.error("vllm is not installed; --no-baseline times only our formats")
     return args

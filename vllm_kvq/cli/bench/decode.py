@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    model = checkpoint(p, args.model)
     load = decode.Load(args.batch, args.context, args.tokens, args.rounds, args.eager)
+    model = checkpoint(p, args.model, load.max_len)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     rows = []

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = [name for name in others if getattr(args, name)]
         if getattr(args, flag.replace("-", "_")) and given:
             p.error(f"--{flag} launches shapes of its own; leave out {', '.join(f'--{name}' for name in given)}")
+    if not args.seconds >= 0:
+        p.error(f"--seconds {args.seconds:g} is below 0; 0 starts no measurement")
     try:
         names = with_kernels(args.formats)
     except ValueError as error:

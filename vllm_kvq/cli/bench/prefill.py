@@ -12,7 +12,7 @@ from vllm_kvq import console
 from vllm_kvq.bench import prefill
 from vllm_kvq.bench.prefill import ChunkRow, PromptRow
 from vllm_kvq.cli.arguments import add_context, add_formats, from_zero
-from vllm_kvq.cli.bench.arguments import OWN, RECOMMENDED, add_rounds, add_shape, add_threads
+from vllm_kvq.cli.bench.arguments import OWN, RECOMMENDED, add_rounds, add_shape, add_threads, check_memory
 from vllm_kvq.formats import Geometry
 
 
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Geometry(args.head_size, prefill.BLOCK)
     except ValueError as error:
         p.error(str(error))
+    check_memory(p, max(args.context) + args.chunk, 8 * args.kv_heads * args.head_size)
     torch.set_num_threads(args.threads)
     if not args.json:
         print(f"heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  threads {args.threads}")

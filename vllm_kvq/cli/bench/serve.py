@@ -60,11 +60,11 @@ def line(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    named = None if args.model is None else checkpoint(p, args.model)
     try:
         load = Load(args.context, args.batch, args.tokens, args.rounds, args.cold, args.eager)
     except ValueError as error:
         p.error(str(error))
+    named = None if args.model is None else checkpoint(p, args.model, load.max_len)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the servers to be stopped
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -12,7 +12,7 @@ from vllm_kvq import console
 from vllm_kvq.bench import slow
 from vllm_kvq.bench.timing import Row
 from vllm_kvq.cli.arguments import add_context
-from vllm_kvq.cli.bench.arguments import add_rounds, add_threads
+from vllm_kvq.cli.bench.arguments import add_rounds, add_threads, check_memory
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import processor_name
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     if importlib.util.find_spec("vllm") is None:
         p.error("vllm is not installed, so there is nothing to compare with")
+    check_memory(p, args.context, 4 * slow.KV_HEADS * max(slow.HEAD_SIZES))
     torch.set_num_threads(args.threads)
     if library() is None:
         why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"

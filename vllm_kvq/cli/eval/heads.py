@@ -18,6 +18,9 @@ from vllm_kvq.eval.heads.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results import plots
 from vllm_kvq.eval.tasks.samples import sequence
+from vllm_kvq.formats.by_layer import all_options
+from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.table import get_format
 
 PROG = "vllm-kvq eval heads"
 
@@ -54,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     chosen = args.formats
+    if problem := too_short(chosen, args.context):
+        p.error(problem)
     try:
         model = Model.of(args.model, args.dtype)
         captured = captured_text(model, args.context, args.seed, any(map(calibrated, chosen)))
@@ -75,6 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.out:
         print(args.out / PLOT)
     return console.DONE
+
+
+def too_short(chosen: Sequence[Choice], tokens: int) -> str | None:
+    """Why nothing of such a text would be packed, known without a model; pages may take more."""
+    least = {}
+    for choice in chosen:
+        of = [get_format(choice.format).settings(options) for options in all_options(choice.options)]
+        newest = min(s.W if s.W_keys is None else min(s.W, s.W_keys) for s in of)
+        least[choice.label] = newest + (min(s.S for s in of) // SLAB + 1) * SLAB + READERS
+    label, needed = (min if list(chosen) == formats()(ALL) else max)(least.items(), key=lambda item: item[1])
+    if tokens >= needed:
+        return None
+    return (
+        f"--context {tokens}: {label} packs nothing of so short a text, because the newest and the first tokens are in "
+        f"full precision and the last {READERS} read the others; it takes at least {needed}"
+    )
 
 
 def measured(captured: Captured, chosen: Sequence[Choice]) -> tuple[dict[str, list[HeadError]], dict[str, str]]:

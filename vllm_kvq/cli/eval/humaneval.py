@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     p = parser()
     args = p.parse_args(arguments)
+    if args.limit > COUNT:
+        p.error(f"--limit {args.limit} is more than the {COUNT} problems that there are")
     chosen = (REFERENCE, *(c for c in args.formats if c != REFERENCE))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,10 +17,12 @@ from vllm_kvq.eval.choice import PLAIN, Choice
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING, Row
-from vllm_kvq.eval.run.harness import Progress
 from vllm_kvq.eval.run.plan import LEAST_CACHE_BYTES, REQUESTS
 from vllm_kvq.eval.run.store import Store, format_sources, sources
 from vllm_kvq.eval.run.store import key as key_of
+
+if TYPE_CHECKING:
+    from vllm_kvq.eval.run.harness import Progress
 
 KIND = "lm-eval"
 OTHERS = ("tasks", "sequences", "regimes", "readers", "answers", "tokens", "top")
