@@ -77,7 +77,7 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
 fi
 
 step "first decode times" 150 "$PYTHON" -m vllm_kvq bench gpu --out "$RESULTS" --formats squat2 --context 65536 \
-  --batch 1 8 --seconds 120
+  --batch 1,8 --seconds 120
 FORMATS=squat2,kitty2,qjl3,innerq2,polar4,polar3,squat4
 # nvcc takes a minute, and so do Triton's kernels of the bench, one process per format
 timeout 120 "$PYTHON" -m vllm_kvq.kernels.gpu.build &

@@ -45,7 +45,7 @@ class BootstrapError(Exception):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="repository to set up (default: this one)")
     root = parser.parse_args().root.resolve()
     try:

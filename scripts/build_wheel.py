@@ -35,7 +35,7 @@ class WheelBuildError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
     output: Path = parser.parse_args(argv).output
     logging.basicConfig(level=logging.INFO, format="wheel: %(message)s")

@@ -17,7 +17,7 @@ SOURCES = (".h", ".cpp", ".cu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a file would change")
     check: bool = parser.parse_args(argv).check
     sources = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in SOURCES)

@@ -27,7 +27,7 @@ class ReleaseError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="only check, and say what would be done")
     parser.add_argument("--output", type=Path, default=Path("dist"), help="folder for the wheel (default: dist)")
     parser.add_argument("--root", type=Path, default=ROOT, help="repository to release (default: this one)")

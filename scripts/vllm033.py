@@ -30,7 +30,7 @@ BUILD_TOOLS = ["setuptools-rust", "setuptools-scm", "semantic-version", "vcs-ver
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / f"vllm-{VERSION}")
     parser.add_argument("pytest_arguments", nargs="*", default=["tests/engine"], help="after --")
     arguments = parser.parse_args(argv)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,20 +35,34 @@ BAD = [
     ("calibrate demo --bits 0", "0 is not between 0 and 16 bits"),
     ("calibrate demo --bits -1", "-1 is not between 0 and 16 bits"),
     ("calibrate demo --bits nan", "nan is not between 0 and 16 bits"),
-    ("eval demo --longest 0", "0 is below 1"),
-    ("eval demo --out file.gguf", "--out file.gguf is a file; name a folder"),
+    ("eval demo --tokens 0", "0 is below 1"),
+    ("eval demo --out file.gguf", "argument --out: file.gguf is a file; name a folder"),
     ("bench attention --context 999999999999", "999999999999 tokens take"),
-    ("bench attention --query-heads 0", "must be at least 1"),
-    ("bench attention --threads 9999", "threads from 1 to"),
-    ("bench attention --plot foo.txt", "foo.txt is none of the pictures that can be drawn: .png"),
+    ("bench attention --query-heads 0", "argument --query-heads: 0 is below 1"),
+    ("bench attention --threads 9999", "argument --threads: 9999 is more than the "),
+    ("bench prefill --threads 9999", "argument --threads: 9999 is more than the "),
+    ("bench prefill --context 999999999999", "999999999999 tokens take"),
+    ("bench slow --context 999999999999", "999999999999 tokens take"),
+    ("bench decode demo --context 99999", "demo has 4096 positions, and requests take 100127; lower --context"),
+    ("bench serve demo --context 512,99999", "demo has 4096 positions, and requests take "),
+    ("bench gpu --seconds -1", "--seconds -1 is below 0"),
+    ("check M --config", "--config names no file"),
+    ("eval heads demo --context 66", "--context 66: squat2 packs nothing of so short a text"),
+    ("calibrate demo --context 66 --formats innerq2", "innerq2 packs nothing of so short a text"),
+    ("eval humaneval M --limit 165", "--limit 165 is more than the 164 problems"),
+    ("eval answers demo --tokens 0", "argument --tokens: 0 is below 1"),
+    ("bench decode demo --tokens 0", "argument --tokens: 0 is below 1"),
+    ("eval demo --fromats squat2", "unknown argument --fromats; did you mean --formats?"),
+    ("bench attention --out file.gguf", "argument --out: file.gguf is a file; name a folder"),
     ("bench gpu --dry-run --context 64 --batch 2", "own; leave out --context, --batch"),
     ("bench gpu --dry-run --compile", "--dry-run launches shapes of its own; leave out --compile"),
-    ("bench gpu --compile --batch 1 8 64", "--compile launches shapes of its own; leave out --batch"),
-    ("bench decode --model /nope", "'/nope' is no folder with a config.json"),
-    ("bench decode --model=", "'' is no folder with a config.json"),
-    ("bench decode --model .", "'.' is no folder with a config.json"),
-    ("bench serve --folder file.gguf", "--folder file.gguf is a file; name a folder"),
-    ("formats --options --head-size 7", "leave out --head-size"),
+    ("bench gpu --compile --batch 1,8,64", "--compile launches shapes of its own; leave out --batch"),
+    ("bench decode /nope", "there is no folder '/nope'; demo is the repository's model"),
+    ("bench decode file.gguf", "file.gguf is a file; name the folder that holds the checkpoint's config.json"),
+    ("bench decode .", "the folder '.' has no config.json, so it holds no checkpoint"),
+    ("bench serve --out file.gguf", "argument --out: file.gguf is a file; name a folder"),
+    ("formats --options --head-size 64", "leave out --head-size"),
+    ("formats --options --head-size 7", "no format has heads of 7 channels; there are 64"),
 ]
 
 
@@ -62,8 +78,8 @@ def test_one_sentence(
     said = capsys.readouterr()
     assert exited.value.code == 2
     assert said.out == ""
-    *_, last = said.err.splitlines()
-    assert sentence in last
+    (line,) = said.err.splitlines()
+    assert sentence in line
 
 
 def test_the_memory_that_the_environment_names() -> None:
@@ -92,6 +108,22 @@ def test_a_variable_that_nothing_reads() -> None:
     assert variables_problem(dict.fromkeys(VARIABLES, "1")) is None
 
 
+def test_commands_warn_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KVQ_KERNEL", "torch")
+    assert cli.main(["formats"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllm-kvq: warning: the environment has VLLM_KVQ_KERNEL, which nothing reads; did you mean")
+
+
+@pytest.mark.parametrize("name", [" ".join(command.words) for command in cli.COMMANDS])
+def test_a_parser_loads_no_vllm(name: str) -> None:
+    """So that wrong usage is said soon."""
+    command = next(c for c in cli.COMMANDS if " ".join(c.words) == name)
+    code = f"import sys, importlib; importlib.import_module({command.module!r}).parser(); print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_every_variable_is_known() -> None:
     """Those that sources read, and no other."""
     files = [*(ROOT / "vllm_kvq").glob("**/*.py"), *(ROOT / "csrc").glob("**/*.*"), *(ROOT / "proof").glob("**/*.py")]
@@ -103,7 +135,7 @@ def test_every_variable_is_known() -> None:
 def test_a_head_size_that_one_format_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["formats", "--head-size", "512", "--block-size", "64"]) == 0
     said = capsys.readouterr().out
-    (qjl,) = (line for line in said.splitlines() if line.startswith("qjl3 "))
+    qjl, _ = (line for line in said.splitlines() if line.startswith("qjl3 "))
     assert qjl.split()[-1] == "-"
     assert "\nqjl3: QJL names outlier channels by bytes" in said
     assert cli.main(["formats", "--head-size", "512", "--json"]) == 0

@@ -28,8 +28,8 @@ SMALL = ["--query-heads", "4", "--kv-heads", "1", "--head-size", "64", "--thread
 
 
 def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ["--csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "t.png")]
-    contexts = ["--context", "1024", "4096", "5120", "6144", "--rotate", "2"]
+    files = ["--out", str(tmp_path)]
+    contexts = ["--context", "1024,4096,5120,6144", "--rotate", "2"]
     assert attention.main([*SMALL, *contexts, "--formats", "squat2,innerq2", *files]) == 0
     printed = capsys.readouterr().out
     kernels = {"bf16", "fp8", "squat2", "innerq2"} - ({"fp8"} if no_fp8(64) else set())
@@ -38,13 +38,13 @@ def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys:
     assert "x bf16  limit" in printed
     assert "caches 2" in printed
     assert "1.00 is linear" in printed
-    rows = list(csv.DictReader((tmp_path / "t.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "cpu-attention.csv").open()))
     assert len(rows) == 4 * len(kernels)
     assert all(float(row["ms"]) > 0 and float(row["x_bf16"]) > 0 for row in rows)
     # the packed cache has as few bytes as it says: less than a third of bf16's
     size = {row["kernel"]: int(row["bytes"]) for row in rows if row["context"] == "6144"}
     assert size["squat2"] < size["bf16"] / 3
-    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "cpu-attention.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_head_size_that_vllm_has_no_fp8_cache_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,8 +118,8 @@ def test_serve_compares_two_real_servers(
 ) -> None:
     monkeypatch.setattr(serve, "SETTLE_SECONDS", 0.0)  # no times are judged here
     model = random_model(tmp_path / "model", hidden=128, layers=1, vocab=512, dtype="bfloat16")
-    sizes = ["--context", "64", "256", "--batch", "2", "--tokens", "96", "--rounds", "1", "--cold", "1", "--eager"]
-    assert serve_command.main(["--model", str(model), "--folder", str(tmp_path), *sizes]) == 0
+    sizes = ["--context", "64,256", "--batch", "2", "--tokens", "96", "--rounds", "1", "--cold", "1", "--eager"]
+    assert serve_command.main([str(model), "--out", str(tmp_path), *sizes]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "kitty2 against bf16"
     cells = [line.split() for line in printed[3:]]

@@ -125,12 +125,12 @@ def test_decode(
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
     Path("m", "config.json").touch()
-    monkeypatch.setattr("sys.argv", ["bench", "--model", "m", "--batch", "4", "--min-ratio", str(least)])
+    monkeypatch.setattr("sys.argv", ["bench", "m", "--batch", "4", "--min-ratio", str(least)])
     assert decode_command.main() == status
     printed = capsys.readouterr().out
     assert printed.startswith("kitty2: 16 tokens/s, bf16 8 tokens/s, ratio 2.00 ")
     assert (f"slower than {least} of bf16: kitty2" in printed) == bool(status)
-    assert decode_command.main(["--model", "m", "--batch", "4", "--min-ratio", str(least), "--json"]) == status
+    assert decode_command.main(["m", "--batch", "4", "--min-ratio", str(least), "--json"]) == status
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row == {"format": "kitty2", "tokens_per_second": 16.0, "bf16_tokens_per_second": 8.0, "ratio": 2.0}
 
@@ -217,7 +217,7 @@ def test_serve_kernel(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         json.dumps({"num_attention_heads": 4, "hidden_size": 256, "num_key_value_heads": 2, "num_hidden_layers": 3})
     )
     monkeypatch.setattr(serve, "vllm_candidate", lambda shape, _: Candidate([clock.step(lambda i: 0.012)], 9))
-    monkeypatch.setattr(serve, "kvq_candidate", lambda shape, _: Candidate([clock.step(lambda i: 0.004)], 3))
+    monkeypatch.setattr(serve, "kvq_candidate", lambda shape, *_: Candidate([clock.step(lambda i: 0.004)], 3))
     assert serve.kernel_ratio("squat2", tmp_path, 64, 1, 3) == pytest.approx(3.0)
 
 
@@ -235,11 +235,11 @@ def test_prefill(one_layer: MagicMock) -> None:
     """vLLM's attention takes 2 seconds."""
     q, k, v = (torch.zeros(64, heads, 64) for heads in (4, 2, 2))
     plain: Any = SimpleNamespace(attend=lambda: 2.0)
-    row = prefill_command.line(prefill.prompt_row("squat2", q, k, v, plain, 3))
+    row = prefill_command.line(prefill.prompt_row("squat2", q, k, v, plain, 3, {}))
     assert "fit   100.0 ms  pack   200.0 ms" in row
     assert "vLLM  2000.0 ms, ours  1000.0 ms" in row
     assert row.endswith("fit   5.0% + pack  10.0% of vLLM's")
-    chunk = prefill.chunk_row("squat2", q, k, v, 128, plain, 3)
+    chunk = prefill.chunk_row("squat2", q, k, v, 128, plain, 3, {})
     assert prefill_command.line(chunk).endswith(" 2.00 times vLLM's speed")
 
 

@@ -46,7 +46,7 @@ def fuzz(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         monkeypatch.setattr(session, "Session", Found)
         monkeypatch.setattr(session, "minimal", lambda model, found, seconds: (found.case, found.messages))
         report = tmp_path / "report.json"
-        status = main.main(["--format", "squat2", "--json", str(report), *arguments])
+        status = main.main(["--formats", "squat2", "--counts", str(report), *arguments])
         return status, json.loads(report.read_text())
 
     yield run
@@ -86,7 +86,7 @@ def test_a_page_for_the_results(fuzz: Callable[..., tuple[int, dict[str, Any]]],
     assert "5 requests, 70 tokens of random traces" in text
     assert "Mismatches: 0." in text
     assert main.processor() in text
-    assert "    python -m proof fuzz --seed 7 --requests 5 --format squat2\n" in text
+    assert "    python -m proof fuzz --seed 7 --requests 5 --formats squat2\n" in text
     assert re.search(r"^    total .* 5 +70 .* 1 +0$", text, re.MULTILINE)
     assert fuzz(Finding(CASE, CASE, ["good[0]: token 1"]), "--report", str(page))[0] == 1
     assert "Mismatches: 1." in page.read_text()

@@ -27,17 +27,17 @@ OTHERS = [name for name in SERVED if name not in PUBLIC]
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_combinations_of_every_format(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--seed", "1", "--cases", "5", "--format", name])
+    status = main(["--seed", "1", "--cases", "5", "--formats", name])
     assert status == 0, capsys.readouterr().out
 
 
 def test_combinations_of_formats_for_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--seed", "1", "--cases", str(len(OTHERS)), "--path", "PyTorch", "--format", *OTHERS])
+    status = main(["--seed", "1", "--cases", str(len(OTHERS)), "--path", "PyTorch", "--formats", ",".join(OTHERS)])
     assert status == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("case", [
-    Case("squat2", 80, 32, "float16", {"W": 32, "S": 5, "r": 7, "lambda": 0.03, "floor": 1, "g": 16, "value_bits": 4}),
+    Case("squat2", 80, 32, "float16", {"W": 32, "S": 5, "r": 7, "lam": 0.03, "floor": 1, "g": 16, "value_bits": 4}),
     Case("innerq2", 64, 32, "float32", {"W": 0, "S": 0, "key_bits": 4, "quant_mode": "asymmetric", "key_norm": "none"}),
 ])  # fmt: skip
 def test_a_gpus_kernels(case: Case) -> None:

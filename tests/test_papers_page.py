@@ -63,7 +63,7 @@ def test_figures(command: list[str]) -> None:
 def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     """All in one run of the model, which takes longer than the measurements."""
     every = list(dict.fromkeys(choice.label for command in ON_A_MODEL for choice in choices(command[1])))
-    assert heads_command.main(["demo", "--tokens", "512", "--formats", ",".join(every)]) == 0
+    assert heads_command.main(["demo", "--context", "512", "--formats", ",".join(every)]) == 0
     printed = capsys.readouterr().out
     assert all(label in printed for label in every)
 

@@ -157,7 +157,7 @@ def test_requests_of_one_name() -> None:
         Case.from_json(changed(GOOD, ("traces", 0, "requests"), [request, request]))
 
 
-# -- a checkpoint of `bench serve --model` ----------------------------------------------------------------------------
+# -- a checkpoint of `bench serve MODEL` ----------------------------------------------------------------------------
 @settings(max_examples=300)
 @given(spoiled(SHAPE))
 def test_any_json_in_the_place_of_a_config(data: Any) -> None:
@@ -199,7 +199,7 @@ def test_any_options_in_a_file(tmp_path: Path) -> None:
     from vllm_kvq.integration.plan.options import Options
 
     parser, path = FlexibleArgumentParser(), tmp_path / "c.yaml"
-    options = st.dictionaries(st.sampled_from(["W", "S", "r", "lambda", "g", "keys", "skip_layers", "N", "x"]), JSON)
+    options = st.dictionaries(st.sampled_from(["W", "S", "r", "lam", "g", "keys", "skip_layers", "N", "x"]), JSON)
 
     @settings(max_examples=150)
     @given(st.sampled_from(sorted(FORMATS)), options | JSON)

@@ -3,24 +3,78 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 DONE, FOUND, USAGE = 0, 1, 2
 """What commands exit with."""
 
 
-def parser(prog: str, about: str, examples: Sequence[str], found: str) -> argparse.ArgumentParser:
+def parser(prog: str, about: str, examples: Sequence[str], found: str) -> Parser:
     """A command's parser. `found` says what its exit code 1 means; the examples are its arguments, or whole lines."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=prog,
         description=about,
         epilog=help_end([f"{prog} {example}".rstrip() for example in examples], found),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
+        allow_abbrev=False,
     )
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Says the default in each option's line."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        said = "default: " in text or not action.option_strings or action.nargs == 0 or action.default is None
+        return text if said else f"{text} (default: %(default)s)"
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Lines stay lines, and those that are too wide for the terminal are folded; examples are not."""
+        return "\n".join(folded(line, width) if not line.startswith("  vllm") else line for line in text.splitlines())
+
+
+def folded(line: str, width: int) -> str:
+    return textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()))) if line else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage is one sentence, and a JSON document if the command was asked for one."""
+
+    as_json = False
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        given = list(sys.argv[1:] if args is None else args)
+        self.as_json = "--json" in given
+        return super().parse_known_args(given, namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            word = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+            close = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            self.error(
+                f"unknown argument {word}; " + (f"did you mean {close[0]}?" if close else f"see {self.prog} --help")
+            )
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(fail(self.prog, message, self.as_json, USAGE))
+
+
+def fail(prog: str, sentence: object, as_json: bool, status: int = FOUND) -> int:
+    """Says why a command has no result: a sentence on standard error, or a JSON document. The status is handed back."""
+    if as_json:
+        what, _, instead = str(sentence).rpartition("; ")
+        show_json({"error": what or instead, "instead": instead if what else None})
+    else:
+        print(f"{prog}: error: {sentence}" if status == USAGE else f"{prog}: {sentence}", file=sys.stderr)
+    return status
 
 
 def help_end(examples: Sequence[str], found: str) -> str:
@@ -78,7 +132,10 @@ class Table:
             show_header=any(self.head),
         )
         for i, head in enumerate(self.head):
-            drawn.add_column(rich.text.Text(head), justify="right" if i >= self.right else "left", overflow="fold")
+            justify: Literal["left", "right"] = "right" if i >= self.right else "left"
+            drawn.add_column(
+                rich.text.Text(head), justify=justify, overflow="fold", no_wrap=i == 0 and len(self.head) > 2
+            )
         for row in self.rows:
             drawn.add_row(*map(rich.text.Text, row))
         rich.console.Console().print(drawn)

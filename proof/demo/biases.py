@@ -261,6 +261,7 @@ def hardness_table(caches: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m proof biases",
         description="Write key biases like Qwen2's, and wide channels, into a Llama without changing what it computes.",
     )

@@ -59,7 +59,7 @@ def write(training: Training, tokenizer: Tokenizer, out: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m proof train", description="Train the demo model, or continue its training."
+        allow_abbrev=False, prog="python -m proof train", description="Train the demo model, or continue its training."
     )
     parser.add_argument("--steps", type=int, default=PLAN.steps, help="steps after which to stop (%(default)s)")
     parser.add_argument("--out", type=Path, default=DEMO, help="folder for the checkpoint (default: %(default)s)")

@@ -211,7 +211,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     from vllm_kvq.formats.table import suite
 
     parser = argparse.ArgumentParser(
-        prog="python -m proof demo", description="Start a server with a low-bit KV cache and ask it a question."
+        allow_abbrev=False,
+        prog="python -m proof demo",
+        description="Start a server with a low-bit KV cache and ask it a question.",
     )
     parser.add_argument(
         "--format", default=suite("usual")[0], help="KV cache format (%(default)s), or auto (vLLM's own cache)"

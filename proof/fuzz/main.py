@@ -25,6 +25,7 @@ from typing import Any
 
 from proof.fuzz.case import MODEL, MODELS, Case
 from proof.fuzz.draw import judged
+from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import suite
 
@@ -40,7 +41,7 @@ def default() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(allow_abbrev=False,
         prog="python -m proof fuzz", description="Random traces on real engines, every token judged.", epilog=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=1.0)
     length.add_argument("--requests", type=int, metavar="N", help="number of requests to judge, however long it takes")
-    parser.add_argument("--format", nargs="+", choices=sorted(FORMATS), default=default(), metavar="NAME")
+    parser.add_argument("--formats", type=words(sorted(FORMATS)), default=default(), metavar="NAME,...")
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
         help="kinds of models, by their names in docs/models.md, of which each engine has one",
@@ -60,13 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--replay", type=Path, metavar="FILE", help="file with a single case to run")
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the counts, and for the case of a mismatch")
+    parser.add_argument(
+        "--counts", type=Path, metavar="FILE", help="file for the counts, and for the case of a mismatch"
+    )
     options = parser.parse_args(argv)
     if options.jobs < 1 or options.minutes <= 0:
         parser.error("--jobs and --minutes must be positive")
     if options.requests is not None and options.requests < 1:
         parser.error("--requests must be positive")
-    for name in options.format:
+    for name in options.formats:
         if not judged(options.models, name):
             parser.error(f"--models {' '.join(options.models)}: the reference can't judge {name} there, only lossless")
     if options.report and options.replay:
@@ -96,7 +99,7 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
 
     library()  # compiles if the sources have changed: the engines' time limits do not allow for that
     session = Session(
-        model, options.seed, 60 * options.minutes, options.format, options.jobs, requests=options.requests,
+        model, options.seed, 60 * options.minutes, options.formats, options.jobs, requests=options.requests,
         runner=options.runner, models=options.models,
     )  # fmt: skip
     begun = time.monotonic()
@@ -122,8 +125,8 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
         print("save the next line in a file and run it again with: python -m proof fuzz --replay FILE")
         print(json.dumps(case.to_json()))
         report |= {"case": case.to_json(), "messages": messages}
-    if options.json:
-        options.json.write_text(json.dumps(report))
+    if options.counts:
+        options.counts.write_text(json.dumps(report))
     return int(session.finding is not None)
 
 
@@ -149,8 +152,8 @@ def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Map
         command += f" --runner {options.runner}"
     if options.models != list(MODELS):
         command += f" --models {' '.join(map(shlex.quote, options.models))}"
-    if options.format != default():
-        command += f" --format {' '.join(options.format)}"
+    if options.formats != default():
+        command += f" --formats {','.join(options.formats)}"
     cores, total = len(os.sched_getaffinity(0)), rows["total"]
     requests = ", ".join(f"{n:,} {what}" for n, what in ((total["requests"], "requests"), (total["tokens"], "tokens")))
     lines = table(rows).splitlines()

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 
 from proof.kernels.sanitized_server import serve
+from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import suite
 from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build, compiler
@@ -93,16 +94,17 @@ def run(kinds: tuple[str, ...], compiler: list[str], command: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m proof sanitize", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m proof sanitize", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("kinds", metavar="LIST", type=parse, help="address,undefined or thread")
     parser.add_argument("--server", action="store_true", help="run a server with that build (sanitized_server.py)")
     parser.add_argument(
-        "--format",
-        nargs="+",
-        choices=sorted(FORMATS),
+        "--formats",
+        type=words(sorted(FORMATS)),
         default=list(suite("methods")),
-        metavar="NAME",
-        help="format of the server's cache",
+        metavar="NAME,...",
+        help="formats of the servers' caches",
     )
     parser.add_argument("command", nargs="*", help="command to run with that build, after `--`")
     args = parser.parse_args(argv)
@@ -113,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         library = build()
         print(f"CPU kernels: {library.name}", flush=True)
         if args.server:
-            return serve(environment(args.kinds, compiler(), os.devnull), library, args.format)
+            return serve(environment(args.kinds, compiler(), os.devnull), library, args.formats)
         return run(args.kinds, compiler(), args.command) if args.command else 0
     except (BuildError, OSError) as error:
         print(f"CPU kernels can't be built: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """A real server whose CPU kernels are a sanitizer's build: it answers mixed requests, and its log must hold no report.
 
-python -m proof sanitize address --server --format squat2 qjl3
+python -m proof sanitize address --server --formats squat2,qjl3
 """
 
 from __future__ import annotations

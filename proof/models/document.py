@@ -163,6 +163,8 @@ def page() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m proof models", description="Prints docs/models.md.").parse_args(argv)
+    argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m proof models", description="Prints docs/models.md."
+    ).parse_args(argv)
     print(page())
     return 0

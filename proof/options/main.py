@@ -22,6 +22,7 @@ import torch
 from proof.options.case import Case
 from proof.options.draw import BLOCK_SIZES, draw
 from proof.options.judge import WISHES, Verdict, judge
+from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
 
 DEFAULT_CASES = 200
@@ -32,7 +33,7 @@ INTERPRETED = (32, 64)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(allow_abbrev=False,
         prog="python -m proof options", description="Random combinations of options, each judged by the reference.",
         epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--cases", type=int, default=DEFAULT_CASES, help="combinations (%(default)s)")
     length.add_argument("--minutes", type=float, help="draw until they are over")
-    parser.add_argument("--format", nargs="+", choices=sorted(SERVED), default=SERVED, metavar="NAME")
+    parser.add_argument("--formats", type=words(sorted(SERVED)), default=SERVED, metavar="NAME,...")
     parser.add_argument("--path", nargs="+", choices=list(WISHES), default=["PyTorch", "C++"], metavar="PATH")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="judge this one combination")
     options = parser.parse_args(argv)
@@ -64,7 +65,7 @@ def _run(options: argparse.Namespace, end: float | None) -> int:
     sizes = INTERPRETED if "GPU" in paths else BLOCK_SIZES
     drawn = found = 0
     while drawn < options.cases if end is None else time.monotonic() < end:
-        case = draw(rng, options.format[drawn % len(options.format)], sizes)
+        case = draw(rng, options.formats[drawn % len(options.formats)], sizes)
         drawn += 1
         verdict = judge(case, paths)
         counts.update(verdict.paths or ["refused" if verdict.refused else "on none of the paths"])

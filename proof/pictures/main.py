@@ -23,7 +23,7 @@ def file_name(module: ModuleType) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m proof pictures", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m proof pictures", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--out", type=Path, default=FOLDER, metavar="DIR", help="folder for the SVG files (docs/pictures)"
     )

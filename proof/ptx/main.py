@@ -17,7 +17,9 @@ from proof.ptx import emulate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m proof ptx", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m proof ptx", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--target", type=int, default=90, help="compute capability, as in 80")
     options = inside.parse(parser, argv)
     emulate(options.target)

@@ -54,7 +54,10 @@ SHAPE = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m proof soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        prog="python -m proof soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--format", choices=[*sorted(FORMATS), PLAIN], default="squat2", metavar="NAME")

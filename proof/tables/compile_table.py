@@ -276,7 +276,10 @@ def report_cuda(targets: list[int], only: list[str]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m proof compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        prog="python -m proof compile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities, as in 90")
     parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")

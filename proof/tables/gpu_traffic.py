@@ -22,6 +22,7 @@ import torch
 from proof import ptx
 from proof.ptx.memory import Tensors, Traffic
 from vllm_kvq.bench.gpu.decode import formats
+from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import Geometry, get_format
 
 LIMIT = 1.1
@@ -50,10 +51,13 @@ def count(name: str, head_size: int, pages: int) -> Traffic:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m proof traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        prog="python -m proof traffic",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     served = [name for name in formats() if "+" not in name]
-    parser.add_argument("--format", nargs="+", default=served)
+    parser.add_argument("--formats", type=words(served), default=served, metavar="NAME,...")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--target", type=int, default=90, help="compute capability, as in 90")
     parser.add_argument("--check", action="store_true")
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(line.format("format", "loads", "asked", "sectors", "memory", "record"))
     print(line.format("---", *["--:"] * 5))
     good = True
-    for name in args.format:
+    for name in args.formats:
         few, many = count(name, args.head_size, 4), count(name, args.head_size, 8)
         tokens = 4 * PAGE
         record = get_format(name).bind(Geometry(args.head_size, PAGE)).record_bytes / PAGE

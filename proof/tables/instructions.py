@@ -1,6 +1,6 @@
 """Instructions that decode attention takes per cached element, counted and not timed.
 
-    python -m proof instructions --format all
+    python -m proof instructions --formats all
 
 Each kernel attends one KV head's tokens at two contexts on one thread, with the processor stopped after every
 instruction; what the longer context takes more, divided by its further elements (head size, keys and values), is the
@@ -22,6 +22,7 @@ import torch
 from proof.kernels import probe
 from vllm_kvq.bench.steps import Candidate, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.vllm_build import baselines
+from vllm_kvq.cli.arguments import ALL, words
 from vllm_kvq.formats import FORMATS, Geometry, get_format
 from vllm_kvq.kernels.build import BuildError, build
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
@@ -32,16 +33,18 @@ CONTEXTS = (2048, 3072)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m proof instructions", description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m proof instructions", description=__doc__.partition("\n")[0]
+    )
     public = [f.name for f in FORMATS.values() if f.public]
-    p.add_argument("--format", nargs="+", default=["squat2"], choices=[*public, "all"])
+    p.add_argument("--formats", type=words([*public, ALL]), default=["squat2"], metavar="NAME,...")
     p.add_argument("--head-size", type=int, default=128)
-    p.add_argument("--query-heads", type=int, default=4, help="query heads per KV head")
+    p.add_argument("--queries-per-kv", type=int, default=4, help="query heads per KV head")
     p.add_argument("--no-baseline", action="store_true", help="count only ours, without vllm")
     args = p.parse_args(arguments)
-    args.format = public if "all" in args.format else args.format
+    args.formats = public if ALL in args.formats else args.formats
     try:
-        for name in args.format:
+        for name in args.formats:
             get_format(name).bind(Geometry(args.head_size, BLOCK, torch.bfloat16))
         shape_of(args, CONTEXTS[0])
     except ValueError as error:
@@ -50,7 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def shape_of(args: argparse.Namespace, context: int) -> Shape:
-    return Shape(context, 1, args.query_heads, 1, args.head_size, BLOCK, 1)
+    return Shape(context, 1, args.queries_per_kv, 1, args.head_size, BLOCK, 1)
 
 
 def per_element(make: dict[int, Candidate], code: tuple[int, int], head_size: int) -> float:
@@ -77,14 +80,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     shapes = {c: shape_of(args, c) for c in CONTEXTS}
     print(
-        f"{ISAS[isa()]}, head size {args.head_size}, {args.query_heads} query heads per KV head: "
+        f"{ISAS[isa()]}, head size {args.head_size}, {args.queries_per_kv} query heads per KV head: "
         "instructions per cached element"
     )
     if not args.no_baseline:
         for name, dtype in baselines(args.head_size).items():
             made = {c: vllm_candidate(shape, dtype) for c, shape in shapes.items()}
             print(f"  {name:8} {per_element(made, probe.code_of('/vllm/_C'), args.head_size):7.3f}", flush=True)
-    for name in args.format:
+    for name in args.formats:
         made = {c: kvq_candidate(shape, name) for c, shape in shapes.items()}
         code = probe.code_of(build().name)
         print(f"  {name:8} {per_element(made, code, args.head_size):7.3f}", flush=True)

@@ -13,7 +13,7 @@ HEAD = f"""\
 # Compatibility
 
 `python -m proof patches` prints this page from the list of patches (`vllm_kvq/integration/patches/registry.py`), and
-`vllm-kvq doctor` prints the rows that concern the installed vLLM.
+`vllm-kvq doctor --patches` prints the rows that concern the installed vLLM.
 
 vllm-kvq supports vLLM {" and ".join(SUPPORTED)} and no other version: with any other its formats are not offered,
 and the log says why. If a supported vLLM lacks a private name of this list, the server says which name, for which
@@ -61,6 +61,8 @@ def page() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     description = "Prints docs/compatibility.md."
-    argparse.ArgumentParser(prog="python -m proof patches", description=description).parse_args(argv)
+    argparse.ArgumentParser(allow_abbrev=False, prog="python -m proof patches", description=description).parse_args(
+        argv
+    )
     print(page())
     return 0

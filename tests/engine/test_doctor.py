@@ -44,7 +44,7 @@ def topic(name: str, found: list[Finding] | None = None) -> Finding:
 def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     from vllm import __version__
 
-    assert cli.main(["doctor", "--json"]) == 0
+    assert cli.main(["doctor", "--patches", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["works"]
     found = [Finding(**f) for f in document["findings"]]
@@ -61,7 +61,10 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert 25 < len(active) < len(PATCHES)
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert text.endswith("\nserving works here\n")
+    assert text.startswith("serving works here\n\n")
+    assert all((f.text in text) == (f.topic not in [kind.value for kind in Kind]) for f in found)
+    assert cli.main(["doctor", "--patches"]) == 0
+    text = capsys.readouterr().out
     assert all(f.text in text for f in found)
 
 
@@ -85,7 +88,7 @@ def test_what_keeps_a_server_from_working(
     (bad,) = (f for f in document["findings"] if f["status"] == BAD)
     assert bad["text"].startswith(text)
     assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().out.endswith("what keeps serving from working: 1 marked BAD\n")
+    assert capsys.readouterr().out.startswith("what keeps serving from working: 1 marked BAD\n\n")
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:

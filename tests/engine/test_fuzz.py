@@ -27,7 +27,7 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 @pytest.mark.slow
 def test_a_minute_finds_nothing(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "proof", "fuzz", "--seed", "1", "--minutes", "1", "--json", str(report)]
+    command = [sys.executable, "-m", "proof", "fuzz", "--seed", "1", "--minutes", "1", "--counts", str(report)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     counts = json.loads(report.read_text())["counts"]

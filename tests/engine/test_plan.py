@@ -141,7 +141,7 @@ def test_what_no_format_serves(planned: Planned, folder: Path) -> None:
 
 
 def test_nothing_is_left(planned: Planned) -> None:
-    assert "use more GPUs with --tp" in planned("--gpu-memory", "1G", "--formats", "kitty2", status=1)["error"]
+    assert "use more GPUs with --tp" in planned("--gpu-memory", "1G", "--formats", "kitty2", status=1)["instead"]
 
 
 def test_a_table_and_a_plot(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_a_table_and_a_plot(folder: Path, tmp_path: Path, capsys: pytest.Capture
     ("arguments", "said"),
     [
         (("--gpu-memory", "80X"), "'80X' is not a size such as 80G or 512M"),
-        (("--context", "0"), "'0' is not a whole number of at least 1"),
+        (("--context", "0"), "argument --context: 0 is below 1"),
         (("--formats", "kity2"), "did you mean 'kitty2'?"),
         (("--gpu-memory", "80G", "--cache-bytes", "4G"), "not allowed with argument"),
     ],

@@ -15,7 +15,7 @@ from vllm_kvq.eval.engine.jobs import EngineArguments, Generate
 from vllm_kvq.eval.model import Model
 
 SAID = {"auto": " kettle", "squat2": " vase", "polar4": " kettle"}
-COMMAND = ["demo", "--formats", "squat2,polar4", "--tasks", "needles", "text", "--context", "512", "--longest", "4"]
+COMMAND = ["demo", "--formats", "squat2,polar4", "--tasks", "needles,text", "--context", "512", "--tokens", "4"]
 
 
 class MadeUp:

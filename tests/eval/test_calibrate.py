@@ -39,15 +39,14 @@ def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.Ca
     from vllm_kvq.eval.bits import bits_at
     from vllm_kvq.integration.preview.dry_start import dry_start
 
-    out = tmp_path / "kvq.yaml"
     arguments = [str(model), "--context", str(TOKENS), "--formats", "squat2:S=32,squat4"]
-    assert cli.main(["calibrate", *arguments, "--bits", "10.5", "--json", "--out", str(out)]) == 0
+    assert cli.main(["calibrate", *arguments, "--bits", "10.5", "--json", "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["best"]
     # the budget is enough for one layer in 16 bits together with packed ones
     assert any("skip_layers" in c["options"] for c in found["candidates"])
     assert best["error"] == min(c["error"] for c in found["candidates"] if c["bits"] <= 10.5)
-    served = dry_start([str(model), "--config", str(out), "--kv-cache-memory-bytes", "1G"]).served
+    served = dry_start([str(model), "--config", str(tmp_path / "kvq.yaml"), "--kv-cache-memory-bytes", "1G"]).served
     assert served.format.name == best["format"]
     assert best["options"].get("S", 4) == served.format.S
     assert sorted(served.layers.skipped) == best["options"].get("skip_layers", [])
@@ -97,7 +96,7 @@ def test_a_format_that_the_model_can_not_have(
     """By default it is left out and named; if the user has asked for it, there is no result."""
     found = heads_command.capture
     monkeypatch.setattr(heads_command, "capture", lambda *of: replace(found(*of), pairing=None, rope=None))
-    arguments = ["eval", "heads", str(model), "--tokens", str(TOKENS)]
+    arguments = ["eval", "heads", str(model), "--context", str(TOKENS)]
     assert cli.main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     left_out = {"polar3", "polar4", "polar4_v16", "squat2_pre"}
@@ -112,23 +111,22 @@ def test_a_format_that_the_model_can_not_have(
 
 
 def test_heads(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = tmp_path / "heads.png"
     arguments = [
         "eval",
         "heads",
         str(model),
-        "--tokens",
+        "--context",
         str(TOKENS),
         "--formats",
         "squat2,squat4",
-        "--plot",
-        str(plot),
+        "--out",
+        str(tmp_path),
     ]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[2].startswith("squat2 ")
-    assert str(plot) in printed
-    assert plot.exists()
+    assert str(tmp_path / "heads.png") in printed
+    assert (tmp_path / "heads.png").exists()
     assert cli.main([*arguments, "--json"]) == 0
     errors = json.loads(capsys.readouterr().out)["errors"]
     assert [(e["layer"], e["head"]) for e in errors["squat2"]] == [(i, h) for i in range(4) for h in range(2)]

@@ -44,7 +44,7 @@ def test_options_by_layer() -> None:
         ("squat2:", "is not an option"),
         ("squat2:r=", "is not an option"),
         ("squat2:r=8,r=9", "squat2 has option 'r' twice"),
-        ("squat2,kivi2,squat2", "names squat2 twice"),
+        ("squat2,kivi2,squat2", "squat2 is named twice"),
         ("r=8,squat2", "begins with an option"),
         ("squat2,,kivi2", "names an empty format"),
         ("", "names an empty format"),

@@ -171,27 +171,28 @@ def test_kernels_that_read_what_a_block_held_before(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert conformance.main(["kitty2:boost=half,lossless", "--head-size", "64", "256"]) == 0
+    assert conformance.main(["--formats", "kitty2:boost=half,lossless", "--head-size", "64,256"]) == 0
     said = capsys.readouterr().out
     assert [line.split()[-1] for line in said.splitlines()[1:5]] == ["passed"] * 4
     assert "vllm-kvq eval MODEL --formats kitty2:boost=half,lossless,kitty2,kivi4,fp8 --out FOLDER" in said
-    assert conformance.main(["kitty2", "--head-size", "64"]) == 0
+    assert conformance.main(["--formats", "kitty2", "--head-size", "64"]) == 0
     assert " --formats kitty2,kivi4,fp8 --out" in capsys.readouterr().out
-    assert conformance.main(["oscar2", "--head-size", "80"]) == 1
+    assert conformance.main(["--formats", "oscar2", "--head-size", "80"]) == 1
     assert "oscar2, refused: oscar2 needs a Hadamard matrix of the whole head" in capsys.readouterr().out
-    assert conformance.main(["kivi2", "--json"]) == 0
+    assert conformance.main(["--formats", "kivi2", "--json"]) == 0
     assert [row["head_size"] for row in json.loads(capsys.readouterr().out)] == [64, 80, 128]
 
 
 @pytest.mark.parametrize(("name", "why"), [("kity2", "id you mean 'kitty2'"), ("fp8", "vLLM's own cache")])
 def test_names_that_it_does_not_check(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        conformance.main([name])
+        conformance.main(["--formats", name])
     assert refused.value.code == 2
     assert why in capsys.readouterr().err
 
 
 def test_vllm_is_not_needed() -> None:
-    code = "import sys; sys.modules['vllm'] = None; from vllm_kvq.cli import main; main(['conformance', 'kivi4'])"
+    command = "main(['conformance', '--formats', 'kivi4'])"
+    code = f"import sys; sys.modules['vllm'] = None; from vllm_kvq.cli import main; {command}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.count("passed") == 3, done.stderr

@@ -36,7 +36,7 @@ def test_bits_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> No
         (["--formats", 'qjl3:m={"0":64,"*":32}'], "it may be given by layer only when a whole model is served"),
         (["--formats", "auto"], "vLLM's own cache, which has no error here"),
         (["--formats", "kivi2,nothing"], "unknown KV cache format 'nothing'"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--seeds", "0"], "argument --seeds: 0 is below 1"),
     ],
 )
 def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

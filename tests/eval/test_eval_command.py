@@ -24,11 +24,11 @@ SHAPE = {**TINY, "max_position": 512}
     [
         (["--formats", "squat3"], "unknown KV cache format 'squat3'"),
         (["--formats", "squat2:r"], "write it as name=value"),
-        (["--tasks", "poetry"], "invalid choice: 'poetry'"),
+        (["--tasks", "poetry"], "there is no 'poetry'; there are recall, needle"),
         (["--context", "0"], "0 is below 1"),
-        (["--context", "many"], "invalid"),
+        (["--context", "many"], "'many' is not a whole number"),
         (["--chunk", "4"], "4 is below 8"),
-        (["--regimes", "prefill"], "invalid choice: 'prefill'"),
+        (["--regimes", "prefill"], "there is no 'prefill'; there are teacher-forced"),
     ],
 )
 def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,12 +153,12 @@ def test_what_stands_before_a_question(read: Model) -> None:
 
 
 def test_no_room_for_a_context(read: Model) -> None:
-    with pytest.raises(ValueError, match="make --behind larger"):
+    with pytest.raises(ValueError, match="make --context larger"):
         benchmark(read, behind=100)
 
 
 def test_more_than_the_model_has_room_for(read: Model) -> None:
-    with pytest.raises(ValueError, match="lower --behind or --longest"):
+    with pytest.raises(ValueError, match="lower --context or --tokens"):
         benchmark(replace(read, longest=500))
 
 
@@ -240,7 +240,7 @@ def test_a_run_that_was_stopped_goes_on(made_up: type[MadeUp], tmp_path: Path, c
     assert len(made_up.asked) == 6
 
 
-@pytest.mark.parametrize("change", [["--longest", "65"], ["--formats", "squat2:r=8"], ["--dtype", "bfloat16"]])
+@pytest.mark.parametrize("change", [["--tokens", "65"], ["--formats", "squat2:r=8"], ["--dtype", "bfloat16"]])
 def test_answers_belong_to_how_they_were_asked(
     made_up: type[MadeUp], tmp_path: Path, change: list[str], read: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

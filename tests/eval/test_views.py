@@ -181,7 +181,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_show(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["eval", "show", str(results), "--hurt", "2", "--plots", str(tmp_path / "plots")]) == 0
+    assert cli.main(["eval", "show", str(results), "--hurt", "2", "--out", str(tmp_path / "plots")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("the tokens that were hurt most") == len(ROWS)
     assert printed.count("x[y]z") == len(ROWS)
@@ -197,5 +197,5 @@ def test_show_says_what_it_lacks(
     assert cli.main(["eval", "show", str(results.with_name("other.json"))]) == 1
     assert "can't be read as results" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["eval", "show", str(results), "--plots", str(results.parent)]) == 1
+    assert cli.main(["eval", "show", str(results), "--out", str(results.parent)]) == 1
     assert capsys.readouterr().err == "vllm-kvq eval show: plots need matplotlib: pip install 'vllm-kvq[bench]'\n"

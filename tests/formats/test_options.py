@@ -1,5 +1,6 @@
 """Bad options and geometries are refused with a sentence that names them and what they may be."""
 
+import keyword
 import math
 import re
 from typing import Any
@@ -16,7 +17,7 @@ from vllm_kvq.formats.table import declared_options, key_codecs, readers, value_
 OPTIONS = {option.name: option for option, _ in declared_options()}
 # a format that reads the option
 READER = {
-    "r": "squat2", "lambda": "squat2", "floor": "squat2", "g": "squat2", "rope": "squat2", "boost": "squat2",
+    "r": "squat2", "lam": "squat2", "floor": "squat2", "g": "squat2", "rope": "squat2", "boost": "squat2",
     "key_bits": "squat2",
     "m": "qjl3", "m_out": "qjl3", "outliers": "qjl3", "outlier_choice": "qjl3", "sketch": "qjl3", "seed": "qjl3",
     "mode": "polar4", "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4",
@@ -42,7 +43,7 @@ def refusal(name: str, options: dict[Any, Any], head: int = 128) -> str:
 @pytest.mark.parametrize("option", [o for o in OPTIONS if o != "skip_layers"])
 @pytest.mark.parametrize("value", WRONG_TYPES, ids=repr)
 def test_wrong_types(option: str, value: Any) -> None:
-    if option == "lambda" and value == 5.5:
+    if option == "lam" and value == 5.5:
         value = 0.5
     message = refusal(reader(option), {option: value})
     assert message.startswith(f"option {option!r} is {value!r}; it takes ")
@@ -120,7 +121,7 @@ def test_null(option: str) -> None:
     assert message == f"option {option!r} is null; leave it out to get the default"
 
 
-@pytest.mark.parametrize("option", ["rank", "lam", "R", "", " r", "bits", 1, None])
+@pytest.mark.parametrize("option", ["rank", "lambda", "R", "", " r", "bits", 1, None])
 def test_unknown_options(option: Any) -> None:
     message = refusal("squat2", {option: 1})
     assert f"unknown kvq option {option!r}" in message
@@ -131,7 +132,7 @@ def test_unknown_options(option: Any) -> None:
 def test_options_of_other_methods_are_refused(name: str) -> None:
     """An option is never accepted and ignored."""
     used = {FORMATS[name].keys.name, FORMATS[name].values.name}
-    sample = {"r": 8, "lambda": 1e-3, "floor": 1, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
+    sample = {"r": 8, "lam": 1e-3, "floor": 1, "g": 32, "m": 64, "m_out": 64, "outliers": 4, "seed": 1,
               "outlier_choice": "slab", "sketch": "gaussian", "mode": "paper",
               "angle_bits": 4, "radius_bits": 4, "pairing": "half",
               "key_bits": 2, "value_bits": 2, "group": 32, "key_scales": "fitted", "value_scales": "fitted",
@@ -279,3 +280,14 @@ def test_roundtrip_refuses_what_it_could_only_ignore(option: str, value: Any) ->
         ValueError, match=f"^roundtrip quantizes every token of one layer, so it takes no option '{option}'$"
     ):
         roundtrip("squat2", x, x, **{option: value})
+
+
+def test_every_option_is_a_name_that_python_takes() -> None:
+    """So that `roundtrip(..., name=value)` can say it."""
+    names = [option.name for option, _ in declared_options()]
+    assert [name for name in names if keyword.iskeyword(name) or not name.isidentifier()] == []
+
+
+def test_an_option_that_was_meant() -> None:
+    with pytest.raises(ValueError, match="unknown kvq option 'lambda'; did you mean 'lam'\\? known options are"):
+        get_format("squat2").settings({"lambda": 0.01})

@@ -36,7 +36,7 @@ def squat_keys(
         "token_scale": "none",
         "rope": "after",
         "r": rank,
-        "lambda": lam,
+        "lam": lam,
         "floor": floor,
         "g": g,
     }

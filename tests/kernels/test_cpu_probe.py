@@ -46,9 +46,9 @@ def test_only_the_library_counts_and_always_alike() -> None:
 
 def test_more_query_heads_take_more_instructions(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
-    shape = ["--format", "kivi2", "--head-size", "64", "--no-baseline"]
+    shape = ["--formats", "kivi2", "--head-size", "64", "--no-baseline"]
     for heads in ("1", "4"):
-        assert instructions.main([*shape, "--query-heads", heads]) == 0
+        assert instructions.main([*shape, "--queries-per-kv", heads]) == 0
         found.append(float(capsys.readouterr().out.split()[-1]))
     assert 0 < found[0] < found[1] < 4 * found[0]
 

@@ -53,7 +53,7 @@ def test_cuda_kernels() -> None:
 
 def test_decode_loads_each_byte_once() -> None:
     """No more than a record's sectors, and no instruction that requests a sector that another one has had."""
-    out = python("proof", "traffic", "--format", "kivi2", "innerq2", "--head-size", "64", "--check")
+    out = python("proof", "traffic", "--formats", "kivi2,innerq2", "--head-size", "64", "--check")
     assert [line.split()[1] for line in out.splitlines()[2:]] == ["kivi2", "innerq2"]
 
 

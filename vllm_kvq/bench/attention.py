@@ -19,18 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vllm_kvq.bench.slow import Wanted
 from vllm_kvq.bench.steps import Candidate, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import Row, compare
 from vllm_kvq.bench.vllm_build import baselines, no_fp8
+from vllm_kvq.formats.table import label
 from vllm_kvq.kernels.cpu.slow import slow
 from vllm_kvq.kernels.cpu.step import why_not
 
 
-def notes(shape: Shape, formats: Sequence[str], baseline: bool) -> list[str]:
+def notes(shape: Shape, formats: Wanted, baseline: bool) -> list[str]:
     """What is not served by the fast kernels here, or not compared."""
     found = []
-    for name in formats:
-        fmt = bound_format(shape, name)
+    for name, options in formats:
+        fmt = bound_format(shape, name, options)
         if problem := why_not(fmt):
             found.append(f"{problem}: the PyTorch kernels are timed")
         elif sentence := slow(fmt):
@@ -41,12 +43,12 @@ def notes(shape: Shape, formats: Sequence[str], baseline: bool) -> list[str]:
 
 
 def measure(
-    shapes: Sequence[Shape], formats: Sequence[str], rounds: int, bandwidth: float, baseline: bool
+    shapes: Sequence[Shape], formats: Wanted, rounds: int, bandwidth: float, baseline: bool
 ) -> Iterator[tuple[Shape, list[Row]]]:
     """The rows of each shape, as they are measured; with `baseline` those of vLLM's caches come first."""
     for shape in shapes:
         candidates: dict[str, Candidate] = {}
         if baseline:
             candidates = {name: vllm_candidate(shape, dtype) for name, dtype in baselines(shape.head_size).items()}
-        candidates |= {name: kvq_candidate(shape, name) for name in formats}
+        candidates |= {label(name, options): kvq_candidate(shape, name, options) for name, options in formats}
         yield shape, compare(candidates, rounds, bandwidth)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from vllm_kvq.formats.table import label
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,13 @@ class Row:
     ratio: float
 
 
-def _engine(model: str, kv_cache_dtype: str, load: Load) -> Any:
+def _engine(model: str, kv_cache_dtype: str, load: Load, options: Mapping[str, Any]) -> Any:
     from vllm import LLM
 
     return LLM(
         model,
         kv_cache_dtype=kv_cache_dtype,
+        additional_config={"kvq": dict(options)} if options else {},
         dtype="bfloat16",
         max_model_len=load.max_len,
         max_num_seqs=load.batch,
@@ -69,20 +72,20 @@ def _seconds(llm: Any, prompts: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - begin
 
 
-def rows(model: str, formats: Sequence[str], load: Load) -> Iterator[Row]:
-    """One row per format, as it is measured."""
+def rows(model: str, formats: Sequence[tuple[str, Mapping[str, Any]]], load: Load) -> Iterator[Row]:
+    """One row per format and its options, as it is measured."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 500) for _ in range(load.context)] for _ in range(load.batch)]
-    plain = _engine(model, "auto", load)
-    for name in formats:
-        packed = _engine(model, name, load)
+    plain = _engine(model, "auto", load, {})
+    for format_name, options in formats:
+        packed, name = _engine(model, format_name, load, options), label(format_name, options)
         speeds: dict[str, list[float]] = {"bf16": [], name: []}
         for turn in range(load.rounds + 1):  # the first warms up
-            for label, llm in (("bf16", plain), (name, packed)):
+            for side, llm in (("bf16", plain), (name, packed)):
                 seconds = _seconds(llm, prompts, load.tokens + 1) - _seconds(llm, prompts, 1)
                 if turn:
-                    speeds[label].append(load.batch * load.tokens / seconds)
+                    speeds[side].append(load.batch * load.tokens / seconds)
         ratio = statistics.median(b / a for a, b in zip(speeds["bf16"], speeds[name], strict=True))
-        ours, plainly = (statistics.median(speeds[label]) for label in (name, "bf16"))
+        ours, plainly = (statistics.median(speeds[side]) for side in (name, "bf16"))
         yield Row(name, ours, plainly, ratio)
         del packed

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.table import label
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, StepBatch
@@ -29,6 +31,7 @@ from vllm_kvq.kernels.torch.plan import StepPlan
 from vllm_kvq.kernels.torch.step import Planned, PlannedStep
 
 BLOCK = 128
+Options = Mapping[str, Any]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -67,11 +70,11 @@ class Plain:
 class Packed:
     """One packed layer with the caches of one request."""
 
-    def __init__(self, name: str, heads: int, d: int, tokens: int) -> None:
+    def __init__(self, name: str, heads: int, d: int, tokens: int, options: Options) -> None:
         from vllm_kvq.integration.worker.prompts import Asked, prompts_for
 
         geometry = Geometry(d, BLOCK, torch.bfloat16, rope=Rope.plain(d, tokens))
-        fmt, cpu = get_format(name).bind(geometry), torch.device("cpu")
+        fmt, cpu = get_format(name).bind(geometry, options), torch.device("cpu")
         slots = SlotGeometry.of(fmt, heads, 0)
         pages = -(-tokens // BLOCK)
         pool = torch.zeros(1 + pages + slots.sidecar_blocks + slots.sink_blocks, slots.page_bytes // 2).bfloat16()
@@ -125,8 +128,10 @@ class ChunkRow:
     ratio: float
 
 
-def prompt_row(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plain: Plain, rounds: int) -> PromptRow:
-    packed = Packed(name, k.shape[1], k.shape[2], len(k))
+def prompt_row(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plain: Plain, rounds: int, options: Options
+) -> PromptRow:
+    packed = Packed(name, k.shape[1], k.shape[2], len(k), options)
     out = torch.empty_like(q)
     times: dict[str, list[float]] = {"vLLM": [], "fit": [], "pack": [], "ours": []}
     for turn in range(rounds + 1):
@@ -138,22 +143,29 @@ def prompt_row(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pla
         got["pack"] = whole - got["fit"]
         ring = packed.step.slots.cut(packed.caches.sidecar)[plan.ring_read]
         got["ours"] = seconds(lambda: packed.attend(plan, ring, q, k, v, out))  # noqa: B023
-        for label, took in got.items():
+        for side, took in got.items():
             if turn:
-                times[label].append(took)
-    ms = {label: 1e3 * statistics.median(t) for label, t in times.items()}
+                times[side].append(took)
+    ms = {side: 1e3 * statistics.median(t) for side, t in times.items()}
     share = {
-        label: statistics.median(t / base for t, base in zip(times[label], times["vLLM"], strict=True))
-        for label in ("fit", "pack")
+        part: statistics.median(t / base for t, base in zip(times[part], times["vLLM"], strict=True))
+        for part in ("fit", "pack")
     }
-    return PromptRow(name, ms["fit"], ms["pack"], ms["vLLM"], ms["ours"], share["fit"], share["pack"])
+    return PromptRow(label(name, options), ms["fit"], ms["pack"], ms["vLLM"], ms["ours"], share["fit"], share["pack"])
 
 
 def chunk_row(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, plain: Plain, rounds: int
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: int,
+    plain: Plain,
+    rounds: int,
+    options: Options,
 ) -> ChunkRow:
     heads, d = k.shape[1:]
-    packed = Packed(name, heads, d, context + len(q))
+    packed = Packed(name, heads, d, context + len(q), options)
     out = torch.empty_like(q)
     for at in range(0, context, 4096):
         n = min(4096, context - at)
@@ -168,4 +180,6 @@ def chunk_row(
             theirs.append(a)
             ours.append(b)
     ratio = statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
-    return ChunkRow(name, len(q), context, 1e3 * statistics.median(theirs), 1e3 * statistics.median(ours), ratio)
+    return ChunkRow(
+        label(name, options), len(q), context, 1e3 * statistics.median(theirs), 1e3 * statistics.median(ours), ratio
+    )

@@ -35,6 +35,7 @@ from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
+from vllm_kvq.formats.table import label
 
 HOST = "127.0.0.1"
 START_SECONDS = 600
@@ -181,14 +182,16 @@ def model_shape(config: Any, context: int, batch: int) -> Shape:
     return Shape(context, batch, heads, size("num_key_value_heads"), head_size, VLLM_BLOCK, caches)
 
 
-def kernel_ratio(name: str, model: Path, context: int, batch: int, rounds: int) -> float:
+def kernel_ratio(
+    name: str, model: Path, context: int, batch: int, rounds: int, options: Mapping[str, Any] | None = None
+) -> float:
     """vLLM's time for the model's attention in bf16 divided by ours, for one layer, in this process."""
     path = model / "config.json"
     try:
         shape = model_shape(json.loads(path.read_text(encoding="utf-8")), context, batch)
     except (OSError, ValueError, RecursionError) as error:
         raise ServerError(f"{path}: {error}") from error
-    candidates = {"bf16": vllm_candidate(shape, "auto"), name: kvq_candidate(shape, name)}
+    candidates = {"bf16": vllm_candidate(shape, "auto"), name: kvq_candidate(shape, name, options)}
     return compare(candidates, rounds, 1.0)[1].ratio["bf16"]
 
 
@@ -235,8 +238,9 @@ def bench_model(folder: Path, layers: int, max_position: int) -> Path:
     return path
 
 
-def server(model: Path, dtype: str, load: Load, log: Path) -> Server:
-    options = ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--served-model-name", "bench"]
+def server(model: Path, dtype: str, load: Load, log: Path, kvq: Mapping[str, Any] | None = None) -> Server:
+    options = ["--additional-config", json.dumps({"kvq": dict(kvq)})] if kvq else []
+    options += ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--served-model-name", "bench"]
     options += ["--max-model-len", str(load.max_len), "--max-num-seqs", str(max(load.batches))]
     return Server(str(model), options + ["--enforce-eager"] * load.eager, HOST, free_port(HOST), log)
 
@@ -263,25 +267,35 @@ Kernels = Mapping[tuple[int, int], float]
 """(context, batch) -> how many times as fast as vLLM's attention ours is."""
 
 
-def against(name: str, model: Path, plain: Server, load: Load, kernels: Kernels, folder: Path) -> Iterator[Row]:
+def against(
+    name: str,
+    model: Path,
+    plain: Server,
+    load: Load,
+    kernels: Kernels,
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[Row]:
     """Compares one format's server with bf16's."""
-    with server(model, name, load, folder / f"bench-{name}.log") as packed:
+    named = label(name, options or {})
+    with server(model, name, load, folder / f"bench-{named}.log", options) as packed:
         packed.wait_until_healthy(START_SECONDS)
-        both((plain.url, packed.url), prompts_for(f"{name}, warm-up", min(load.contexts), 1, 0), load.tokens, 0)
+        both((plain.url, packed.url), prompts_for(f"{named}, warm-up", min(load.contexts), 1, 0), load.tokens, 0)
         shortest: dict[int, float] = {}
         for context, batch in load.shapes:
-            cell = measure((plain.url, packed.url), name, context, batch, load)
+            cell = measure((plain.url, packed.url), named, context, batch, load)
             share = max(0.0, 1 - shortest[batch] / cell.plain.step) if batch in shortest else None
             shortest.setdefault(batch, cell.plain.step)
-            yield Row(name, cell, share, kernels[context, batch])
+            yield Row(named, cell, share, kernels[context, batch])
 
 
-def rows(formats: Sequence[str], model: Path, load: Load, folder: Path) -> Iterator[Row]:
+def rows(formats: Sequence[tuple[str, Mapping[str, Any]]], model: Path, load: Load, folder: Path) -> Iterator[Row]:
     """Each format against bf16, as it is measured; the servers' logs go to `folder`. ServerError if one fails."""
-    kernels = {
-        name: {(c, b): kernel_ratio(name, model, c, b, 2 * load.rounds + 1) for c, b in load.shapes} for name in formats
-    }
+    kernels = [
+        {(c, b): kernel_ratio(name, model, c, b, 2 * load.rounds + 1, options) for c, b in load.shapes}
+        for name, options in formats
+    ]
     with server(model, "auto", load, folder / "bench-bf16.log") as plain:
         plain.wait_until_healthy(START_SECONDS)
-        for name in formats:
-            yield from against(name, model, plain, load, kernels[name], folder)
+        for (name, options), ratios in zip(formats, kernels, strict=True):
+            yield from against(name, model, plain, load, ratios, folder, options)

@@ -6,15 +6,18 @@ such as exit codes, is in console.py.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_kvq import console
+from vllm_kvq import __version__, console
+from vllm_kvq.kernels.variables import variables_problem
 
 PROG = "vllm-kvq"
+VERSION = f"\n       {PROG} help [COMMAND]\n       {PROG} --version"
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,18 @@ class Command:
 
 GROUPS = (
     Group((), "Low-bit KV cache formats for vLLM.", ("formats", "check MODEL", "doctor")),
-    Group(("bench",), "Speed against vLLM's own cache, measured here.", ("bench attention --format all", "bench slow")),
+    Group(
+        ("bench",), "Speed against vLLM's own cache, measured here.", ("bench attention --formats all", "bench slow")
+    ),
 )
 COMMANDS = (
     Command(("formats",), "exact bits and capacity of every format, and their options", "vllm_kvq.cli.formats"),
     Command(
         ("check",),
-        "what each format would gain and lose with MODEL here, and whether it would start",
+        "what each format would gain and lose with MODEL here",
         "vllm_kvq.cli.check.one",
     ),
-    Command(("plan",), "what each format would hold on another machine: tokens, requests, bytes", "vllm_kvq.cli.plan"),
+    Command(("plan",), "what each format would hold on another machine", "vllm_kvq.cli.plan"),
     Command(("conformance",), "whether a format does what every format must, in seconds", "vllm_kvq.cli.conformance"),
     Command(("doctor",), "whether everything that serving needs is here", "vllm_kvq.cli.doctor"),
     Command(("bench", "attention"), "one layer's attention in a decode step", "vllm_kvq.cli.bench.attention"),
@@ -56,9 +61,7 @@ COMMANDS = (
     Command(("bench", "plot"), "a plot of what `bench gpu` has measured", "vllm_kvq.cli.bench.plot"),
     # a command's own arguments may follow its name, so longer names come first
     Command(("eval", "error"), "errors of q . K on synthetic data", "vllm_kvq.cli.eval.error"),
-    Command(
-        ("calibrate",), "the best format and options for one model within a limit of bits", "vllm_kvq.cli.calibrate"
-    ),
+    Command(("calibrate",), "the best format and options for a model within given bits", "vllm_kvq.cli.calibrate"),
     Command(("eval", "heads"), "errors of single KV heads, as a table and a heat map", "vllm_kvq.cli.eval.heads"),
     Command(
         ("eval", "answers"), "each format's continuations of the same prompts, as text", "vllm_kvq.cli.eval.answers"
@@ -69,9 +72,7 @@ COMMANDS = (
         "vllm_kvq.cli.eval.humaneval",
     ),
     Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.cli.eval.show"),
-    Command(
-        ("eval",), "whether it still answers correctly: formats against the 16-bit cache", "vllm_kvq.cli.eval.model"
-    ),
+    Command(("eval",), "whether a model still answers correctly with each format", "vllm_kvq.cli.eval.model"),
 )
 
 
@@ -85,7 +86,7 @@ def group_help(group: Group) -> str:
         [f"{PROG} {e}" for e in group.examples], "a problem was found, or something could not be done"
     )
     return (
-        f"usage: {name} COMMAND ...\n\n{group.about}\n\ncommands:\n{commands}\n\n"
+        f"usage: {name} COMMAND ...{VERSION if not group.words else ''}\n\n{group.about}\n\ncommands:\n{commands}\n\n"
         f"Each has --help, with its own examples.\n\n{end}\n"
     )
 
@@ -94,6 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # vLLM's log would otherwise be mixed with the output on standard output
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments in (["--version"], ["-V"]):
+        print(f"{PROG} {__version__}")
+        return console.DONE
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if problem := variables_problem(os.environ):
+        print(f"{PROG}: warning: {problem}", file=sys.stderr)
     for command in COMMANDS:
         if tuple(arguments[: len(command.words)]) == command.words:
             return int(importlib.import_module(command.module).main(arguments[len(command.words) :]))
@@ -102,7 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and rest[0] in ("-h", "--help"):
         print(group_help(group), end="")
         return console.DONE
+    name = " ".join((PROG, *group.words))
     if rest:
-        print(f"{' '.join((PROG, *group.words))}: there is no command {rest[0]!r}\n", file=sys.stderr)
+        own, at = group.words, len(group.words)
+        known = dict.fromkeys(c.words[at] for c in COMMANDS if c.words[:at] == own and len(c.words) > at)
+        close = difflib.get_close_matches(rest[0], known, n=1)
+        meant = f"did you mean {name} {close[0]}?" if close else f"{name} --help lists them"
+        return console.fail(name, f"there is no command {rest[0]!r}; {meant}", "--json" in rest, console.USAGE)
     print(group_help(group), end="", file=sys.stderr)
     return console.USAGE

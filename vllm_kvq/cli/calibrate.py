@@ -6,24 +6,29 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from vllm_kvq import console
-from vllm_kvq.cli.eval.arguments import add_formats, add_model, add_text
-from vllm_kvq.cli.eval.heads import captured_text, measured, ours
-from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out
+from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
+from vllm_kvq.cli.eval.heads import captured_text, measured, too_short
+from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.heads.assign import Candidate, best, by_layer, servable
 from vllm_kvq.eval.heads.capture import CaptureFailed
 from vllm_kvq.eval.model import Model
 
+PROG = "vllm-kvq calibrate"
+
+YAML = "kvq.yaml"
+
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq calibrate",
+        PROG,
         "The format and options that do least harm within a limit of bits, as YAML for `vllm serve MODEL --config`.\n"
         "They are compared by the relative error of attention's output on one text, which says little about answers:\n"
-        "see `vllm-kvq eval`. One format serves all layers; if bits are left, its worst layers are not packed.",
-        ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8,innerq2 --out kvq.yaml"),
+        "see `vllm-kvq eval`. One format serves all layers; if bits are left, its worst layers are not packed.\n"
+        "Takes minutes: the model runs once, and each format is measured.",
+        ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8 --out configs"),
         "nothing could be measured, or nothing is small enough",
     )
     add_model(p)
@@ -31,20 +36,23 @@ def parser() -> argparse.ArgumentParser:
         "--bits",
         type=_bits,
         default=3.5,
-        help="maximum bits per element, including window, sinks, sidecar and layers not packed (%(default)s)",
+        metavar="BITS",
+        help="maximum bits per element, including window, sinks, sidecar and layers not packed",
     )
-    p.add_argument(
-        "--context", type=int, default=2048, help="tokens of the text, at which bits are counted (%(default)s)"
-    )
-    add_formats(p, "public")
-    p.add_argument("--out", type=Path, metavar="YAML", help="output file (standard output)")
+    add_context(p, "2048", "of the text; bits are counted at this length")
+    add_formats(p, ALL, NO_REFERENCE)
     add_text(p)
+    add_out(p, f"{YAML} (default: standard output)")
     console.add_json(p)
     return p
 
 
 def _bits(text: str) -> float:
-    if not 0 < (value := float(text)) <= 16:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 16:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 16 bits")
     return value
 
@@ -52,17 +60,16 @@ def _bits(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    try:
-        chosen = ours(choices(args.formats))
-        if any("skip_layers" in choice.options for choice in chosen):
-            raise ValueError("--formats: calibrate itself chooses the layers not to pack; leave skip_layers out")
-    except ValueError as error:
-        p.error(str(error))
+    chosen = args.formats
+    if problem := too_short(chosen, args.context):
+        p.error(problem)
+    if any("skip_layers" in choice.options for choice in chosen):
+        p.error("--formats: calibrate itself chooses the layers not to pack; leave skip_layers out")
     try:
         model = Model.of(args.model, args.dtype)
         bits = _Bits(model, args.context)
         captured = captured_text(model, args.context, args.seed)
-        errors, problems = measured(captured, chosen, args.formats == p.get_default("formats"))
+        errors, problems = measured(captured, chosen)
         bits.problems |= problems
         tried = [choice for choice in chosen if choice.label in errors]
         found = list(servable({label: by_layer(e) for label, e in errors.items()}, tried, bits, args.bits))
@@ -70,10 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if kept is None:
             raise ValueError(_nothing(found, bits, args))
         if args.out:
-            args.out.write_text(yaml(args, kept))
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / YAML).write_text(yaml(args, kept))
     except (ValueError, OSError, CaptureFailed) as error:
-        print(f"vllm-kvq calibrate: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     if args.json:
         everything = [c.document() for c in found]
         console.show_json({"model": args.model, "best": kept.document(), "candidates": everything} | bits.document())

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from vllm_kvq import console
-from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.cli.arguments import ALL, add_formats, add_head_sizes
+from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.conformance.checks import CHECKS
 from vllm_kvq.eval.conformance.report import Report, conform
-from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.table import get_format
 
-USUAL_HEADS = [64, 80, 128]
+USUAL_HEADS = "64,80,128"
 NEIGHBOURS = ("kitty2", "kivi4", "fp8")
 """What a format is compared with on a real model."""
 NOTES = """
@@ -27,14 +27,11 @@ def parser() -> argparse.ArgumentParser:
         "vllm-kvq conformance",
         "Check in seconds, without a model and without vLLM, that formats do what every format must:\n"
         + "\n".join(f"  {check.name:<12} {check.about}" for check in CHECKS),
-        ("int4_hadamard", "kitty2:boost=half,kivi4 --head-size 128", "mine --json"),
+        ("--formats kitty2", "--formats kitty2:boost=half,kivi4 --head-size 128"),
         "a check failed, or a format refuses every head size",
     )
-    p.add_argument("formats", metavar="FORMAT,...", help="formats, with options: kitty2:boost=half,kivi4")
-    p.add_argument(
-        "--head-size", type=int, nargs="+", choices=HEAD_SIZES, default=USUAL_HEADS, metavar="D",
-        help=f"channels per head ({' '.join(map(str, USUAL_HEADS))})",
-    )  # fmt: skip
+    add_formats(p, ALL, "is not ours to check")
+    add_head_sizes(p, USUAL_HEADS)
     console.add_json(p)
     return p
 
@@ -71,13 +68,7 @@ def conforms(reports: Sequence[Report]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    try:
-        chosen: list[Choice] = choices(args.formats)
-        for choice in chosen:
-            if not choice.ours:
-                raise ValueError(f"{choice.label} is vLLM's own cache, which is not ours to check")
-    except ValueError as problem:
-        p.error(str(problem))
+    chosen: list[Choice] = args.formats
     found = {c.label: [conform(get_format(c.format), d, c.options) for d in args.head_size] for c in chosen}
     if args.json:
         console.show_json([{"format": name, **asdict(r)} for name, reports in found.items() for r in reports])

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.check.every import ranked
+from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats, whole_number
 from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.cli.logs import be_quiet
-from vllm_kvq.formats.table import DEFAULT_N, get_format
+from vllm_kvq.formats.table import DEFAULT_N
 
 if TYPE_CHECKING:
+    from vllm_kvq.eval.choice import Choice
     from vllm_kvq.integration.preview.budget import Row, Wanted
     from vllm_kvq.integration.preview.dry_start import DryStart
 
@@ -38,27 +39,27 @@ def parser() -> argparse.ArgumentParser:
             "MODEL --gpu-memory 80G --tp 4 --formats kitty2,polar4 --json",
             "MODEL --cache-bytes 40G --context 8192 --out plan",
         ),
-        "no format can serve this model, or nothing is left for the cache; the sentence says why",
+        "no format can serve this model, or nothing is left for the cache",
     )
-    p.usage = "vllm-kvq plan MODEL [--gpu-memory SIZE | --cache-bytes SIZE] [options] [any flag of vllm serve]"
+    p.usage = "vllm-kvq plan MODEL [options] [any flag of vllm serve]"
     p.add_argument("model", metavar="MODEL", help="model name, or a folder with its config.json")
-    p.add_argument("--formats", metavar="F,...", type=_names, help="formats (default: all)")
+    add_formats(p, ALL, "is counted next to ours in any case")
     memory = p.add_mutually_exclusive_group()
-    memory.add_argument("--gpu-memory", metavar="SIZE", type=size, help="memory of one GPU, as in 80G")
-    memory.add_argument("--cache-bytes", metavar="SIZE", type=size, help="memory of the cache on each rank, as in 40G")
+    memory.add_argument("--gpu-memory", metavar="SIZE", type=size, help="memory of one GPU, as in 80G (default: none)")
+    memory.add_argument(
+        "--cache-bytes", metavar="SIZE", type=size, help="memory of the cache on each rank, as in 40G (default: none)"
+    )
     p.add_argument(
         "--weights",
         metavar="SIZE",
         type=size,
         help="bytes of the model's weights (default: its files' or its parameters')",
     )
-    p.add_argument(
-        "--context", metavar="TOKENS", type=_count, help="tokens of a request (default: the most that the model takes)"
-    )
-    p.add_argument("--concurrency", metavar="N", type=_count, help="requests at a time")
-    p.add_argument("--tp", metavar="N", type=_count, default=1, help="ranks that share the heads (default: 1)")
-    p.add_argument("--pp", metavar="N", type=_count, default=1, help="ranks that share the layers (default: 1)")
-    p.add_argument("--out", metavar="DIR", type=Path, help="folder for plan.json and plan.png, a plot by context")
+    add_context(p, None, "of each request (default: the most that the model takes)")
+    p.add_argument("--concurrency", metavar="N", type=whole_number, help="requests at the same time (default: none)")
+    p.add_argument("--tp", metavar="N", type=whole_number, default=1, help="ranks that share the heads")
+    p.add_argument("--pp", metavar="N", type=whole_number, default=1, help="ranks that share the layers")
+    add_out(p, "plan.json and plan.png, a plot by context")
     console.add_json(p)
     return p
 
@@ -71,20 +72,15 @@ def size(text: str) -> int:
     return nbytes
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def names(p: argparse.ArgumentParser, chosen: Sequence[Choice]) -> list[str]:
+    """All formats are in the order of `vllm-kvq check`."""
+    from vllm_kvq.cli.check.every import ranked  # imports vllm
 
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    try:
-        for name in names:
-            get_format(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return names
+    if chosen == formats()(ALL):
+        return ranked()
+    if options := [choice.label for choice in chosen if choice.options]:
+        p.error(f"--formats {options[0]}: options count for all formats here; say them with --additional-config")
+    return [choice.format for choice in chosen]
 
 
 @dataclass(frozen=True)
@@ -125,9 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = planned(p, options, more)
     if isinstance(found, str):
         if options.json:
-            console.show_json({"error": found})
-        else:
-            print(f"no: {found}")
+            return console.fail("vllm-kvq plan", found, as_json=True)
+        print(f"no: {found}")
         return console.FOUND
     if options.json:
         console.show_json(found.document())
@@ -165,7 +160,7 @@ def planned(p: argparse.ArgumentParser, options: argparse.Namespace, more: Seque
         words += ["--block-size", str(DEFAULT_N)]
     starts: dict[str, DryStart] = {}
     refused: dict[str, str] = {}
-    for name in options.formats or ranked():
+    for name in names(p, options.formats):
         try:
             starts[name] = dry_start([*words, "--kv-cache-dtype", name])
         except WrongUsage as error:

@@ -7,16 +7,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_kvq.eval.choice import FP8, Choice
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at
-from vllm_kvq.integration.plan.plan import CPU_BLOCK, counting
-from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
+
+if TYPE_CHECKING:
+    from vllm_kvq.integration.plan.served import Served
 
 PLAIN_BITS = 16
 """The bits with which `Kind.plain_bytes` counts."""
@@ -56,6 +57,8 @@ def bits_without_engine(folder: str, choice: Choice, dtype: str, tokens: int) ->
     if not choice.ours:
         return _plain(choice, dtype)
     try:
+        from vllm_kvq.integration.plan.plan import counting  # imports vllm
+
         with counting(), _no_compiling():
             return bits_at(_served(folder, choice, dtype, tokens), tokens)
     except WouldNotStart:
@@ -66,6 +69,8 @@ def page_bits(choice: Choice, head_size: int, dtype: str) -> float:
     """Per cached number in a packed page, which is what a long context approaches in the layers that are packed."""
     if not choice.ours:
         return _plain(choice, dtype)
+    from vllm_kvq.integration.plan.plan import CPU_BLOCK  # imports vllm
+
     options = options_at(choice.options, None)
     fmt = get_format(choice.format)
     block = fmt.settings(options).N or CPU_BLOCK

@@ -52,20 +52,20 @@ def choices(text: str) -> list[Choice]:
         if colon or "=" not in name:
             found.append((name, {}))
             if not name:
-                raise ValueError(f"--formats {text!r} names an empty format; write formats with commas between them")
+                raise ValueError(f"{text!r} names an empty format; write formats with commas between them")
         if colon or "=" in name:
             if not found:
-                raise ValueError(f"--formats {text!r} begins with an option; the format comes first: squat2:r=8")
+                raise ValueError(f"{text!r} begins with an option; the format comes first: squat2:r=8")
             key, equals, value = option.partition("=")
             if not (key and equals and value):
-                raise ValueError(f"--formats: {piece!r} is not an option; write it as name=value, like squat2:r=8,W=64")
+                raise ValueError(f"{piece!r} is not an option; write it as name=value, like squat2:r=8,W=64")
             if key in found[-1][1]:
-                raise ValueError(f"--formats: {found[-1][0]} has option {key!r} twice")
+                raise ValueError(f"{found[-1][0]} has option {key!r} twice")
             found[-1][1][key] = _value(value)
     made = [Choice(name, options) for name, options in found]
     labels = [choice.label for choice in made]
     if twice := {name for name in labels if labels.count(name) > 1}:
-        raise ValueError(f"--formats names {min(twice)} twice")
+        raise ValueError(f"{min(twice)} is named twice")
     return made
 
 

@@ -6,6 +6,7 @@ module declares those that every format has. All others are declared by the code
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,9 @@ def check_names(
     read = {option.name for option in (*COMMON, *keys.options, *values.options)}
     for name, value in chosen.items():
         if name not in read and name not in readers():
-            raise ValueError(f"unknown kvq option {name!r}; known options are {', '.join(readers())}")
+            close = difflib.get_close_matches(str(name), readers(), n=1)
+            meant = f"did you mean {close[0]!r}? known" if close else "known"
+            raise ValueError(f"unknown kvq option {name!r}; {meant} options are {', '.join(readers())}")
         if value is None:
             raise ValueError(f"option {name!r} is null; leave it out to get the default")
         if name not in read:

@@ -76,8 +76,8 @@ class Corrected(KeyCodec):
         TOKEN_SCALE,
         BOOST,
         Option("r", "rank of SQuat's query subspace", 5, low=1, high=64),
-        Option("lambda", "SQuat's regularisation", 1e-3, low=1e-6, high=0.1, multiple=0),
-        Option("floor", "lower limit of 1 / lambda, times the queries' noise; 0: the paper's rule", 4, low=0, high=64),
+        Option("lam", "SQuat's regularisation, lambda in the paper", 1e-3, low=1e-6, high=0.1, multiple=0),
+        Option("floor", "lower limit of 1 / lam, times the queries' noise; 0: the paper's rule", 4, low=0, high=64),
         Option("g", "channels per block of SQuat's update", low=1, high=128),
         Option("rope", "whether keys are stored as they are after RoPE, or before it", "after", ("after", "before")),
     )
@@ -103,7 +103,7 @@ class Corrected(KeyCodec):
                 f"{geometry.head_size - 1} wide"
             )
         self.d = geometry.d
-        self.rank, self.lam, self.floor = options["r"], options["lambda"], options["floor"]
+        self.rank, self.lam, self.floor = options["r"], options["lam"], options["floor"]
         self.state_rows = self.rank + 1
         self.beside = geometry.head_size - self.rank
         # two blocks up to d = 128, never one: nothing would be corrected

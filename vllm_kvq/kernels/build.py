@@ -269,7 +269,9 @@ def load() -> Any:
 
 
 def main() -> int:
-    argparse.ArgumentParser(prog="vllm_kvq.kernels", description="Build the CPU kernels ahead of time.").parse_args()
+    argparse.ArgumentParser(
+        prog="vllm_kvq.kernels", description="Build the CPU kernels ahead of time.", allow_abbrev=False
+    ).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         print(f"CPU kernels: {build().name}", flush=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -16,13 +14,14 @@ from vllm_kvq.bench import attention, figures
 from vllm_kvq.bench.figures import Measured
 from vllm_kvq.bench.steps import Shape, bound_format
 from vllm_kvq.bench.timing import Row, copy_bandwidth, slopes
-from vllm_kvq.cli.bench.arguments import add_formats
+from vllm_kvq.cli.arguments import add_context, add_formats, add_out, from_zero, whole_number
+from vllm_kvq.cli.bench.arguments import OWN, RECOMMENDED, add_batch, add_rounds, add_shape, add_threads, check_memory
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
 
-PICTURES = (".png", ".svg", ".pdf")
-ROTATE = """caches to read in turn, as the layers of a model do (as many as exceed twice the
-processor's last-level cache; 1: one cache, which may stay in it)"""
+FILE = "cpu-attention"
+ROTATE = """caches to read in turn, as the layers of a model do (1: one cache, which may stay in the processor's
+last-level cache; default: 0, as many as exceed that twice)"""
 
 
 def caches(rotate: int) -> str:
@@ -32,23 +31,21 @@ def caches(rotate: int) -> str:
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench attention",
-        "Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.",
-        ("", "--formats all --context 1024 32768 --threads 2", "--formats kitty2,squat2 --no-baseline --json"),
+        "Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.\n"
+        "Takes minutes with several formats or long contexts.",
+        ("", "--formats all --context 1024,32768 --threads 2", "--formats kitty2,squat2 --no-baseline --json"),
         "there are no C++ kernels here to measure",
     )
-    add_formats(p)
-    p.add_argument("--context", nargs="+", type=int, default=[32768], help="tokens in the cache, per request")
-    p.add_argument("--batch", type=int, default=1)
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--query-heads", type=int, default=32)
-    p.add_argument("--kv-heads", type=int, default=8)
-    p.add_argument("--head-size", type=int, default=128)
-    p.add_argument("--block-size", type=int, default=128, help="tokens per page of our formats (vLLM's own cache: 128)")
-    p.add_argument("--rotate", metavar="CACHES", type=int, default=0, help=ROTATE)
-    p.add_argument("--rounds", type=int, default=9)
+    add_formats(p, RECOMMENDED, OWN)
+    add_context(p, "32768", "of each request", several=True)
+    add_batch(p, "1")
+    add_threads(p)
+    add_shape(p)
+    p.add_argument("--block-size", type=whole_number, default=128, metavar="N", help="tokens per page of our formats")
+    p.add_argument("--rotate", metavar="CACHES", type=from_zero, default=0, help=" ".join(ROTATE.split()))
+    add_rounds(p, 9)
     p.add_argument("--no-baseline", action="store_true", help="measure only our formats, without vllm")
-    p.add_argument("--csv", type=Path, help="file for the rows")
-    p.add_argument("--plot", type=Path, help="PNG file for a plot of time against context")
+    add_out(p, f"{FILE}.csv, and {FILE}.png with time against context if matplotlib is installed")
     console.add_json(p)
     return p
 
@@ -61,21 +58,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         shape = shape_of(args, args.context[-1])
     except ValueError as error:
         p.error(str(error))
-    if (needed := shape.plain_bytes) > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // 2:
-        p.error(f"{shape.context} tokens take {needed >> 30} GiB with bf16, and this machine has {memory >> 30}")
+    check_memory(p, shape.context, shape.plain_bytes // shape.context)
     try:
-        for name in args.formats:
-            bound_format(shape_of(args, args.context[0]), name)
+        for choice in args.formats:
+            bound_format(shape_of(args, args.context[0]), choice.format, choice.options)
     except ValueError as error:
         p.error(str(error))
-    if args.rounds < 1 or not 1 <= args.threads <= (cores := len(os.sched_getaffinity(0))):
-        p.error(f"rounds must be at least 1, and threads from 1 to {cores}, the cores of this machine")
-    if args.plot and args.plot.suffix not in PICTURES:
-        p.error(f"--plot {args.plot} is none of the pictures that can be drawn: {', '.join(PICTURES)}")
     if not args.no_baseline and importlib.util.find_spec("vllm") is None:
         p.error("vllm is not installed; --no-baseline times only our formats")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        p.error("--plot needs matplotlib: pip install 'vllm-kvq[bench]'")
     return args
 
 
@@ -97,20 +87,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     torch.set_num_threads(args.threads)
     if library() is None:
-        print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
-        return console.FOUND
+        why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
+        return console.fail("vllm-kvq bench attention", why, args.json)
     name, baseline = ISAS[isa()], not args.no_baseline
     bandwidth = copy_bandwidth()
     notes = [
         f"{processor_name()}, {name}, {args.threads} threads, "
         f"copying memory {bandwidth / 1e9:.0f} GB/s (read and written)"
     ]
+    formats = [(c.format, c.options) for c in args.formats]
     shapes = [shape_of(args, context) for context in args.context]
-    notes += attention.notes(shapes[0], args.formats, baseline)
+    notes += attention.notes(shapes[0], formats, baseline)
     if not args.json:
         print(*notes, sep="\n", flush=True)
     measured: Measured = []
-    for shape, rows in attention.measure(shapes, args.formats, args.rounds, bandwidth, baseline):
+    for shape, rows in attention.measure(shapes, formats, args.rounds, bandwidth, baseline):
         measured.append((shape, rows))
         if not args.json:
             title = (
@@ -123,11 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.show_json({"notes": notes, "rows": records})
     else:
         print_slopes(measured)
-    if args.csv:
-        figures.write_csv(args.csv, records)
-    if args.plot:
-        heads = f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}, batch {args.batch}"
-        figures.plot(args.plot, measured, f"{heads}, {args.threads} thread(s), {name}")
+    if args.out:
+        figures.write_csv(args.out / f"{FILE}.csv", records)
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no plot: pip install 'vllm-kvq[bench]' for matplotlib", file=sys.stderr)
+        else:
+            heads = f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}, batch {args.batch}"
+            figures.plot(args.out / f"{FILE}.png", measured, f"{heads}, {args.threads} thread(s), {name}")
     return console.DONE
 
 

@@ -6,28 +6,30 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.bench import decode
-from vllm_kvq.cli.bench.arguments import add_formats
+from vllm_kvq.cli.arguments import add_context, add_formats, add_tokens
+from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, RECOMMENDED, add_batch, add_eager, add_rounds, checkpoint
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench decode",
-        "Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.",
-        ("--model models/demo", "--model .demo/model --formats kitty2,qjl3 --min-ratio 1 --json"),
+        "Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.\n"
+        "Takes minutes: engines start, and each round decodes.",
+        ("demo", "MODEL --formats kitty2,qjl3 --min-ratio 1 --json"),
         "a format decodes slower than --min-ratio",
     )
-    p.add_argument("--model", required=True, help="checkpoint folder, for example models/demo")
-    add_formats(p)
-    p.add_argument("--batch", type=int, default=16)
-    p.add_argument("--context", type=int, default=512, help="prompt tokens per request")
-    p.add_argument("--tokens", type=int, default=64, help="decoded tokens per request")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--min-ratio", type=float, default=0.0, help="ratio to bf16 below which the command exits with 1")
-    p.add_argument("--eager", action="store_true", help="disable torch.compile")
+    p.add_argument("model", metavar="MODEL", help=CHECKPOINT)
+    add_formats(p, RECOMMENDED, OWN)
+    add_batch(p, "16")
+    add_context(p, "512", "of each request's prompt")
+    add_tokens(p, "64", "per request")
+    add_rounds(p, 5)
+    text = "ratio to bf16 below which the command exits with 1"
+    p.add_argument("--min-ratio", type=float, default=0.0, metavar="RATIO", help=text)
+    add_eager(p)
     console.add_json(p)
     return p
 
@@ -35,16 +37,12 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if not (Path(args.model) / "config.json").is_file():
-        p.error(f"--model {args.model!r} is no folder with a config.json; models/demo is one")
-    try:
-        load = decode.Load(args.batch, args.context, args.tokens, args.rounds, args.eager)
-    except ValueError as error:
-        p.error(str(error))
+    load = decode.Load(args.batch, args.context, args.tokens, args.rounds, args.eager)
+    model = checkpoint(p, args.model, load.max_len)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     rows = []
-    for row in decode.rows(args.model, args.formats, load):
+    for row in decode.rows(str(model), [(c.format, c.options) for c in args.formats], load):
         rows.append(row)
         if not args.json:
             print(

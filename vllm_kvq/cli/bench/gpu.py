@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -16,25 +14,31 @@ from vllm_kvq import console
 from vllm_kvq.bench.gpu import decode, prompts, table
 from vllm_kvq.bench.gpu.decode import Shape
 from vllm_kvq.bench.gpu.results import Results, say
-from vllm_kvq.cli.bench.arguments import add_gpu_formats
+from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
+from vllm_kvq.cli.bench.arguments import OWN, add_batch
+from vllm_kvq.eval.choice import Choice
 
+PROG = "vllm-kvq bench gpu"
 OWN_SHAPES = {"dry-run": ("context", "batch", "compile"), "compile": ("context", "batch")}
 """Flags, and the arguments that they would ignore."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq bench gpu",
+        PROG,
         "Decode times of the Triton and CUDA kernels on a GPU, against attention over bf16 and fp8 and against the\n"
-        "copy bandwidth: 32 query heads on 8 KV heads of 128 channels. Needs PyTorch and Triton, but not vLLM.",
-        ("--out docs/results", "--formats squat2,kitty2 --context 65536 --batch 1 8", "--dry-run"),
+        "copy bandwidth: 32 query heads on 8 KV heads of 128 channels. Needs PyTorch and Triton, but not vLLM.\n"
+        "Takes minutes, about as many as --seconds allows.",
+        ("--out docs/results", "--formats squat2,kitty2 --context 65536 --batch 1,8", "--dry-run"),
         "there is no GPU here",
     )
-    add_gpu_formats(p)
-    p.add_argument("--context", type=int, nargs="+", default=list(decode.CONTEXTS))
-    p.add_argument("--batch", type=int, nargs="+", default=list(decode.BATCHES))
-    p.add_argument("--seconds", type=float, default=300, help="time after which no measurement is started")
-    p.add_argument("--out", type=Path, metavar="DIR", help="folder that keeps every number; none is measured again")
+    add_formats(p, ALL, OWN)
+    add_context(p, None, f"of each request (default: {','.join(map(str, decode.CONTEXTS))})", several=True)
+    batches = ",".join(map(str, decode.BATCHES))
+    add_batch(p, None, f" (default: {batches})", several=True)
+    text = "time after which no measurement is started"
+    p.add_argument("--seconds", type=float, default=300, metavar="SECONDS", help=text)
+    add_out(p, "gpu-DEVICE.csv, from which no number is measured again")
     p.add_argument("--dry-run", action="store_true", help="use tiny shapes, without a GPU: the times mean nothing")
     p.add_argument("--compile", action="store_true", help="only launch everything once, to compile it")
     console.add_json(p)
@@ -44,34 +48,51 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if min(*args.context, *args.batch) < 1:
-        p.error("contexts and batches must be at least 1")
     for flag, others in OWN_SHAPES.items():
-        given = [name for name in others if getattr(args, name) is not p.get_default(name)]
+        given = [name for name in others if getattr(args, name)]
         if getattr(args, flag.replace("-", "_")) and given:
             p.error(f"--{flag} launches shapes of its own; leave out {', '.join(f'--{name}' for name in given)}")
+    if not args.seconds >= 0:
+        p.error(f"--seconds {args.seconds:g} is below 0; 0 starts no measurement")
+    try:
+        names = with_kernels(args.formats)
+    except ValueError as error:
+        p.error(str(error))
+    contexts, batches = args.context or decode.CONTEXTS, args.batch or decode.BATCHES
     deadline = time.monotonic() + args.seconds
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
         device, name, tokens = torch.device("cpu"), "dry run: times mean nothing", 64
         shapes = [Shape(1, 64)]
     elif not torch.cuda.is_available():
-        print("vllm-kvq bench gpu: no CUDA device; --dry-run tries the command without one", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, "no CUDA device; --dry-run tries the command without one", args.json)
     else:
         device, name = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name()
         tokens = prompts.PROMPT
         # the longest contexts matter most: only short ones are left out for lack of time
-        shapes = [Shape(b, c) for c in sorted(args.context, reverse=True) for b in args.batch]
+        shapes = [Shape(b, c) for c in sorted(contexts, reverse=True) for b in batches]
         if args.compile:
-            launch_once(args.formats, device)
+            launch_once(names, device)
             return console.DONE
     results = Results(args.out, name, say=(lambda line: None) if args.json else say)
-    table.run(device, args.formats, shapes, deadline, results)
-    table.run_prompts(device, args.formats, tokens, results)
+    table.run(device, names, shapes, deadline, results)
+    table.run_prompts(device, names, tokens, results)
     if args.json:
         console.show_json({"device": name, "rows": [asdict(row) for row in results.rows.values()]})
     return console.DONE
+
+
+def with_kernels(chosen: Sequence[Choice]) -> list[str]:
+    """All formats are those that have kernels; another is refused, and so are options."""
+    served = [*decode.formats()]
+    if chosen == formats()(ALL):
+        return served
+    for choice in chosen:
+        if choice.options:
+            raise ValueError(f"--formats {choice.label}: formats are measured with their defaults; leave options out")
+        if choice.format not in served:
+            raise ValueError(f"--formats: {choice.format} has no GPU kernels; these have: {', '.join(served)}")
+    return [choice.format for choice in chosen]
 
 
 def launch_once(formats: Sequence[str], device: torch.device) -> None:

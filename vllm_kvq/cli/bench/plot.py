@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.bench.gpu.results import figure
 
+PROG = "vllm-kvq bench plot"
+
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq bench plot",
+        PROG,
         "Plots decode times that `vllm-kvq bench gpu --out DIR` has measured, as a PNG next to each CSV.",
         ("docs/results/gpu-nvidia-h100.csv",),
         "a plot can't be drawn",
@@ -30,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             drawn.append(str(figure(path)))
         except (ImportError, OSError, ValueError) as error:
-            print(f"vllm-kvq bench plot: no plot of {path}: {error}", file=sys.stderr)
-            return console.FOUND
+            return console.fail(PROG, f"no plot of {path}: {error}", args.json)
         if not args.json:
             print(drawn[-1])
     if args.json:

@@ -11,7 +11,8 @@ import torch
 from vllm_kvq import console
 from vllm_kvq.bench import prefill
 from vllm_kvq.bench.prefill import ChunkRow, PromptRow
-from vllm_kvq.cli.bench.arguments import add_formats
+from vllm_kvq.cli.arguments import add_context, add_formats, from_zero
+from vllm_kvq.cli.bench.arguments import OWN, RECOMMENDED, add_rounds, add_shape, add_threads, check_memory
 from vllm_kvq.formats import Geometry
 
 
@@ -31,20 +32,18 @@ def line(row: PromptRow | ChunkRow) -> str:
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench prefill",
-        "The cost of a prompt on top of its attention: fit, pack, and a later chunk's attention over packed history.",
+        "The cost of a prompt on top of its attention: fit, pack, and a later chunk's attention over packed history.\n"
+        "Takes minutes with several formats or long contexts.",
         ("--formats all --context 4096", "--formats kitty2 --context 4096 --chunk 512 --json"),
         "could not be done",
     )
-    add_formats(p)
-    p.add_argument("--context", nargs="+", type=int, default=[4096])
-    p.add_argument(
-        "--chunk", type=int, default=0, help="tokens of the chunks to measure instead of prompts (0: prompts)"
-    )
-    p.add_argument("--query-heads", type=int, default=32)
-    p.add_argument("--kv-heads", type=int, default=8)
-    p.add_argument("--head-size", type=int, default=128)
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--rounds", type=int, default=3)
+    add_formats(p, RECOMMENDED, OWN)
+    add_context(p, "4096", "of the prompt, or before the chunk", several=True)
+    text = "tokens per step after the context, measured instead of a prompt (default: 0, a prompt)"
+    p.add_argument("--chunk", type=from_zero, default=0, metavar="TOKENS", help=text)
+    add_shape(p)
+    add_threads(p)
+    add_rounds(p, 3)
     console.add_json(p)
     return p
 
@@ -52,14 +51,13 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if min(*args.context, args.query_heads, args.kv_heads, args.threads, args.rounds, args.chunk + 1) < 1:
-        p.error("contexts, heads, threads and rounds must be at least 1, chunks at least 0")
     if args.query_heads % args.kv_heads:
         p.error(f"{args.query_heads} query heads can't share {args.kv_heads} KV heads evenly")
     try:
         Geometry(args.head_size, prefill.BLOCK)
     except ValueError as error:
         p.error(str(error))
+    check_memory(p, max(args.context) + args.chunk, 8 * args.kv_heads * args.head_size)
     torch.set_num_threads(args.threads)
     if not args.json:
         print(f"heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  threads {args.threads}")
@@ -69,11 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         q = torch.randn(new, args.query_heads, args.head_size).bfloat16()
         k, v = torch.randn(2, new, args.kv_heads, args.head_size).bfloat16()
         plain = prefill.Plain(q, k, v, context if args.chunk else 0)
-        for name in args.formats:
+        for choice in args.formats:
+            name, options = choice.format, choice.options
             if args.chunk:
-                rows.append(prefill.chunk_row(name, q, k, v, context, plain, args.rounds))
+                rows.append(prefill.chunk_row(name, q, k, v, context, plain, args.rounds, options))
             else:
-                rows.append(prefill.prompt_row(name, q, k, v, plain, args.rounds))
+                rows.append(prefill.prompt_row(name, q, k, v, plain, args.rounds, options))
             if not args.json:
                 print(line(rows[-1]), flush=True)
     if args.json:

@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.bench import serve
 from vllm_kvq.bench.serve import Load, Row
 from vllm_kvq.bench.server import ServerError
-from vllm_kvq.cli.bench.arguments import add_formats
+from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, whole_number
+from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, RECOMMENDED, add_batch, add_eager, add_rounds, checkpoint
 
 HEADER = (
     "  context batch   ms/token          ratio   tokens/s            first token, cold (ms)    attention\n"
@@ -25,22 +25,22 @@ HEADER = (
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench serve",
-        "`vllm serve` with each format against `vllm serve` with a bf16 cache: time per token, and to the first token.",
-        ("", "--formats kitty2 --context 512 4096 16384 --layers 1 --eager", "--model ./checkpoint --batch 1 4 --json"),
+        "`vllm serve` with each format against `vllm serve` with a bf16 cache: times per token, and to the first.\n"
+        "Takes minutes: each server starts, and each context is measured.",
+        ("", "MODEL --formats kitty2 --batch 1,4 --json", "--context 512,16384 --layers 1 --eager"),
         "a server failed; the end of its log says why",
     )
-    add_formats(p)
-    p.add_argument("--context", nargs="+", type=int, default=[512, 4096, 16384], help="prompt tokens per request")
-    p.add_argument("--batch", nargs="+", type=int, default=[1])
-    p.add_argument("--tokens", type=int, default=32, help="decoded tokens per request")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--cold", type=int, default=2, help="number of cold prompts, for the time to the first token")
-    p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--model", type=Path, help="checkpoint folder instead of the random model")
-    p.add_argument("--eager", action="store_true", help="disable torch.compile")
-    p.add_argument(
-        "--folder", type=Path, default=Path(".demo"), help="folder for the random model and the servers' logs"
-    )
+    p.add_argument("model", nargs="?", metavar="MODEL", help=f"{CHECKPOINT} (default: a random model)")
+    add_formats(p, RECOMMENDED, OWN)
+    add_context(p, "512,4096,16384", "of each request's prompt", several=True)
+    add_batch(p, "1", several=True)
+    add_tokens(p, "32", "per request")
+    add_rounds(p, 5)
+    text = "number of cold prompts, for the time to the first token"
+    p.add_argument("--cold", type=whole_number, default=2, metavar="N", help=text)
+    p.add_argument("--layers", type=whole_number, default=2, metavar="N", help="layers of the random model")
+    add_eager(p)
+    add_out(p, "the random model, and bench-FORMAT.log of each server", ".demo")
     console.add_json(p)
     return p
 
@@ -60,27 +60,24 @@ def line(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if args.layers < 1:
-        p.error("layers must be at least 1")
-    if args.folder.exists() and not args.folder.is_dir():
-        p.error(f"--folder {args.folder} is a file; name a folder")
     try:
         load = Load(args.context, args.batch, args.tokens, args.rounds, args.cold, args.eager)
     except ValueError as error:
         p.error(str(error))
+    named = None if args.model is None else checkpoint(p, args.model, load.max_len)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the servers to be stopped
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows: list[Row] = []
     try:
-        model = args.model or serve.bench_model(args.folder, args.layers, load.max_len)
-        for row in serve.rows(args.formats, model, load, args.folder):
+        model = named or serve.bench_model(args.out, args.layers, load.max_len)
+        for row in serve.rows([(c.format, c.options) for c in args.formats], model, load, args.out):
             if not args.json:
                 print(*lines(row, first=not rows or rows[-1].format != row.format), sep="\n", flush=True)
             rows.append(row)
     except ServerError as error:
-        print(*error.log_tail, f"bench serve: {error}", sep="\n", file=sys.stderr)
-        return console.FOUND
+        print(*error.log_tail, sep="\n", end="\n" if error.log_tail else "", file=sys.stderr)
+        return console.fail("vllm-kvq bench serve", error, args.json)
     if args.json:
         console.show_json({"model": str(model), "rows": [row.document() for row in rows]})
     return console.DONE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,6 +11,8 @@ import torch
 from vllm_kvq import console
 from vllm_kvq.bench import slow
 from vllm_kvq.bench.timing import Row
+from vllm_kvq.cli.arguments import add_context
+from vllm_kvq.cli.bench.arguments import add_rounds, add_threads, check_memory
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import processor_name
@@ -20,13 +21,14 @@ from vllm_kvq.kernels.cpu.processor import processor_name
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq bench slow",
-        "Head sizes and options that the fast CPU kernels do not serve, timed against vLLM's bf16 cache, in Markdown.",
+        "Head sizes and options that the fast CPU kernels do not serve, timed against vLLM's bf16 cache, in Markdown.\n"
+        "Takes minutes.",
         ("", "--context 8192 --threads 1 --rounds 9"),
         "there are no C++ kernels here to measure",
     )
-    p.add_argument("--context", type=int, default=8192, help="tokens in the cache")
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--rounds", type=int, default=9)
+    add_context(p, "8192", "of the request")
+    add_threads(p, 1)
+    add_rounds(p, 9)
     console.add_json(p)
     return p
 
@@ -58,14 +60,13 @@ def option_table(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if min(args.context, args.threads, args.rounds) < 1:
-        p.error("context, threads and rounds must be at least 1")
     if importlib.util.find_spec("vllm") is None:
         p.error("vllm is not installed, so there is nothing to compare with")
+    check_memory(p, args.context, 4 * slow.KV_HEADS * max(slow.HEAD_SIZES))
     torch.set_num_threads(args.threads)
     if library() is None:
-        print("no C++ kernels here (see the warning above): nothing to measure", file=sys.stderr)
-        return console.FOUND
+        why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
+        return console.fail("vllm-kvq bench slow", why, args.json)
     public: slow.Wanted = [(fmt.name, {}) for fmt in public_formats()]
     by_head = {d: slow.measure(args.context, args.rounds, d, public) for d in slow.HEAD_SIZES}
     defaults: slow.Wanted = [(name, {}) for name in dict.fromkeys(name for name, _ in slow.OPTIONS)]

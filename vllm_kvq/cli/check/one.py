@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from vllm_kvq.cli.logs import be_quiet, let_kernels_log
 from vllm_kvq.integration.preview.dry_start import NoFormat, WouldNotStart, WrongUsage, dry_start
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> console.Parser:
     """Only for help and wrong usage; the arguments themselves are read by vLLM's own parser."""
     p = console.parser(
         "vllm-kvq check",
@@ -22,13 +21,15 @@ def parser() -> argparse.ArgumentParser:
             "MODEL",
             "MODEL --kv-cache-dtype squat2",
             "MODEL --kv-cache-dtype qjl3 --max-model-len 8192 --json",
-            'MODEL --kv-cache-dtype squat2 --additional-config \'{"kvq": {"r": 8}}\'',
+            'MODEL --kv-cache-dtype squat2 \\\n      --additional-config \'{"kvq": {"r": 8}}\'',
         ),
         "it would not start; the sentence says why",
     )
-    p.usage = "vllm-kvq check MODEL [--kv-cache-dtype F] [--additional-config JSON] [any flag of vllm serve]"
+    p.usage = "vllm-kvq check MODEL [--kv-cache-dtype FORMAT] [any flag of vllm serve]"
     p.add_argument("model", metavar="MODEL", help="model name, or checkpoint folder")
-    p.add_argument("--kv-cache-dtype", metavar="F", help="one of `vllm-kvq formats` (all, in half a minute)")
+    p.add_argument(
+        "--kv-cache-dtype", metavar="FORMAT", help="one of `vllm-kvq formats` (default: all of them, in half a minute)"
+    )
     p.add_argument("--additional-config", metavar="JSON", help='options, as in {"kvq": {"W": 64}}')
     p.add_argument(
         "--max-model-len", metavar="TOKENS", help="maximum request length; like all other flags, as for vllm serve"
@@ -46,8 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json, verbose = "--json" in given, "--verbose" in given
     let_kernels_log()
     words = [word for word in given if word not in ("--json", "--verbose")]
+    p = parser()
+    p.as_json = as_json
     if problem := words_problem(words):
-        parser().error(problem)
+        p.error(problem)
     if not verbose:
         be_quiet()
     try:
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return every.main(words, as_json)
     except WrongUsage as error:
-        parser().error(str(error))
+        p.error(str(error))
     except WouldNotStart as error:
         found = {"starts": False, "sentence": str(error)}
     if as_json:

@@ -32,6 +32,8 @@ def _config(words: Sequence[str]) -> str | None:
     except ImportError:  # vLLM brings it, and that vLLM is not installed is said next
         return None
     given = values(words, "--config")
+    if words[-1:] == ["--config"]:
+        return "--config names no file; write it as in --config kvq.yaml"
     if len(given) > 1:
         return "--config is given more than once; put all options into one file"
     for name in given:

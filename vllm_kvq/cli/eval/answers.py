@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 
 from vllm_kvq import console
-from vllm_kvq.cli.eval.arguments import add_formats, add_model, add_text
-from vllm_kvq.eval.choice import choices
+from vllm_kvq.cli.arguments import add_context, add_formats, add_tokens
+from vllm_kvq.cli.eval.arguments import USUAL, add_model, add_tasks, add_text
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING
 from vllm_kvq.eval.run.plan import REFERENCE, Plan
 from vllm_kvq.eval.tasks.samples import Sequence as Text
-from vllm_kvq.eval.tasks.tasks import NAMES
 
-TASK_NAMES = ("needles", "arithmetic", "text")
+PROG = "vllm-kvq eval answers"
+
+TASKS = "needles,arithmetic,text"
 LONGEST = 24
 """The number of tokens shown before an answer."""
 GIVEN = "the text"
@@ -26,17 +26,17 @@ GIVEN = "the text"
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval answers",
-        "The same prompts continued with each format, greedily, as text: what a table's percentages look like.",
-        ("demo", "MODEL --formats squat2,kitty2 --tasks needles --context 4096"),
+        PROG,
+        "The same prompts continued with each format, greedily, as text: what a table's percentages look like.\n"
+        "Takes minutes: an engine starts for each format.",
+        ("demo", "MODEL --formats squat2 --tasks needles --context 4096"),
         "an engine did not start",
     )
     add_model(p)
-    add_formats(p, "usual")
-    tasks = ", ".join(NAMES)
-    p.add_argument("--tasks", nargs="+", default=TASK_NAMES, choices=NAMES, metavar="TASK", help=tasks)
-    p.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="text length (%(default)s)")
-    p.add_argument("--longest", type=int, default=32, metavar="TOKENS", help="tokens per answer (%(default)s)")
+    add_formats(p, USUAL)
+    add_tasks(p, TASKS)
+    add_context(p, "2048", "of each text")
+    add_tokens(p, "32", "at most, per answer")
     add_text(p)
     console.add_json(p)
     return p
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        chosen = (REFERENCE, *(c for c in choices(args.formats) if c != REFERENCE))
+        chosen = (REFERENCE, *(c for c in args.formats if c != REFERENCE))
         plan = Plan(
             model=Model.of(args.model, args.dtype),
             choices=chosen,
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chunk=0,
             top=1,
             answers=1,
-            longest=args.longest,
+            longest=args.tokens,
         )
         texts = plan.sequences
     except (ValueError, OSError) as error:
@@ -67,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = answers(plan)
     except EngineFailed as error:
-        print(f"vllm-kvq eval answers: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     if args.json:
         console.show_json([{"task": t.task, "asked": before(plan, t), "answers": found[t.task]} for t in texts])
         return console.DONE

@@ -7,17 +7,22 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from vllm_kvq import console
-from vllm_kvq.cli.eval.arguments import add_formats, add_model, add_text
-from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
+from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
+from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import calibrated, calibration_tokens
 from vllm_kvq.eval.heads.capture import Captured, CaptureFailed, capture
 from vllm_kvq.eval.heads.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results import plots
 from vllm_kvq.eval.tasks.samples import sequence
+from vllm_kvq.formats.by_layer import all_options
+from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.table import get_format
+
+PROG = "vllm-kvq eval heads"
 
 MEASURES = {
     "score": "relative error of the scores q . K",
@@ -25,27 +30,25 @@ MEASURES = {
     "output": "relative error of attention's output",
 }
 Errors = Mapping[str, Sequence[HeadError]]
-"""Colours by the format as users write it."""
+"""Errors by the format as users write it."""
+PLOT = "heads.png"
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval heads",
+        PROG,
         "Errors of single KV heads on one text: queries, keys and values are captured from vLLM with a 16-bit cache, "
-        f"and\nthe queries of the last {READERS} tokens read what a format would have stored of the earlier tokens.",
-        ("MODEL --formats squat2,squat2:r=8", "MODEL --tokens 2048 --plot heads.png --measure output"),
+        f"and\nthe queries of the last {READERS} tokens read what a format would have stored of the earlier tokens.\n"
+        "Takes minutes with many formats or a large model.",
+        ("MODEL --formats squat2,squat2:r=8", "MODEL --context 2048 --out results --measure output"),
         "nothing could be measured",
     )
     add_model(p)
-    add_formats(p, "public")
-    p.add_argument(
-        "--measure", choices=MEASURES, default="score", help="error that ranks heads and is plotted (%(default)s)"
-    )
-    p.add_argument(
-        "--plot", type=Path, metavar="PNG", help="file for a heat map, layers by KV heads (needs matplotlib)"
-    )
-    p.add_argument("--tokens", type=int, default=1024, help="of the text (%(default)s)")
+    add_formats(p, ALL, NO_REFERENCE)
+    p.add_argument("--measure", choices=MEASURES, default="score", help="error that ranks heads and is plotted")
+    add_context(p, "1024", "of the text")
     add_text(p)
+    add_out(p, f"{PLOT}, a heat map of layers by KV heads (needs matplotlib)")
     console.add_json(p)
     return p
 
@@ -53,21 +56,20 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
+    chosen = args.formats
+    if problem := too_short(chosen, args.context):
+        p.error(problem)
     try:
-        chosen = ours(choices(args.formats))
-    except ValueError as error:
-        p.error(str(error))
-    try:
-        captured = captured_text(Model.of(args.model, args.dtype), args.tokens, args.seed, any(map(calibrated, chosen)))
-        errors, problems = measured(captured, chosen, args.formats == p.get_default("formats"))
-        if args.plot:
-            plots.heat_map(args.plot, errors, args.measure, MEASURES[args.measure])
+        model = Model.of(args.model, args.dtype)
+        captured = captured_text(model, args.context, args.seed, any(map(calibrated, chosen)))
+        errors, problems = measured(captured, chosen)
+        if args.out:
+            plots.heat_map(args.out / PLOT, errors, args.measure, MEASURES[args.measure])
     except (ValueError, OSError, CaptureFailed) as error:
-        print(f"vllm-kvq eval heads: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     if args.json:
         found = {label: [asdict(e) for e in heads] for label, heads in errors.items()}
-        what = {"model": args.model, "tokens": args.tokens, "windows": captured.windows}
+        what = {"model": args.model, "context": args.context, "windows": captured.windows}
         console.show_json({**what, "errors": found, "problems": problems})
         return console.DONE
     table(errors, args.measure).show()
@@ -75,31 +77,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"layers with a sliding window, which are not packed: {', '.join(map(str, captured.windows))}")
     for label, problem in problems.items():
         print(f"{label}: {problem}", file=sys.stderr)
-    if args.plot:
-        print(args.plot)
+    if args.out:
+        print(args.out / PLOT)
     return console.DONE
 
 
-def ours(chosen: Sequence[Choice]) -> list[Choice]:
+def too_short(chosen: Sequence[Choice], tokens: int) -> str | None:
+    """Why nothing of such a text would be packed, known without a model; pages may take more."""
+    least = {}
     for choice in chosen:
-        if not choice.ours:
-            raise ValueError(f"{choice.format} is vLLM's own cache, which has no reference implementation here")
-    return list(chosen)
+        of = [get_format(choice.format).settings(options) for options in all_options(choice.options)]
+        newest = min(s.W if s.W_keys is None else min(s.W, s.W_keys) for s in of)
+        least[choice.label] = newest + (min(s.S for s in of) // SLAB + 1) * SLAB + READERS
+    label, needed = (min if list(chosen) == formats()(ALL) else max)(least.items(), key=lambda item: item[1])
+    if tokens >= needed:
+        return None
+    return (
+        f"--context {tokens}: {label} packs nothing of so short a text, because the newest and the first tokens are in "
+        f"full precision and the last {READERS} read the others; it takes at least {needed}"
+    )
 
 
-def measured(
-    captured: Captured, chosen: Sequence[Choice], by_default: bool
-) -> tuple[dict[str, list[HeadError]], dict[str, str]]:
+def measured(captured: Captured, chosen: Sequence[Choice]) -> tuple[dict[str, list[HeadError]], dict[str, str]]:
     """Each choice's errors; and a sentence for each one that can't be measured on this model.
 
     ValueError if the user has named such a format, or if nothing can be measured.
     """
+    by_name = list(chosen) != formats()(ALL)
     errors, problems = {}, {}
     for choice in chosen:
         try:
             errors[choice.label] = head_errors(captured, choice.format, choice.options)
         except ValueError as error:
-            if not by_default:
+            if by_name:
                 raise
             problems[choice.label] = str(error)
     if not errors:

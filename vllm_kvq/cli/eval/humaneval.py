@@ -6,56 +6,53 @@ import argparse
 import csv
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.eval.arguments import add_formats
+from vllm_kvq.cli.arguments import add_formats, add_out, add_tokens, from_zero, whole_number
+from vllm_kvq.cli.eval.arguments import USUAL, add_cache, add_text
 from vllm_kvq.cli.eval.model import compile_kernels
-from vllm_kvq.eval.choice import Choice, choices
+from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.humaneval.problems import COUNT, problems
 from vllm_kvq.eval.humaneval.run import Answer, Benchmark, Run
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results.statistics import mcnemar
 from vllm_kvq.eval.run.plan import REFERENCE
-from vllm_kvq.eval.run.store import Store, default_folder
+from vllm_kvq.eval.run.store import Store
+
+PROG = "vllm-kvq eval humaneval"
 
 NOTE = """lost, won: problems that only bf16 solves, and that only the format solves; p: McNemar's exact test of these
-same: answers identical to bf16's; cut: answers that reached --longest"""
+same: answers identical to bf16's; cut: answers that reached --tokens"""
 COLUMNS = ("format", "problem", "passed", "reason", "tokens", "cut", "text")
 
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval humaneval",
+        PROG,
         "HumanEval's pass@1, greedy: an instruct model writes functions with each format's cache and with bf16's, and "
-        "their\ntests are run, each in a child process without network and with limits. Needs the extra `humaneval`.",
+        "their\ntests are run, each in a child process without network and with limits. Needs the extra `humaneval`.\n"
+        "Takes minutes to hours: try --limit 8 first. Answers are kept, so that a stopped run goes on.",
         (
             "MODEL --formats squat2,kitty2",
-            "MODEL --formats kitty2:S=4 --behind 4096 --out results",
+            "MODEL --formats kitty2 --context 4096 --out results",
             "MODEL --formats kitty2 --limit 8",
         ),
         "no format could be measured",
     )
     p.add_argument("model", metavar="MODEL", help="checkpoint folder, or model name; it needs a chat template")
-    add_formats(p, "usual")
-    p.add_argument(
-        "--behind", type=int, default=0, metavar="TOKENS", help="tokens of solved problems before each question (0)"
-    )
-    p.add_argument(
-        "--limit", type=int, default=COUNT, metavar="N", help="number of problems, from the first (%(default)s)"
-    )
-    p.add_argument("--longest", type=int, default=768, metavar="TOKENS", help="maximum tokens per answer (%(default)s)")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="model dtype (the checkpoint's)")
-    p.add_argument("--seed", type=int, default=0, help="seed of the solved problems before a question (%(default)s)")
-    p.add_argument("--out", type=Path, metavar="DIR", help="folder for humaneval.json and humaneval.csv, with answers")
-    p.add_argument(
-        "--cache", type=Path, default=default_folder(), metavar="DIR", help="folder that keeps answers for later runs"
-    )
+    add_formats(p, USUAL)
+    text = "tokens in the cache, of solved problems before each question"
+    p.add_argument("--context", type=from_zero, default=0, metavar="TOKENS", help=text)
+    p.add_argument("--limit", type=whole_number, default=COUNT, metavar="N", help="number of problems, from the first")
+    add_tokens(p, "768", "at most, per answer")
+    add_text(p)
+    add_out(p, "humaneval.json and humaneval.csv, with answers")
+    add_cache(p)
     console.add_json(p)
     return p
 
@@ -65,24 +62,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     p = parser()
     args = p.parse_args(arguments)
-    try:
-        chosen = (REFERENCE, *(c for c in choices(args.formats) if c != REFERENCE))
-    except ValueError as error:
-        p.error(str(error))
+    if args.limit > COUNT:
+        p.error(f"--limit {args.limit} is more than the {COUNT} problems that there are")
+    chosen = (REFERENCE, *(c for c in args.formats if c != REFERENCE))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         model = Model.of(args.model, args.dtype)
-        benchmark = Benchmark(model, chosen, problems(), args.limit, args.behind, args.longest, args.seed)
+        benchmark = Benchmark(model, chosen, problems(), args.limit, args.context, args.tokens, args.seed)
         store = Store(args.cache)
         if any(choice.ours for choice in chosen):
             compile_kernels()
         found = measured(benchmark, store)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"vllm-kvq eval humaneval: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     except EngineFailed as error:
-        print(f"vllm-kvq eval humaneval: vLLM can't serve {args.model} here: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, f"vLLM can't serve {args.model} here: {error}", args.json)
     document = as_document(benchmark, found)
     if args.out:
         write(args.out, document)
@@ -175,8 +169,8 @@ def as_document(benchmark: Benchmark, found: Sequence[Score]) -> dict[str, Any]:
     return {
         "model": benchmark.model.name,
         "problems": benchmark.limit,
-        "behind": benchmark.behind,
-        "longest": benchmark.longest,
+        "context": benchmark.behind,
+        "tokens": benchmark.longest,
         "seed": benchmark.seed,
         "formats": [
             {

@@ -8,28 +8,35 @@ import json
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_kvq.cli.arguments import whole_number
 from vllm_kvq.eval.choice import PLAIN, Choice
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING, Row
-from vllm_kvq.eval.run.harness import Progress
 from vllm_kvq.eval.run.plan import LEAST_CACHE_BYTES, REQUESTS
 from vllm_kvq.eval.run.store import Store, format_sources, sources
 from vllm_kvq.eval.run.store import key as key_of
 
+if TYPE_CHECKING:
+    from vllm_kvq.eval.run.harness import Progress
+
 KIND = "lm-eval"
-OTHERS = ("tasks", "sequences", "regimes", "readers", "answers", "longest", "top")
+OTHERS = ("tasks", "sequences", "regimes", "readers", "answers", "tokens", "top")
 """Options that apply only to our own tasks."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--lm-eval", metavar="TASK,...", help="tasks of lm-evaluation-harness (an extra) instead of ours")
-    p.add_argument("--lm-eval-path", type=Path, metavar="DIR", help="folder of additional task files")
-    p.add_argument("--lm-eval-limit", type=int, metavar="N", help="maximum questions per task (all)")
+    p.add_argument(
+        "--lm-eval",
+        metavar="TASK,...",
+        help="tasks of lm-evaluation-harness (an extra) instead of ours (default: none)",
+    )
+    p.add_argument("--lm-eval-path", type=Path, metavar="DIR", help="folder of additional task files (default: none)")
+    p.add_argument("--lm-eval-limit", type=whole_number, metavar="N", help="maximum questions per task (default: all)")
 
 
 def usage_problem(args: argparse.Namespace) -> str | None:

@@ -8,27 +8,30 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from vllm_kvq import console
+from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, whole_number, words
 from vllm_kvq.cli.eval import lm_eval
-from vllm_kvq.cli.eval.arguments import add_formats, add_model
+from vllm_kvq.cli.eval.arguments import USUAL as USUAL_FORMATS
+from vllm_kvq.cli.eval.arguments import add_baseline, add_cache, add_model, add_tasks, add_text
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results import plots, report
 from vllm_kvq.eval.results.result import READING, REGIMES, USUAL, Results
 from vllm_kvq.eval.results.statistics import claims
-from vllm_kvq.eval.run.store import Store, default_folder
+from vllm_kvq.eval.run.store import Store
 from vllm_kvq.eval.tasks.tasks import NAMES, TEXT
 from vllm_kvq.eval.tasks.texts import ESSAYS, has_essays
+
+PROG = "vllm-kvq eval"
 
 WHOLE_VOCABULARY = 4096
 """Vocabularies with fewer tokens are compared in full unless --top says otherwise."""
 TOP = 128
-FULL = {"tasks": list(NAMES), "context": [2048], "sequences": 16, "answers": 4, "longest": 1024}
+FULL = {"tasks": list(NAMES), "context": [2048], "sequences": 16, "answers": 4, "tokens": 1024}
 QUICK = {"tasks": ["recall", "needle", "arithmetic", TEXT], "context": [1024], "sequences": 4, "answers": 2,
-         "longest": 96}  # fmt: skip
+         "tokens": 96}  # fmt: skip
 READ = {"tasks": [TEXT], "context": [1024, 4096], "sequences": 24}
 READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 6, "readers": 128}
 """The default if only `reading` is requested, as in a quick look."""
@@ -36,54 +39,44 @@ READ_QUICKLY = {"tasks": [TEXT], "context": [1024], "sequences": 6, "readers": 1
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval",
+        PROG,
         "Does it still answer correctly? Each format against the 16-bit cache on the same texts, in real vLLM: the\n"
         "probabilities of given tokens (teacher-forced), and generated answers (decoding). `vllm-kvq eval error`\n"
-        "needs no model.",
+        "needs no model.\n"
+        "Takes minutes with --quick, and longer without. Measurements are kept, so that a stopped run goes on.",
         (
             "demo --quick",
-            "MODEL --formats squat2,innerq2 --tasks recall needle --context 1024 4096",
+            "MODEL --tasks recall,needle --context 1024,4096",
             "MODEL --formats squat2:r=8,W=64,kivi2 --out results",
             "MODEL --formats squat2 --lm-eval gsm8k --context 4096",
         ),
         "no format could be evaluated",
     )
     add_model(p)
-    add_formats(p, "usual")
-    p.add_argument("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=", ".join(NAMES))
-    p.add_argument("--context", nargs="+", type=_positive, metavar="TOKENS", help="text lengths (2048)")
-    p.add_argument("--sequences", type=_positive, metavar="N", help="number of texts per task and length (16)")
-    p.add_argument("--regimes", nargs="+", choices=REGIMES, metavar="R", help=", ".join(REGIMES))
+    add_formats(p, USUAL_FORMATS)
+    add_tasks(p, None, " (default: all)")
+    add_context(p, None, "of each text (default: 2048)", several=True)
     p.add_argument(
-        "--readers", type=_positive, metavar="N", help="number of last tokens that read the cache in `reading` (512)"
+        "--sequences", type=whole_number, metavar="N", help="number of texts per task and length (default: 16)"
     )
-    p.add_argument("--baseline", metavar="F", help="format with which others are compared, text by text (fp8)")
-    p.add_argument("--answers", type=_positive, metavar="N", help="maximum generated answers per text (4)")
-    p.add_argument("--longest", type=_positive, metavar="TOKENS", help="maximum tokens per generated answer (1024)")
-    p.add_argument(
-        "--chunk", type=_chunk, default=32, metavar="TOKENS", help="tokens per teacher-forced step (%(default)s)"
-    )
-    p.add_argument("--top", type=_positive, metavar="K", help="compare the K most probable tokens, and the rest as one")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="model dtype (the checkpoint's)")
-    p.add_argument("--seed", type=int, default=0, help="seed of the texts (%(default)s)")
+    usual = ",".join(USUAL)
+    text = f"{', '.join(REGIMES)} (default: {usual})"
+    p.add_argument("--regimes", type=words(REGIMES), metavar="REGIME,...", help=text)
+    text = "number of last tokens that read the cache in `reading` (default: 512)"
+    p.add_argument("--readers", type=whole_number, metavar="N", help=text)
+    add_baseline(p, "fp8")
+    p.add_argument("--answers", type=whole_number, metavar="N", help="maximum generated answers per text (default: 4)")
+    add_tokens(p, None, "at most, per answer (default: 1024)")
+    p.add_argument("--chunk", type=_chunk, default=32, metavar="TOKENS", help="tokens per step, when teacher-forced")
+    text = f"compare the K most probable tokens, and the rest as one (default: {TOP}, or a small vocabulary in full)"
+    p.add_argument("--top", type=whole_number, metavar="K", help=text)
+    add_text(p)
     p.add_argument("--quick", action="store_true", help="fewer tasks, texts and tokens, unless specified")
     lm_eval.add_arguments(p)
-    p.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json, results.csv and plots (PNG)")
-    p.add_argument(
-        "--cache",
-        type=Path,
-        default=default_folder(),
-        metavar="DIR",
-        help="folder that keeps measurements for later runs",
-    )
+    add_out(p, "results.json, results.csv and plots (PNG)")
+    add_cache(p)
     console.add_json(p)
     return p
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def _chunk(text: str) -> int:
@@ -102,18 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in defaults(args).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.out and args.out.exists() and not args.out.is_dir():
-        p.error(f"--out {args.out} is a file; name a folder")
+    chosen = args.formats
     try:
-        chosen = choices(args.formats)
         args.baseline = named_baseline(args.baseline, chosen)
     except ValueError as error:
         p.error(str(error))
     try:
         results = harness(args, chosen) if args.lm_eval else evaluate(args, chosen)
     except EvaluationFailed as error:
-        print(f"vllm-kvq eval: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     results = replace(results, claims=claims(results.rows, args.baseline))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -122,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             plots.draw_all(results.rows, args.out)
         except ValueError as error:
-            print(f"vllm-kvq eval: {error}", file=sys.stderr)
+            print(f"{PROG}: {error}", file=sys.stderr)
     if args.json:
         console.show_json(results.document())
     else:
@@ -176,7 +166,7 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
             chunk=args.chunk,
             top=top(args, model.vocabulary),
             answers=args.answers,
-            longest=args.longest,
+            longest=args.tokens,
             readers=args.readers,
             control=any(choice.format == PLAIN for choice in chosen),
         )
@@ -195,7 +185,7 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
         except Unreadable as error:
             raise EvaluationFailed(f"{args.model} can't be read: {error}") from error
     if TEXT in plan.tasks and not has_essays():
-        print(f"vllm-kvq eval: {ESSAYS}", file=sys.stderr)
+        print(f"{PROG}: {ESSAYS}", file=sys.stderr)
     return Results(rows(run))
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from vllm_kvq import console
+from vllm_kvq.cli.arguments import add_out, from_zero
+from vllm_kvq.cli.eval.arguments import add_baseline
 from vllm_kvq.eval.results import plots, report
 from vllm_kvq.eval.results.result import Hurt, Results, Row
 from vllm_kvq.eval.results.statistics import claims
+
+PROG = "vllm-kvq eval show"
 
 AROUND = 32
 """The number of characters shown before and after a token."""
@@ -19,17 +22,15 @@ AROUND = 32
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq eval show",
+        PROG,
         "Shows what `vllm-kvq eval MODEL --out DIR` has written: tables, the tokens that were hurt most, plots.",
-        ("results/results.json", "results/results.json --hurt 3 --plots results"),
+        ("results/results.json", "results/results.json --hurt 3 --out results"),
         "there are no results, or plots can't be drawn",
     )
     p.add_argument("results", type=Path, metavar="RESULTS", help="results.json file")
-    p.add_argument(
-        "--hurt", type=int, default=5, metavar="N", help="number of tokens per format and task (%(default)s)"
-    )
-    p.add_argument("--baseline", metavar="F", help="format with which others are compared, as written in the tables")
-    p.add_argument("--plots", type=Path, metavar="DIR", help="folder for PNG files (needs matplotlib)")
+    p.add_argument("--hurt", type=from_zero, default=5, metavar="N", help="number of hurt tokens per format and task")
+    add_baseline(p, "as in the results")
+    add_out(p, "plots, PNG files named after what they show (needs matplotlib)")
     console.add_json(p)
     return p
 
@@ -40,10 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = Results.load(args.results)
         if args.baseline or not results.claims:
             results = replace(results, claims=claims(results.rows, args.baseline))
-        drawn = plots.draw_all(results.rows, args.plots) if args.plots else []
+        drawn = plots.draw_all(results.rows, args.out) if args.out else []
     except (ValueError, OSError) as error:
-        print(f"vllm-kvq eval show: {error}", file=sys.stderr)
-        return console.FOUND
+        return console.fail(PROG, error, args.json)
     if args.json:
         console.show_json(results.document())
         return console.DONE

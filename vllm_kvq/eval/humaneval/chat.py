@@ -73,7 +73,7 @@ class Chat:
                 drawn = drawn[: count - 1]
                 break
         if not drawn:
-            raise ValueError(f"{most} tokens have no room for one solved problem; make --behind larger")
+            raise ValueError(f"{most} tokens have no room for one solved problem; make --context larger")
         return tuple(drawn)
 
 

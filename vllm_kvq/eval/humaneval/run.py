@@ -59,7 +59,7 @@ class Benchmark:
         if self.max_len > self.model.longest:
             raise ValueError(
                 f"{self.model.name} has {self.model.longest} positions; prompts and answers take {self.max_len} here: "
-                "lower --behind or --longest"
+                "lower --context or --tokens"
             )
 
     @property

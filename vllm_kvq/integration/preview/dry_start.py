@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration import compat
@@ -68,13 +68,20 @@ def serve_parser() -> tuple[argparse.ArgumentParser, Any]:
     parser = FlexibleArgumentParser(prog="vllm-kvq check")
     (serve,) = cmd_init()
     serve_arguments = serve.subparser_init(parser.add_subparsers(dest="subparser"))
+    for made in (parser, serve_arguments):
+        made.error = _wrong  # type: ignore[method-assign]
     serve_arguments.prog, serve_arguments.usage = "vllm-kvq check", "vllm-kvq check MODEL --kv-cache-dtype F ..."
     return parser, serve
 
 
+def _wrong(message: str) -> NoReturn:
+    """In place of vLLM's own `error`, which prints and exits."""
+    raise WrongUsage(message)
+
+
 def dry_start(arguments: Sequence[str]) -> DryStart:
-    """Raises WrongUsage, or WouldNotStart with the sentence that `vllm serve` would end with. Arguments that vLLM does
-    not know end the process with status 2, as they do there."""
+    """Raises WrongUsage, as for arguments that vLLM does not know, or WouldNotStart with the sentence that `vllm serve`
+    would exit with."""
     if problem := plugin_problem():
         raise WouldNotStart(problem)
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -42,9 +42,16 @@ class Finding:
             raise ValueError(f"a finding's status is {FINE}, {NOTE} or {BAD}, not {self.status!r}")
 
 
-def findings() -> list[Finding]:
-    """By topic; without vLLM those that it has nothing to do with."""
-    served_by: tuple[Callable[[], list[Finding]], ...] = (memory, known_faults, patches) if find_spec("vllm") else ()
+def findings(every_patch: bool = False) -> list[Finding]:
+    """By topic; without vLLM those that it has nothing to do with. Patches without a problem are left out unless
+    `every_patch`."""
+
+    def some_patches() -> list[Finding]:
+        return [found for found in patches() if every_patch or found.status != FINE]
+
+    served_by: tuple[Callable[[], list[Finding]], ...] = (
+        (memory, known_faults, some_patches) if find_spec("vllm") else ()
+    )
     return [found for topic in (versions, plugin, hardware, kernels, compilers, *served_by) for found in topic()]
 
 

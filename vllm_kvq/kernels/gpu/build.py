@@ -141,7 +141,7 @@ def load_emulation() -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Build the CUDA kernels ahead of time.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Build the CUDA kernels ahead of time.")
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, help="architectures, as in 90")
     architectures = parser.parse_args().arch
     try:

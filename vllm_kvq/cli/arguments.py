@@ -1,0 +1,112 @@
+"""Arguments that several commands share, each with one form and one meaning: a list is written with commas."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_kvq.formats.table import suite
+
+if TYPE_CHECKING:
+    from vllm_kvq.eval.choice import Choice
+
+ALL = "all"
+CHANNELS = "channels per head"
+FORMATS = "formats, with options as in squat2:r=8,W=64, or all"
+
+
+def add_formats(p: argparse.ArgumentParser, default: str | None, why_ours: str | None = None) -> None:
+    """`--formats`. `why_ours` says of vLLM's own caches why the command does not take them."""
+    p.add_argument("--formats", type=formats(why_ours), default=default, metavar="FORMAT,...", help=FORMATS)
+
+
+def formats(why_ours: str | None = None) -> Callable[[str], list[Choice]]:
+    def chosen(text: str) -> list[Choice]:
+        from vllm_kvq.eval.choice import choices
+
+        try:
+            found = choices(",".join(suite("public")) if text == ALL else text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        for choice in found:
+            if why_ours and not choice.ours:
+                raise argparse.ArgumentTypeError(f"{choice.label} is vLLM's own cache, which {why_ours}")
+        return found
+
+    return chosen
+
+
+def add_head_sizes(p: argparse.ArgumentParser, default: str) -> None:
+    p.add_argument("--head-size", type=head_sizes, default=default, metavar="D,...", help=CHANNELS)
+
+
+def head_sizes(text: str) -> list[int]:
+    """Those that packed pages may have."""
+    from vllm_kvq.formats.codec import HEAD_SIZES
+
+    for size in (sizes := whole_numbers(text)):
+        if size not in HEAD_SIZES:
+            known = ", ".join(map(str, HEAD_SIZES))
+            raise argparse.ArgumentTypeError(f"no format has heads of {size} channels; there are {known}")
+    return sizes
+
+
+def add_context(p: argparse.ArgumentParser, default: str | None, of: str, several: bool = False) -> None:
+    kind, metavar = (whole_numbers, "TOKENS,...") if several else (whole_number, "TOKENS")
+    p.add_argument("--context", type=kind, default=default, metavar=metavar, help=f"tokens in the cache, {of}")
+
+
+def add_tokens(p: argparse.ArgumentParser, default: str | None, of: str) -> None:
+    p.add_argument("--tokens", type=whole_number, default=default, metavar="TOKENS", help=f"tokens generated, {of}")
+
+
+def add_out(p: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
+    end = "" if default else "" if "(default: " in what else " (default: no files)"
+    p.add_argument("--out", type=folder, default=default, metavar="DIR", help=f"folder for {what}{end}")
+
+
+def whole_number(text: str, least: int = 1) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is below {least}")
+    return value
+
+
+def from_zero(text: str) -> int:
+    return whole_number(text, 0)
+
+
+def whole_numbers(text: str) -> list[int]:
+    return [whole_number(part) for part in text.split(",")]
+
+
+def words(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of a list of some of these words."""
+
+    def some(text: str) -> list[str]:
+        for word in text.split(","):
+            if word not in known:
+                close = difflib.get_close_matches(word, known, n=1)
+                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                raise argparse.ArgumentTypeError(f"there is no {word!r}; {meant}")
+        return text.split(",")
+
+    return some
+
+
+def folder(text: str) -> Path:
+    """A folder that can be written, or be made: found out before anything is measured."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a file; name a folder")
+    there = next(above for above in (path, *path.absolute().parents) if above.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} can't be written; name another folder")
+    return path
