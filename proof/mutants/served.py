@@ -105,8 +105,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "columns of the table of formats are swapped",
         "vllm_kvq/cli/formats.py",
-        "{bits:.4f}  {factor:5.2f}x",
-        "{factor:.4f}  {bits:5.2f}x",
+        "{bits:.4f} {factor:.2f}x",
+        "{factor:.4f} {bits:.2f}x",
         "tests/test_cli.py",
     ),
     Fault(

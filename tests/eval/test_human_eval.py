@@ -275,8 +275,11 @@ def test_a_format_that_does_not_start(
 
 
 def test_a_limit_beyond_all(made_up: type[MadeUp], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*command(tmp_path), "--limit", "165"]) == 1
-    assert "--limit 165 is not between 1 and the 164 problems" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exited:
+        cli.main([*command(tmp_path), "--limit", "165"])
+    assert exited.value.code == 2
+    assert "--limit 165 is more than the 164 problems" in capsys.readouterr().err
+    assert made_up.asked == []
 
 
 def test_batches_are_alike(read: Model) -> None:
