@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_kvq.console import short
+from vllm_kvq.eval.results.statistics import mcnemar
 
 FOLDER = Path(__file__).parent.parent / "docs" / "results" / "quality"
 MODELS = ("outliers", "demo")
@@ -124,6 +125,26 @@ def papers(context: int = 1024) -> Iterator[str]:
         yield _line([paper, f"`{fmt}`", bits[0], f"`{other}`", bits[1], *cells])
 
 
+def humaneval(path: Path) -> Iterator[str]:
+    """How many problems each format solves, and whether that differs from the 16-bit cache by more than chance."""
+    answers: dict[str, list[Row]] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            answers.setdefault(row["format"], []).append(row)
+    right = {label: [row["passed"] == "True" for row in rows] for label, rows in answers.items()}
+    yield _line(["format", "solved", "pass@1, %", "only bf16", "only this", "p", "same answers"])
+    yield _line(["---"] * 7)
+    for label, solved in right.items():
+        if label == PLAIN:
+            yield _line(["bf16", f"{sum(solved)} of {len(solved)}", f"{100 * sum(solved) / len(solved):.1f}", *"----"])
+            continue
+        pairs = list(zip(solved, right[PLAIN], strict=True))
+        counts = [str(sum(b and not a for a, b in pairs)), str(sum(a and not b for a, b in pairs))]
+        same = str(sum(row["same"] == "True" for row in answers[label]))
+        share, p = 100 * sum(solved) / len(solved), mcnemar(solved, right[PLAIN])
+        yield _line([f"`{label}`", f"{sum(solved)} of {len(solved)}", f"{share:.1f}", *counts, f"{p:.2g}", same])
+
+
 def _real(model: str, context: int) -> dict[str, Row]:
     with (FOLDER / f"real-{model}-{context}.csv").open(encoding="utf-8") as file:
         return {row["label"]: row for row in csv.DictReader(file)}
@@ -145,6 +166,8 @@ def _line(cells: list[str]) -> str:
 if __name__ == "__main__":
     for path in sorted(FOLDER.glob(REAL)):
         print(path.stem.removeprefix("real-"), *real(path), "", sep="\n")
+    for path in sorted(FOLDER.glob("humaneval-*.csv")):
+        print(path.stem, *humaneval(path), "", sep="\n")
     print("papers", *papers(), "", sep="\n")
     for results in TABLES:
         print(results.name, *table(results), "", sep="\n")
