@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,11 +14,16 @@ from typing import Any
 
 import pytest
 import yaml
+from serve_arguments import parse_serve
+
+from vllm_kvq.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
 BIN = Path(sys.executable).parent
 DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.gpu")
+SECRETS = {"HF_TOKEN", "VLLM_API_KEY"}
+VARIABLES = SECRETS | {"MODEL", "FORMAT", "MAX_MODEL_LEN", "OPTIONS", "KVCACHE_GIB", "MEMORY"}
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
@@ -35,13 +41,18 @@ def entry_point(name: str) -> list[str]:
     return json.loads(dict(final_stage(name))["ENTRYPOINT"])
 
 
-@pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
+def read_compose(**variables: str) -> dict[str, Any]:
     """As compose itself reads it: it exits with status 1 on a mistake."""
     command = [str(BIN / "docker-compose"), "-f", str(DOCKER / "compose.yaml"), "--profile", "*", "config"]
-    done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, timeout=60)
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | variables
+    done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return read_compose()
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -87,21 +98,43 @@ def test_the_gpu_image_has_a_vllm_that_we_support() -> None:
 @pytest.mark.parametrize(("service", "name"), [("cpu", "Dockerfile.cpu"), ("gpu", "Dockerfile.gpu")])
 def test_vllm_knows_the_command(service: str, name: str, compose: dict[str, Any]) -> None:
     """The image's entry point with the service's arguments, given to the parser of `vllm serve`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_kvq.formats import FORMATS
-    from vllm_kvq.integration.plugin import register
-
-    register()
-    vllm, serve, *arguments = entry_point(name) + compose["services"][service]["command"]
-    assert (vllm, serve) == ("vllm", "serve")
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    parsed = parse_serve(entry_point(name) + compose["services"][service]["command"])
     assert parsed.model_tag == "Qwen/Qwen3-0.6B"
     assert parsed.kv_cache_dtype in FORMATS
-    assert (parsed.host, parsed.port) == ("0.0.0.0", 8000)
+    assert (parsed.host, parsed.port, parsed.max_model_len) == ("0.0.0.0", 8000, None)
     grace = compose["services"][service]["stop_grace_period"]
     assert 0 < parsed.shutdown_timeout < int(grace.removesuffix("s"))
+
+
+@pytest.mark.parametrize("service", ["cpu", "gpu"])
+def test_variables_reach_the_server(service: str) -> None:
+    options = """--additional-config '{"kvq": {"W": 64}}' --seed 7"""
+    found = read_compose(
+        MODEL="/a folder",
+        FORMAT="polar4",
+        MAX_MODEL_LEN="4096",
+        OPTIONS=options,
+        MEMORY="3g",
+        HF_TOKEN="a",
+        VLLM_API_KEY="b",
+    )["services"][service]
+    parsed = parse_serve(entry_point(f"Dockerfile.{service}") + found["command"])
+    assert (parsed.model_tag, parsed.kv_cache_dtype, parsed.max_model_len) == ("/a folder", "polar4", 4096)
+    assert (parsed.additional_config, parsed.seed) == ({"kvq": {"W": 64}}, 7)
+    assert int(found["mem_limit"]) == 3 << 30
+    assert {name: found["environment"][name] for name in SECRETS} == {"HF_TOKEN": "a", "VLLM_API_KEY": "b"}
+
+
+def test_what_is_not_set_is_not_handed_on(compose: dict[str, Any]) -> None:
+    """A variable without a value reaches the container only if the shell has it."""
+    for service in ("cpu", "gpu"):
+        assert {name: compose["services"][service]["environment"][name] for name in SECRETS} == dict.fromkeys(SECRETS)
+
+
+def test_every_service_has_a_limit_of_memory(compose: dict[str, Any]) -> None:
+    limits = {name: int(service["mem_limit"]) >> 30 for name, service in compose["services"].items()}
+    assert min(limits.values()) > 0
+    assert limits["cpu"] > int(compose["services"]["cpu"]["environment"]["VLLM_CPU_KVCACHE_SPACE"]) + 4
 
 
 @pytest.mark.parametrize("service", ["cpu", "gpu"])
@@ -118,7 +151,7 @@ def test_a_service(service: str, compose: dict[str, Any]) -> None:
 
 def test_every_file_that_is_mounted_is_there(compose: dict[str, Any]) -> None:
     mounts = [v for s in compose["services"].values() for v in s.get("volumes", []) if v["type"] == "bind"]
-    assert len(mounts) == 3
+    assert len(mounts) == 4
     for mount in mounts:
         assert Path(mount["source"]).exists(), mount
         assert mount["read_only"], mount
@@ -127,6 +160,13 @@ def test_every_file_that_is_mounted_is_there(compose: dict[str, Any]) -> None:
 def test_nothing_listens_to_other_machines(compose: dict[str, Any]) -> None:
     ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
     assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
+
+
+def test_prometheus_finds_its_files(compose: dict[str, Any]) -> None:
+    targets = {v["target"]: v["source"] for v in compose["services"]["prometheus"]["volumes"]}
+    assert Path(targets["/etc/prometheus/prometheus.yml"]) == DOCKER / "prometheus.yaml"
+    for name in yaml.safe_load((DOCKER / "prometheus.yaml").read_text())["rule_files"]:
+        assert Path(targets[f"/etc/prometheus/{name}"]) == DOCKER / name
 
 
 def test_prometheus_asks_the_server_and_grafana_prometheus(compose: dict[str, Any]) -> None:
@@ -152,4 +192,6 @@ def test_the_document_names_what_is_there(compose: dict[str, Any]) -> None:
     profiles = set(re.findall(r"--profile (\w+)", text))
     assert profiles == {p for s in compose["services"].values() for p in s["profiles"]}
     variables = set(re.findall(r"([A-Z_]+)=", text)) - {"VLLM"}
-    assert variables == set(re.findall(r"\$\{([A-Z_]+):-", (DOCKER / "compose.yaml").read_text()))
+    assert variables == VARIABLES
+    read = set(re.findall(r"\$\{([A-Z_]+):[-+]", (DOCKER / "compose.yaml").read_text()))
+    assert read | SECRETS == VARIABLES

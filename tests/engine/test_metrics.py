@@ -16,6 +16,7 @@ from pathlib import Path
 import promql_parser
 import pytest
 import torch
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
@@ -210,7 +211,14 @@ def documents_queries() -> list[str]:
     return queries
 
 
-@pytest.mark.parametrize("queries", [dashboard_queries, documents_queries])
+def alert_queries() -> list[str]:
+    """Without `up`, which is Prometheus's own."""
+    groups = yaml.safe_load((ROOT / "docker" / "alerts.yaml").read_text())["groups"]
+    queries = [rule["expr"] for group in groups for rule in group["rules"]]
+    return [query for query in queries if "vllm:" in query]
+
+
+@pytest.mark.parametrize("queries", [dashboard_queries, documents_queries, alert_queries])
 def test_queries_ask_for_what_a_server_has(queries: Callable[[], list[str]], server: Server) -> None:
     text = scrape(server)
     there = set(re.findall(r"^([a-z_]+:?[a-z_]+)\{", text, re.MULTILINE))
