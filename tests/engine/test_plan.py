@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -131,6 +132,18 @@ def test_a_model_with_key_biases_is_known_by_its_type(planned: Planned, tmp_path
     assert "large key biases" in found["kl_measured_on"]
     assert "no large" not in found["kl_measured_on"]
     assert caches(found)["innerq2"]["kl"] > 1
+
+
+def test_no_kernel_is_compiled(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop without a compiler can plan, at once."""
+    wishes: list[str] = []
+    module = importlib.import_module("vllm_kvq.integration.plan.plan")
+    path_for = module.path_for
+    monkeypatch.setattr(
+        module, "path_for", lambda fmt, wish, capped: wishes.append(wish.kernels) or path_for(fmt, wish, capped)
+    )
+    planned("--formats", "kitty2")
+    assert {*wishes} == {"torch"}
 
 
 def test_what_no_format_serves(planned: Planned, folder: Path) -> None:

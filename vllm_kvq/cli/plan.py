@@ -143,16 +143,9 @@ def _write(folder: Path, found: Outcome) -> None:
 
 def planned(p: argparse.ArgumentParser, options: argparse.Namespace, more: Sequence[str]) -> Outcome | str:
     """The outcome, or why there is none."""
-    from vllm_kvq.integration.preview.dry_start import WouldNotStart, WrongUsage, dry_start
+    from vllm_kvq.integration.preview.dry_start import WouldNotStart, WrongUsage, dry_start, without_kernels
 
-    words = [
-        options.model,
-        *more,
-        "--tensor-parallel-size",
-        str(options.tp),
-        "--pipeline-parallel-size",
-        str(options.pp),
-    ]
+    words = [options.model, *more, f"--tensor-parallel-size={options.tp}", f"--pipeline-parallel-size={options.pp}"]
     words += ["--max-model-len", str(options.context)] if options.context else []
     # nothing here depends on it, and vLLM's default may not be free
     words += ["--kv-cache-memory-bytes", "1M"]
@@ -162,7 +155,8 @@ def planned(p: argparse.ArgumentParser, options: argparse.Namespace, more: Seque
     refused: dict[str, str] = {}
     for name in names(p, options.formats):
         try:
-            starts[name] = dry_start([*words, "--kv-cache-dtype", name])
+            with without_kernels():
+                starts[name] = dry_start([*words, "--kv-cache-dtype", name])
         except WrongUsage as error:
             p.error(str(error))
         except WouldNotStart as error:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +11,7 @@ import torch
 from vllm_kvq.eval.choice import FP8, Choice
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at
-from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
+from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start, without_kernels
 
 if TYPE_CHECKING:
     from vllm_kvq.integration.plan.served import Served
@@ -59,7 +56,7 @@ def bits_without_engine(folder: str, choice: Choice, dtype: str, tokens: int) ->
     try:
         from vllm_kvq.integration.plan.plan import counting  # imports vllm
 
-        with counting(), _no_compiling():
+        with counting(), without_kernels():
             return bits_at(_served(folder, choice, dtype, tokens), tokens)
     except WouldNotStart:
         return None
@@ -79,17 +76,3 @@ def page_bits(choice: Choice, head_size: int, dtype: str) -> float:
 
 def _plain(choice: Choice, dtype: str) -> float:
     return plain_bits("fp8" if choice.format == FP8 else dtype, getattr(torch, dtype))
-
-
-@contextmanager
-def _no_compiling() -> Iterator[None]:
-    """Bits are the same for all kernels, and compiling the C++ ones first would take minutes."""
-    kernels = os.environ.get("VLLM_KVQ_KERNELS")
-    os.environ["VLLM_KVQ_KERNELS"] = "torch"
-    try:
-        yield
-    finally:
-        if kernels is None:
-            del os.environ["VLLM_KVQ_KERNELS"]
-        else:
-            os.environ["VLLM_KVQ_KERNELS"] = kernels

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -110,6 +111,20 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
     except Exception as error:
         # whatever it is, it would end the server
         raise WouldNotStart(sentence_of(error)) from error
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """For what is the same with all kernels, as bytes are: compiling the C++ ones first would take minutes."""
+    kernels = os.environ.get("VLLM_KVQ_KERNELS")
+    os.environ["VLLM_KVQ_KERNELS"] = "torch"
+    try:
+        yield
+    finally:
+        if kernels is None:
+            del os.environ["VLLM_KVQ_KERNELS"]
+        else:
+            os.environ["VLLM_KVQ_KERNELS"] = kernels
 
 
 def sentence_of(error: Exception) -> str:
