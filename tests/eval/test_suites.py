@@ -26,8 +26,20 @@ BENCHES = ("attention", "decode", "prefill", "serve")
 
 def named(module: str) -> list[str]:
     """The formats that a command takes by default."""
-    parser = importlib.import_module(f"vllm_kvq.cli.{module}").parser()
-    return str(parser.get_default("formats")).split(",")
+    action = formats_of(module)
+    return chosen(action, action.default)
+
+
+def formats_of(module: str) -> argparse.Action:
+    parser: argparse.ArgumentParser = importlib.import_module(f"vllm_kvq.cli.{module}").parser()
+    (action,) = (a for a in parser._actions if a.dest == "formats")
+    return action
+
+
+def chosen(action: argparse.Action, text: str) -> list[str]:
+    """The formats that the command makes of its argument."""
+    assert callable(action.type)
+    return [choice.label for choice in action.type(text)]
 
 
 @pytest.fixture
@@ -62,13 +74,11 @@ def test_a_new_format_is_tried(module: str, which: str, new: Callable[[Format], 
 @pytest.mark.parametrize("name", BENCHES)
 def test_benches_know_it(name: str, new: Callable[[Format], None]) -> None:
     new(replace(FORMATS["squat2"], name="brand_new", usual=0))
-    parser: argparse.ArgumentParser = importlib.import_module(f"vllm_kvq.cli.bench.{name}").parser()
-    (action,) = (a for a in parser._actions if a.dest == "formats")
-    assert callable(action.type)
-    assert action.type("all") == [*suite("public")]
-    assert "brand_new" in action.type("all")
-    assert action.type("kivi2,brand_new") == ["kivi2", "brand_new"]
-    assert action.default == ["brand_new"]
+    action = formats_of(f"bench.{name}")
+    assert chosen(action, "all") == [*suite("public")]
+    assert "brand_new" in chosen(action, "all")
+    assert chosen(action, "kivi2,brand_new") == ["kivi2", "brand_new"]
+    assert chosen(action, action.default) == ["brand_new"]
 
 
 def test_gpu_bench_has_what_kernels_serve(new: Callable[[Format], None]) -> None:

@@ -177,7 +177,7 @@ def _outcome(
     config, served = first.vllm_config, first.served
     cache, because = options.cache_bytes, "--cache-bytes" if options.cache_bytes else None
     if options.gpu_memory:
-        model = budget.Weights(options.weights, False) if options.weights else budget.weights(config.model_config)
+        model = budget.Weights(options.weights, False) if options.weights else budget.weights(config)
         if model is None:
             p.error("the size of the model's weights is not known without its files; say it with --weights 140G")
         cache, because = budget.cache_of(options.gpu_memory, config, model)

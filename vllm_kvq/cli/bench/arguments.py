@@ -12,10 +12,13 @@ import torch
 from vllm_kvq.cli.arguments import CHANNELS, whole_number, whole_numbers
 from vllm_kvq.formats.table import suite
 
-RECOMMENDED = suite("usual")[0]
 CHECKPOINT = "checkpoint folder, or `demo` for the repository's model"
 OWN = "is measured next to ours in any case"
 """Why --formats takes none of vLLM's caches."""
+
+
+def recommended() -> str:
+    return suite("usual")[0]
 
 
 def add_shape(p: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from vllm_kvq.bench.figures import Measured
 from vllm_kvq.bench.steps import Shape, bound_format
 from vllm_kvq.bench.timing import Row, copy_bandwidth, slopes
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, from_zero, whole_number
-from vllm_kvq.cli.bench.arguments import OWN, RECOMMENDED, add_batch, add_rounds, add_shape, add_threads, check_memory
+from vllm_kvq.cli.bench.arguments import OWN, add_batch, add_rounds, add_shape, add_threads, check_memory, recommended
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
 
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         ("", "--formats all --context 1024,32768 --threads 2", "--formats kitty2,squat2 --no-baseline --json"),
         "there are no C++ kernels here to measure",
     )
-    add_formats(p, RECOMMENDED, OWN)
+    add_formats(p, recommended(), OWN)
     add_context(p, "32768", "of each request", several=True)
     add_batch(p, "1")
     add_threads(p)

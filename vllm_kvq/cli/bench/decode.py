@@ -10,7 +10,7 @@ from dataclasses import asdict
 from vllm_kvq import console
 from vllm_kvq.bench import decode
 from vllm_kvq.cli.arguments import add_context, add_formats, add_tokens
-from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, RECOMMENDED, add_batch, add_eager, add_rounds, checkpoint
+from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, add_batch, add_eager, add_rounds, checkpoint, recommended
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         "a format decodes slower than --min-ratio",
     )
     p.add_argument("model", metavar="MODEL", help=CHECKPOINT)
-    add_formats(p, RECOMMENDED, OWN)
+    add_formats(p, recommended(), OWN)
     add_batch(p, "16")
     add_context(p, "512", "of each request's prompt")
     add_tokens(p, "64", "per request")

@@ -12,7 +12,7 @@ from vllm_kvq import console
 from vllm_kvq.bench import prefill
 from vllm_kvq.bench.prefill import ChunkRow, PromptRow
 from vllm_kvq.cli.arguments import add_context, add_formats, from_zero
-from vllm_kvq.cli.bench.arguments import OWN, RECOMMENDED, add_rounds, add_shape, add_threads, check_memory
+from vllm_kvq.cli.bench.arguments import OWN, add_rounds, add_shape, add_threads, check_memory, recommended
 from vllm_kvq.formats import Geometry
 
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         ("--formats all --context 4096", "--formats kitty2 --context 4096 --chunk 512 --json"),
         "could not be done",
     )
-    add_formats(p, RECOMMENDED, OWN)
+    add_formats(p, recommended(), OWN)
     add_context(p, "4096", "of the prompt, or before the chunk", several=True)
     text = "tokens per step after the context, measured instead of a prompt (default: 0, a prompt)"
     p.add_argument("--chunk", type=from_zero, default=0, metavar="TOKENS", help=text)

@@ -13,7 +13,7 @@ from vllm_kvq.bench import serve
 from vllm_kvq.bench.serve import Load, Row
 from vllm_kvq.bench.server import ServerError
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, whole_number
-from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, RECOMMENDED, add_batch, add_eager, add_rounds, checkpoint
+from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, add_batch, add_eager, add_rounds, checkpoint, recommended
 
 HEADER = (
     "  context batch   ms/token          ratio   tokens/s            first token, cold (ms)    attention\n"
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "a server failed; the end of its log says why",
     )
     p.add_argument("model", nargs="?", metavar="MODEL", help=f"{CHECKPOINT} (default: a random model)")
-    add_formats(p, RECOMMENDED, OWN)
+    add_formats(p, recommended(), OWN)
     add_context(p, "512,4096,16384", "of each request's prompt", several=True)
     add_batch(p, "1", several=True)
     add_tokens(p, "32", "per request")

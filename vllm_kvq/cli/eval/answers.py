@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_context, add_formats, add_tokens
-from vllm_kvq.cli.eval.arguments import USUAL, add_model, add_tasks, add_text
+from vllm_kvq.cli.eval.arguments import add_model, add_tasks, add_text, usual_formats
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         "an engine did not start",
     )
     add_model(p)
-    add_formats(p, USUAL)
+    add_formats(p, usual_formats())
     add_tasks(p, TASKS)
     add_context(p, "2048", "of each text")
     add_tokens(p, "32", "at most, per answer")

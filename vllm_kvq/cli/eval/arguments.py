@@ -10,10 +10,13 @@ from vllm_kvq.eval.run.store import default_folder
 from vllm_kvq.eval.tasks.tasks import NAMES
 from vllm_kvq.formats.table import suite
 
-USUAL = ",".join(suite("usual"))
-"""The formats that are measured by default."""
 NO_REFERENCE = "has no reference implementation here"
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def usual_formats() -> str:
+    """Those that are measured by default, as --formats takes them."""
+    return ",".join(suite("usual"))
 
 
 def add_model(p: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_formats, add_out, add_tokens, from_zero, whole_number
-from vllm_kvq.cli.eval.arguments import USUAL, add_cache, add_text
+from vllm_kvq.cli.eval.arguments import add_cache, add_text, usual_formats
 from vllm_kvq.cli.eval.model import compile_kernels
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.humaneval.problems import COUNT, problems
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "no format could be measured",
     )
     p.add_argument("model", metavar="MODEL", help="checkpoint folder, or model name; it needs a chat template")
-    add_formats(p, USUAL)
+    add_formats(p, usual_formats())
     text = "tokens in the cache, of solved problems before each question"
     p.add_argument("--context", type=from_zero, default=0, metavar="TOKENS", help=text)
     p.add_argument("--limit", type=whole_number, default=COUNT, metavar="N", help="number of problems, from the first")

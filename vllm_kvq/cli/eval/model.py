@@ -13,8 +13,7 @@ from typing import Any
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, whole_number, words
 from vllm_kvq.cli.eval import lm_eval
-from vllm_kvq.cli.eval.arguments import USUAL as USUAL_FORMATS
-from vllm_kvq.cli.eval.arguments import add_baseline, add_cache, add_model, add_tasks, add_text
+from vllm_kvq.cli.eval.arguments import add_baseline, add_cache, add_model, add_tasks, add_text, usual_formats
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results import plots, report
@@ -53,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "no format could be evaluated",
     )
     add_model(p)
-    add_formats(p, USUAL_FORMATS)
+    add_formats(p, usual_formats())
     add_tasks(p, None, " (default: all)")
     add_context(p, None, "of each text (default: 2048)", several=True)
     p.add_argument(

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.plan.memory import OVERHEAD, gib, weight_bytes
 from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.worker.report import Capacity
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 NULL_BLOCK = 1
 """A block of every pool is vLLM's own and never handed out."""
@@ -117,24 +117,25 @@ class Weights:
     """Whether its parameters were counted from the configuration, because no files are here."""
 
 
-def weights(model: ModelConfig) -> Weights | None:
+def weights(vllm_config: VllmConfig) -> Weights | None:
     """None where neither files nor the configuration tell: a quantized checkpoint that is not here, or a model that
     Transformers does not know."""
+    model = vllm_config.model_config
     if found := weight_bytes(model):
         return Weights(found, False)
     if getattr(model.hf_config, "quantization_config", None) is not None:
         return None
-    counted = _parameters(model)
+    counted = _parameters(model.hf_config)
     return None if counted is None else Weights(counted * model.dtype.itemsize, True)
 
 
-def _parameters(model: ModelConfig) -> int | None:
+def _parameters(hf_config: Any) -> int | None:
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(model.hf_config)
+            built = AutoModelForCausalLM.from_config(hf_config)
     except Exception:  # whatever a model's own code raises: it is then not known
         return None
     return sum(parameter.numel() for parameter in built.parameters())
