@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 DOC = (example_format.ROOT / "docs" / "adding-a-format.md").read_text(encoding="utf-8")
 SAID = {
     "vllm-kvq formats --head-size": r"int4_hadamard +5\.0625 (?s:.*)int4_hadamard +rotated keys, 4 bits",
-    "vllm-kvq formats --options": r"hadamard_group +rotated channels that share a scale +hadamard +16, 32",
+    "vllm-kvq formats --options": r"hadamard_group +rotated channels that share a scale +\d+ +hadamard +16, 32",
     "python -c": r"tensor\(",
     "python -m proof fuzz": r"int4_hadamard +\d+ +\d+ .* 0\n",
     "vllm-kvq eval error": r"int4_hadamard +5\.00",
