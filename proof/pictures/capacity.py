@@ -31,7 +31,9 @@ def data() -> dict[str, list[tuple[int, float]]]:
     with tempfile.TemporaryDirectory() as folder:
         LlamaConfig(architectures=["LlamaForCausalLM"], **SHAPE).save_pretrained(folder)
         for name in FORMATS:
-            served = dry_start([folder, "--kv-cache-dtype", name, "--kv-cache-memory-bytes", "1M"]).served
+            # the same pages whatever platform draws them
+            flags = ["--kv-cache-dtype", name, "--kv-cache-memory-bytes", "1M", "--block-size", "128"]
+            served = dry_start([folder, *flags]).served
             found[name] = [(n, round(times_plain(served, n), 3)) for n in LENGTHS if n <= served.max_len]
     return found
 

@@ -63,8 +63,8 @@ def finished(process: subprocess.Popen[str]) -> Any:
 def test_the_plugin_changes_nothing(model: Path) -> None:
     """Tokens, their probabilities, prefix hits, blocks, backends and caches are those of vLLM by itself."""
     both = [served(model, plugins) for plugins in (None, "another")]
-    ours, alone = map(finished, both)
-    assert (ours.pop("plugin"), alone.pop("plugin")) == (True, False)
-    assert ours.pop("installed") == [], "patches for our formats only"
-    assert any(cached for _, _, cached in alone["answers"])
-    assert ours == alone
+    with_plugin, without = map(finished, both)
+    assert (with_plugin.pop("plugin"), without.pop("plugin")) == (True, False)
+    assert with_plugin.pop("installed") == [], "patches for our formats only"
+    assert any(cached for _, _, cached in without["answers"])
+    assert with_plugin == without

@@ -100,6 +100,16 @@ def test_ranks_share_heads_and_layers(planned: Planned) -> None:
             assert shared[name]["needed"] == pytest.approx(one[name]["needed"] / 2, rel=0.02)
 
 
+def test_the_pages_that_are_asked_for(planned: Planned) -> None:
+    """In both forms of the flag; a GPU's own pages have 64 tokens."""
+    flags = ("--gpu-memory", "8G", "--formats", "kitty2")
+    usual, *asked = (
+        caches(planned(*flags, *more))["kitty2"]["request_bytes"]
+        for more in ((), ("--block-size", "128"), ("--block-size=128",))
+    )
+    assert asked[0] == asked[1] != usual
+
+
 def test_ranks_share_the_weights(planned: Planned) -> None:
     flags = ("--gpu-memory", "8G", "--weights", "4G", "--formats", "kitty2")
     one, two = (planned(*flags, "--tp", ranks)["cache_bytes"] for ranks in "12")
@@ -177,6 +187,9 @@ def test_a_table_and_a_plot(folder: Path, tmp_path: Path, capsys: pytest.Capture
         (("--context", "0"), "argument --context: 0 is below 1"),
         (("--formats", "kity2"), "did you mean 'kitty2'?"),
         (("--gpu-memory", "80G", "--cache-bytes", "4G"), "not allowed with argument"),
+        (("--weights", "3G"), "--weights is taken off --gpu-memory, which is not given"),
+        (("--tensor-parallel-size", "2"), "--tensor-parallel-size is --tp here"),
+        (("--kv-cache-memory-bytes=4G",), "--kv-cache-memory-bytes is --cache-bytes here"),
     ],
 )
 def test_bad_input(folder: Path, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

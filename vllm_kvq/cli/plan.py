@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats, whole_number
-from vllm_kvq.cli.check.words import words_problem
+from vllm_kvq.cli.check.words import values, words_problem
 from vllm_kvq.cli.logs import be_quiet
 from vllm_kvq.formats.table import DEFAULT_N
 
@@ -72,6 +72,27 @@ def size(text: str) -> int:
     return nbytes
 
 
+OWN = {
+    "--kv-cache-dtype": "--formats",
+    "--kv-cache-memory-bytes": "--cache-bytes",
+    "--tensor-parallel-size": "--tp",
+    "-tp": "--tp",
+    "--pipeline-parallel-size": "--pp",
+    "-pp": "--pp",
+}
+"""Flags of vllm serve that have another name here."""
+
+
+def ignored(options: argparse.Namespace, more: Sequence[str]) -> str | None:
+    """A sentence about an argument that would change nothing."""
+    for flag, own in OWN.items():
+        if values(more, flag):
+            return f"{flag} is {own} here"
+    if options.weights and not options.gpu_memory:
+        return "--weights is taken off --gpu-memory, which is not given; leave it out"
+    return None
+
+
 def names(p: argparse.ArgumentParser, chosen: Sequence[Choice]) -> list[str]:
     """All formats are in the order of `vllm-kvq check`."""
     from vllm_kvq.cli.check.every import ranked  # imports vllm
@@ -117,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, more = p.parse_known_args(given)
     if problem := words_problem([options.model, *more]):
         p.error(problem)
+    if problem := ignored(options, more):
+        p.error(problem)
     be_quiet()
     found = planned(p, options, more)
     if isinstance(found, str):
@@ -149,7 +172,7 @@ def planned(p: argparse.ArgumentParser, options: argparse.Namespace, more: Seque
     words += ["--max-model-len", str(options.context)] if options.context else []
     # nothing here depends on it, and vLLM's default may not be free
     words += ["--kv-cache-memory-bytes", "1M"]
-    if options.gpu_memory and "--block-size" not in more:
+    if options.gpu_memory and not values(more, "--block-size"):
         words += ["--block-size", str(DEFAULT_N)]
     starts: dict[str, DryStart] = {}
     refused: dict[str, str] = {}

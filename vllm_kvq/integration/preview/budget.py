@@ -142,7 +142,7 @@ def _parameters(hf_config: Any) -> int | None:
 
 
 def cache_of(gpu_bytes: int, config: VllmConfig, model: Weights) -> tuple[int, str]:
-    """What vLLM gives its cache on a GPU with so much memory, about, and the calculation in words."""
+    """Roughly the bytes that vLLM gives its cache on a GPU with this much memory, and how they were calculated."""
     share, ranks = config.cache_config.gpu_memory_utilization, config.parallel_config.world_size
     left = int(gpu_bytes * share) - model.nbytes // ranks - OVERHEAD
     how = "counted from the configuration" if model.counted else "in the checkpoint"
