@@ -140,7 +140,7 @@ def humaneval(path: Path) -> Iterator[str]:
             continue
         pairs = list(zip(solved, right[PLAIN], strict=True))
         counts = [str(sum(b and not a for a, b in pairs)), str(sum(a and not b for a, b in pairs))]
-        same = str(sum(row["same"] == "True" for row in answers[label]))
+        same = str(sum(a["text"] == b["text"] for a, b in zip(answers[label], answers[PLAIN], strict=True)))
         share, p = 100 * sum(solved) / len(solved), mcnemar(solved, right[PLAIN])
         yield _line([f"`{label}`", f"{sum(solved)} of {len(solved)}", f"{share:.1f}", *counts, f"{p:.2g}", same])
 
