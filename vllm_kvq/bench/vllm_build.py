@@ -11,6 +11,7 @@ import os
 
 import torch
 
+from vllm_kvq.integration import cpu_attention
 from vllm_kvq.integration.patches.own_sources import hide_own_sources
 
 BASELINES = {"bf16": "auto", "fp8": "fp8"}
@@ -23,13 +24,20 @@ def on_avx2() -> bool:
 
 @functools.cache
 def load() -> None:
-    """Registers vLLM's operators."""
+    """Registers vLLM's operators; raises AMXError if they can't run here."""
     if on_avx2():
         torch.cpu._is_avx512_supported = torch.cpu._is_amx_tile_supported = lambda: False
     hide_own_sources()
-    from vllm.platforms import current_platform
+    cpu_attention.prepare()
 
-    current_platform.import_kernels()
+
+def problem() -> str | None:
+    """Why vLLM's attention can't be measured here."""
+    try:
+        load()
+    except cpu_attention.AMXError as error:
+        return f"{error}; VLLM_KVQ_ISA=avx2 compares with vLLM's build for AVX2, which does without"
+    return None
 
 
 def no_fp8(head_size: int) -> str | None:

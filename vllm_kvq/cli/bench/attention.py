@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_kvq import console
-from vllm_kvq.bench import attention, figures
+from vllm_kvq.bench import attention, figures, vllm_build
 from vllm_kvq.bench.figures import Measured
 from vllm_kvq.bench.steps import Shape, bound_format
 from vllm_kvq.bench.timing import Row, copy_bandwidth, slopes
@@ -90,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
         return console.fail("vllm-kvq bench attention", why, args.json)
     name, baseline = ISAS[isa()], not args.no_baseline
+    if baseline and (why_not := vllm_build.problem()):
+        return console.fail("vllm-kvq bench attention", why_not, args.json)
     bandwidth = copy_bandwidth()
     notes = [
         f"{processor_name()}, {name}, {args.threads} threads, "

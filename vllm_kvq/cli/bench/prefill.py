@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 
 from vllm_kvq import console
-from vllm_kvq.bench import prefill
+from vllm_kvq.bench import prefill, vllm_build
 from vllm_kvq.bench.prefill import ChunkRow, PromptRow
 from vllm_kvq.cli.arguments import add_context, add_formats, from_zero
 from vllm_kvq.cli.bench.arguments import OWN, add_rounds, add_shape, add_threads, check_memory, recommended
@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(str(error))
     check_memory(p, max(args.context) + args.chunk, 8 * args.kv_heads * args.head_size)
     torch.set_num_threads(args.threads)
+    if why := vllm_build.problem():
+        return console.fail("vllm-kvq bench prefill", why, args.json)
     if not args.json:
         print(f"heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  threads {args.threads}")
     rows: list[PromptRow | ChunkRow] = []

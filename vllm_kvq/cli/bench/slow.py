@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vllm_kvq import console
-from vllm_kvq.bench import slow
+from vllm_kvq.bench import slow, vllm_build
 from vllm_kvq.bench.timing import Row
 from vllm_kvq.cli.arguments import add_context
 from vllm_kvq.cli.bench.arguments import add_rounds, add_threads, check_memory
@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if library() is None:
         why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
         return console.fail("vllm-kvq bench slow", why, args.json)
+    if why_not := vllm_build.problem():
+        return console.fail("vllm-kvq bench slow", why_not, args.json)
     public: slow.Wanted = [(fmt.name, {}) for fmt in public_formats()]
     by_head = {d: slow.measure(args.context, args.rounds, d, public) for d in slow.HEAD_SIZES}
     defaults: slow.Wanted = [(name, {}) for name in dict.fromkeys(name for name, _ in slow.OPTIONS)]

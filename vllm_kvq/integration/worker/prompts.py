@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvq.integration import cpu_attention
 from vllm_kvq.kernels.step import Causal
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
@@ -49,18 +50,6 @@ def _cpu_problem(asked: Asked) -> str | None:
     return "it returns no log-sum-exp" if asked.merged else None
 
 
-@functools.cache
-def _prepare() -> None:
-    """What vLLM's engine has done before it attends, and other processes have not."""
-    # Linux has a process ask before its first AMX instruction, which otherwise kills it
-    torch.cpu._init_amx()
-    # its wheel holds one library per processor, and a second one can't be loaded
-    if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
-        from vllm.platforms import current_platform
-
-        current_platform.import_kernels()
-
-
 def _cpu(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -72,7 +61,7 @@ def _cpu(
 ) -> tuple[torch.Tensor, None]:
     """vLLM's own CPU kernel, over a scratch cache: it knows the processor (AMX, AVX-512, NEON) better than PyTorch's,
     which takes more than twice as long, and a prompt costs what it costs without us. Prompts of one length."""
-    _prepare()
+    cpu_attention.prepare()
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
