@@ -148,6 +148,7 @@ def test_requests_that_are_shorter_than_their_sidecar() -> None:
 
 
 KEY = torch.randn(64, 2, 64)
+HEADS_FIRST = torch.randn(2, 320, 64)
 ROUNDTRIPS = {
     "a list": ([[[1.0]]], KEY, None, "key is a list; it takes a torch.Tensor"),
     "an array": (KEY.numpy(), KEY, None, "key is a ndarray; it takes a torch.Tensor"),
@@ -157,6 +158,8 @@ ROUNDTRIPS = {
     "no heads": (KEY[:, :0], KEY[:, :0], None, r"must both be \(tokens, heads, head_size\)"),
     "another order": (KEY, KEY.transpose(0, 1), None, r"must both be \(tokens, heads, head_size\)"),
     "another head size": (KEY, KEY, torch.randn(64, 4, 128), "with the keys' head_size 64"),
+    "no query": (KEY, KEY, None, "^squat2 is fitted to a prompt's queries; give them as `query`, "),
+    "heads before tokens": (HEADS_FIRST, HEADS_FIRST, None, r"would have 320 heads; .* x.transpose\(0, 1\) makes"),
     "heads that do not share": (KEY, KEY, torch.randn(64, 3, 64), "a multiple of their 2 heads"),
 }
 

@@ -14,6 +14,9 @@ from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.settings import BLOCK, COMMON
 from vllm_kvq.formats.table import DEFAULT_N, get_format
 
+MOST_HEADS = 256
+"""More than any model has: they are tokens, in the place of heads."""
+
 
 def roundtrip(
     name: str,
@@ -27,9 +30,11 @@ def roundtrip(
     """(key_hat, value_hat): every token quantized by format `name`, no window, no sinks.
 
     key and value are (tokens, heads, head_size), query (tokens, query heads, head_size): the prompt's queries, from
-    which SQuat fits its subspace (without them there is none to protect, and SQuat is KIVI). For QJL key_hat is the
-    linear reconstruction: q . key_hat is QJL's estimator. `turned` is the RoPE already applied to keys and queries,
-    token t at position t, which formats that store keys before RoPE undo; None: no RoPE has been applied.
+    which SQuat fits its subspace; SQuat's formats need it, others read none. (heads, tokens, head_size), as
+    Transformers and SDPA have it, can't be told from that unless there are more than 256 tokens, and would group other
+    numbers: x.transpose(0, 1) first. For QJL key_hat is the linear reconstruction: q . key_hat is QJL's estimator.
+    `turned` is the RoPE already applied to keys and queries, token t at position t, which formats that store keys before
+    RoPE undo; None: no RoPE has been applied.
     `calibration` is another text's queries, keys and values, to which calibrated formats fit their constants.
     `options` are the format's; those about tokens or layers that are not packed (W, S, recompute, skip_layers) are
     refused. Incomplete groups at the end are completed by repeating the last token.
@@ -42,6 +47,10 @@ def roundtrip(
     dtype = key.dtype if key.dtype in (torch.float16, torch.bfloat16) else torch.float32
     options["S"] = 0
     page = fmt.bind(Geometry(head_size, fmt.settings(options).N or DEFAULT_N, dtype, rope=turned), options)
+    if query is None and page.keys.fits_queries:
+        raise ValueError(
+            f"{name} is fitted to a prompt's queries; give them as `query`, (tokens, query heads, head_size)"
+        )
     if page.calibrated:
         if calibration is None:
             raise ValueError(f"{name} has constants that are fitted to another text; give it as `calibration`")
@@ -63,6 +72,11 @@ def _check(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None) -
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)"
         )
+    if key.shape[1] > MOST_HEADS:
+        raise ValueError(
+            f"key {tuple(key.shape)} would have {key.shape[1]} heads; it must be (tokens, heads, head_size), "
+            "which x.transpose(0, 1) makes of (heads, tokens, head_size)"
+        )
     if query is not None and (query.dim() != 3 or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]):
         raise ValueError(
             f"query {tuple(query.shape)} must be (tokens, query heads, head_size) with the keys' head_size "
@@ -72,7 +86,7 @@ def _check(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None) -
 
 def fitted(page: PageFormat, key: torch.Tensor, query: torch.Tensor | None) -> torch.Tensor | None:
     """The key codec's state after a prompt: (heads, state rows, d); None if it has no state."""
-    if not page.state_rows or (query is None and page.keys.fits_queries):
+    if not page.state_rows:
         return None
     k = _before_rope(page, key).transpose(0, 1)
     return page.keys.fit(_grouped(_before_rope(page, query), len(k)) if query is not None else k, k, None)

@@ -66,7 +66,7 @@ def asked(found: Sequence[Choice]) -> list[Row]:
     """The candidates in `--formats`; ValueError for those that can't be measured this way."""
     for choice in found:
         for d, _ in CASES:
-            roundtrip(choice.format, *[torch.zeros(1, 1, d)] * 2, **choice.options)
+            roundtrip(choice.format, *[torch.zeros(1, 1, d)] * 3, **choice.options)
     return [(choice.label, choice.format, dict(choice.options)) for choice in found]
 
 
