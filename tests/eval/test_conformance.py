@@ -13,7 +13,8 @@ import torch
 
 from vllm_kvq.cli import conformance
 from vllm_kvq.eval.conformance.report import conform
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats import FORMATS, Geometry, contract
+from vllm_kvq.formats.contract import broken_promise
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.lossless import RawKeys
 from vllm_kvq.formats.table import Format
@@ -106,6 +107,26 @@ class States(RawKeys):
         return keys[:, :1]
 
 
+class NotANumber(RawKeys):
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        return super().unpack(fields) * torch.nan
+
+
+class Transposed(RawKeys):
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        return super().unpack(fields).transpose(1, 2)
+
+
+class Half(RawKeys):
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        return super().unpack(fields).half()
+
+
+class Narrow(RawKeys):
+    def query_features(self, query: torch.Tensor) -> torch.Tensor:
+        return query[..., 1:]
+
+
 class Raises(RawKeys):
     def unpack(self, fields: Packed) -> torch.Tensor:
         raise KeyError("k_codes")
@@ -123,7 +144,15 @@ MISTAKES: list[tuple[type[RawKeys], str, str]] = [
     (Neighbours, "determinism", "a page's bytes depend on tokens of another page"),
     (NotRotated, "features", "query_features(q) . key_features(page) differs from q . unpack(page) by"),
     (States, "state", "fit returns torch.float32 of shape (2, 1, 64), not float32 of (2, 2, 64)"),
-    (Raises, "finite", "KeyError: 'k_codes'"),
+    (NotANumber, "unpack", "unpack returns keys that are not finite"),
+    (
+        Transposed,
+        "unpack",
+        "unpack returns keys as torch.float32 of shape (8, 64, 32), not torch.float32 of (8, 32, 64)",
+    ),
+    (Half, "unpack", "unpack returns keys as torch.float16 of shape (8, 32, 64), not torch.float32 of (8, 32, 64)"),
+    (Narrow, "features", "query_features returns 63 numbers of a query, and key_features 64 of a key"),
+    (Raises, "unpack", "KeyError: 'k_codes'"),
 ]
 
 
@@ -133,6 +162,25 @@ def test_a_mistake_is_named(keys: type[RawKeys], check: str, sentence: str) -> N
     assert not found.passed
     assert sentence in found.faults[check], found.faults
     assert found.key_error is None
+
+
+ASKED = [m for m in MISTAKES if m[1] in ("fields", "pack", "unpack", "features")]
+
+
+@pytest.mark.parametrize(("keys", "check", "sentence"), ASKED, ids=[m[0].__name__ for m in ASKED])
+def test_a_server_asks_the_same_of_another_packages_codec(keys: type[RawKeys], check: str, sentence: str) -> None:
+    page = Format("mine", "one mistake", keys, RawValues, {"W": 32}).bind(Geometry(64, 128))
+    assert sentence.replace("(8, ", "(2, ") in (broken_promise(page) or "")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_server_asks_holds_for_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they were another package's. Calibrated formats can't be served."""
+    monkeypatch.setattr(contract, "_foreign", lambda codec: True)
+    for head_size in (64, 128):
+        for block in (64, 128):
+            page = FORMATS[name].bind(Geometry(head_size, FORMATS[name].settings().N or block))
+            assert page.calibrated or broken_promise(page) is None
 
 
 def test_kernels_that_read_something_else(monkeypatch: pytest.MonkeyPatch) -> None:

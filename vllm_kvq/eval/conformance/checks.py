@@ -10,15 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvq.eval.conformance.trial import Trial
-from vllm_kvq.formats.fields import Field
+from vllm_kvq.formats import contract
 from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import LIMIT
 from vllm_kvq.kernels.paths import Wish, kernels_for, path_for
 from vllm_kvq.kernels.torch.lists import PageList
 
-FEATURES_BOUND = 1e-3
-"""Relative error of f(q) . g(page) against q . unpack(page), which differ only by rounding in float32."""
 ATTENTION_BOUND = 2e-2
 """Relative error of attention: integer kernels round queries and weights to 8 bits."""
 SPECIAL = (math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0)
@@ -34,39 +32,16 @@ class Check:
 
 
 def declared(trial: Trial) -> str | None:
-    page = trial.page
-    halves = (("k", page.keys), ("v", page.values))
-    for prefix, codec in halves:
-        for field in (*codec.slab_fields, *codec.page_fields):
-            if not field.name.startswith(prefix):
-                return f"field {field.name!r} of {type(codec).__name__} does not start with {prefix!r}"
-    names = [f.name for _, codec in halves for f in (*codec.slab_fields, *codec.page_fields)]
-    twice = {name for name in names if names.count(name) > 1}
-    return f"field {min(twice)!r} is declared twice" if twice else None
+    return contract.wrong_fields(trial.page)
 
 
 def packed(trial: Trial) -> str | None:
-    page, fields = trial.page, trial.fields
-    slab = {f.name: (trial.slabs_per_unit, *f.shape) for f in page.slab_region.fields}
-    shapes = slab | {f.name: f.shape for f in page.page_region.fields}
-    known: dict[str, Field] = {f.name: f for f in (*page.slab_region.fields, *page.page_region.fields)}
-    extra = fields.keys() - known.keys() - {"position"}
-    if missing := known.keys() - fields.keys():
-        return f"pack returns no field {min(missing)!r}, which is declared"
-    if extra:
-        return f"pack returns field {min(extra)!r}, which is not declared"
-    count = len(trial.units(trial.key))
-    for name, field in known.items():
-        x, shape = fields[name], (count, *shapes[name])
-        if tuple(x.shape) != shape:
-            return f"pack returns field {name!r} of shape {tuple(x.shape)}, not {shape}"
-        if not torch.isfinite(x.float() if x.dtype.is_floating_point else x).all():
-            return f"field {name!r} holds numbers that are not finite"
-        if not field.dtype.is_floating_point and not torch.equal(x.to(field.dtype).to(x.dtype), x):
-            return f"field {name!r} holds numbers that {field.dtype} can't"
-        if field.dtype.is_floating_point and not torch.isfinite(x.to(field.dtype).float()).all():
-            return f"field {name!r} holds numbers beyond the range of {field.dtype}"
-    return None
+    return contract.wrong_packed(trial.page, trial.fields, len(trial.units(trial.key)))
+
+
+def unpacked(trial: Trial) -> str | None:
+    fields = contract.stored(trial.page, trial.fields)
+    return contract.wrong_unpacked(trial.page, fields, len(trial.units(trial.key)))
 
 
 def stored(trial: Trial) -> str | None:
@@ -116,13 +91,7 @@ def deterministic(trial: Trial) -> str | None:
 def features(trial: Trial) -> str | None:
     page = trial.page
     fields = page.read(trial.pool, torch.arange(1, len(trial.pool)))
-    key, g = page.unpack(fields)[0], page.key_features(fields)
-    query = page.widen(trial.query)[0][: 2 * SLAB, 0]
-    want, got = query @ key.transpose(1, 2), page.query_features(query) @ g.transpose(1, 2)
-    error = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
-    if not error <= FEATURES_BOUND:
-        return f"query_features(q) . key_features(page) differs from q . unpack(page) by {error:.0e}"
-    return None
+    return contract.wrong_features(page, fields, page.widen(trial.query)[0][: 2 * SLAB, 0])
 
 
 def state(trial: Trial) -> str | None:
@@ -198,6 +167,7 @@ CHECKS = (
     Check(
         "pack", "pack returns the declared fields, of their shapes and within their types' range", packed, stops=True
     ),
+    Check("unpack", "unpack returns finite float32 of the tokens' shape", unpacked, stops=True),
     Check("bytes", "a page's bytes hold every field unchanged", stored),
     Check("finite", "NaN, infinities, huge numbers and zeros are read back as finite numbers", finite),
     Check("determinism", "the same tokens give the same bytes, whatever other pages hold", deterministic),

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvq.eval.conformance.checks import CHECKS
 from vllm_kvq.eval.conformance.trial import Trial
+from vllm_kvq.formats import contract
 from vllm_kvq.formats.table import Format
 
 
@@ -39,7 +40,7 @@ def conform(fmt: Format, head_size: int, options: Mapping[str, Any] | None = Non
         try:
             found = check.find(trial)
         except Exception as error:
-            found = f"{type(error).__name__}: {error}".splitlines()[0]
+            found = contract.raised(error)
         if found is not None:
             faults[check.name] = found
             if check.stops:

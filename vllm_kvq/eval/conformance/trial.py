@@ -13,7 +13,6 @@ from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import Geometry, PageFormat
 from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.fields import Packed
-from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.roundtrip import fitted, through_pages
 from vllm_kvq.formats.table import DEFAULT_N, Format
@@ -80,10 +79,6 @@ class Trial:
         unit = torch.arange(PAGES * per_page)
         self.page.write(pool, 1 + unit // per_page, unit % per_page, fields)
         return pool
-
-    @property
-    def slabs_per_unit(self) -> int:
-        return self.page.unit // SLAB
 
     def errors(self) -> tuple[float, float]:
         """Relative errors of q . K and of V."""
