@@ -11,7 +11,9 @@ import pytest
 
 from vllm_kvq import cli
 from vllm_kvq.formats.table import suite
-from vllm_kvq.integration.advice import losses
+from vllm_kvq.integration.advice import losses, speeds
+from vllm_kvq.integration.preview import description
+from vllm_kvq.kernels.cpu.library import ISAS, isa
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -36,7 +38,7 @@ def test_each_format_is_what_check_says_of_it(model: Path, capsys: pytest.Captur
     one = next(one for one in found if one["format"] == "polar4")
     arguments = ["check", str(model), "--max-model-len", "1024", "--kv-cache-dtype", "polar4", "--json"]
     assert cli.main(arguments) == 0
-    assert {k: v for k, v in one.items() if k != "loss"} == json.loads(capsys.readouterr().out)
+    assert {k: v for k, v in one.items() if k not in ("loss", "speed")} == json.loads(capsys.readouterr().out)
     assert one["loss"]["kl"] == losses.like(64, False).kl["polar4"]
 
 
@@ -55,9 +57,48 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = next(line for line in said.splitlines() if line.startswith(first))
     assert line.split()[1] == "3.06"
     assert f"switch on    vllm serve {model} --kv-cache-dtype {first}\n" in said
+    assert line.split()[5] == known_speed(first)
     assert "KL: on SmolLM2-135M at 1,024 tokens (head size 64, no large key biases); fp8 has" in said
     table = said[said.index("\nformat ") : said.index("\nKL: ")]
     assert max(map(len, table.splitlines())) <= 80
+
+
+def known_speed(name: str) -> str:
+    """As the table has it; this processor may be one that was never measured."""
+    fast = speeds.nearest(ISAS[isa()], 1024)
+    return "-" if fast is None else f"{fast.times_bf16[name]:.1f}"
+
+
+@pytest.mark.parametrize(("kind", "said"), [("avx2", "2.4"), ("avx512", "-")])
+def test_the_expected_speed_is_that_of_this_kind_of_processor(
+    kind: str, said: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(description, "isa", lambda: ISAS.index(kind))
+    assert cli.main(["check", str(model), "--max-model-len", "1024"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.startswith(suite("public"))}
+    assert rows["kitty2"][5] == said
+    assert rows["polar3"][5] == "-"  # in no row of that processor
+    where = "on AMD EPYC (Zen 3) at 1,024 tokens (head size 128)" if kind == "avx2" else "not measured on this kind"
+    assert where in printed
+
+
+def test_what_is_slow_has_no_expected_speed(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    _, found = survey(model, capsys)
+    assert [one["format"] for one in found if one["speed"]] == []
+
+
+def test_the_speeds_are_those_of_the_recorded_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import speeds as script
+
+    assert script.WRITTEN.read_text(encoding="utf-8") == script.speeds(), "python scripts/speeds.py"
+    sys.modules.pop("speeds")
+    assert {path.name for path in script.RESULTS.glob("cpu-attention*.csv")} == set(script.PROCESSORS)
+    assert {s.processor for s in speeds.measured()} <= set(script.PROCESSORS.values())
 
 
 def test_a_reason_that_all_share_is_said_once(

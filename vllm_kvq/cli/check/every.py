@@ -10,7 +10,7 @@ from vllm_kvq.formats.table import public_formats
 from vllm_kvq.integration.preview.description import describe
 from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
 
-HEAD = ("format", "bits", "tokens", "x bf16", "KL", "kernels")
+HEAD = ("format", "bits", "tokens", "x bf16", "KL", "speed", "kernels")
 
 
 def main(arguments: Sequence[str], as_json: bool) -> int:
@@ -31,7 +31,7 @@ def ranked() -> list[str]:
 
 def survey(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """What `check` says of each format; one that is refused has only its name and the sentence."""
-    from vllm_kvq.integration.advice.losses import nearest
+    from vllm_kvq.integration.advice import losses, speeds
 
     found: list[dict[str, Any]] = []
     for name in ranked():
@@ -40,10 +40,17 @@ def survey(arguments: Sequence[str]) -> list[dict[str, Any]]:
         except WouldNotStart as error:
             found.append({"format": name, "starts": False, "sentence": str(error)})
         else:
-            like, said = nearest(start.served, start.vllm_config), describe(start)
+            like, said = losses.nearest(start.served, start.vllm_config), describe(start)
             said["loss"] = {"kl": like.kl[name], "where": like.where} if name in like.kl else None
+            fast = speeds.nearest(said["kernels"]["isa"], start.served.max_len)
+            times = None if fast is None or slow(said) else fast.times_bf16.get(name)
+            said["speed"] = {"times_bf16": times, "where": fast.where} if fast and times else None
             found.append(said)
     return found
+
+
+def slow(one: dict[str, Any]) -> bool:
+    return bool(one["kernels"]["slow"] or one["kernels"]["why_not_faster"])
 
 
 def show(found: Sequence[dict[str, Any]]) -> None:
@@ -72,20 +79,26 @@ def show(found: Sequence[dict[str, Any]]) -> None:
 
 
 def row(one: dict[str, Any]) -> tuple[str, ...]:
-    capacity, kernels = one["capacity"], one["kernels"]
-    slow = ", slow" if kernels["slow"] or kernels["why_not_faster"] else ""
+    capacity = one["capacity"]
     return (
         one["label"],
         f"{one['bits_per_element']:.2f}",
         f"{capacity['tokens']:,}",
         f"{capacity['tokens'] / capacity['bf16_tokens']:.1f}" if capacity["bf16_tokens"] else "-",
         "-" if one["loss"] is None else console.short(one["loss"]["kl"]),
-        kernels["path"] + slow,
+        f"{one['speed']['times_bf16']:.1f}" if one["speed"] else "-",
+        one["kernels"]["path"] + (", slow" if slow(one) else ""),
     )
 
 
 def notes(served: Sequence[dict[str, Any]]) -> list[str]:
-    """Where the losses come from, and the warnings of each format."""
+    """Where the losses and the speeds come from, and the warnings of each format."""
     where = next((one["loss"]["where"] for one in served if one["loss"]), None)
     said = [f"KL: on {where}" if where else "KL: nothing like this model is measured"]
+    fast = next((one["speed"]["where"] for one in served if one["speed"]), None)
+    said.append(
+        f"speed: times bf16's, of attention in a decode step, whose other parts stay as they are; on {fast}"
+        if fast
+        else "speed: not measured on this kind of processor; vllm-kvq bench attention measures it"
+    )
     return said + [f"{one['format']}: {sentence}" for one in served for sentence in one["warnings"]]
