@@ -63,6 +63,6 @@ def test_a_broken_codec_is_refused_before_weights_load(model: Path, tmp_path: Pa
     assert done.returncode == 1, done.stderr[-4000:]
     assert re.search(
         rf"--kv-cache-dtype {NAME}: query_features\(q\) . key_features\(page\) differs from q . unpack\(page\) by \S+; "
-        rf"vllm-kvq conformance --formats {NAME} lists all that is wrong with {NAME}",
+        rf"vllm-kvq conformance --formats {NAME} lists all that is wrong with it",
         " ".join((done.stdout + done.stderr).split()),
     )

@@ -183,6 +183,15 @@ def test_what_a_server_asks_holds_for_every_format(name: str, monkeypatch: pytes
             assert page.calibrated or broken_promise(page) is None
 
 
+def test_a_server_does_not_ask_our_own_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tests ask more. Options make classes of codecs, which are ours as well."""
+    monkeypatch.setattr(contract, "wrong_fields", lambda page: "asked")
+    asked = {n for n, f in FORMATS.items() if broken_promise(f.bind(Geometry(64, f.settings().N or 128)))}
+    assert asked == set()
+    page = Format("mine", "no mistake", type("Mine", (RawKeys,), {}), RawValues, {"W": 32}).bind(Geometry(64, 128))
+    assert broken_promise(page) == "asked"
+
+
 def test_kernels_that_read_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_kvq.eval.conformance import checks
 

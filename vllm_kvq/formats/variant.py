@@ -21,7 +21,7 @@ def variant(codec: type[C], *changes: type) -> type[C]:
     if not changes:
         return codec
     name = "".join(change.__name__ for change in (*changes, codec))
-    return cast(type[C], type(name, (*changes, codec), {"__doc__": codec.__doc__}))
+    return cast(type[C], type(name, (*changes, codec), {"__doc__": codec.__doc__, "__module__": codec.__module__}))
 
 
 class Fitted:

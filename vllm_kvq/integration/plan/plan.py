@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.by_layer import written
 from vllm_kvq.formats.codec import LARGEST_BLOCK
-from vllm_kvq.formats.contract import broken_promise
 from vllm_kvq.formats.table import DEFAULT_N
 from vllm_kvq.integration.plan.connectors import choose_connector
 from vllm_kvq.integration.plan.drafts import Draft
@@ -93,9 +92,6 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
     for part in parts if not _counting.get() else ():
         if sentence := part.format.keys.reference_only or part.format.values.reference_only:
             raise ValueError(sentence)
-        if sentence := broken_promise(part.format):
-            name = part.format.name
-            raise ValueError(f"{sentence}; vllm-kvq conformance --formats {name} lists all that is wrong with {name}")
     window = model.get_sliding_window() or model.attention_chunk_size or model.max_model_len
     served = Served(
         options,

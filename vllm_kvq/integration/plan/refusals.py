@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.contract import broken_promise
 from vllm_kvq.integration.plan.connectors import connector_problem
 from vllm_kvq.integration.plan.drafts import draft_problem
 from vllm_kvq.integration.plan.heads import Heads
@@ -82,6 +83,9 @@ def _format_problem(vllm_config: VllmConfig, options: Options, layers: Layers) -
         served = plan(vllm_config, options, layers)
     except ValueError as error:
         return str(error)
+    for part in served.parts:
+        if sentence := broken_promise(part.format):
+            return f"{sentence}; vllm-kvq conformance --formats {options.name} lists all that is wrong with it"
     before_rope = any(part.format.keys.before_rope for part in served.parts)
     if before_rope and (problem := rope_problem(options.name, model, bool(layers.windows))):
         return str(problem)
