@@ -16,7 +16,7 @@ from vllm_kvq.cli.eval.heads import table
 from vllm_kvq.cli.eval.show import hurt_tables
 from vllm_kvq.eval.heads.heads import HeadError
 from vllm_kvq.eval.results import plots, report
-from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
+from vllm_kvq.eval.results.result import DECODING, METRICS, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
 
 PNG = b"\x89PNG"
 
@@ -65,6 +65,7 @@ class Axes:
         self.points: dict[int, tuple[float, float]] = {}
         self.markers: dict[int, str] = {}
         self.legend: set[str] = set()
+        self.said: dict[str, Any] = {}
         self._next: tuple[Any, ...] = ()
 
     def plot(self, x: Any, y: Any, *_: Any, **__: Any) -> None:
@@ -80,7 +81,7 @@ class Axes:
         self.points[number], self.markers[number] = at, self._next[2]
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *given, **__: self.said.update({name: given[0] if given else None})
 
 
 def test_the_line_is_of_our_best_and_peers_are_markers() -> None:
@@ -118,6 +119,19 @@ def test_curves_stand_at_the_middle_of_their_bins() -> None:
     axes = Axes()
     plots.curve("kl", "position", lambda r: r.by_position)(axes, ROWS[1:2], {ROWS[1].label: 1})
     assert axes.lines == [[(256, 0.2), (768, pytest.approx(0.6))]]
+    assert axes.said["set_xlabel"] == "position"
+    assert " ".join(axes.said["set_ylabel"].split()) == METRICS["kl"]
+
+
+def test_a_panel_has_no_more_curves_than_can_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["qjl3", "polar3", "innerq2", "kivi4", "fp8", "squat4", "kitty2", "squat2"]
+    panels: list[Any] = []
+    monkeypatch.setattr(plots, "_figure", lambda path, rows, *_: panels.append((path, rows)) or [path])
+    plots.draw_all([row(name, 3.0, 0.1) for name in names], tmp_path)
+    curves = [rows for path, rows in panels if path.name.startswith(("position", "depth"))]
+    assert len(curves) > 1
+    for (found,) in (rows.values() for rows in curves):
+        assert [r.format for r in found] == ["qjl3", "polar3", "innerq2", "fp8", "kitty2", "squat2"]
 
 
 def test_every_plot_that_there_is_something_for(tmp_path: Path) -> None:
@@ -126,7 +140,8 @@ def test_every_plot_that_there_is_something_for(tmp_path: Path) -> None:
     drawn = plots.draw_all(rows, tmp_path / "new")
     # without bits there is nothing to plot against
     wanted = {f"{kind}-{TEACHER_FORCED}-1024.png" for kind in ("frontier-kl", "frontier-accuracy")}
-    wanted |= {f"{k}-{r}-1024.png" for k in ("position-kl", "depth-accuracy") for r in (TEACHER_FORCED, DECODING)}
+    panels = (f"{TEACHER_FORCED}-1024-text", f"{DECODING}-1024-recall")
+    wanted |= {f"{kind}-{panel}.png" for kind in ("position-kl", "depth-accuracy") for panel in panels}
     assert {path.name for path in drawn} == wanted
     assert all(path.read_bytes().startswith(PNG) for path in drawn)
     assert plots.draw_all([ROWS[0], failed], tmp_path)[0].name == f"frontier-accuracy-{TEACHER_FORCED}-1024.png"

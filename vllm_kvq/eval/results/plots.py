@@ -42,10 +42,34 @@ def draw_all(rows: Iterable[Row], folder: Path) -> list[Path]:
 
         for metric in AGAINST_BITS:
             drawn += draw("frontier", metric, lambda row: {} if row.bits is None else row.metrics, frontier(metric))
+    for (regime, context, task), same in _grouped(rows, lambda row: (row.regime, row.context, row.task)).items():
         for kind, label, curves in CURVES:
             for metric in METRICS:
-                drawn += draw(kind, metric, curves, curve(metric, label, curves))
+                path = folder / f"{kind}-{metric}-{regime}-{context}-{task}.png"
+                shown = [row for row in same if metric in curves(row) and not _is_zero_by_definition(row, metric)]
+                few = first_of(shown)
+                title = f"{regime}, {context} tokens, {task}" + (
+                    f": {len(few)} of {len(shown)}" if few != shown else ""
+                )
+                drawn += _figure(path, {"": few}, curve(metric, label, curves), title) if few else []
     return drawn
+
+
+MOST_CURVES = 6
+"""More of them in a panel can't be told apart."""
+
+
+def first_of(rows: Sequence[Row]) -> list[Row]:
+    """As many as a panel takes, in their order: first vLLM's own caches and the usual formats."""
+
+    def rank(row: Row) -> tuple[int, int]:
+        if row.format not in FORMATS:
+            return (0, 0)
+        usual = None if row.options else FORMATS[row.format].usual
+        return (2, 0) if usual is None else (1, usual)
+
+    chosen = sorted(rows, key=rank)[:MOST_CURVES]
+    return [row for row in rows if row in chosen]
 
 
 CURVES: tuple[tuple[str, str, Callable[[Row], Mapping[str, Curve]]], ...] = (
@@ -114,6 +138,7 @@ def curve(metric: str, x_label: str, curves: Callable[[Row], Mapping[str, Curve]
             color = f"C{numbers[row.label] - 1}"
             axes.errorbar(x, y, yerr=_bars(estimates), fmt=style, capsize=2, markersize=3, label=name, color=color)
         axes.set_xlabel(x_label)
+        axes.set_ylabel(textwrap.fill(METRICS[metric], 48, break_on_hyphens=False))
         if metric in DIVERGENCES:
             axes.set_yscale("log")
 
@@ -182,7 +207,7 @@ def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str
         place.set_yticks(range(len(layers)), [str(layer) for layer in layers])
         place.set_xlabel("KV head")
     axes.flat[0].set_ylabel("layer")
-    figure.colorbar(image, ax=list(axes.flat))
+    figure.colorbar(image, ax=list(axes.flat), label="relative error")
     return _save(figure, path, title)
 
 
