@@ -98,6 +98,9 @@ def test_before_the_first_request(server: Server) -> None:
     (info,) = re.findall(r"^vllm:kvq_info\{(.*)\} 1.0$", text, re.MULTILINE)
     wanted = {"format": "innerq2", "path": "C++", "block_size": str(N), "window": "96", "sinks": "32"}
     labels = dict(re.findall(r'(\w+)="([^"]*)"', info))
+    assert re.search(
+        rf"kvq: format=innerq2 .* fingerprint={labels.pop('fingerprint')}$", server.read_log(), re.MULTILINE
+    )
     assert labels == wanted | {"model_name": "tiny", "engine": "0"}
     said = parse_capacity(server.read_log())
     assert said is not None

@@ -52,11 +52,12 @@ def config(model: Path, **arguments: Any) -> Any:
         (kvq(r=8) | {"kv_cache_dtype": "fp8"}, "kvq options are given, and --kv-cache-dtype fp8 reads none of them"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "does not support KV connectors; drop --kv-transfer-config",
+            "does not support the KV connector ExampleConnector, which copies single tokens by their slots, which "
+            "packed pages do not have; drop --kv-transfer-config",
         ),
         (
             {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
-            "does not support KV connectors; drop --kv-transfer-config",
+            "which takes only vLLM's own kinds of layers, and sinks are another kind; drop --kv-transfer-config",
         ),
         (
             {"kv_offloading_size": 0.1},
@@ -64,7 +65,8 @@ def config(model: Path, **arguments: Any) -> Any:
         ),
         (
             {"kv_offloading_size": 0.1, "kv_offloading_backend": "lmcache"},
-            "drop --kv-transfer-config and --kv-offloading-size, or use SimpleCPUOffloadConnector",
+            "does not support --kv-offloading-backend lmcache; drop --kv-transfer-config and --kv-offloading-size, or "
+            "use SimpleCPUOffloadConnector",
         ),
         ({"prefix_match_unit": 16}, "does not support --prefix-match-unit"),
     ],

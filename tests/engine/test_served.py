@@ -47,8 +47,10 @@ def test_what_is_written_and_printed(case: str, bare: Bare) -> None:
         apply(served, vllm_config)
         assert told(vllm_config) == written
         refusals.check(vllm_config)
-    assert report.start_line(served, 1000) == line
-    assert parse_capacity(line) is not None
+    said = report.start_line(served, 1000)
+    # the fingerprint is a random model's, and so it is another one each time
+    assert said == f"{line} fingerprint={served.fingerprint}"
+    assert parse_capacity(said) is not None
 
     # a worker's copy
     worker = pickle.loads(pickle.dumps(vllm_config))
@@ -193,6 +195,7 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
     arguments, _, line = CASES["plain"]
     vllm_config = bare(**{**arguments, "max_model_len": 1024})
     served = plan(vllm_config)
+    line += f" fingerprint={served.fingerprint}"
     slow = dataclasses.replace(served, path=KernelPath("PyTorch", "there is no compiler"))
     vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size = 256, 32
     said: list[str] = []

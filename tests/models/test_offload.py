@@ -12,6 +12,7 @@ from offload import copied, copy_at_once
 from proof.models import named
 from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
+from vllm_kvq.integration.plan.connectors import KNOWN, ONE_TABLE, REFUSED, SEVERAL
 
 pytestmark = pytest.mark.engine
 N = 32
@@ -61,6 +62,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pages of 32 tokens for windows": ("Gemma-3", "lossless", {"W": 32, "S": 4, "N": 64}),
     "chunks": ("Llama 4", "lossless", {"W": 32, "S": 4}),
     "states": ("Granite 4", "lossless", {"W": 32, "S": 4}),
+    "several connectors": ("Llama", "lossless", {"W": 32, "S": 4}),
 }
 WIDE = ("windows", "pages of 32 tokens for windows", "chunks")
 
@@ -80,7 +82,7 @@ def test_hits_from_the_host_give_the_same_tokens(case: str, lab: Lab) -> None:
     with EngineProcess(str(lab.model(arch)), engine, {}) as process:
         expected = [process.run(trace) for trace in todo(reset=False)]
     # the flag is another way to the same connector
-    offloading = BY_SIZE if case == "squat2" else connector()
+    offloading = {"squat2": BY_SIZE, "several connectors": several(KNOWN, KNOWN)}.get(case) or connector()
     if "N" in options:
         offloading["before"] = copy_small_pages
     with EngineProcess(str(lab.model(arch)), {**engine, **offloading}, {}) as process:
@@ -101,13 +103,88 @@ def test_hits_from_the_host_give_the_same_tokens(case: str, lab: Lab) -> None:
         assert loaded[3] < loaded[4]
 
 
-@pytest.mark.parametrize("name", ["ExampleConnector", "OffloadingConnector", "MultiConnector"])
-def test_other_connectors_are_refused(name: str, lab: Lab) -> None:
-    how = connector(name)["kv_transfer_config"]
-    said = lab.refusal(lab.model(named("Llama")), kv_cache_dtype="squat2", kv_transfer_config=how)
+# -- which connectors, and whose pages they may find ------------------------------------------------------------------
+def several(*names: str) -> dict[str, Any]:
+    """MultiConnector with these."""
+    how = connector("MultiConnector")
+    extra = {"cpu_bytes_to_use": 1 << 27}
+    how["kv_transfer_config"].kv_connector_extra_config = {
+        "connectors": [{"kv_connector": n, "kv_role": "kv_both", "kv_connector_extra_config": extra} for n in names]
+    }
+    return how
+
+
+def test_every_connector_of_vllms_is_allowed_or_refused_by_name(lab: Lab) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    assert {*REFUSED, KNOWN, SEVERAL} == {*KVConnectorFactory._registry}
+    model = lab.model(named("Llama"))
+    for name, reason in REFUSED.items():
+        said = lab.refusal(model, kv_cache_dtype="squat2", kv_transfer_config=connector(name)["kv_transfer_config"])
+        assert said is not None
+        if name == "HiSparseConnector" and "HiSparse currently requires NVIDIA CUDA" in said:
+            continue  # vLLM refuses it first
+        assert f"does not support the KV connector {name}, which {reason}; drop --kv-transfer-config" in said
+        assert "or use SimpleCPUOffloadConnector on a GPU" in said
+
+
+@pytest.mark.parametrize("name", ["MultiConnector", "somebody's"])
+def test_what_a_connector_hides_is_refused_too(name: str, lab: Lab) -> None:
+    if name == "MultiConnector":
+        how, sentence = several(KNOWN, "OffloadingConnector"), REFUSED["OffloadingConnector"]
+    else:
+        how, sentence = connector(KNOWN), "KV connector SimpleCPUOffloadConnector of theirs, which has not been tried"
+        how["kv_transfer_config"].kv_connector_module_path = "theirs"
+    said = lab.refusal(lab.model(named("Llama")), kv_cache_dtype="squat2", kv_transfer_config=how["kv_transfer_config"])
     assert said is not None
-    assert "does not support KV connectors; drop --kv-transfer-config" in said
-    assert "or use SimpleCPUOffloadConnector on a GPU" in said
+    assert sentence in said
+
+
+def test_the_reasons_are_true() -> None:
+    """Of those that can be imported here."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    from vllm_kvq.integration.core.spec import SinkSpec
+
+    for name in (name for name, reason in REFUSED.items() if reason == ONE_TABLE):
+        assert not supports_hma(KVConnectorFactory.get_connector_class_by_name(name)), name
+    sinks = SinkSpec.__new__(SinkSpec)
+    with pytest.raises(AssertionError):
+        scheduler.get_sliding_window_size_in_chunks(sinks, 32)
+
+
+def block_hashes(traced: Any) -> set[bytes]:
+    """Of all blocks that the pool of an engine finds again."""
+    core = traced.engine.engine_core.engine_core
+    found = core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+    return {bytes(key[:-4]) for key in found}
+
+
+def test_engines_with_other_options_never_find_each_others_pages(lab: Lab) -> None:
+    """Every key that a connector makes follows from a block's hash. Without a connector hashes are vLLM's own."""
+    arch = named("Llama")
+    trace = todo(reset=False)[0]
+
+    def hashes(name: str, options: dict[str, Any], **more: Any) -> set[bytes]:
+        engine = {**ENGINE, "dtype": arch.dtype, "kv_cache_dtype": name, **more}
+        if options:
+            engine["additional_config"] = {"kvq": options}
+        with EngineProcess(str(lab.model(arch)), engine, {}) as process:
+            process.run(trace)
+            found = process.call(block_hashes)
+        assert len(found) >= 200 // N
+        return found
+
+    vllms = hashes("auto", {})
+    assert hashes("lossless", {"W": 32}) == hashes("lossless", {"W": 64}) == vllms
+    kept = [hashes("lossless", {"W": window}, **connector()) for window in (32, 64, 32)]
+    through_several = hashes("lossless", {"W": 32}, **several(KNOWN))
+    assert kept[0] == kept[2] == through_several
+    assert kept[0].isdisjoint(kept[1])
+    assert kept[0].isdisjoint(vllms)
+    assert kept[1].isdisjoint(vllms)
 
 
 def test_a_cpu_has_nothing_to_offload(lab: Lab) -> None:

@@ -10,6 +10,7 @@ from vllm_kvq.integration.patches import (
     census,
     connectors,
     dtypes,
+    fingerprints,
     orphans,
     own_sources,
     page_sizes,
@@ -41,6 +42,7 @@ PATCHES: tuple[Patch, ...] = (
     windows.CHUNKS,
     builtin_specs.BUILTIN,
     connectors.BEHIND_HITS,
+    fingerprints.SEEDED,
     census.CENSUS,
     # when a configuration is made
     orphans.ORPHANS,

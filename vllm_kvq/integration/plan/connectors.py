@@ -7,10 +7,12 @@ never sidecars.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_kvq.integration.patches import fingerprints
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
@@ -19,6 +21,29 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvq")
 
 KNOWN = "SimpleCPUOffloadConnector"
+SEVERAL = "MultiConnector"
+"""Hands everything on to the connectors that it lists, so it is allowed where they are."""
+
+ONE_TABLE = "has one block table per request, where packed layers have several"
+HANDS_OVER = "has not been tried, and hands requests over while their newest tokens are in sidecars"
+REFUSED = {
+    "DecodeBenchConnector": "fills the cache with numbers that no model has computed",
+    "ExampleConnector": "copies single tokens by their slots, which packed pages do not have",
+    "ExampleHiddenStatesConnector": "stores hidden states, and needs speculative decoding with extract_hidden_states",
+    "FlexKVConnectorV1": ONE_TABLE,
+    "HF3FSKVConnector": ONE_TABLE,
+    "HiSparseConnector": "is for models with sparse attention",
+    "LMCacheConnectorV1": ONE_TABLE,
+    "LMCacheMPConnector": "needs the package lmcache and has not been tried",
+    "MoRIIOConnector": HANDS_OVER,
+    "MooncakeConnector": HANDS_OVER,
+    "MooncakeStoreConnector": "needs the package mooncake and has not been tried",
+    "NixlConnector": HANDS_OVER,
+    "NixlPullConnector": HANDS_OVER,
+    "NixlPushConnector": HANDS_OVER,
+    "OffloadingConnector": "takes only vLLM's own kinds of layers, and sinks are another kind",
+}
+"""All others of vLLM's, and what stops each."""
 
 
 def connector_problem(vllm_config: VllmConfig) -> Problem | None:
@@ -27,15 +52,37 @@ def connector_problem(vllm_config: VllmConfig) -> Problem | None:
 
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
     without = "drop --kv-transfer-config and --kv-offloading-size"
-    if cache.kv_offloading_size:
-        known = cache.kv_offloading_backend == "native"
-    elif transfer is None:
-        return None
+    if cache.kv_offloading_size and cache.kv_offloading_backend != "native":
+        what: str | None = f"--kv-offloading-backend {cache.kv_offloading_backend}"
+    elif transfer is not None and transfer.kv_connector is not None:
+        what = _refused(transfer.kv_connector, transfer.kv_connector_module_path, transfer.kv_connector_extra_config)
+    elif cache.kv_offloading_size:
+        what = None
     else:
-        known = transfer.kv_connector == KNOWN and transfer.kv_connector_module_path is None
-    if not known:
-        return Problem("KV connectors", f"{without}, or use {KNOWN} on a GPU")
+        return None
+    if what is not None:
+        return Problem(what, f"{without}, or use {KNOWN} on a GPU")
     return None if can_copy(current_platform) else Problem("KV connectors", f"{without}: {KNOWN} copies only on GPUs")
+
+
+def _refused(name: Any, module: Any, extra: Mapping[str, Any]) -> str | None:
+    """What is refused of a connector, or of the first of several that is."""
+    if module:
+        return f"the KV connector {name} of {module}, which has not been tried"
+    if name == SEVERAL:
+        listed = extra.get("connectors") or [{}]
+        found = (
+            _refused(
+                one.get("kv_connector"),
+                one.get("kv_connector_module_path"),
+                one.get("kv_connector_extra_config") or {},
+            )
+            for one in listed
+        )
+        return next(filter(None, found), None)
+    if name == KNOWN:
+        return None
+    return f"the KV connector {name}, which {REFUSED.get(name, 'has not been tried')}"
 
 
 def choose_connector(vllm_config: VllmConfig) -> None:
@@ -51,6 +98,13 @@ def choose_connector(vllm_config: VllmConfig) -> None:
     transfer.kv_connector_extra_config["cpu_bytes_to_use"] = cache.kv_offloading_size * (1 << 30)
     vllm_config.kv_transfer_config, cache.kv_offloading_size = transfer, None
     logger.info("kvq: --kv-offloading-size is served by %s", KNOWN)
+
+
+def mark_connector(vllm_config: VllmConfig, fingerprint: str) -> None:
+    """Hand the fingerprint to whoever makes a connector's keys (patches/fingerprints.py)."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None:
+        transfer.kv_connector_extra_config[fingerprints.KEY] = fingerprint
 
 
 def can_copy(platform: Any) -> bool:

@@ -21,8 +21,9 @@ from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.by_layer import written
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
-from vllm_kvq.integration.plan.connectors import choose_connector
+from vllm_kvq.integration.plan.connectors import choose_connector, mark_connector
 from vllm_kvq.integration.plan.drafts import Draft
+from vllm_kvq.integration.plan.fingerprint import fingerprint
 from vllm_kvq.integration.plan.heads import Heads
 from vllm_kvq.integration.plan.layers import Layers, chunk_problem
 from vllm_kvq.integration.plan.options import Options
@@ -93,6 +94,7 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
         if sentence := part.format.keys.reference_only or part.format.values.reference_only:
             raise ValueError(sentence)
     window = model.get_sliding_window() or model.attention_chunk_size or model.max_model_len
+    recomputed = _recomputed(options, parts[0].format.W, layers, states)
     served = Served(
         options,
         parts,
@@ -101,13 +103,14 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
         tuple(Heads.of(vllm_config, layer) for layer in sorted(layers.windows)),
         draft,
         states,
-        recomputed=_recomputed(options, parts[0].format.W, layers, states),
+        recomputed=recomputed,
         max_len=model.max_model_len,
         window_tokens=window - 1 + vllm_config.max_in_flight_tokens,
         decode_tokens=window - 1 + vllm_config.max_concurrent_batches * (1 + vllm_config.num_speculative_tokens),
         window_block=parts[0].format.N,
         ranks=parallel.tensor_parallel_size,
         path=_path(parts, Wish.of(vllm_config.device_config.device_type, os.environ), _capped(model)),
+        fingerprint=fingerprint(vllm_config, [(part.layers, part.format) for part in parts], layers, recomputed),
     )
     if served.sizes > 1 and parallel.pipeline_parallel_size > 1:
         raise ValueError(
@@ -212,3 +215,4 @@ def apply(served: Served, vllm_config: VllmConfig) -> None:
         # Otherwise vLLM hands the target's dtype to the draft, too.
         vllm_config.speculative_config.kv_cache_dtype = "auto"
     choose_connector(vllm_config)
+    mark_connector(vllm_config, served.fingerprint)

@@ -56,6 +56,8 @@ class Served:
     """That share the heads of a layer."""
     path: Path
     """Which kernels serve the packed layers, and why faster ones do not."""
+    fingerprint: str
+    """What its pages mean, in one word (fingerprint.py)."""
 
     @property
     def format(self) -> PageFormat:

@@ -34,6 +34,7 @@ def describe(start: DryStart) -> dict[str, Any]:
         "model": config.model_config.model,
         "format": fmt.name,
         "label": served.label,
+        "fingerprint": served.fingerprint,
         "bits_per_element": served.bits_per_element,
         **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
         "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},

@@ -62,7 +62,7 @@ def start_line(served: Served, blocks: int) -> str:
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
         f"path={served.path.name} "
         f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "
-        f"(requests of {served.max_len} tokens)"
+        f"(requests of {served.max_len} tokens) fingerprint={served.fingerprint}"
     )
 
 
@@ -122,6 +122,7 @@ def export_start(served: Served, series: metrics.Series, blocks: int) -> None:
     fmt = served.format
     sizes = {"block_size": fmt.N, "window": fmt.W, "sinks": fmt.S}
     labels = {name: str(size) for name, size in sizes.items()}
+    labels |= {"fingerprint": served.fingerprint}
     series.set(metrics.INFO, 1, format=served.label, path=served.path.name, **labels)
     series.set(metrics.CAPACITY, Capacity.of(served, blocks).tokens)
     for metric in (metrics.PACKED, metrics.FULL_PRECISION, metrics.SIDECAR_BYTES, metrics.BITS):
