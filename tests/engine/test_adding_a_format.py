@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import example_format
+import pages
 import pytest
 import traces
 from test_http import complete
@@ -17,7 +18,8 @@ from proof.demo.capacity import parse_capacity
 from vllm_kvq.bench.server import Server
 
 pytestmark = pytest.mark.engine
-DOC = (example_format.ROOT / "docs" / "adding-a-format.md").read_text(encoding="utf-8")
+PAGE = "docs/adding-a-format.md"
+DOC = (pages.ROOT / PAGE).read_text(encoding="utf-8")
 SAID = {
     "vllm-kvq formats --head-size": r"int4_hadamard +5\.0625 (?s:.*)int4_hadamard +rotated keys, 4 bits",
     "vllm-kvq formats --options": r"hadamard_group +rotated channels that share a scale +\d+ +hadamard +16, 32",
@@ -35,7 +37,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    return [line for block in blocks("sh") for line in block.strip().splitlines()]
+    return [command.text for command in pages.commands(PAGE)]
 
 
 def test_excerpts() -> None:
