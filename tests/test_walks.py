@@ -133,7 +133,7 @@ def test_a_cpu_box(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     printed = walk.take(CPU_BOX, walk.clone(tmp_path / "clone"), walk.environment(home))
-    assert printed.count("kvq: format=kitty2") == 4
+    assert printed.count("kvq: format=kitty2") == 5  # three servers of the README, the quickstart's, and its script
     assert '"completion_tokens":32' in printed
 
 
