@@ -21,8 +21,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "another backend's offloading is taken for vLLM's own",
         f"{ROOM}/plan/connectors.py",
-        'known = cache.kv_offloading_backend == "native"',
-        "known = True",
+        'cache.kv_offloading_backend != "native"',
+        "False",
         REFUSALS,
     ),
     Fault(
