@@ -62,7 +62,7 @@ def wrong_fields(page: PageFormat) -> str | None:
 
 
 def wrong_packed(page: PageFormat, fields: Packed, units: int) -> str | None:
-    """What is wrong with the fields that `pack` returned for `count` units."""
+    """What is wrong with the fields that `pack` returned for this many pack units."""
     slab, whole = page.slab_region.fields, page.page_region.fields
     shapes = {f.name: (units, page.unit // SLAB, *f.shape) for f in slab} | {f.name: (units, *f.shape) for f in whole}
     if missing := shapes.keys() - fields.keys():
