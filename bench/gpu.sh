@@ -6,8 +6,9 @@
 # and, where there is matplotlib, a figure beside it, and every test that passed is noted in .gpu-passed: another run goes on where this one ended, and measures and
 # tests nothing again. `rm -r .gpu-passed docs/results/gpu-DEVICE.csv` begins anew. $RESULTS and $PASSED are other folders.
 #
-#   bash bench/gpu.sh                 needs python3 with torch >= 2.11, Triton >= 3.6, apache-tvm-ffi and numpy, nvcc,
-#                                     and a GPU; no vLLM
+#   bash bench/gpu.sh [PART...]       needs python3 with torch >= 2.11, Triton >= 3.6, apache-tvm-ffi and numpy, nvcc,
+#                                     and a GPU; no vLLM, whose FlashAttention 3 is measured, too, where it is. A PART is
+#                                     tests, times or sanitizer; all of them unless some are named
 #   bash bench/gpu.sh --dry-run       the same script on tiny shapes without a GPU: Triton's interpreter, and the CUDA
 #                                     kernels emulated on the CPU
 #
@@ -21,15 +22,17 @@ export PYTHONUNBUFFERED=1 TRITON_DEFAULT_FP_FUSION=1
 
 case "${1:-}" in
 -h | --help)
-  sed -n '2,16s/^# \{0,1\}//p' "$0"
+  sed -n '2,17s/^# \{0,1\}//p' "$0"
   exit 0
   ;;
-"" | --dry-run) ;;
+"" | --dry-run | tests | times | sanitizer) ;;
 *)
-  echo "bench/gpu.sh: unknown option $1 (there are --dry-run and --help)" >&2
+  echo "bench/gpu.sh: unknown option $1 (there are tests, times, sanitizer, --dry-run and --help)" >&2
   exit 2
   ;;
 esac
+parts=" ${*:-tests times sanitizer} "
+wanted() { [[ "$parts" == *" $1 "* ]]; }
 if ! "$PYTHON" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'; then
   echo "bench/gpu.sh: $PYTHON has no torch or no Triton" >&2
   exit 1
@@ -76,15 +79,16 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   exit 1
 fi
 
-step "first decode times" 150 "$PYTHON" -m vllm_kvq bench gpu --out "$RESULTS" --formats squat2 --context 65536 \
-  --batch 1,8 --seconds 120
+wanted times &&
+  step "first decode times" 150 "$PYTHON" -m vllm_kvq bench gpu --out "$RESULTS" --formats squat2 --context 65536 \
+    --batch 1,8 --seconds 120
 FORMATS=squat2,kitty2,qjl3,innerq2,polar4,polar3,squat4
 # nvcc takes a minute, and so do Triton's kernels of the bench, one process per format
 timeout 120 "$PYTHON" -m vllm_kvq.kernels.gpu.build &
 build=$!
 compiling=()
 for format in ${FORMATS//,/ }; do
-  [[ "$format" == qjl3 ]] && continue
+  wanted times && [[ "$format" != qjl3 ]] || continue
   timeout 110 "$PYTHON" -m vllm_kvq bench gpu --compile --formats "$format" &
   compiling+=("$!")
 done
@@ -99,12 +103,16 @@ for process in "${compiling[@]}"; do
   wait "$process" || { status=1; echo "FAILED: compiling a format's kernels"; }
 done
 echo "== compiled (at $SECONDS s)"
-once "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_attend.py
-once "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
-((${#without[@]})) || once "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
-step "decode times" 170 "$PYTHON" -m vllm_kvq bench gpu --out "$RESULTS" --seconds 130 --formats "$FORMATS"
-figure
-if ((${#without[@]})); then
+if wanted tests; then
+  once "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_attend.py
+  once "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
+  ((${#without[@]})) || once "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
+fi
+if wanted times; then
+  step "decode times" 170 "$PYTHON" -m vllm_kvq bench gpu --out "$RESULTS" --seconds 130 --formats "$FORMATS"
+  figure
+fi
+if ! wanted sanitizer || ((${#without[@]})); then
   :
 elif ! command -v compute-sanitizer >/dev/null; then
   echo "LEFT OUT: compute-sanitizer (not on the path)"

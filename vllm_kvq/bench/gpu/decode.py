@@ -1,9 +1,7 @@
 """Decode steps on a GPU: attention over packed pages, over bf16 and over fp8, and the copy bandwidth.
 
 Every measurement replays a CUDA graph of several launches on rotated page tables (and rotated K and V), so that
-together they read more than the cache holds; the median replay counts. The kernels that attend bf16 are torch's SDPA
-with its own choice, SDPA limited to its FlashAttention backend, and the package flash_attn if installed. fp8 is
-attended by FlashAttention 3 (the package flash_attn_interface, on Hopper); torch can't attend fp8 keys and values.
+together they read more than the cache holds; the median replay counts. rivals.py has the kernels to compare with.
 """
 
 from __future__ import annotations
@@ -15,14 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq.bench.gpu.results import Results
-
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 BATCHES = (1, 8, 64)
 HEADS, SHARE, HEAD, N = 8, 4, 128, 64
 ROTATED_BYTES = 512 << 20
-RIVALS = ("sdpa", "sdpa-flash", "flash_attn")
-"""The kernels that attend bf16."""
 Calls = list[Callable[[], object]]
 
 
@@ -102,66 +96,6 @@ def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, 
     return [launch(t) for t in tables], read
 
 
-def bf16_calls(shape: Shape, device: torch.device) -> dict[str, Calls]:
-    """Launches over rotated bf16 K and V, by the kernel that attends them."""
-    query = torch.randn(shape.batch, HEADS * SHARE, 1, HEAD, device=device, dtype=torch.bfloat16)
-    size = (shape.batch, HEADS, shape.context, HEAD)
-    rounds = rotations(bf16_bytes(shape), device)
-    caches = [tuple(torch.randn(size, device=device, dtype=torch.bfloat16) for _ in "kv") for _ in range(rounds)]
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def sdpa(k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
-        return lambda: attention(query, k, v, enable_gqa=True)
-
-    found = {"sdpa": [sdpa(k, v) for k, v in caches]}
-    if device.type != "cuda":
-        return found
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def flash(k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
-        def call() -> object:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return attention(query, k, v, enable_gqa=True)
-
-        return call
-
-    found["sdpa-flash"] = [flash(k, v) for k, v in caches]
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError:
-        return found
-    rows = query.transpose(1, 2)
-
-    def package(k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
-        return lambda: flash_attn_with_kvcache(rows, k.view(_by_token(k)), v.view(_by_token(v)))
-
-    return found | {"flash_attn": [package(k, v) for k, v in caches]}
-
-
-def fp8_calls(shape: Shape, device: torch.device) -> Calls:
-    """FlashAttention 3 over fp8 K and V of (batch, tokens, heads, channels); ImportError if it is not installed."""
-    from flash_attn_interface import flash_attn_with_kvcache
-
-    eight = torch.float8_e4m3fn
-    query = torch.randn(shape.batch, 1, HEADS * SHARE, HEAD, device=device).to(eight)
-    size = (shape.batch, shape.context, HEADS, HEAD)
-    one = torch.ones(shape.batch, HEADS, device=device)
-    scales = {f"{x}_descale": one for x in "qkv"}
-    rounds = rotations(bf16_bytes(shape) // 2, device)
-    half = torch.bfloat16
-    caches = [tuple(torch.randn(size, device=device, dtype=half).to(eight) for _ in "kv") for _ in range(rounds)]
-
-    def call(k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
-        return lambda: flash_attn_with_kvcache(query, k, v, **scales)
-
-    return [call(k, v) for k, v in caches]
-
-
-def _by_token(x: torch.Tensor) -> tuple[int, ...]:
-    """The same bytes as (batch, tokens, heads, channels): they are random, because only the time matters."""
-    return (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
-
-
 def bf16_bytes(shape: Shape) -> int:
     return shape.batch * shape.context * HEADS * HEAD * 4
 
@@ -181,24 +115,3 @@ def packed(name: str, shape: Shape, device: torch.device) -> tuple[float, int]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return took, read
-
-
-def rivals(shape: Shape, device: torch.device, results: Results) -> tuple[dict[str, float], float | None]:
-    """Seconds of the kernels that attend bf16, by name, and of the one that attends fp8."""
-    at, full = (shape.batch, shape.context), bf16_bytes(shape)
-    kept = {name: row.seconds for name in RIVALS if (row := results.known(name, *at))}
-    if not kept:
-        for name, calls in bf16_calls(shape, device).items():
-            try:
-                took = measure(calls, device)
-            except RuntimeError as error:  # a backend that refuses these shapes
-                results.tell(f"{name}: {str(error).splitlines()[0]}")
-                continue
-            kept[name] = results.take(name, *at, lambda took=took: (took, full)).seconds  # type: ignore[misc]
-        del calls
-    try:
-        eight = results.take("fp8", *at, lambda: (measure(fp8_calls(shape, device), device), full // 2)).seconds
-    # no FlashAttention 3, or it does not support this GPU, or has another version
-    except (ImportError, RuntimeError, TypeError):
-        eight = None
-    return kept, eight

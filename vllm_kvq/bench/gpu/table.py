@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_kvq.bench.gpu.decode import Shape, bf16_bytes, copy_bandwidth, fits, packed, rivals
+from vllm_kvq.bench.gpu.decode import Shape, bf16_bytes, copy_bandwidth, fits, packed
 from vllm_kvq.bench.gpu.prompts import packing, prefill_seconds
 from vllm_kvq.bench.gpu.results import Results
+from vllm_kvq.bench.gpu.rivals import rivals
 
 ROW = "{:<12} {:>5} {:>8} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>10} {:>9}"
 HEADER = ("format", "batch", "context", "us", "bf16 us", "fp8 us", "ideal us", "x bf16", "x fp8", "MB read", "of copy")
