@@ -56,7 +56,7 @@ def attend_step() -> None:
 
 def attend_prompt() -> None:
     x = torch.zeros(CONTEXT, HEADS, D).bfloat16()
-    attend = prompts.prompts_for(prompts.Asked(torch.device("cpu"), torch.bfloat16, D, False))
+    attend = prompts.prompts_for(prompts.Asked(torch.device("cpu"), torch.bfloat16, D, False)).causal
     attend(x, x, x, torch.tensor([0, CONTEXT], dtype=torch.int32), (CONTEXT,), D**-0.5)
 
 

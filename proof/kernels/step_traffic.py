@@ -16,7 +16,7 @@ from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.step import Caches, StepBatch
+from vllm_kvq.kernels.step import Caches, Prompts, StepBatch
 
 
 @dataclass
@@ -27,13 +27,15 @@ class StepTraffic:
     share: int = 2
     width: int = 8
     """The maximum number of pages of a request."""
+    prompts_by: Prompts | None = None
+    """The kernels that attend plain tokens in prompts; None: the step's own."""
     worst: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         fmt, device, dtype = self.fmt, self.device, self.fmt.geometry.dtype
         self.slots = SlotGeometry.of(fmt, self.heads, 0)
         self.scale = fmt.geometry.head_size**-0.5
-        self.step = GPUStep(fmt, self.slots, 0, self.scale, device)
+        self.step = GPUStep(fmt, self.slots, 0, self.scale, device, self.prompts_by)
         self.each = self.width + self.slots.sidecar_blocks + self.slots.sink_blocks
         blocks = 1 + 2 * self.each
         elements = self.slots.page_bytes // dtype.itemsize

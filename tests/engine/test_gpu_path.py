@@ -80,7 +80,7 @@ def test_prompts_under_a_soft_cap(merged: bool) -> None:
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(150, h, 64, generator=rng) for h in (4, 2, 2))
     k, v = (x.repeat_interleave(2, 1).double() for x in (key, value))
-    out, lse = prompts.prompts_for(asked)(query, key, value, torch.tensor([0, 150]).int(), (150,), 0.3, 2.0)
+    out, lse = prompts.prompts_for(asked).causal(query, key, value, torch.tensor([0, 150]).int(), (150,), 0.3, 2.0)
     scores = 2 * torch.tanh(0.3 * torch.einsum("qhd,thd->qht", query.double(), k) / 2)
     later = torch.ones(150, 150).triu(1).bool()[:, None]
     scores = scores.masked_fill(later, -torch.inf)
@@ -100,7 +100,7 @@ def test_prompts_by_sdpa() -> None:
     query, key, value = (torch.randn(9, h, 64, generator=rng) for h in (4, 2, 2))
     lengths = (5, 0, 3)
     start = torch.tensor([0, 5, 5, 8])
-    out, lse = prompts.prompts_for(asked)(query, key, value, start, lengths, 0.3)
+    out, lse = prompts.prompts_for(asked).causal(query, key, value, start, lengths, 0.3)
     assert out.shape == (8, 4, 64)
     for first, last in ((0, 5), (5, 8)):
         for t in range(first, last):

@@ -9,6 +9,9 @@ from parallel import DEVICE, main
 
 from proof.kernels.step_traffic import StepTraffic
 from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.kernels.gpu import history as unpacking
+from vllm_kvq.kernels.step import Prompts
+from vllm_kvq.kernels.torch import attend
 
 try:
     import pytest
@@ -32,6 +35,30 @@ def step(name: str, d: int, dtype: torch.dtype, graph: bool) -> None:
     assert not int(traffic.step.faults[0])
 
 
+def history(name: str, dtype: torch.dtype) -> None:
+    """A long chunk unpacks its history; bf16 rounds what is unpacked."""
+    fmt = get_format(name).bind(Geometry(128, 64, dtype))
+    traffic = StepTraffic(fmt, torch.device(DEVICE), prompts_by=Prompts(attend.causal, attend.whole))
+    shortest, spans = unpacking.ROWS, unpacking.History.of
+    made: list[unpacking.History] = []
+    unpacking.ROWS = 64
+
+    def of(*arguments: object) -> unpacking.History:
+        made.append(spans(*arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    unpacking.History.of = of  # type: ignore[method-assign,assignment]
+    try:
+        traffic.prompts((fmt.W + 131, 1))
+        traffic.prompts((150, 70))
+    finally:
+        unpacking.ROWS, unpacking.History.of = shortest, spans  # type: ignore[method-assign]
+    assert [len(x.spans) for x in made] == [0, 1], "nothing was unpacked"
+    assert traffic.worst < (2e-3 if dtype == torch.float32 and name != "qjl3" else 1e-2), f"{traffic.worst:.1e}"
+    assert not int(traffic.step.faults[0])
+
+
+HISTORIES = [(history, (name, dtype)) for name in FORMATS for dtype in (torch.float32, torch.bfloat16)]
 STEPS = [
     (step, (name, d, dtype, False))
     for name in FORMATS
@@ -50,6 +77,13 @@ def test_decode_by_one_captured_graph() -> None:
         case(*arguments)
 
 
+def test_long_chunks_unpack_their_history() -> None:
+    for case, arguments in HISTORIES:
+        case(*arguments)
+
+
 if __name__ == "__main__":
-    cases = [*GRAPHS, *STEPS] if DEVICE == "cuda" else STEPS
+    cases = [*HISTORIES, *GRAPHS, *STEPS] if DEVICE == "cuda" else [HISTORIES[0], *STEPS]
+    if "--histories" in sys.argv:
+        cases = HISTORIES
     main([c for c in cases if "--without-cuda" not in sys.argv or c[1][0] != "qjl3"])

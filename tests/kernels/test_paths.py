@@ -214,11 +214,11 @@ def test_steps() -> None:
     slots = SlotGeometry.of(fmt, 2, 0)
     asked: list[bool] = []
 
-    def causal(merged: bool) -> None:
+    def prompts(merged: bool) -> None:
         asked.append(merged)
 
     def made(wish: Wish, scale: float = 0.125) -> Step:
-        return step_for(path_for(fmt, wish), fmt, slots, 0, scale, HERE, causal)
+        return step_for(path_for(fmt, wish), fmt, slots, 0, scale, HERE, prompts)
 
     assert isinstance(made(Wish("cpu", "torch")), PlannedStep)
     assert path_for(fmt, Wish("cpu", "torch")) == Path("PyTorch", "VLLM_KVQ_KERNELS=torch disables C++")

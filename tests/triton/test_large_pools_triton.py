@@ -7,11 +7,15 @@ import torch
 from large_pools import compare
 
 from vllm_kvq.kernels.gpu.step import GPUStep
-from vllm_kvq.kernels.torch.attend import causal
+from vllm_kvq.kernels.step import Prompts
+from vllm_kvq.kernels.torch.attend import causal, whole
 
 
 @pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide), "polar4"])
 def test_triton(name: str) -> None:
     compare(
-        name, lambda x: GPUStep(x.fmt, x.slots, x.drafts, x.scale, torch.device("cpu"), causal), heads=1, prompt=False
+        name,
+        lambda x: GPUStep(x.fmt, x.slots, x.drafts, x.scale, torch.device("cpu"), Prompts(causal, whole)),
+        heads=1,
+        prompt=False,
     )

@@ -9,20 +9,22 @@ from reference_trace import worst_error
 from sharing_step import SharedStep
 
 from vllm_kvq.kernels.gpu.step import GPUStep
-from vllm_kvq.kernels.step import Causal
-from vllm_kvq.kernels.torch.attend import causal
+from vllm_kvq.kernels.step import Prompts
+from vllm_kvq.kernels.torch.attend import causal, whole
 
 
 @pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide)])
 def test_triton(name: str) -> None:
     def build(layer: Layer) -> GPUStep:
-        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal)
+        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), Prompts(causal, whole))
 
     assert worst_error(name, build, heads=1, share=1, decodes=2) < 2e-3
 
 
-@pytest.mark.parametrize("prompts", [causal, pytest.param(None, marks=pytest.mark.wide)], ids=["other kernel", "own"])
-def test_sharing_layers(prompts: Causal | None) -> None:
+@pytest.mark.parametrize(
+    "prompts", [Prompts(causal), pytest.param(None, marks=pytest.mark.wide)], ids=["other kernel", "own"]
+)
+def test_sharing_layers(prompts: Prompts | None) -> None:
     def build(layer: Layer) -> SharedStep:
         return SharedStep(GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), prompts))
 
@@ -33,13 +35,15 @@ def test_a_soft_cap() -> None:
     """Attention over packed tokens, over full-precision tokens, and over prompts."""
 
     def build(layer: Layer) -> GPUStep:
-        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal, cap=2.0)
+        return GPUStep(
+            layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), Prompts(causal, whole), cap=2.0
+        )
 
     assert worst_error("squat2", build, heads=1, share=2, decodes=1, cap=2.0) < 2e-3
 
 
 def test_learned_sinks() -> None:
     def build(layer: Layer) -> GPUStep:
-        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), causal)
+        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), Prompts(causal, whole))
 
     assert worst_error("squat2", build, heads=1, share=2, decodes=1, learned=True) < 2e-3

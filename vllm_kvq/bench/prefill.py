@@ -79,8 +79,8 @@ class Packed:
         pages = -(-tokens // BLOCK)
         pool = torch.zeros(1 + pages + slots.sidecar_blocks + slots.sink_blocks, slots.page_bytes // 2).bfloat16()
         self.caches = Caches(pool.view(torch.uint8).unflatten(1, (heads, -1)), pool, pool if fmt.S else None)
-        kernels, causal = kernels_for(fmt, Wish("cpu")), prompts_for(Asked(cpu, torch.bfloat16, d, False))
-        self.step = PlannedStep(fmt, slots, 0, d**-0.5, cpu, kernels, causal)
+        kernels, prompts = kernels_for(fmt, Wish("cpu")), prompts_for(Asked(cpu, torch.bfloat16, d, False))
+        self.step = PlannedStep(fmt, slots, 0, d**-0.5, cpu, kernels, prompts.causal)
         ids = torch.arange(1, len(pool), dtype=torch.int32)[None]
         self.tables = ids.split([pages, slots.sidecar_blocks, slots.sink_blocks], 1)
 

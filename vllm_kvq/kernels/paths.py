@@ -21,7 +21,7 @@ from vllm_kvq.kernels.cpu import step as cpu
 from vllm_kvq.kernels.cpu.slow import slow
 from vllm_kvq.kernels.gpu import step as gpu
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.step import Causal, Step
+from vllm_kvq.kernels.step import Prompts, Step
 from vllm_kvq.kernels.torch.step import TORCH, Kernels, PlannedStep
 
 CPP, PYTORCH = "C++", "PyTorch"
@@ -108,22 +108,24 @@ def step_for(
     num_spec: int,
     scale: float,
     device: torch.device,
-    causal: Callable[[bool], Causal | None] = lambda merged: None,
+    prompts: Callable[[bool], Prompts | None] = lambda merged: None,
     all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
     cap: float = 0.0,
 ) -> Step:
     """A layer's step on this path.
 
-    `causal(merged)` attends the new tokens of prompts, with their log-sum-exp if `merged`; the default leaves them to
+    `prompts(merged)` attend the new tokens of prompts, with their log-sum-exp if `merged`; the default leaves them to
     the path's own kernels. `all_queries` extends queries by those of other ranks that hold a copy of the same KV heads.
     `cap`: the soft cap of scores; 0: none. Layers on the GPU's path share a step, and with it the counters of its
     kernels, if their arguments are equal.
     """
     if path.on_gpu:
-        return _gpu_step(fmt, slots, num_spec, scale, device, causal(True), all_queries, cap)
+        return _gpu_step(fmt, slots, num_spec, scale, device, prompts(True), all_queries, cap)
+    chosen = prompts(False)
+    causal = None if chosen is None else chosen.causal
     if path.name == CPP:
-        return cpu.CPUStep(fmt, slots, num_spec, scale, causal(False), all_queries, cap)
-    return PlannedStep(fmt, slots, num_spec, scale, device, TORCH, causal(False), all_queries, cap)
+        return cpu.CPUStep(fmt, slots, num_spec, scale, causal, all_queries, cap)
+    return PlannedStep(fmt, slots, num_spec, scale, device, TORCH, causal, all_queries, cap)
 
 
 @functools.cache

@@ -126,3 +126,16 @@ Causal = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 query (T, Hq, d), key and value (T, H, d): the prompts one after the other, with `lengths` tokens each; `start` has
 their first rows and, last, the total number of rows, int32 on the device. out (T, Hq, d) and the log-sum-exp (T, Hq),
 or None from a kernel that does not return it. `cap`: the soft cap of scores; 0: none."""
+
+Whole = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], tuple[torch.Tensor, torch.Tensor]]
+"""Attention of every query over every token: (query, key, value, scale, cap) -> (out, lse).
+
+query (T, Hq, d), key and value (L, H, d) -> out (T, Hq, d) and the log-sum-exp (T, Hq)."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The kernels that attend plain tokens in prompts."""
+
+    causal: Causal
+    whole: Whole | None = None

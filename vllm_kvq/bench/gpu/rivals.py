@@ -4,7 +4,7 @@
     sdpa-flash   torch's attention, only FlashAttention
     flash_attn   the package flash_attn
     vllm-fa3     FlashAttention 3 over pages of 16 tokens, as vLLM serves a bf16 cache on Hopper
-    fp8          the same over fp8, with queries in fp8, as vLLM serves an fp8 cache; else the package flash_attn_interface
+    fp8          the same over fp8, with queries in fp8, as vLLM serves an fp8 cache; else flash_attn_interface
 
 A kernel that is not installed is left out. Keys and values are random: only the time matters.
 """

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 
 from vllm_kvq import console
-from vllm_kvq.bench.gpu import decode, prompts, table
+from vllm_kvq.bench.gpu import chunks, decode, prompts, table
 from vllm_kvq.bench.gpu.decode import Shape
 from vllm_kvq.bench.gpu.results import Results, say
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = Results(args.out, name, say=(lambda line: None) if args.json else say)
     table.run(device, names, shapes, deadline, results)
     table.run_prompts(device, names, tokens, results)
+    chunks.run(device, names, results)
     if args.json:
         console.show_json({"device": name, "rows": [asdict(row) for row in results.rows.values()]})
     return console.DONE

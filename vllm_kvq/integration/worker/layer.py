@@ -19,7 +19,7 @@ from vllm_kvq.integration.worker.replicas import all_queries_of
 from vllm_kvq.integration.worker.report import Damage, report_start
 from vllm_kvq.kernels.cpu.step import CPUStep
 from vllm_kvq.kernels.paths import Path, step_for
-from vllm_kvq.kernels.step import Caches, Causal, Step, StepBatch
+from vllm_kvq.kernels.step import Caches, Prompts, Step, StepBatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,8 +119,8 @@ def step_of(
     num_spec, device = vllm_config.num_speculative_tokens, vllm_config.device_config.device
     geometry = fmt.geometry
 
-    def causal(wanted: bool) -> Causal:
+    def prompts(wanted: bool) -> Prompts:
         return prompts_for(Asked(device, geometry.dtype, geometry.head_size, wanted or merged, cap > 0))
 
     queries = all_queries_of(vllm_config, geometry.layer)
-    return step_for(path, fmt, slots, num_spec, scale, device, causal, queries, cap)
+    return step_for(path, fmt, slots, num_spec, scale, device, prompts, queries, cap)

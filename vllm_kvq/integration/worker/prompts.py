@@ -1,4 +1,4 @@
-"""Causal attention among the new tokens of prompts: one table of who may do it, and the first that can does.
+"""Attention over the plain tokens of prompts: one table of who may do it, and the first that can does.
 
 What lies before a chunk is merged with it by its log-sum-exp. The GPU's path merges always; steps that are planned on
 the host ask only for prompts that nothing precedes, and attend later chunks with kernels of their own.
@@ -15,7 +15,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvq.integration import cpu_attention
-from vllm_kvq.kernels.step import Causal
+from vllm_kvq.kernels.step import Prompts
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
 
@@ -41,7 +41,7 @@ class Choice:
     name: str
     problem: Callable[[Asked], str | None]
     """Why it can't serve what is asked."""
-    attend: Causal
+    prompts: Prompts
 
 
 def _cpu_problem(asked: Asked) -> str | None:
@@ -127,6 +127,30 @@ def _flash(
     return out, lse.transpose(0, 1)  # (Hq, T) there
 
 
+def _flash_whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float = 0.0
+) -> Partial:
+    from vllm.v1.attention.backends import fa_utils
+
+    # made on the device: a copy from the host would wait for it
+    ends = {
+        f"cu_seqlens_{x}": torch.arange(2, dtype=torch.int32, device=y.device) * len(y)
+        for x, y in (("q", query), ("k", key))
+    }
+    out, lse = fa_utils.flash_attn_varlen_func(
+        *(query, key, value),
+        max_seqlen_q=len(query),
+        max_seqlen_k=len(key),
+        **ends,
+        softmax_scale=scale,
+        softcap=cap,
+        causal=False,
+        return_softmax_lse=True,
+        fa_version=fa_utils.get_flash_attn_version(head_size=query.shape[-1]),
+    )[:2]
+    return out, lse.transpose(0, 1)
+
+
 def _xformers_problem(asked: Asked) -> str | None:
     if problem := _half_on_cuda(asked):
         return problem
@@ -156,22 +180,36 @@ def _xformers(
     return out[0].flatten(1, 2), lse[0].flatten(0, 1)[:, :total].transpose(0, 1)
 
 
+def _xformers_whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float = 0.0
+) -> Partial:
+    from xformers.ops import fmha
+
+    if cap:
+        raise ValueError("xFormers knows no soft cap")
+    q = query.unflatten(1, (key.shape[1], -1))[None]  # (1, T, H, g, d)
+    k, v = (x[None, :, :, None].expand(-1, -1, -1, q.shape[3], -1) for x in (key, value))
+    out, lse = fmha.memory_efficient_attention_partial(q, k, v, scale=scale)
+    return out[0].flatten(1, 2), lse[0].flatten(0, 1)[:, : len(query)].transpose(0, 1)
+
+
 CHOICES = (
-    Choice("vLLM's CPU attention", _cpu_problem, _cpu),
-    Choice("vLLM's flash attention", _flash_problem, _flash),
-    Choice("xFormers", _xformers_problem, _xformers),
-    Choice("PyTorch's SDPA", lambda asked: None, attend.causal),
+    Choice("vLLM's CPU attention", _cpu_problem, Prompts(_cpu)),
+    Choice("vLLM's flash attention", _flash_problem, Prompts(_flash, _flash_whole)),
+    Choice("xFormers", _xformers_problem, Prompts(_xformers, _xformers_whole)),
+    Choice("PyTorch's SDPA", lambda asked: None, Prompts(attend.causal, attend.whole)),
 )
 
 
+def choice_for(asked: Asked) -> Choice:
+    """The first choice without a problem."""
+    return next(choice for choice in CHOICES if choice.problem(asked) is None)
+
+
 @functools.cache
-def prompts_for(asked: Asked) -> Causal:
+def prompts_for(asked: Asked) -> Prompts:
     """The first choice without a problem; the log says which, and why not the ones before it."""
-    passed = []
-    for choice in CHOICES:
-        problem = choice.problem(asked)
-        if problem is None:
-            break
-        passed.append(f"{choice.name}: {problem}")
-    logger.info("kvq: prompts are attended by %s%s", choice.name, f" ({'; '.join(passed)})" if passed else "")
-    return choice.attend
+    chosen = choice_for(asked)
+    passed = [f"{choice.name}: {choice.problem(asked)}" for choice in CHOICES[: CHOICES.index(chosen)]]
+    logger.info("kvq: prompts are attended by %s%s", chosen.name, f" ({'; '.join(passed)})" if passed else "")
+    return chosen.prompts

@@ -22,13 +22,15 @@ import torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.squat import Corrected
 from vllm_kvq.kernels.gpu.cuda import CUDA
+from vllm_kvq.kernels.gpu.history import History
+from vllm_kvq.kernels.gpu.history import attend as attend_history
 from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch, full_precision_rows, power_of_two
 from vllm_kvq.kernels.gpu.loading import interpreted, load
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged, merge_parts
 from vllm_kvq.kernels.gpu.triton import TRITON, slots_constants
 from vllm_kvq.kernels.gpu.triton_layout import state_constants
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.step import Caches, Causal, StepBatch
+from vllm_kvq.kernels.step import Caches, Prompts, StepBatch
 
 KINDS: tuple[PagedKernels, ...] = (TRITON, CUDA)
 
@@ -60,9 +62,9 @@ class GPUStep:
     """`kernels.step.Step` of all layers that share a format, the layout of their companions and a scale.
 
     Requests of up to 1 + num_spec new tokens come first, as vLLM orders them; if they do not, everything is served as
-    prompts. `causal` attends the new tokens of prompts; None: the kernel for tokens in full precision does.
-    `all_queries` extends queries by those of other ranks that hold a copy of the same KV heads. `cap`: the soft cap of
-    scores; 0: none.
+    prompts. `prompts` attend the new tokens of prompts, and the history of long chunks (history.py); None: the kernels
+    for tokens in full precision and for pages do. `all_queries` extends queries by those of other ranks that hold a
+    copy of the same KV heads. `cap`: the soft cap of scores; 0: none.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class GPUStep:
         num_spec: int,
         scale: float,
         device: torch.device,
-        causal: Causal | None = None,
+        prompts: Prompts | None = None,
         all_queries: Callable[[torch.Tensor], torch.Tensor] | None = None,
         cap: float = 0.0,
     ) -> None:
@@ -82,7 +84,7 @@ class GPUStep:
         load()
         kernels.prepare(fmt, device)
         self.fmt, self.slots, self.num_spec, self.scale, self.kernels = fmt, slots, num_spec, scale, kernels
-        self.causal, self.all_queries, self.cap = causal, all_queries, cap
+        self.prompts, self.all_queries, self.cap = prompts, all_queries, cap
         cut = slots_constants(slots)
         self._cut = {name: cut[name] for name in ("SPB", "SLOT")}
         self._words = {"WORDS": cut["WORDS"]}
@@ -223,39 +225,63 @@ class GPUStep:
         output: torch.Tensor,
     ) -> None:
         n, heads = batch.requests, query.shape[1]
-        parts = [(0, decodes), (decodes, n)]
-        longest = [max(batch.lengths[a:b], default=0) for a, b in parts]
+        own = self.prompts if decodes < n else None
+        history = self._history(batch, caches, plan, decodes, heads) if own is not None and own.whole else None
+        paged = [(0, decodes, plan[5, :decodes]), (decodes, n, plan[5, decodes:] if history is None else history.high)]
+        longest = [max(batch.lengths[a:b], default=0) for a, b, _ in paged]
         splits = [
             self.kernels.splits_of(self.fmt, b - a, most, heads, batch.table, caches.pages) if b > a else 0
-            for (a, b), most in zip(parts, longest, strict=True)
+            for (a, b, _), most in zip(paged, longest, strict=True)
         ]
+        if history is not None and not history.others:
+            splits[1] = 0
         packed = max(splits)
-        own = decodes < n and self.causal is not None
         learned = caches.learned is not None
-        out = query.new_empty(packed + 1 + learned + own, *query.shape, dtype=torch.float32)
+        unpacked = history is not None and len(history.spans) > 0
+        out = query.new_empty(packed + 1 + learned + unpacked + (own is not None), *query.shape, dtype=torch.float32)
         lse = query.new_empty(out.shape[:-1], dtype=torch.float32)
-        if own or (0 < decodes < n and len(set(splits)) > 1):  # not every part is written for every row
+        if own is not None or (0 < decodes < n and len(set(splits)) > 1):  # not every part is written for every row
             lse.fill_(-torch.inf)
         if caches.learned is not None:
             out[packed + 1], lse[packed + 1] = 0.0, caches.learned.float()
-        for (a, b), count, most in zip(parts, splits, longest, strict=True):
+        for (a, b, high), count, most in zip(paged, splits, longest, strict=True):
             if b == a:
                 continue
-            table, into = PageTable(batch.table[a:b], plan[4, a:b], plan[5, a:b]), (out[:count], lse[:count])
-            ragged = Ragged(batch.device_start[a : b + 1], most)
-            self.kernels.launch_attend(self.fmt, query[None], caches.pages, table, into, self.scale, self.cap, ragged)
-            new = not (own and a == decodes)
+            if count:
+                table, into = PageTable(batch.table[a:b], plan[4, a:b], high), (out[:count], lse[:count])
+                ragged = Ragged(batch.device_start[a : b + 1], most)
+                at = self.scale, self.cap
+                self.kernels.launch_attend(self.fmt, query[None], caches.pages, table, into, *at, ragged)
+            new = own is None or a != decodes
             self._full_precision(batch, caches, plan, (a, b), most, query, key, value, out[packed], lse[packed], new)
-        if own and self.causal is not None:
+        if history is not None and own is not None and own.whole is not None:
+            for span in history.spans:
+                mine = span.queries
+                by = own.whole, self.scale, self.cap, self.faults
+                part = attend_history(self.fmt, query[mine], caches.pages, batch.table[span.request], span, *by)
+                out[-2, mine], lse[-2, mine] = part
+        if own is not None:
             first = sum(batch.lengths[:decodes])
             start = batch.device_start[decodes : n + 1] - first
             tokens = (x[first:] for x in (query, key, value))
-            attended, its_lse = self.causal(*tokens, start, batch.lengths[decodes:], self.scale, self.cap)
+            attended, its_lse = own.causal(*tokens, start, batch.lengths[decodes:], self.scale, self.cap)
             if its_lse is None:
                 raise TypeError("attention among the new tokens of a chunk must return its log-sum-exp")
             mine = slice(first, first + len(attended))
             out[-1, mine], lse[-1, mine] = attended, its_lse
         merge_parts(out, lse, output, batch.device_start[n:])
+
+    def _history(
+        self, batch: StepBatch, caches: Caches, plan: torch.Tensor, decodes: int, query_heads: int
+    ) -> History | None:
+        """Made by the first layer, and used by all: their plans are equal. None: nothing is worth unpacking."""
+        share = query_heads // self.slots.heads
+        if not History.worthwhile(batch, decodes, share):
+            return None
+        found = batch.kept.get(self)
+        if found is None:
+            found = batch.kept[self] = History.of(self.fmt, batch, caches.pages, plan, decodes, share)
+        return cast(History, found)
 
     def _full_precision(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.codec import Packed
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.kernels.torch.lists import Between, PageList, TokenList
 from vllm_kvq.kernels.torch.pack import gather
@@ -37,6 +38,13 @@ def merge(parts: list[Partial]) -> torch.Tensor:
     for (o, _), w in zip(parts[1:], weight[1:], strict=True):
         out = torch.addcmul(out, o, w.unsqueeze(-1))
     return out
+
+
+def join(a: Partial, b: Partial) -> Partial:
+    """Two parts as one."""
+    total = torch.logaddexp(a[1].float(), b[1].float())
+    first, second = ((lse - total).exp().unsqueeze(-1) for lse in (a[1], b[1]))
+    return torch.addcmul(a[0] * first, b[0], second), total
 
 
 def with_learned(part: Partial, learned: torch.Tensor | None) -> Partial:
@@ -134,14 +142,33 @@ def causal(
             continue
         q, k, v = (x[at : at + n].transpose(0, 1)[None] for x in (query, key, value))
         k, v = (x.repeat_interleave(share, 1) for x in (k, v))
-        if query.is_cuda:
-            got = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True, scale=scale)
-        else:
-            got = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-        outs.append(got[0][0].transpose(0, 1))
-        lses.append(got[1][0, :, :n].transpose(0, 1))  # its rows are padded to a multiple of 32
+        out, lse = _fused(q, k, v, True, scale)
+        outs.append(out)
+        lses.append(lse)
         at += n
     return torch.cat(outs), torch.cat(lses)
+
+
+def whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float = 0.0) -> Partial:
+    """`kernels.step.Whole`, by the same kernels as `causal`."""
+    if cap:
+        seen = torch.ones(1, len(query), len(key), dtype=torch.bool, device=query.device)
+        out, lse = attend_raw(query[None], key[None], value[None], seen, scale, cap)
+        return out[0], lse[0]
+    share = query.shape[1] // key.shape[1]
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+    return _fused(q, k, v, False, scale)
+
+
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> Partial:
+    """(1, Hq, tokens, d) by PyTorch's kernel that returns the log-sum-exp."""
+    if q.is_cuda:
+        got = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
+    else:
+        got = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+    # the log-sum-exp's rows are padded to a multiple of 32
+    return got[0][0].transpose(0, 1), got[1][0, :, : q.shape[2]].transpose(0, 1)
 
 
 def attend_packed(
@@ -266,8 +293,7 @@ def _one_request(
         new = weights @ value, lse
         if parts:
             # the running result is merged as one more part
-            total = torch.logaddexp(parts[0][1], new[1])
-            new = merge([parts[0], new]), total
+            new = join(parts[0], new)
         parts = [new]
     if parts:
         return parts[0]
@@ -277,17 +303,22 @@ def _one_request(
 def _unpack(
     fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(p, H, N, F) key features and (p, H, N, d) values; seen (p, N) booleans.
+    """(p, H, N, F) key features and (p, H, N, d) values; seen (p, N) booleans."""
+    fields = read_slabs(fmt, pages, ids, seen.unflatten(1, (fmt.slabs, -1)).any(-1))
+    shape = (-1, pages.shape[1])
+    return fmt.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
+
+
+def read_slabs(fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> Packed:
+    """All fields of these pages; wanted (p, slabs) booleans.
 
     A slab that no query sees may hold anything left by the block's last owner: NaN, which times 0 would still be NaN,
     and invalid indices. It is read as zeros.
     """
     data = pages[ids]
     slabs = data[..., fmt.slabs_at :][..., : fmt.slabs * fmt.slab_region.nbytes].unflatten(-1, (fmt.slabs, -1))
-    slabs.masked_fill_(~seen.unflatten(1, (fmt.slabs, -1)).any(-1)[:, None, :, None], 0)
-    fields = fmt.read(data, torch.arange(len(ids), device=ids.device))
-    shape = (-1, pages.shape[1])
-    return fmt.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
+    slabs.masked_fill_(~wanted[:, None, :, None], 0)
+    return fmt.read(data, torch.arange(len(ids), device=ids.device))
 
 
 def _seen(fmt: PageFormat, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
