@@ -32,7 +32,7 @@ from vllm_kvq.triton_kernels.rotation import rotated_back
 from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, sums_weights, token_values, value_shift
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "out_split"])
 def attend_kernel(
     query_ptr,
     words_ptr,

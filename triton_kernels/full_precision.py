@@ -17,7 +17,7 @@ from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, capped, row_max, ro
 from vllm_kvq.triton_kernels.step import BOUNDARY, CONTEXT, COUNT, LOW, slot_offset
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "queries"])
 def full_precision_kernel(
     plan_ptr,
     query_start_ptr,

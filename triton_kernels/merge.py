@@ -13,7 +13,7 @@ import triton.language as tl
 from vllm_kvq.triton_kernels.lang import LOWEST
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def merge_kernel(
     part_ptr,
     part_lse_ptr,

@@ -20,7 +20,7 @@ from vllm_kvq.triton_kernels.step import CONTEXT, COUNT, load_token
 from vllm_kvq.triton_kernels.values import TOKEN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "units"])
 def pack_kernel(
     plan_ptr,
     table_ptr,

@@ -51,7 +51,7 @@ def state_offset(table_ptr, index, inside, blocks, block_stride, SPB: tl.constex
     return offset + index % SLOT, there
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def begin_kernel(
     query_start_ptr,
     seq_lens_ptr,
@@ -261,7 +261,7 @@ def _subspace(
     tl.store(side_floats_ptr + place, tl.where(column < D, noise, 0.0), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def commit_kernel(
     plan_ptr,
     side_table_ptr,

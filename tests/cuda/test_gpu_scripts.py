@@ -32,30 +32,35 @@ def test_scripts_parse_and_refuse_what_they_do_not_know(script: str) -> None:
 
 
 def test_serve_script_says_what_it_would_do() -> None:
-    done = bash("bench/gpu_serve.sh", "--dry-run", "qjl3", WHEELS="wheels", MODEL="model")
+    done = bash("bench/gpu_serve.sh", "--dry-run", "qjl3", "auto", WHEELS="wheels", MODEL="model", CACHE_BYTES="5G")
     assert done.returncode == 0, done.stderr
     assert "--no-index --find-links wheels" in done.stdout
-    assert "-m proof demo --once --format qjl3 --port 8000 --model model\n" in done.stdout
+    shared = "-- --gpu-memory-utilization 0.45 --kv-cache-memory-bytes 1G\n"
+    assert f"-m proof demo --once --format qjl3 --port 8000 --model model {shared}" in done.stdout
+    assert f"-m proof demo --once --format auto --port 8001 --model model {shared}" in done.stdout
+    timed = (
+        "bench/gpu_serve.py --caches auto,fp8,kitty2 --model model --cache-bytes 5G --out docs/results/gpu-serve.csv\n"
+    )
+    assert done.stdout.endswith(timed)
     offline = bash("bench/gpu_serve.sh", "--dry-run", SITE="site")
     assert "venv" not in offline.stdout
     assert next(x.split()[-1] for x in offline.stdout.splitlines() if x.startswith("==")) == "auto"
 
 
-def test_serve_script_loads_every_cache_with_the_same_bytes(tmp_path: Path) -> None:
-    (tmp_path / "fp8.json").touch()
-    done = bash(
-        "bench/gpu_serve.sh", "--dry-run", "qjl3", "auto", MODEL="m", SITE="s", RESULTS=str(tmp_path), CACHE_BYTES="5"
-    )
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    servers = [line for line in said if " serve m --port 8000 " in line]
-    assert [line.split("--kv-cache-dtype ")[1] for line in servers] == [
-        f"{cache} --kv-cache-memory-bytes 5" for cache in ("auto", "qjl3")
+@pytest.mark.engine
+@pytest.mark.wide
+def test_servers_are_timed(tmp_path: Path) -> None:
+    """The script on a tiny model: every cell of both caches, and the load."""
+    out = tmp_path / "serve.csv"
+    command = [sys.executable, "bench/gpu_serve.py", "--dry-run", "--caches", "auto,kitty2", "--cache-bytes", "1G"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [row.split(",") for row in out.read_text().splitlines()]
+    assert [row[:3] for row in rows[1:]] == [
+        [cache, *shape] for cache in ("auto", "kitty2") for shape in (["1", "64"], ["2", "128"], ["3", "128"])
     ]
-    assert sum(" bench serve --model m " in line for line in said) == 2
-    assert "== vllm bench serve, fp8: measured before" in said
-    without = bash("bench/gpu_serve.sh", "--dry-run", SITE="s")
-    assert without.stdout.rstrip().endswith("LEFT OUT: vllm bench serve (MODEL names no model)")
+    assert all(float(row[3]) > 0 and float(row[5]) > 0 for row in rows[1:])
 
 
 def test_lines_of_the_table() -> None:

@@ -1,8 +1,9 @@
 """What a long chunk of a prompt attends of its packed history: pages are unpacked once and attended as plain tokens.
 
 The kernels for pages unpack a page again for every 16 rows, which suits decoding; a chunk of 8,192 tokens would unpack
-its history 2,048 times. Steps with prompts are not in CUDA graphs, so the host may read, once per step for all layers,
-where each request's packed tokens lie.
+its history 2,048 times. PyTorch, which unpacks here, is slow at it, so this pays only for long chunks. Steps with
+prompts are not in CUDA graphs, so the host may read, once per step for all layers, where each request's packed tokens
+lie.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.step import StepBatch, Whole
 from vllm_kvq.kernels.torch.attend import Partial, join, read_slabs
 
-ROWS = 512
-"""Queries times query heads of one KV head from which unpacking pays; docs/gpu.md has the measurement."""
+ROWS = 16384
+"""Queries times query heads of one KV head from which unpacking pays: 4,096 tokens of a Llama-3. docs/gpu.md has the
+measurement."""
 PIECE_BYTES = 128 << 20
 """Unpacked keys and values, in the model's type, that are attended at once."""
 ROUND_BYTES = 16 << 20
