@@ -22,6 +22,7 @@ KITTY_TRITON = f"{TRITON}/test_attend.py -k kitty2-128"
 PACK_TRITON = f"{TRITON}/test_pack_tile.py"
 PACK_CUDA = f"{CUDA}/test_cuda_emulated.py -k 'nobodys or packed_bytes'"
 
+HISTORY = f"{TRITON}/test_history.py"
 SHARING_TRITON = f"{TRITON}/test_reference_triton.py -k 'sharing and other'"
 
 FAULTS: tuple[Fault, ...] = (
@@ -45,6 +46,34 @@ FAULTS: tuple[Fault, ...] = (
         "Attended(plan, decodes, key.clone(), value.clone())",
         "Attended(plan, decodes, key, value)",
         SHARING_TRITON,
+    ),
+    Fault(
+        "GPU step: a history that was unpacked is attended again by pages",
+        "vllm_kvq/kernels/gpu/history.py",
+        "high = torch.where(keep, high, 0)",
+        "high = torch.where(keep, high, high)",
+        f"{HISTORY} -k chunks",
+    ),
+    Fault(
+        "GPU step: an unpacked history begins with its page, not behind the sinks",
+        "vllm_kvq/kernels/gpu/history.py",
+        "slice(max(0, span.low - at * fmt.N), ",
+        "slice(0, ",
+        f"{HISTORY} -k chunks",
+    ),
+    Fault(
+        "GPU step: pages that were never packed are unpacked",
+        "vllm_kvq/kernels/gpu/history.py",
+        "zip(long, sound, strict=True) if is_sound)",
+        "zip(long, sound, strict=True))",
+        f"{HISTORY} -k not_unpacked",
+    ),
+    Fault(
+        "GPU step: damaged pages of an unpacked history are not counted",
+        "vllm_kvq/kernels/gpu/history.py",
+        "faults[0] += (~slabs).any()",
+        "faults[0] += 0 * (~slabs).any()",
+        f"{HISTORY} -k damaged",
     ),
     Fault(
         "Triton attends at a page offset of 32 bits",
@@ -224,8 +253,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "GPU step: prompts begin at the first decode",
         "vllm_kvq/kernels/gpu/step.py",
-        "first = sum(batch.lengths[:decodes])",
-        "first = decodes",
+        "first, end = sum(batch.lengths[:decodes]), ",
+        "first, end = decodes, ",
         REFERENCE_TRITON,
     ),
     Fault(

@@ -104,6 +104,13 @@ FAULTS: tuple[Fault, ...] = (
         f"{PATCHED} -k server_is",
     ),
     Fault(
+        "vLLM's compile cache depends on variables that are not set",
+        f"{PATCHES}/variables.py",
+        "in VARIABLES.keys() & os.environ.keys():",
+        "in VARIABLES:",
+        f"{PATCHED} -k known_to_vllm",
+    ),
+    Fault(
         "a function is wrapped again each time",
         f"{PATCHES}/once.py",
         "    if hasattr(found, MARK):\n        return\n",

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,11 +21,12 @@ import traces
 
 from proof.oracle.forked import EngineProcess
 from vllm_kvq.integration import compat, plugin
-from vllm_kvq.integration.patches import once, registry, warmup
+from vllm_kvq.integration.patches import once, registry, variables, warmup
 from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
 from vllm_kvq.integration.patches.registry import PATCHES
 from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.preview import dry_start
+from vllm_kvq.kernels.variables import VARIABLES
 
 pytestmark = pytest.mark.engine
 INTEGRATION = Path(compat.__file__).parent
@@ -118,7 +120,7 @@ def test_patches_that_are_none(wrong: dict[str, Any]) -> None:
 
 
 def test_patches_stand_below_the_rest() -> None:
-    below = ("vllm_kvq.formats", "vllm_kvq.integration.patches")
+    below = ("vllm_kvq.formats", "vllm_kvq.kernels.variables", "vllm_kvq.integration.patches")
     for path in (INTEGRATION / "patches").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_kvq"):
@@ -363,6 +365,32 @@ def test_a_patch_that_something_undoes_is_noticed(patch: Patch, monkeypatch: pyt
             undone.setattr(owner, attribute, kind(once.own(name)) if kind else once.own(name))
             assert not patch.in_effect()
     assert patch.in_effect()
+
+
+def test_our_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses variables VLLM_* that it does not know with --fail-on-environ-validation, else it warns. What is not
+    set stays out of the key of its compile cache."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(envs, "environment_variables", {**envs.environment_variables})
+    known = {*envs.environment_variables} - {*VARIABLES}
+    for name in VARIABLES:
+        envs.environment_variables.pop(name, None)
+        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("VLLM_") and name not in known]:
+        monkeypatch.delenv(name)
+    patch = variables.VARIABLES_KNOWN
+    assert patch.install is not None
+    monkeypatch.setenv("VLLM_KVQ_CACHE", "somewhere")
+    assert not patch.in_effect()
+    with pytest.raises(ValueError, match="VLLM_KVQ_CACHE"):
+        current_platform.validate_environ(True)
+    patch.install(SimpleNamespace())
+    assert patch.in_effect()
+    current_platform.validate_environ(True)
+    assert {*envs.environment_variables} - known == {"VLLM_KVQ_CACHE"}
+    assert envs.environment_variables["VLLM_KVQ_CACHE"]() == "somewhere"
 
 
 def not_in_effect(engine: Any) -> list[str]:

@@ -30,7 +30,7 @@ from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragg
 from vllm_kvq.kernels.gpu.triton import TRITON, slots_constants
 from vllm_kvq.kernels.gpu.triton_layout import state_constants
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.kernels.step import Caches, Prompts, StepBatch
+from vllm_kvq.kernels.step import Caches, Prompts, StepBatch, Whole
 
 KINDS: tuple[PagedKernels, ...] = (TRITON, CUDA)
 
@@ -254,22 +254,48 @@ class GPUStep:
                 self.kernels.launch_attend(self.fmt, query[None], caches.pages, table, into, *at, ragged)
             new = own is None or a != decodes
             self._full_precision(batch, caches, plan, (a, b), most, query, key, value, out[packed], lse[packed], new)
-        if history is not None and own is not None and own.whole is not None:
-            for span in history.spans:
-                mine = span.queries
-                by = own.whole, self.scale, self.cap, self.faults
-                part = attend_history(self.fmt, query[mine], caches.pages, batch.table[span.request], span, *by)
-                out[-2, mine], lse[-2, mine] = part
+        if own is not None and history is not None:
+            self._unpacked(own, batch, caches, history, query, out[-2], lse[-2])
         if own is not None:
-            first = sum(batch.lengths[:decodes])
-            start = batch.device_start[decodes : n + 1] - first
-            tokens = (x[first:] for x in (query, key, value))
-            attended, its_lse = own.causal(*tokens, start, batch.lengths[decodes:], self.scale, self.cap)
-            if its_lse is None:
-                raise TypeError("attention among the new tokens of a chunk must return its log-sum-exp")
-            mine = slice(first, first + len(attended))
-            out[-1, mine], lse[-1, mine] = attended, its_lse
+            self._new_tokens(own, batch, decodes, query, key, value, out[-1], lse[-1])
         merge_parts(out, lse, output, batch.device_start[n:])
+
+    def _unpacked(
+        self,
+        own: Prompts,
+        batch: StepBatch,
+        caches: Caches,
+        history: History,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attends the history of long chunks."""
+        for span in history.spans:
+            mine = span.queries
+            by = cast(Whole, own.whole), self.scale, self.cap, self.faults
+            part = attend_history(self.fmt, query[mine], caches.pages, batch.table[span.request], span, *by)
+            out[mine], lse[mine] = part
+
+    def _new_tokens(
+        self,
+        own: Prompts,
+        batch: StepBatch,
+        decodes: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attends the new tokens of prompts among themselves."""
+        first, end = sum(batch.lengths[:decodes]), sum(batch.lengths)
+        tokens = (x[first:] for x in (query, key, value))
+        start = batch.device_start[decodes:] - first
+        attended, its_lse = own.causal(*tokens, start, batch.lengths[decodes:], self.scale, self.cap)
+        if its_lse is None:
+            raise TypeError("attention among the new tokens of a chunk must return its log-sum-exp")
+        out[first:end], lse[first:end] = attended, its_lse
 
     def _history(
         self, batch: StepBatch, caches: Caches, plan: torch.Tensor, decodes: int, query_heads: int
