@@ -23,6 +23,7 @@ PACK_TRITON = f"{TRITON}/test_pack_tile.py"
 PACK_CUDA = f"{CUDA}/test_cuda_emulated.py -k 'nobodys or packed_bytes'"
 
 HISTORY = f"{TRITON}/test_history.py"
+UNPACK = f"{TRITON}/test_unpack.py"
 SHARING_TRITON = f"{TRITON}/test_reference_triton.py -k 'sharing and other'"
 
 FAULTS: tuple[Fault, ...] = (
@@ -57,8 +58,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "GPU step: an unpacked history begins with its page, not behind the sinks",
         "vllm_kvq/kernels/gpu/history.py",
-        "slice(max(0, span.low - at * fmt.N), ",
-        "slice(0, ",
+        "seen = max(0, span.low - at * fmt.N), ",
+        "seen = 0, ",
         f"{HISTORY} -k chunks",
     ),
     Fault(
@@ -70,10 +71,31 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "GPU step: damaged pages of an unpacked history are not counted",
-        "vllm_kvq/kernels/gpu/history.py",
-        "faults[0] += (~slabs).any()",
-        "faults[0] += 0 * (~slabs).any()",
+        "triton_kernels/unpack.py",
+        "tl.atomic_add(faults_ptr, 1, mask=",
+        "tl.atomic_add(faults_ptr, 0, mask=",
         f"{HISTORY} -k damaged",
+    ),
+    Fault(
+        "Triton unpacks what was never packed",
+        "triton_kernels/unpack.py",
+        "< tl.where(live, D, 0)",
+        "< D",
+        f"{UNPACK} -k not_packed",
+    ),
+    Fault(
+        "Triton unpacks the high digits of Kitty's keys by channel",
+        "triton_kernels/unpack.py",
+        "_key_codes(words + HIGH, rank, ",
+        "_key_codes(words + HIGH, channel % BOOSTED, ",
+        f"{UNPACK} -k 'codecs and kitty2'",
+    ),
+    Fault(
+        "Triton unpacks InnerQ's symmetric groups without their signs",
+        "triton_kernels/unpack.py",
+        "tl.where(symmetric, (sign - 1) * (1 << BITS), 0)",
+        "0 * sign",
+        f"{UNPACK} -k 'codecs and innerq2'",
     ),
     Fault(
         "Triton attends at a page offset of 32 bits",

@@ -95,6 +95,7 @@ POINTERS = {
     "words_ptr": "*i32",
     "halves_ptr": "*fp16",
     "table_ptr": "*i32",
+    "ids_ptr": "*i32",
     "low_ptr": "*i32",
     "high_ptr": "*i32",
     "scale": "fp32",
@@ -132,6 +133,19 @@ def attend_variants(target: int) -> Iterator[Variant]:
                     launch.options,
                     64 * d * launch.turn,
                 )
+
+
+def unpack_variants() -> Iterator[Variant]:
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.kernels.gpu.launch import unpack_launch
+    from vllm_kvq.kernels.gpu.triton_layout import unpack_constants
+    from vllm_kvq.triton_kernels.unpack import unpack_kernel
+
+    triton = attended.by_triton()
+    for name in (kernel for kernel in attended.shared() if kernel in triton):
+        for d in (64, 128, 256):
+            fmt = get_format(name).bind(Geometry(d, 64))
+            yield Variant(f"unpack {name} d={d}", unpack_kernel, unpack_constants(fmt), unpack_launch(fmt).options)
 
 
 def merge_variants() -> Iterator[Variant]:
@@ -177,7 +191,7 @@ def step_variants(target: int) -> Iterator[Variant]:
 
 
 def variants(target: int) -> list[Variant]:
-    return [*attend_variants(target), *merge_variants(), *step_variants(target)]
+    return [*attend_variants(target), *unpack_variants(), *merge_variants(), *step_variants(target)]
 
 
 def build(variant: Variant, target: int) -> Any:

@@ -40,9 +40,9 @@ def history(name: str, dtype: torch.dtype) -> None:
     """A long chunk unpacks its history; bf16 rounds what is unpacked."""
     fmt = get_format(name).bind(Geometry(128, 64, dtype))
     traffic = StepTraffic(fmt, torch.device(DEVICE), prompts_by=Prompts(attend.causal, attend.whole))
-    shortest, spans = unpacking.ROWS, unpacking.History.of
+    before, spans = (unpacking.ROWS, unpacking.WORK), unpacking.History.of
     made: list[unpacking.History] = []
-    unpacking.ROWS = 64
+    unpacking.ROWS, unpacking.WORK = 64, 1
 
     def of(*arguments: object) -> unpacking.History:
         made.append(spans(*arguments))  # type: ignore[arg-type]
@@ -53,13 +53,15 @@ def history(name: str, dtype: torch.dtype) -> None:
         traffic.prompts((fmt.W + 131, 1))
         traffic.prompts((150, 70))
     finally:
-        unpacking.ROWS, unpacking.History.of = shortest, spans  # type: ignore[method-assign]
+        (unpacking.ROWS, unpacking.WORK), unpacking.History.of = before, spans  # type: ignore[method-assign]
     assert [len(x.spans) for x in made] == [0, 1], "nothing was unpacked"
-    assert traffic.worst < (2e-3 if dtype == torch.float32 and name != "qjl3" else 1e-2), f"{traffic.worst:.1e}"
+    assert traffic.worst < (2e-3 if dtype == torch.float32 else 1e-2), f"{traffic.worst:.1e}"
     assert not int(traffic.step.faults[0])
 
 
-HISTORIES = [(history, (name, dtype)) for name in FORMATS for dtype in (torch.float32, torch.bfloat16)]
+HISTORIES = [
+    (history, (name, dtype)) for name in FORMATS if name != "qjl3" for dtype in (torch.float32, torch.bfloat16)
+]
 STEPS = [
     (step, (name, d, dtype, False))
     for name in FORMATS

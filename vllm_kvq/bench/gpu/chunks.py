@@ -1,7 +1,7 @@
 """A later chunk of a long prompt on a GPU: one layer's attention over what is packed already.
 
 bf16       the chunk's attention over as many plain tokens, by the kernel that the server would use
-unpacked   pages are unpacked once, and attended by that kernel (kernels/gpu/history.py)
+unpacked   pages are unpacked once, and attended by that kernel (kernels/gpu/history.py); not for QJL
 by pages   the kernels for decoding, which unpack pages again for every 16 rows
 """
 
@@ -14,6 +14,8 @@ import torch
 from vllm_kvq.bench.gpu.decode import HEAD, HEADS, SHARE, N, measure
 from vllm_kvq.bench.gpu.prompts import plain_seconds
 from vllm_kvq.bench.gpu.results import Results
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.gpu.paged import PagedKernels
 from vllm_kvq.kernels.step import Whole
 
 CHUNK, HISTORY = 2048, 32768
@@ -36,7 +38,8 @@ def run(device: torch.device, formats: list[str], results: Results) -> None:
     results.tell("")
     results.tell(f"a chunk of {chunk} tokens over {history} packed ones; over bf16, by {name}: {1e6 * bf16:.0f} us")
     for fmt in dict.fromkeys(formats):
-        both = [results.take(f"chunk {fmt} {how}", 1, history, timed(fmt, how, query, history)) for how in HOW]
+        ways = HOW if unpacks(fmt) else HOW[1:]
+        both = [results.take(f"chunk {fmt} {how}", 1, history, timed(fmt, how, query, history)) for how in ways]
         cells = (f"{1e6 * x.seconds:>10.0f} us {x.what.split(' ', 2)[2]} ({x.seconds / bf16:.2f})" for x in both)
         results.tell(f"{fmt:<12} {'   '.join(cells)}")
 
@@ -55,27 +58,39 @@ def whole(device: torch.device) -> tuple[Whole, str]:
     return attend.whole, "PyTorch's SDPA"
 
 
+def bound(name: str) -> tuple[PageFormat, PagedKernels]:
+    from vllm_kvq.formats import Geometry, get_format
+    from vllm_kvq.kernels.gpu.step import kernels_of
+
+    fmt = get_format(name).bind(Geometry(HEAD, N, torch.bfloat16))
+    kernels = kernels_of(fmt)
+    assert kernels is not None
+    return fmt, kernels
+
+
+def unpacks(name: str) -> bool:
+    return bound(name)[1].unpacks
+
+
 def timed(name: str, how: str, query: torch.Tensor, history: int) -> Callable[[], tuple[float, int]]:
     return lambda: (seconds(name, how, query, history), 0)
 
 
 def seconds(name: str, how: str, query: torch.Tensor, history: int) -> float:
     from vllm_kvq.bench.pools import random_pages
-    from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.history import Span, attend
-    from vllm_kvq.kernels.gpu.step import kernels_of
 
     device = query.device
-    fmt = get_format(name).bind(Geometry(HEAD, N, torch.bfloat16))
-    kernels = kernels_of(fmt)
-    assert kernels is not None
+    fmt, kernels = bound(name)
     pages = random_pages(fmt, 1, HEADS).to(device)
     pages = torch.cat([pages[:1], pages[1:].repeat(history // N, 1, 1)])
     table = 1 + torch.randperm(history // N, device=device).to(torch.int32)
     if how == "unpacked":
         span, faults = Span(0, 0, len(query), 0, history), torch.zeros(2, dtype=torch.int32, device=device)
         over = whole(device)[0]
-        took = plain_seconds([lambda: attend(fmt, query, pages, table, span, over, HEAD**-0.5, 0.0, faults)], device)
+        took = plain_seconds(
+            [lambda: attend(kernels, fmt, query, pages, table, span, over, HEAD**-0.5, 0.0, faults)], device
+        )
         assert not int(faults[0]), "random pages are not packed"
         return took
     low = torch.zeros(1, dtype=torch.int32, device=device)

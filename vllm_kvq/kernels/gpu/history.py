@@ -1,29 +1,28 @@
 """What a long chunk of a prompt attends of its packed history: pages are unpacked once and attended as plain tokens.
 
 The kernels for pages unpack a page again for every 16 rows, which suits decoding; a chunk of 8,192 tokens would unpack
-its history 2,048 times. PyTorch, which unpacks here, is slow at it, so this pays only for long chunks. Steps with
-prompts are not in CUDA graphs, so the host may read, once per step for all layers, where each request's packed tokens
-lie.
+its history 2,048 times. Steps with prompts are not in CUDA graphs, so the host may read, once per step for all layers,
+where each request's packed tokens lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.gpu.paged import PagedKernels
 from vllm_kvq.kernels.step import StepBatch, Whole
-from vllm_kvq.kernels.torch.attend import Partial, join, read_slabs
+from vllm_kvq.kernels.torch.attend import Partial, join
 
-ROWS = 16384
-"""Queries times query heads of one KV head from which unpacking pays: 4,096 tokens of a Llama-3. docs/gpu.md has the
-measurement."""
+ROWS = 512
+"""Queries times query heads of one KV head from which a chunk is long: 128 tokens of a Llama-3."""
+WORK = 1 << 22
+"""The least product of a long chunk's rows and its packed tokens for which unpacking pays. At that size the kernels for
+pages take 200 us on an H200, more than a few launches and the host's wait."""
 PIECE_BYTES = 128 << 20
-"""Unpacked keys and values, in the model's type, that are attended at once."""
-ROUND_BYTES = 16 << 20
-"""Keys in float32 that are unpacked at once. Unpacking needs about eight times as much."""
+"""Unpacked keys and values that are attended at once."""
 
 COUNT, LOW, HIGH = 1, 4, 5  # rows of the plan: triton_kernels/step.py
 
@@ -41,6 +40,13 @@ class Span:
     @property
     def queries(self) -> slice:
         return slice(self.first, self.first + self.count)
+
+    @property
+    def tokens(self) -> int:
+        return self.high - self.low
+
+    def rows(self, share: int) -> int:
+        return self.count * share
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +73,7 @@ class History:
         rows = enumerate(plan[:, first:].T.tolist(), first)
         every = [Span(i, starts[i], row[COUNT], row[LOW], row[HIGH]) for i, row in rows]
         found = [span for span in every if span.count and span.high > span.low]
-        long = [span for span in found if span.count * share >= ROWS]
+        long = [span for span in found if span.rows(share) >= ROWS and span.rows(share) * span.tokens >= WORK]
         # pages that were never packed, as in a warm-up, are for the kernels that skip them
         whole = [_packed(fmt, pages, batch.table[span.request], span) for span in long]
         sound = torch.stack(whole).tolist() if whole else []
@@ -81,6 +87,7 @@ class History:
 
 
 def attend(
+    kernels: PagedKernels,
     fmt: PageFormat,
     query: torch.Tensor,
     pages: torch.Tensor,
@@ -91,45 +98,20 @@ def attend(
     cap: float,
     faults: torch.Tensor,
 ) -> Partial:
-    """A request's chunk (tokens, Hq, head_size) over its packed tokens. faults[0] counts rounds with a damaged page."""
-    parts = (
-        whole(query, key, value, scale, cap) for key, value in _pieces(fmt, pages, table, span, query.dtype, faults)
-    )
-    merged = next(parts)
-    for part in parts:
-        merged = join(merged, part)
+    """A request's chunk (tokens, Hq, head_size) over its packed tokens. faults[0] counts slabs that are not packed."""
+    heads, head = pages.shape[1], fmt.geometry.head_size
+    first, end = span.low // fmt.N, -(-span.high // fmt.N)
+    each = max(1, PIECE_BYTES // (2 * heads * fmt.N * head * query.element_size()))
+    plain = query.new_empty(2, min(each, end - first) * fmt.N, heads, head)
+    merged: Partial | None = None
+    for at in range(first, end, each):
+        ids = table[at : min(at + each, end)]
+        seen = max(0, span.low - at * fmt.N), min(span.high - at * fmt.N, len(ids) * fmt.N)
+        kernels.unpack(fmt, pages, ids, seen, (plain[0], plain[1]), faults)
+        part = whole(query, plain[0, slice(*seen)], plain[1, slice(*seen)], scale, cap)
+        merged = part if merged is None else join(merged, part)
+    assert merged is not None, "an empty span"
     return merged
-
-
-def _pieces(
-    fmt: PageFormat, pages: torch.Tensor, table: torch.Tensor, span: Span, dtype: torch.dtype, faults: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values (tokens, H, head_size) of the span, piece by piece."""
-    heads, head = pages.shape[1], fmt.geometry.head_size
-    per_page = 2 * heads * fmt.N * head * dtype.itemsize
-    each = max(1, PIECE_BYTES // per_page)
-    for at in range(span.low // fmt.N, -(-span.high // fmt.N), each):
-        ids = table[at : min(at + each, -(-span.high // fmt.N))]
-        both = _unpacked(fmt, pages, ids, dtype, faults)
-        seen = slice(max(0, span.low - at * fmt.N), span.high - at * fmt.N)
-        yield both[0][seen], both[1][seen]
-
-
-def _unpacked(
-    fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype, faults: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, head = pages.shape[1], fmt.geometry.head_size
-    key, value = (torch.empty(len(ids), fmt.N, heads, head, dtype=dtype, device=pages.device) for _ in range(2))
-    step = max(1, ROUND_BYTES // (4 * heads * fmt.N * fmt.geometry.d))
-    for at in range(0, len(ids), step):
-        mine = slice(at, at + step)
-        page = _inside(pages, ids[mine])
-        slabs = fmt.packed_slabs(pages, page) & (page > 0)[:, None]
-        faults[0] += (~slabs).any()
-        fields = read_slabs(fmt, pages, page, slabs)
-        for target, x in zip((key, value), fmt.unpack(fields), strict=True):
-            target[mine] = x[..., :head].unflatten(0, (-1, heads)).transpose(1, 2)
-    return key.flatten(0, 1), value.flatten(0, 1)
 
 
 def _packed(fmt: PageFormat, pages: torch.Tensor, table: torch.Tensor, span: Span) -> torch.Tensor:

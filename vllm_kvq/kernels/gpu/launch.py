@@ -48,6 +48,10 @@ def merge_launch(parts: int) -> Launch:
     return Launch(1 if parts <= 8 else 4, stages=3, free=False)
 
 
+def unpack_launch(fmt: PageFormat) -> Launch:
+    return Launch(8 if fmt.geometry.d > 128 else 4, stages=2, free=False)
+
+
 def full_precision_rows(fmt: PageFormat, rows: int) -> int:
     """Rows of a program that attends tokens in full precision."""
     return min(32 if fmt.geometry.d > 128 else 64, max(16, power_of_two(rows)))

@@ -3,6 +3,7 @@
     pack             the units that a step completes: ring and new tokens -> pages
     launch_attend    into the caller's tensors, sizes from shapes, lengths from the device: suitable for a CUDA graph
     attend_table     the same, allocating its results
+    unpack           pages -> plain keys and values, where `unpacks`
     attend_packed    a list of pages, as for the PyTorch and C++ kernels (kernels/torch/attend.py)
 
 The parts of an attention are joined by one merge, Triton's.
@@ -64,6 +65,8 @@ class PagedKernels(ABC):
     name: ClassVar[str]
     caps: ClassVar[bool]
     """Whether they support a soft cap of scores."""
+    unpacks: ClassVar[bool] = False
+    """Whether they have `unpack`."""
 
     @abstractmethod
     def why_not(self, fmt: PageFormat) -> str | None:
@@ -111,6 +114,22 @@ class PagedKernels(ABC):
 
         With `ragged`, query is (1, tokens, query heads, head_size). `cap`: the soft cap of scores; 0: none.
         """
+
+    def unpack(
+        self,
+        fmt: PageFormat,
+        pages: torch.Tensor,
+        ids: torch.Tensor,
+        seen: tuple[int, int],
+        into: tuple[torch.Tensor, torch.Tensor],
+        faults: torch.Tensor,
+    ) -> None:
+        """The pages `ids` into keys and values (their tokens, heads, head_size), dense, of any float type.
+
+        `seen`: tokens [low, high), counted from the first page's first one. faults[0] counts their slabs that are not
+        packed.
+        """
+        raise NotImplementedError(f"the {self.name} kernels unpack no pages")
 
     def problem(self, fmt: PageFormat, capped: bool) -> str | None:
         """`why_not`, which also checks for soft cap support if scores have a soft cap."""

@@ -226,7 +226,7 @@ class GPUStep:
     ) -> None:
         n, heads = batch.requests, query.shape[1]
         own = self.prompts if decodes < n else None
-        history = self._history(batch, caches, plan, decodes, heads) if own is not None and own.whole else None
+        history = self._history(batch, caches, plan, decodes, heads, own)
         paged = [(0, decodes, plan[5, :decodes]), (decodes, n, plan[5, decodes:] if history is None else history.high)]
         longest = [max(batch.lengths[a:b], default=0) for a, b, _ in paged]
         splits = [
@@ -273,8 +273,9 @@ class GPUStep:
         """Attends the history of long chunks."""
         for span in history.spans:
             mine = span.queries
+            of = query[mine], caches.pages, batch.table[span.request], span
             by = cast(Whole, own.whole), self.scale, self.cap, self.faults
-            part = attend_history(self.fmt, query[mine], caches.pages, batch.table[span.request], span, *by)
+            part = attend_history(self.kernels, self.fmt, *of, *by)
             out[mine], lse[mine] = part
 
     def _new_tokens(
@@ -298,11 +299,12 @@ class GPUStep:
         out[first:end], lse[first:end] = attended, its_lse
 
     def _history(
-        self, batch: StepBatch, caches: Caches, plan: torch.Tensor, decodes: int, query_heads: int
+        self, batch: StepBatch, caches: Caches, plan: torch.Tensor, decodes: int, query_heads: int, own: Prompts | None
     ) -> History | None:
         """Made by the first layer, and used by all: their plans are equal. None: nothing is worth unpacking."""
         share = query_heads // self.slots.heads
-        if not History.worthwhile(batch, decodes, share):
+        able = own is not None and own.whole is not None and self.kernels.unpacks
+        if not able or not History.worthwhile(batch, decodes, share):
             return None
         found = batch.kept.get(self)
         if found is None:

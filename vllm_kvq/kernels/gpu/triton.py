@@ -13,6 +13,7 @@ import torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.gpu import loading
+from vllm_kvq.kernels.gpu.launch import unpack_launch
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged
 from vllm_kvq.kernels.gpu.triton_layout import (
     attend_launch,
@@ -20,6 +21,7 @@ from vllm_kvq.kernels.gpu.triton_layout import (
     pack_constants,
     pack_launch,
     rows_for,
+    unpack_constants,
 )
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.torch.attend import Partial
@@ -57,6 +59,7 @@ def splits_for(programs: int, slabs: int, device: torch.device) -> int:
 class TritonKernels(PagedKernels):
     name = "Triton"
     caps = True
+    unpacks = True
 
     def why_not(self, fmt: PageFormat) -> str | None:
         if fmt.geometry.d > LARGEST_HEAD:
@@ -132,6 +135,24 @@ class TritonKernels(PagedKernels):
             *(floats.stride(0), side.stride(0), *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
             **pack_arguments(fmt, slots),
             **pack_launch(fmt, capability(pages.device)).options,
+        )
+
+    def unpack(
+        self,
+        fmt: PageFormat,
+        pages: torch.Tensor,
+        ids: torch.Tensor,
+        seen: tuple[int, int],
+        into: tuple[torch.Tensor, torch.Tensor],
+        faults: torch.Tensor,
+    ) -> None:
+        from vllm_kvq.triton_kernels.unpack import unpack_kernel
+
+        words, halves = typed(pages)
+        unpack_kernel[(len(ids) * fmt.slabs, pages.shape[1])](
+            *(words, halves, ids, *into, faults, pages.shape[0], *seen, *words.stride()[:2]),
+            **unpack_constants(fmt),
+            **unpack_launch(fmt).options,
         )
 
 

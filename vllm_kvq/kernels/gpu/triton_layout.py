@@ -324,6 +324,14 @@ def pack_constants(fmt: PageFormat) -> Constants:
     return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | rules | unit
 
 
+@functools.lru_cache(maxsize=64)
+def unpack_constants(fmt: PageFormat) -> Constants:
+    """Compile-time constants of unpacking, for a codec that the kernels know."""
+    of_operands = ("K_CHUNK", "OPERANDS", "V_BLOCK", "V_PLACES")
+    own = {name: x for name, x in (constants(fmt) or {}).items() if name not in of_operands}
+    return own | {"COLUMNS": power_of_two(fmt.geometry.d)}
+
+
 def state_constants(fmt: PageFormat) -> Constants:
     """Compile-time constants of `begin`: what it keeps of a prompt."""
     state = STATES.get(type(fmt.keys), State()) if fmt.state_rows else State()

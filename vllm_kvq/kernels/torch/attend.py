@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.codec import Packed
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.kernels.torch.lists import Between, PageList, TokenList
 from vllm_kvq.kernels.torch.pack import gather
@@ -303,22 +302,17 @@ def _one_request(
 def _unpack(
     fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(p, H, N, F) key features and (p, H, N, d) values; seen (p, N) booleans."""
-    fields = read_slabs(fmt, pages, ids, seen.unflatten(1, (fmt.slabs, -1)).any(-1))
-    shape = (-1, pages.shape[1])
-    return fmt.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
-
-
-def read_slabs(fmt: PageFormat, pages: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> Packed:
-    """All fields of these pages; wanted (p, slabs) booleans.
+    """(p, H, N, F) key features and (p, H, N, d) values; seen (p, N) booleans.
 
     A slab that no query sees may hold anything left by the block's last owner: NaN, which times 0 would still be NaN,
     and invalid indices. It is read as zeros.
     """
     data = pages[ids]
     slabs = data[..., fmt.slabs_at :][..., : fmt.slabs * fmt.slab_region.nbytes].unflatten(-1, (fmt.slabs, -1))
-    slabs.masked_fill_(~wanted[:, None, :, None], 0)
-    return fmt.read(data, torch.arange(len(ids), device=ids.device))
+    slabs.masked_fill_(~seen.unflatten(1, (fmt.slabs, -1)).any(-1)[:, None, :, None], 0)
+    fields = fmt.read(data, torch.arange(len(ids), device=ids.device))
+    shape = (-1, pages.shape[1])
+    return fmt.key_features(fields).unflatten(0, shape), fmt.values.unpack(fields).unflatten(0, shape)
 
 
 def _seen(fmt: PageFormat, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
