@@ -208,7 +208,7 @@ def test_what_is_said_at_start(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> N
     why = f"kvq: {served.format.name} is served by the slower PyTorch path: there is no compiler"
     assert said == [line, line.replace("path=C++", "path=PyTorch"), why]
     del said[:]
-    monkeypatch.setattr("vllm_kvq.kernels.paths.slow", lambda fmt: f"{fmt.name} is slow here")
+    monkeypatch.setattr("vllm_kvq.kernels.cpu.slow.slow", lambda fmt: f"{fmt.name} is slow here")
     monkeypatch.setattr("vllm.distributed.parallel_state.is_global_first_rank", lambda: True)
     report.report_start(plan(bare(**{**arguments, "max_model_len": 1024})), vllm_config, 1000)
     assert said == [line, f"kvq: {served.format.name} is slow here"]

@@ -70,6 +70,23 @@ def test_a_soft_cap(name: str, wish: Wish, path: str, why: str | None) -> None:
             step_for(Path("GPU/CUDA"), bound(name), slots, 0, 0.125, HERE, cap=50.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "instead"),
+    [
+        ("squat2", {}, "use kitty2, which stores the same fields"),
+        ("squat4", {}, "use kivi4, which stores the same fields"),
+        ("squat2", {"value_bits": 4}, "--kv-cache-dtype auto may be faster"),
+        ("kitty2", {}, None),
+        ("innerq2", {}, None),
+        ("qjl3", {}, None),
+    ],
+)
+def test_slow_prompts_on_a_gpu(name: str, options: dict[str, Any], instead: str | None) -> None:
+    """InnerQ and QJL keep a state, too, but none of queries."""
+    said = path_for(bound(name, **options), Wish("cuda")).slow
+    assert said is None if instead is None else str(said).endswith(instead)
+
+
 def test_large_heads() -> None:
     fmt = get_format("squat2").bind(Geometry(512, 64, torch.bfloat16))
     found = path_for(fmt, Wish("cuda"))

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.cpu import slow as slow_on_cpu
 from vllm_kvq.kernels.cpu import step as cpu
-from vllm_kvq.kernels.cpu.slow import slow
+from vllm_kvq.kernels.gpu import slow as slow_on_gpu
 from vllm_kvq.kernels.gpu import step as gpu
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Prompts, Step
@@ -86,12 +87,12 @@ def path_for(fmt: PageFormat, wish: Wish, capped: bool = False) -> Path:
     if wish.on_gpu:
         kernels = gpu.kernels_of(fmt, capped)
         if kernels is not None:
-            return Path(f"GPU/{kernels.name}")
+            return Path(f"GPU/{kernels.name}", slow=slow_on_gpu.slow(fmt))
         problems.append(gpu.why_not(fmt, capped))
     if wish.device_type == "cpu":
         problem = "VLLM_KVQ_KERNELS=torch disables C++" if wish.kernels == "torch" else cpu.why_not(fmt)
         if problem is None:
-            return Path(CPP, "; ".join(problems) or None, slow(fmt))
+            return Path(CPP, "; ".join(problems) or None, slow_on_cpu.slow(fmt))
         problems.append(problem)
     return Path(PYTORCH, "; ".join(problems) or None)
 
