@@ -77,3 +77,27 @@ def test_a_router_hears_of_each_packed_page_once(lab: Lab) -> None:
         assert [token for event in events for token in event.token_ids] == list(prompt[: PAGES * N])
     assert [event.block_hashes for event in packed] == [event.block_hashes for event in plain]
     assert {event.kv_cache_spec_kind for event in packed} == {event.kv_cache_spec_kind for event in plain}
+
+
+def test_a_router_hears_of_evicted_pages(lab: Lab) -> None:
+    """Each page that is removed was stored before, and comes again with its prompt. No event says that a page of sinks is
+    stored; the one that says that it is removed names the first page, without which nothing of the prompt is found."""
+    first, *others = prompts(6)
+    # a request takes 4 blocks for its pages and 12 for its sidecar and sinks
+    events = events_of(lab, "kitty2", [first, *others, first], num_gpu_blocks_override=20, max_model_len=320)
+    there: set[int] = set()
+    removed: set[int] = set()
+    for event in events:
+        hashes = {*event.block_hashes}
+        if type(event).__name__ == "BlockStored":
+            assert not hashes & there, "a page that is there is stored again"
+            there |= hashes
+        elif event.group_idx == PACKED_GROUP:
+            assert hashes <= there, "a page that is not there is removed"
+            there -= hashes
+            removed |= hashes
+        else:
+            assert hashes <= {batch.block_hashes[0] for batch in stored(events)}
+    begin = {*stored(events)[0].block_hashes}
+    assert begin & removed
+    assert begin <= there
