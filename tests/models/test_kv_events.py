@@ -80,8 +80,8 @@ def test_a_router_hears_of_each_packed_page_once(lab: Lab) -> None:
 
 
 def test_a_router_hears_of_evicted_pages(lab: Lab) -> None:
-    """Each page that is removed was stored before, and comes again with its prompt. No event says that a page of sinks is
-    stored; the one that says that it is removed names the first page, without which nothing of the prompt is found."""
+    """Each page that is removed was stored before, and comes again with its prompt. A page of sinks is removed without
+    having been stored, under the hash of the first page, without which nothing of the prompt is found."""
     first, *others = prompts(6)
     # a request takes 4 blocks for its pages and 12 for its sidecar and sinks
     events = events_of(lab, "kitty2", [first, *others, first], num_gpu_blocks_override=20, max_model_len=320)
