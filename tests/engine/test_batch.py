@@ -1,0 +1,95 @@
+"""examples/batch.py: a job that is killed goes on, and every question is answered once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).parents[2]
+QUESTIONS: list[dict[str, Any]] = [{"id": i, "prompt": f"count from {i} to"} for i in range(7)]
+LINES = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
+
+
+def job(model: Path, folder: Path, lines: str = LINES) -> subprocess.Popen[str]:
+    (folder / "questions.jsonl").write_text(lines)
+    command = [sys.executable, str(ROOT / "examples" / "batch.py"), "questions.jsonl", "answers.jsonl"]
+    command += ["--model", str(model), "--kv-cache-dtype", "kitty2", "--enforce-eager", "--max-model-len", "256"]
+    command += ["--kv-cache-memory-bytes", "64M", "--tokens", "6", "--piece", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out + err
+
+
+def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    code, said = finished(job(model, whole))
+    assert code == 0, said[-3000:]
+    want = (whole / "answers.jsonl").read_text()
+    rows = [json.loads(line) for line in want.splitlines()]
+    assert [{"id": row["id"], "prompt": row["prompt"]} for row in rows] == QUESTIONS
+    assert all(row["tokens"] == 6 and row["answer"] for row in rows)
+
+    process = job(model, cut)
+    assert process.stdout is not None
+    assert any("4 of 7 answered" in line for line in process.stdout), "no progress"
+    process.kill()
+    process.communicate()
+    answers = cut / "answers.jsonl"
+    answers.write_text(want[: len("".join(want.splitlines(keepends=True)[:4])) + 20])
+    code, said = finished(job(model, cut))
+    assert code == 0, said[-3000:]
+    assert "7 of 7 answered" in said
+    assert "4 of 7 answered" not in said
+    assert answers.read_text() == want
+    assert "has all 7 answers" in finished(job(model, cut))[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "answer", "said"),
+    [
+        (LINES + "[1]\n", None, 'questions.jsonl, line 8: not an object with either "prompt" or "messages"'),
+        (LINES + "{\n", None, "questions.jsonl, line 8: "),
+        (LINES, {"id": 0, "prompt": "another", "answer": ""}, "line 1 answers another question"),
+    ],
+)
+def test_refusals(model: Path, tmp_path: Path, lines: str, answer: dict[str, Any] | None, said: str) -> None:
+    """Before the model is loaded, and without a change to the answers."""
+    answers = tmp_path / "answers.jsonl"
+    if answer is not None:
+        answers.write_text(json.dumps(answer) + "\n{")
+    before = answers.read_text() if answers.exists() else None
+    code, out = finished(job(model, tmp_path, lines))
+    assert code == 1
+    assert said in out
+    assert "Traceback" not in out
+    assert before is None or answers.read_text() == before
+
+
+def test_vllms_own_batches(model: Path, tmp_path: Path) -> None:
+    """`vllm run-batch`, with OpenAI's files."""
+    body = {"model": str(model), "messages": [{"role": "user", "content": "count"}], "max_tokens": 4}
+    body["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    lines = [{"custom_id": x, "method": "POST", "url": "/v1/chat/completions", "body": body} for x in "ab"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [str(Path(sys.executable).with_name("vllm")), "run-batch", "-i", "in.jsonl", "-o", "out.jsonl"]
+    command += ["--model", str(model), "--kv-cache-dtype", "kitty2", "--enforce-eager", "--max-model-len", "256"]
+    command += ["--kv-cache-memory-bytes", "64M", "--trust-request-chat-template"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(x["custom_id"], x["response"]["status_code"]) for x in answers] == [("a", 200), ("b", 200)]
+    assert "kvq: format=kitty2" in done.stdout + done.stderr
