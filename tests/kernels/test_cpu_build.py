@@ -17,7 +17,7 @@ import torch
 
 from proof.kernels import sanitize
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.kernels import build
+from vllm_kvq.kernels import build, compiled
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu import layout, library
 from vllm_kvq.kernels.cpu import step as cpu_step
@@ -91,14 +91,14 @@ def _prompt(step: Step, fmt: PageFormat, slots: SlotGeometry) -> torch.Tensor:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a compiler writes down that it is asked for; it takes its time, and makes nothing but empty files."""
+    """What a compiler writes down that it is asked for; it takes its time, and makes only headers of libraries."""
     asked, compiler = tmp_path / "asked", tmp_path / "compiler"
     compiler.write_text(f"""#!/bin/sh
 [ "$1" = --version ] && exit
 echo "$@" >> {asked}
 sleep 0.1
 while [ "$1" != -o ]; do shift; done
-touch "$2"
+{{ printf '\\177ELF\\002'; head -c 59 /dev/zero; }} > "$2"
 """)
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
@@ -142,6 +142,54 @@ def test_a_source_that_does_not_compile_ends_it(asked: Path, monkeypatch: pytest
         build.build()
     # those that ran at that moment, and no more
     assert len(asked.read_text().splitlines()) < len(build.sources(build.source_dir()))
+
+
+def test_a_full_disk_is_named(asked: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """And nothing half-written is found later."""
+    folder = asked.parent
+    said = "cc1plus: fatal error: error writing to x.s: No space left on device"
+    (folder / "compiler").write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && exit\necho '{said}\ncompilation terminated.' >&2\nexit 1\n"
+    )
+    monkeypatch.setattr(library, "load", build.load.__wrapped__)
+    assert library.library.__wrapped__() is None
+    (record,) = (r for r in caplog.records if "no C++ kernels" in r.getMessage())
+    assert record.getMessage().endswith(said)
+    assert {path.name for path in folder.iterdir()} == {"compiler", "lock"}
+
+
+def test_a_damaged_library_is_compiled_again(asked: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The loader would not notice, and the process would die."""
+    path = build.build()
+    lines = len(asked.read_text().splitlines())
+    assert build.build() == build.built() == path
+    assert len(asked.read_text().splitlines()) == lines
+    path.write_bytes(path.read_bytes()[:40])
+    assert build.built() is None
+    with caplog.at_level(logging.WARNING):
+        assert build.build() == path
+    assert "is damaged; it is compiled again" in caplog.text
+    assert len(asked.read_text().splitlines()) == 2 * lines
+
+
+@pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("share", [0, 0.3, 0.99])
+def test_a_truncated_library_is_not_loaded(share: float, tmp_path: Path) -> None:
+    whole = build.build().read_bytes()
+    path = tmp_path / "library.so"
+    path.write_bytes(whole[: int(share * len(whole))])
+    assert not compiled.is_there(path)
+    with pytest.raises(ValueError, match="damaged"):
+        compiled.load(path)
+    path.write_bytes(whole)
+    assert compiled.is_there(path)
+
+
+def test_a_cache_that_can_not_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path / "file" / "folder"))
+    with pytest.raises(build.BuildError, match="/folder, which can't be made a folder: Not a directory"):
+        build.build()
 
 
 def test_a_wheel_brings_its_library(asked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from vllm_kvq.kernels import compiled
+
 # only a name: a vLLM server shows what is logged below `vllm`
 logger = logging.getLogger("vllm.kvq")
 FLAGS = [
@@ -151,7 +153,10 @@ def _cache_dir() -> Path:
     """$VLLM_KVQ_CACHE, else the package's own directory, else the user's cache."""
     if os.environ.get("VLLM_KVQ_CACHE"):
         path = Path(os.environ["VLLM_KVQ_CACHE"])
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BuildError(f"VLLM_KVQ_CACHE is {path}, which can't be made a folder: {error.strerror}") from error
         return path
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq"
     for path in (Path(__file__).resolve().parents[1] / "_build", user):
@@ -167,7 +172,13 @@ def _cache_dir() -> Path:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[-4000:]}")
+        raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[-4000:]}\n{_cause(done.stderr)}")
+
+
+def _cause(said: str) -> str:
+    """The line in which a compiler names what is wrong; the last one may be "compilation terminated."."""
+    lines = said.strip().splitlines() or ["the compiler says nothing"]
+    return next((line for line in lines if "error:" in line), lines[-1])
 
 
 @contextlib.contextmanager
@@ -222,7 +233,7 @@ def built(name: str = "cpu") -> Path | None:
         target = _target(name)
     except (BuildError, OSError, ImportError, subprocess.SubprocessError):
         return None
-    return target if target.exists() else None
+    return target if compiled.is_there(target) else None
 
 
 def build(name: str = "cpu") -> Path:
@@ -232,12 +243,14 @@ def build(name: str = "cpu") -> Path:
     try:
         directory, command = source_dir(name), compiler()
         target = _target(name)
-        if target.exists():
+        if compiled.is_there(target):
             return target
         includes, library, _ = _ffi()
         with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
-            if target.exists():
+            if compiled.is_there(target):
                 return target
+            if target.exists():
+                logger.warning("kvq: %s is damaged; it is compiled again", target)
             include = [f"-isystem{i}" for i in includes]
             every = sources(directory)
             objects = [f"{tmp}/{source.parent.name}-{source.stem}.o" for source in every]
@@ -247,7 +260,7 @@ def build(name: str = "cpu") -> Path:
             ]
             _compile(lines, len(os.sched_getaffinity(0)))
             _run([*command, *extra_flags(), "-shared", "-o", f"{tmp}/out.so", *objects, library])
-            os.replace(f"{tmp}/out.so", target)
+            compiled.publish(Path(tmp, "out.so"), target)
         return target
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         raise BuildError(str(error)) from error
@@ -257,10 +270,8 @@ def build(name: str = "cpu") -> Path:
 def load() -> Any:
     """The loaded library, a tvm_ffi module: its functions are attributes. Raises BuildError or WheelError."""
     path = build()
-    import tvm_ffi
-
     try:
-        return tvm_ffi.load_module(str(path))
+        return compiled.load(path)
     except Exception as error:
         reason = f"{path} can't be loaded: {error}"
         if path.parent == PREBUILT:

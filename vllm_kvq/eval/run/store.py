@@ -15,6 +15,8 @@ import os
 import sys
 import tempfile
 import types
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -48,22 +50,33 @@ class Store:
         return self.folder / kind / f"{key}.npz"
 
     def get(self, kind: str, key: str) -> Arrays | None:
+        """None if there is none, or a damaged one, which is deleted."""
+        path = self.path(kind, key)
         try:
-            with np.load(self.path(kind, key)) as found:
+            with np.load(path) as found:
                 return dict(found)
-        except (OSError, ValueError):
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+            path.unlink(missing_ok=True)
             return None
 
     def has(self, kind: str, key: str) -> bool:
-        return self.path(kind, key).exists()
+        """Whether there is a whole file."""
+        return zipfile.is_zipfile(self.path(kind, key))
 
     def put(self, kind: str, key: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes so that nobody ever sees half a file."""
         path = self.path(kind, key)
         path.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(file.name, path)
+        handle, made = tempfile.mkstemp(dir=path.parent, suffix=".npz")
+        os.close(handle)
+        try:
+            np.savez(made, **arrays)  # type: ignore[arg-type]
+            os.replace(made, path)
+        except OSError as error:
+            os.unlink(made)
+            raise OSError(f"{path.parent} can't keep a measurement: {error.strerror}; name another --cache") from error
 
     def drop(self, kind: str, key: str) -> None:
         self.path(kind, key).unlink(missing_ok=True)

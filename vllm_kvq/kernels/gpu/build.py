@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq.kernels import build as shared
+from vllm_kvq.kernels import compiled
 from vllm_kvq.kernels.build import BuildError
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -70,14 +71,14 @@ def run_compiler(command: list[str], target: Path) -> Path:
         done = subprocess.run([*command, "-o", f"{tmp}/out"], capture_output=True, text=True)
         if done.returncode:
             raise BuildError(f"{' '.join(command)}\n{(done.stderr or done.stdout).strip()[-4000:]}")
-        os.replace(f"{tmp}/out", target)
+        compiled.publish(Path(tmp, "out"), target)
     return target
 
 
 def _target(architecture: int) -> Path:
     """The path of the library for one architecture. BuildError if it does not exist and can't be built."""
     target = shared._cache_dir() / f"cuda-sm{architecture}-{_digest(FLAGS)}.so"
-    if target.exists() or nvcc() is not None:
+    if compiled.is_there(target) or nvcc() is not None:
         return target
     raise BuildError(
         f"no CUDA kernels for sm_{architecture}: no built library in {target.parent} and no nvcc on the path "
@@ -98,7 +99,7 @@ def build(architecture: int) -> Path:
     """The path of the library for one architecture, compiled if it isn't there yet."""
     try:
         target = _target(architecture)
-        if target.exists():
+        if compiled.is_there(target):
             return target
         compiler = nvcc() or ""
         includes, library, _ = shared._ffi()
@@ -114,7 +115,7 @@ def build_emulation() -> Path:
     """The same source for CPU tensors (csrc/cuda/emulate.h): slow, only for tests."""
     compiler = shared.compiler()
     target = shared._cache_dir() / f"cuda-emulated-{_digest(EMULATION_FLAGS, compiler)}.so"
-    if target.exists():
+    if compiled.is_there(target):
         return target
     includes, library, _ = shared._ffi()
     command = [*compiler, *EMULATION_FLAGS, "-shared", *(f"-isystem{i}" for i in includes)]
@@ -122,10 +123,8 @@ def build_emulation() -> Path:
 
 
 def _load(path: Path) -> Any:
-    import tvm_ffi
-
     try:
-        return tvm_ffi.load_module(str(path))
+        return compiled.load(path)
     except Exception as error:
         raise BuildError(f"{path} can't be loaded: {error}") from error
 

@@ -1,0 +1,65 @@
+"""Measurements on disk: whole, or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_kvq.eval.run import store
+from vllm_kvq.eval.run.store import Store
+
+ARRAYS = {"kl": np.arange(1000.0), "top": np.arange(3)}
+
+
+def kept(folder: Path) -> tuple[Store, Path]:
+    found = Store(folder)
+    found.put("figures", "one", ARRAYS)
+    return found, found.path("figures", "one")
+
+
+def test_what_is_kept_is_found(tmp_path: Path) -> None:
+    found, path = kept(tmp_path)
+    assert found.has("figures", "one")
+    again = found.get("figures", "one")
+    assert again is not None
+    assert all(np.array_equal(again[name], x) for name, x in ARRAYS.items())
+    assert [*path.parent.iterdir()] == [path]
+    assert not found.has("figures", "two")
+    assert found.get("figures", "two") is None
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
+def test_a_truncated_measurement_is_none(share: float, tmp_path: Path) -> None:
+    found, path = kept(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    assert not found.has("figures", "one")
+    assert found.get("figures", "one") is None
+    found.put("figures", "one", ARRAYS)
+    assert found.has("figures", "one")
+
+
+def test_a_damaged_measurement_is_made_again(tmp_path: Path) -> None:
+    """A byte in the middle: only reading all of it shows it."""
+    found, path = kept(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    assert found.get("figures", "one") is None
+    assert not found.has("figures", "one")
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str, **arrays: np.ndarray) -> None:
+        Path(name).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    found, path = kept(tmp_path)
+    monkeypatch.setattr(store.np, "savez", full)
+    with pytest.raises(OSError, match="can't keep a measurement: No space left on device; name another --cache"):
+        found.put("figures", "two", ARRAYS)
+    assert [*path.parent.iterdir()] == [path]
