@@ -51,7 +51,20 @@ FAULTS: tuple[Fault, ...] = (
         SLOW,
         slow=True,
     ),
-    Fault("the path does not say what is slow", "vllm_kvq/kernels/paths.py", "or None, slow(fmt))", "or None)", SLOW),
+    Fault(
+        "the path does not say what is slow",
+        "vllm_kvq/kernels/paths.py",
+        "or None, slow_on_cpu.slow(fmt))",
+        "or None)",
+        SLOW,
+    ),
+    Fault(
+        "the path does not say that a subspace is slow on a GPU",
+        "vllm_kvq/kernels/paths.py",
+        ", slow=slow_on_gpu.slow(fmt))",
+        ")",
+        "tests/kernels/test_paths.py -k slow_prompts",
+    ),
     Fault(
         "the server does not say what is slow",
         "vllm_kvq/integration/worker/report.py",
