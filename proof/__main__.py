@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "fuzz": ("proof.fuzz.main", "random traces on real engines, every token judged"),
+    "residues": ("proof.residues.main", "every prompt length modulo the page, by every way to cut it, judged"),
     "options": ("proof.options.main", "random combinations of options on every path, judged by the reference"),
     "soak": ("proof.soak.main", "a real server under mixed load for a while, then its errors, memory and blocks"),
     "demo": ("proof.demo.serve", "a real server with a low-bit cache, and an answer from it"),

@@ -105,7 +105,7 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
     begun = time.monotonic()
     session.run()
     minutes = (time.monotonic() - begun) / 60
-    rows = {name: _row(count) for name, count in session.counts.items()}
+    rows = {name: row(count) for name, count in session.counts.items()}
     rows["total"] = {c: sum(row[c] for row in rows.values()) for c in COLUMNS}
     print(f"seed {options.seed}, {minutes:.0f} minutes, {options.jobs} engines at a time")
     print(table(rows), flush=True)
@@ -178,7 +178,7 @@ def processor() -> str:
     return found[1] if found else platform.machine()
 
 
-def _row(count: Any) -> dict[str, int]:
+def row(count: Any) -> dict[str, int]:
     found = {"engines": count.engines, "traces": count.traces}
     for name in COLUMNS[2:]:
         value = getattr(count.verdict, name)

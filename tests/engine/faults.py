@@ -55,3 +55,20 @@ def rewritten_sinks(engine: Any) -> None:
             layer.sinks.blocks[batch.sink_table[:, 0].long(), 0] += 1
 
         layer.run = wrong
+
+
+RESIDUE = 17
+
+
+def one_residue(engine: Any) -> None:
+    """A chunk that ends 17 tokens into a page loses its last token's attention."""
+    for layer in packed_layers(engine):
+        run = layer.run
+
+        def wrong(batch: Any, *tensors: Any, run: Any = run) -> None:
+            run(batch, *tensors)
+            for i, length in enumerate(batch.lengths):
+                if length > 6 and int(batch.seq_lens[i]) % 64 == RESIDUE:
+                    tensors[4][int(batch.query_start[i + 1]) - 1] = 0
+
+        layer.run = wrong
