@@ -67,7 +67,7 @@ def cold(page: int, every: range) -> Trace:
 
 
 def hits(page: int, every: range) -> Trace:
-    requests = []
+    requests: list[Request] = []
     for length in every:
         tokens = prompt(length)
         tails = [(), *(prompt(1 + length * shared % MORE) for shared in range(1, length // page + 1))]
