@@ -103,7 +103,6 @@ def sweep_all(cases: Sequence[Case], options: argparse.Namespace) -> int:
 
 
 def page(options: argparse.Namespace, minutes: float, found: str) -> str:
-    last = sweep.lengths(options.block_size, 1)[-1]
     command = f"python -m proof residues --formats {','.join(options.formats)}"
     command += "".join(
         f" --{name.replace('_', '-')} {getattr(options, name)}"
@@ -113,9 +112,10 @@ def page(options: argparse.Namespace, minutes: float, found: str) -> str:
     some = f" (of which every {options.stride} were tried)" if options.stride > 1 else ""
     return f"""# Every prompt length
 
-Every prompt length from 1 to {last} tokens{some} with pages of {options.block_size}: cold, and with a prefix hit behind
-each page; prompts whole, and cut into chunks at any place; with 0, 1 and 5 drafted tokens; answers pass the next page's
-border. Every token is judged: `lossless` must give plain vLLM's tokens, the others the reference's (docs/testing.md).
+Every prompt length from 1 to two pages of {options.block_size}, the window and {sweep.MORE} tokens{some}:
+cold, and with a prefix hit behind each page; prompts whole, and cut into chunks at any place; with 0, 1 and 5 drafted
+tokens; answers pass the next page's border. Every token is judged: `lossless` must give plain vLLM's tokens, the others
+the reference's (docs/testing.md).
 
 {minutes:.0f} minutes on {processor()}, {options.jobs} engines at a time.
 

@@ -1,6 +1,6 @@
 """A rival's cache was wrong at one prompt length in 128, where a hit, a graph and a draft met. So each length is tried:
 
-    lengths      1 to two pages and 40 tokens
+    lengths      1 to two pages and 40 tokens, and to as many more as the window has: only what lies before it is hit
     cold         every prompt, answered up to the next page's border and beyond it
     hits         the same prompt again, and another one behind each page that the two share
     chunks       whole prompts, or steps of 40 tokens for all requests together, which cut prompts anywhere
@@ -16,6 +16,7 @@ from random import Random
 
 from proof.fuzz.case import MODEL, Case, Setup
 from proof.oracle.trace import Request, Trace
+from vllm_kvq.formats import get_format
 
 DRAFTS = (0, 1, 5)
 WHOLE, CUT = 2048, 40
@@ -23,7 +24,7 @@ WHOLE, CUT = 2048, 40
 TOGETHER = 12
 """Lengths whose prompts share a trace and its prefix cache."""
 MORE = 40
-"""Tokens beyond two pages."""
+"""Tokens beyond two pages and the window."""
 WORDS = range(8, MODEL["vocab"])
 PHRASE = 7
 """Tokens that a prompt repeats, for drafts: no page is a multiple of it, so each residue sees another part."""
@@ -38,12 +39,13 @@ def setups(format_name: str, block_size: int, runner: str = "V1") -> Iterator[Se
             )
 
 
-def lengths(block_size: int, stride: int) -> range:
-    return range(1, 2 * block_size + MORE + 1, stride)
+def lengths(setup: Setup, stride: int) -> range:
+    window = get_format(setup.format).settings(setup.kvq).W
+    return range(1, 2 * setup.block_size + window + MORE + 1, stride)
 
 
 def case(setup: Setup, stride: int) -> Case:
-    every = lengths(setup.block_size, stride)
+    every = lengths(setup, stride)
     traces: list[Trace] = []
     for at in range(0, len(every), TOGETHER):
         mine = every[at : at + TOGETHER]
