@@ -117,7 +117,7 @@ cold, and with a prefix hit behind each page; prompts whole, and cut into chunks
 tokens; answers pass the next page's border. Every token is judged: `lossless` must give plain vLLM's tokens, the others
 the reference's (docs/testing.md).
 
-{minutes:.0f} minutes on {processor()}, {options.jobs} engines at a time.
+{minutes:.0f} minutes on {processor()}, {options.jobs} {"engine" if options.jobs == 1 else "engines"} at a time.
 
     {command}
 
