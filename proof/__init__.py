@@ -2,6 +2,7 @@
 
     oracle/     traces on the real engine, judged by plain vLLM and by a reference that knows only positions
     fuzz/       random traces for the oracle, and the smallest one that fails
+    residues/   every prompt length modulo the page, by every way to cut it
     options/    random combinations of options on every path, compared with the reference
     soak/       a real server under mixed load
     kernels/    references for kernels; instruction counts, sanitizers

@@ -21,12 +21,12 @@ def listed() -> set[str]:
 
 
 def naming(word: str) -> set[str]:
-    """The files of the kernels and formats that have this word."""
+    """The files of the kernels and formats that have this word. Presets choose among formats and belong to none."""
     files = [
         path
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".h", ".cpp", ".yaml")
+        if path.suffix in (".py", ".h", ".cpp", ".yaml") and path.parent.name != "presets"
     ]
     return {str(path.relative_to(ROOT)) for path in files if re.search(word, path.read_text(encoding="utf-8"), re.I)}
 

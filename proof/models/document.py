@@ -79,7 +79,7 @@ Layers that share an earlier layer's KV cache (the last ones of Gemma-3n and of 
 attend what that layer attended in the same step, its pages, its recent tokens and those of the step itself, and take no
 memory. SQuat's subspace is fitted to the queries of the layer that has the cache. Where `skip_layers` names that layer,
 those that share its cache stay in 16 bits, too. `--kv-sharing-fast-prefill`, with which they would skip a prompt's
-tokens, is refused. On a GPU such models have not run yet.
+tokens, is refused. On a GPU such models have not run.
 """
 
 STATES = """\

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from proof.tables import compile_cuda, compile_table
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.gpu import build as build_cuda
 
 needs_nvcc = pytest.mark.skipif(build_cuda.nvcc() is None, reason="no nvcc")
+A_LIBRARY = Path(torch.__file__).parent / "lib" / "libc10.so"
 
 
 @needs_nvcc
@@ -49,6 +52,9 @@ def test_without_nvcc_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPat
     # an existing library there serves without it
     path = tmp_path / f"cuda-sm90-{build_cuda._digest(build_cuda.FLAGS)}.so"
     path.touch()
+    with pytest.raises(build.BuildError, match="no nvcc on the path"):
+        build_cuda.build(90)  # an empty file is none
+    shutil.copy(A_LIBRARY, path)
     assert build_cuda.build(90) == path
     assert build_cuda.problem((9, 0)) is None
     assert "compute capability 7.5" in (build_cuda.problem((7, 5)) or "")
