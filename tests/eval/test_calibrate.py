@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,16 +24,16 @@ SHAPE = {"hidden": 128, "layers": 4, "dtype": "bfloat16"}
 def captured_once(model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine for all of them."""
 
-    def once(path: str, tokens: tuple[int, ...], dtype: str) -> Captured:
-        key = (path, tokens, dtype)
+    def once(path: str, texts: Sequence[tuple[int, ...]], dtype: str) -> Captured:
+        key = (path, tuple(texts), dtype)
         if key not in KEPT:
-            KEPT[key] = capture(path, tokens, dtype)
+            KEPT[key] = capture(path, texts, dtype)
         return KEPT[key]
 
     monkeypatch.setattr(heads_command, "capture", once)
 
 
-KEPT: dict[tuple[str, tuple[int, ...], str], Captured] = {}
+KEPT: dict[tuple[str, tuple[tuple[int, ...], ...], str], Captured] = {}
 
 
 def test_what_it_writes_is_served(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,16 @@ pytestmark = pytest.mark.engine
 
 
 def test_queries_keys_and_values(model: Path) -> None:
-    tokens = torch.randint(4, 512, (150,), generator=torch.Generator().manual_seed(0))
-    captured = capture(str(model), tokens.tolist(), dtype="float32")
-    wanted: list[tuple[torch.Tensor, ...]] = []
+    """Of two texts, one after the other."""
+    texts = torch.randint(4, 512, (2, 150), generator=torch.Generator().manual_seed(0))
+    captured = capture(str(model), [texts[0].tolist(), texts[1, :90].tolist()], dtype="float32")
+    found: list[list[tuple[torch.Tensor, ...]]] = []
     shape = shape_of(json.loads((model / "config.json").read_text()))
-    with torch.no_grad():
-        forward(shape, load_file(model / "model.safetensors"), tokens[None], tap=lambda *x: wanted.append(x))
+    for tokens in (texts[0], texts[1, :90]):
+        found.append([])
+        with torch.no_grad():
+            forward(shape, load_file(model / "model.safetensors"), tokens[None], tap=lambda *x: found[-1].append(x))
+    wanted = [tuple(torch.cat(x, 2) for x in zip(*both, strict=True)) for both in zip(*found, strict=True)]
     assert (captured.windows, captured.pairing, captured.rotary_dim) == ((), "half", 64)
     assert captured.rope is not None
     assert captured.rope.table.shape == (150, 64)
@@ -36,6 +40,6 @@ def test_queries_keys_and_values(model: Path) -> None:
 
 def test_what_vllm_can_not_load_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(CaptureFailed) as refused:
-        capture(str(tmp_path / "nothing"), [1, 2, 3])
+        capture(str(tmp_path / "nothing"), [[1, 2, 3]])
     assert "\n" not in str(refused.value)
     assert str(refused.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from vllm_kvq.eval.heads.heads import READERS, HeadError, as_cached, bound, head
 from vllm_kvq.eval.heads.synthetic import attention_data
 from vllm_kvq.formats import Geometry, get_format, roundtrip
 from vllm_kvq.formats.constants import Calibration
+from vllm_kvq.formats.klt import TransformedKeys
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.squat import PLAIN
 
@@ -176,6 +179,34 @@ def test_calibrated_formats_are_fitted_to_the_other_text(captured: Captured) -> 
         assert constants.keys is not None
         assert torch.equal(constants.keys, want.geometry.constants.keys)  # type: ignore[union-attr, arg-type]
     assert all(e.output > 0 for e in head_errors(both, "oscar2", {"S": 4, "W": 32}))
+
+
+def test_constants_are_fitted_once(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all texts; not for another layer, other options or another calibration."""
+    fitted: list[tuple[Calibration, Mapping[str, Any]]] = []
+    fit = TransformedKeys.fit_constants
+
+    def counted(calibration: Calibration, options: Mapping[str, Any]) -> torch.Tensor:
+        fitted.append((calibration, options))
+        return fit(calibration, options)
+
+    monkeypatch.setattr(TransformedKeys, "fit_constants", counted)
+    other = replace(captured, layers=captured.layers[::-1])
+    first, last = captured.layers
+    for calibration, layer, options, count in (
+        (other, first, {}, 1),
+        (other, first, {}, 1),
+        (other, last, {}, 2),
+        (other, last, {"key_rate": 2}, 3),
+        (replace(other), last, {}, 4),
+        (other, last, {}, 4),
+    ):
+        constants = bound(replace(captured, calibration=calibration), layer, "klt3", options, 128).geometry.constants
+        assert len(fitted) == count
+        assert constants is not None
+        assert constants.keys is not None
+        want = fit(Calibration(layer.query, layer.key, layer.value), {"key_rate": 3.0, **options})
+        assert torch.equal(constants.keys, want)
 
 
 def test_layers_counted_from_the_last(captured: Captured) -> None:

@@ -10,7 +10,6 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
-from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats.codec import HEAD_SIZES, Geometry
 from vllm_kvq.formats.innerq import HybridKeys
 from vllm_kvq.formats.qjl import MOST_NAMED, sketch, sphere_constant
@@ -225,5 +224,5 @@ def test_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     for label, _, _ in error_table.rows():
         assert f"\n{label} " in out
     assert f"{table('squat2', 128, False):.3f}" in out
-    assert set(FORMATS) - {"lossless", *PEERS} == {n for _, n, _ in error_table.rows()}
+    assert {n for n, fmt in FORMATS.items() if fmt.public} - {"lossless"} == {n for _, n, _ in error_table.rows()}
     assert set(error_table.VARIANTS) <= set(FORMATS)

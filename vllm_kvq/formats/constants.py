@@ -44,3 +44,18 @@ class Calibration:
         """Queries by KV head: (KV heads, tokens * group, d)."""
         heads = self.key.shape[1]
         return self.query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def of_one_head(constants: torch.Tensor | None, name: str) -> torch.Tensor:
+    """The constants of the head that a calibrated codec packs. Raises ValueError unless they are those of one head."""
+    if constants is None or len(constants) != 1:
+        raise ValueError(f"{name} packs one KV head, with constants that are fitted to another text")
+    return constants[0]
+
+
+def not_served(name: str) -> str:
+    """`Codec.reference_only` of a calibrated codec."""
+    return (
+        f"{name} has constants that are fitted to a calibration text, which a server does not have; measure it with "
+        "`vllm-kvq eval heads`, or serve kitty2"
+    )

@@ -28,7 +28,7 @@ from vllm_kvq.formats.settings import COMMON, Settings, check_names
 logger = logging.getLogger("vllm_kvq")
 DEFAULT_N = 64
 GROUP = "vllm_kvq.formats"
-METHODS = ("squat", "qjl", "polar", "innerq", "kivi", "kitty", "lossless")
+METHODS = ("squat", "qjl", "polar", "innerq", "kivi", "kitty", "klt", "lossless")
 BUILT_IN = (
     *(EntryPoint(name, f"vllm_kvq.formats.{name}:FORMATS", GROUP) for name in METHODS),
     EntryPoint("peers", "vllm_kvq.eval.peers:FORMATS", GROUP),

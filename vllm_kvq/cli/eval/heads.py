@@ -12,7 +12,7 @@ from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
 from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.constants import calibrated, calibration_tokens
+from vllm_kvq.eval.constants import calibrated, calibration_texts
 from vllm_kvq.eval.heads.capture import Captured, CaptureFailed, capture
 from vllm_kvq.eval.heads.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
@@ -118,16 +118,19 @@ def measured(captured: Captured, chosen: Sequence[Choice]) -> tuple[dict[str, li
 
 
 def captured_text(model: Model, tokens: int, seed: int, calibration: bool = False) -> Captured:
-    """The queries, keys and values of two texts. Raises ValueError or CaptureFailed, with a sentence."""
+    """The queries, keys and values of a text, and of those for calibration.
+
+    Raises ValueError or CaptureFailed, with a sentence.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not READERS < tokens < model.longest:
         raise ValueError(f"a text of {tokens} tokens is not between {READERS + 1} and {model.longest - 1}")
     text = sequence(model.tokenizer, "text", tokens, tokens, 0, seed)
-    captured = capture(str(model.folder), text.tokens, model.dtype)
+    captured = capture(str(model.folder), [text.tokens], model.dtype)
     if not calibration:
         return captured
-    other = calibration_tokens(model.tokenizer, model.longest)
-    return replace(captured, calibration=capture(str(model.folder), other, model.dtype))
+    others = calibration_texts(model.tokenizer, model.longest)
+    return replace(captured, calibration=capture(str(model.folder), others, model.dtype))
 
 
 def table(errors: Errors, measure: str) -> console.Table:

@@ -1,6 +1,6 @@
-"""Queries, keys and values of one text, layer by layer, as passed to the cache: after RoPE, in the model's dtype.
+"""Queries, keys and values of texts, layer by layer, as passed to the cache: after RoPE, in the model's dtype.
 
-vLLM runs the text with its own 16-bit cache, in its own process; hooks on its attention layers record them.
+vLLM runs the texts with its own 16-bit cache, in its own process; hooks on its attention layers record them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK
-from vllm_kvq.formats.constants import Calibration
+from vllm_kvq.formats.constants import Calibration, Constants
+from vllm_kvq.formats.page import PageFormat
 from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.settings import Settings
 
 
 class CaptureFailed(Exception):
@@ -55,18 +57,24 @@ class Captured:
     total: int | None = None
     """The number of the model's layers, including those without attention; None: the last one here is the last."""
     calibration: Captured | None = None
-    """The same for another text, to which calibrated formats are fitted; None: there is none."""
+    """The same for other texts, one after the other, to which calibrated formats are fitted; None: there are none."""
+    constants: dict[tuple[int, str, Settings], Constants | None] = field(default_factory=dict, init=False, repr=False)
+    """What has been fitted to a calibration's layers, by layer and format: the same for every text that is measured."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("the model has no attention layer with its own keys and values to measure")
 
-    def calibration_of(self, layer: Layer) -> Calibration:
-        """The constants; raises ValueError if there is no other text."""
+    def calibrated(self, page: PageFormat, layer: Layer) -> PageFormat:
+        """With the layer's constants; raises ValueError if there is no other text."""
         if self.calibration is None:
             raise ValueError("the format has constants that are fitted to another text, and no other text was captured")
-        (found,) = (other for other in self.calibration.layers if other.index == layer.index)
-        return Calibration(found.query, found.key, found.value)
+        made, key = self.calibration.constants, (layer.index, page.name, page.settings)
+        if key not in made:
+            (found,) = (other for other in self.calibration.layers if other.index == layer.index)
+            fitted = page.calibrated_on(Calibration(found.query, found.key, found.value))
+            made[key] = fitted.geometry.constants
+        return page.with_constants(made[key])
 
     @property
     def count(self) -> int:
@@ -74,12 +82,22 @@ class Captured:
         return self.total or 1 + max(*(layer.index for layer in self.layers), *self.windows, -1)
 
 
-def capture(model: str, tokens: Sequence[int], dtype: str = "auto") -> Captured:
-    """Raises CaptureFailed with the last sentence of vLLM's output."""
+def together(captured: Sequence[Captured]) -> Captured:
+    """Texts one after the other; RoPE is the longest's."""
+    longest = max(captured, key=lambda text: len(text.layers[0].key))
+    layers = tuple(
+        replace(same[0], **{name: torch.cat([getattr(x, name) for x in same]) for name in ("query", "key", "value")})
+        for same in zip(*(text.layers for text in captured), strict=True)
+    )
+    return replace(longest, layers=layers)
+
+
+def capture(model: str, texts: Sequence[Sequence[int]], dtype: str = "auto") -> Captured:
+    """The texts one after the other. Raises CaptureFailed with the last sentence of vLLM's output."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="kvq-capture-") as folder:
-        arguments = (theirs, folder, model, list(tokens), dtype)
+        arguments = (theirs, folder, model, [list(text) for text in texts], dtype)
         process = context.Process(target=_work, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -101,7 +119,7 @@ def _last_line(log: Path) -> str:
 
 
 # -- in vLLM's process ------------------------------------------------------------------------------------------------
-def _work(pipe: Connection, folder: str, model: str, tokens: list[int], dtype: str) -> None:
+def _work(pipe: Connection, folder: str, model: str, texts: list[list[int]], dtype: str) -> None:
     """Answers with None, or with a sentence on what went wrong."""
     log = os.open(Path(folder, "log"), os.O_WRONLY | os.O_CREAT)
     for fd in (1, 2):
@@ -111,7 +129,7 @@ def _work(pipe: Connection, folder: str, model: str, tokens: list[int], dtype: s
     from vllm_kvq.integration.preview.dry_start import sentence_of
 
     try:
-        torch.save(_captured(model, tokens, dtype), Path(folder, "captured"))
+        torch.save(_captured(model, texts, dtype), Path(folder, "captured"))
         pipe.send(None)
     except Exception as error:
         import traceback
@@ -120,17 +138,18 @@ def _work(pipe: Connection, folder: str, model: str, tokens: list[int], dtype: s
         pipe.send(sentence_of(error))
 
 
-def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
+def _captured(model: str, texts: list[list[int]], dtype: str) -> Captured:
     from vllm import LLM, EngineArgs, SamplingParams
 
     from vllm_kvq.integration import compat
     from vllm_kvq.integration.worker.binding import table_of
 
+    longest = max(map(len, texts))
     engine: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
         "kv_cache_dtype": "auto",
-        "max_model_len": len(tokens) + 1,
+        "max_model_len": longest + 1,
         "max_num_seqs": 1,
         "enable_prefix_caching": False,
         "enforce_eager": True,
@@ -138,18 +157,18 @@ def _captured(model: str, tokens: list[int], dtype: str) -> Captured:
         "disable_log_stats": True,
     }
     config = EngineArgs(**engine, kv_cache_memory_bytes=1).create_engine_config()
-    llm = LLM(**engine, kv_cache_memory_bytes=_room(config.model_config, len(tokens)))
+    llm = LLM(**engine, kv_cache_memory_bytes=_room(config.model_config, longest))
     seen = _Seen()
     llm.apply_model(seen.watch)
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
     layers = seen.layers()
     styles = compat.rope_styles(layers[0].head_size) if layers else set()
     pairing, rotary = styles.pop() if len(styles) == 1 else (None, None)
     ropes = compat.ropes(layers[0].head_size) if layers else []
     rope = table_of(ropes[0]) if len(ropes) == 1 else None
     if rope is not None:
-        rope = replace(rope, table=rope.table[: len(tokens)].cpu().clone())
+        rope = replace(rope, table=rope.table[:longest].cpu().clone())
     total = config.model_config.get_total_num_hidden_layers()
     return Captured(layers, tuple(seen.windows), pairing, rotary, rope, total)
 

@@ -43,7 +43,7 @@ def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any
         geometry = replace(geometry, pairing=captured.pairing, rotary_dim=captured.rotary_dim)
     page = fmt.bind(geometry, options)
     if page.calibrated:
-        return page.calibrated_on(captured.calibration_of(layer))
+        return captured.calibrated(page, layer)
     if not page.keys.before_rope:
         return page
     if captured.rope is None:

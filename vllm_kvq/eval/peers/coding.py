@@ -41,20 +41,6 @@ class Coding(ABC):
         """Fields -> rotated (U, T, d)."""
 
 
-def of_one_head(constants: torch.Tensor | None, name: str) -> torch.Tensor:
-    """The constants of the head that a calibrated coding packs. Raises ValueError unless they are those of one head."""
-    if constants is None or len(constants) != 1:
-        raise ValueError(f"{name} packs one KV head, with constants that are fitted to another text")
-    return constants[0]
-
-
-def not_served(name: str) -> str:
-    return (
-        f"{name} has constants that are fitted to a calibration text, which a server does not have; measure it with "
-        "`vllm-kvq eval heads`, or serve kitty2"
-    )
-
-
 class _Half:
     """The part of a codec that keys and values share."""
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding, not_served, of_one_head
+from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
-from vllm_kvq.formats.constants import Calibration
+from vllm_kvq.formats.constants import Calibration, not_served, of_one_head
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys

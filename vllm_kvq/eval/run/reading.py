@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.constants import calibrated, calibration_tokens
-from vllm_kvq.eval.heads.capture import Captured
+from vllm_kvq.eval.constants import calibrated, calibration_texts
+from vllm_kvq.eval.heads.capture import Captured, together
 from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Past, Reader
 from vllm_kvq.eval.run.plan import REFERENCE, Plan
@@ -50,7 +50,8 @@ def read(plan: Plan, todo: list[tuple[Sequence, list[Choice]]], keep: Keep, refu
 
 
 def _calibration(plan: Plan, reader: Reader) -> Captured:
-    return reader.before(calibration_tokens(plan.model.tokenizer, plan.model.longest)).captured
+    texts = calibration_texts(plan.model.tokenizer, plan.model.longest)
+    return together([reader.before(text).captured for text in texts])
 
 
 def _figures(reader: Reader, past: Past, tokens: tuple[int, ...], exact: torch.Tensor, choice: Choice) -> Arrays:

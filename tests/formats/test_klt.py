@@ -1,0 +1,212 @@
+"""Transform coding: the transform, the allocation of digits, and pages against arithmetic on single numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from vllm_kvq.formats import FORMATS, Geometry, PageFormat
+from vllm_kvq.formats.codec import round_up
+from vllm_kvq.formats.constants import Calibration
+from vllm_kvq.formats.klt import ERROR, RATE, REGULAR, SearchedValues, TransformedKeys, allocated
+from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.roundtrip import roundtrip
+from vllm_kvq.formats.search import FACTORS, HALF_WIDTH, levels, searched, widths
+from vllm_kvq.formats.table import suite
+
+NAMES = tuple(name for name, fmt in FORMATS.items() if fmt.keys is TransformedKeys)
+HEADS = 2
+
+
+def layer(seed: int, d: int = 64, tokens: int = 1024) -> Calibration:
+    """Keys of few directions with a large constant part, and queries that look in other, few directions."""
+    fixed, drawn = (torch.Generator().manual_seed(n) for n in (0, seed))
+    fade = torch.logspace(0, -1.5, d)[:, None]
+    mixing = torch.randn(3, HEADS, d, d, generator=fixed) * fade
+    bias = 8 * torch.randn(HEADS, d, generator=fixed)
+    q, k, v = torch.randn(3, tokens, 2 * HEADS, d, generator=drawn)
+    q = torch.einsum("thd,hde->the", q, mixing[0].repeat_interleave(2, 0))
+    k = torch.einsum("thd,hde->the", k[:, :HEADS], mixing[1]) + bias
+    return Calibration(q, k, torch.einsum("thd,hde->the", v[:, :HEADS], mixing[2]))
+
+
+def fitted(name: str, d: int = 64, head: int = 0, **options: object) -> PageFormat:
+    """For one head."""
+    page = FORMATS[name].bind(Geometry(d, 64, torch.float32), options).calibrated_on(layer(1, d))
+    assert page.geometry.constants is not None
+    return page.with_constants(page.geometry.constants.of_head(head))
+
+
+def score_error(text: Calibration, key: torch.Tensor) -> float:
+    """Of what softmax sees: a constant that all keys share does not matter."""
+    exact, read = (torch.einsum("qhgd,khd->hgqk", text.query.unflatten(1, (HEADS, 2)), k) for k in (text.key, key))
+    exact, read = (s - s.mean(-1, keepdim=True) for s in (exact, read))
+    return ((read - exact).norm() / exact.norm()).item()
+
+
+# -- the allocation --------------------------------------------------------------------------------------------------
+def test_no_other_allocation_has_less_error() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for slots in range(9):
+        variance = torch.rand(4, generator=generator).pow(4).tolist()
+        error = {
+            digits: sum(v * ERROR[n] for v, n in zip(variance, digits, strict=True))
+            for digits in itertools.product(range(len(ERROR)), repeat=4)
+            if sum(digits) == slots
+        }
+        found = tuple(allocated(variance, slots))
+        assert sum(found) == slots
+        assert error[found] == pytest.approx(min(error.values()))
+
+
+def test_the_errors_are_those_of_the_levels() -> None:
+    y = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    for digits, error in enumerate(ERROR):
+        step, most = widths(torch.tensor(2 * digits))
+        codes = (y / step.clamp_min(1e-9) + most / 2).round().clamp_min(0).minimum(most)
+        read = levels(codes, step, most) if digits else torch.zeros_like(y)
+        assert (read - y).square().mean().item() == pytest.approx(error, rel=0.03)
+
+
+@pytest.mark.parametrize("bits", range(1, len(HALF_WIDTH)))
+def test_no_other_width_has_less_error(bits: int) -> None:
+    y = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+
+    def error(width: float) -> float:
+        most = 2**bits - 1
+        codes = (y / (2 * width / most) + most / 2).round().clamp(0, most)
+        return ((codes - most / 2) * (2 * width / most) - y).square().mean().item()
+
+    assert error(HALF_WIDTH[bits]) < 1.01 * min(error(HALF_WIDTH[bits] * f) for f in (0.9, 0.95, 1.05, 1.1))
+
+
+# -- the transform ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("d", [64, 80, 128])
+def test_calibration_keys_become_equal_and_uncorrelated(d: int) -> None:
+    page, text = fitted("klt3", d), layer(1, d)
+    assert isinstance(page.keys, TransformedKeys)
+    mean, s, digits, forward, backward = page.keys._constants(torch.device("cpu"))
+    wide = round_up(d, 32)
+    assert torch.allclose(backward.mT @ forward, torch.eye(wide), atol=2e-3)
+    y = (torch.nn.functional.pad(text.key[:, 0], (0, wide - d)) - mean) @ forward.mT
+    found = y.mT @ y / len(y)
+    large = s > 0.01 * s.max()
+    assert torch.allclose(found[large][:, large], torch.eye(int(large.sum())), atol=2e-2)
+    assert digits.sum() == page.keys.slots == round_up(wide * 3 // 2, 16)
+    assert (digits[s.argsort()].diff() >= 0).all()
+
+
+def test_equal_errors_do_equal_harm() -> None:
+    """A coordinate's error of 1 is worth s to the calibration's queries, whose moment is regularized."""
+    page, text = fitted("klt3"), layer(1)
+    assert isinstance(page.keys, TransformedKeys)
+    _, s, _, _, backward = page.keys._constants(torch.device("cpu"))
+    queries = text.query[:, :2].flatten(0, 1)
+    seen = queries.mT @ queries
+    seen = 64 * seen / seen.trace() + REGULAR * torch.eye(64)
+    assert torch.allclose(((backward @ seen) * backward).sum(-1).sqrt(), s, rtol=1e-3)
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_hold_the_formula(name: str) -> None:
+    """Number by number, from the fields of one token."""
+    page, text = fitted(name), layer(2)
+    assert isinstance(page.keys, TransformedKeys)
+    mean, _, digits, forward, backward = (x.double() for x in page.keys._constants(torch.device("cpu")))
+    x = text.key[:32, 0]
+    fields = page.keys.pack(x[None], None)
+    scale = fields["k_scale"].half()
+    read = page.keys.unpack(fields)[0]
+    t = 17
+    y = forward @ (x[t].double() - mean)
+    want, slot = mean.clone(), 0
+    for c in range(64):
+        bits = 2 * int(digits[c])
+        code = 0
+        for j in range(int(digits[c])):
+            plane, place = divmod(slot, page.keys.slots // 4)
+            byte = int(fields["k_codes"][0, 0, place // 4, t, place % 4])
+            code += ((byte >> (2 * plane)) & 3) * 4**j
+            slot += 1
+        step = 2 * HALF_WIDTH[bits] / max(1, 2**bits - 1)
+        level = (code - (2**bits - 1) / 2) * step
+        if bits:
+            nearest = min(range(2**bits), key=lambda n: abs((n - (2**bits - 1) / 2) * step - y[c] / scale[0, 0, t]))
+            assert code == nearest
+        want += backward[c] * level * scale[0, 0, t].double()
+    assert slot == page.keys.slots
+    assert torch.allclose(read[t].double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_values_are_those_of_the_nearest_levels(bits: int) -> None:
+    codec = SearchedValues(Geometry(64, 64), {"searched_bits": bits})
+    x = layer(2).value[:64, :1].transpose(0, 1)
+    fields = codec.pack(x, None)
+    assert [(f.name, f.nbytes) for f in codec.slab_fields if f.name != "v_scale"] == {
+        2: [("v_codes", 512)],
+        3: [("v_codes", 512), ("v_high", 256)],
+        4: [("v_codes", 1024)],
+    }[bits]
+    y, read = (v[0] @ hadamard(64) / 8 for v in (x, codec.unpack(fields)))
+    step, most = widths(torch.tensor(bits))
+    scale = fields["v_scale"].float().flatten()[:, None]
+    every = levels(torch.arange(2**bits).float(), step, most) * scale
+    nearest = (y[..., None] - every[:, None]).abs().amin(-1)
+    assert torch.allclose((read - y).abs(), nearest, rtol=1e-3, atol=1e-5)
+
+
+def test_the_scale_is_the_best_of_those_tried() -> None:
+    y = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    y[:, 3] *= 9
+    weight = torch.rand(32, generator=torch.Generator().manual_seed(1))
+    step, most = widths(torch.tensor([2] * 16 + [4] * 12 + [0] * 4))
+    codes, scale = searched(y, step, most, weight)
+
+    def error(a: torch.Tensor) -> torch.Tensor:
+        z = (y / (a * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
+        return ((levels(z, step, most) * a - y).square() * weight)[:, :28].sum(-1)
+
+    found = ((levels(codes, step, most) * scale - y).square() * weight)[:, :28].sum(-1)
+    rms = y[:, :28].square().mean(-1, keepdim=True).sqrt()
+    tried = torch.stack([error((rms * factor).half().float()) for factor in FACTORS])
+    assert torch.allclose(found, tried.amin(0), rtol=1e-5)
+    assert len(set(tried.argmin(0).tolist())) > 3
+    assert (codes[:, 28:] == 0).all()
+
+
+# -- what it is for --------------------------------------------------------------------------------------------------
+def test_less_error_in_fewer_bits() -> None:
+    text, fit = layer(2), layer(1)
+    for name, other, part in (("klt2", "kivi2", 0.6), ("klt3", "kitty2", 0.7), ("klt4", "kivi4", 0.9)):
+        assert FORMATS[name].bits_per_element(128) < FORMATS[other].bits_per_element(128) + 0.3
+        mine, theirs = (
+            roundtrip(n, text.key, text.value, text.query, calibration=fit if n == name else None)[0]
+            for n in (name, other)
+        )
+        assert score_error(text, mine) < part * score_error(text, theirs)
+
+
+def test_a_constant_costs_nothing() -> None:
+    """What a key projection's bias adds is in the calibration's mean."""
+    fit, text = layer(1), layer(2)
+    shift = 50 * torch.randn(HEADS, 64, generator=torch.Generator().manual_seed(5))
+    moved = Calibration(fit.query, fit.key + shift, fit.value)
+    plain, _ = roundtrip("klt3", text.key, text.value, calibration=fit)
+    other, _ = roundtrip("klt3", text.key + shift, text.value, calibration=moved)
+    assert torch.allclose(other - shift, plain, atol=2e-3 * float(plain.abs().max()))
+
+
+def test_a_rate_is_rounded_up_to_sixteen_slots() -> None:
+    for rate, d, slots in ((2.0, 64, 64), (2.25, 64, 80), (2.25, 128, 144), (3, 96, 144)):
+        keys = FORMATS["klt3"].bind(Geometry(d, 64), {RATE.name: rate}).keys
+        assert isinstance(keys, TransformedKeys)
+        assert keys.slots == slots
+
+
+def test_it_is_not_offered_yet() -> None:
+    assert not set(NAMES) & set(suite("public"))
+    assert all(FORMATS[name].keys.reference_only for name in NAMES)

@@ -1,0 +1,50 @@
+"""One scale per token, found by trying some: the quantizer of coordinates that are alike.
+
+    levels   (code - (2^b - 1) / 2) step,  step = 2 h_b / (2^b - 1)      symmetric, no zero; h_b from HALF_WIDTH
+    scale a  of f rms(y), f from FACTORS, the one with the least  sum_c w_c (y_c - a level(code_c))^2
+
+The root mean square by itself would clip the tokens with outliers, the maximum would waste levels on all others.
+HALF_WIDTH is where the uniform levels of b bits have the least squared error on normal numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvq.formats.quant import positive_half
+
+HALF_WIDTH = (0.0, 0.798, 1.494, 2.05, 2.52, 3.0, 3.4)
+"""By bits."""
+FACTORS = (0.7, 0.85, 1.0, 1.2, 1.45, 1.75, 2.1, 2.6, 3.2, 4.0)
+
+
+def widths(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step and largest code by the channel's bits, float32; a channel without bits has the code 0 only."""
+    most = (2.0**bits - 1).float()
+    return 2 * torch.tensor(HALF_WIDTH, device=bits.device)[bits] / most.clamp_min(1), most
+
+
+def levels(codes: torch.Tensor, step: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    return (codes - most / 2) * step
+
+
+def searched(
+    y: torch.Tensor, step: torch.Tensor, most: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., tokens, d) -> codes as float32, and the scales (..., tokens, 1) as float16 stores them.
+
+    step, most and weight are of the d channels; those with most 0 are not stored and don't count.
+    """
+    stored = most > 0
+    rms = y[..., stored].square().mean(-1, keepdim=True).sqrt()
+    least, best = torch.full_like(rms, torch.inf), torch.zeros_like(rms)
+    kept = torch.zeros_like(y)
+    for factor in FACTORS:
+        scale = positive_half(rms * factor)
+        codes = (y / (scale * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
+        error = ((levels(codes, step, most) * scale - y).square() * weight)[..., stored].sum(-1, keepdim=True)
+        better = error < least
+        least, best, kept = (
+            torch.where(better, new, old) for new, old in ((error, least), (scale, best), (codes, kept))
+        )
+    return kept, best
