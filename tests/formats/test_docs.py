@@ -10,6 +10,7 @@ from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
+from vllm_kvq.formats.klt import TransformedKeys
 from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
 from vllm_kvq.kernels.slots import SlotGeometry
 
@@ -98,6 +99,15 @@ def test_comparison_table() -> None:
     ]
     printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
     assert rows("Formats for comparison") == want, f"the table should be\n{printed}"
+
+
+def test_transform_table() -> None:
+    want = []
+    for name in (name for name, fmt in FORMATS.items() if fmt.keys is TransformedKeys):
+        settings = FORMATS[name].settings()
+        bits = [f"{settings.get(option):g}" for option in ("key_rate", "searched_bits")]
+        want.append([name, *bits, *(f"{FORMATS[name].bits_per_element(d, 128):.3f}" for d in (64, 128))])
+    assert rows("Transform coding") == want
 
 
 def test_padding_table() -> None:

@@ -139,6 +139,29 @@ def test_pages_hold_the_formula(name: str) -> None:
         want += backward[c] * level * scale[0, 0, t].double()
     assert slot == page.keys.slots
     assert torch.allclose(read[t].double(), want, rtol=1e-4, atol=1e-4)
+    query = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    seen = page.keys.query_features(query) @ page.keys.key_features(fields)[0].mT
+    assert torch.allclose(seen, query @ read.mT, rtol=1e-4, atol=1e-3 * float(seen.abs().max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_harm_scores_least(name: str) -> None:
+    """An error in a coordinate counts as its s."""
+    page, text = fitted(name), layer(2)
+    assert isinstance(page.keys, TransformedKeys)
+    mean, s, digits, forward, _ = page.keys._constants(torch.device("cpu"))
+    x = text.key[:32, 0]
+    fields = page.keys.pack(x[None], None)
+    y, read = (x - mean) @ forward.mT, (page.keys.unpack(fields)[0] - mean) @ forward.mT
+    step, most = widths(2 * digits)
+    rms = y[:, most > 0].square().mean(-1, keepdim=True).sqrt()
+    tried = []
+    for factor in FACTORS:
+        scale = (rms * factor).half().float()
+        codes = (y / (scale * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
+        tried.append(((levels(codes, step, most) * scale - y) * s).square().sum(-1))
+    found = ((read - y) * s).square().sum(-1)
+    assert torch.allclose(found, torch.stack(tried).amin(0), rtol=1e-2)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -164,13 +187,14 @@ def test_the_scale_is_the_best_of_those_tried() -> None:
     y[:, 3] *= 9
     weight = torch.rand(32, generator=torch.Generator().manual_seed(1))
     step, most = widths(torch.tensor([2] * 16 + [4] * 12 + [0] * 4))
+    y[:, 28:] *= 3
     codes, scale = searched(y, step, most, weight)
 
     def error(a: torch.Tensor) -> torch.Tensor:
         z = (y / (a * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
-        return ((levels(z, step, most) * a - y).square() * weight)[:, :28].sum(-1)
+        return ((levels(z, step, most) * a - y).square() * weight).sum(-1)
 
-    found = ((levels(codes, step, most) * scale - y).square() * weight)[:, :28].sum(-1)
+    found = ((levels(codes, step, most) * scale - y).square() * weight).sum(-1)
     rms = y[:, :28].square().mean(-1, keepdim=True).sqrt()
     tried = torch.stack([error((rms * factor).half().float()) for factor in FACTORS])
     assert torch.allclose(found, tried.amin(0), rtol=1e-5)

@@ -33,16 +33,15 @@ def searched(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., tokens, d) -> codes as float32, and the scales (..., tokens, 1) as float16 stores them.
 
-    step, most and weight are of the d channels; those with most 0 are not stored and don't count.
+    step, most and weight are of the d channels; those with most 0 are not stored.
     """
-    stored = most > 0
-    rms = y[..., stored].square().mean(-1, keepdim=True).sqrt()
+    rms = y[..., most > 0].square().mean(-1, keepdim=True).sqrt()
     least, best = torch.full_like(rms, torch.inf), torch.zeros_like(rms)
     kept = torch.zeros_like(y)
     for factor in FACTORS:
         scale = positive_half(rms * factor)
         codes = (y / (scale * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
-        error = ((levels(codes, step, most) * scale - y).square() * weight)[..., stored].sum(-1, keepdim=True)
+        error = ((levels(codes, step, most) * scale - y).square() * weight).sum(-1, keepdim=True)
         better = error < least
         least, best, kept = (
             torch.where(better, new, old) for new, old in ((error, least), (scale, best), (codes, kept))
