@@ -26,6 +26,7 @@ from vllm_kvq.eval.reading.reader import Past, Reader
 from vllm_kvq.eval.run.reading import compared
 from vllm_kvq.eval.tasks.samples import texts
 from vllm_kvq.formats import klt
+from vllm_kvq.formats.klt import allocated
 
 PROG = "python -m proof transforms"
 CONTEXT, READERS = 1024, 128
@@ -38,7 +39,7 @@ def in_sixteens(variance: Sequence[float], slots: int) -> list[int]:
     """Sixteen channels get the same digits, those of similar variance."""
     order = sorted(range(len(variance)), key=lambda c: variance[c])
     groups = [order[i : i + TOGETHER] for i in range(0, len(order), TOGETHER)]
-    found = klt.allocated([sum(variance[c] for c in group) for group in groups], slots // TOGETHER)
+    found = allocated([sum(variance[c] for c in group) for group in groups], slots // TOGETHER)
     digits = [0] * len(variance)
     for group, count in zip(groups, found, strict=True):
         for c in group:
