@@ -12,6 +12,7 @@ from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
+from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.qjl import MOST_NAMED
 from vllm_kvq.formats.quant import LIMIT
 
@@ -175,7 +176,8 @@ def test_affine_rounding_error_is_half_a_step(seed: int, bits: int, size: float,
 @pytest.mark.parametrize("tokens", [0, 1, 2, 31, 32, 33, 63, 64, 65, 100])
 def test_any_number_of_tokens(name: str, tokens: int) -> None:
     key, value = normal(tokens, 2, 64), normal(tokens, 2, 64, seed=1)
-    k, v = roundtrip(name, key, value, normal(max(tokens, 1), 4, 64, seed=2))
+    other = Calibration(normal(500, 4, 64, seed=3), normal(500, 2, 64, seed=4), normal(500, 2, 64, seed=5))
+    k, v = roundtrip(name, key, value, normal(max(tokens, 1), 4, 64, seed=2), calibration=other)
     assert k.shape == key.shape
     assert (v - value).norm() <= 0.5 * value.norm()
     assert (k - key).norm() <= 0.9 * key.norm()
