@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Past, Reader
 from vllm_kvq.eval.run.reading import compared
 from vllm_kvq.eval.tasks.samples import texts
+from vllm_kvq.eval.tasks.texts import can_chat
 from vllm_kvq.formats import klt
 from vllm_kvq.formats.klt import allocated
 
@@ -58,6 +59,7 @@ def first(count: int) -> Calibrate:
 
 
 def documentation(captured: Sequence[Captured]) -> Captured:
+    """One text in three of a model that can chat."""
     return together(captured[::3])
 
 
@@ -75,10 +77,8 @@ class Row:
     def choice(self) -> Choice:
         return Choice(self.name, {**self.options, **({"values": "raw"} if self.keys_only else {})})
 
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        with patch.multiple(klt, **self.changed) if self.changed else patch.dict({}):
-            yield
+    def planted(self) -> AbstractContextManager[Any]:
+        return patch.multiple(klt, **self.changed) if self.changed else nullcontext()
 
 
 HALF = {"key_rate": 2.5}
@@ -129,6 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--sequences must be positive")
     try:
         model = Model.of(options.model, None)
+        if not can_chat(model.tokenizer):
+            raise ValueError(
+                f"{options.model} has no chat template, so its calibration has other texts; take another model"
+            )
         reader = Reader(model.folder, model.dtype)
     except ValueError as error:
         return console.fail(PROG, error, as_json=False)

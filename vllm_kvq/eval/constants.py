@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,9 +39,10 @@ def calibrated(choice: Choice) -> bool:
 def calibration_texts(tokenizer: Any, longest: int) -> tuple[tuple[int, ...], ...]:
     """The kinds take turns."""
     length = min(TOKENS, longest - 1)
-    streams = {"documentation": _documentation(), "code": _code()} | (
-        {"chats": _chats()} if can_chat(tokenizer) else {}
-    )
+    modules = _modules()
+    streams = {"documentation": _documentation(), "code": _code(modules[::2])}
+    if can_chat(tokenizer):
+        streams["chats"] = _chats(modules[1::2])
     kinds = [*streams]
     return tuple(_text(tokenizer, kind, streams[kind], length) for kind in (kinds * TEXTS)[:TEXTS])
 
@@ -59,12 +60,12 @@ def _documentation() -> Iterator[Piece]:
         yield Piece("pydoc_data", filler(rng, 2000))
 
 
-def _code() -> Iterator[Piece]:
-    return (Piece(name, source) for name, source in _modules()[::2])
+def _code(modules: Sequence[tuple[str, str]]) -> Iterator[Piece]:
+    return (Piece(name, source) for name, source in modules)
 
 
-def _chats() -> Iterator[Piece]:
-    return (piece for name, source in _modules()[1::2] for piece in asked_for(name, source))
+def _chats(modules: Sequence[tuple[str, str]]) -> Iterator[Piece]:
+    return (piece for name, source in modules for piece in asked_for(name, source))
 
 
 def _modules() -> list[tuple[str, str]]:

@@ -218,7 +218,7 @@ def pieces(kind: str) -> tuple[tuple[Piece, ...], ...]:
 
 
 def can_chat(tokenizer: Any) -> bool:
-    return getattr(tokenizer, "chat_template", None) is not None
+    return bool(getattr(tokenizer, "chat_template", None))
 
 
 # -- a text ----------------------------------------------------------------------------------------------------------
