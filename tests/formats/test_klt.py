@@ -9,7 +9,7 @@ import torch
 
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
 from vllm_kvq.formats.codec import round_up
-from vllm_kvq.formats.constants import Calibration
+from vllm_kvq.formats.constants import Calibration, Constants, Moments
 from vllm_kvq.formats.klt import ERROR, RATE, REGULAR, SearchedValues, TransformedKeys, allocated
 from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.roundtrip import roundtrip
@@ -35,8 +35,16 @@ def layer(seed: int, d: int = 64, tokens: int = 1024) -> Calibration:
 def fitted(name: str, d: int = 64, head: int = 0, **options: object) -> PageFormat:
     """For one head."""
     page = FORMATS[name].bind(Geometry(d, 64, torch.float32), options).calibrated_on(layer(1, d))
-    assert page.geometry.constants is not None
-    return page.with_constants(page.geometry.constants.of_head(head))
+    assert page.geometry.constants is not None and page.geometry.constants.keys is not None
+    return page.with_constants(Constants(page.geometry.constants.keys[head : head + 1], None))
+
+
+def parts(page: PageFormat) -> tuple[torch.Tensor, ...]:
+    """mu, s, digits, T / s and (T^-1 s)^T of a single head."""
+    assert isinstance(page.keys, TransformedKeys)
+    t = page.keys.transform
+    digits = t.channel[0].bincount(minlength=t.mean.shape[-1])
+    return t.mean[0, 0], t.weight[0, 0].sqrt(), digits, t.forward[0].mT, t.backward[0]
 
 
 def score_error(text: Calibration, key: torch.Tensor) -> float:
@@ -87,7 +95,7 @@ def test_no_other_width_has_less_error(bits: int) -> None:
 def test_calibration_keys_become_equal_and_uncorrelated(d: int) -> None:
     page, text = fitted("klt3", d), layer(1, d)
     assert isinstance(page.keys, TransformedKeys)
-    mean, s, digits, forward, backward = page.keys._constants(torch.device("cpu"))
+    mean, s, digits, forward, backward = parts(page)
     wide = round_up(d, 32)
     assert torch.allclose(backward.mT @ forward, torch.eye(wide), atol=2e-3)
     y = (torch.nn.functional.pad(text.key[:, 0], (0, wide - d)) - mean) @ forward.mT
@@ -102,11 +110,39 @@ def test_equal_errors_do_equal_harm() -> None:
     """A coordinate's error of 1 is worth s to the calibration's queries, whose moment is regularized."""
     page, text = fitted("klt3"), layer(1)
     assert isinstance(page.keys, TransformedKeys)
-    _, s, _, _, backward = page.keys._constants(torch.device("cpu"))
+    _, s, _, _, backward = parts(page)
     queries = text.query[:, :2].flatten(0, 1)
     seen = queries.mT @ queries
     seen = 64 * seen / seen.trace() + REGULAR * torch.eye(64)
     assert torch.allclose(((backward @ seen) * backward).sum(-1).sqrt(), s, rtol=1e-3)
+
+
+def test_sums_of_pieces_are_those_of_the_whole() -> None:
+    """Pieces of a text, or ranks with copies of the same heads and other queries."""
+    text = layer(1)
+    whole = Moments.of(text.query, text.key)
+    pieces = Moments.of(text.query[:100], text.key[:100]) + Moments.of(text.query[100:], text.key[100:])
+    ranks = Moments.of(text.query[:, ::2], text.key) + Moments.of(text.query[:, 1::2], text.key)
+    for found in (pieces, ranks):
+        assert torch.allclose(found.covariance, whole.covariance, rtol=1e-9, atol=1e-9)
+        assert torch.allclose(found.seen, whole.seen, rtol=1e-9)
+    exact = torch.cov(text.key[:, 0].double().mT, correction=0)
+    assert torch.allclose(whole.covariance[0], exact, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_heads_at_once_are_each_by_itself(name: str) -> None:
+    page, text = FORMATS[name].bind(Geometry(64, 64, torch.float32), {}).calibrated_on(layer(1)), layer(2)
+    k, v = (x[:128].unflatten(0, (-1, 32)).transpose(1, 2).flatten(0, 1) for x in (text.key, text.value))
+    fields = page.pack(k, v, None)
+    query = text.query[:5].unflatten(1, (HEADS, 2)).transpose(0, 1).flatten(1, 2)
+    for head in range(HEADS):
+        alone = fitted(name, head=head)
+        own = alone.pack(k[head::HEADS], v[head::HEADS], None)
+        assert all(torch.equal(own[field], fields[field][head::HEADS]) for field in own)
+        assert torch.allclose(alone.unpack(own)[0], page.unpack(fields)[0][head::HEADS], atol=1e-5)
+        seen = alone.query_features(query[head : head + 1])[0]
+        assert torch.allclose(seen, page.query_features(query)[head], rtol=1e-4, atol=1e-3)
 
 
 # -- pages -----------------------------------------------------------------------------------------------------------
@@ -115,7 +151,7 @@ def test_pages_hold_the_formula(name: str) -> None:
     """Number by number, from the fields of one token."""
     page, text = fitted(name), layer(2)
     assert isinstance(page.keys, TransformedKeys)
-    mean, _, digits, forward, backward = (x.double() for x in page.keys._constants(torch.device("cpu")))
+    mean, _, digits, forward, backward = (x.double() for x in parts(page))
     x = text.key[:32, 0]
     fields = page.keys.pack(x[None], None)
     scale = fields["k_scale"].half()
@@ -140,7 +176,7 @@ def test_pages_hold_the_formula(name: str) -> None:
     assert slot == page.keys.slots
     assert torch.allclose(read[t].double(), want, rtol=1e-4, atol=1e-4)
     query = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    seen = page.keys.query_features(query) @ page.keys.key_features(fields)[0].mT
+    seen = page.keys.query_features(query[None])[0] @ page.keys.key_features(fields)[0].mT
     assert torch.allclose(seen, query @ read.mT, rtol=1e-4, atol=1e-3 * float(seen.abs().max()))
 
 
@@ -149,7 +185,7 @@ def test_scales_harm_scores_least(name: str) -> None:
     """An error in a coordinate counts as its s."""
     page, text = fitted(name), layer(2)
     assert isinstance(page.keys, TransformedKeys)
-    mean, s, digits, forward, _ = page.keys._constants(torch.device("cpu"))
+    mean, s, digits, forward, _ = parts(page)
     x = text.key[:32, 0]
     fields = page.keys.pack(x[None], None)
     y, read = (x - mean) @ forward.mT, (page.keys.unpack(fields)[0] - mean) @ forward.mT
@@ -233,4 +269,3 @@ def test_a_rate_is_rounded_up_to_sixteen_slots() -> None:
 
 def test_it_is_not_offered_yet() -> None:
     assert not set(NAMES) & set(suite("public"))
-    assert all(FORMATS[name].keys.reference_only for name in NAMES)

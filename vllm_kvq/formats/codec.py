@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from vllm_kvq.formats.constants import Calibration, Constants
+from vllm_kvq.formats.constants import Calibration, Constants, Moments
 from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB
@@ -100,8 +100,8 @@ class Codec(ABC):
     """Why it can be measured but not served, in a sentence for users; None: it can be served."""
 
     calibrated: ClassVar[bool] = False
-    """Whether it has constants, fitted to a text other than those that it packs. Such a codec is `reference_only`, and
-    packs one KV head once bound (`geometry.constants`, formats/constants.py)."""
+    """Whether it has constants, fitted to a text other than those that it packs (`geometry.constants`). Once bound, it
+    packs the KV heads of one layer: of the units times heads that it gets, heads are the fastest."""
 
     tells_decode = False
     """Whether `pack_decoded` differs from `pack`."""
@@ -119,6 +119,11 @@ class Codec(ABC):
     def fit_constants(cls, calibration: Calibration, options: Mapping[str, Any]) -> torch.Tensor:
         """(KV heads, ...) float32; `options` are the codec's own, complete. Only calibrated codecs implement it."""
         raise TypeError(f"{cls.__name__} is not calibrated")
+
+    @classmethod
+    def fit_moments(cls, moments: Moments) -> torch.Tensor:
+        """The same from sums over the text, whatever the options are: for calibrated codecs that can be served."""
+        raise TypeError(f"{cls.__name__} is not fitted to sums")
 
     @property
     @abstractmethod
@@ -172,7 +177,7 @@ class KeyCodec(Codec):
         return None
 
     def query_features(self, query: torch.Tensor) -> torch.Tensor:
-        """f(q) with q . unpack(page) == f(q) . key_features(page); (..., d) -> (..., F)."""
+        """f(q) with q . unpack(page) == f(q) . key_features(page); (..., KV heads, rows, d) -> (..., F)."""
         return query
 
     def key_features(self, fields: Packed) -> torch.Tensor:

@@ -1,14 +1,17 @@
 """Constants: what a calibrated codec knows about a layer's KV heads before it packs anything.
 
-They are fitted to a text other than those that are packed later (`Codec.calibrated`, `Codec.fit_constants`). A bound
-codec packs a single head and gets that head's constants.
+They are fitted to a text other than those that are packed later (`Codec.calibrated`). What they are fitted to is either
+that text's tensors, `Calibration`, or only sums over its tokens, `Moments`, which a server can make in passing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +24,6 @@ class Constants:
     def __post_init__(self) -> None:
         if self.keys is not None and self.values is not None and len(self.keys) != len(self.values):
             raise ValueError(f"constants of {len(self.keys)} heads' keys and of {len(self.values)} heads' values")
-
-    def of_head(self, head: int) -> Constants:
-        return Constants(*(None if x is None else x[head : head + 1] for x in (self.keys, self.values)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,20 +42,71 @@ class Calibration:
     @property
     def grouped(self) -> torch.Tensor:
         """Queries by KV head: (KV heads, tokens * group, d)."""
-        heads = self.key.shape[1]
-        return self.query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
+        return grouped(self.query, self.key.shape[1])
 
 
-def of_one_head(constants: torch.Tensor | None, name: str) -> torch.Tensor:
-    """The constants of the head that a calibrated codec packs. Raises ValueError unless they are those of one head."""
-    if constants is None or len(constants) != 1:
-        raise ValueError(f"{name} packs one KV head, with constants that are fitted to another text")
-    return constants[0]
+def grouped(query: torch.Tensor, heads: int) -> torch.Tensor:
+    """(tokens, query heads, d) -> (KV heads, tokens * group, d)."""
+    return query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Sums over tokens, float64, for each of H KV heads. Those of several texts add up, and so do those of tensor
+    parallel ranks that hold copies of the same heads."""
+
+    tokens: torch.Tensor
+    """(H,)"""
+    key: torch.Tensor
+    """(H, d): of k."""
+    keys: torch.Tensor
+    """(H, d, d): of k k^T."""
+    reads: torch.Tensor
+    """(H,): the number of queries."""
+    queries: torch.Tensor
+    """(H, d, d): of q q^T."""
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor) -> Moments:
+        """query (tokens, query heads, d), key (tokens, KV heads, d)."""
+        q, k = grouped(query, key.shape[1]).double(), key.transpose(0, 1).double()
+        count = torch.full((len(k),), 1.0, dtype=torch.float64, device=k.device)
+        return cls(count * k.shape[1], k.sum(1), k.mT @ k, count * q.shape[1], q.mT @ q)
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """(H, d)"""
+        return self.key / self.tokens[:, None]
+
+    @property
+    def covariance(self) -> torch.Tensor:
+        """(H, d, d), of keys."""
+        return self.keys / self.tokens[:, None, None] - self.mean[:, :, None] * self.mean[:, None]
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """(H, d, d): the mean of q q^T."""
+        return self.queries / self.reads[:, None, None]
+
+
+def known(constants: T | None, name: str) -> T:
+    """Raises ValueError where a calibrated codec has none yet."""
+    if constants is None:
+        raise ValueError(f"{name} has constants that are fitted to another text, and none are given")
+    return constants
+
+
+def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Pack units times heads, (n * H, ...), heads fastest -> (n, H, ...)."""
+    return x.unflatten(0, (-1, heads))
 
 
 def not_served(name: str) -> str:
-    """`Codec.reference_only` of a calibrated codec."""
+    """`Codec.reference_only` of a codec whose constants need the text's tensors."""
     return (
-        f"{name} has constants that are fitted to a calibration text, which a server does not have; measure it with "
-        "`vllm-kvq eval heads`, or serve kitty2"
+        f"{name} has constants that are fitted to the tensors of a calibration text, which a server does not keep; "
+        "measure it with `vllm-kvq eval heads`, or serve kitty2"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from vllm_kvq.formats.codec import Codec
+from vllm_kvq.formats.constants import by_head
 from vllm_kvq.formats.fields import Packed
 from vllm_kvq.formats.page import PageFormat
 from vllm_kvq.formats.planes import SLAB
@@ -46,7 +47,7 @@ def _wrong_on(page: PageFormat) -> str | None:
     if sentence := wrong_packed(page, fields, HEADS):
         return sentence
     fields = stored(page, fields)
-    return wrong_unpacked(page, fields, HEADS) or wrong_features(page, fields, query[0])
+    return wrong_unpacked(page, fields, HEADS) or wrong_features(page, fields, query)
 
 
 def wrong_fields(page: PageFormat) -> str | None:
@@ -101,12 +102,12 @@ def wrong_unpacked(page: PageFormat, fields: Packed, units: int) -> str | None:
 
 
 def wrong_features(page: PageFormat, fields: Packed, query: torch.Tensor) -> str | None:
-    """About scores of these queries (n, d), which kernels compute from features."""
-    key, g = page.unpack(fields)[0], page.key_features(fields)
+    """About scores of these queries (KV heads, n, d), which kernels compute from features."""
+    key, g = (by_head(x, len(query)) for x in (page.unpack(fields)[0], page.key_features(fields)))
     f = page.query_features(query)
     if f.shape[-1] != g.shape[-1]:
         return f"query_features returns {f.shape[-1]} numbers of a query, and key_features {g.shape[-1]} of a key"
-    want, got = query @ key.transpose(1, 2), f @ g.transpose(1, 2)
+    want, got = query @ key.mT, f @ g.mT
     error = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
     if not error <= FEATURES_BOUND:
         return f"query_features(q) . key_features(page) differs from q . unpack(page) by {error:.0e}"

@@ -31,14 +31,17 @@ Values are `SearchedValues`: their covariance says little about the next text's,
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
-from vllm_kvq.formats.constants import Calibration, not_served, of_one_head
+from vllm_kvq.formats.constants import Calibration, Moments, by_head, known
 from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import (
@@ -85,25 +88,61 @@ def allocated(variance: Sequence[float], slots: int) -> list[int]:
     return digits
 
 
-def transform(calibration: Calibration, d: int, slots: int) -> torch.Tensor:
-    """(KV heads, 3 + 2 d, d) float32: rows mu, s, digits, then T / s, then (T^-1 s)^T."""
-    pad = d - calibration.key.shape[-1]
-    key, query = (
-        torch.nn.functional.pad(x.double(), (0, pad)) for x in (calibration.key.transpose(0, 1), calibration.grouped)
-    )
-    mean = key.mean(1, keepdim=True)
-    covariance = (key - mean).mT @ (key - mean) / key.shape[1]
-    moment = query.mT @ query / query.shape[1]
+def constants_of(moments: Moments, d: int) -> torch.Tensor:
+    """(KV heads, 2 + 2 d, d) float32: rows mu, s, then T / s, then (T^-1 s)^T. The same for all numbers of bits."""
+    short = d - moments.key.shape[-1]
+    mean = pad(moments.mean, (0, short))
+    covariance, moment = (pad(x, (0, short, 0, short)) for x in (moments.covariance, moments.seen))
     share = d / moment.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-12)
-    seen = moment * share[:, None, None] + REGULAR * torch.eye(d, dtype=torch.float64)
+    seen = moment * share[:, None, None] + REGULAR * torch.eye(d, dtype=torch.float64, device=moment.device)
     values, vectors = torch.linalg.eigh(seen)
     root, inverse = ((vectors * values[:, None] ** power) @ vectors.mT for power in (0.5, -0.5))
     variance, basis = torch.linalg.eigh(root @ covariance @ root)
     s = variance.clamp_min(0).sqrt()
     s = s.clamp_min(SHORTEST * s.amax(-1, keepdim=True).clamp_min(1e-6))
-    digits = torch.tensor([allocated(v.tolist(), slots) for v in variance], dtype=torch.float64)
     forward, backward = basis.mT @ root / s[..., None], (inverse @ basis * s[:, None]).mT
-    return torch.cat([mean, s[:, None], digits[:, None], forward, backward], 1).float()
+    return torch.cat([mean[:, None], s[:, None], forward, backward], 1).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """A layer's constants as they are used: H KV heads, each with its own allocation of the same number of slots."""
+
+    mean: torch.Tensor
+    """(H, 1, d)"""
+    weight: torch.Tensor
+    """(H, 1, d): how much a channel's error matters, s^2."""
+    forward: torch.Tensor
+    """(H, d, d): y = (k - mean) @ forward."""
+    backward: torch.Tensor
+    """(H, d, d): k = mean + y @ backward."""
+    step: torch.Tensor
+    """(H, 1, d): of a channel's levels."""
+    most: torch.Tensor
+    """(H, 1, d): a channel's largest code; 0: the channel is not stored."""
+    channel: torch.Tensor
+    """(H, slots): a slot's channel. The slots of a channel lie side by side."""
+    digit: torch.Tensor
+    """(H, slots): j of the slot."""
+
+    @classmethod
+    def of(cls, constants: torch.Tensor, slots: int) -> Transform:
+        d = constants.shape[-1]
+        mean, s, forward, backward = constants.split((1, 1, d, d), 1)
+        digits = torch.tensor([allocated(of_head.square().tolist(), slots) for of_head in s[:, 0].cpu()])
+        channel = torch.stack([torch.repeat_interleave(of_head) for of_head in digits])
+        first = (digits.cumsum(-1) - digits).gather(-1, channel)
+        step, most = (x.to(s.device) for x in widths(DIGIT * digits[:, None]))
+        channel, digit = (x.to(s.device) for x in (channel, torch.arange(slots) - first))
+        return cls(mean, s.square(), forward.mT, backward, step, most, channel, digit)
+
+    @functools.cached_property
+    def features(self) -> torch.Tensor:
+        """(H, d, slots + 2): f(q) = q @ features, whose last two numbers go with a token's scale and with 1."""
+        seen = self.backward.mT * self.step
+        index = self.channel[:, None].expand(-1, seen.shape[1], -1)
+        slots = seen.gather(-1, index) * 4.0 ** self.digit[:, None]
+        return torch.cat([slots, -(seen * self.most).sum(-1, keepdim=True) / 2, self.mean.mT], -1)
 
 
 # -- the codecs ------------------------------------------------------------------------------------------------------
@@ -113,21 +152,20 @@ class TransformedKeys(KeyCodec):
     public = False
     options = (RATE,)
     calibrated = True
-    reference_only = not_served("klt")
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        self.d, self.constants = geometry.d, geometry.constants and geometry.constants.keys
-        self.slots = self._slots(geometry.d, options)
+        self.d, constants = geometry.d, geometry.constants and geometry.constants.keys
+        # four planes of channel quads
+        self.slots = round_up(int(self.d * options[RATE.name]) // DIGIT, 16)
+        self._transform = None if constants is None else Transform.of(constants, self.slots)
 
     @classmethod
     def fit_constants(cls, calibration: Calibration, options: Mapping[str, Any]) -> torch.Tensor:
-        d = round_up(calibration.key.shape[-1], SLAB)
-        return transform(calibration, d, cls._slots(d, options))
+        return cls.fit_moments(Moments.of(calibration.query, calibration.key))
 
-    @staticmethod
-    def _slots(d: int, options: Mapping[str, Any]) -> int:
-        # four planes of channel quads
-        return round_up(int(d * options[RATE.name]) // DIGIT, 16)
+    @classmethod
+    def fit_moments(cls, moments: Moments) -> torch.Tensor:
+        return constants_of(moments, round_up(moments.key.shape[-1], SLAB))
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:
@@ -136,50 +174,42 @@ class TransformedKeys(KeyCodec):
             Field("k_scale", torch.float16, (SLAB,)),
         )
 
-    def _constants(self, device: torch.device) -> Sequence[torch.Tensor]:
-        """mu, s, digits; T / s and (T^-1 s)^T."""
-        rows = of_one_head(self.constants, self.name).to(device)
-        mean, s, digits = rows[:3]
-        return mean, s, digits.long(), rows[3 : 3 + self.d], rows[3 + self.d :]
-
-    @staticmethod
-    def _places(digits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each slot: its channel, and j. A channel's slots lie side by side."""
-        channel = torch.repeat_interleave(digits)
-        first = torch.cumsum(digits, 0) - digits
-        return channel, torch.arange(len(channel), device=digits.device) - first[channel]
+    @property
+    def transform(self) -> Transform:
+        return known(self._transform, self.name)
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
-        mean, s, digits, forward, _ = self._constants(x.device)
-        codes, scale = searched((x - mean) @ forward.mT, *widths(DIGIT * digits), s.square())
-        channel, j = self._places(digits)
-        slots = (codes.long()[..., channel] >> DIGIT * j) & (2**DIGIT - 1)
+        t = self.transform
+        y = (by_head(x, len(t.mean)) - t.mean) @ t.forward
+        codes, scale = searched(y, t.step, t.most, t.weight)
+        of_slots = t.channel[None, :, None].expand(*codes.shape[:-1], -1)
+        slots = codes.long().gather(-1, of_slots) >> DIGIT * t.digit[:, None] & (2**DIGIT - 1)
         return {
-            "k_codes": pack_keys(slots.unflatten(1, (-1, SLAB)), DIGIT),
-            "k_scale": scale.squeeze(-1).unflatten(1, (-1, SLAB)),
+            "k_codes": pack_keys(slots.flatten(0, 1).unflatten(1, (-1, SLAB)), DIGIT),
+            "k_scale": scale.flatten(0, 1).squeeze(-1).unflatten(1, (-1, SLAB)),
         }
 
     def unpack(self, fields: Packed) -> torch.Tensor:
-        mean, _, digits, _, backward = self._constants(fields["k_codes"].device)
-        channel, j = self._places(digits)
-        slots = unpack_keys(fields["k_codes"], DIGIT).flatten(1, 2).float() * 4.0**j
-        codes = slots.new_zeros(*slots.shape[:-1], self.d).index_add(-1, channel, slots)
-        y = levels(codes, *widths(DIGIT * digits)) * fields["k_scale"].float().flatten(1, 2).unsqueeze(-1)
+        t = self.transform
+        slots, scale = (by_head(x, len(t.mean)) for x in self._read(fields))
+        slots = slots * 4.0 ** t.digit[:, None]
+        codes = slots.new_zeros(*slots.shape[:-1], self.d)
+        codes.scatter_add_(-1, t.channel[None, :, None].expand(slots.shape), slots)
+        y = levels(codes, t.step, t.most) * scale
         # nothing larger was stored; the errors of a token's numbers may add up to more
-        return (y @ backward + mean).clamp(-LIMIT, LIMIT)
+        return (y @ t.backward + t.mean).clamp(-LIMIT, LIMIT).flatten(0, 1)
 
     def query_features(self, query: torch.Tensor) -> torch.Tensor:
-        mean, _, digits, _, backward = self._constants(query.device)
-        channel, j = self._places(digits)
-        step, most = widths(DIGIT * digits)
-        seen = query @ backward.mT * step
-        middle, constant = -(seen * most).sum(-1, keepdim=True) / 2, (query * mean).sum(-1, keepdim=True)
-        return torch.cat([seen[..., channel] * 4.0**j, middle, constant], -1)
+        return query @ self.transform.features
 
     def key_features(self, fields: Packed) -> torch.Tensor:
-        scale = fields["k_scale"].float().flatten(1, 2).unsqueeze(-1)
-        slots = unpack_keys(fields["k_codes"], DIGIT).flatten(1, 2).float()
+        slots, scale = self._read(fields)
         return torch.cat([slots * scale, scale, torch.ones_like(scale)], -1)
+
+    def _read(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """(U, T, slots) codes and (U, T, 1) scales."""
+        scale = fields["k_scale"].float().flatten(1, 2).unsqueeze(-1)
+        return unpack_keys(fields["k_codes"], DIGIT).flatten(1, 2).float(), scale
 
 
 class SearchedValues(ValueCodec):

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, Geometry, KeyCodec, ValueCodec
-from vllm_kvq.formats.constants import Calibration, Constants
+from vllm_kvq.formats.constants import Calibration, Constants, Moments
 from vllm_kvq.formats.fields import Packed, Region, round_up
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import sanitize
@@ -63,7 +63,7 @@ class PageFormat:
         return self.keys.calibrated or self.values.calibrated
 
     def with_constants(self, constants: Constants | None) -> PageFormat:
-        """The same format for a layer or head with these properties."""
+        """The same format for a layer with these constants."""
         geometry, s = replace(self.geometry, constants=constants), self.settings
         keys, values = s.keys.bind(geometry, s.of_codec(s.keys)), s.values.bind(geometry, s.of_codec(s.values))
         return replace(self, geometry=geometry, keys=keys, values=values)
@@ -78,6 +78,11 @@ class PageFormat:
             for codec in (s.keys, s.values)
         )
         return self.with_constants(Constants(keys, values))
+
+    def fitted_to(self, moments: Moments) -> Constants:
+        """The constants of a layer with these sums, the same for all options of the codecs."""
+        keys, values = (codec.fit_moments(moments) if codec.calibrated else None for codec in (self.keys, self.values))
+        return Constants(keys, values)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
     @property
@@ -173,7 +178,7 @@ class PageFormat:
         return self._after_rope(self.keys.unpack(fields), fields), self.values.unpack(fields)
 
     def query_features(self, query: torch.Tensor) -> torch.Tensor:
-        """f(q) with q . key == f(q) . g(page); (..., d) -> (..., F)."""
+        """f(q) with q . key == f(q) . g(page); (..., KV heads, rows, d) -> (..., F)."""
         return self.keys.query_features(query) if self.rope is None else query
 
     def key_features(self, fields: Packed) -> torch.Tensor:

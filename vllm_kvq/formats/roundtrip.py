@@ -108,25 +108,17 @@ def through_pages(
 
     Units that end after the first `prompt` tokens are completed by decode steps; None: prompts complete all of them.
     """
-    if page.calibrated and (constants := page.geometry.constants) is not None and key.shape[1] > 1:
-        heads = [
-            through_pages(
-                page.with_constants(constants.of_head(h)), key[:, h : h + 1], value[:, h : h + 1], own, prompt
-            )
-            for h, own in enumerate([None] * key.shape[1] if state is None else state.split(1))
-        ]
-        return torch.cat([k for k, _ in heads], 1), torch.cat([v for _, v in heads], 1)
     tokens, heads, head_size = key.shape
     k, v = (page.widen(x.transpose(0, 1))[0] for x in (key, value))
     at = torch.arange(round_up(tokens, page.unit)).clamp_max(tokens - 1)
     units = len(at) // page.unit
-    k, v = (x[:, at].reshape(heads * units, page.unit, -1) for x in (k, v))
+    k, v = (x[:, at].unflatten(1, (units, -1)).transpose(0, 1).flatten(0, 1) for x in (k, v))
     if state is not None:
-        state = state.repeat_interleave(units, dim=0)
-    position = torch.arange(0, len(at), page.unit).repeat(heads)
+        state = state.repeat(units, 1, 1)
+    position = torch.arange(0, len(at), page.unit).repeat_interleave(heads)
     decoded = None if prompt is None else position + page.unit > prompt
     k, v = page.unpack(page.pack(k, v, state, decoded, position))
-    k, v = (x.reshape(heads, -1, page.geometry.d)[:, :tokens, :head_size].transpose(0, 1) for x in (k, v))
+    k, v = (x.unflatten(0, (units, heads)).transpose(1, 2).flatten(0, 1)[:tokens, :, :head_size] for x in (k, v))
     return k.to(key.dtype), v.to(value.dtype)
 
 

@@ -33,9 +33,10 @@ def searched(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., tokens, d) -> codes as float32, and the scales (..., tokens, 1) as float16 stores them.
 
-    step, most and weight are of the d channels; those with most 0 are not stored.
+    step, most and weight are of the d channels, and broadcast; channels with most 0 are not stored.
     """
-    rms = y[..., most > 0].square().mean(-1, keepdim=True).sqrt()
+    stored = (most > 0).float()
+    rms = ((y.square() * stored).sum(-1, keepdim=True) / stored.sum(-1, keepdim=True)).sqrt()
     least, best = torch.full_like(rms, torch.inf), torch.zeros_like(rms)
     kept = torch.zeros_like(y)
     for factor in FACTORS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq.eval.conformance.trial import Trial
+from vllm_kvq.eval.conformance.trial import GROUP, Trial
 from vllm_kvq.formats import contract
 from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.formats.planes import SLAB
@@ -91,7 +91,8 @@ def deterministic(trial: Trial) -> str | None:
 def features(trial: Trial) -> str | None:
     page = trial.page
     fields = page.read(trial.pool, torch.arange(1, len(trial.pool)))
-    return contract.wrong_features(page, fields, page.widen(trial.query)[0][: 2 * SLAB, 0])
+    queries = page.widen(trial.query[: 2 * SLAB, ::GROUP])[0]
+    return contract.wrong_features(page, fields, queries.transpose(0, 1))
 
 
 def state(trial: Trial) -> str | None:

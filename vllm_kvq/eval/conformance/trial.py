@@ -37,11 +37,10 @@ class Trial:
         block = fmt.settings(options).N or DEFAULT_N
         rope = Rope.plain(head_size, PAGES * block)
         page = fmt.bind(Geometry(head_size, block, torch.bfloat16, rope=rope), options)
-        heads = 1 if page.calibrated else HEADS  # constants are those of a single head
         tokens = PAGES * block
         if page.calibrated:
-            page = page.calibrated_on(Calibration(*attention_data(head_size, tokens, heads, GROUP, rope=True, seed=1)))
-        return cls(page, *attention_data(head_size, tokens, heads, GROUP, rope=True))
+            page = page.calibrated_on(Calibration(*attention_data(head_size, tokens, HEADS, GROUP, rope=True, seed=1)))
+        return cls(page, *attention_data(head_size, tokens, HEADS, GROUP, rope=True))
 
     @property
     def heads(self) -> int:

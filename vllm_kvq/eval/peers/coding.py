@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
+from vllm_kvq.formats.constants import by_head
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.quant import LIMIT
 
@@ -30,7 +31,7 @@ class Coding(ABC):
 
     @abstractmethod
     def rotation(self) -> torch.Tensor | None:
-        """R (d, d), orthonormal; None if nothing is rotated."""
+        """R (d, d), orthonormal, or (KV heads, d, d); None if nothing is rotated."""
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> Packed:
@@ -64,15 +65,23 @@ class _Half:
     def unpack(self, fields: Packed) -> torch.Tensor:
         x, rotation = self._decode(fields), self.coding.rotation()
         # nothing larger was stored; the errors of a token's rotated numbers may add up to more
-        return x if rotation is None else (x @ rotation.to(x.device).mT).clamp(-LIMIT, LIMIT)
+        return x if rotation is None else _turned(x, rotation.mT).clamp(-LIMIT, LIMIT)
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         rotation = self.coding.rotation()
-        return x if rotation is None else x @ rotation.to(x.device)
+        return x if rotation is None else _turned(x, rotation)
 
     def _decode(self, fields: Packed) -> torch.Tensor:
         own = (*self.coding.slab_fields, *self.coding.page_fields)
         return self.coding.decode({f.name: fields[self.prefix + f.name] for f in own})
+
+
+def _turned(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """(U, T, d) with heads fastest, or (..., KV heads, rows, d), times R."""
+    rotation = rotation.to(x.device)
+    if rotation.dim() == 3 and x.dim() == 3:
+        return (by_head(x, len(rotation)) @ rotation).flatten(0, 1)
+    return x @ rotation
 
 
 class CodedKeys(_Half, KeyCodec):

@@ -22,7 +22,7 @@ import torch
 
 from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
-from vllm_kvq.formats.constants import Calibration, not_served, of_one_head
+from vllm_kvq.formats.constants import Calibration, known, not_served
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
@@ -79,7 +79,8 @@ class ScaledCoding(FloatCoding):
 
     @property
     def scale(self) -> torch.Tensor:
-        return of_one_head(self.constants, "e4m3_calibrated")
+        # the same for all heads of the layer
+        return known(self.constants, "e4m3_calibrated")[0]
 
 
 def scales(x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ import torch
 
 from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
-from vllm_kvq.formats.constants import Calibration, not_served, of_one_head
+from vllm_kvq.formats.constants import Calibration, known, not_served
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
@@ -95,7 +95,7 @@ class RotatedCoding(Coding):
         )
 
     def rotation(self) -> torch.Tensor:
-        return of_one_head(self.constants, NAME)
+        return known(self.constants, NAME)
 
     def encode(self, x: torch.Tensor) -> Packed:
         most = x.abs().sort(dim=-1).values[..., self.clip, None]

@@ -215,7 +215,8 @@ def attend_between(
     key = features.new_zeros(*rows.shape, features.shape[1], features.shape[3])
     key[there] = features[mine, :, place[there]]
     value = torch.where(there[..., None, None], gather(tokens.pool[1], tokens.more[1], rows.clamp_min(0)), 0)
-    q = fmt.query_features(fmt.widen(query)[0])
+    q = fmt.widen(query)[0].unflatten(2, (pages.shape[1], -1)).transpose(1, 2)  # (n, H, q, g, d)
+    q = fmt.query_features(q.flatten(2, 3)).unflatten(2, (query.shape[1], -1)).transpose(1, 2).flatten(2, 3)
     return attend_raw(q, key, value, there[:, None].expand(-1, query.shape[1], -1), scale, cap)
 
 
