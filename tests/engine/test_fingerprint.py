@@ -113,7 +113,7 @@ def test_the_layout_and_constants_count(monkeypatch: pytest.MonkeyPatch) -> None
         fingerprint.format_meaning(replace(fmt, geometry=replace(fmt.geometry, constants=c))) for c in (ones, twos)
     ]
     alike = fingerprint.format_meaning(replace(fmt, geometry=replace(fmt.geometry, constants=ones)))
-    assert len({fingerprint._digest(x) for x in (before, later, *fitted)}) == 4
+    assert len({fingerprint.digest(x) for x in (before, later, *fitted)}) == 4
     assert alike == fitted[0]
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_kvq.integration.plan.weights import weights_folder
+
 OWN = ("k_proj",)
 """Projections that make keys only."""
 FUSED = ("qkv_proj", "c_attn")
@@ -105,16 +107,3 @@ def usually_biased(vllm_config: Any) -> bool:
     folder = weights_folder(model.model, model.revision)
     here = folder is not None and any(folder.glob("*.safetensors"))
     return not here and bool(BIASED.match(model.hf_text_config.model_type))
-
-
-def weights_folder(name: str, revision: str | None) -> Path | None:
-    """A checkpoint's folder, or where the model hub's cache has it. Nothing is downloaded."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # no name of a model on the hub
-        return None
-    return Path(config).parent if isinstance(config, str) else None

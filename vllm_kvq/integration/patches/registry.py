@@ -11,6 +11,7 @@ from vllm_kvq.integration.patches import (
     connectors,
     dtypes,
     fingerprints,
+    loaded,
     orphans,
     own_sources,
     page_sizes,
@@ -51,6 +52,8 @@ PATCHES: tuple[Patch, ...] = (
     # when a packed layer's weights are loaded
     states.WITHOUT_CHECKPOINTS,
     shared_caches.FOUND,
+    loaded.ON_GPU,
+    loaded.ON_CPU,
     # when a worker prepares its KV cache groups
     seeds.SEEDS,
     zeroing.ZEROED,

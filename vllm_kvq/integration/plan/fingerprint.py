@@ -30,19 +30,24 @@ ABOUT_THE_FILE = ("_name_or_path", "transformers_version")
 
 
 def fingerprint(
-    vllm_config: VllmConfig, parts: Sequence[tuple[Sequence[int], PageFormat]], layers: Layers, recomputed: int
+    vllm_config: VllmConfig,
+    parts: Sequence[tuple[Sequence[int], PageFormat]],
+    layers: Layers,
+    recomputed: int,
+    constants: str | None = None,
 ) -> str:
-    """`parts`: the packed layers that are alike, and their format."""
+    """`parts`: the packed layers that are alike, and their format. `constants`: what a calibrated format's mean."""
     model, spec = vllm_config.model_config, vllm_config.speculative_config
     cached_draft = spec is not None and spec.method in WITH_CACHE
-    return _digest(
+    return digest(
         {
             "parts": [[list(members), format_meaning(fmt)] for members, fmt in parts],
             "in 16 bits": [sorted(layers.skipped), sorted(layers.windows)],
             "recompute": recomputed,
+            "constants": constants,
             "heads": model.get_total_num_kv_heads(),
-            "model": _model(model),
-            "draft": _model(spec.draft_model_config) if cached_draft else None,
+            "model": model_meaning(model),
+            "draft": model_meaning(spec.draft_model_config) if cached_draft else None,
         }
     )
 
@@ -71,13 +76,13 @@ def _constants(constants: Constants) -> list[str | None]:
     return [None if x is None else hashlib.sha256(x.contiguous().cpu().numpy().tobytes()).hexdigest() for x in halves]
 
 
-def _model(model: Any) -> list[Any]:
+def model_meaning(model: Any) -> list[Any]:
     """Its name as the user wrote it, and its configuration; nobody reads the weights for this."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in ABOUT_THE_FILE}
     return [model.model, model.revision, model.dtype, model.quantization, config]
 
 
-def _digest(meaning: Any) -> str:
+def digest(meaning: Any) -> str:
     text = json.dumps(meaning, sort_keys=True, default=_written)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 

@@ -17,6 +17,9 @@ from vllm_kvq.integration.plan.problem import Problem
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+CALIBRATION = "calibration"
+"""An option of servers only: formats by themselves are handed constants."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -25,6 +28,8 @@ class Options:
     name: str
     given: Mapping[str, Any] = field(hash=False)
     """Only what the user wrote; some of it may be given by layer."""
+    calibration: str | None = None
+    """The file of a calibrated format's constants (calibration.py); None: the server finds or makes one."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Options:
@@ -33,10 +38,15 @@ class Options:
         given = extra.get("kvq", {}) if isinstance(extra, Mapping) else {}
         if not isinstance(given, Mapping):
             raise ValueError(f"additional config 'kvq' is {given!r}; it must be an object of options")
-        fmt = get_format(vllm_config.cache_config.cache_dtype)
+        fmt, given = get_format(vllm_config.cache_config.cache_dtype), dict(given)
+        calibration = given.pop(CALIBRATION, None)
         for options in all_options(given):
-            fmt.settings(options)
-        return cls(fmt.name, dict(given))
+            settings = fmt.settings(options)
+            if calibration is not None and not (settings.keys.calibrated or settings.values.calibrated):
+                raise ValueError(f"option {CALIBRATION!r} is not read by {fmt.name}, which has nothing to calibrate")
+        if not isinstance(calibration, str | None):
+            raise ValueError(f"option {CALIBRATION!r} is {calibration!r}; it takes the name of a file")
+        return cls(fmt.name, given, calibration)
 
     @property
     def settings(self) -> Settings:

@@ -21,6 +21,7 @@ from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.by_layer import written
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
+from vllm_kvq.integration.plan.calibration import Source
 from vllm_kvq.integration.plan.connectors import choose_connector, mark_connector
 from vllm_kvq.integration.plan.drafts import Draft
 from vllm_kvq.integration.plan.fingerprint import fingerprint
@@ -95,6 +96,8 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
             raise ValueError(sentence)
     window = model.get_sliding_window() or model.attention_chunk_size or model.max_model_len
     recomputed = _recomputed(options, parts[0].format.W, layers, states)
+    calibration = Source.of(vllm_config, options)
+    constants = None if calibration is None else calibration.meaning
     served = Served(
         options,
         parts,
@@ -110,7 +113,8 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
         window_block=parts[0].format.N,
         ranks=parallel.tensor_parallel_size,
         path=_path(parts, Wish.of(vllm_config.device_config.device_type, os.environ), _capped(model)),
-        fingerprint=fingerprint(vllm_config, [(part.layers, part.format) for part in parts], layers, recomputed),
+        calibration=calibration,
+        fingerprint=fingerprint(vllm_config, [(p.layers, p.format) for p in parts], layers, recomputed, constants),
     )
     if served.sizes > 1 and parallel.pipeline_parallel_size > 1:
         raise ValueError(

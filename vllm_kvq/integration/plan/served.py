@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.table import changed, label
+from vllm_kvq.integration.plan.calibration import Source
 from vllm_kvq.integration.plan.drafts import Draft
 from vllm_kvq.integration.plan.groups import Kind, Pool
 from vllm_kvq.integration.plan.heads import Heads
@@ -56,6 +57,8 @@ class Served:
     """That share the heads of a layer."""
     path: Path
     """Which kernels serve the packed layers, and why faster ones do not."""
+    calibration: Source | None
+    """Where a calibrated format's constants come from."""
     fingerprint: str
     """What its pages mean, in one word (fingerprint.py)."""
 

@@ -108,9 +108,16 @@ class Companion(torch.nn.Module, AttentionLayerBase):
 
 class Sidecar(Companion):
     def __init__(
-        self, fmt: PageFormat, slots: SlotGeometry, served: Served, report: Callable[[int], None] | None = None
+        self,
+        fmt: PageFormat,
+        slots: SlotGeometry,
+        served: Served,
+        report: Callable[[int], None] | None = None,
+        when_loaded: Callable[[Any], None] | None = None,
     ) -> None:
+        """`report` hears how many blocks there are; `when_loaded` the worker, once the model's weights are loaded."""
         super().__init__(fmt, slots, served.sidecar_blocks)
+        self.when_loaded = when_loaded
         self.copies, self.mean_page_bytes, self.report = served.copies, served.page_bytes, report
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:

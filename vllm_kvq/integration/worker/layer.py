@@ -10,8 +10,10 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.metrics import CLAMPED, Series
 from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.worker.calibration.fitting import calibrate
 from vllm_kvq.integration.worker.companions import SIDECAR_SUFFIX, SINK_SUFFIX, Sidecar, Sinks, SlotGeometry
 from vllm_kvq.integration.worker.layout import put_first, smallest_first
 from vllm_kvq.integration.worker.prompts import Asked, prompts_for
@@ -38,13 +40,17 @@ class PackedLayer:
         step: Step,
         export: Callable[[int], None] = lambda more: None,
         learned: torch.Tensor | None = None,
+        step_for: Callable[[PageFormat], Step] | None = None,
     ) -> None:
-        """`learned`: attention sinks that are a weight of the layer."""
+        """`learned`: attention sinks that are a weight of the layer. `step_for`: the step of the same format with
+        constants."""
         self.fmt, self.name, self.scale, self.learned = fmt, name, scale, learned
         self.sidecar, self.sinks = sidecar, sinks
         self.sidecar_name = name + SIDECAR_SUFFIX
         self.sink_name = name + SINK_SUFFIX if sinks is not None else None
-        self.step = step
+        self.step, self.step_for = step, step_for
+        self.calibration: str | None = None
+        """The digest of all layers' constants."""
         self.damage = Damage(name, export)
         self.readers = 0
         """Layers that share the caches."""
@@ -72,18 +78,35 @@ class PackedLayer:
         report = functools.partial(report_start, served, vllm_config) if first else None
         if first and served.mixed:
             put_first(name, layers)
-        sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, served, report))
+        loaded = calibrate if first and served.calibration is not None else None
+        sidecar = layers.setdefault(name + SIDECAR_SUFFIX, Sidecar(fmt, slots, served, report, loaded))
         sinks = layers.setdefault(name + SINK_SUFFIX, Sinks(fmt, slots, served)) if fmt.S else None
         if served.sizes > 1:
             for suffix in (SIDECAR_SUFFIX, SINK_SUFFIX):
                 smallest_first([n for n in layers if n.endswith(suffix)], layers)
-        step = step_of(fmt, slots, scale, vllm_config, served.path, learned is not None, cap)
+        step_for = functools.partial(
+            step_of,
+            slots=slots,
+            scale=scale,
+            vllm_config=vllm_config,
+            path=served.path,
+            merged=learned is not None,
+            cap=cap,
+        )
+        step = step_for(fmt)
         export = functools.partial(Series.of(vllm_config).add, CLAMPED)
         if learned is not None and isinstance(step, CPUStep):
             logger.warning_once(
                 "kvq: layers with learned attention sinks take several calls per decode step on the CPU"
             )
-        return cls(fmt, name, scale, sidecar, sinks, step, export, learned)
+        return cls(fmt, name, scale, sidecar, sinks, step, export, learned, step_for)
+
+    def calibrate(self, constants: Constants, digest: str) -> None:
+        """From now on pages are packed and read with these constants."""
+        if self.step_for is None:
+            raise RuntimeError(f"{self.name} has no step to make anew")
+        self.fmt, self.calibration = self.fmt.with_constants(constants), digest
+        self.step = self.step_for(self.fmt)
 
     def run(
         self,

@@ -1,0 +1,186 @@
+"""A model's constants as a file: where a calibrated format's come from, and whether they are those of this model.
+
+A worker fits them once the weights are loaded (worker/calibration/), and keeps them in the user's cache under a name
+that says what they belong to. All later servers read that file, or the one that the user names with the option
+`calibration`. It is a file of safetensors:
+
+    keys.LAYER, values.LAYER    float32 (KV heads of the whole model, ...), see formats/constants.py
+    metadata                    version, codecs, model: what they belong to; digest: of the tensors
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvq.formats.constants import Constants
+from vllm_kvq.integration.plan.fingerprint import DIGITS, digest, model_meaning
+from vllm_kvq.integration.plan.weights import weights_folder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvq.integration.plan.options import Options
+
+VERSION = "1"
+"""Of how constants are fitted and written: files of another version are refused."""
+CACHE = "VLLM_KVQ_CACHE"
+SAMPLE = 1 << 16
+"""Bytes at each end of a file of weights that tell it from another one."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+ByLayer = Mapping[int, Constants]
+"""Of each packed layer, with the KV heads of all ranks."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a server's constants come from: a file, or its own start."""
+
+    path: Path | None
+    """None: the model's weights are known by no file, so the constants are fitted at each start."""
+    given: bool
+    """Whether the user names the file."""
+    belongs: Mapping[str, str]
+    """The metadata that the file must have."""
+    found: str | None
+    """The digest of the file's constants; None: they are fitted when the weights are loaded."""
+
+    @property
+    def meaning(self) -> str:
+        """For the fingerprint of pages."""
+        return self.found or f"to be fitted to {dict(self.belongs)}"
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, options: Options) -> Source | None:
+        """None where nothing is calibrated. ValueError, with a sentence, for a file that does not serve."""
+        codecs = calibrated_codecs(options)
+        if not codecs:
+            return None
+        belongs = {"version": VERSION, "codecs": " ".join(codecs)}
+        if (model := _identity(vllm_config)) is not None:
+            belongs["model"] = model
+        if options.calibration is not None:
+            path = Path(options.calibration).expanduser()
+            return cls(path, True, belongs, _checked(path, belongs))
+        if model is None:
+            return cls(None, False, belongs, None)
+        path = _folder() / f"{digest(belongs)}.safetensors"
+        return cls(path, False, belongs, _checked(path, belongs) if path.exists() else None)
+
+
+def calibrated_codecs(options: Options) -> list[str]:
+    settings = options.settings
+    halves = (("keys", settings.keys), ("values", settings.values))
+    return [f"{half}={codec.name}" for half, codec in halves if codec.calibrated]
+
+
+def _identity(vllm_config: VllmConfig) -> str | None:
+    """What keys depend on: configuration and weights, as far as files tell; None where they are not files."""
+    model = vllm_config.model_config
+    folder = weights_folder(model.model, model.revision)
+    if folder is None or vllm_config.load_config.load_format == "dummy":
+        return None
+    files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
+    # not under which name: a copy in another folder is the same model
+    return digest([model_meaning(model)[2:], [_sample(file) for file in files]]) if files else None
+
+
+def _sample(file: Path) -> str:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        first = opened.read(SAMPLE)
+        opened.seek(max(0, size - SAMPLE))
+        return hashlib.sha256(first + opened.read(SAMPLE)).hexdigest() + f" {size}"
+
+
+def _folder() -> Path:
+    """Created by whoever writes."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq"
+    return Path(os.environ.get(CACHE) or user) / "calibration"
+
+
+# -- reading and writing ---------------------------------------------------------------------------------------------
+def _checked(path: Path, belongs: Mapping[str, str]) -> str:
+    """The digest in the file, whose tensors are not read. ValueError, with a sentence, unless it is of this model."""
+    metadata = _metadata(path)
+    for name, what in (("version", "of another version"), ("codecs", "of other codecs"), ("model", "of another model")):
+        if name in belongs and metadata.get(name) != belongs[name]:
+            raise ValueError(f"the calibration {path} is {what}; {_instead(path)}")
+    return metadata["digest"]
+
+
+def _metadata(path: Path) -> Mapping[str, str]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ValueError(
+            f"there is no calibration {path}; leave the option 'calibration' out, and one is made at start"
+        )
+    try:
+        with safe_open(path, "pt") as file:
+            found = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"the calibration {path} can't be read ({error}); {_instead(path)}") from None
+    if "digest" not in found:
+        raise ValueError(f"{path} is not a calibration; {_instead(path)}")
+    return dict(found)
+
+
+def _instead(path: Path) -> str:
+    named = path.parent != _folder()
+    return f"{'leave the option out' if named else 'delete it'}, and another one is made at start"
+
+
+def read(path: Path) -> tuple[dict[int, Constants], str]:
+    """The constants, and their digest. ValueError if they are not those that were written."""
+    from safetensors.torch import load_file
+
+    metadata = _metadata(path)
+    halves: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_file(path).items():
+        half, _, layer = name.partition(".")
+        halves.setdefault(int(layer), {})[half] = tensor
+    constants = {layer: Constants(x.get("keys"), x.get("values")) for layer, x in sorted(halves.items())}
+    if digest_of(constants) != metadata["digest"]:
+        raise ValueError(f"the calibration {path} is damaged; {_instead(path)}")
+    return constants, metadata["digest"]
+
+
+def write(path: Path, constants: ByLayer, belongs: Mapping[str, str]) -> None:
+    """Under a temporary name first: no process sees half a file. OSError where that is impossible."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {**belongs, "digest": digest_of(constants)}
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="tmp-", delete=False) as file:
+        temporary = Path(file.name)
+    try:
+        save_file(_tensors(constants), temporary, metadata)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _tensors(constants: ByLayer) -> dict[str, torch.Tensor]:
+    halves = ((layer, half, getattr(of, half)) for layer, of in constants.items() for half in ("keys", "values"))
+    return {f"{half}.{layer}": x.contiguous().cpu() for layer, half, x in halves if x is not None}
+
+
+def digest_of(constants: ByLayer) -> str:
+    total = hashlib.sha256()
+    for name, tensor in sorted(_tensors(constants).items()):
+        total.update(json.dumps([name, list(tensor.shape)]).encode())
+        total.update(tensor.numpy().tobytes())
+    return total.hexdigest()[:DIGITS]

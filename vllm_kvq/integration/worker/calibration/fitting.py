@@ -1,0 +1,183 @@
+"""The constants of the packed layers: read, or fitted by a run over the bundled text; the same on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_kvq.formats.constants import Constants, Moments
+from vllm_kvq.integration.plan.calibration import Source, digest_of, read, write
+from vllm_kvq.integration.plan.plan import plan
+from vllm_kvq.integration.plan.problem import Refused
+from vllm_kvq.integration.worker.calibration.attending import attending
+from vllm_kvq.integration.worker.calibration.text import Pieces, pieces
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvq")
+
+
+def calibrate(worker: Any) -> None:
+    """Give all packed layers of this worker their constants. Called once the weights are loaded."""
+    config: VllmConfig = worker.vllm_config
+    served = plan(config)
+    if served.calibration is None:
+        return
+    try:
+        # the weights may have been downloaded since
+        source = Source.of(config, served.options)
+        found = None if source is None else _agreed(source)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    if source is None:
+        return
+    layers = config.compilation_config.static_forward_context
+    packed = {name: layer for name, layer in layers.items() if getattr(_impl(layer), "packed", None) is not None}
+    if found is None:
+        found = _fitted(worker, packed, source)
+    constants, digest = found
+    ranks = _Ranks.of(config)
+    for layer in packed.values():
+        own = layer.impl.packed
+        index = own.fmt.geometry.layer
+        if index not in constants:
+            raise Refused(f"the calibration {source.path} has no constants of layer {index}; leave the option out")
+        own.calibrate(ranks.own(constants[index], layer.impl.num_kv_heads), digest)
+
+
+def _impl(layer: Any) -> Any:
+    return getattr(layer, "impl", None)
+
+
+def _agreed(source: Source) -> tuple[dict[int, Constants], str] | None:
+    """What the first rank reads, on all ranks; None if there is nothing to be read."""
+    group = _group()
+    told: list[Any] = [None]
+    if group.rank_in_group == 0:
+        try:
+            told = [None if source.found is None or source.path is None else read(source.path)]
+        except ValueError as error:
+            told = [error]
+    _broadcast(told)
+    if isinstance(told[0], ValueError):
+        raise told[0]
+    found: tuple[dict[int, Constants], str] | None = told[0]
+    return found
+
+
+def _fitted(worker: Any, packed: Mapping[str, Any], source: Source) -> tuple[dict[int, Constants], str]:
+    config: VllmConfig = worker.vllm_config
+    started = time.monotonic()
+    first = _group().rank_in_group == 0
+    text = _text(config)
+    if first:
+        logger.info("kvq: fitting the constants of the KV cache format to %d tokens of text, once", text.tokens.numel())
+    sums = _run(worker, packed, text)
+    gathered: list[Any] = [None] * _group().world_size
+    torch.distributed.all_gather_object(gathered, sums, group=_group().cpu_group)
+    told: list[Any] = [None]
+    if first:
+        ranks = _Ranks.of(config)
+        formats = {name: layer.impl.packed.fmt for name, layer in packed.items()}
+        constants = {
+            fmt.geometry.layer: fmt.fitted_to(ranks.joined([of_rank[name] for of_rank in gathered]))
+            for name, fmt in formats.items()
+        }
+        told = [(constants, digest_of(constants))]
+        _keep(source, constants)
+        logger.info("kvq: fitted in %.0f s", time.monotonic() - started)
+    _broadcast(told)
+    found: tuple[dict[int, Constants], str] = told[0]
+    return found
+
+
+def _text(config: VllmConfig) -> Pieces:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = config.model_config
+    longest = getattr(model.hf_text_config, "max_position_embeddings", None) or model.max_model_len
+    return pieces(cached_tokenizer_from_config(model), longest)
+
+
+@torch.inference_mode()
+def _run(worker: Any, packed: Mapping[str, Any], text: Pieces) -> dict[str, Moments]:
+    """The sums of this rank's heads, by layer, on the host."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    config: VllmConfig = worker.vllm_config
+    model, device = worker.get_model(), config.device_config.device
+    length = text.tokens.shape[1]
+    at_once = max(1, config.scheduler_config.max_num_batched_tokens // length)
+    sinks = next(iter(packed.values())).impl.packed.fmt.S
+    with attending(config.compilation_config.static_forward_context, sinks) as layers:
+        for stand_in in layers.values():
+            stand_in.length = length
+        for some in range(0, len(text.tokens), at_once):
+            ids = text.tokens[some : some + at_once].flatten().to(device)
+            positions = text.positions[some : some + at_once].flatten().to(device)
+            if config.model_config.uses_mrope:
+                positions = positions.expand(3, -1).contiguous()
+            with set_current_vllm_config(config), set_forward_context(None, config, len(ids), skip_compiled=True):
+                model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+        return {name: _on_host(layers[name].moments) for name in packed}
+
+
+def _on_host(moments: Moments | None) -> Moments:
+    if moments is None:
+        raise RuntimeError("the model's forward pass has not reached one of its attention layers")
+    return Moments(*(getattr(moments, f.name).cpu() for f in fields(moments)))
+
+
+def _keep(source: Source, constants: Mapping[int, Constants]) -> None:
+    if source.path is None:
+        return
+    try:
+        write(source.path, constants, source.belongs)
+    except OSError as error:
+        logger.warning(
+            "kvq: the constants can't be kept in %s (%s), so every start fits them anew", source.path, error.strerror
+        )
+        return
+    logger.info("kvq: the constants are kept in %s", source.path)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+def _group() -> Any:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def _broadcast(told: list[Any]) -> None:
+    group = _group()
+    torch.distributed.broadcast_object_list(told, src=group.ranks[0], group=group.cpu_group)
+
+
+class _Ranks:
+    """Which KV heads the tensor parallel ranks have: each its share, or several neighbours a copy of the same."""
+
+    def __init__(self, rank: int, copies: int) -> None:
+        self.rank, self.copies = rank, copies
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> _Ranks:
+        group = _group()
+        return cls(group.rank_in_group, max(1, group.world_size // config.model_config.get_total_num_kv_heads()))
+
+    def joined(self, of_ranks: list[Moments]) -> Moments:
+        """The sums of all heads of the model."""
+        sums = [sum(of_ranks[i + 1 : i + self.copies], of_ranks[i]) for i in range(0, len(of_ranks), self.copies)]
+        return Moments(*(torch.cat([getattr(x, f.name) for x in sums]) for f in fields(Moments)))
+
+    def own(self, constants: Constants, heads: int) -> Constants:
+        """Those of this rank's heads."""
+        first = self.rank // self.copies * heads
+        halves = (constants.keys, constants.values)
+        return Constants(*(None if x is None else x[first : first + heads] for x in halves))
