@@ -24,6 +24,7 @@ import torch
 
 from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.plan.fingerprint import DIGITS, digest, model_meaning
+from vllm_kvq.integration.plan.problem import Problem
 from vllm_kvq.integration.plan.weights import weights_folder
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Source:
     belongs: Mapping[str, str]
     """The metadata that the file must have."""
     found: str | None
-    """The digest of the file's constants; None: they are fitted when the weights are loaded."""
+    """The digest of the constants in the file; None: they are fitted when the weights are loaded."""
 
     @property
     def meaning(self) -> str:
@@ -76,6 +77,26 @@ class Source:
             return cls(None, False, belongs, None)
         path = _folder() / f"{digest(belongs)}.safetensors"
         return cls(path, False, belongs, _checked(path, belongs) if path.exists() else None)
+
+
+def fitting_problem(vllm_config: VllmConfig, source: Source) -> Problem | None:
+    """Why this server can't fit constants when it starts, or none that serve."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model.is_hybrid:
+        return Problem("constants are not fitted to hybrid models", "use --kv-cache-dtype kitty2")
+    if source.found is not None:
+        return None
+    once = "start the model once without {}, which leaves a file of constants for all later starts"
+    checks = (
+        (parallel.pipeline_parallel_size > 1, "of one pipeline stage", "--pipeline-parallel-size"),
+        (parallel.data_parallel_size > 1, "without data parallelism", "--data-parallel-size"),
+        (vllm_config.kv_transfer_config is not None, "that keeps its pages to itself", "--kv-transfer-config"),
+        (bool(vllm_config.cache_config.kv_offloading_size), "that keeps its pages to itself", "--kv-offloading-size"),
+    )
+    for bad, what, flag in checks:
+        if bad:
+            return Problem(f"constants are fitted only by a server {what}", once.format(flag))
+    return None
 
 
 def calibrated_codecs(options: Options) -> list[str]:

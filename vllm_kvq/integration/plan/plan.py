@@ -21,7 +21,7 @@ from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.by_layer import written
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.table import DEFAULT_N
-from vllm_kvq.integration.plan.calibration import Source
+from vllm_kvq.integration.plan.calibration import Source, fitting_problem
 from vllm_kvq.integration.plan.connectors import choose_connector, mark_connector
 from vllm_kvq.integration.plan.drafts import Draft
 from vllm_kvq.integration.plan.fingerprint import fingerprint
@@ -97,7 +97,8 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
     window = model.get_sliding_window() or model.attention_chunk_size or model.max_model_len
     recomputed = _recomputed(options, parts[0].format.W, layers, states)
     calibration = Source.of(vllm_config, options)
-    constants = None if calibration is None else calibration.meaning
+    if calibration is not None and not _counting.get() and (problem := fitting_problem(vllm_config, calibration)):
+        raise ValueError(str(problem))
     served = Served(
         options,
         parts,
@@ -114,7 +115,7 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
         ranks=parallel.tensor_parallel_size,
         path=_path(parts, Wish.of(vllm_config.device_config.device_type, os.environ), _capped(model)),
         calibration=calibration,
-        fingerprint=fingerprint(vllm_config, [(p.layers, p.format) for p in parts], layers, recomputed, constants),
+        fingerprint=_fingerprint(vllm_config, parts, layers, recomputed, calibration),
     )
     if served.sizes > 1 and parallel.pipeline_parallel_size > 1:
         raise ValueError(
@@ -122,6 +123,22 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
             "use --tensor-parallel-size"
         )
     return replace(served, window_block=_window_block(served, window_blocks)) if layers.windows else served
+
+
+def _fingerprint(
+    vllm_config: VllmConfig, parts: Sequence[Part], layers: Layers, recomputed: int, calibration: Source | None
+) -> str:
+    constants = None if calibration is None else calibration.meaning
+    return fingerprint(vllm_config, [(part.layers, part.format) for part in parts], layers, recomputed, constants)
+
+
+def with_calibration(vllm_config: VllmConfig, served: Served, digest: str) -> Served:
+    """The same, once its constants are known: as the next start with these finds it."""
+    if served.calibration is None:
+        return served
+    found = replace(served.calibration, found=digest)
+    new = _fingerprint(vllm_config, served.parts, served.layers, served.recomputed, found)
+    return replace(served, calibration=found, fingerprint=new)
 
 
 def _parts(vllm_config: VllmConfig, options: Options, layers: Layers, block: int) -> tuple[Part, ...]:

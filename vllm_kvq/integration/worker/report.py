@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm_kvq.formats.by_layer import written
 from vllm_kvq.integration import metrics
 from vllm_kvq.integration.advice.hints import hints
+from vllm_kvq.integration.plan.plan import with_calibration
 from vllm_kvq.integration.plan.served import Served
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def report_start(served: Served, vllm_config: VllmConfig, blocks: int) -> None:
 
     # --max-model-len auto: vLLM chose it after the model was loaded
     served = replace(served, max_len=vllm_config.model_config.max_model_len)
+    if digest := next(filter(None, map(_calibration, _layers(vllm_config))), None):
+        served = with_calibration(vllm_config, served, digest)
     if vllm_config.parallel_config.rank == 0:
         export_start(served, metrics.Series.of(vllm_config), blocks)
     if not is_global_first_rank():
@@ -115,6 +118,16 @@ def report_start(served: Served, vllm_config: VllmConfig, blocks: int) -> None:
     short = capacity_warning(Capacity.of(served, blocks), served.max_len)
     for sentence in (*path_warnings(served), *hints(served, vllm_config), *short):
         logger.warning("kvq: %s", sentence)
+
+
+def _layers(vllm_config: VllmConfig) -> list[Any]:
+    return [*vllm_config.compilation_config.static_forward_context.values()]
+
+
+def _calibration(layer: Any) -> str | None:
+    """The digest of the constants that a packed layer has."""
+    packed = getattr(getattr(layer, "impl", None), "packed", None)
+    return None if packed is None else packed.calibration
 
 
 def export_start(served: Served, series: metrics.Series, blocks: int) -> None:

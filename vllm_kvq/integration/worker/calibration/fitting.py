@@ -98,11 +98,24 @@ def _fitted(worker: Any, packed: Mapping[str, Any], source: Source) -> tuple[dic
 
 
 def _text(config: VllmConfig) -> Pieces:
-    from vllm.tokenizers import cached_tokenizer_from_config
+    from vllm.tokenizers import get_tokenizer
 
     model = config.model_config
+    try:
+        # also where vllm does without one
+        tokenizer = get_tokenizer(
+            model.tokenizer or model.model,
+            revision=model.tokenizer_revision,
+            trust_remote_code=model.trust_remote_code,
+            tokenizer_mode=model.tokenizer_mode,
+        )
+    except Exception as error:
+        raise Refused(
+            f"the model has no tokenizer for the text to which constants are fitted ({type(error).__name__}); "
+            "name a file of constants with the option 'calibration', or use --kv-cache-dtype kitty2"
+        ) from error
     longest = getattr(model.hf_text_config, "max_position_embeddings", None) or model.max_model_len
-    return pieces(cached_tokenizer_from_config(model), longest)
+    return pieces(tokenizer, longest)
 
 
 @torch.inference_mode()
