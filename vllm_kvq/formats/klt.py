@@ -149,7 +149,28 @@ class TransformedKeys(KeyCodec):
         first = torch.cumsum(digits, 0) - digits
         return channel, torch.arange(len(channel), device=digits.device) - first[channel]
 
+    def _by_head(self, what: Any, *tensors: Any) -> Any:
+        heads = len(self.constants)
+        if heads == 1:
+            return what(self, *tensors)
+        out = []
+        for h in range(heads):
+            one = object.__new__(type(self))
+            one.d, one.slots, one.constants = self.d, self.slots, self.constants[h : h + 1]
+            out.append(
+                what(one, *({k: v[h::heads] for k, v in t.items()} if isinstance(t, dict) else t[h::heads] for t in tensors))
+            )
+        if isinstance(out[0], dict):
+            return {k: torch.stack([o[k] for o in out], 1).flatten(0, 1) for k in out[0]}
+        return torch.stack(out, 1).flatten(0, 1)
+
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
+        return self._by_head(lambda one, x: one._pack(x), x)
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        return self._by_head(lambda one, f: one._unpack(f), fields)
+
+    def _pack(self, x: torch.Tensor) -> Packed:
         mean, s, digits, forward, _ = self._constants(x.device)
         codes, scale = searched((x - mean) @ forward.mT, *widths(DIGIT * digits), s.square())
         channel, j = self._places(digits)
@@ -159,7 +180,7 @@ class TransformedKeys(KeyCodec):
             "k_scale": scale.squeeze(-1).unflatten(1, (-1, SLAB)),
         }
 
-    def unpack(self, fields: Packed) -> torch.Tensor:
+    def _unpack(self, fields: Packed) -> torch.Tensor:
         mean, _, digits, _, backward = self._constants(fields["k_codes"].device)
         channel, j = self._places(digits)
         slots = unpack_keys(fields["k_codes"], DIGIT).flatten(1, 2).float() * 4.0**j
