@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from calibrated import calibrated
 
 from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import outlier_data
@@ -252,7 +253,7 @@ def simulate(
     **options: object,
 ) -> World:
     geometry = Geometry(d, n, dtype, pairing=str(options.pop("pairing", "half")))
-    fmt = get_format(name).bind(geometry, options)
+    fmt = calibrated(get_format(name).bind(geometry, options), H)
     world = World(fmt, seed, build)
     rng = world.rng
     first = world.admit(2 * n + fmt.W + rng.randrange(1, 20))

@@ -21,11 +21,13 @@ constexpr int BLOCK = BLOCK_SLABS * SLAB;
   KIND(hybrid)  /* InnerQ */       \
   KIND(sketch)  /* QJL */          \
   KIND(polar)   /* PolarQuant */   \
+  KIND(transformed) /* klt */      \
   KIND(raw)     /* lossless */
 
 #define KVQ_VALUE_KINDS(KIND)      \
   KIND(token)  /* per token */     \
   KIND(hybrid) /* InnerQ */        \
+  KIND(searched) /* klt */         \
   KIND(raw)    /* 16 or 32 bits */
 
 #define KVQ_DTYPES(KIND) KIND(f32) KIND(f16) KIND(bf16)
@@ -59,6 +61,8 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, outliers)     /* n */                                                                      \
   FIELD(double, sketch_scale)  /* c(d) / m */                                                               \
   FIELD(double, outer_scale)   /* c(n) / m_out */                                                           \
+  FIELD(int64_t, slots)        /* transformed: codes of 2 bits of a token */                                \
+  FIELD(int64_t, key_heads)    /* transformed: KV heads that have constants */                              \
   FIELD(double, lambda)        /* SQuat */                                                                  \
   FIELD(double, noise_floor)   /* SQuat: 1 / lambda is at least this many times the noise */                \
   FIELD(int64_t, squat_block)  /* SQuat: channels that are quantized before the others follow */            \
@@ -69,6 +73,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, value_mode)   /* as key_mode */                                                            \
   FIELD(int64_t, value_rotated) /* by a Hadamard matrix, see pack/affine.h */                               \
   FIELD(int64_t, group)        /* channels that share the parameters of a token */                          \
+  FIELD(double, value_step)    /* searched: between two levels, where the scale is 1 */                     \
                                                                                                             \
   /* fields of the slab, bytes from its start */                                                            \
   FIELD(int64_t, k_codes)                                                                                   \
@@ -87,6 +92,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, k_radius)                                                                                  \
   FIELD(int64_t, k_raw)                                                                                     \
   FIELD(int64_t, v_codes)                                                                                   \
+  FIELD(int64_t, v_high)       /* the third bits, if a code has three */                                    \
   FIELD(int64_t, v_scale)                                                                                   \
   FIELD(int64_t, v_zero)                                                                                    \
   FIELD(int64_t, v_slot)                                                                                    \
@@ -102,7 +108,11 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   /* tables that belong to a format but to no page, bytes from the start of the layout that they follow */  \
   FIELD(int64_t, sketch)       /* QJL: S transposed, float32 [d][m] */                                      \
   FIELD(int64_t, outer)        /* QJL: S' transposed, float32 [n][m_out] */                                 \
-  FIELD(int64_t, pairs)        /* polar: the x and the y channel of each pair, int32 [2][d / 2] */
+  FIELD(int64_t, pairs)        /* polar: the x and the y channel of each pair, int32 [2][d / 2] */          \
+  FIELD(int64_t, features)     /* transformed: what a query is multiplied with, float32 [heads][d][projected] */ \
+  FIELD(int64_t, forward)      /* transformed: T / s transposed, float32 [heads][d][d] */                   \
+  FIELD(int64_t, channels)     /* transformed: mean, weight, step and largest code, float32 [heads][4][d] */ \
+  FIELD(int64_t, places)       /* transformed: channel and shift of each slot, int32 [heads][2][slots] */
 
 #define KVQ_MEMBER(type, name) type name;
 struct Layout {
@@ -114,6 +124,28 @@ struct Constants {
   const float *sketch, *outer;
   float sketch_scale, outer_scale;
   const int32_t* pairs;
+  const float *features, *forward, *channels;
+  const int32_t* places;
 };
+
+// The numbers that a query is multiplied to before it meets a page, 0 if it is used as it is; of transformed keys the
+// slots' and two more, in whole runs of 32.
+inline int64_t projected(const Layout& l) {
+  if (l.keys == Keys::sketch) return l.sketch_rows;
+  return l.keys == Keys::transformed ? (l.slots + 2 + SLAB - 1) / SLAB * SLAB : 0;
+}
+
+// The constants as a KV head's kernels see them: of transformed keys each head has its own.
+inline Constants of_head(Constants c, const Layout& l, int64_t head) {
+  if (l.keys != Keys::transformed) return c;
+  c.features += head * l.d * projected(l);
+  c.forward += head * l.d * l.d;
+  c.channels += head * 4 * l.d;
+  c.places += head * 2 * l.slots;
+  return c;
+}
+
+// Bits of the codes in v_codes.
+inline int64_t low_value_bits(const Layout& l) { return l.value_bits == 3 ? 2 : l.value_bits; }
 
 }  // namespace kvq

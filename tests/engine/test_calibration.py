@@ -1,4 +1,4 @@
-"""Constants that a server fits when it starts: they are those of the text's tokens, and every later start reads them."""
+"""Constants that a server fits when it starts: they are those of the text's tokens, and all later starts read them."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def covariances(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-2", "Gemma-3", "gpt-oss"])
 def test_constants_are_those_of_the_tokens(name: str, tmp_path: Path) -> None:
-    """Against the queries and keys that vLLM's own attention layers see, with its own cache: with soft caps, windows and
-    learned sinks, which change what later layers see."""
+    """Against the queries and keys that vLLM's own attention layers see, with its own cache. Soft caps, windows and
+    learned sinks change what later layers see."""
     write_model(named(name), tmp_path / "model")
     arguments = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28, "skip_tokenizer_init": True}
     found, runs, _, _ = start(tmp_path / "model", tmp_path, arguments, True)
@@ -195,5 +195,3 @@ def test_ranks_have_the_constants_of_one_process(ranks: int, heads: int) -> None
     own = [_Ranks(rank, copies).own(constants, each).keys for rank in range(ranks)]
     assert torch.equal(torch.cat(own[::copies]), whole.covariance)  # type: ignore[arg-type]
     assert all(torch.equal(own[rank], own[rank // copies * copies]) for rank in range(ranks))  # type: ignore[arg-type]
-
-

@@ -35,7 +35,8 @@ def layer(seed: int, d: int = 64, tokens: int = 1024) -> Calibration:
 def fitted(name: str, d: int = 64, head: int = 0, **options: object) -> PageFormat:
     """For one head."""
     page = FORMATS[name].bind(Geometry(d, 64, torch.float32), options).calibrated_on(layer(1, d))
-    assert page.geometry.constants is not None and page.geometry.constants.keys is not None
+    assert page.geometry.constants is not None
+    assert page.geometry.constants.keys is not None
     return page.with_constants(Constants(page.geometry.constants.keys[head : head + 1], None))
 
 

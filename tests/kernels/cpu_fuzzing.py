@@ -7,15 +7,14 @@ import os
 from typing import Any
 
 import torch
+from calibrated import calibrated
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 
-IN_CPP = [
-    name for name, fmt in FORMATS.items() if name not in PEERS and not fmt.keys.calibrated and name != "squat2_pre"
-]
+IN_CPP = [name for name in FORMATS if name not in PEERS and name != "squat2_pre"]
 """Formats that the C++ kernels serve."""
 
 fuzz = settings(
@@ -29,6 +28,7 @@ CASES = [(name, ()) for name in IN_CPP] + [
     ("polar3", (("angle_bits", 3),)),
     ("qjl3", (("m", 256), ("m_out", 32), ("outliers", 5))),
     ("qjl3", (("outliers", 0),)),
+    ("klt2", (("key_rate", 5.0), ("searched_bits", 3))),
     ("squat4", (("group", 48), ("value_bits", 2), ("r", 63))),
     ("innerq2", (("key_bits", 4), ("value_bits", 4), ("quant_mode", "asymmetric"), ("key_norm", "none"))),
 ]
@@ -37,9 +37,9 @@ WILD = st.sampled_from([-(1 << 63), -(1 << 40), -1, 1 << 31, 1 << 40, (1 << 63) 
 
 @functools.cache
 def bound(
-    name: str, options: tuple[tuple[str, Any], ...], d: int, N: int, dtype: torch.dtype = torch.float16
+    name: str, options: tuple[tuple[str, Any], ...], d: int, N: int, dtype: torch.dtype = torch.float16, heads: int = 1
 ) -> PageFormat:
-    return get_format(name).bind(Geometry(d, N, dtype), dict(options))
+    return calibrated(get_format(name).bind(Geometry(d, N, dtype), dict(options)), heads)
 
 
 def shapes(draw: st.DrawFn, case: tuple[str, tuple[tuple[str, Any], ...]] | None = None) -> dict[str, Any]:

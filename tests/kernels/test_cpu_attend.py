@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import calibrated
+from cpu_fuzzing import IN_CPP
 
-from vllm_kvq.formats import Geometry, PageFormat, get_format
+from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import LIMIT
@@ -20,6 +22,8 @@ from vllm_kvq.kernels.torch.attend import Partial
 from vllm_kvq.kernels.torch.lists import PageList
 
 PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar4_v16", "polar3", "innerq2", "kitty2")
+TRANSFORMED = [name for name in IN_CPP if FORMATS[name].keys.calibrated]
+SERVED = [*PUBLIC, *TRANSFORMED]
 TOLERANCE = {"qjl3": 1e-2}
 
 torch.set_num_threads(2)  # as CI has
@@ -95,7 +99,7 @@ def case(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of attend_packed and its answer; kept, because all instruction sets get the same ones."""
     pairing = dict(options).get("pairing", "half")
-    fmt = get_format(name).bind(Geometry(d, N, page_dtype, pairing=pairing), dict(options))
+    fmt = calibrated(get_format(name).bind(Geometry(d, N, page_dtype, pairing=pairing), dict(options)), heads)
     count = [-(-n // N) for n in lengths]
     pool = packed_pages(fmt, sum(count), heads, seed)
     rng = torch.Generator().manual_seed(seed + 2)
@@ -137,14 +141,14 @@ def poison(fmt: PageFormat, pool: torch.Tensor, ids: torch.Tensor, low: torch.Te
     pool[..., start + fmt.slabs * size :] = 0xFF
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+@pytest.mark.parametrize("name", [*SERVED, "lossless"])
 @pytest.mark.parametrize("d", [64, 80, 128, 256])
 @pytest.mark.parametrize("gqa", [1, 4, 7, 8])
 def test_formats_heads_and_groups(isa: int, name: str, d: int, gqa: int) -> None:
     run(name, d, gqa, 64, [200, 64, 37, 0], seed=d + gqa)
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+@pytest.mark.parametrize("name", [*SERVED, "lossless"])
 def test_heads_of_512(isa: int, name: str) -> None:
     """QJL's outlier numbers are bytes, so it has none there."""
     options = {"outliers": 0} if name == "qjl3" else {}
@@ -152,19 +156,19 @@ def test_heads_of_512(isa: int, name: str) -> None:
     run(name, 512, 4, 32, [90], q=100, heads=1, **options)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("N", [32, 64, 128, 160])
 def test_pages_ranges_and_queries(isa: int, name: str, N: int) -> None:
     run(name, 128, 4, N, [2 * N + 50, 31, 5 * N], q=3, low=20, seed=N)
     run(name, 64, 2, N, [3 * N - 1], q=1, low=45, seed=N + 1)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", SERVED)
 def test_a_prefix_chunk(isa: int, name: str) -> None:
     run(name, 128, 4, 64, [500, 90], q=37)
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+@pytest.mark.parametrize("name", [*SERVED, "lossless"])
 @pytest.mark.parametrize("d", [64, 80, 128, 256])
 def test_a_chunk_of_many_rows(isa: int, name: str, d: int) -> None:
     """Enough rows that pages are unpacked for all at once (csrc/cpu/attend/float32/many.h)."""
@@ -181,7 +185,7 @@ def test_the_pytorch_kernels_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("cap", [2.0, 50.0])
-@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+@pytest.mark.parametrize("name", [*SERVED, "lossless"])
 def test_a_soft_cap(isa: int, name: str, cap: float) -> None:
     """For a decode step, and for a chunk of many rows."""
     run(name, 128, 4, 64, [200, 64, 37, 0], cap=cap)
@@ -227,6 +231,8 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
         ("polar3", {"angle_bits": 3}),
         ("polar4", {"angle_bits": 3, "mode": "paper"}),
         ("polar4", {"pairing": "interleaved"}),
+        ("klt2", {"key_rate": 1.0, "searched_bits": 4}),
+        ("klt2", {"key_rate": 5.0, "searched_bits": 3}),
         ("kivi2", {"value_rotation": "hadamard"}),
         ("kitty2", {"boost": "eighth"}),
         ("kitty2", {"boost": "half"}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import calibrated
 from traffic import SPEC, Request, World, simulate
 
 from vllm_kvq.formats import Geometry, get_format
@@ -59,6 +60,9 @@ CASES = [
     ("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
     ("qjl3", 64, 32, torch.float32, {"W": 32}),
     ("squat4", 128, 64, torch.bfloat16, {"W": 64, "S": 64}),
+    ("klt2", 128, 64, torch.bfloat16, {"W": 32, "S": 5}),
+    ("klt3", 64, 32, torch.float32, {"W": 32, "S": 0}),
+    ("klt4", 80, 64, torch.float16, {"W": 64}),
 ]
 
 
@@ -163,10 +167,10 @@ def test_geometry_must_fit() -> None:
         layer.run(batch, query, key[:0], value[:0], pages, out)
 
 
-@pytest.mark.parametrize("name", ["squat2", "qjl3", "polar4"])
+@pytest.mark.parametrize("name", ["squat2", "qjl3", "polar4", "klt3"])
 def test_tables_do_not_follow_the_default_type(name: str) -> None:
     """vLLM makes its layers, and with them our steps, while PyTorch's default type is the model's."""
-    fmt = get_format(name).bind(Geometry(64, 64, torch.bfloat16), {})
+    fmt = calibrated(get_format(name).bind(Geometry(64, 64, torch.bfloat16), {}), 2)
     torch.set_default_dtype(torch.bfloat16)
     try:
         bound = layout.lay_out(fmt, layout.Names.of(library()))

@@ -42,7 +42,7 @@ def attend(fmt: PageFormat, isa: int, threads: int, *arguments: Any) -> tuple[to
 def test_any_bytes_any_lists(isa: int, case: tuple[str, Any], data: st.DataObject) -> None:
     """Only what the lists name is read; a page or an owner that does not exist is refused."""
     s = shapes(data.draw, case)
-    fmt = bound(*case, s["d"], s["N"])
+    fmt = bound(*case, s["d"], s["N"], heads=s["heads"])
     rng = torch.Generator().manual_seed(s["seed"])
     # the pool ends where its last record ends, so that a sanitizer sees the first byte too many
     pages = torch.randint(0, 256, (s["pages"], s["heads"], fmt.record_bytes), dtype=torch.uint8, generator=rng)
@@ -86,7 +86,7 @@ def plausible(field: Field, shape: tuple[int, ...], rng: torch.Generator) -> tor
 def spoil_token(field: Field, at: torch.Tensor, t: int) -> None:
     """All bytes that belong only to token t. `at` is the field's bytes (heads, nbytes)."""
     view = at.unflatten(-1, (*field.shape, field.dtype.itemsize))
-    if field.name == "v_codes":  # [8 token quads][channels][4 tokens]
+    if field.name in ("v_codes", "v_high"):  # [8 token quads][channels][4 tokens]
         view[:, t // 4, :, t % 4] = 0xFF
     elif field.name == "v_raw":
         view[:, t] = 0xFF
@@ -101,7 +101,7 @@ def spoil_token(field: Field, at: torch.Tensor, t: int) -> None:
 @given(data=st.data())
 def test_bytes_of_unattended_tokens_change_no_bit(isa: int, case: tuple[str, Any], data: st.DataObject) -> None:
     s = shapes(data.draw, case)
-    fmt = bound(*case, s["d"], s["N"])
+    fmt = bound(*case, s["d"], s["N"], heads=s["heads"])
     rng = torch.Generator().manual_seed(s["seed"])
     count, heads = s["pages"], s["heads"]
     pages = torch.zeros(count, heads, fmt.record_bytes, dtype=torch.uint8)

@@ -27,7 +27,7 @@ INT32 = st.sampled_from([-(1 << 31), -40, -1, 0, 1 << 20, (1 << 31) - 1])
 def test_any_batch(isa: int, case: tuple[str, Any], data: st.DataObject) -> None:
     s = shapes(data.draw, case)
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    fmt = bound(*case, s["d"], s["N"], dtype)
+    fmt = bound(*case, s["d"], s["N"], dtype, s["heads"])
     drafts = data.draw(st.integers(0, 2))
     slots = SlotGeometry.of(fmt, s["heads"], drafts)
     rng = torch.Generator().manual_seed(s["seed"])

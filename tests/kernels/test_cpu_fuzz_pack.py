@@ -74,7 +74,7 @@ def listed(fmt: PageFormat, pages: int, limit: int, owners: int, data: st.DataOb
 def test_pack(case: tuple[str, Any], data: st.DataObject) -> None:
     s = shapes(data.draw, case)
     dtype = data.draw(FLOATS)
-    fmt = bound(*case, s["d"], s["N"], dtype)
+    fmt = bound(*case, s["d"], s["N"], dtype, s["heads"])
     rng = torch.Generator().manual_seed(s["seed"])
     heads, d, pages = s["heads"], s["d"], s["pages"]
     wild = data.draw(st.sampled_from([0.0, 0.01, 1.0]))

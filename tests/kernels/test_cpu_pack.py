@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calibrated import calibrated
 
 from vllm_kvq.bench.pools import outlier_data, state_for
 from vllm_kvq.formats import Geometry, PageFormat, get_format
@@ -60,7 +61,7 @@ def tokens(fmt: PageFormat, dtype: torch.dtype, seed: int) -> tuple[Pair, Pair, 
 def both(name: str, d: int, dtype: torch.dtype, n: int, **options: object) -> tuple[PageFormat, list[torch.Tensor]]:
     """The reference's pages and the kernel's; damage is counted equally."""
     pairing = options.pop("pairing", "half")
-    fmt = get_format(name).bind(Geometry(d, n, dtype, pairing=str(pairing)), options)
+    fmt = calibrated(get_format(name).bind(Geometry(d, n, dtype, pairing=str(pairing)), options), H)
     old, new, units = tokens(fmt, dtype, seed=d + n)
     state = None
     if fmt.state_rows:
@@ -92,7 +93,8 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
     keys, values = (FITTED if fmt.settings.get(f"{half}_scales") == "fitted" else 0.0 for half in ("key", "value"))
     # a rotated value is a sum, and so are the limits of its range
     rotated = FITTED if fmt.settings.get("value_rotation") == "hadamard" else 0.0
-    allowed = {"k": max(MOVED.get(fmt.keys.name, 0.0), keys), "v": max(values, rotated)}
+    moved_values = MOVED.get(fmt.values.name, 0.0)
+    allowed = {"k": max(MOVED.get(fmt.keys.name, 0.0), keys), "v": max(moved_values, values, rotated)}
     for name, field in a.items():
         x, y = field.contiguous(), b[name].contiguous()
         whole = {torch.float16: torch.int16, torch.float32: torch.int32}.get(x.dtype, x.dtype)
@@ -155,6 +157,12 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
         ("qjl3", 64, torch.bfloat16, 128, {"m": 96, "m_out": 32, "outliers": 5}),
         ("qjl3", 128, torch.float32, 64, {"outliers": 0}),
         ("qjl3", 80, torch.bfloat16, 64, {"outliers": 0, "m": 96, "sketch": "gaussian"}),
+        ("klt2", 128, torch.float32, 64, {}),
+        ("klt2", 64, torch.bfloat16, 128, {"key_rate": 5.0, "searched_bits": 3}),
+        ("klt3", 80, torch.bfloat16, 128, {}),
+        ("klt3", 256, torch.float16, 64, {}),
+        ("klt4", 192, torch.float32, 32, {}),
+        ("klt4", 512, torch.float32, 64, {}),
         ("lossless", 64, torch.float16, 64, {}),
         ("lossless", 80, torch.float32, 64, {}),
         ("lossless", 128, torch.bfloat16, 128, {}),

@@ -157,6 +157,8 @@ class TransformedKeys(KeyCodec):
         self.d, constants = geometry.d, geometry.constants and geometry.constants.keys
         # four planes of channel quads
         self.slots = round_up(int(self.d * options[RATE.name]) // DIGIT, 16)
+        self.heads = 0 if constants is None else len(constants)
+        """KV heads that have constants."""
         self._transform = None if constants is None else Transform.of(constants, self.slots)
 
     @classmethod

@@ -20,8 +20,10 @@ FACTORS = (0.7, 0.85, 1.0, 1.2, 1.45, 1.75, 2.1, 2.6, 3.2, 4.0)
 
 def widths(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Step and largest code by the channel's bits, float32; a channel without bits has the code 0 only."""
-    most = (2.0**bits - 1).float()
-    return 2 * torch.tensor(HALF_WIDTH, device=bits.device)[bits] / most.clamp_min(1), most
+    most = (2.0 ** bits.double() - 1).float()
+    # vLLM sets PyTorch's default type to the model's while it loads
+    half = torch.tensor(HALF_WIDTH, dtype=torch.float32, device=bits.device)
+    return 2 * half[bits] / most.clamp_min(1), most
 
 
 def levels(codes: torch.Tensor, step: torch.Tensor, most: torch.Tensor) -> torch.Tensor:

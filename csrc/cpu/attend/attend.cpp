@@ -70,7 +70,7 @@ class Driver {
     partial_.reset(new float[partial_size_]);
     left_.reset(new std::atomic<int64_t>[shares_.size()]);
     for (size_t i = 0; i < shares_.size(); ++i) left_[i] = shares_[i].tasks;
-    if (p_.listed && !many_ && l_.keys == Keys::sketch) project_queries();
+    if (p_.listed && !many_ && projected(l_)) project_queries();
     parallel(a_.threads, int64_t(pieces_.size()), [&](int64_t i) { work(pieces_[i]); });
   }
 
@@ -168,13 +168,14 @@ class Driver {
     std::fill(to + l_.head_size, to + l_.d, 0.0f);
   }
 
-  // S q of all shares, each with room for the rows of the longest. Several shares at once: a float of the sketch then
-  // meets more rows while it is in a register.
+  // S q (QJL) or F q (transformed keys) of all shares, each with room for the rows of the longest. Several shares at once
+  // if all heads have the same S: a float of it then meets more rows while it is in a register.
   void project_queries() {
     constexpr int64_t TOGETHER = 16;  // rows
     const int64_t shares = int64_t(shares_.size()), fair = std::max<int64_t>(shares / a_.threads, 1);
-    const int64_t step = std::clamp<int64_t>(TOGETHER / share_rows(), 1, fair);
-    features_.reset(new float[shares * share_rows() * l_.sketch_rows]);
+    const bool alike = l_.keys == Keys::sketch;
+    const int64_t step = alike ? std::clamp<int64_t>(TOGETHER / share_rows(), 1, fair) : 1;
+    features_.reset(new float[shares * share_rows() * projected(l_)]);
     parallel(a_.threads, (shares + step - 1) / step, [&](int64_t i) {
       thread_local Scratch scratch;
       const int64_t first = i * step, last = std::min(first + step, shares), rows = (last - first) * share_rows();
@@ -183,13 +184,14 @@ class Driver {
         const Share& s = shares_[first + r / share_rows()];
         read_query(s.request, s.head, s.row + std::min(r % share_rows(), s.rows - 1), query + r * l_.d);
       }
-      kernels_.project(query, int(rows), l_.d, p_.constants.sketch, l_.sketch_rows, features_of(first));
+      const float* by = alike ? p_.constants.sketch : of_head(p_.constants, l_, shares_[first].head).features;
+      kernels_.project(query, int(rows), l_.d, by, projected(l_), features_of(first));
     });
   }
 
   int64_t share_rows() const { return std::min(block_rows_, rows_); }
   float* features_of(int64_t share) const {
-    return features_ ? features_.get() + share * share_rows() * l_.sketch_rows : nullptr;
+    return features_ ? features_.get() + share * share_rows() * projected(l_) : nullptr;
   }
 
   void work(const Piece& piece) {
@@ -226,9 +228,10 @@ class Driver {
     Prefetch{nullptr, nullptr, ahead, ahead + next, l_.slab_bytes}.everything();
     for (int r = 0; r < rows; ++r) read_query(share.request, share.head, share.row + r, query + r * l_.d);
 
+    const Constants constants = of_head(p_.constants, l_, share.head);
     Task task{};
     task.layout = &l_;
-    task.constants = &p_.constants;
+    task.constants = &constants;
     task.rows = rows;
     task.cap = a_.cap * LOG2_E;
     task.query = query;

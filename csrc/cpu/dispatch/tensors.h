@@ -81,6 +81,12 @@ inline kvq::Constants read_constants(const TensorView& layout, const kvq::Layout
     c.pairs = read_table<int32_t>(layout, l.pairs, l.d);
     for (int64_t i = 0; i < l.d; ++i) require(c.pairs[i] >= 0 && c.pairs[i] < l.d, "a channel pair is out of range");
   }
+  if (l.keys == kvq::Keys::transformed) {
+    c.features = read_table<float>(layout, l.features, l.key_heads * l.d * kvq::projected(l));
+    c.forward = read_table<float>(layout, l.forward, l.key_heads * l.d * l.d);
+    c.channels = read_table<float>(layout, l.channels, l.key_heads * 4 * l.d);
+    c.places = read_table<int32_t>(layout, l.places, l.key_heads * 2 * l.slots);
+  }
   return c;
 }
 
@@ -90,6 +96,7 @@ inline kvq::Layout read_layout(const TensorView& t) {
   require(l.d > 0 && l.d <= kvq::LARGEST_HEAD && l.d % kvq::SLAB == 0 && l.head_size <= l.d, "unsupported head size");
   require(l.tokens > 0 && l.tokens % kvq::SLAB == 0, "unsupported page size");
   const bool sketch = l.keys == kvq::Keys::sketch, polar = l.keys == kvq::Keys::polar;
+  const bool transformed = l.keys == kvq::Keys::transformed;
   require(l.keys == kvq::Keys::raw || (l.key_bits >= 1 && l.key_bits <= 8), "keys have no codes");
   require(l.keys != kvq::Keys::boosted || (l.boosted > 0 && l.boosted <= l.d && l.boosted % 16 == 0 &&
                                            l.k_high == l.k_codes + 8 * l.d),
@@ -97,8 +104,12 @@ inline kvq::Layout read_layout(const TensorView& t) {
   require(!sketch || (l.sketch_rows > 0 && l.outliers >= 0 && (l.outer_rows > 0) == (l.outliers > 0)),
           "the sketch has no rows");
   require(!polar || (l.radius_bits >= 1 && l.radius_bits <= 8), "radii have no codes");
+  require(!transformed || (l.key_bits == 2 && l.slots > 0 && l.slots <= 4 * l.d && l.slots % 16 == 0),
+          "transformed keys have no codes");
+  require(!transformed || l.key_heads >= 0, "there are no heads");
   require(l.values == kvq::Values::raw || (l.value_bits >= 1 && l.value_bits <= 8), "values have no codes");
   require(l.values != kvq::Values::token || l.group > 0, "values have no groups");
+  require(l.values != kvq::Values::searched || (l.value_step > 0 && l.group == l.d), "values have no codes or groups");
   require(l.slabs_at + l.tokens / kvq::SLAB * l.slab_bytes <= l.record_bytes, "the slabs do not fit the record");
   return l;
 }
@@ -107,6 +118,9 @@ inline kvq::Layout read_layout(const TensorView& t) {
 inline void read_records(const TensorView& pages, const kvq::Layout& l) {
   require(is(pages, kDLUInt, 8) && pages.ndim() == 3 && pages.size(2) == l.record_bytes && pages.stride(2) == 1,
           "pages must be uint8 (pages, heads, record_bytes)");
+  if (l.keys == kvq::Keys::transformed && l.key_heads != pages.size(1))
+    TVM_FFI_THROW(ValueError) << "the keys have constants of " << l.key_heads << " KV heads, but pages have "
+                              << pages.size(1);
 }
 
 // tokens (blocks, slots, heads, head_size)

@@ -96,3 +96,14 @@ constexpr float RANGE = 32600.0f;
 #else
 #include "maddubs.h"
 #endif
+
+namespace {
+namespace integer {
+
+// Codes of two bits with the third ones from a plane of single bits (L::load_plane, L::planes).
+KVQ_INLINE Ints with_third_bit(Ints low, Ints plane, Ints number) {
+  return or_masked(low, shift_left<2>(shift_right(plane, number)), L::all8(4));
+}
+
+}  // namespace integer
+}  // namespace

@@ -15,6 +15,15 @@ struct Lanes16 {
   KVQ_INLINE static Reals load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   KVQ_INLINE static Ints load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 
+  // If a plane has 8 words, a vector takes two of them.
+  KVQ_INLINE static Ints load_plane(const uint8_t* p, int64_t stride) {
+    return stride < 16 ? _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p)) : load_bytes(p);
+  }
+  KVQ_INLINE static Ints planes(int64_t c, int64_t stride) {
+    const __m256i low = _mm256_set1_epi32(int(c / stride)), high = _mm256_set1_epi32(int((c + 8) / stride));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+
   // A vector of codes has 32 bytes of table i, even, and 32 of the next one: [i i i+1 i+1], low ones, then high ones.
   static constexpr int TABLE_BYTES = 64;
   KVQ_INLINE static void put_table(uint8_t* tables, int i, __m128i low, __m128i high) {

@@ -88,6 +88,11 @@ class Packer {
     const int64_t limit = p_.old.rows() + p_.fresh.rows();
     if (corrected() && (p_.state_rows < 1 || p_.state_rows - 1 > MAX_RANK || l_.squat_block < 16 || l_.squat_block % 16))
       throw std::out_of_range("SQuat's rank or block is out of range");
+    for (int64_t i = 0; l_.keys == Keys::transformed && p_.units && i < p_.heads * l_.slots; ++i) {
+      const int32_t* channel = p_.constants.places + i / l_.slots * 2 * l_.slots + i % l_.slots;
+      inside(*channel, l_.d, "channel");
+      inside(channel[l_.slots], 32, "shift");
+    }
     for (int64_t i = 0; i < p_.units; ++i) {
       inside(p_.page[i], p_.pages, "page id");
       inside(p_.unit[i], l_.tokens / p_.unit_tokens, "unit");
@@ -106,7 +111,8 @@ class Packer {
     if (lost) replaced_ += lost;
     PackUnit u{};
     u.layout = &l_;
-    u.constants = &p_.constants;
+    const Constants constants = of_head(p_.constants, l_, head);
+    u.constants = &constants;
     u.tokens = tokens;
     u.key = key;
     u.value = value;

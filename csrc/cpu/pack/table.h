@@ -6,8 +6,10 @@
 #include "hybrid.h"
 #include "polar.h"
 #include "raw.h"
+#include "search.h"
 #include "sketch.h"
 #include "sums.h"
+#include "transformed.h"
 
 namespace {
 namespace float32 {
@@ -47,6 +49,7 @@ inline size_t pack_work_bytes(const Layout& l, int64_t tokens) {
   size_t bytes = scalar_work_bytes(l);
   if (l.keys == Keys::polar) bytes = polar_work_bytes(l, tokens) > bytes ? polar_work_bytes(l, tokens) : bytes;
   if (l.keys == Keys::sketch) bytes = sketch_work_bytes(l) > bytes ? sketch_work_bytes(l) : bytes;
+  if (l.keys == Keys::transformed) bytes = transformed_work_bytes(l) > bytes ? transformed_work_bytes(l) : bytes;
   return bytes;
 }
 
@@ -58,6 +61,7 @@ inline void pack_unit(const PackUnit& u) {
     case Keys::hybrid: pack_hybrid_keys(u); break;
     case Keys::sketch: pack_sketch(u); break;
     case Keys::polar: pack_polar(u); break;
+    case Keys::transformed: pack_transformed(u); break;
     case Keys::raw: pack_raw_keys(u); break;
   }
   for (int64_t t = 0; t < u.tokens; t += SLAB) {
@@ -66,6 +70,7 @@ inline void pack_unit(const PackUnit& u) {
     switch (l.values) {
       case Values::token: pack_token_values(l, value, slab, u.work); break;
       case Values::hybrid: pack_hybrid_values(l, value, slab, u.work); break;
+      case Values::searched: pack_searched_values(l, value, slab, u.work); break;
       case Values::raw: pack_raw_values(l, value, slab); break;
     }
   }

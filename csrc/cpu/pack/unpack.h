@@ -199,7 +199,20 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
   }
 }
 
-// k[c][t] of a slab, for all formats except QJL, whose keys have no channels; `tables` as in unpack_polar.
+// g(k) of formats/klt.py, [projected(l)][32]: every slot's code times the token's scale, the scale, 1, and zeros.
+inline void unpack_transformed(const Layout& l, const Slab& slab, float* k) {
+  float scale[SLAB];
+  read_halves(slab.data + l.k_scale, SLAB, scale);
+  unpack_key_codes(slab.data + l.k_codes, int(l.slots), 2, [&](int slot, int t, Ints code) {
+    store(k + slot * SLAB + t, to_floats(code) * load(scale + t));
+  });
+  float* last = k + l.slots * SLAB;
+  std::memcpy(last, scale, sizeof scale);
+  std::memset(last + SLAB, 0, 4 * size_t(projected(l) - l.slots - 1) * SLAB);
+  for (int t = 0; t < SLAB; ++t) last[SLAB + t] = 1;
+}
+
+// k[c][t] of a slab, for all formats whose pages have channels; `tables` as in unpack_polar.
 inline void unpack_keys(Task& task, const Slab& slab, float* tables, float* k) {
   const Layout& l = *task.layout;
   switch (l.keys) {
@@ -209,6 +222,7 @@ inline void unpack_keys(Task& task, const Slab& slab, float* tables, float* k) {
     case Keys::polar: return unpack_polar(task, slab, tables, k);
     case Keys::raw: return read_raw(slab.data + l.k_raw, l.raw_dtype, int(l.d) * SLAB, k);
     case Keys::sketch: return;
+    case Keys::transformed: return;
   }
 }
 
@@ -264,11 +278,31 @@ inline void unpack_hybrid_values(const Layout& l, const Slab& slab, float* v) {
   });
 }
 
+inline void unpack_searched_values(const Layout& l, const Slab& slab, float* v) {
+  const int d = int(l.d), low = int(low_value_bits(l));
+  float scale[SLAB];
+  read_halves(slab.data + l.v_scale, SLAB, scale);
+  unpack_value_codes(slab.data + l.v_codes, d, low, [&](int t, int c, Ints code, int count) {
+    store_some(v + t * d + c, to_floats(code), count);
+  });
+  if (l.value_bits > low)
+    unpack_value_codes(slab.data + l.v_high, d, 1, [&](int t, int c, Ints code, int count) {
+      float* to = v + t * d + c;
+      for (int i = 0; i < count; ++i) to[i] += float(code[i] << low);
+    });
+  const float middle = 0.5f * float((1 << l.value_bits) - 1);
+  for (int t = slab.low; t < slab.high; ++t) {
+    const Floats step = splat(scale[t] * float(l.value_step));
+    for (int c = 0; c < d; c += LANES) store(v + t * d + c, (load(v + t * d + c) - middle) * step);
+  }
+}
+
 // v[t][c] of the slab; arbitrary numbers for tokens that are not attended.
 inline void unpack_values(const Layout& l, const Slab& slab, float* v) {
   switch (l.values) {
     case Values::token: return unpack_token_values(l, slab, v);
     case Values::hybrid: return unpack_hybrid_values(l, slab, v);
+    case Values::searched: return unpack_searched_values(l, slab, v);
     case Values::raw: return read_raw(slab.data + l.v_raw, l.raw_dtype, int(l.d) * SLAB, v);
   }
 }

@@ -24,12 +24,15 @@ from vllm_kvq.formats.codec import KeyCodec
 from vllm_kvq.formats.innerq import HybridKeys, HybridValues
 from vllm_kvq.formats.kitty import LOW, BoostedKeys
 from vllm_kvq.formats.kivi import ChannelKeys
+from vllm_kvq.formats.klt import DIGIT, SearchedValues, TransformedKeys
 from vllm_kvq.formats.lossless import RawKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys, ThirdBit
 from vllm_kvq.formats.qjl import OneSketchKeys, SketchKeys
+from vllm_kvq.formats.search import widths
 from vllm_kvq.formats.squat import BoostedSQuatKeys, SQuatKeys, WideSubspace
 from vllm_kvq.formats.values import RawValues, Rotated, TokenValues
 from vllm_kvq.formats.variant import Fitted, variant
+from vllm_kvq.kernels.cpu import transformed
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.slots import SlotGeometry
 
@@ -50,6 +53,9 @@ class Reduction:
     """(codec, the sum, tokens, previous state) -> state."""
 
 
+Number = str | int | Callable[[Any], float]
+
+
 @dataclass(frozen=True)
 class Kind:
     """How the library serves one codec class."""
@@ -58,8 +64,8 @@ class Kind:
     """The name of one of the library's kinds of keys, or of values."""
     fields: tuple[tuple[str, ...], ...]
     """The fields of a slab and a page; if options decide, one tuple for each choice."""
-    numbers: Mapping[str, str | int] = field(default_factory=dict)
-    """Name in the layout -> the codec's attribute, or a constant."""
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    """Name in the layout -> the codec's attribute, a constant, or a function of the codec."""
     tables: Callable[[Any], dict[str, np.ndarray]] | None = None
     table_names: tuple[str, ...] = ()
     reduction: Reduction | None = None
@@ -69,7 +75,12 @@ class Kind:
         return {*self.numbers, *self.table_names, *(name for choice in self.fields for name in choice)}
 
     def numbers_of(self, codec: Any) -> dict[str, float]:
-        return {k: getattr(codec, v) if isinstance(v, str) else v for k, v in self.numbers.items()}
+        def number(of: Number) -> float:
+            if isinstance(of, str):
+                return getattr(codec, of)  # type: ignore[no-any-return]
+            return of(codec) if callable(of) else of
+
+        return {name: number(of) for name, of in self.numbers.items()}
 
 
 _CPU = torch.device("cpu")
@@ -85,6 +96,10 @@ def _sketches(codec: SketchKeys) -> dict[str, np.ndarray]:
 
 def _pairs(codec: PolarKeys) -> dict[str, np.ndarray]:
     return {"pairs": torch.stack([codec.x, codec.y]).to(torch.int32).numpy()}
+
+
+def _step(codec: SearchedValues) -> float:
+    return widths(torch.tensor(codec.bits))[0].item()
 
 
 _GRAM = Reduction(
@@ -186,6 +201,13 @@ KEYS: dict[type, Kind] = {
         _pairs,
         ("pairs",),
     ),
+    TransformedKeys: Kind(
+        "transformed",
+        (("k_codes", "k_scale"),),
+        {"key_bits": DIGIT, "slots": "slots", "key_heads": "heads"},
+        transformed.tables,
+        transformed.TABLES,
+    ),
     RawKeys: Kind("raw", (("k_raw",),)),
 }
 VALUES: dict[type, Kind] = {
@@ -194,6 +216,11 @@ VALUES: dict[type, Kind] = {
     variant(TokenValues, Rotated): Kind("token", _TOKEN, {**_GROUPS, "value_rotated": 1}),
     variant(TokenValues, Rotated, Fitted): Kind("token", _TOKEN, {**_GROUPS, "value_rotated": 1, "value_fitted": 1}),
     HybridValues: Kind("hybrid", (("v_codes", "v_scale", "v_slot"),), {"value_bits": "bits", "value_mode": "mode"}),
+    SearchedValues: Kind(
+        "searched",
+        (("v_codes", "v_scale"), ("v_codes", "v_high", "v_scale")),
+        {"value_bits": "bits", "group": "d", "value_rotated": 1, "value_step": _step},
+    ),
     RawValues: Kind("raw", (("v_raw",),)),
 }
 

@@ -5,6 +5,7 @@
 #include "../integer/boosted_keys.h"
 #include "../integer/channel_keys.h"
 #include "../integer/hybrid_keys.h"
+#include "../integer/transformed_keys.h"
 #include "hybrid_values.h"
 #include "polar_keys.h"
 #include "sketch_keys.h"
@@ -25,8 +26,12 @@ struct Set {
   using Sketch = SketchKeys<D>;
   template <int D, int RADIUS_BITS>
   using Polar = PolarKeys<D, RADIUS_BITS>;
+  template <int PLANE>
+  using Transformed = TransformedKeys<PLANE>;
   template <int BITS>
   using Token = TokenValues<BITS>;
+  template <int BITS>
+  using Searched = TokenValues<BITS, true>;
   using HybridValues = HybridValues2;
 };
 

@@ -16,8 +16,10 @@ namespace integer {
 
 using namespace kvq;
 
-template <int BITS>
+template <int BITS, bool SEARCHED = false>
 struct TokenValues {
+  static constexpr int LOW = BITS == 3 ? 2 : BITS;              // bits in v_codes; a third one is in v_high
+  static constexpr float MIDDLE = -0.5f * ((1 << BITS) - 1);  // of the codes
   static constexpr int GROUPS = LARGEST_HEAD / 32;
   static constexpr int RUN = SUMS<BITS> / (SLAB / 4) < BLOCK_SLABS ? SUMS<BITS> / (SLAB / 4) : BLOCK_SLABS;
   static_assert(RUN >= 1);  // slabs between two widenings
@@ -47,7 +49,7 @@ struct TokenValues {
       constexpr int R = decltype(r)::value;
       scale_weights<R>(task, row, count, work);
       for (int g = 0; g < groups; ++g) weigh<R>(l, slabs, count, g, work);
-      by_stride(l.d * BITS / 8, [&](auto stride) KVQ_LAMBDA {
+      by_stride(l.d * LOW / 8, [&](auto stride) KVQ_LAMBDA {
         for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
           multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
       });
@@ -88,7 +90,8 @@ struct TokenValues {
     const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
     alignas(16) float factors[4];
     _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
-    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
+    const float unit = SEARCHED ? float(task.layout->value_step) : 1.0f;
+    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(unit / RANGE)));
     unroll<R>([&](auto r) KVQ_LAMBDA {
       const Reals factor = L::all(factors[r]);
       for (int t = 0; t < count * SLAB; t += WIDTH)
@@ -106,7 +109,10 @@ struct TokenValues {
       Reals scale[PER_SLAB], zero[PER_SLAB];
       unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
         scale[v] = parameters(data + l.v_scale, s, v, work);
-        zero[v] = parameters(data + l.v_zero, s, v, work);
+        if constexpr (SEARCHED)
+          zero[v] = scale[v] * L::all(MIDDLE);
+        else
+          zero[v] = parameters(data + l.v_zero, s, v, work);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         Reals x[PER_SLAB];
@@ -127,12 +133,17 @@ struct TokenValues {
                                                  Work& work, Prefetch& prefetch, float* out) {
     constexpr int X = R * PARTS, T = VECTORS<X>;
     const int group = int(c / l.group);
-    const Ints mask = L::all8((1 << BITS) - 1);
-    int64_t at[T];
-    Ints shift[T], sums[R][T];
+    const Ints mask = L::all8((1 << LOW) - 1);
+    const auto high_stride = stride / 2;  // of three bits
+    int64_t at[T], high_at[T];
+    Ints shift[T], high_shift[T], sums[R][T];
     unroll<T>([&](auto t) KVQ_LAMBDA {
       at[t] = l.v_codes + (c + WIDTH * t) % stride * 4;
-      shift[t] = L::all32(int((c + WIDTH * t) / stride) * BITS);
+      shift[t] = L::all32(int((c + WIDTH * t) / stride) * LOW);
+      if constexpr (BITS == 3) {
+        high_at[t] = l.v_high + (c + WIDTH * t) % high_stride * 4;
+        high_shift[t] = L::planes(c + WIDTH * t, high_stride);
+      }
       unroll<R>([&](auto r) KVQ_LAMBDA { sums[r][t] = Ints{}; });
     });
     for (int first = 0; first < count; first += RUN) {
@@ -146,6 +157,10 @@ struct TokenValues {
           unroll<T>([&](auto t) KVQ_LAMBDA {
             const Ints bytes = L::load_bytes(slabs[s].data + at[t] + e * stride * 4);
             code[t] = shift_right(bytes, shift[t]) & mask;
+            if constexpr (BITS == 3) {
+              const Ints high = L::load_plane(slabs[s].data + high_at[t] + e * high_stride * 4, high_stride);
+              code[t] = with_third_bit(code[t], high, high_shift[t]);
+            }
           });
           if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
           unroll<X>([&](auto x) KVQ_LAMBDA {

@@ -27,7 +27,10 @@ inline void sketch_features(const Task& task, const uint8_t* index, int row, flo
   }
 }
 
-inline int features_of(const Layout& l) { return l.keys == Keys::sketch ? l.sketch_rows + l.outer_rows : l.d; }
+inline int features_of(const Layout& l) {
+  if (l.keys == Keys::sketch) return l.sketch_rows + l.outer_rows;
+  return l.keys == Keys::transformed ? int(projected(l)) : l.d;
+}
 
 // key_work: unpacked features [F][32], then the polar tables or, for QJL, the rows' features of a slab
 inline size_t key_bytes(const Layout& l) {
@@ -53,6 +56,9 @@ inline void score(Task& task, const Slab& slab, int column) {
                    k + l.sketch_rows * SLAB);
     for (int r = 0; r < task.rows; ++r) sketch_features(task, slab.data + l.ko_index, r, extra + r * features);
     query = extra;
+  } else if (l.keys == Keys::transformed) {
+    unpack_transformed(l, slab, k);
+    query = task.features;
   } else {
     unpack_keys(task, slab, extra, k);
   }

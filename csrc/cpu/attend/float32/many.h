@@ -5,6 +5,7 @@
 //
 // QJL's keys become vectors like the others': a key's estimate is S_in^T sign |k| c(d) / m in all channels but the
 // slab's outliers, where it is S'^T sign' |k_out| c(n) / m_out. q . k_t is then the same sum in another order.
+// So it is for transformed keys: with f(q) = F q a key is F^T g(k).
 #pragma once
 
 #include "cap.h"
@@ -27,13 +28,22 @@ inline void rebuild_sketched(const Layout& l, const Constants& constants, const 
   for (int i = 0; i < n; ++i) std::memcpy(k + (index[i] < d ? index[i] : 0) * SLAB, outliers + i * SLAB, 4 * SLAB);
 }
 
+inline void rebuild_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* work, float* k) {
+  const int features = int(projected(l));
+  unpack_transformed(l, slab, work);
+  multiply(constants.features, features, int(l.d), features, work, SLAB, k, SLAB);
+}
+
 inline size_t sketch_floats(const Layout& l) {
   const int64_t outer = l.outer_rows + l.outliers;
   return size_t(l.sketch_rows > outer ? l.sketch_rows : outer) * SLAB;
 }
 
 inline size_t many_bytes(const Layout& l) {
-  const size_t tables = l.keys == Keys::sketch ? sketch_floats(l) : (l.keys == Keys::polar ? polar_floats(l) : 0);
+  size_t tables = 0;
+  if (l.keys == Keys::sketch) tables = sketch_floats(l);
+  if (l.keys == Keys::polar) tables = polar_floats(l);
+  if (l.keys == Keys::transformed) tables = size_t(projected(l)) * SLAB;
   return align64(4 * (2 * size_t(l.d) * BLOCK + size_t(l.d) * SLAB + tables));
 }
 
@@ -58,6 +68,8 @@ inline void many(Task& task, const Slab* slabs, int count) {
   for (int s = 0; s < count; ++s) {
     if (l.keys == Keys::sketch)
       rebuild_sketched(l, *task.constants, slabs[s], tables, k + s * d * SLAB);
+    else if (l.keys == Keys::transformed)
+      rebuild_transformed(l, *task.constants, slabs[s], tables, k + s * d * SLAB);
     else
       unpack_keys(task, slabs[s], tables, k + s * d * SLAB);
     unpack_value_panels(l, slabs[s], s, rows, v);

@@ -1,7 +1,8 @@
 // Which integer kernel serves which layout; the float32 kernels serve the rest.
 //
 // `Set` names the kernels of an instruction set: Channel<D, BITS>, Boosted<D>, Hybrid<D>, Sketch<D>,
-// Polar<D, RADIUS_BITS>, Token<BITS>, HybridValues; and LANES, the 32-bit lanes of its vectors.
+// Polar<D, RADIUS_BITS>, Transformed<PLANE>, Token<BITS>, Searched<BITS>, HybridValues; and LANES, the 32-bit lanes of its
+// vectors.
 #pragma once
 
 #include "../float32/table.h"
@@ -45,8 +46,20 @@ inline KeyKernel by_head_size(const Layout& l, int rows, F&& f) {
   }
 }
 
+// By the slots that a plane has room for: each head has as many, whatever its size.
+template <class Set>
+inline KeyKernel choose_transformed(const Layout& l, int rows) {
+  if (l.slots <= 4 * 64) return key_kernel<typename Set::template Transformed<64>>();
+#ifndef KVQ_SANITIZED
+  if (l.slots <= 4 * 128) return key_kernel<typename Set::template Transformed<128>>();
+  if (l.slots <= 4 * 256) return key_kernel<typename Set::template Transformed<256>>();
+#endif
+  return float32::keys(l, rows);
+}
+
 template <class Set>
 inline KeyKernel choose_keys(const Layout& l, int rows) {
+  if (l.keys == Keys::transformed) return choose_transformed<Set>(l, rows);
   return by_head_size(l, rows, [&](auto size) -> KeyKernel {
     constexpr int D = decltype(size)::d;
     const bool channel = l.keys == Keys::channel, polar = l.keys == Keys::polar && !l.paper && l.key_bits == 4;
@@ -67,10 +80,17 @@ inline KeyKernel choose_keys(const Layout& l, int rows) {
 
 template <class Set>
 inline ValueKernel choose_values(const Layout& l, int rows) {
-  const bool whole_planes = l.d * l.value_bits / 8 % Set::LANES == 0, whole_groups = l.group % 32 == 0;
+  const bool whole_planes = l.d * low_value_bits(l) / 8 % Set::LANES == 0, whole_groups = l.group % 32 == 0;
   if (l.values == Values::token && whole_planes && whole_groups) {
     if (l.value_bits == 2) return value_kernel<typename Set::template Token<2>>();
     if (l.value_bits == 4) return value_kernel<typename Set::template Token<4>>();
+  }
+  if (l.values == Values::searched && whole_planes) {
+    const int64_t high = l.d / 8;  // words of a plane of third bits
+    if (l.value_bits == 2) return value_kernel<typename Set::template Searched<2>>();
+    if (l.value_bits == 3 && (high % Set::LANES == 0 || high == 8))
+      return value_kernel<typename Set::template Searched<3>>();
+    if (l.value_bits == 4) return value_kernel<typename Set::template Searched<4>>();
   }
   if (l.values == Values::hybrid && l.value_bits == 2 && whole_planes) return value_kernel<typename Set::HybridValues>();
   return float32::values(l, rows);

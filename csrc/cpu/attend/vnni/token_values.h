@@ -16,8 +16,10 @@ namespace integer {
 
 using namespace kvq;
 
-template <int BITS>
+template <int BITS, bool SEARCHED = false>
 struct TokenValues {
+  static constexpr int LOW = BITS == 3 ? 2 : BITS;              // bits in v_codes; a third one is in v_high
+  static constexpr float MIDDLE = -0.5f * ((1 << BITS) - 1);  // of the codes
   static constexpr int GROUPS = LARGEST_HEAD / 32;
 
   struct Work {
@@ -43,7 +45,7 @@ struct TokenValues {
       constexpr int R = decltype(r)::value;
       scale_weights<R>(task, row, count, work);
       for (int g = 0; g < groups; ++g) weigh<R>(l, slabs, count, g, work);
-      by_stride(l.d * BITS / 8, [&](auto stride) KVQ_LAMBDA {
+      by_stride(l.d * LOW / 8, [&](auto stride) KVQ_LAMBDA {
         for (int c = 0; c < l.d; c += 32)
           multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
       });
@@ -86,7 +88,8 @@ struct TokenValues {
     const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
     alignas(16) float factors[4];
     _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
-    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
+    const float unit = SEARCHED ? float(task.layout->value_step) : 1.0f;
+    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(unit / RANGE)));
     unroll<R>([&](auto r) KVQ_LAMBDA {
       const __m512 factor = _mm512_set1_ps(factors[r]);
       for (int t = 0; t < (count + 1) / 2 * 64; t += 16)
@@ -107,7 +110,10 @@ struct TokenValues {
       unroll<4>([&](auto v) KVQ_LAMBDA {
         const __mmask16 attended = work.attended[2 * s + v];
         scale[v] = parameters(data[v / 2] + l.v_scale + v % 2 * 32, attended);
-        zero[v] = parameters(data[v / 2] + l.v_zero + v % 2 * 32, attended);
+        if constexpr (SEARCHED)
+          zero[v] = _mm512_mul_ps(scale[v], _mm512_set1_ps(MIDDLE));
+        else
+          zero[v] = parameters(data[v / 2] + l.v_zero + v % 2 * 32, attended);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         __m512 x[4];
@@ -127,9 +133,11 @@ struct TokenValues {
   static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
                                                  Work& work, Prefetch& prefetch, float* out) {
     const int group = int(c / l.group);
-    const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
-    const __m512i by0 = _mm512_set1_epi32(int(c / stride) * BITS);
-    const __m512i by1 = _mm512_set1_epi32(int((c + 16) / stride) * BITS);
+    const __m512i mask = _mm512_set1_epi8((1 << LOW) - 1);
+    const __m512i by0 = _mm512_set1_epi32(int(c / stride) * LOW);
+    const __m512i by1 = _mm512_set1_epi32(int((c + 16) / stride) * LOW);
+    const auto high_stride = stride / 2;  // of three bits
+    const __m512i high0 = L::planes(c, high_stride), high1 = L::planes(c + 16, high_stride);
     __m512i sums[CHAINS<R>][R * PARTS][2];
     auto& acc = sums[0];
     unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
@@ -138,11 +146,17 @@ struct TokenValues {
     for (int s = 0; s < count; ++s) {
       const uint8_t* codes = slabs[s].data + l.v_codes;
       const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
+      const uint8_t* h0 = slabs[s].data + l.v_high + c % high_stride * 4;
+      const uint8_t* h1 = slabs[s].data + l.v_high + (c + 16) % high_stride * 4;
       const int8_t* weights = work.weights[group][0][0] + s * SLAB;
       const char* ahead = prefetch.take<SLAB / 4>();  // at once: a branch amid the sums would move them about
       unroll<SLAB / 4>([&](auto token_quad) KVQ_LAMBDA {
-        const __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w0 + token_quad * stride * 4), by0), mask);
-        const __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w1 + token_quad * stride * 4), by1), mask);
+        __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w0 + token_quad * stride * 4), by0), mask);
+        __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w1 + token_quad * stride * 4), by1), mask);
+        if constexpr (BITS == 3) {
+          c0 = with_third_bit(c0, L::load_plane(h0 + token_quad * high_stride * 4, high_stride), high0);
+          c1 = with_third_bit(c1, L::load_plane(h1 + token_quad * high_stride * 4, high_stride), high1);
+        }
         __builtin_prefetch(ahead + 64 * token_quad, 0, 3);
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
           constexpr int part = x / R, r = x % R;

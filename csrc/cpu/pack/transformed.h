@@ -1,0 +1,39 @@
+//     y = T / s (k - mean)        codes of y, in digits of base 4
+//
+// Transformed keys (formats/klt.py): each slot is a digit of one channel's code.
+#pragma once
+
+#include "search.h"
+
+namespace {
+namespace float32 {
+
+// k - mean and y [32][d], a panel of T / s [d][32], codes [32][d], and their digits [32][slots]
+inline size_t transformed_work_bytes(const Layout& l) { return align64(4 * size_t(SLAB) * (4 * l.d + l.slots)); }
+
+inline void pack_transformed(const PackUnit& u) {
+  const Layout& l = *u.layout;
+  const int64_t d = l.d, slots = l.slots;
+  const float *mean = u.constants->channels, *weight = mean + d, *step = weight + d, *most = step + d;
+  const int32_t *channel = u.constants->places, *shift = channel + slots;
+  float *centred = reinterpret_cast<float*>(u.work), *y = centred + SLAB * d, *panel = y + SLAB * d;
+  int32_t *codes = reinterpret_cast<int32_t*>(panel + SLAB * d), *digits = codes + SLAB * d;
+  for (int t = 0; t < SLAB; ++t)
+    for (int64_t c = 0; c < d; c += LANES) store(centred + t * d + c, load(u.key + t * d + c) - load(mean + c));
+  for (int64_t j = 0; j < d; j += SLAB) {
+    // together, because d floats apart they would push each other out of the first cache
+    for (int64_t c = 0; c < d; ++c) std::memcpy(panel + c * SLAB, u.constants->forward + c * d + j, 4 * SLAB);
+    multiply(centred, d, SLAB, d, panel, SLAB, y + j, d);
+  }
+  float scale[SLAB];
+  for (int t = 0; t < SLAB; ++t) {
+    const int32_t* code = codes + t * d;
+    scale[t] = searched(y + t * d, d, {step, most, weight}, codes + t * d);
+    for (int64_t i = 0; i < slots; ++i) digits[t * slots + i] = code[channel[i]] >> shift[i] & 3;
+  }
+  for (int t = 0; t < SLAB; t += LANES) store_halves(u.slabs + l.k_scale + 2 * t, load(scale + t));
+  put_key_codes(digits, slots, 2, u.slabs + l.k_codes);
+}
+
+}  // namespace float32
+}  // namespace
