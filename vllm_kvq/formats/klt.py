@@ -154,7 +154,8 @@ class TransformedKeys(KeyCodec):
     calibrated = True
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
-        self.d, constants = geometry.d, geometry.constants and geometry.constants.keys
+        self.d = geometry.d
+        constants = None if geometry.constants is None else geometry.constants.keys
         # four planes of channel quads
         self.slots = round_up(int(self.d * options[RATE.name]) // DIGIT, 16)
         self.heads = 0 if constants is None else len(constants)
