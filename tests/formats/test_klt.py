@@ -270,3 +270,15 @@ def test_a_rate_is_rounded_up_to_sixteen_slots() -> None:
 
 def test_it_is_not_offered_yet() -> None:
     assert not set(NAMES) & set(suite("public"))
+
+
+def test_constants_of_other_heads_are_refused() -> None:
+    keys = fitted("klt3", 128).geometry.constants
+    with pytest.raises(ValueError, match=r"constants of shape \(1, 258, 128\) are not those of heads of 64 channels"):
+        FORMATS["klt3"].bind(Geometry(64, 64), {}).with_constants(keys)
+
+
+def test_constants_are_needed() -> None:
+    page = FORMATS["klt3"].bind(Geometry(64, 64), {})
+    with pytest.raises(ValueError, match="klt has constants that are fitted to another text, and none are given"):
+        page.keys.pack(torch.zeros(1, 32, 64), None)

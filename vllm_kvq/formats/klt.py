@@ -158,6 +158,8 @@ class TransformedKeys(KeyCodec):
         constants = None if geometry.constants is None else geometry.constants.keys
         # four planes of channel quads
         self.slots = round_up(int(self.d * options[RATE.name]) // DIGIT, 16)
+        if constants is not None and constants.shape[1:] != (2 + 2 * self.d, self.d):
+            raise ValueError(f"constants of shape {tuple(constants.shape)} are not those of heads of {self.d} channels")
         self.heads = 0 if constants is None else len(constants)
         """KV heads that have constants."""
         self._transform = None if constants is None else Transform.of(constants, self.slots)

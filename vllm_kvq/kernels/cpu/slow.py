@@ -89,7 +89,9 @@ def _reason(fmt: PageFormat, half: str) -> Reason | None:
 
 def _fast(fmt: PageFormat, half: str, options: Mapping[str, Any], head_size: int | None = None) -> bool:
     """Whether integer kernels would attend this half with these options, and the defaults for the rest."""
-    geometry = replace(fmt.geometry, head_size=head_size, rotary_dim=None, rope=None) if head_size else fmt.geometry
+    geometry = fmt.geometry
+    if head_size:
+        geometry = replace(geometry, head_size=head_size, rotary_dim=None, rope=None, constants=None)
     try:
         other = get_format(fmt.name).bind(geometry, options)
     except ValueError:  # head sizes that this format does not store
