@@ -15,10 +15,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-from calibrated import calibrated
 
 from proof.kernels.exact import relative_error
-from vllm_kvq.bench.pools import outlier_data
+from vllm_kvq.bench.pools import calibrated, outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.squat import SQuatKeys
 from vllm_kvq.kernels.cpu import attend as cpu

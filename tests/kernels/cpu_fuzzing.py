@@ -7,10 +7,10 @@ import os
 from typing import Any
 
 import torch
-from calibrated import calibrated
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 

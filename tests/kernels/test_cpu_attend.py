@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from calibrated import calibrated
 from cpu_fuzzing import IN_CPP
 
+from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB

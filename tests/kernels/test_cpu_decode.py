@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from calibrated import calibrated
 from traffic import SPEC, Request, World, simulate
 
+from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.integration.worker.companions import Sidecar, Sinks
 from vllm_kvq.integration.worker.layer import PackedLayer

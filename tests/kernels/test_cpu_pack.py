@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calibrated import calibrated
 
-from vllm_kvq.bench.pools import outlier_data, state_for
+from vllm_kvq.bench.pools import calibrated, outlier_data, state_for
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.squat import PLAIN
 from vllm_kvq.kernels.cpu import pack as cpu_pack

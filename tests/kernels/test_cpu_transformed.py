@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from calibrated import calibrated
 from cpu_fuzzing import IN_CPP
 
-from vllm_kvq.bench.pools import outlier_data, random_pages
+from vllm_kvq.bench.pools import calibrated, outlier_data, random_pages
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.constants import Constants

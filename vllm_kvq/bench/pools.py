@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.codec import Codec
+from vllm_kvq.formats.constants import Calibration, Constants
+
+CALIBRATION_TOKENS, CALIBRATION_SEED = 256, 1
 
 
 def outlier_data(tokens: int, heads: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,6 +22,28 @@ def outlier_data(tokens: int, heads: int, d: int, seed: int) -> tuple[torch.Tens
     key[..., channels] = key[..., channels] * 6 + 8 * torch.randn(heads, 1, len(channels), generator=rng)
     tall = torch.rand(heads, tokens, 1, generator=rng) < 0.03
     return key, torch.where(tall, value * 30, value)
+
+
+@functools.cache
+def _fitted(codec: type[Codec], options: tuple[tuple[str, Any], ...], head_size: int, heads: int) -> torch.Tensor:
+    data = outlier_data(CALIBRATION_TOKENS, heads, head_size, CALIBRATION_SEED)
+    key, value = (x.transpose(0, 1) for x in data)
+    # queries look at the keys' wide channels, as in real models
+    noise = torch.randn(key.shape, generator=torch.Generator().manual_seed(CALIBRATION_SEED))
+    query = (key + noise).repeat_interleave(2, 1)
+    return codec.fit_constants(Calibration(query, key, value), dict(options))
+
+
+def calibrated(fmt: PageFormat, heads: int) -> PageFormat:
+    """The same format with constants for `heads` KV heads, no two of them alike; itself if it needs none."""
+    if not fmt.calibrated:
+        return fmt
+    s, d = fmt.settings, fmt.geometry.head_size
+    keys, values = (
+        _fitted(codec, tuple(s.of_codec(codec).items()), d, heads) if codec.calibrated else None
+        for codec in (s.keys, s.values)
+    )
+    return fmt.with_constants(Constants(keys, values))
 
 
 def state_for(fmt: PageFormat, key: torch.Tensor, seed: int) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.bench import vllm_build
+from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.table import label
@@ -74,7 +75,7 @@ class Packed:
         from vllm_kvq.integration.worker.prompts import Asked, prompts_for
 
         geometry = Geometry(d, BLOCK, torch.bfloat16, rope=Rope.plain(d, tokens))
-        fmt, cpu = get_format(name).bind(geometry, options), torch.device("cpu")
+        fmt, cpu = calibrated(get_format(name).bind(geometry, options), heads), torch.device("cpu")
         slots = SlotGeometry.of(fmt, heads, 0)
         pages = -(-tokens // BLOCK)
         pool = torch.zeros(1 + pages + slots.sidecar_blocks + slots.sink_blocks, slots.page_bytes // 2).bfloat16()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.bench import vllm_build
-from vllm_kvq.bench.pools import random_pages
+from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.kernels.cpu.processor import last_level_cache
@@ -113,7 +113,8 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
 
 def bound_format(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> PageFormat:
     rope = Rope.plain(shape.head_size, shape.context)
-    return get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16, rope=rope), options)
+    fmt = get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16, rope=rope), options)
+    return calibrated(fmt, shape.heads)
 
 
 def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> Candidate:
