@@ -397,7 +397,7 @@ def not_in_effect(engine: Any) -> list[str]:
     """The patches that an engine needs and its process lacks."""
     vllm_config = engine.engine.vllm_config
     wanted = [patch for patch in PATCHES if patch.install is not None and patch.wanted(vllm_config)]
-    assert {patch.moment for patch in wanted} == {Moment.REGISTERED, Moment.CONFIGURED, Moment.BUILT}
+    assert {patch.moment for patch in wanted} == {Moment.REGISTERED, Moment.CONFIGURED, Moment.LOADED, Moment.BUILT}
     return [patch.what for patch in wanted if not patch.in_effect()]
 
 

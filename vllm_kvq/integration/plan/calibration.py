@@ -134,9 +134,9 @@ def _folder() -> Path:
 def _checked(path: Path, belongs: Mapping[str, str]) -> str:
     """The digest in the file, whose tensors are not read. ValueError, with a sentence, unless it is of this model."""
     metadata = _metadata(path)
-    for name, what in (("version", "of another version"), ("codecs", "of other codecs"), ("model", "of another model")):
+    for name, what in (("version", "another version"), ("codecs", "other codecs"), ("model", "another model")):
         if name in belongs and metadata.get(name) != belongs[name]:
-            raise ValueError(f"the calibration {path} is {what}; {_instead(path)}")
+            raise ValueError(f"the calibration {path} is of {what}; {_instead(path)}")
     return metadata["digest"]
 
 
