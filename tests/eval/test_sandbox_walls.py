@@ -228,7 +228,9 @@ def test_it_leaves_nothing_running(users: Users) -> None:
     """A daemon that first kills the process that watches it."""
     program = "import os, time\n"
     program += "try: os.kill(os.getppid(), 9)\nexcept OSError: pass\n"
-    program += "if not os.fork():\n    os.setsid()\n    if not os.fork():\n        time.sleep(60)\n    os._exit(0)\nos.wait()"
+    program += (
+        "if not os.fork():\n    os.setsid()\n    if not os.fork():\n        time.sleep(60)\n    os._exit(0)\nos.wait()"
+    )
     users.run(program)
     deadline = time.monotonic() + 5
     while left := left_over():

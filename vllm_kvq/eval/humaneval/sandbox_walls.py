@@ -151,7 +151,12 @@ def _filter(refused: dict[int, int], signals: list[int]) -> bool:
     for number, error in refused.items():
         steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE | error)]
     for number in signals:
-        own = [(EQUAL, 2, 0, os.getpid()), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE | errno.EPERM), (RETURN, 0, 0, ALLOW)]
+        own = [
+            (EQUAL, 2, 0, os.getpid()),
+            (EQUAL, 1, 0, 0),
+            (RETURN, 0, 0, REFUSE | errno.EPERM),
+            (RETURN, 0, 0, ALLOW),
+        ]
         steps += [(EQUAL, 0, 1 + len(own), number), (LOAD, 0, 0, FIRST_ARGUMENT_AT), *own]
     steps.append((RETURN, 0, 0, ALLOW))
     packed = b"".join(struct.pack("=HBBI", *step) for step in steps)
