@@ -5,8 +5,8 @@
 
 Our wheels contain our own files (Apache-2.0) and a library compiled from them; nobody else's code is in them. What they
 need is installed beside them, and must have a licence that lets an Apache-2.0 program import it and be passed on with
-it, as in the container images: permissive ones, and those that ask only for their own files (MPL-2.0). Tools of the extra
-`dev` are left out: nobody but developers of this project installs them, and nothing of them is passed on.
+it, as in the container images: permissive ones, and those that ask only for their own files (MPL-2.0). Tools of the
+extra `dev` are left out: nobody but developers of this project installs them, and nothing of them is passed on.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_calls_that_are_refused(call: str, namespaces: bool) -> None:
     assert run(NO_CALL.format(call), namespaces).reason == "passed"
 
 
-# -- as a user that is not root, who owns other files and processes -----------------------------------------------------
+# -- as a user that is not root, who owns other files and processes ----------------------------------------------------
 USER = 1234567
 AS_USER = """
 import importlib.util, json, os, sys

@@ -91,13 +91,13 @@ def build(folder: str, as_user: bool, among_others: bool) -> Walls:
     """For this process and all that it starts; it must have no new privileges. `as_user`: it runs as the user who
     evaluates, `among_others`: it sees the other processes' numbers."""
     version = _landlock(folder)
-    refused = {number: errno.EPERM for number in _numbers(CALLS)}
+    refused = dict.fromkeys(_numbers(CALLS), errno.EPERM)
     refused[_number(CALLS["socket"]) or 0] = errno.ENETUNREACH
     if as_user:
-        refused |= {number: errno.EPERM for number in _numbers(OWNERS_CALLS)}
+        refused |= dict.fromkeys(_numbers(OWNERS_CALLS), errno.EPERM)
     signals: list[int] = []
     if as_user and among_others and version < 6:
-        refused |= {number: errno.EPERM for number in _numbers(OTHER_SIGNALS)}
+        refused |= dict.fromkeys(_numbers(OTHER_SIGNALS), errno.EPERM)
         signals = _numbers(SIGNALS)
     return Walls(version, _filter(refused, signals))
 
