@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -74,7 +75,8 @@ def fits(expression: str) -> bool:
     return True
 
 
-def licence_of(name: str, found: metadata.PackageMetadata) -> str:
+def licence_of(name: str, found: Any) -> str:
+    """From the metadata of a package, which are the headers of a mail."""
     if expression := found.get("License-Expression"):
         return str(expression)
     words = [c for c in found.get_all("Classifier") or () if c.startswith("License ::")]
