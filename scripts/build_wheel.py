@@ -90,7 +90,8 @@ def add_library(source: Path) -> None:
     spec.loader.exec_module(build)
     folder = source / "vllm_kvq" / "_prebuilt"
     folder.mkdir()
-    shutil.copy(build.build(), folder / build.prebuilt_name())
+    library = build.build().read_bytes()
+    (folder / build.prebuilt_name()).write_bytes(build.compiled.unsealed(library))
 
 
 def pip_wheel(source: Path, output: Path, *options: str) -> Path:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 BUILD = "tests/kernels/test_cpu_build.py"
+FAILURES = "tests/kernels/test_build_failures.py"
+TRUST = "tests/kernels/test_trust.py"
 STORE = "tests/eval/test_store.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a truncated library counts as whole",
         "vllm_kvq/kernels/compiled.py",
-        "return bool(length >= sections + size * count)",
-        "return True",
+        "if len(whole) < sections + size * count:",
+        "if False:",
         f"{BUILD} -k truncated",
     ),
     Fault(
@@ -28,6 +30,48 @@ FAULTS: tuple[Fault, ...] = (
         'if "error:" in line)',
         "if not line)",
         f"{BUILD} -k full_disk",
+    ),
+    Fault(
+        "a library with a changed byte is loaded",
+        "vllm_kvq/kernels/compiled.py",
+        "not data.endswith(hashlib.sha256(whole).digest())",
+        "False",
+        f"{FAILURES} -k changed_byte",
+    ),
+    Fault(
+        "a library for another processor is kept",
+        "vllm_kvq/kernels/compiled.py",
+        "not in (ANY_MACHINE, _machine())",
+        "is None",
+        f"{FAILURES} -k processor",
+    ),
+    Fault(
+        "a user without a home gets a traceback",
+        "vllm_kvq/kernels/build.py",
+        "contextlib.suppress(RuntimeError)",
+        "contextlib.suppress()",
+        f"{FAILURES} -k home",
+    ),
+    Fault(
+        "a library is loaded that somebody else can write",
+        "vllm_kvq/kernels/compiled.py",
+        "if not shipped and (who",
+        "if False and (who",
+        f"{TRUST} -k became",
+    ),
+    Fault(
+        "libraries are compiled into a folder that somebody else can write",
+        "vllm_kvq/kernels/build.py",
+        "        if (who := trust.folder_writers(path)) is not None:\n            raise",
+        "        if False:\n            raise",
+        f"{TRUST} -k user_names",
+    ),
+    Fault(
+        "another user's library is trusted",
+        "vllm_kvq/kernels/trust.py",
+        "if found.st_uid not in _owners():",
+        "if False:",
+        f"{TRUST} -k another",
     ),
     Fault(
         "a damaged measurement is kept",

@@ -120,6 +120,15 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
+def test_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
+    (found,) = environment.kernels()
+    assert found.status == NOTE
+    assert f"because every user can write to {tmp_path}; set VLLM_KVQ_CACHE to a folder that " in found.text
+    assert found.text.endswith("; the PyTorch kernels serve, slowly")
+
+
 WITHOUT_VLLM = """
 import importlib.abc, importlib.util, sys
 

@@ -53,6 +53,37 @@ def test_a_damaged_measurement_is_made_again(tmp_path: Path) -> None:
     assert not found.has("figures", "one")
 
 
+def test_any_changed_byte_costs_a_measurement_at_most(tmp_path: Path) -> None:
+    """Never a traceback or other numbers: not in what says how a part is compressed or whether it is encrypted."""
+    found = Store(tmp_path)
+    path = found.path("figures", "one")
+    found.put("figures", "one", {"kl": np.arange(9.0)})
+    data = path.read_bytes()
+    for at in range(len(data)):
+        for change in (1, 255):
+            path.write_bytes(data[:at] + bytes([data[at] ^ change]) + data[at + 1 :])
+            again = found.get("figures", "one")
+            assert again is None or "kl" not in again or np.array_equal(again["kl"], np.arange(9.0))
+
+
+def test_a_folder_that_can_not_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="can't keep a measurement: Not a directory; name another --cache"):
+        Store(tmp_path / "file" / "cache")
+    found = Store(tmp_path)
+    with pytest.raises(OSError, match="can't keep a measurement: File exists; name another --cache"):
+        found.put("file", "one", ARRAYS)
+
+
+def test_a_user_without_a_home_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    assert store.default_folder().name == "eval"
+
+
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(name: str, **arrays: np.ndarray) -> None:
         Path(name).write_bytes(b"half")

@@ -154,17 +154,18 @@ def test_a_full_disk_is_named(asked: Path, monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(library, "load", build.load.__wrapped__)
     assert library.library.__wrapped__() is None
     (record,) = (r for r in caplog.records if "no C++ kernels" in r.getMessage())
-    assert record.getMessage().endswith(said)
+    assert record.getMessage().endswith(f"{said}; {build._ROOM}")
     assert {path.name for path in folder.iterdir()} == {"compiler", "lock"}
 
 
-def test_a_damaged_library_is_compiled_again(asked: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("zeros", [False, True], ids=["truncated", "zeros"])
+def test_a_damaged_library_is_compiled_again(zeros: bool, asked: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The loader would not notice, and the process would die."""
     path = build.build()
     lines = len(asked.read_text().splitlines())
     assert build.build() == build.built() == path
     assert len(asked.read_text().splitlines()) == lines
-    path.write_bytes(path.read_bytes()[:40])
+    path.write_bytes(bytes(path.stat().st_size) if zeros else path.read_bytes()[:40])
     assert build.built() is None
     with caplog.at_level(logging.WARNING):
         assert build.build() == path

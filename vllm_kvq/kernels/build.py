@@ -29,7 +29,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.kernels import compiled
+from vllm_kvq.kernels import compiled, trust
 
 # only a name: a vLLM server shows what is logged below `vllm`
 logger = logging.getLogger("vllm.kvq")
@@ -61,8 +61,25 @@ EXTRA_FLAGS = "VLLM_KVQ_CXXFLAGS"
 """A variable with additional flags for the compiler and the linker. Every set of flags has its own build."""
 
 
+_UNFINISHED = "tmp-library-"
+
 PREBUILT = Path(__file__).resolve().parents[1] / "_prebuilt"
 """Where a wheel carries its library. A checkout has no such folder."""
+
+
+_OWN = "set VLLM_KVQ_CACHE to a folder that belongs to this user and that only this user can write to"
+_ROOM = "make room where compiled kernels are kept and in $TMPDIR, or set VLLM_KVQ_CACHE and TMPDIR to other folders"
+_ELSEWHERE = "set VLLM_KVQ_CACHE to a folder that can be written"
+_MEMORY = "free some memory, or compile one source at a time: taskset -c 0 python -m vllm_kvq.kernels"
+_ADVICE = {
+    "No space left on device": _ROOM,
+    "Disk quota exceeded": _ROOM,
+    "Read-only file system": _ELSEWHERE,
+    "Permission denied": _ELSEWHERE,
+    "Killed signal": _MEMORY,
+    "Cannot allocate memory": _MEMORY,
+}
+"""What to do where a compiler or the system says this."""
 
 
 class BuildError(RuntimeError):
@@ -154,23 +171,41 @@ def _cache_dir() -> Path:
     if os.environ.get("VLLM_KVQ_CACHE"):
         path = Path(os.environ["VLLM_KVQ_CACHE"])
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(0o755, parents=True, exist_ok=True)
         except OSError as error:
             raise BuildError(f"VLLM_KVQ_CACHE is {path}, which can't be made a folder: {error.strerror}") from error
+        if (who := trust.folder_writers(path)) is not None:
+            raise BuildError(f"VLLM_KVQ_CACHE is {path}, from which no library is loaded, because {who}; {_OWN}")
         return path
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq"
-    for path in (Path(__file__).resolve().parents[1] / "_build", user):
+    candidates = [Path(__file__).resolve().parents[1] / "_build"]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        candidates.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq")
+    problems = []
+    for path in candidates:
         try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError:
+            path.mkdir(0o755, parents=True, exist_ok=True)
+        except OSError as error:
+            problems.append(f"{path} can't be made ({error.strerror})")
             continue
-        if os.access(path, os.W_OK):
+        if not os.access(path, os.W_OK):
+            problems.append(f"{path} is not writable")
+        elif (who := trust.folder_writers(path)) is not None:
+            problems.append(f"{path} is not trusted, because {who}")
+        else:
             return path
-    raise BuildError(f"neither the package's directory nor {user} is writable; set VLLM_KVQ_CACHE")
+    raise BuildError(f"there is no folder for compiled kernels: {', '.join(problems)}; {_OWN}")
+
+
+def advised(error: Exception) -> BuildError:
+    """The same, with what to do about it if that is known."""
+    sentence = str(error)
+    advice = next((advice for said, advice in _ADVICE.items() if said in sentence), None)
+    return BuildError(sentence if advice is None else f"{sentence}; {advice}")
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    english = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=english)
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[-4000:]}\n{_cause(done.stderr)}")
 
@@ -191,6 +226,8 @@ def _alone(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 logger.info("kvq: waiting for another process that is compiling the C++ kernels")
                 fcntl.flock(file, fcntl.LOCK_EX)
+            for left in folder.glob(f"{_UNFINISHED}*"):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
         yield
 
 
@@ -225,6 +262,15 @@ def _target(name: str) -> Path:
     return _cache_dir() / f"{name}-{_key(compiler(), source_dir(name))}.so"
 
 
+def folder_problem() -> str | None:
+    """Why libraries can be neither compiled nor loaded here; None: there is a folder for them."""
+    try:
+        _cache_dir()
+    except (BuildError, OSError) as error:
+        return str(error)
+    return None
+
+
 def built(name: str = "cpu") -> Path | None:
     """What `build` would return without compiling; None if it would have to compile. Raises WheelError."""
     if (carried := prebuilt(name)) is not None:
@@ -246,11 +292,11 @@ def build(name: str = "cpu") -> Path:
         if compiled.is_there(target):
             return target
         includes, library, _ = _ffi()
-        with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
+        with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent, prefix=_UNFINISHED) as tmp:
             if compiled.is_there(target):
                 return target
             if target.exists():
-                logger.warning("kvq: %s is damaged; it is compiled again", target)
+                logger.warning("kvq: %s %s; it is compiled again", target, compiled.problem(target))
             include = [f"-isystem{i}" for i in includes]
             every = sources(directory)
             objects = [f"{tmp}/{source.parent.name}-{source.stem}.o" for source in every]
@@ -262,8 +308,8 @@ def build(name: str = "cpu") -> Path:
             _run([*command, *extra_flags(), "-shared", "-o", f"{tmp}/out.so", *objects, library])
             compiled.publish(Path(tmp, "out.so"), target)
         return target
-    except (OSError, ImportError, subprocess.SubprocessError) as error:
-        raise BuildError(str(error)) from error
+    except (OSError, ImportError, subprocess.SubprocessError, BuildError) as error:
+        raise advised(error) from error
 
 
 @functools.cache
@@ -271,7 +317,7 @@ def load() -> Any:
     """The loaded library, a tvm_ffi module: its functions are attributes. Raises BuildError or WheelError."""
     path = build()
     try:
-        return compiled.load(path)
+        return compiled.load(path, shipped=path.parent == PREBUILT)
     except Exception as error:
         reason = f"{path} can't be loaded: {error}"
         if path.parent == PREBUILT:

@@ -1,17 +1,20 @@
 """Runs a program that a model wrote, in a process that can do little harm, and reports whether it finished.
 
-The process has its own session, no network, an empty environment, a temporary folder to write to, and limits on
-processor time, memory, file sizes and processes. If Linux allows namespaces (as root, or if unprivileged user
-namespaces are enabled), it has its own process numbers, so whatever it starts dies with it, and no network interface.
-Otherwise sockets are disabled for it, and its descendants are found and killed. If Linux has Landlock, it can write
-only in its folder. Root's programs run as another user.
+The process has its own session, an empty environment, a temporary folder to write to, and limits on processor time,
+memory, files and processes. If Linux allows namespaces (as root, or if unprivileged user namespaces are enabled), it
+has its own process numbers, so whatever it starts dies with it, and no network interface. Otherwise its descendants
+are found and killed. Linux refuses it sockets, other processes' memory and what would stay behind it, and with Landlock
+it can read only Python and the system's libraries, and write only in its folder (sandbox_walls.py). Root's programs run
+as another user.
 
-This protects the machine from accidents. It can't contain programs that are written to break out.
+This protects the machine from accidents. It can't contain programs that are written to break out, or to pretend that
+they have passed: the answer to that is a virtual machine.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +35,9 @@ class Limits:
     """Wall-clock time: a program may sleep, or get little time on a busy machine."""
     memory_bytes: int = 1 << 30
     file_bytes: int = 1 << 20
+    folder_bytes: int = 1 << 24
+    files: int = 1000
+    """Files and folders that it may have at a time; both are looked at twenty times a second."""
     processes: int = 4
     """Including threads and the program's own process."""
 
@@ -46,7 +52,7 @@ class Verdict:
     reason: str
     """`passed`, or one line on why not."""
     isolation: str
-    """How the network was blocked: `namespaces`, or `guard` if only sockets were disabled."""
+    """How the network was blocked: `namespaces`, or `guard` if it could only make no sockets."""
 
 
 LIMITS = Limits()
@@ -57,7 +63,8 @@ def run(program: str, limits: Limits = LIMITS, namespaces: bool = True) -> Verdi
 
     `namespaces`: whether to use them if the system allows it.
     """
-    with tempfile.TemporaryDirectory(prefix="kvq-sandbox-", ignore_cleanup_errors=True) as folder:
+    folder = tempfile.mkdtemp(prefix="kvq-sandbox-")
+    try:
         task = json.dumps({"program": program, "folder": folder, "namespaces": namespaces, **asdict(limits)})
         # not -I: it would ignore PYTHONHASHSEED. Like -I, -P and -s exclude the folder and the user's packages
         command = [sys.executable, "-P", "-s", "-B", str(PROCESS)]
@@ -77,6 +84,8 @@ def run(program: str, limits: Limits = LIMITS, namespaces: bool = True) -> Verdi
         finally:
             watcher.kill()
             watcher.wait()
+    finally:
+        _remove(folder)
     if watcher.returncode < 0:
         return Verdict(False, "it killed the process that watched it", "guard")
     try:
@@ -84,3 +93,12 @@ def run(program: str, limits: Limits = LIMITS, namespaces: bool = True) -> Verdi
     except (ValueError, TypeError):
         said = problem.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise RuntimeError(f"a program could not be tested in a sandbox: {said[-1]}") from None
+
+
+def _remove(folder: str) -> None:
+    """However deep it is and whatever its modes are: Python gives up on a thousand folders in each other."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL)

@@ -1,11 +1,13 @@
 """The process that sandbox.py starts: it reads a program and its limits, has a child run it, and prints the verdict.
 
-It is run as a file, by a Python that has imported nothing: this module imports nothing but the standard library.
+It is run as a file, by a Python that has imported nothing: this module imports nothing but the standard library and
+sandbox_walls.py, also from its file.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import resource
@@ -22,14 +24,12 @@ DEATH_SIGNAL, KEEP_CAPABILITIES, SUBREAPER, NO_NEW_PRIVILEGES = 1, 8, 36, 38
 """Options of prctl."""
 CAPABILITIES_VERSION, MAY_READ = 0x20080522, 1 << 2
 """Constants of capset; CAP_DAC_READ_SEARCH."""
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-"""Landlock's system calls, with the same numbers on every processor."""
-WRITING = 0x1FF2
-"""Landlock: write, remove and create files and everything else that a folder can hold; from its first version."""
 NOT_TRIED = 97
 """The status of a child that could not be limited and therefore did not run the program."""
-LONGEST = 300
-"""The maximum characters of a reason."""
+LONGEST, LONGEST_BYTES = 300, 4096
+"""The maximum characters of a reason, and bytes of what is read from the program."""
+LOOK_SECONDS = 0.05
+"""The interval between looks at the program's folder."""
 Task = dict[str, Any]
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,8 +78,6 @@ def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int) -> 
         os.setsid()
         libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         _limit(task, user, isolation)
-        if isolation == "guard":
-            _take_sockets()
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(nothing, fd)
@@ -90,7 +88,7 @@ def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int) -> 
         except BaseException as error:
             said = _line(error)
         if os.getpid() == me:  # and not a process that the program has forked
-            os.write(pipe, said.encode(errors="replace")[:4096])
+            os.write(pipe, said.encode(errors="replace")[:LONGEST_BYTES])
     except BaseException as error:
         os.write(2, f"{_line(error)}\n".encode())
     finally:
@@ -104,7 +102,6 @@ def _line(error: BaseException) -> str:
 def _limit(task: Task, user: int | None, isolation: str) -> None:
     os.chdir(task["folder"])
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    _write_only_to(task["folder"])
     processes = task["processes"]
     if user is None and isolation == "guard":
         processes += _mine()
@@ -122,6 +119,21 @@ def _limit(task: Task, user: int | None, isolation: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write that is too large raises OSError
     if user is not None:
         _become(user)
+    elif isolation == "namespaces":
+        _keep_capabilities(0)
+    walls = _walls().build(task["folder"], user is None, isolation == "guard")
+    if not walls.seccomp:
+        _take_sockets()
+
+
+def _walls() -> Any:
+    path = Path(__file__).with_name("sandbox_walls.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _become(user: int) -> None:
@@ -131,30 +143,16 @@ def _become(user: int) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    kept = 0 if all(os.access(path, os.R_OK | os.X_OK) for path in folders) else MAY_READ
-    header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0)
-    data = (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0)
-    if libc.capset(header, data):
-        raise OSError(ctypes.get_errno(), "capabilities can't be dropped")
+    _keep_capabilities(0 if all(os.access(path, os.R_OK | os.X_OK) for path in folders) else MAY_READ)
     # the kernel forgets it where a process changes its user
     libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
-def _write_only_to(folder: str) -> None:
-    """Needs Landlock; without it the program can write whatever the user may write."""
-    ruleset = libc.syscall(CREATE_RULESET, (ctypes.c_uint64 * 1)(WRITING), ctypes.c_size_t(8), 0)
-    if ruleset < 0:
-        return
-    for path in (folder, os.devnull):
-        parent = os.open(path, os.O_PATH)
-        allowed = WRITING if path == folder else 1 << 1
-        rule = (ctypes.c_char * 12).from_buffer_copy(
-            allowed.to_bytes(8, sys.byteorder) + parent.to_bytes(4, sys.byteorder)
-        )
-        libc.syscall(ADD_RULE, ruleset, 1, rule, 0)
-        os.close(parent)
-    libc.syscall(RESTRICT_SELF, ruleset, 0)
-    os.close(ruleset)
+def _keep_capabilities(kept: int) -> None:
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0)
+    data = (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0)
+    if libc.capset(header, data):
+        raise OSError(ctypes.get_errno(), "capabilities can't be dropped")
 
 
 def _mine() -> int:
@@ -187,18 +185,22 @@ def _take_sockets() -> None:
 def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
     """The child's message counts only once it has exited."""
     deadline = time.monotonic() + task["seconds"]
-    said, status = b"", None
-    while status is None and (left := deadline - time.monotonic()) > 0:
-        if select.select([pipe], [], [], min(left, 0.05))[0]:
-            more = os.read(pipe, 4096)
-            said += more
+    said, status, looked, filled = b"", None, 0.0, False
+    while status is None and not filled and (left := deadline - time.monotonic()) > 0:
+        if select.select([pipe], [], [], min(left, LOOK_SECONDS))[0]:
+            more = os.read(pipe, LONGEST_BYTES)
+            said = (said + more)[:LONGEST_BYTES]
             if not more:
                 time.sleep(0.005)  # all ends of the pipe are closed, so it is about to exit
         found, code = os.waitpid(child, os.WNOHANG)
         status = code if found else None
+        if time.monotonic() - looked > LOOK_SECONDS:
+            filled, looked = _is_filled(task), time.monotonic()
     _kill(child, status is None)
-    while select.select([pipe], [], [], 0)[0] and (more := os.read(pipe, 4096)):
-        said += more
+    while select.select([pipe], [], [], 0)[0] and (more := os.read(pipe, LONGEST_BYTES)):
+        said = (said + more)[:LONGEST_BYTES]
+    if filled:
+        return False, f"more than {task['folder_bytes']} bytes or {task['files']} files in its folder"
     if status is None:
         return False, f"no end after {task['seconds']} seconds"
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == NOT_TRIED and not said:
@@ -210,7 +212,31 @@ def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
             return False, f"no end after {task['cpu_seconds']} seconds of processor time"
         return False, f"killed by {signal.Signals(number).name}"
     text = said.decode(errors="replace")
-    return (True, "passed") if text == word else (False, text[:LONGEST] or "it left before its end")
+    if text == word:
+        return True, "passed"
+    shown = "".join(c if c.isprintable() else "?" for c in text[:LONGEST])  # a terminal obeys some others
+    return False, shown or "it left before its end"
+
+
+def _is_filled(task: Task) -> bool:
+    """Whether the program's folder holds more than it may; if a part of it can't be looked at, it does."""
+    used = count = 0
+    folders = [task["folder"]]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    count += 1
+                    used += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if used > task["folder_bytes"] or count > task["files"]:
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # it has been removed meanwhile
+        except OSError:
+            return True
+    return False
 
 
 def _kill(child: int, alive: bool) -> None:

@@ -33,10 +33,15 @@ VERSION = 1
 """A hash of what is measured, and how."""
 PACKAGE = Path(__file__).resolve().parents[2]
 Arrays = dict[str, np.ndarray]
+DAMAGED = (OSError, ValueError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What reading a damaged file raises: a changed byte may name an unknown compression, or ask for a password."""
 
 
 def default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq" / "eval"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq" / "eval"
+    except RuntimeError:  # a user without a home
+        return Path(".vllm_kvq", "eval")  # and not in /tmp, where another user may have made it
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,10 @@ class Store:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._refusal(self.folder, error) from error
 
     def path(self, kind: str, key: str) -> Path:
         return self.folder / kind / f"{key}.npz"
@@ -57,7 +65,7 @@ class Store:
                 return dict(found)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        except DAMAGED:
             path.unlink(missing_ok=True)
             return None
 
@@ -68,15 +76,22 @@ class Store:
     def put(self, kind: str, key: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes so that nobody ever sees half a file."""
         path = self.path(kind, key)
-        path.parent.mkdir(exist_ok=True)
-        handle, made = tempfile.mkstemp(dir=path.parent, suffix=".npz")
-        os.close(handle)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            handle, made = tempfile.mkstemp(dir=path.parent, suffix=".npz")
+            os.close(handle)
+        except OSError as error:
+            raise self._refusal(path.parent, error) from error
         try:
             np.savez(made, **arrays)  # type: ignore[arg-type]
             os.replace(made, path)
         except OSError as error:
             os.unlink(made)
-            raise OSError(f"{path.parent} can't keep a measurement: {error.strerror}; name another --cache") from error
+            raise self._refusal(path.parent, error) from error
+
+    @staticmethod
+    def _refusal(folder: Path, error: OSError) -> OSError:
+        return OSError(f"{folder} can't keep a measurement: {error.strerror}; name another --cache")
 
     def drop(self, kind: str, key: str) -> None:
         self.path(kind, key).unlink(missing_ok=True)

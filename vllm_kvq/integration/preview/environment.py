@@ -127,6 +127,8 @@ def kernels() -> list[Finding]:
     try:
         path = build.built()
         if path is None:
+            if (problem := build.folder_problem()) is not None:
+                return [Finding("kernels", NOTE, f"{problem}; the PyTorch kernels serve, slowly")]
             return [
                 Finding("kernels", NOTE, "not compiled yet: the first start does it, or `python -m vllm_kvq.kernels`")
             ]

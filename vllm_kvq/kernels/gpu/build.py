@@ -107,8 +107,8 @@ def build(architecture: int) -> Path:
         command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
         command += [f"-I{i}" for i in includes] + [str(source_dir() / "api.cu"), library]
         return run_compiler(command, target)
-    except (OSError, ImportError, subprocess.SubprocessError) as error:
-        raise BuildError(str(error)) from error
+    except (OSError, ImportError, subprocess.SubprocessError, BuildError) as error:
+        raise shared.advised(error) from error
 
 
 def build_emulation() -> Path:
