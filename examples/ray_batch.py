@@ -6,9 +6,8 @@
                 and a column "prompt", or "messages" for the model's chat template. What else it holds is copied.
     answers     a folder of files of the same kind, with "answer" and "tokens" in addition, in no particular order
 
-Whatever is killed, a worker, a machine or the job itself: each question is answered in the folder once. After the job
-was killed, start it again with the same arguments. What is answered is noted in answers.done, next to answers; both are
-on a file system that all machines share. To start anew, delete both.
+After the job was killed, start it again with the same arguments. What is answered is noted in answers.done, next to
+answers, by Ray Data's checkpoints; both are on a file system that all machines share. To start anew, delete both.
 
 All options of `vllm serve` that describe an engine are understood. Needs `pip install "ray[data]>=2.57"`.
 """

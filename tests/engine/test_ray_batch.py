@@ -21,17 +21,37 @@ pytest.importorskip("jsonref", reason=REASON)
 arrow = pytest.importorskip("pyarrow", reason=REASON)
 pytest.importorskip("ray.data", reason=REASON)
 
+from vllm_kvq.bench.server import free_port  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 MARK = "KVQ_TEST_RAY_BATCH"
 
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
-    """Stands in the environment of every process of a job; what is left at the end is killed."""
-    value = f"{MARK}={tmp_path}"
+    """Stands in the environment of every process of a cluster and its job; what is left at the end is killed.
+
+    The cluster counts four cores, however many there are.
+    """
+    value, port = f"{MARK}={tmp_path}", free_port("127.0.0.1")
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus", "4"]
+    command += ["--include-dashboard=false", "--node-ip-address", "127.0.0.1", "--port", str(port)]
+    with (tmp_path / "cluster").open("wb") as log:
+        cluster = subprocess.Popen(command, env=environment(value), stdout=log, stderr=log)
+    (tmp_path / "address").write_text(f"127.0.0.1:{port}")
     yield value
+    cluster.kill()
+    cluster.wait()
     for pid in running(value):
         os.kill(pid, signal.SIGKILL)
+
+
+def environment(mark: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    name, _, value = mark.partition("=")
+    env = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", name: value}
+    env["RAY_raylet_start_wait_time_s"] = "200"  # other test processes share the cores
+    return env
 
 
 def running(mark: str, named: str = "") -> list[int]:
@@ -50,10 +70,7 @@ def job(model: Path, folder: Path, mark: str, questions: str, *more: str) -> sub
     command = [sys.executable, str(ROOT / "examples" / "ray_batch.py"), questions, "answers", "--model", str(model)]
     command += ["--kv-cache-dtype", "kitty2", "--enforce-eager", "--max-model-len", "512", "--cpus", "0.1", *more]
     command += ["--kv-cache-memory-bytes", "64M", "--max-num-seqs", "4"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    name, _, value = mark.partition("=")
-    env = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", name: value}
-    env["RAY_raylet_start_wait_time_s"] = "200"  # other test processes share the cores
+    env = environment(mark) | {"RAY_ADDRESS": (folder / "address").read_text()}
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
 
@@ -91,7 +108,7 @@ def test_an_engine_and_then_the_job_are_killed(model: Path, tmp_path: Path, mark
     process.kill()
     process.wait()
     end = time.monotonic() + 60
-    while left := running(mark):
+    while left := running(mark, "EngineCore"):
         assert time.monotonic() < end, left
         time.sleep(0.5)
     done = len(answers(tmp_path))
