@@ -109,9 +109,9 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, sketch)       /* QJL: S transposed, float32 [d][m] */                                      \
   FIELD(int64_t, outer)        /* QJL: S' transposed, float32 [n][m_out] */                                 \
   FIELD(int64_t, pairs)        /* polar: the x and the y channel of each pair, int32 [2][d / 2] */          \
-  FIELD(int64_t, features)     /* transformed: what a query is multiplied with, float32 [heads][d][projected] */ \
+  FIELD(int64_t, features)     /* transformed: F transposed, float32 [heads][d][projected] */               \
   FIELD(int64_t, forward)      /* transformed: T / s transposed, float32 [heads][d][d] */                   \
-  FIELD(int64_t, channels)     /* transformed: mean, weight, step and largest code, float32 [heads][4][d] */ \
+  FIELD(int64_t, channels)     /* transformed: mean, weight, step, largest code, float32 [heads][4][d] */   \
   FIELD(int64_t, places)       /* transformed: channel and shift of each slot, int32 [heads][2][slots] */
 
 #define KVQ_MEMBER(type, name) type name;
