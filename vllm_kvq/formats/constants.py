@@ -6,6 +6,7 @@ that text's tensors, `Calibration`, or only sums over its tokens, `Moments`, whi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -24,6 +25,9 @@ class Constants:
     def __post_init__(self) -> None:
         if self.keys is not None and self.values is not None and len(self.keys) != len(self.values):
             raise ValueError(f"constants of {len(self.keys)} heads' keys and of {len(self.values)} heads' values")
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Constants:
+        return Constants(*(None if x is None else change(x) for x in (self.keys, self.values)))
 
 
 @dataclass(frozen=True, eq=False)

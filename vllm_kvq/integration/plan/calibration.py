@@ -5,7 +5,7 @@ that says what they belong to. All later servers read that file, or the one that
 `calibration`. It is a file of safetensors:
 
     keys.LAYER, values.LAYER    float32 (KV heads of the whole model, ...), see formats/constants.py
-    metadata                    version, codecs, model: what they belong to; digest: of the tensors
+    metadata                    version, codecs, layers, model: what they belong to; digest: of the tensors
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,12 +62,12 @@ class Source:
         return self.found or f"to be fitted to {dict(self.belongs)}"
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, options: Options) -> Source | None:
-        """None where nothing is calibrated. ValueError, with a sentence, for a file that does not serve."""
+    def of(cls, vllm_config: VllmConfig, options: Options, layers: Sequence[int]) -> Source | None:
+        """For these packed layers; None if nothing is calibrated. ValueError, with a sentence, for a file of others."""
         codecs = calibrated_codecs(options)
         if not codecs:
             return None
-        belongs = {"version": VERSION, "codecs": " ".join(codecs)}
+        belongs = {"version": VERSION, "codecs": " ".join(codecs), "layers": " ".join(map(str, layers))}
         if (model := _identity(vllm_config)) is not None:
             belongs["model"] = model
         if options.calibration is not None:
@@ -134,7 +134,13 @@ def _folder() -> Path:
 def _checked(path: Path, belongs: Mapping[str, str]) -> str:
     """The digest in the file, whose tensors are not read. ValueError, with a sentence, unless it is of this model."""
     metadata = _metadata(path)
-    for name, what in (("version", "another version"), ("codecs", "other codecs"), ("model", "another model")):
+    differ = {
+        "version": "another version",
+        "codecs": "other codecs",
+        "model": "another model",
+        "layers": "other layers",
+    }
+    for name, what in differ.items():
         if name in belongs and metadata.get(name) != belongs[name]:
             raise ValueError(f"the calibration {path} is of {what}; {_instead(path)}")
     return metadata["digest"]

@@ -96,7 +96,7 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
             raise ValueError(sentence)
     window = model.get_sliding_window() or model.attention_chunk_size or model.max_model_len
     recomputed = _recomputed(options, parts[0].format.W, layers, states)
-    calibration = Source.of(vllm_config, options)
+    calibration = Source.of(vllm_config, options, sorted(layers.packed_layers))
     if calibration is not None and not _counting.get() and (problem := fitting_problem(vllm_config, calibration)):
         raise ValueError(str(problem))
     served = Served(

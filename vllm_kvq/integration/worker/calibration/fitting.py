@@ -31,7 +31,7 @@ def calibrate(worker: Any) -> None:
         return
     try:
         # the weights may have been downloaded since
-        source = Source.of(config, served.options)
+        source = Source.of(config, served.options, sorted(served.layers.packed_layers))
         found = None if source is None else _agreed(source)
     except ValueError as error:
         raise Refused(str(error)) from None
@@ -42,13 +42,12 @@ def calibrate(worker: Any) -> None:
     if found is None:
         found = _fitted(worker, packed, source)
     constants, digest = found
-    ranks = _Ranks.of(config)
+    ranks, device = _Ranks.of(config), config.device_config.device
     for layer in packed.values():
         own = layer.impl.packed
         index = own.fmt.geometry.layer
-        if index not in constants:
-            raise Refused(f"the calibration {source.path} has no constants of layer {index}; leave the option out")
-        own.calibrate(ranks.own(constants[index], layer.impl.num_kv_heads), digest)
+        heads = ranks.own(constants[index], layer.impl.num_kv_heads)
+        own.calibrate(heads.each(lambda x: x.to(device)), digest)
 
 
 def _impl(layer: Any) -> Any:
@@ -145,6 +144,11 @@ def _run(worker: Any, packed: Mapping[str, Any], text: Pieces) -> dict[str, Mome
 def _on_host(moments: Moments | None) -> Moments:
     if moments is None:
         raise RuntimeError("the model's forward pass has not reached one of its attention layers")
+    if not (moments.keys.isfinite().all() and moments.queries.isfinite().all()):
+        raise Refused(
+            "this model's queries or keys are not finite on the text to which constants are fitted; use "
+            "--kv-cache-dtype auto, or another --dtype"
+        )
     return Moments(*(getattr(moments, f.name).cpu() for f in fields(moments)))
 
 
@@ -192,5 +196,4 @@ class _Ranks:
     def own(self, constants: Constants, heads: int) -> Constants:
         """Those of this rank's heads."""
         first = self.rank // self.copies * heads
-        halves = (constants.keys, constants.values)
-        return Constants(*(None if x is None else x[first : first + heads] for x in halves))
+        return constants.each(lambda x: x[first : first + heads])
