@@ -22,8 +22,8 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 MOVED = {"squat": 2e-4, "qjl": 1e-3, "polar": 2e-4, "klt": 2.5e-3, "searched": 2.5e-3}
 """Share of a field's elements that a sum in another order, or another arctangent, may move across a border; else 0.
 
-A parameter that moves by one float16 takes a group of codes with it, hence more than the 1e-5 of single codes; one scale
-of the smallest pool of klt's is 2e-3 of all.
+A parameter that moves by one float16 takes a group of codes with it, hence more than the 1e-5 of single codes; one
+scale of the smallest pool of klt's is 2e-3 of all.
 """
 FITTED = 1e-2
 """The same for scales and zeros that are sums themselves; a zero next to 0 is a difference of larger numbers."""
