@@ -20,7 +20,8 @@ def block(d: int) -> int:
 def hadamard(d: int) -> torch.Tensor:
     """(d, d), orthonormal and symmetric."""
     b = block(d)
-    h = torch.ones(1, 1)
+    # vLLM sets PyTorch's default type to the model's while it loads
+    h = torch.ones(1, 1, dtype=torch.float32)
     while len(h) < b:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return torch.block_diag(*[h / b**0.5] * (d // b))
