@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from itertools import chain
 
-from proof.mutants import blocks, command_line, cpp, files, formats, gpu, integration, planned, served, tools, views
+from proof.mutants import (
+    blocks,
+    command_line,
+    constants,
+    cpp,
+    files,
+    formats,
+    gpu,
+    integration,
+    planned,
+    served,
+    tools,
+    views,
+)
 from proof.mutants.fault import Fault
 
-PLACES = (formats, planned, cpp, gpu, served, integration, blocks, tools, files, command_line, views)
+PLACES = (formats, planned, cpp, gpu, served, integration, blocks, tools, files, constants, command_line, views)
 FAULTS: tuple[Fault, ...] = tuple(chain.from_iterable(place.FAULTS for place in PLACES))

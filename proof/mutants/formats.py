@@ -197,17 +197,29 @@ INNERQ = (
 KLT = (
     _fault("digits go to the channels that gain least", "klt", "return -variance[c]", "return variance[c]", "klt.py"),
     _fault("no query is regular", "klt", "+ REGULAR * torch.eye(d, ", "+ 1e-6 * torch.eye(d, ", "klt.py"),
-    _fault("keys keep their mean", "klt", "mean = key.mean(1, keepdim=True)", "mean = 0 * key[:, :1]", "klt.py"),
+    _fault(
+        "keys keep their mean",
+        "klt",
+        "mean = pad(moments.mean, (0, short))",
+        "mean = 0 * pad(moments.mean, (0, short))",
+        "klt.py",
+    ),
     _fault("the covariance of keys as they are", "klt", "eigh(root @ covariance @ root)", "eigh(covariance)", "klt.py"),
     _fault(
-        "digits from the highest to the lowest", "klt", "* 4.0**j\n", "* 4.0 ** (digits[channel] - 1 - j)\n", "klt.py"
+        "digits from the highest to the lowest",
+        "klt",
+        "* 4.0 ** self.digit[",
+        "* 4.0 ** self.digit.flip(-1)[",
+        "klt.py",
     ),
-    _fault("a channel's middle is not taken off", "klt", "-(seen * most).sum", "-(seen * 0).sum", "klt.py"),
-    _fault("errors weigh the same in all channels", "klt", "s.square())", "torch.ones_like(s))", "klt.py"),
+    _fault("a channel's middle is not taken off", "klt", "-(seen * self.most).sum", "-(seen * 0).sum", "klt.py"),
+    _fault(
+        "errors weigh the same in all channels", "klt", "mean, s.square(), ", "mean, torch.ones_like(s), ", "klt.py"
+    ),
     _fault("the third bit is the first", "klt", "<< self.low\n", "<< 0\n", "klt.py"),
     _fault("the first scale that is tried", "search", "better = error < least", "better = least.isinf()", "klt.py"),
     _fault("scales before they are rounded", "search", "positive_half(rms * factor)", "rms * factor", "klt.py"),
-    _fault("the size of what is not stored", "search", "y[..., most > 0].square()", "y.square()", "klt.py"),
+    _fault("the size of what is not stored", "search", "y.square() * stored", "y.square()", "klt.py"),
 )
 LAYOUT = (
     _fault(
@@ -300,8 +312,8 @@ ROUNDTRIP = (
     _fault(
         "heads take each other's state",
         "roundtrip",
-        "state.repeat_interleave(units, dim=0)",
         "state.repeat(units, 1, 1)",
+        "state.repeat_interleave(units, dim=0)",
         "accuracy.py",
     ),
     _fault(

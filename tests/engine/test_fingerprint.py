@@ -16,7 +16,7 @@ from engine_arguments import kvq
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.plan import fingerprint
-from vllm_kvq.integration.plan.plan import apply, plan
+from vllm_kvq.integration.plan.plan import apply, plan, with_calibration
 
 pytestmark = pytest.mark.engine
 Bare = Callable[..., Any]
@@ -130,3 +130,12 @@ def test_a_connector_is_told(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> Non
     without = bare(**SQUAT)
     apply(plan(without), without)
     assert without.kv_transfer_config is None
+
+
+def test_it_covers_constants(bare: Bare) -> None:
+    """Also those that are to be fitted: to another model, or to other layers; the number of bits is an option."""
+    config = bare(kv_cache_dtype="klt3")
+    served = plan(config)
+    found = [with_calibration(config, served, digest).fingerprint for digest in ("1" * 12, "2" * 12)]
+    others = [plan(bare(kv_cache_dtype="klt3", **more)).fingerprint for more in (kvq(skip_layers=[1]), kvq(S=0))]
+    assert len({served.fingerprint, *found, *others}) == 5

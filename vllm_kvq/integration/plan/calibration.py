@@ -49,8 +49,6 @@ class Source:
 
     path: Path | None
     """None: the model's weights are known by no file, so the constants are fitted at each start."""
-    given: bool
-    """Whether the user names the file."""
     belongs: Mapping[str, str]
     """The metadata that the file must have."""
     found: str | None
@@ -72,11 +70,11 @@ class Source:
             belongs["model"] = model
         if options.calibration is not None:
             path = Path(options.calibration).expanduser()
-            return cls(path, True, belongs, _checked(path, belongs))
+            return cls(path, belongs, _checked(path, belongs))
         if model is None:
-            return cls(None, False, belongs, None)
+            return cls(None, belongs, None)
         path = _folder() / f"{digest(belongs)}.safetensors"
-        return cls(path, False, belongs, _checked(path, belongs) if path.exists() else None)
+        return cls(path, belongs, _checked(path, belongs) if path.exists() else None)
 
 
 def fitting_problem(vllm_config: VllmConfig, source: Source) -> Problem | None:

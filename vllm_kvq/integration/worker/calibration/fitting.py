@@ -114,7 +114,9 @@ def _text(config: VllmConfig) -> Pieces:
             "name a file of constants with the option 'calibration', or use --kv-cache-dtype kitty2"
         ) from error
     longest = getattr(model.hf_text_config, "max_position_embeddings", None) or model.max_model_len
-    return pieces(tokenizer, longest)
+    found = pieces(tokenizer, longest)
+    # no more at once than any step has: what vLLM and its layers have room for
+    return found._replace(tokens=found.tokens[:, : config.scheduler_config.max_num_batched_tokens])
 
 
 @torch.inference_mode()

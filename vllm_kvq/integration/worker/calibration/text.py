@@ -7,7 +7,6 @@ is that of all of them.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +32,6 @@ class Pieces(NamedTuple):
 
 def texts() -> list[str]:
     return [path.read_text("utf-8") for path in sorted(TEXTS.glob("*.txt"))]
-
-
-def version() -> str:
-    return hashlib.sha256("\0".join(texts()).encode()).hexdigest()[:12]
 
 
 def pieces(tokenizer: Any, longest: int, tokens: int = TOKENS) -> Pieces:

@@ -1,0 +1,119 @@
+"""Faults in constants: what they are fitted to, whose they are, and how kernels read them."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+CALIBRATION = "tests/engine/test_calibration.py"
+KLT = "tests/formats/test_klt.py"
+ATTENDING = "vllm_kvq/integration/worker/calibration/attending.py"
+FITTING = "vllm_kvq/integration/worker/calibration/fitting.py"
+FILE = "vllm_kvq/integration/plan/calibration.py"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "sinks count among the keys that constants are fitted to",
+        ATTENDING,
+        "k[:, self.skipped :]",
+        "k",
+        f"{CALIBRATION} -k tokens[Llama]",
+    ),
+    Fault(
+        "constants are fitted without windows",
+        ATTENDING,
+        "seen = seen.triu(1 - self.window)",
+        "pass",
+        f"{CALIBRATION} -k tokens[Gemma-3]",
+    ),
+    Fault(
+        "a window has one token more while constants are fitted",
+        ATTENDING,
+        "triu(1 - self.window)",
+        "triu(-self.window)",
+        f"{CALIBRATION} -k tokens[Gemma-3]",
+    ),
+    Fault(
+        "constants are fitted without soft caps",
+        ATTENDING,
+        "float(self.own.scale), float(cap))",
+        "float(self.own.scale), 0.0)",
+        f"{CALIBRATION} -k tokens[Gemma-2]",
+    ),
+    Fault(
+        "constants are fitted without learned sinks",
+        ATTENDING,
+        "with_learned(part, sinks)",
+        "with_learned(part, None)",
+        f"{CALIBRATION} -k tokens[gpt-oss]",
+    ),
+    Fault(
+        "constants are fitted at every start",
+        FITTING,
+        "told = [None if source.found is None or source.path is None else read(source.path)]",
+        "told = [None]",
+        f"{CALIBRATION} -k later_start",
+    ),
+    Fault(
+        "ranks with copies of a head are not summed up",
+        FITTING,
+        "sum(of_ranks[i + 1 : i + self.copies], of_ranks[i])",
+        "of_ranks[i]",
+        f"{CALIBRATION} -k one_process",
+    ),
+    Fault(
+        "a rank with a copy of a head takes another one's constants",
+        FITTING,
+        "first = self.rank // self.copies * heads",
+        "first = self.rank * heads",
+        f"{CALIBRATION} -k one_process",
+    ),
+    Fault(
+        "a damaged file of constants is read",
+        FILE,
+        'if digest_of(constants) != metadata["digest"]:',
+        "if False:",
+        f"{CALIBRATION} -k damaged",
+    ),
+    Fault(
+        "constants of another model are read",
+        FILE,
+        '        "model": "another model",\n',
+        "",
+        f"{CALIBRATION} -k its_own_model",
+    ),
+    Fault(
+        "pipeline stages fit constants",
+        FILE,
+        "(parallel.pipeline_parallel_size > 1,",
+        "(False,",
+        f"{CALIBRATION} -k refused",
+    ),
+    Fault(
+        "the fingerprint does not cover constants",
+        "vllm_kvq/integration/plan/plan.py",
+        "constants = None if calibration is None else calibration.meaning",
+        "constants = None",
+        "tests/engine/test_fingerprint.py -k constants",
+    ),
+    Fault(
+        "heads take turns the other way round",
+        "vllm_kvq/formats/constants.py",
+        "return x.unflatten(0, (-1, heads))",
+        "return x.unflatten(0, (heads, -1)).transpose(0, 1)",
+        f"{KLT} -k all_heads",
+    ),
+    Fault(
+        "all heads have the first one's allocation",
+        "vllm_kvq/formats/klt.py",
+        "for of_head in s[:, 0].cpu()])",
+        "for of_head in s[:1, 0].cpu().expand(len(s), -1)])",
+        f"{KLT} -k all_heads",
+    ),
+    Fault(
+        "constants of heads of another size are bound",
+        "vllm_kvq/formats/klt.py",
+        "constants.shape[1:] != (2 + 2 * self.d, self.d)",
+        "False",
+        f"{KLT} -k other_heads",
+    ),
+)
