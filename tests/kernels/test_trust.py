@@ -53,6 +53,19 @@ def test_a_folder_above(library: Path) -> None:
     assert trust.writers(library) is None
 
 
+def test_no_safer_than_the_package(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the umask is 0, everybody may change the Python files as well."""
+    package = library.parent.parent
+    monkeypatch.setattr(trust, "PACKAGE", package)
+    for path in (package, library.parent, library):
+        path.chmod(0o777)
+    assert trust.writers(library) is None
+    package.chmod(0o755)
+    assert trust.writers(library) == f"every user can write to {library}"
+    library.chmod(0o755)
+    assert trust.writers(library) == f"every user can write to {library.parent}"
+
+
 @needs_root
 @pytest.mark.parametrize("which", ["library", "folder"])
 def test_another_users(which: str, library: Path) -> None:

@@ -4,7 +4,8 @@ Trusted are root, the user that this process runs as, and the owner of the insta
 sources as well. A file and its folder must belong to one of them, and nobody else may write to them: not others, and
 not a group, unless it is root's or the owner's own group, which has no other member. Folders above count only if
 everybody may rename what is in them. So whoever can write to a folder above as its owner or as a member of its group
-is trusted, too.
+is trusted, too. Nothing is refused that would also let somebody change the package's Python files: a library is as safe
+as the code that loads it, and can't be safer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import stat
 from pathlib import Path
 
 ROOT = 0
+PACKAGE = Path(__file__).resolve().parents[1]
 ACCESS_LIST = "system.posix_acl_access"
 """The extended attribute with a file's access list, whose writers the bits for the group stand for."""
 
@@ -32,6 +34,8 @@ def folder_writers(folder: Path) -> str | None:
     if (who := _of(folder)) is not None:
         return who
     for above in folder.parents:
+        if above == PACKAGE or above in PACKAGE.parents:
+            break
         mode = above.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             return f"every user can write to {above}"
@@ -42,9 +46,10 @@ def _of(path: Path) -> str | None:
     found = path.stat()
     if found.st_uid not in _owners():
         return f"{path} belongs to user {_name(found.st_uid)}"
-    if found.st_mode & stat.S_IWOTH:
+    as_open = PACKAGE.stat().st_mode if path.is_relative_to(PACKAGE) else 0
+    if found.st_mode & ~as_open & stat.S_IWOTH:
         return f"every user can write to {path}"
-    if found.st_mode & stat.S_IWGRP and not _is_private(path, found):
+    if found.st_mode & ~as_open & stat.S_IWGRP and not _is_private(path, found):
         return f"the group {_group(found.st_gid)} can write to {path}"
     return None
 
