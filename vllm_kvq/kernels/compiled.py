@@ -22,6 +22,7 @@ MACHINE_AT, SECTIONS_AT, SECTION_COUNTS_AT, HEADER_BYTES = 0x12, 0x28, 0x3A, 64
 """Of the ELF header: u16 machine; u64 where the section headers lie, which is at the file's end; u16 size and u16
 count of them."""
 ANY_MACHINE = 0
+LIBRARY = ".so"
 SEAL = b"kvq-sha256"
 """Followed by the hash of everything before: the end of a library that was compiled here."""
 SEAL_BYTES = len(SEAL) + hashlib.sha256().digest_size
@@ -69,10 +70,11 @@ def unsealed(data: bytes) -> bytes:
 
 
 def publish(made: Path, target: Path) -> None:
-    """Moves a complete library into its place, from which no crash can make half of it."""
-    digest = hashlib.sha256(made.read_bytes()).digest()
+    """Moves a complete file into its place, from which no crash can make half of it. Only libraries, which are loaded,
+    get a hash; PTX is text."""
+    seal = SEAL + hashlib.sha256(made.read_bytes()).digest() if target.suffix == LIBRARY else b""
     with made.open("ab") as file:
-        file.write(SEAL + digest)
+        file.write(seal)
         file.flush()
         os.fchmod(file.fileno(), 0o755)  # whatever the umask: nobody else may write to it
         os.fsync(file.fileno())
