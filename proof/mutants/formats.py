@@ -318,9 +318,9 @@ ROUNDTRIP = (
     ),
     _fault(
         "query heads of another KV head",
-        "roundtrip",
-        "query.reshape(tokens, heads, query_heads // heads, d).transpose(0, 1)",
-        "query.reshape(tokens, query_heads // heads, heads, d).transpose(0, 2)",
+        "constants",
+        "query.unflatten(1, (heads, -1)).transpose(0, 1)",
+        "query.unflatten(1, (-1, heads)).transpose(0, 2).transpose(1, 2)",
         "accuracy.py",
     ),
 )

@@ -15,14 +15,6 @@ from vllm_kvq.eval.humaneval.sandbox import Limits, Verdict
 SMALL = Limits(cpu_seconds=1, seconds=60, memory_bytes=1 << 28)
 
 
-@pytest.fixture(params=[True, False], ids=["namespaces", "guard"])
-def namespaces(request: pytest.FixtureRequest) -> bool:
-    """Both ways, where this system allows the first."""
-    if request.param and sandbox.run("").isolation != "namespaces":
-        pytest.skip("this system lets us make no namespaces")
-    return bool(request.param)
-
-
 def run(program: str, namespaces: bool, limits: Limits = SMALL) -> Verdict:
     return sandbox.run(program, limits, namespaces)
 

@@ -24,13 +24,6 @@ HAS_LANDLOCK = ctypes.CDLL(None).syscall(sandbox_walls.CREATE_RULESET, None, cty
 landlock = pytest.mark.skipif(not HAS_LANDLOCK, reason="this Linux has no Landlock")
 
 
-@pytest.fixture(params=[True, False], ids=["namespaces", "guard"])
-def namespaces(request: pytest.FixtureRequest) -> bool:
-    if request.param and sandbox.run("").isolation != "namespaces":
-        pytest.skip("this system lets us make no namespaces")
-    return bool(request.param)
-
-
 def run(program: str, namespaces: bool, limits: Limits = SMALL) -> Verdict:
     return sandbox.run(program, limits, namespaces)
 

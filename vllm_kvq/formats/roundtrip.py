@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import Geometry
-from vllm_kvq.formats.constants import Calibration
+from vllm_kvq.formats.constants import Calibration, grouped
 from vllm_kvq.formats.fields import round_up
 from vllm_kvq.formats.page import PageFormat
 from vllm_kvq.formats.rope import Rope
@@ -89,7 +89,7 @@ def fitted(page: PageFormat, key: torch.Tensor, query: torch.Tensor | None) -> t
     if not page.state_rows:
         return None
     k = _before_rope(page, key).transpose(0, 1)
-    return page.keys.fit(_grouped(_before_rope(page, query), len(k)) if query is not None else k, k, None)
+    return page.keys.fit(grouped(_before_rope(page, query), len(k)) if query is not None else k, k, None)
 
 
 def _before_rope(page: PageFormat, x: torch.Tensor) -> torch.Tensor:
@@ -120,11 +120,3 @@ def through_pages(
     k, v = page.unpack(page.pack(k, v, state, decoded, position))
     k, v = (x.unflatten(0, (units, heads)).transpose(1, 2).flatten(0, 1)[:tokens, :, :head_size] for x in (k, v))
     return k.to(key.dtype), v.to(value.dtype)
-
-
-def _grouped(query: torch.Tensor, heads: int) -> torch.Tensor:
-    """(tokens, query heads, d) -> (KV heads, tokens * group, d): the queries that share a KV head."""
-    tokens, query_heads, d = query.shape
-    if query_heads % heads:
-        raise ValueError(f"{query_heads} query heads are not a multiple of {heads} KV heads")
-    return query.reshape(tokens, heads, query_heads // heads, d).transpose(0, 1).reshape(heads, -1, d)
