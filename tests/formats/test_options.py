@@ -21,7 +21,7 @@ READER = {
     "key_bits": "squat2",
     "m": "qjl3", "m_out": "qjl3", "outliers": "qjl3", "outlier_choice": "qjl3", "sketch": "qjl3", "seed": "qjl3",
     "mode": "polar4", "angle_bits": "polar4", "radius_bits": "polar4", "pairing": "polar4",
-    "quant_mode": "innerq2", "key_norm": "innerq2",
+    "quant_mode": "innerq2", "key_norm": "innerq2", "key_rate": "klt3", "searched_bits": "klt3",
 }  # fmt: skip
 WRONG_TYPES: list[Any] = ["5", [5], {"a": 1}, True, 5.5, math.nan, math.inf, (2,)]
 

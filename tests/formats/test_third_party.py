@@ -91,7 +91,7 @@ def test_its_codec_in_a_built_in_format_and_the_other_way_round(install: Install
     assert (type(fmt.keys).__name__, fmt.keys.bits, fmt.keys.times) == ("Keys", 4, 5)  # type: ignore[attr-defined]
     # the default of `one` belongs to its own codec
     assert FORMATS["one"].bind(Geometry(64, 64), {"keys": "qjl"}).settings.get("times") is None
-    with pytest.raises(ValueError, match=r"option 'keys' is 'three'; it takes one of \[.*'kitty', 'twice'\]"):
+    with pytest.raises(ValueError, match=r"option 'keys' is 'three'; it takes one of \[.*'kitty', 'klt', 'twice'\]"):
         FORMATS["squat2"].settings({"keys": "three"})
 
 

@@ -13,7 +13,8 @@ covariance C_K of its keys, and the second moment C_Q of the queries that read t
 So a kernel transforms a query once per step, and reads codes and one number per token. A channel has 0, 2, 4 or 6 bits:
 0 to 3 digits of base 4, code = sum_j 4^j digit_j. Each digit is a code of 2 bits in a slot of its own, and the query's
 number for the slot is the channel's times 4^j. To a kernel all heads thus have the same number of slots of 2 bits,
-whatever their allocation.
+whatever their allocation. Slots with the highest digits come first in the order in which kernels read them, because
+queries in fixed point have one unit for each j.
 
 Slab of the keys (32 tokens; d = 128, 3 bits): 1600 bytes, 3.125 bits per element
 
@@ -121,7 +122,7 @@ class Transform:
     most: torch.Tensor
     """(H, 1, d): a channel's largest code; 0: the channel is not stored."""
     channel: torch.Tensor
-    """(H, slots): a slot's channel. The slots of a channel lie side by side."""
+    """(H, slots): a slot's channel."""
     digit: torch.Tensor
     """(H, slots): j of the slot."""
 
@@ -130,10 +131,8 @@ class Transform:
         d = constants.shape[-1]
         mean, s, forward, backward = constants.split((1, 1, d, d), 1)
         digits = torch.tensor([allocated(of_head.square().tolist(), slots) for of_head in s[:, 0].cpu()])
-        channel = torch.stack([torch.repeat_interleave(of_head) for of_head in digits])
-        first = (digits.cumsum(-1) - digits).gather(-1, channel)
+        channel, digit = (x.to(s.device) for x in _placed(digits, slots))
         step, most = (x.to(s.device) for x in widths(DIGIT * digits[:, None]))
-        channel, digit = (x.to(s.device) for x in (channel, torch.arange(slots) - first))
         return cls(mean, s.square(), forward.mT, backward, step, most, channel, digit)
 
     @functools.cached_property
@@ -145,11 +144,20 @@ class Transform:
         return torch.cat([slots, -(seen * self.most).sum(-1, keepdim=True) / 2, self.mean.mT], -1)
 
 
+def _placed(digits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(H, d) digits of each channel -> (H, slots): each slot's channel and digit, the highest digits first, as kernels
+    read them: word by word, of which each has four slots of each plane."""
+    channel = torch.stack([torch.repeat_interleave(of_head) for of_head in digits])
+    digit = torch.arange(slots) - (digits.cumsum(-1) - digits).gather(-1, channel)
+    order = digit.argsort(dim=-1, descending=True, stable=True)
+    order = order.unflatten(-1, (-1, 4, 4)).transpose(1, 2).flatten(1)
+    return channel.gather(-1, order), digit.gather(-1, order)
+
+
 # -- the codecs ------------------------------------------------------------------------------------------------------
 class TransformedKeys(KeyCodec):
     name = "klt"
     title = "transformed by what queries look at, one scale per token"
-    public = False
     options = (RATE,)
     calibrated = True
 
@@ -220,7 +228,6 @@ class TransformedKeys(KeyCodec):
 class SearchedValues(ValueCodec):
     name = "searched"
     title = "rotated, one searched scale per token"
-    public = False
     options = (BITS,)
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
@@ -261,7 +268,7 @@ class SearchedValues(ValueCodec):
 
 def _klt(bits: int, rate: float) -> Format:
     title, defaults = f"Transform coding, {bits}-bit", {RATE.name: rate, BITS.name: bits, "W": 32}
-    return Format(f"klt{bits}", title, TransformedKeys, SearchedValues, defaults, public=False)
+    return Format(f"klt{bits}", title, TransformedKeys, SearchedValues, defaults)
 
 
 FORMATS = (_klt(2, 2.5), _klt(3, 3.0), _klt(4, 4.0))

@@ -2,7 +2,7 @@
 
 The relative error of q . K when every token is quantized, without windows and sinks, for queries that the
 format has not seen: SQuat's subspace is fitted on the first half of the queries, the error is measured on the
-second.
+second. Constants are fitted to other tokens of the same heads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm_kvq.cli.arguments import formats, whole_number
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
+from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.squat import PLAIN
 from vllm_kvq.formats.table import public_formats
@@ -50,6 +51,8 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """A format's variants that deserve their own row."""
 SEEDS = 4
+TOKENS, CALIBRATED = 256, 2048
+"""Tokens that are measured, and those before them to which constants are fitted."""
 CASES = [(128, False), (128, True), (64, False), (64, True)]
 
 
@@ -66,7 +69,8 @@ def asked(found: Sequence[Choice]) -> list[Row]:
     """The candidates in `--formats`; ValueError for those that can't be measured this way."""
     for choice in found:
         for d, _ in CASES:
-            roundtrip(choice.format, *[torch.zeros(1, 1, d)] * 3, **choice.options)
+            nothing = [torch.zeros(1, 1, d)] * 3
+            roundtrip(choice.format, *nothing, calibration=Calibration(*nothing), **choice.options)
     return [(choice.label, choice.format, dict(choice.options)) for choice in found]
 
 
@@ -80,12 +84,25 @@ def error(name: str, options: Mapping[str, Any], head_size: int, rope: bool, see
     """The error averaged over `seeds` data sets."""
     errors = []
     for seed in range(seeds):
-        query, key, value = attention_data(head_size, rope=rope, seed=seed)
+        calibration, (query, key, value) = _data(name, options, head_size, rope, seed)
         seen, new = query[: len(query) // 2], query[len(query) // 2 :]
         turned = Rope.plain(head_size, len(key)) if rope else None
-        key_hat, _ = roundtrip(name, key, value, seen, turned, **options_for(options, head_size))
+        key_hat, _ = roundtrip(
+            name, key, value, seen, turned, calibration=calibration, **options_for(options, head_size)
+        )
         errors.append(score_error(new, key, key_hat))
     return sum(errors) / seeds
+
+
+def _data(
+    name: str, options: Mapping[str, Any], head_size: int, rope: bool, seed: int
+) -> tuple[Calibration | None, Sequence[torch.Tensor]]:
+    """What constants are fitted to, if there are any, and what is measured."""
+    settings = FORMATS[name].settings(options_for(options, head_size))
+    if not (settings.keys.calibrated or settings.values.calibrated):
+        return None, attention_data(head_size, TOKENS, rope=rope, seed=seed)
+    data = attention_data(head_size, CALIBRATED + TOKENS, rope=rope, seed=seed)
+    return Calibration(*(x[:CALIBRATED] for x in data)), [x[CALIBRATED:] for x in data]
 
 
 def key_bits(name: str, options: Mapping[str, Any], head_size: int) -> float:

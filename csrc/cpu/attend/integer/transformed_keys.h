@@ -1,8 +1,9 @@
 //     q . k_t = scale_t ( sum_i f_i code_it + f_n ) + f_n+1            f = F q, once per step
 //
 // Transformed keys (formats/klt.py): one scale per token, so a query's features are the same for all slabs and are
-// rounded to fixed point once per task. n slots in four planes; PLANE is the room for one, so that all offsets are
-// constants.
+// rounded to fixed point once per task. A digit's features are four times as large as those of the digit below, so each
+// digit has a unit of its own: slots come in words with the highest digits first, and a run of words has one unit. n
+// slots in four planes; PLANE is the room for one, so that all offsets are constants.
 #pragma once
 
 #include "dot_keys.h"
@@ -15,15 +16,31 @@ struct TransformedKeys {
   static constexpr int ROW = 4 * PLANE, MOST_WORDS = SUMS<2> / 4;  // words between two widenings
   static_assert(PLANE % PACK == 0);
 
+  static constexpr int DIGITS = 3;
+
+  struct Run {
+    int first, last;  // words
+  };
+
   struct Work {
     alignas(64) int8_t q8[ROWS * PARTS * ROW];
-    float step[ROWS], middle[ROWS], constant[ROWS];
+    float step[ROWS][DIGITS], middle[ROWS], constant[ROWS];
+    Run runs[DIGITS];
+    int count;
   };
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
 
   static void begin(Task& task) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
+    const int slots = int(task.layout->slots);
+    const int32_t* shift = task.constants->places + slots;  // of a word's first slot, whose digit is its highest
+    work.count = 0;
+    for (int word = 0; word < slots / 16; ++word) {
+      const bool lower = word && shift[4 * word] < shift[4 * word - 4];
+      if (!word || (lower && work.count < DIGITS)) work.runs[work.count++].first = word;
+      work.runs[work.count - 1].last = word + 1;
+    }
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
       for (int i = 0; i < R; ++i) {
@@ -37,17 +54,25 @@ struct TransformedKeys {
     const int slots = int(task.layout->slots), plane = slots / 4;
     const float* f = task.features + row * projected(*task.layout);
     alignas(64) float spread[ROW] = {};  // what lies between the planes stays 0
-    for (int p = 0; p < 4; ++p) std::memcpy(spread + p * PLANE, f + p * plane, 4 * size_t(plane));
-    Reals largest{};
-    for (int i = 0; i < ROW; i += WIDTH) largest = max_abs(largest, L::load(spread + i));
-    const float found = reduce<Max>(largest), top = found > 1e-30f ? found : 1e-30f;
-    work.step[row] = top / RANGE;
+    for (int k = 0; k < work.count; ++k) {
+      const int first = 4 * work.runs[k].first, last = 4 * work.runs[k].last;
+      float top = 1e-30f;
+      for (int p = 0; p < 4; ++p) {
+        for (int i = first; i < last; ++i) {
+          const float size = __builtin_fabsf(f[p * plane + i]);
+          top = size > top ? size : top;
+        }
+      }
+      const float factor = RANGE / top;
+      work.step[row][k] = top / RANGE;
+      for (int p = 0; p < 4; ++p)
+        for (int i = first; i < last; ++i) spread[p * PLANE + i] = f[p * plane + i] * factor;
+    }
     work.middle[row] = f[slots];
     work.constant[row] = f[slots + 1];
-    const Reals factor = L::all(RANGE / top);
     for (int i = 0; i < ROW; i += PACK) {
       Reals x[PACK / WIDTH];
-      unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA { x[v] = fixed(L::load(spread + i + WIDTH * v), factor); });
+      unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA { x[v] = fixed(L::load(spread + i + WIDTH * v), L::all(1.0f)); });
       pack(x, hi + i, lo + i);
     }
   }
@@ -60,15 +85,21 @@ struct TransformedKeys {
   static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row) {
     const Work& work = *reinterpret_cast<Work*>(task.key_work);
     const Layout& l = *task.layout;
-    const int words = int(l.slots / 16), runs = (words + MOST_WORDS - 1) / MOST_WORDS;
     float* scores = task.scores + row * BLOCK + column;
-    const auto finish = [&](auto r, int token, Reals s) KVQ_LAMBDA {
-      const Reals step = L::all(work.step[row + r]), middle = L::all(work.middle[row + r]);
-      const Reals scale = L::load_halves(slab.data + l.k_scale + 2 * token);
-      store(scores + r * BLOCK + token, fmadd(scale, fmadd(s, step, middle), L::all(work.constant[row + r])));
-    };
-    dot_words<ROW, PLANE, 2, R>(slab.data + l.k_codes, words, (words + runs - 1) / runs,
-                                work.q8 + row * PARTS * ROW, task.prefetch, finish);
+    for (int k = 0; k < work.count; ++k) {
+      const int first = work.runs[k].first, words = work.runs[k].last - first;
+      const int parts = (words + MOST_WORDS - 1) / MOST_WORDS;
+      const auto finish = [&](auto r, int token, Reals s) KVQ_LAMBDA {
+        float* score = scores + r * BLOCK + token;
+        const Reals before = k ? L::load(score) : L::all(work.middle[row + r]);
+        Reals sum = fmadd(s, L::all(work.step[row + r][k]), before);
+        if (k + 1 == work.count)
+          sum = fmadd(L::load_halves(slab.data + l.k_scale + 2 * token), sum, L::all(work.constant[row + r]));
+        store(score, sum);
+      };
+      dot_words<ROW, PLANE, 2, R>(slab.data + l.k_codes + 128 * first, words, (words + parts - 1) / parts,
+                                  work.q8 + row * PARTS * ROW + 4 * first, task.prefetch, finish);
+    }
   }
 };
 
