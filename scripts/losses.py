@@ -22,6 +22,8 @@ MODELS = {
 CONTEXT = 1024
 HEAD = ("model", "head_size", "key_biases", "context", "format", "kl")
 BF16 = "auto"
+TABLES = ("", "-klt")
+"""Of docs/quality.md, with different numbers of texts; what two of them have is taken from the first."""
 
 
 def losses() -> str:
@@ -29,11 +31,18 @@ def losses() -> str:
     out = csv.writer(text, lineterminator="\n")
     out.writerow(HEAD)
     for name, (title, head_size, biases) in MODELS.items():
-        with (RESULTS / f"real-{name}-{CONTEXT}.csv").open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                if row["label"] != BF16:
-                    out.writerow((title, head_size, biases, CONTEXT, row["label"], f"{float(row['kl']):.2g}"))
+        found: dict[str, str] = {}
+        for table in TABLES:
+            path = RESULTS / f"real-{name}-{CONTEXT}{table}.csv"
+            found = (_kl(path) if path.exists() else {}) | found
+        for label, kl in found.items():
+            out.writerow((title, head_size, biases, CONTEXT, label, kl))
     return text.getvalue()
+
+
+def _kl(path: Path) -> dict[str, str]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return {row["label"]: f"{float(row['kl']):.2g}" for row in csv.DictReader(file) if row["label"] != BF16}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ BAD = [
     ("check M --config broken.yaml", "broken.yaml is not YAML"),
     ("check M --config good.yaml --config=good.yaml", "--config is given more than once"),
     ("check M --kv-cache-dtype squat3", "there is no format 'squat3'; did you mean squat4?"),
-    ("check M --kv-cache-dtype zzz", "there is no format 'zzz'; the formats are squat2"),
+    ("check M --kv-cache-dtype zzz", "there is no format 'zzz'; the formats are kvq4, kvq3, kvq2, squat2"),
     ('check M --additional-config {"kvq":{"W":64,"W":32}}', "--additional-config gives 'W' twice"),
     ("check M --additional-config {bad", "--additional-config is not JSON"),
     ("check M --additional-config [1]", "it takes an object"),

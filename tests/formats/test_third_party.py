@@ -16,6 +16,7 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.formats import Geometry, get_format, table
+from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.table import Format
 
 Install = Callable[..., None]
@@ -163,6 +164,7 @@ def test_built_in_formats_need_no_other_package(install: Install) -> None:
     [
         ('Format("squat2", "", Keys, TokenValues)', "the name is that of a built-in format"),
         ('Format("fp8", "", Keys, TokenValues)', "the name is one of vLLM's own KV cache dtypes"),
+        ('Format("kvq3", "", Keys, TokenValues)', "the name is that of a budget"),
         ('Format("bad", "", type("K", (Keys,), {"name": "squat"}), TokenValues)', "another key codec has the name"),
         ('Format("bad", "", Keys, type("V", (TokenValues,), {}))', "another value codec has the name 'token'"),
     ],
@@ -192,7 +194,7 @@ def test_two_packages_with_one_name(install: Install) -> None:
 def test_the_names_that_vllm_has() -> None:
     cache = pytest.importorskip("vllm.config.cache")
     own = [*getattr(cache, "KV_CACHE_DTYPES", cache.CacheDType.__args__)]
-    assert {name for name in own if name not in FORMATS} <= {*table.VLLM_DTYPES}
+    assert {name for name in own if name not in {*FORMATS, *BUDGETS}} <= {*table.VLLM_DTYPES}
 
 
 @pytest.mark.parametrize("bad", ["Squat2", "", "a b", "2x", "a-b"])

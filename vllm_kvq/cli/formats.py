@@ -11,6 +11,7 @@ from typing import Any
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import CHANNELS, head_sizes, whole_numbers
 from vllm_kvq.formats import Geometry
+from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.settings import Settings
@@ -49,6 +50,11 @@ def formats_table(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> cons
 
 def methods_table() -> console.Table:
     return console.Table(["format", "method"], [[fmt.name, fmt.title] for fmt in public_formats()], 2)
+
+
+def budgets_table() -> console.Table:
+    rows = [(budget.name, ", or ".join(budget.formats)) for budget in BUDGETS.values()]
+    return console.Table(("budget", "the first of these that a server can have"), rows, 2)
 
 
 def _cell(fmt: Format, head_size: int, block_size: int) -> str:
@@ -167,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.show()
     print()
     methods_table().show()
+    print()
+    budgets_table().show()
     print(NOTES)
     for name, problem in lacking.items():
         print(f"{name}: {problem}")

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
+from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.page import PageFormat
@@ -140,6 +141,8 @@ def _taken(fmt: Format, formats: Mapping[str, Format], sources: Mapping[str, str
     """Which of a format's names is already taken."""
     if fmt.name in _built_in():
         return "the name is that of a built-in format, which is used instead"
+    if fmt.name in BUDGETS:
+        return "the name is that of a budget"
     if fmt.name in VLLM_DTYPES:
         return "the name is one of vLLM's own KV cache dtypes"
     if fmt.name in formats:
@@ -224,6 +227,12 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _unknown(name: str) -> str:
+    if name in BUDGETS:
+        formats = " or ".join(BUDGETS[name].formats)
+        return (
+            f"{name!r} is a budget, which is {formats} by model and server; name the format, or ask "
+            f"`vllm-kvq check MODEL --kv-cache-dtype {name}` for it"
+        )
     known = [fmt.name for fmt in public_formats()]
     close = difflib.get_close_matches(str(name), known, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration import compat, metrics
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.patch import Moment
-from vllm_kvq.integration.plan import refusals
+from vllm_kvq.integration.plan import budgets, refusals
 from vllm_kvq.integration.plan.drafts import is_draft
 from vllm_kvq.integration.plan.layers import WINDOWS
 from vllm_kvq.integration.plan.plan import apply, plan
@@ -21,6 +22,8 @@ from vllm_kvq.integration.plan.problem import Refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvq")
 
 BACKEND = "vllm_kvq.integration.worker.backend.KVQBackend"
 # vLLM wants paths; and the module of this one imports vLLM's CPU attention, which is not there on other platforms.
@@ -33,6 +36,10 @@ def configure(vllm_config: VllmConfig) -> None:
     if cache is None:
         return
     try:
+        if budget := budgets.budget_of(vllm_config):
+            chosen = budgets.choose(vllm_config, budget)
+            cache.cache_dtype = chosen.format
+            logger.info_once("kvq: %s", str(chosen))
         (refusals.check if ours(vllm_config) else refusals.check_other)(vllm_config)
         check_patches(vllm_config)
     except Refused as error:

@@ -28,7 +28,9 @@ def parser() -> console.Parser:
     p.usage = "vllm-kvq check MODEL [--kv-cache-dtype FORMAT] [any flag of vllm serve]"
     p.add_argument("model", metavar="MODEL", help="model name, or checkpoint folder")
     p.add_argument(
-        "--kv-cache-dtype", metavar="FORMAT", help="one of `vllm-kvq formats` (default: all of them, in half a minute)"
+        "--kv-cache-dtype",
+        metavar="FORMAT",
+        help="one of `vllm-kvq formats`, or a budget such as kvq3 (default: all formats, in half a minute)",
     )
     p.add_argument("--additional-config", metavar="JSON", help='options, as in {"kvq": {"W": 64}}')
     p.add_argument(
@@ -102,5 +104,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("capacity, about", f"{capacity['tokens']:,} tokens {per_request}; bf16: {capacity['bf16_tokens']:,}"),
     ]
     text[1:1] = [("by layer", line) for line in found["by_layer"]]
+    if found["budget"]:
+        text.insert(0, ("budget", found["budget"]))
     text += [("warning", sentence) for sentence in found["warnings"]]
     return text + [("slow", sentence) for sentence in (kernels["why_not_faster"], kernels["slow"]) if sentence]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.table import FORMATS, VLLM_DTYPES, public_formats
 from vllm_kvq.integration.plan.memory import SPACE
 
@@ -51,8 +52,8 @@ def _config(words: Sequence[str]) -> str | None:
 
 def _dtype(words: Sequence[str]) -> str | None:
     for name in values(words, "--kv-cache-dtype"):
-        if name not in FORMATS and name not in VLLM_DTYPES:
-            ours = [fmt.name for fmt in public_formats()]
+        if name not in (*FORMATS, *BUDGETS, *VLLM_DTYPES):
+            ours = [*BUDGETS, *(fmt.name for fmt in public_formats())]
             close = difflib.get_close_matches(name, [*ours, *VLLM_DTYPES], n=1)
             known = f"did you mean {close[0]}?" if close else f"the formats are {', '.join(ours)}"
             return f"--kv-cache-dtype: there is no format {name!r}; {known}"

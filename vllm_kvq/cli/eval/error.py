@@ -69,8 +69,8 @@ def asked(found: Sequence[Choice]) -> list[Row]:
     """The candidates in `--formats`; ValueError for those that can't be measured this way."""
     for choice in found:
         for d, _ in CASES:
-            nothing = [torch.zeros(1, 1, d)] * 3
-            roundtrip(choice.format, *nothing, calibration=Calibration(*nothing), **choice.options)
+            x = torch.zeros(1, 1, d)
+            roundtrip(choice.format, x, x, x, calibration=Calibration(x, x, x), **choice.options)
     return [(choice.label, choice.format, dict(choice.options)) for choice in found]
 
 

@@ -14,10 +14,16 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Hooks, Patch
 
 ARGUMENTS = "vllm.engine.arg_utils:EngineArgs.add_cli_args"
+
+
+def names() -> tuple[str, ...]:
+    """What --kv-cache-dtype takes in addition to vLLM's own: formats and budgets."""
+    return (*FORMATS, *BUDGETS)
 
 
 def widen_literal(_: Hooks) -> None:
@@ -27,7 +33,7 @@ def widen_literal(_: Hooks) -> None:
     from vllm.config import CacheConfig, VllmConfig
 
     literal: Any = cache.CacheDType
-    unknown = tuple(name for name in FORMATS if name not in literal.__args__)
+    unknown = tuple(name for name in names() if name not in literal.__args__)
     if not unknown:
         return
     literal.__args__ += unknown
@@ -40,7 +46,7 @@ def widen_literal(_: Hooks) -> None:
 def _is_wide() -> bool:
     import vllm.config.cache as cache
 
-    return {*FORMATS} <= {*cache.CacheDType.__args__}  # type: ignore[attr-defined]
+    return {*names()} <= {*cache.CacheDType.__args__}  # type: ignore[attr-defined]
 
 
 def register_dtypes(_: Hooks) -> None:
@@ -48,7 +54,7 @@ def register_dtypes(_: Hooks) -> None:
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     mode = KVQuantMode.CUSTOM
-    for name in FORMATS:
+    for name in names():
         if name not in cache.KV_CACHE_DTYPES:
             handler = type(
                 f"Kvq_{name}",
@@ -61,7 +67,7 @@ def register_dtypes(_: Hooks) -> None:
 def _are_registered() -> bool:
     import vllm.config.cache as cache
 
-    return {*FORMATS} <= {*cache.KV_CACHE_DTYPES}
+    return {*names()} <= {*cache.KV_CACHE_DTYPES}
 
 
 class _Choices(list[str]):

@@ -9,6 +9,15 @@ from vllm_kvq.integration.patches.patch import CONNECTORS, HYBRIDS, Kind, Moment
 
 SETTINGS = (
     Patch(
+        what="cache_dtype set to a format's name",
+        why="the user may name a budget, which is one format or another by model and server",
+        until="a dtype may be resolved by the one who registers it",
+        needs=("vllm.config:CacheConfig.cache_dtype",),
+        moment=Moment.CONFIGURED,
+        kind=Kind.SETTING,
+        where="platform.py",
+    ),
+    Patch(
         what="block_size and user_specified_block_size set",
         why="0.33 asks the backend for a block size once the model is loaded, when formats are bound to one already",
         until="it asks before",

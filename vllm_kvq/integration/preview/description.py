@@ -33,6 +33,7 @@ def describe(start: DryStart) -> dict[str, Any]:
         "sentence": None if problem is None else str(problem),
         "model": config.model_config.model,
         "format": fmt.name,
+        "budget": None if start.chosen is None else str(start.chosen),
         "label": served.label,
         "fingerprint": served.fingerprint,
         "bits_per_element": served.bits_per_element,

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.integration import compat
 from vllm_kvq.integration.patches import registry
 
@@ -59,6 +60,8 @@ class DryStart:
     vllm_config: VllmConfig
     served: Any
     """The `Served` that a server would have."""
+    chosen: Any = None
+    """The `Chosen` format, where the arguments name a budget."""
 
 
 def serve_parser() -> tuple[argparse.ArgumentParser, Any]:
@@ -89,6 +92,7 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
     from vllm.usage.usage_lib import UsageContext
 
     from vllm_kvq.integration import plugin
+    from vllm_kvq.integration.plan.budgets import choose
     from vllm_kvq.integration.plan.plan import plan
 
     plugin.register()
@@ -100,14 +104,15 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
         raise WrongUsage("name a model")
     if args.kv_cache_dtype == "auto":
         raise NoFormat("--kv-cache-dtype is not given")
-    if args.kv_cache_dtype not in FORMATS:
+    budget = BUDGETS.get(args.kv_cache_dtype)
+    if budget is None and args.kv_cache_dtype not in FORMATS:
         raise WrongUsage(f"--kv-cache-dtype is {args.kv_cache_dtype!r}, which is none of this plugin's formats")
     try:
         serve.validate(args)
         made = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         if problem := compat.worker_problem(made):
             raise WouldNotStart(problem)
-        return DryStart(made, plan(made))
+        return DryStart(made, plan(made), None if budget is None else choose(made, budget))
     except Exception as error:
         # whatever it is, it would end the server
         raise WouldNotStart(sentence_of(error)) from error
