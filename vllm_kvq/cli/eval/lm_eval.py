@@ -87,7 +87,6 @@ def _kept(harness: LmEval, choice: Choice, model: Model, store: Store, servers: 
         model=model.digest(),
         format=choice.format,
         options=dict(choice.options),
-        **named(choice, servers),
         sources=sources(),
         format_sources=format_sources(choice.format),
         tasks=harness.tasks,
@@ -95,6 +94,7 @@ def _kept(harness: LmEval, choice: Choice, model: Model, store: Store, servers: 
         limit=harness.limit,
         engine=dict(harness.engine),
         harness=version("lm-eval"),
+        **named(choice, servers),
     )
     if (arrays := store.get(KIND, key)) is None:
         text = json.dumps(harness.run(choice)).encode()
