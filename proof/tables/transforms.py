@@ -7,6 +7,7 @@ are read as in `vllm-kvq eval --regimes reading`: the last tokens read the earli
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ import torch
 from vllm_kvq import console
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import calibration_texts
-from vllm_kvq.eval.heads.capture import Captured, together
+from vllm_kvq.eval.heads.capture import Captured, OfServer, together
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Past, Reader
@@ -27,7 +28,8 @@ from vllm_kvq.eval.run.reading import compared
 from vllm_kvq.eval.tasks.samples import texts
 from vllm_kvq.eval.tasks.texts import can_chat
 from vllm_kvq.formats import klt
-from vllm_kvq.formats.klt import allocated
+from vllm_kvq.formats.constants import Constants, Moments
+from vllm_kvq.formats.klt import TransformedKeys, allocated
 
 PROG = "python -m proof transforms"
 CONTEXT, READERS = 1024, 128
@@ -113,8 +115,19 @@ def prepared(reader: Reader, tokenizer: Any, number: int) -> Read:
     return Read(past, tokens[begin:], exact.log_softmax(-1))
 
 
-def loss(reader: Reader, read: Read, row: Row, calibration: Captured) -> float:
-    past = replace(read.past, captured=replace(read.past.captured, calibration=calibration))
+def fitted_to(texts: Captured) -> OfServer:
+    """In a server's place: the constants of a row, fitted while what it changes is in place."""
+
+    @functools.cache
+    def constants() -> Mapping[int, Constants]:
+        moments = {layer.index: Moments.of(layer.query, layer.key) for layer in texts.layers}
+        return {index: Constants(TransformedKeys.fit_moments(of_layer), None) for index, of_layer in moments.items()}
+
+    return lambda name, options: constants()
+
+
+def loss(reader: Reader, read: Read, row: Row, constants: OfServer) -> float:
+    past = replace(read.past, captured=replace(read.past.captured, of_server=constants))
     with row.planted():
         found = reader.logits(past, read.tokens[:-1], cache_of(row.choice, past)).log_softmax(-1)
     return float(compared(read.exact, found, read.tokens[1:])["kl"].mean())
@@ -140,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     reads = [prepared(reader, model.tokenizer, number) for number in range(options.sequences)]
     print("| what | KL | geometric mean |\n| --- | --- | --- |")
     for row in ROWS:
-        calibration = row.calibrate(captured)
-        found = [loss(reader, read, row, calibration) for read in reads]
+        constants = fitted_to(row.calibrate(captured))
+        found = [loss(reader, read, row, constants) for read in reads]
         middle = math.exp(sum(map(math.log, found)) / len(found))
         print(f"| {row.about} | {console.short(sum(found) / len(found))} | {console.short(middle)} |", flush=True)
     return 0

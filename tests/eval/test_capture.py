@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from proof.demo.llama import forward, shape_of
-from vllm_kvq.eval.heads.capture import CaptureFailed, capture
+from vllm_kvq.eval.heads.capture import capture
+from vllm_kvq.integration.preview.apart import Failed
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +40,7 @@ def test_queries_keys_and_values(model: Path) -> None:
 
 
 def test_what_vllm_can_not_load_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(CaptureFailed) as refused:
+    with pytest.raises(Failed) as refused:
         capture(str(tmp_path / "nothing"), [[1, 2, 3]])
     assert "\n" not in str(refused.value)
     assert str(refused.value)

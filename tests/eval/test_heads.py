@@ -12,8 +12,9 @@ import torch
 from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.eval.heads.heads import READERS, HeadError, as_cached, bound, head_errors, layer_errors
 from vllm_kvq.eval.heads.synthetic import attention_data
+from vllm_kvq.eval.peers.oscar import OscarKeys
 from vllm_kvq.formats import Geometry, get_format, roundtrip
-from vllm_kvq.formats.constants import Calibration
+from vllm_kvq.formats.constants import Calibration, Constants, Moments
 from vllm_kvq.formats.klt import TransformedKeys
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.squat import PLAIN
@@ -184,29 +185,50 @@ def test_calibrated_formats_are_fitted_to_the_other_text(captured: Captured) -> 
 def test_constants_are_fitted_once(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all texts; not for another layer, other options or another calibration."""
     fitted: list[tuple[Calibration, Mapping[str, Any]]] = []
-    fit = TransformedKeys.fit_constants
+    fit = OscarKeys.fit_constants
 
     def counted(calibration: Calibration, options: Mapping[str, Any]) -> torch.Tensor:
         fitted.append((calibration, options))
         return fit(calibration, options)
 
-    monkeypatch.setattr(TransformedKeys, "fit_constants", counted)
+    monkeypatch.setattr(OscarKeys, "fit_constants", counted)
     other = replace(captured, layers=captured.layers[::-1])
     first, last = captured.layers
     for calibration, layer, options, count in (
         (other, first, {}, 1),
         (other, first, {}, 1),
         (other, last, {}, 2),
-        (other, last, {"key_rate": 2}, 3),
+        (other, last, {"oscar_rotation": "head"}, 3),
         (replace(other), last, {}, 4),
         (other, last, {}, 4),
     ):
-        constants = bound(replace(captured, calibration=calibration), layer, "klt3", options, 128).geometry.constants
+        constants = bound(replace(captured, calibration=calibration), layer, "oscar2", options, 128).geometry.constants
         assert len(fitted) == count
         assert constants is not None
         assert constants.keys is not None
-        want = fit(Calibration(layer.query, layer.key, layer.value), {"key_rate": 3.0, **options})
+        want = fit(Calibration(layer.query, layer.key, layer.value), {"oscar_rotation": "layer", **options})
         assert torch.equal(constants.keys, want)
+
+
+def test_formats_that_are_served_have_a_servers_constants(captured: Captured) -> None:
+    """Layer by layer, of these options; and not those of the texts that others are fitted to."""
+    asked: list[tuple[str, Mapping[str, Any]]] = []
+    of_layer = {
+        layer.index: Constants(TransformedKeys.fit_moments(Moments.of(layer.query * 2, layer.key + 1)), None)
+        for layer in captured.layers
+    }
+
+    def of_server(name: str, options: Mapping[str, Any]) -> Mapping[int, Constants]:
+        asked.append((name, options))
+        return of_layer
+
+    with pytest.raises(ValueError, match="the format has constants of a server"):
+        head_errors(replace(captured, calibration=captured), "klt3", {})
+    both, options = replace(captured, calibration=captured, of_server=of_server), {"key_rate": {"0": 2, "*": 3}}
+    for layer in captured.layers:
+        constants = bound(both, layer, "klt3", options, 128).geometry.constants
+        assert constants is of_layer[layer.index]
+    assert asked == [("klt3", options)] * 2
 
 
 def test_layers_counted_from_the_last(captured: Captured) -> None:

@@ -1,4 +1,5 @@
-"""`vllm-kvq calibrate MODEL`: the format and options that harm this model's attention least within a limit of bits."""
+"""`vllm-kvq calibrate MODEL`: the format and options that harm this model's attention least within a limit of bits.
+With `--text`: constants of calibrated formats (constants.py)."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import sys
 from collections.abc import Sequence
 
 from vllm_kvq import console
+from vllm_kvq.cli import constants
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out
 from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
 from vllm_kvq.cli.eval.heads import captured_text, measured, too_short
 from vllm_kvq.eval.choice import Choice
+from vllm_kvq.eval.constants import of_texts
 from vllm_kvq.eval.heads.assign import Candidate, best, by_layer, servable
-from vllm_kvq.eval.heads.capture import CaptureFailed
 from vllm_kvq.eval.model import Model
+from vllm_kvq.integration.preview.apart import Failed
 
 PROG = "vllm-kvq calibrate"
 
@@ -27,9 +30,15 @@ def parser() -> argparse.ArgumentParser:
         "The format and options that do least harm within a limit of bits, as YAML for `vllm serve MODEL --config`.\n"
         "They are compared by the relative error of attention's output on one text, which says little about answers:\n"
         "see `vllm-kvq eval`. One format serves all layers; if bits are left, its worst layers are not packed.\n"
-        "Takes minutes: the model runs once, and each format is measured.",
-        ("MODEL --bits 4", "MODEL --bits 3.5 --formats squat2,squat2:r=8 --out configs"),
-        "nothing could be measured, or nothing is small enough",
+        "Takes minutes: the model runs once, and each format is measured.\n"
+        "With --text nothing is chosen: constants of formats that have some, which servers fit to texts of ours, are\n"
+        "fitted to yours, and written where servers look. --bits, --context and --seed do not go with it.",
+        (
+            "MODEL --bits 4",
+            "MODEL --bits 3.5 --formats squat2,squat2:r=8 --out configs",
+            "MODEL --text chats.txt --text code.py",
+        ),
+        "nothing could be measured or written, or nothing is small enough",
     )
     add_model(p)
     p.add_argument(
@@ -42,7 +51,15 @@ def parser() -> argparse.ArgumentParser:
     add_context(p, "2048", "of the text; bits are counted at this length")
     add_formats(p, ALL, NO_REFERENCE)
     add_text(p)
-    add_out(p, f"{YAML} (default: standard output)")
+    p.add_argument(
+        "--text",
+        action="append",
+        type=constants.text_file,
+        metavar="FILE",
+        help="text in UTF-8 to which constants of --formats are fitted, instead of choosing (default: none, or with "
+        "--text all formats that have constants)",
+    )
+    add_out(p, f"{YAML}, or {constants.FILE} (default: standard output, or where servers look)")
     console.add_json(p)
     return p
 
@@ -60,6 +77,10 @@ def _bits(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
+    if args.text:
+        if problem := constants.usage_problem(args, sys.argv[1:] if arguments is None else arguments):
+            p.error(problem)
+        return constants.main(PROG, args)
     chosen = args.formats
     if problem := too_short(chosen, args.context):
         p.error(problem)
@@ -68,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model = Model.of(args.model, args.dtype)
         bits = _Bits(model, args.context)
-        captured = captured_text(model, args.context, args.seed)
+        captured = captured_text(model, args.context, args.seed, any(map(of_texts, chosen)))
         errors, problems = measured(captured, chosen)
         bits.problems |= problems
         tried = [choice for choice in chosen if choice.label in errors]
@@ -79,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / YAML).write_text(yaml(args, kept))
-    except (ValueError, OSError, CaptureFailed) as error:
+    except (ValueError, OSError, Failed) as error:
         return console.fail(PROG, error, args.json)
     if args.json:
         everything = [c.document() for c in found]

@@ -1,4 +1,5 @@
-"""The texts to which calibrated formats are fitted in an evaluation: the same for all, and none of those it measures.
+"""Where calibrated formats have their constants from in an evaluation: those that can be served from a server of the
+model (integration/preview/constants.py). Others' are fitted to these texts, none of which an evaluation measures:
 
     documentation  paragraphs of Python's that `tasks.text` leaves out
     code           modules of transformers
@@ -19,6 +20,7 @@ from vllm_kvq.eval.tasks.tasks import filler
 from vllm_kvq.eval.tasks.texts import Piece, asked_for, can_chat, tokens_of
 from vllm_kvq.formats import get_format
 from vllm_kvq.formats.by_layer import options_at
+from vllm_kvq.integration.preview.constants import Known
 
 TEXTS = 9
 TOKENS = 2048
@@ -29,11 +31,32 @@ LONGEST = 40_000
 """Characters of a module; longer ones would be most of what is read."""
 
 
-def calibrated(choice: Choice) -> bool:
+def of_texts(choice: Choice) -> bool:
+    """Whether its constants are fitted to the texts."""
+    return _calibrated(choice, served=False)
+
+
+def of_server(choice: Choice) -> bool:
+    """Whether it has a server's constants."""
+    return _calibrated(choice, served=True)
+
+
+def named(choice: Choice, servers: Known) -> dict[str, str]:
+    """What the name of a stored measurement says of a server's constants; no server would start: its row says why."""
+    if not of_server(choice):
+        return {}
+    try:
+        return {"constants": servers.digest(choice.format, choice.options)}
+    except ValueError:
+        return {"constants": "none"}
+
+
+def _calibrated(choice: Choice, served: bool) -> bool:
     if not choice.ours:
         return False
     settings = get_format(choice.format).settings(options_at(choice.options, None))
-    return settings.keys.calibrated or settings.values.calibrated
+    codecs = (settings.keys, settings.values)
+    return any(c.calibrated for c in codecs) and served == all(c.reference_only is None for c in codecs)
 
 
 def calibration_texts(tokenizer: Any, longest: int) -> tuple[tuple[int, ...], ...]:

@@ -12,8 +12,8 @@ from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
 from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.constants import calibrated, calibration_texts
-from vllm_kvq.eval.heads.capture import Captured, CaptureFailed, capture
+from vllm_kvq.eval.constants import calibration_texts, of_texts
+from vllm_kvq.eval.heads.capture import Captured, capture
 from vllm_kvq.eval.heads.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results import plots
@@ -21,6 +21,8 @@ from vllm_kvq.eval.tasks.samples import sequence
 from vllm_kvq.formats.by_layer import all_options
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.table import get_format
+from vllm_kvq.integration.preview.apart import Failed
+from vllm_kvq.integration.preview.constants import Known
 
 PROG = "vllm-kvq eval heads"
 
@@ -61,11 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(problem)
     try:
         model = Model.of(args.model, args.dtype)
-        captured = captured_text(model, args.context, args.seed, any(map(calibrated, chosen)))
+        captured = captured_text(model, args.context, args.seed, any(map(of_texts, chosen)))
         errors, problems = measured(captured, chosen)
         if args.out:
             plots.heat_map(args.out / PLOT, errors, args.measure, MEASURES[args.measure])
-    except (ValueError, OSError, CaptureFailed) as error:
+    except (ValueError, OSError, Failed) as error:
         return console.fail(PROG, error, args.json)
     if args.json:
         found = {label: [asdict(e) for e in heads] for label, heads in errors.items()}
@@ -120,13 +122,14 @@ def measured(captured: Captured, chosen: Sequence[Choice]) -> tuple[dict[str, li
 def captured_text(model: Model, tokens: int, seed: int, calibration: bool = False) -> Captured:
     """The queries, keys and values of a text, and of those for calibration.
 
-    Raises ValueError or CaptureFailed, with a sentence.
+    Raises ValueError or Failed, with a sentence.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not READERS < tokens < model.longest:
         raise ValueError(f"a text of {tokens} tokens is not between {READERS + 1} and {model.longest - 1}")
     text = sequence(model.tokenizer, "text", tokens, tokens, 0, seed)
     captured = capture(str(model.folder), [text.tokens], model.dtype)
+    captured = replace(captured, of_server=Known(str(model.folder), model.dtype).constants)
     if not calibration:
         return captured
     others = calibration_texts(model.tokenizer, model.longest)

@@ -14,12 +14,14 @@ import numpy as np
 
 from vllm_kvq.cli.arguments import whole_number
 from vllm_kvq.eval.choice import PLAIN, Choice
+from vllm_kvq.eval.constants import named
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING, Row
 from vllm_kvq.eval.run.plan import LEAST_CACHE_BYTES, REQUESTS
 from vllm_kvq.eval.run.store import Store, format_sources, sources
 from vllm_kvq.eval.run.store import key as key_of
+from vllm_kvq.integration.preview.constants import Known
 
 if TYPE_CHECKING:
     from vllm_kvq.eval.run.harness import Progress
@@ -64,11 +66,12 @@ def evaluated(
         "kv_cache_memory_bytes": max(LEAST_CACHE_BYTES, 2 * REQUESTS * context * model.token_bytes),
         "seed": args.seed,
     }
+    servers = Known(str(model.folder), model.dtype)
     harness = LmEval(tuple(args.lm_eval.split(",")), args.lm_eval_path, args.lm_eval_limit, engine)
     for choice in choices:
         progress(f"{choice.label}: {args.lm_eval}", 0)
         try:
-            found = _kept(harness, choice, model, store)
+            found = _kept(harness, choice, model, store, servers)
             yield from rows(found, model.name, choice, context, _bits(model, choice, context))
         except LmEvalFailed as error:
             if choice.format == PLAIN:
@@ -78,7 +81,7 @@ def evaluated(
         progress(choice.label, 1)
 
 
-def _kept(harness: LmEval, choice: Choice, model: Model, store: Store) -> dict[str, Any]:
+def _kept(harness: LmEval, choice: Choice, model: Model, store: Store, servers: Known) -> dict[str, Any]:
     """The harness's results, new or from earlier runs."""
     key = key_of(
         model=model.digest(),
@@ -91,6 +94,7 @@ def _kept(harness: LmEval, choice: Choice, model: Model, store: Store) -> dict[s
         limit=harness.limit,
         engine=dict(harness.engine),
         harness=version("lm-eval"),
+        **named(choice, servers),
     )
     if (arrays := store.get(KIND, key)) is None:
         text = json.dumps(harness.run(choice)).encode()

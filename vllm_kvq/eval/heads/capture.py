@@ -5,13 +5,8 @@ vLLM runs the texts with its own 16-bit cache, in its own process; hooks on its 
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +16,11 @@ from vllm_kvq.formats.constants import Calibration, Constants
 from vllm_kvq.formats.page import PageFormat
 from vllm_kvq.formats.rope import Rope
 from vllm_kvq.formats.settings import Settings
+from vllm_kvq.integration.preview.apart import apart
 
-
-class CaptureFailed(Exception):
-    """One sentence on why vLLM gave no tensors."""
+OfServer = Callable[[str, Mapping[str, Any]], Mapping[int, Constants]]
+"""The constants that a server of this model has, by layer, with a format and its options. ValueError, with a sentence,
+if it would not start."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,10 @@ class Captured:
     total: int | None = None
     """The number of the model's layers, including those without attention; None: the last one here is the last."""
     calibration: Captured | None = None
-    """The same for other texts, one after the other, to which calibrated formats are fitted; None: there are none."""
+    """The same for other texts, one after the other, to which formats that can't be served are fitted; None: there are
+    none."""
+    of_server: OfServer | None = None
+    """Where calibrated formats that can be served have their constants from; None: there are none."""
     constants: dict[tuple[int, str, Settings], Constants | None] = field(default_factory=dict, init=False, repr=False)
     """What has been fitted to a calibration's layers, by layer and format: the same for every text that is measured."""
 
@@ -65,8 +64,13 @@ class Captured:
         if not self.layers:
             raise ValueError("the model has no attention layer with its own keys and values to measure")
 
-    def calibrated(self, page: PageFormat, layer: Layer) -> PageFormat:
-        """With the layer's constants; raises ValueError if there is no other text."""
+    def calibrated(self, page: PageFormat, layer: Layer, options: Mapping[str, Any]) -> PageFormat:
+        """With the layer's constants: a server's, or if there can't be one, fitted to the other texts. `options` are
+        those of all layers. Raises ValueError if they are not known."""
+        if not (page.keys.reference_only or page.values.reference_only):
+            if self.of_server is None:
+                raise ValueError("the format has constants of a server, and nobody has asked one")
+            return page.with_constants(self.of_server(page.name, options)[layer.index])
         if self.calibration is None:
             raise ValueError("the format has constants that are fitted to another text, and no other text was captured")
         made, key = self.calibration.constants, (layer.index, page.name, page.settings)
@@ -93,51 +97,12 @@ def together(captured: Sequence[Captured]) -> Captured:
 
 
 def capture(model: str, texts: Sequence[Sequence[int]], dtype: str = "auto") -> Captured:
-    """The texts one after the other. Raises CaptureFailed with the last sentence of vLLM's output."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="kvq-capture-") as folder:
-        arguments = (theirs, folder, model, [list(text) for text in texts], dtype)
-        process = context.Process(target=_work, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            problem: str | None = ours.recv()
-        except EOFError:
-            problem = f"vLLM's process exited without an error message; {_last_line(Path(folder, 'log'))}"
-        finally:
-            process.join()
-        if problem is not None:
-            raise CaptureFailed(problem)
-        found: Captured = torch.load(Path(folder, "captured"), weights_only=False)
-        return found
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return f"the last line of its log: {lines[-1]}" if lines else "its log is empty"
+    """The texts one after the other. Raises Failed with the last sentence of vLLM's output."""
+    found: Captured = apart(_captured, model, [list(text) for text in texts], dtype)
+    return found
 
 
 # -- in vLLM's process ------------------------------------------------------------------------------------------------
-def _work(pipe: Connection, folder: str, model: str, texts: list[list[int]], dtype: str) -> None:
-    """Answers with None, or with a sentence on what went wrong."""
-    log = os.open(Path(folder, "log"), os.O_WRONLY | os.O_CREAT)
-    for fd in (1, 2):
-        os.dup2(log, fd)
-    # hooks must live where the model does
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm_kvq.integration.preview.dry_start import sentence_of
-
-    try:
-        torch.save(_captured(model, texts, dtype), Path(folder, "captured"))
-        pipe.send(None)
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        pipe.send(sentence_of(error))
-
-
 def _captured(model: str, texts: list[list[int]], dtype: str) -> Captured:
     from vllm import LLM, EngineArgs, SamplingParams
 

@@ -34,7 +34,7 @@ class HeadError:
 
 def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any], block: int) -> PageFormat:
     """The format bound to this layer. ValueError if that is impossible."""
-    options = options_at(options, layer.index)
+    everywhere, options = options, options_at(options, layer.index)
     fmt, settings = get_format(name), get_format(name).settings(options)
     geometry = Geometry(layer.head_size, settings.N or block, layer.key.dtype, layer.index)
     if settings.keys.pairs_channels:
@@ -43,7 +43,7 @@ def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any
         geometry = replace(geometry, pairing=captured.pairing, rotary_dim=captured.rotary_dim)
     page = fmt.bind(geometry, options)
     if page.calibrated:
-        return captured.calibrated(page, layer)
+        return captured.calibrated(page, layer, everywhere)
     if not page.keys.before_rope:
         return page
     if captured.rope is None:

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from vllm_kvq.eval.choice import Choice
+from vllm_kvq.eval.constants import named
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.engine.jobs import Complete, Completed, EngineArguments
 from vllm_kvq.eval.humaneval import sandbox
@@ -25,6 +26,7 @@ from vllm_kvq.eval.run import store
 from vllm_kvq.eval.run.harness import BITS, Progress
 from vllm_kvq.eval.run.plan import LEAST_CACHE_BYTES, PROMPT_CHUNK, REFERENCE, SMALL_MODEL
 from vllm_kvq.eval.run.store import Store
+from vllm_kvq.integration.preview.constants import Known
 
 ANSWERS = "humaneval"
 """The kind of these entries in the cache."""
@@ -101,11 +103,17 @@ class Benchmark:
     def digest(self) -> str:
         return self.model.digest()
 
+    @cached_property
+    def servers(self) -> Known:
+        """The constants of calibrated formats."""
+        return Known(str(self.model.folder), self.model.dtype)
+
     def about(self, choice: Choice) -> dict[str, object]:
         """The inputs of an answer. vLLM's own caches do not depend on our sources."""
         ours = {"sources": store.sources(), "format_sources": store.format_sources(choice.format)}
         return {
             **{"model": self.digest, "dtype": self.model.dtype, "format": choice.format, "max_len": self.max_len},
+            **named(choice, self.servers),
             **{"options": dict(choice.options), **(ours if choice.ours else {"engine": store.engine()})},
         }
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from vllm_kvq.eval.bits import bits_without_engine
 from vllm_kvq.eval.choice import Choice
+from vllm_kvq.eval.constants import named, of_server
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.engine.jobs import Score, Tokens
 from vllm_kvq.eval.engine.logprobs import Logprobs, divergence, joined
@@ -40,6 +41,9 @@ class Run:
     """Why a format has no figures, by its label."""
 
     def go(self) -> None:
+        for choice in filter(of_server, self.plan.choices):
+            self.progress(f"{choice.label}: constants", 0)
+            named(choice, self.plan.servers)
         for regime in self.plan.regimes:
             missing = {choice: self._missing(choice, regime) for choice in self.plan.choices}
             if regime == READING:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vllm_kvq.eval.choice import PLAIN, Choice
+from vllm_kvq.eval.constants import named
 from vllm_kvq.eval.engine.jobs import EngineArguments, Generate, Tokens
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING, HITS, READING, TEACHER_FORCED
 from vllm_kvq.eval.run import store
 from vllm_kvq.eval.tasks.samples import Sequence, Span, sequence
+from vllm_kvq.integration.preview.constants import Known
 
 REFERENCE = Choice(PLAIN)
 REQUESTS = 8
@@ -70,6 +72,11 @@ class Plan:
         return self.model.digest()
 
     @cached_property
+    def servers(self) -> Known:
+        """The constants of calibrated formats."""
+        return Known(str(self.model.folder), self.model.dtype)
+
+    @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
         return tuple(
             sequence(self.model.tokenizer, task, context, self.max_len - 1, number, self.seed)
@@ -113,6 +120,7 @@ class Plan:
             "dtype": self.model.dtype,
             "format": choice.format,
             "options": dict(choice.options),
+            **named(choice, self.servers),
         }
 
     def _engine(self, choice: Choice) -> dict[str, object]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.constants import calibrated, calibration_texts
+from vllm_kvq.eval.constants import calibration_texts, of_texts
 from vllm_kvq.eval.heads.capture import Captured, together
 from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Past, Reader
@@ -27,7 +27,7 @@ Refuse = Callable[[Choice, str], None]
 def read(plan: Plan, todo: list[tuple[Sequence, list[Choice]]], keep: Keep, refuse: Refuse) -> None:
     """Raises Unreadable if this regime can't measure the model; a format that does not support it is refused."""
     reader = Reader(plan.model.folder, plan.model.dtype)
-    other = _calibration(plan, reader) if any(calibrated(c) for _, choices in todo for c in choices) else None
+    other = _calibration(plan, reader) if any(of_texts(c) for _, choices in todo for c in choices) else None
     refused: set[str] = set()
     for item, choices in todo:
         wanted = [choice for choice in choices if choice.label not in refused]
@@ -35,7 +35,7 @@ def read(plan: Plan, todo: list[tuple[Sequence, list[Choice]]], keep: Keep, refu
             continue
         first = len(item.tokens) - 1 - plan.reading(item)
         past, tokens = reader.before(item.tokens[:first]), item.tokens[first:-1]
-        past = replace(past, captured=replace(past.captured, calibration=other))
+        past = replace(past, captured=replace(past.captured, calibration=other, of_server=plan.servers.constants))
         exact = reader.logits(past, tokens, None)
         # in place: a vocabulary of 150,000 words is 300 MB
         exact -= exact.logsumexp(-1, keepdim=True)

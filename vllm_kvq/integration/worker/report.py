@@ -56,6 +56,7 @@ def start_line(served: Served, blocks: int) -> str:
     """A value is one word, so that programs can read the line (`bench/server.py`)."""
     fmt, capacity = served.format, Capacity.of(served, blocks)
     keys = f"W_keys={fmt.W_keys} " if fmt.W_keys < fmt.W else ""
+    constants = f"constants={served.calibration.found} " if served.calibration else ""
     sidecar = round((served.sidecar_blocks + served.sink_blocks) * served.page_bytes)
     return (
         f"kvq: format={served.label} bits={served.bits_per_element:.3f} "
@@ -63,7 +64,7 @@ def start_line(served: Served, blocks: int) -> str:
         f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
         f"path={served.path.name} "
         f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "
-        f"(requests of {served.max_len} tokens) fingerprint={served.fingerprint}"
+        f"(requests of {served.max_len} tokens) {constants}fingerprint={served.fingerprint}"
     )
 
 

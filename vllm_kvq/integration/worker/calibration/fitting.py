@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +17,35 @@ from vllm_kvq.integration.plan.calibration import Source, digest_of, read, write
 from vllm_kvq.integration.plan.plan import plan
 from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker.calibration.attending import attending
-from vllm_kvq.integration.worker.calibration.text import Pieces, pieces
+from vllm_kvq.integration.worker.calibration.text import Pieces, bundled, pieces
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.kvq")
+
+AT_ONCE = 2048
+"""Tokens in a forward pass: the same in all servers that have room for as many, and so are the constants, to a bit."""
+
+
+@dataclass
+class OwnTexts:
+    texts: Sequence[str]
+    tokens: int = 0
+    """Those that constants have been fitted to."""
+
+
+_own: ContextVar[OwnTexts | None] = ContextVar("own_texts", default=None)
+
+
+@contextmanager
+def fitting_to(texts: Sequence[str]) -> Iterator[OwnTexts]:
+    """A start in this process fits its constants to these texts, whatever files there are, and leaves none."""
+    before = _own.set(own := OwnTexts(texts))
+    try:
+        yield own
+    finally:
+        _own.reset(before)
 
 
 def calibrate(worker: Any) -> None:
@@ -32,7 +57,7 @@ def calibrate(worker: Any) -> None:
     try:
         # the weights may have been downloaded since
         source = Source.of(config, served.options, sorted(served.layers.packed_layers))
-        found = None if source is None else _agreed(source)
+        found = None if source is None or _own.get() is not None else _agreed(source)
     except ValueError as error:
         raise Refused(str(error)) from None
     if source is None:
@@ -114,9 +139,13 @@ def _text(config: VllmConfig) -> Pieces:
             "name a file of constants with the option 'calibration', or use --kv-cache-dtype kitty2"
         ) from error
     longest = getattr(model.hf_text_config, "max_position_embeddings", None) or model.max_model_len
-    found = pieces(tokenizer, longest)
+    own = _own.get()
+    found = bundled(tokenizer, longest) if own is None else pieces(tokenizer, own.texts, longest)
     # no more at once than any step has: what vLLM and its layers have room for
-    return found._replace(tokens=found.tokens[:, : config.scheduler_config.max_num_batched_tokens])
+    found = found._replace(tokens=found.tokens[:, : config.scheduler_config.max_num_batched_tokens])
+    if own is not None:
+        own.tokens = found.tokens.numel()
+    return found
 
 
 @torch.inference_mode()
@@ -128,7 +157,7 @@ def _run(worker: Any, packed: Mapping[str, Any], text: Pieces) -> dict[str, Mome
     config: VllmConfig = worker.vllm_config
     model, device = worker.get_model(), config.device_config.device
     length = text.tokens.shape[1]
-    at_once = max(1, config.scheduler_config.max_num_batched_tokens // length)
+    at_once = max(1, min(AT_ONCE, config.scheduler_config.max_num_batched_tokens) // length)
     sinks = next(iter(packed.values())).impl.packed.fmt.S
     with attending(config.compilation_config.static_forward_context, sinks) as layers:
         for stand_in in layers.values():
@@ -155,7 +184,7 @@ def _on_host(moments: Moments | None) -> Moments:
 
 
 def _keep(source: Source, constants: Mapping[int, Constants]) -> None:
-    if source.path is None:
+    if source.path is None or _own.get() is not None:
         return
     try:
         write(source.path, constants, source.belongs)
