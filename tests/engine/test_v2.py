@@ -136,7 +136,9 @@ def test_warm_up(gpu_path: str, model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def process(model: Path) -> Iterator[EngineProcess]:
-    with EngineProcess(str(model), {**ENGINE, "kv_cache_dtype": "squat2"}, {RUNNER: "1"}) as engine:
+    # few blocks: poison fills all that are free, before every step
+    arguments = {**ENGINE, "kv_cache_dtype": "squat2", "num_gpu_blocks_override": 80}
+    with EngineProcess(str(model), arguments, {RUNNER: "1"}) as engine:
         yield engine
 
 
