@@ -70,6 +70,7 @@ def test_every_command(tmp_path: Path) -> None:
     assert not left
 
 
+@pytest.mark.wide
 def test_the_served_command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the document, except for the model; the workers know the format and its option, too."""
     monkeypatch.setenv("PYTHONPATH", example_format.environment(example_format.install(tmp_path))["PYTHONPATH"])

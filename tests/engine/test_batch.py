@@ -79,6 +79,7 @@ def test_refusals(model: Path, tmp_path: Path, lines: str, answer: dict[str, Any
     assert before is None or answers.read_text() == before
 
 
+@pytest.mark.wide
 def test_vllms_own_batches(model: Path, tmp_path: Path) -> None:
     """`vllm run-batch`, with OpenAI's files."""
     body = {"model": str(model), "messages": [{"role": "user", "content": "count"}], "max_tokens": 4}

@@ -50,6 +50,7 @@ def changed(to: str) -> Callable[[str], str]:
     return change
 
 
+@pytest.mark.wide
 def test_the_oracle_notices_a_query_that_is_not_rotated(model: Path, tmp_path: Path) -> None:
     """In steps only, or the server would not start."""
     broken = changed("self.rotate(query) if query.dim() == 3 else query")

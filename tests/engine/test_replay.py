@@ -12,10 +12,10 @@ from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.table import suite
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("runner")]
-PUBLIC = [f.name for f in FORMATS.values() if f.public]
+EVERY_RUN, PUBLIC = suite("methods"), suite("public")
 N = 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
@@ -32,7 +32,9 @@ def replayed(
     return judge(ReplayModel(str(model), name, N, num_spec, **options), todo, got)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize(
+    "name", [*EVERY_RUN, *(pytest.param(n, marks=pytest.mark.wide) for n in PUBLIC if n not in EVERY_RUN)]
+)
 def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None:
     """Small chunks, prefix hits and a decode over several pages."""
     todo = [traces.lengths(N, 20), *traces.prefixes(N), traces.long_decode(N)]

@@ -76,6 +76,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_script_ends_with_an_error(model: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -85,7 +85,7 @@ def test_lossless_equals_plain_vllm(name: str, model: Path, expected: list[Resul
     assert any(c.drafts for r in got for step in r.steps for c in step) == ("draft" in name)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
     """The C++ kernels; one of three growing requests is preempted."""
     todo = [*TRACES, Trace(traces.crowd(N).requests[:3])]
@@ -123,7 +123,7 @@ def warm_up(engine: Any) -> None:
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
 
 
-@pytest.mark.parametrize("gpu_path", ["0", "1"])
+@pytest.mark.parametrize("gpu_path", ["0", pytest.param("1", marks=pytest.mark.wide)])
 def test_warm_up(gpu_path: str, model: Path) -> None:
     path = {"VLLM_KVQ_GPU_PATH": gpu_path, "VLLM_KVQ_KERNELS": "torch"} if gpu_path == "1" else {}
     with EngineProcess(str(model), {**ENGINE, "kv_cache_dtype": "squat2", **ngram("ngram_gpu")}, path) as process:

@@ -75,6 +75,7 @@ def test_the_authors_own_solutions_solve_a_sample() -> None:
         assert verdict.passed, (problem.name, verdict.reason)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_authors_own_solutions_solve_them_all() -> None:
     every = problems()

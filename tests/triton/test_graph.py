@@ -163,9 +163,7 @@ OTHERS = (
 @pytest.mark.parametrize(
     ("fmt", "drafts", "size"),
     [
-        (SQUAT, 0, 1),
         (SQUAT, 0, 4),
-        (SQUAT, 2, 4),
         (INNERQ, 2, 2),
         (("qjl3", {}), 0, 2),
         *(wide(f, drafts, size) for f in (SQUAT, INNERQ, *OTHERS) for drafts in (0, 2) for size in (1, 2, 4, 8)),
