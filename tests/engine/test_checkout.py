@@ -82,6 +82,7 @@ print(json.dumps("vllm.model_executor.layers.fused_moe.config" in sys.modules))
     assert "triton_kernels" not in log
 
 
+@pytest.mark.wide
 def test_a_real_package_later_on_the_path_wins(tmp_path: Path) -> None:
     (tmp_path / "triton_kernels").mkdir()
     real = tmp_path / "triton_kernels" / "__init__.py"

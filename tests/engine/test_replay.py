@@ -49,7 +49,8 @@ def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None
 
 # blocks that admit several requests with their sidecars and then run out while they grow
 @pytest.mark.parametrize(
-    ("name", "blocks"), [("squat2", 68), ("polar4", 206), pytest.param("innerq2", 214, marks=pytest.mark.wide)]
+    ("name", "blocks"),
+    [("squat2", 68), *(pytest.param(*case, marks=pytest.mark.wide) for case in (("polar4", 206), ("innerq2", 214)))],
 )
 def test_speculation_and_preemption(name: str, blocks: int, run: Any, model: Path) -> None:
     todo = [traces.repeats(N), traces.crowd(N)]
