@@ -97,6 +97,7 @@ def dry_run(folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.wide
 def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path) -> None:
     said = dry_run(tmp_path)
     file = tmp_path / "gpu-dry-run-times-mean-nothing.csv"

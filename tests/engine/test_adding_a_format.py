@@ -51,6 +51,7 @@ def test_excerpts() -> None:
     assert int(said[1]) == len((code + project).splitlines()) < 150
 
 
+@pytest.mark.wide
 def test_every_command(tmp_path: Path) -> None:
     """In a directory with nothing but the example; what it installs goes into another folder."""
     installed, work = tmp_path / "installed", tmp_path / "work"

@@ -291,7 +291,7 @@ def test_batches_are_alike(read: Model) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("behind", [0, 700])
+@pytest.mark.parametrize("behind", [pytest.param(0, marks=pytest.mark.wide), 700])
 def test_a_real_engine_answers(model: Path, tmp_path: Path, behind: int) -> None:
     """A random model says nothing sensible, but both caches say it, up to the fence or the end."""
     folder = shutil.copytree(model, tmp_path / "model")
