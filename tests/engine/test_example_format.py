@@ -57,6 +57,7 @@ def test_the_oracle_notices_a_query_that_is_not_rotated(model: Path, tmp_path: P
     assert judged(example_format.install(tmp_path, broken), model)["mismatches"]
 
 
+@pytest.mark.wide
 def test_a_broken_codec_is_refused_before_weights_load(model: Path, tmp_path: Path) -> None:
     environment = example_format.environment(example_format.install(tmp_path, changed("query")))
     command = [sys.executable, "-m", "vllm_kvq", "check", str(model), "--kv-cache-dtype", NAME]

@@ -1,4 +1,4 @@
-"""The fuzzer: half a minute of it finds nothing, a planted fault is found, and minimized with `-m wide`, known cases pass."""
+"""The fuzzer: half a minute of it finds nothing, a planted fault is found and minimized, known cases pass."""
 
 from __future__ import annotations
 

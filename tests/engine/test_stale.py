@@ -15,7 +15,7 @@ import pytest
 
 from vllm_kvq.bench.server import Server, ServerError, free_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.wide]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = "server_faults.ServerFaults"
@@ -76,7 +76,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.wide
 @pytest.mark.slow
 def test_a_script_ends_with_an_error(model: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
