@@ -65,17 +65,19 @@ def weights() -> Callable[[str], Path]:
 
 LONGEST = (
     "kernels/test_cpu_sanitizers.py",
+    "engine/test_v2.py",
+    "triton/test_reference_triton.py",
     "triton/test_step.py",
-    "engine/test_gpu_path.py",
+    "eval/test_evaluation.py",
     "engine/test_fuzz.py",
-    "engine/test_adding_a_format.py",
-    "triton/test_attend.py",
-    "triton/test_compile.py",
-    "test_bench.py",
-    "engine/test_http.py",
     "processes/test_processes.py",
+    "engine/test_lossless.py",
+    "models/test_hits.py",
+    "engine/test_metrics.py",
+    "engine/test_calibration.py",
+    "triton/test_attend.py",
 )
-"""Tests of two minutes and more. They start first (`--no-loadscope-reorder`), so that none is left as the last."""
+"""Modules of a minute and more. They start first (`--no-loadscope-reorder`), so that none is left as the last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -112,6 +112,7 @@ def test_copy_bandwidth_is_a_memory_speed() -> None:
     assert 1e8 < copy_bandwidth(8 << 20, rounds=3) < 1e13
 
 
+@pytest.mark.wide
 @pytest.mark.engine
 def test_serve_compares_two_real_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -181,6 +181,7 @@ def test_a_server_that_is_gone_at_the_end(soak: Callable[..., int], capsys: pyte
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.wide
 def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything except flat memory, for which a quarter of a minute is too short."""
     arguments = ["--minutes", "0.25", "--format", "lossless", "--eager", "--log", str(tmp_path / "log")]

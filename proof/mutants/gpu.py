@@ -10,7 +10,7 @@ from proof.mutants.fault import Fault
 KERNELS = "tests/kernels"
 TRITON = "tests/triton"
 CUDA = "tests/cuda"
-GRAPH = f"{TRITON}/test_graph.py -k 'replay and fmt1'"
+GRAPH = f"{TRITON}/test_graph.py -k 'replay and squat2-0-4'"
 LARGE_TRITON = f"{TRITON}/test_large_pools_triton.py -k squat2"
 GUARDS_TRITON = f"{TRITON}/test_guards_triton.py"
 LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"

@@ -97,16 +97,14 @@ def dry_run(folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.wide
 def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path) -> None:
     said = dry_run(tmp_path)
     file = tmp_path / "gpu-dry-run-times-mean-nothing.csv"
     whole = file.read_text()
     assert [row.split()[:3] for row in said.splitlines()[2:4]] == [["sdpa", "1", "64"], ["squat2", "1", "64"]]
     assert said.strip().splitlines()[-1].strip() in file.with_suffix(".md").read_text()
-    # it has measured everything, and measures nothing again: the same numbers
-    assert dry_run(tmp_path) == said
-    assert file.read_text() == whole
-    # cut off in the middle of its last line, whose numbers are all ignored
+    # cut off in the middle of its last line, whose numbers are all ignored; the others are not measured again
     file.write_text(whole[:-2])
     again = dry_run(tmp_path)
     assert again.splitlines()[:-1] == said.splitlines()[:-1]

@@ -51,6 +51,7 @@ def test_excerpts() -> None:
     assert int(said[1]) == len((code + project).splitlines()) < 150
 
 
+@pytest.mark.wide
 def test_every_command(tmp_path: Path) -> None:
     """In a directory with nothing but the example; what it installs goes into another folder."""
     installed, work = tmp_path / "installed", tmp_path / "work"
@@ -70,6 +71,7 @@ def test_every_command(tmp_path: Path) -> None:
     assert not left
 
 
+@pytest.mark.wide
 def test_the_served_command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the document, except for the model; the workers know the format and its option, too."""
     monkeypatch.setenv("PYTHONPATH", example_format.environment(example_format.install(tmp_path))["PYTHONPATH"])

@@ -71,7 +71,7 @@ def test_cpp_kernels(name: str, options: dict[str, Any], error: float, run: Any,
     ("name", "options"),
     [
         pytest.param("qjl3", SKETCHES, marks=pytest.mark.wide),
-        ("polar3", ANGLES),
+        pytest.param("polar3", ANGLES, marks=pytest.mark.wide),
         pytest.param("squat2", RANKS, id="ranks"),
     ],
 )

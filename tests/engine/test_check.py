@@ -327,6 +327,7 @@ def test_a_whole_process_is_quiet(model: Path) -> None:
     assert json.loads(done.stdout)["starts"]
 
 
+@pytest.mark.wide
 def test_verbose_lets_vllm_log(model: Path) -> None:
     command = [sys.executable, "-m", "vllm_kvq", "check", str(model), "--kv-cache-dtype", "squat2", "--verbose"]
     command += ["--kv-cache-memory-bytes", "10000000", "--max-model-len", "256"]

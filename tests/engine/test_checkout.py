@@ -68,6 +68,7 @@ def test_vllm_finds_what_it_finds_in_an_empty_folder(tmp_path: Path) -> None:
     assert MISSES in log
 
 
+@pytest.mark.wide
 def test_vllm_does_not_look_before_it_loads_plugins() -> None:
     """Whatever a process imports first: a script, `vllm serve`, `python -m`, an engine or a worker."""
     code = """
@@ -82,6 +83,7 @@ print(json.dumps("vllm.model_executor.layers.fused_moe.config" in sys.modules))
     assert "triton_kernels" not in log
 
 
+@pytest.mark.wide
 def test_a_real_package_later_on_the_path_wins(tmp_path: Path) -> None:
     (tmp_path / "triton_kernels").mkdir()
     real = tmp_path / "triton_kernels" / "__init__.py"

@@ -50,12 +50,14 @@ def changed(to: str) -> Callable[[str], str]:
     return change
 
 
+@pytest.mark.wide
 def test_the_oracle_notices_a_query_that_is_not_rotated(model: Path, tmp_path: Path) -> None:
     """In steps only, or the server would not start."""
     broken = changed("self.rotate(query) if query.dim() == 3 else query")
     assert judged(example_format.install(tmp_path, broken), model)["mismatches"]
 
 
+@pytest.mark.wide
 def test_a_broken_codec_is_refused_before_weights_load(model: Path, tmp_path: Path) -> None:
     environment = example_format.environment(example_format.install(tmp_path, changed("query")))
     command = [sys.executable, "-m", "vllm_kvq", "check", str(model), "--kv-cache-dtype", NAME]

@@ -4,7 +4,6 @@ QJL's CUDA kernels lane by lane in C++ (csrc/cuda/emulate.h). Few tokens, becaus
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ pytestmark = pytest.mark.engine
 N, SPEC = 32, 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": SPEC, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 FORMATS = {"squat2": {"W": 32}, "innerq2": {"W": 32, "S": 8}, "polar4": {"W": 32, "S": 0}, "qjl3": {"W": 32}}
-HERE = FORMATS if os.environ.get("KVQ_GRID") else ["innerq2", "qjl3"]
-"""KVQ_GRID=1: every kind of format, a minute each."""
+OFTEN = "qjl3"
+"""The others take a minute each; squat2 also runs in test_v2.py."""
 
 
 @pytest.mark.usefixtures("runner")
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [n if n == OFTEN else pytest.param(n, marks=pytest.mark.wide) for n in FORMATS])
 def test_tokens_are_the_references(name: str, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = FORMATS[name]
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")

@@ -93,6 +93,7 @@ def test_it_stays_as_long_as_its_server(started: Started) -> None:
     assert parent.is_alive()
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_it_ends_where_it_was_spawned(started: Started) -> None:
     parent, child = started("spawn", True)

@@ -60,9 +60,10 @@ def finished(process: subprocess.Popen[str]) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
-def test_the_plugin_changes_nothing(model: Path) -> None:
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.wide)])
+def test_the_plugin_changes_nothing(eager: bool, model: Path) -> None:
     """Tokens, their probabilities, prefix hits, blocks, backends and caches are those of vLLM by itself."""
-    both = [served(model, plugins) for plugins in (None, "another")]
+    both = [served(model, plugins, enforce_eager=eager) for plugins in (None, "another")]
     with_plugin, without = map(finished, both)
     assert (with_plugin.pop("plugin"), without.pop("plugin")) == (True, False)
     assert with_plugin.pop("installed") == [], "patches for our formats only"

@@ -45,7 +45,7 @@ def told(engine: EngineProcess, traces: list[Trace]) -> Any:
         return "failed" if "never packed" in str(error) else None
 
 
-EVERY_TIME = ("lossless", "squat2", "qjl3")
+EVERY_TIME = ("qjl3",)
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in SETUPS if name not in EVERY_TIME]
 
 

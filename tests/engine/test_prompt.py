@@ -25,7 +25,9 @@ print(float((out.unflatten(0, (2, 150)) - expected.transpose(1, 2)).abs().max())
 """
 
 
-@pytest.mark.parametrize("unsupported", ["_is_avx512_bf16_supported", "_is_avx512_supported"])
+@pytest.mark.parametrize(
+    "unsupported", ["_is_avx512_supported", pytest.param("_is_avx512_bf16_supported", marks=pytest.mark.wide)]
+)
 def test_processors_without(unsupported: str) -> None:
     code = COMPARE.format(unsupported=unsupported)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)

@@ -26,6 +26,7 @@ QUICKSTART = walk.Walk(
 )
 
 
+@pytest.mark.wide
 def test_to_the_first_answer(model: Path, tmp_path: Path) -> None:
     assert QUICKSTART.unused() == set()
     (tmp_path / "Qwen").mkdir()

@@ -135,7 +135,7 @@ def test_option_n_sets_the_block_size(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--kv-cache-dtype", "squat9"], "invalid choice: 'squat9'"),
+        pytest.param(["--kv-cache-dtype", "squat9"], "invalid choice: 'squat9'", marks=pytest.mark.wide),
         (
             ["--kv-cache-dtype", "qjl3", "--additional-config", '{"kvq": {"m": 100}}'],
             "vllm-kvq: option 'm' is 100; it takes a whole number from 32 to 2048, a multiple of 32",

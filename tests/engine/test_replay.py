@@ -12,10 +12,12 @@ from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.table import suite
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("runner")]
-PUBLIC = [f.name for f in FORMATS.values() if f.public]
+FIXED_POINT = [("squat2", 1e-3), ("innerq2", 1e-3), ("polar4", 1e-3), ("qjl3", 1e-2)]
+"""With the error that their C++ kernels declare (QJL: 8-bit queries)."""
+EVERY_RUN = [name for name in suite("methods") if name not in dict(FIXED_POINT)]
 N = 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
@@ -32,7 +34,9 @@ def replayed(
     return judge(ReplayModel(str(model), name, N, num_spec, **options), todo, got)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize(
+    "name", [*EVERY_RUN, *(pytest.param(n, marks=pytest.mark.wide) for n in suite("public") if n not in EVERY_RUN)]
+)
 def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None:
     """Small chunks, prefix hits and a decode over several pages."""
     todo = [traces.lengths(N, 20), *traces.prefixes(N), traces.long_decode(N)]
@@ -47,7 +51,8 @@ def test_every_token_is_the_references(name: str, run: Any, model: Path) -> None
 
 # blocks that admit several requests with their sidecars and then run out while they grow
 @pytest.mark.parametrize(
-    ("name", "blocks"), [("squat2", 68), ("polar4", 206), pytest.param("innerq2", 214, marks=pytest.mark.wide)]
+    ("name", "blocks"),
+    [("squat2", 68), *(pytest.param(*case, marks=pytest.mark.wide) for case in (("polar4", 206), ("innerq2", 214)))],
 )
 def test_speculation_and_preemption(name: str, blocks: int, run: Any, model: Path) -> None:
     todo = [traces.repeats(N), traces.crowd(N)]
@@ -81,9 +86,9 @@ def test_options_that_make_another_codec(run: Any, model: Path) -> None:
         assert replayed(model, "squat2", todo, got, **fewer).mismatches, left_out
 
 
-@pytest.mark.parametrize(("name", "error"), [("squat2", 1e-3), ("innerq2", 1e-3), ("polar4", 1e-3), ("qjl3", 1e-2)])
+@pytest.mark.parametrize(("name", "error"), FIXED_POINT)
 def test_fixed_point_kernels(name: str, error: float, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C++ kernels: the reference's tokens, up to the error that they declare (QJL: 8-bit queries)."""
+    """The C++ kernels: the reference's tokens, up to the error that they declare."""
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "auto")
     todo = [traces.lengths(N, 20), *traces.prefixes(N)]
     got = run(todo, kv_cache_dtype=name, block_size=N)

@@ -42,15 +42,15 @@ def test_every_residue_and_cut_is_asked() -> None:
 @pytest.mark.slow
 def test_some_lengths(tmp_path: Path) -> None:
     report = tmp_path / "residues.md"
-    command = [sys.executable, "-m", "proof", "residues", "--formats", "lossless", "--stride", "23"]
+    command = [sys.executable, "-m", "proof", "residues", "--formats", "lossless", "--stride", "41"]
     done = subprocess.run([*command, "--report", str(report)], cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     counts = dict(zip(*(line.split()[-13:] for line in done.stdout.splitlines()[:2]), strict=True))
-    assert int(counts["hits"]) > 20
-    assert int(counts["rejected"]) > 100
+    assert int(counts["hits"]) > 10
+    assert int(counts["rejected"]) > 50
     page = report.read_text()
-    assert "40 tokens (of which every 23 were tried):" in page
-    assert "--formats lossless --stride 23" in page
+    assert "40 tokens (of which every 41 were tried):" in page
+    assert "--formats lossless --stride 41" in page
 
 
 def test_a_fault_at_one_residue_is_found(model: Path) -> None:

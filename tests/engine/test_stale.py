@@ -15,7 +15,7 @@ import pytest
 
 from vllm_kvq.bench.server import Server, ServerError, free_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.wide]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = "server_faults.ServerFaults"

@@ -85,7 +85,7 @@ def test_lossless_equals_plain_vllm(name: str, model: Path, expected: list[Resul
     assert any(c.drafts for r in got for step in r.steps for c in step) == ("draft" in name)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
     """The C++ kernels; one of three growing requests is preempted."""
     todo = [*TRACES, Trace(traces.crowd(N).requests[:3])]
@@ -98,10 +98,12 @@ def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
     assert total.ties <= 0.05 * total.tokens
 
 
-def test_the_gpu_path(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_path(run: Any, written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one layer: each takes as long as all that the runner itself does."""
+    model = written(**SMALL | {"layers": 1})
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
-    got = run(TRACES, kv_cache_dtype="squat2", **ENGINE, **ngram("ngram_gpu"), **ASYNCHRONOUS)
+    got = run(TRACES, model, kv_cache_dtype="squat2", **ENGINE, **ngram("ngram_gpu"), **ASYNCHRONOUS)
     total = judge(ReplayModel(str(model), "squat2", N, DRAFTS, kernel_error=1e-3), TRACES, got)
     assert not total.mismatches
     assert total.tokens == 28
@@ -123,7 +125,7 @@ def warm_up(engine: Any) -> None:
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
 
 
-@pytest.mark.parametrize("gpu_path", ["0", "1"])
+@pytest.mark.parametrize("gpu_path", ["0", pytest.param("1", marks=pytest.mark.wide)])
 def test_warm_up(gpu_path: str, model: Path) -> None:
     path = {"VLLM_KVQ_GPU_PATH": gpu_path, "VLLM_KVQ_KERNELS": "torch"} if gpu_path == "1" else {}
     with EngineProcess(str(model), {**ENGINE, "kv_cache_dtype": "squat2", **ngram("ngram_gpu")}, path) as process:
@@ -136,7 +138,9 @@ def test_warm_up(gpu_path: str, model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def process(model: Path) -> Iterator[EngineProcess]:
-    with EngineProcess(str(model), {**ENGINE, "kv_cache_dtype": "squat2"}, {RUNNER: "1"}) as engine:
+    # few blocks: poison fills all that are free, before every step
+    arguments = {**ENGINE, "kv_cache_dtype": "squat2", "num_gpu_blocks_override": 80}
+    with EngineProcess(str(model), arguments, {RUNNER: "1"}) as engine:
         yield engine
 
 

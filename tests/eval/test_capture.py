@@ -39,6 +39,7 @@ def test_queries_keys_and_values(model: Path) -> None:
             torch.testing.assert_close(ours, theirs[0].transpose(0, 1), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.wide
 def test_what_vllm_can_not_load_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(Failed) as refused:
         capture(str(tmp_path / "nothing"), [[1, 2, 3]])

@@ -75,6 +75,7 @@ def test_the_authors_own_solutions_solve_a_sample() -> None:
         assert verdict.passed, (problem.name, verdict.reason)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_authors_own_solutions_solve_them_all() -> None:
     every = problems()
@@ -290,7 +291,7 @@ def test_batches_are_alike(read: Model) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("behind", [0, 700])
+@pytest.mark.parametrize("behind", [pytest.param(0, marks=pytest.mark.wide), 700])
 def test_a_real_engine_answers(model: Path, tmp_path: Path, behind: int) -> None:
     """A random model says nothing sensible, but both caches say it, up to the fence or the end."""
     folder = shutil.copytree(model, tmp_path / "model")

@@ -18,7 +18,7 @@ from vllm_kvq.eval.run.harness import Run
 from vllm_kvq.eval.run.plan import REFERENCE, Plan
 from vllm_kvq.eval.run.store import Store
 
-FORMATS = "kivi2,squat2:W=64,S=4,innerq2"
+FORMATS = ("squat2:W=64,S=4", "kivi2,innerq2")
 READERS = 160
 
 
@@ -37,9 +37,10 @@ def forced(todo: Plan, choice: Choice) -> list[Logprobs]:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_decode_step_reads_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("formats", [FORMATS[0], *(pytest.param(f, marks=pytest.mark.wide) for f in FORMATS[1:])])
+def test_a_decode_step_reads_the_same(formats: str, tmp_path: Path) -> None:
     wanted = {"tasks": ("text",), "contexts": (480,), "count": 2, "regimes": (READING,), "readers": READERS}
-    todo = plan(DEMO, FORMATS, **wanted)
+    todo = plan(DEMO, formats, **wanted)
     run = Run(todo, Store(tmp_path), lambda text, more: None)
     run.go()
     plain = forced(todo, REFERENCE)

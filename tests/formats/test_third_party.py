@@ -130,6 +130,7 @@ def test_a_broken_package(code: str, install: Install, caplog: pytest.LogCapture
     assert [record.message for record in caplog.records] == [refusal("bad")]
 
 
+@pytest.mark.wide
 @pytest.mark.engine
 def test_what_vllm_says_of_a_broken_package(install: Install, tmp_path: Path) -> None:
     """The sentence is logged before vLLM's refusal of the name, and sound packages are among vLLM's choices."""

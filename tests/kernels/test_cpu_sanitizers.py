@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.kernels.cpu.library import library
+from vllm_kvq.kernels.cpu.library import ISAS, library
 
 ROOT = Path(__file__).resolve().parents[2]
+FUZZ = [f"tests/kernels/test_cpu_{name}.py" for name in ("fuzz", "fuzz_pack", "fuzz_decode")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None or library() is None, reason="sanitizers need g++"),
+]
 
 
 def sanitized(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,15 +46,31 @@ cpu.attend_packed(fmt, torch.ones(1, 1, 1, 64), torch.from_numpy(two), listed, 1
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None or library() is None, reason="sanitizers need g++")
+def between() -> tuple[str, ...]:
+    """The instruction sets between the portable kernels and this processor's best."""
+    usual = library()
+    assert usual is not None
+    return ISAS[1 : int(usual.best_isa())]
+
+
+def nothing_is_found(chosen: str) -> None:
+    tests = sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FUZZ, "-k", chosen)
+    assert tests.returncode == 0, (tests.stdout + tests.stderr)[-6000:]
+    assert " passed" in tests.stdout
+
+
 def test_nothing_reads_or_writes_outside_its_tensors() -> None:
     caught = sanitized("-c", BEYOND)
     assert caught.returncode == 97, caught.stderr[-3000:]
     # an overflow, or a use after free where the allocator had given the neighbouring bytes back
     assert "AddressSanitizer: heap-" in caught.stderr, caught.stderr[-3000:]
     assert "attend_packed" in caught.stderr
-    files = [f"tests/kernels/test_cpu_{name}.py" for name in ("fuzz", "fuzz_pack", "fuzz_decode")]
-    tests = sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files)
-    assert tests.returncode == 0, (tests.stdout + tests.stderr)[-6000:]
-    assert " passed" in tests.stdout
+    nothing_is_found(" and ".join(f"not {name}" for name in between()))
+
+
+@pytest.mark.wide
+def test_nor_with_fewer_instructions() -> None:
+    """The kernels for AVX2 are those for AVX-512 with narrower vectors."""
+    if not between():
+        pytest.skip("this processor has no better instructions than AVX2's")
+    nothing_is_found(" or ".join(between()))

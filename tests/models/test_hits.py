@@ -122,7 +122,7 @@ def test_hits_are_plain_vllms(kind: str, retention: int | None, lab: Lab) -> Non
     ("kind", "retention"),
     [
         ("Gemma-3", None),
-        ("Llama 4", 0),
+        pytest.param("Llama 4", 0, marks=pytest.mark.wide),
         pytest.param("Gemma-3", 0, marks=pytest.mark.wide),
         pytest.param("Gemma-3n", None, marks=pytest.mark.wide),
         pytest.param("Gemma-4", None, marks=pytest.mark.wide),

@@ -49,6 +49,7 @@ def test_text_alone_is_the_way_out(arch: Architecture, lab: Lab) -> None:
     assert config(language_model_only=True, enable_mm_embeds=True) == what + embeddings
 
 
+@pytest.mark.wide
 def test_the_command_prints_just_the_sentence(lab: Lab) -> None:
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(lab.config(named("Mistral v0.1")))]
     done = subprocess.run(

@@ -146,7 +146,8 @@ FAULTS: dict[str, tuple[Any, Any, Setup]] = {
 """What is planted, the traffic, and the engine that has to be distinguished from a healthy one."""
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if "state" in f else pytest.mark.wide) for f in FAULTS])
+@pytest.mark.wide
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, judged: Judge) -> None:
     plant, traffic, setup = FAULTS[fault]
     todo = traffic(setup, fault)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from farm import TRACES, VARIABLES, Answer, Farm, few_tokens, same_tokens
 from proof.oracle.compare import compare_all
 
 pytestmark = pytest.mark.engine
+wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 
 
+@pytest.mark.wide
 def test_formats_differ(farm: Farm) -> None:
     """The control: these traces tell the formats apart."""
     answers = farm.run("one", "auto", "squat2", "qjl3")
@@ -20,7 +23,7 @@ def test_formats_differ(farm: Farm) -> None:
             assert compare_all(TRACES, a.results, b.results).mismatches
 
 
-@pytest.mark.parametrize("name", ["lossless", "qjl3"])
+@pytest.mark.parametrize("name", ["lossless", wide("qjl3")])
 def test_tensor_parallel(name: str, farm: Farm) -> None:
     got = same_tokens(farm, "tp2", name)
     # one KV head each; a layer's number, which QJL's sketch is seeded with, is the same on both
@@ -63,7 +66,7 @@ def check_copies(got: Answer) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("name", ["lossless", "qjl3", "squat2"])
+@pytest.mark.parametrize("name", [wide("lossless"), "qjl3", wide("squat2")])
 def test_pipeline_parallel(name: str, farm: Farm) -> None:
     check_stages(same_tokens(farm, "pp2", name))
 
@@ -85,12 +88,14 @@ def test_data_parallel(farm: Farm) -> None:
         assert {name for name, tokens in engine.cached.items() if tokens} == {"tail", "deep"}
 
 
+@pytest.mark.wide
 def test_data_parallel_engines_draw_one_sketch(farm: Farm) -> None:
     """vLLM seeds each engine differently."""
     first, second = farm.run("dp2", "qjl3")[0].results
     assert first.outputs == second.outputs
 
 
+@pytest.mark.wide
 def test_ray_tensor_parallel(farm: Farm) -> None:
     assert len(same_tokens(farm, "ray tp2", "squat2").ranks) == 2
 

@@ -29,7 +29,8 @@ wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 
 SUPPORTED = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3", "kitty2")
-SLOW = {(name, d) for name in ("kitty2", "squat2") for d in (96, 256)}
+EVERY_RUN = {("squat2", 64), ("squat4", 256), ("innerq2", 128), ("polar4", 96), ("polar3", 64), ("kitty2", 128)}
+"""Each format whose kernels are not another's (KIVI's are SQuat's: test_compile.py), and each head size."""
 
 # every format with every head size, everything else in turn
 GRID = [
@@ -70,11 +71,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("name", "d", "share", "n", "dtype"),
-    # KIVI's kernels are SQuat's (test_compile.py), and Kitty's but for the high digits
-    [
-        pytest.param(*case, marks=[pytest.mark.wide] if case[0].startswith("kivi") or case[:2] in SLOW else [])
-        for case in GRID
-    ],
+    [pytest.param(*case, marks=[] if case[:2] in EVERY_RUN else pytest.mark.wide) for case in GRID],
 )
 def test_against_float64(name: str, d: int, share: int, n: int, dtype: torch.dtype) -> None:
     fmt, pages = pool(name, d, n)
@@ -114,7 +111,7 @@ def test_kitty_of_other_options(d: int, options: dict[str, object]) -> None:
     check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
 
 
-@pytest.mark.parametrize("cap", [2.0, 50.0])
+@pytest.mark.parametrize("cap", [2.0, wide(50.0)])
 @pytest.mark.parametrize("name", ["kivi2", wide("innerq2"), wide("polar4"), wide("kitty2")])
 def test_a_soft_cap(name: str, cap: float) -> None:
     fmt, pages = pool(name, 64, 64)
@@ -126,7 +123,7 @@ def test_a_soft_cap(name: str, cap: float) -> None:
     assert relative_error(out, want) > BOUND
 
 
-@pytest.mark.parametrize("splits", [1, 3, 16])
+@pytest.mark.parametrize("splits", [wide(1), 3, wide(16)])
 @pytest.mark.parametrize("name", ["squat2"])
 def test_ragged_lengths_and_empty_splits(name: str, splits: int) -> None:
     fmt, pages = pool(name, 64, 64)
@@ -136,7 +133,7 @@ def test_ragged_lengths_and_empty_splits(name: str, splits: int) -> None:
     check(fmt, pages, queries(5, 1, 4, 64), table, low, high, splits)
 
 
-@pytest.mark.parametrize("name", ["squat2", "kitty2"])
+@pytest.mark.parametrize("name", ["squat2", wide("kitty2")])
 def test_pages_out_of_range_and_unpacked_slabs_are_not_seen(name: str) -> None:
     """Page 0 is NaN throughout, ids are out of range, one slab's flag is missing: all are ignored."""
     fmt, pages = pool(name, 64, 64)
@@ -168,8 +165,12 @@ def test_list_of_pages_as_the_reference_takes_it() -> None:
 @pytest.mark.parametrize(
     ("name", "d", "rows"),
     [
-        *(("squat2", 64, (5, 4)), ("squat2", 64, (6, 8)), ("innerq2", 64, (5, 4))),
-        *((name, 128, (3, 7)) for name in ("squat4", "innerq2", "polar4")),
+        ("squat2", 64, (5, 4)),
+        wide("squat2", 64, (6, 8)),
+        wide("innerq2", 64, (5, 4)),
+        wide("squat4", 128, (3, 7)),
+        ("innerq2", 128, (3, 7)),
+        wide("polar4", 128, (3, 7)),
     ],
 )
 def test_a_chunk_over_its_history(name: str, d: int, rows: tuple[int, int]) -> None:

@@ -163,13 +163,12 @@ OTHERS = (
 @pytest.mark.parametrize(
     ("fmt", "drafts", "size"),
     [
-        (SQUAT, 0, 1),
         (SQUAT, 0, 4),
-        (SQUAT, 2, 4),
         (INNERQ, 2, 2),
         (("qjl3", {}), 0, 2),
         *(wide(f, drafts, size) for f in (SQUAT, INNERQ, *OTHERS) for drafts in (0, 2) for size in (1, 2, 4, 8)),
     ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else None,
 )
 def test_a_replay_is_the_step(fmt: tuple[str, dict[str, Any]], drafts: int, size: int) -> None:
     name, options = fmt

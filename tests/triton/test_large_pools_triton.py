@@ -11,7 +11,7 @@ from vllm_kvq.kernels.step import Prompts
 from vllm_kvq.kernels.torch.attend import causal, whole
 
 
-@pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide), "polar4"])
+@pytest.mark.parametrize("name", ["squat2", *(pytest.param(n, marks=pytest.mark.wide) for n in ("innerq2", "polar4"))])
 def test_triton(name: str) -> None:
     compare(
         name,

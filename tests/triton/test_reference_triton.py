@@ -14,11 +14,16 @@ from vllm_kvq.kernels.torch.attend import causal, whole
 
 
 @pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide)])
-def test_triton(name: str) -> None:
-    def build(layer: Layer) -> GPUStep:
-        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), Prompts(causal, whole))
+def test_a_soft_cap_and_learned_sinks(name: str) -> None:
+    """The cap in attention over packed tokens, over full-precision tokens, and over prompts. Without both of them: the
+    layers below, and test_history.py."""
 
-    assert worst_error(name, build, heads=1, share=1, decodes=2) < 2e-3
+    def build(layer: Layer) -> GPUStep:
+        return GPUStep(
+            layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), Prompts(causal, whole), cap=2.0
+        )
+
+    assert worst_error(name, build, heads=1, share=2, decodes=2, cap=2.0, learned=True) < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -29,21 +34,3 @@ def test_sharing_layers(prompts: Prompts | None) -> None:
         return SharedStep(GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), prompts))
 
     assert worst_error("squat2", build, heads=1, share=1, decodes=1) < 2e-3
-
-
-def test_a_soft_cap() -> None:
-    """Attention over packed tokens, over full-precision tokens, and over prompts."""
-
-    def build(layer: Layer) -> GPUStep:
-        return GPUStep(
-            layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), Prompts(causal, whole), cap=2.0
-        )
-
-    assert worst_error("squat2", build, heads=1, share=2, decodes=1, cap=2.0) < 2e-3
-
-
-def test_learned_sinks() -> None:
-    def build(layer: Layer) -> GPUStep:
-        return GPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), Prompts(causal, whole))
-
-    assert worst_error("squat2", build, heads=1, share=2, decodes=1, learned=True) < 2e-3

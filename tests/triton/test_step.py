@@ -38,8 +38,8 @@ class OnGPU:
     [
         ("polar4", 64, 32, torch.float32, {"W": 32, "S": 0}),
         ("qjl3", 64, 32, torch.float32, {"W": 32}),
-        ("qjl3", 64, 64, torch.bfloat16, {"W": 64, "outlier_choice": "slab", "S": 5}),
-        # innerq2 and polar3 also run as compiled (tests/ptx); squat2 is in the tests below
+        wide("qjl3", 64, 64, torch.bfloat16, {"W": 64, "outlier_choice": "slab", "S": 5}),
+        # polar3 also runs as compiled (tests/ptx); squat2 is in the tests below
         wide("squat2", 64, 32, torch.float32, {"W": 32}),
         wide("innerq2", 64, 32, torch.float32, {"W": 32, "S": 20}),
         wide("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
