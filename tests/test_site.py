@@ -48,7 +48,7 @@ def test_every_document_is_in_the_navigation(site: Path) -> None:
 
 def test_what_pages_link_to_is_on_the_site(site: Path) -> None:
     """From a page to a file in another folder of the repository, as the repository has it."""
-    for page, link in (("quickstart.md", "docker/install.sh"), ("formats.md", "pictures/page.svg")):
+    for page, link in (("quickstart.md", "docker/install.sh"), ("how-it-works.md", "pictures/page.svg")):
         assert f"{link})" in (ROOT / "docs" / page).read_text(encoding="utf-8")
         assert f'"{link}"' in (site / page).with_suffix(".html").read_text(encoding="utf-8")
         source = ROOT / link if (ROOT / link).exists() else ROOT / "docs" / link
