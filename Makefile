@@ -4,6 +4,7 @@
 # make fuzz     random traces on real engines, every token judged: make fuzz SEED=1 MINUTES=10
 # make soak     a real server under mixed load: make soak MINUTES=10
 # make wheel    a wheel in dist/ that carries the compiled CPU kernels
+# make site     the documents as a site in build/site
 # make mutants  faults planted one at a time, each of which the tests must notice: make mutants ALL=1 for the slow ones
 # make lint     ruff, clang-format and the import contracts;  make types: mypy;  make format: both rewrite the files
 #
@@ -27,7 +28,7 @@ QUICK_TESTS := tests/formats tests/eval
 export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: run check test fuzz soak wheel mutants lint types format bootstrap kernels clean
+.PHONY: run check test fuzz soak wheel site mutants lint types format bootstrap kernels clean
 .DEFAULT_GOAL := run
 
 bootstrap:
@@ -54,6 +55,10 @@ fuzz soak: kernels
 
 wheel: kernels
 	@$(VENV)/python scripts/build_wheel.py
+
+site: bootstrap
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/python -m mkdocs build --strict
+	@echo "site: open build/site/index.html; for the search: $(VENV)/python -m http.server --directory build/site"
 
 mutants: kernels
 	@$(VENV)/python -m proof mutants $(if $(filter-out 0,$(ALL)),--all)
