@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from proof.oracle.attention import Mixer, attending, load
+from proof.oracle.constants import constants_of, with_constants
 from proof.oracle.kinds import Sight, exact_layers
 from proof.oracle.pictures import Shown
 from proof.oracle.reference import ExactCache, ReferenceCache, StateCache
@@ -70,6 +71,8 @@ class ReplayModel:
             get_format(format_name).bind(Geometry(size, block_size, torch.float32, layer), options_at(options, layer))
             for layer, size in enumerate(sizes)
         ]
+        constants = constants_of(path, format_name, options)
+        self.formats = [with_constants(fmt, constants, layer) for layer, fmt in enumerate(self.formats)]
         if any(fmt.keys.before_rope for fmt in self.formats):
             rope = _rope(self.network)
             self.formats = [replace(fmt, geometry=replace(fmt.geometry, rope=rope)) for fmt in self.formats]

@@ -1,0 +1,41 @@
+"""The constants that an engine of the oracle has had: those that it has left in its file, or that the user named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_kvq.formats import PageFormat, get_format
+from vllm_kvq.formats.by_layer import options_at
+from vllm_kvq.formats.constants import Constants
+
+
+def calibrated(format_name: str, options: Mapping[str, Any]) -> bool:
+    settings = get_format(format_name).settings(options_at(options, None))
+    return settings.keys.calibrated or settings.values.calibrated
+
+
+def constants_of(path: str, format_name: str, options: Mapping[str, Any]) -> Mapping[int, Constants]:
+    """By packed layer; nothing for a format that needs none. `path`: the checkpoint, which the engine ran in float32."""
+    if not calibrated(format_name, options):
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_kvq.integration.plan.calibration import read
+    from vllm_kvq.integration.plan.plan import plan
+
+    config = EngineArgs(
+        path,
+        dtype="float32",
+        kv_cache_dtype=format_name,
+        kv_cache_memory_bytes=1 << 28,
+        additional_config={"kvq": dict(options)},
+    ).create_engine_config()
+    source = plan(config).calibration
+    if source is None or source.path is None:
+        raise ValueError(f"the engine of {path} has left no file of constants")
+    return read(source.path)[0]
+
+
+def with_constants(fmt: PageFormat, constants: Mapping[int, Constants], layer: int) -> PageFormat:
+    return fmt.with_constants(constants[layer]) if layer in constants else fmt
