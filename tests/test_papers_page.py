@@ -59,6 +59,7 @@ def test_figures(command: list[str]) -> None:
             assert float(cell) == pytest.approx(error, abs=0.0015)
 
 
+@pytest.mark.wide
 @pytest.mark.engine
 def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     """All in one run of the model, which takes longer than the measurements."""

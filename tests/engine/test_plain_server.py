@@ -55,7 +55,7 @@ def served(model: Path, plugins: str | None, **arguments: Any) -> subprocess.Pop
 
 
 def finished(process: subprocess.Popen[str]) -> Any:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err[-3000:]
     return json.loads(out.splitlines()[-1])
 
