@@ -53,7 +53,7 @@ def _spectrum(axes: Any, of_head: list[Channel]) -> None:
         some = [(i, max(c.variance, LEAST)) for i, c in enumerate(of_head) if c.bits == bits]
         if some:
             axes.bar(*zip(*some, strict=True), 0.9, color=color, label=f"{bits} bits ({len(some)})")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="upper right")
     _by_channel(axes, "variance, and the bits that it gets")
 
 
@@ -64,7 +64,7 @@ def _errors(axes: Any, of_head: list[Channel]) -> None:
         ("bits by variance", [c.by_channel for c in of_head], OURS),
     ):
         axes.plot(numbers, of_channels, "o", color=color, markersize=3, label=f"{name}: {sum(of_channels):.1%} in all")
-    axes.legend(fontsize=8, frameon=False, handletextpad=0.2)
+    axes.legend(fontsize=8, frameon=False, handletextpad=0.2, loc="upper right")
     _by_channel(axes, "squared error")
 
 
