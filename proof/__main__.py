@@ -37,6 +37,7 @@ COMMANDS = {
         "the cost of KV cache groups in vLLM's scheduler, and the savings of smaller pages",
     ),
     "transforms": ("proof.tables.transforms", "what was tried for transform coding, on a real model"),
+    "spectrum": ("proof.tables.spectrum", "what bits by channel are worth to transformed keys, on a real model"),
     "models": ("proof.models.document", "prints docs/models.md"),
     "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
     "pictures": ("proof.pictures.main", "draws docs/pictures from recorded results and from the formats"),
