@@ -34,6 +34,7 @@ def caches(worker: Any) -> dict[str, dict[str, Any]]:
             "index": packed.fmt.geometry.layer,
             "heads": packed.sidecar.slots_geometry.heads,
             "seed": getattr(packed.fmt.keys, "seed", None),
+            "constants": packed.calibration,
             "written": int(layer.kv_cache.count_nonzero()) > 0,
             "digest": digest.hexdigest(),
         }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from proof.oracle.compare import compare_all
+from proof.oracle.constants import calibrated
 from proof.oracle.engine import ENVIRONMENT
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
@@ -26,7 +27,6 @@ ENGINE = {
     "max_num_batched_tokens": 96,
     "max_model_len": 512,
     "num_gpu_blocks_override": 400,
-    "skip_tokenizer_init": True,
 }
 VARIABLES = {
     **ENVIRONMENT,
@@ -83,11 +83,18 @@ class Answer:
     """For each worker: its packed layers by name."""
 
 
+def _calibrated(name: str) -> bool:
+    """Whether the engine needs a tokenizer, for the texts to which constants are fitted."""
+    return name != "auto" and calibrated(name, {})
+
+
 class Farm:
     def __init__(self, folder: Path, variables: dict[str, str] = VARIABLES, traces: list[Trace] = TRACES) -> None:
         self.folder, self.traces, self.count = folder, traces, itertools.count()
         self.known: dict[tuple[str, str, str], Answer] = {}
         self.models: dict[str, Path] = {}
+        self.cache = folder / "cache"
+        """Where engines keep the constants that they fit."""
         # `proof` is not installed: a process that runs a script does not find it in the checkout
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = (folder / "driver.log").open("w")
@@ -97,7 +104,7 @@ class Farm:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env={**os.environ, **variables, "PYTHONPATH": path},
+            env={**os.environ, **variables, "XDG_CACHE_HOME": str(self.cache), "PYTHONPATH": path},
         )
 
     def close(self) -> None:
@@ -140,7 +147,7 @@ class Farm:
         at = self.folder / f"{next(self.count)}-{kind.replace(' ', '-')}-{name}"
         return {
             "model": str(self.model(model)),
-            "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
+            "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name, "skip_tokenizer_init": not _calibrated(name)},
             "ray": 2 if "ray" in kind else 0,
             # two ranks of `lossless` show that a worker which is not forked finds the plugin
             "fork": (kind, name) != ("tp2", "lossless"),

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from farm import TRACES, VARIABLES, Answer, Farm, few_tokens, same_tokens
 
+from proof.kernels.exact import relative_error
 from proof.oracle.compare import compare_all
+from vllm_kvq.integration.plan.calibration import read
 
 pytestmark = pytest.mark.engine
 wide = functools.partial(pytest.param, marks=pytest.mark.wide)
@@ -31,6 +33,26 @@ def test_tensor_parallel(name: str, farm: Farm) -> None:
     first, second = ([(n, x["index"], x["seed"]) for n, x in rank.items()] for rank in got.ranks)
     assert first == second
     assert [index for _, index, _ in first] == [0, 1, 2, 3]
+
+
+def test_two_ranks_fit_the_constants_of_one(farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank sums what its own head has seen. All have the same file, which one process then reads; and what that
+    process fits by itself differs only by the order of sums."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(farm.cache))
+    ranks = same_tokens(farm, "tp2", "klt3").ranks
+    (together,) = (farm.cache / "vllm_kvq" / "calibration").iterdir()
+    fitted, digest = read(together)
+    assert {layer["constants"] for rank in ranks for layer in rank.values()} == {digest}
+    alone = Farm(tmp_path)
+    try:
+        alone.run("one", "klt3")
+    finally:
+        alone.close()
+    (by_itself,) = (alone.cache / "vllm_kvq" / "calibration").iterdir()
+    assert by_itself.name == together.name
+    for layer, constants in read(by_itself)[0].items():
+        means = (x.keys[:, :2] for x in (constants, fitted[layer]))  # type: ignore[index]
+        assert relative_error(*means) < 1e-4
 
 
 def test_copies_of_a_kv_head_stay_equal(farm: Farm) -> None:
