@@ -8,6 +8,8 @@ CALIBRATION = "tests/engine/test_calibration.py"
 KLT = "tests/formats/test_klt.py"
 ATTENDING = "vllm_kvq/integration/worker/calibration/attending.py"
 FITTING = "vllm_kvq/integration/worker/calibration/fitting.py"
+BUDGETS = "vllm_kvq/integration/plan/budgets.py"
+OF_BUDGETS = "tests/engine/test_budgets.py -k 'not an_engine'"
 FILE = "vllm_kvq/integration/plan/calibration.py"
 OWN_TEXT, SERVED = "tests/test_own_text.py", "tests/eval/test_served_constants.py"
 TEXT = "vllm_kvq/integration/worker/calibration/text.py"
@@ -202,5 +204,55 @@ FAULTS: tuple[Fault, ...] = (
         "constants.shape[1:] != (2 + 2 * self.d, self.d)",
         "False",
         f"{KLT} -k other_heads",
+    ),
+    Fault(
+        "the first rank keeps only what its own heads have seen",
+        FITTING,
+        "ranks.joined([of_rank[name] for of_rank in gathered])",
+        "ranks.joined([gathered[0][name] for of_rank in gathered])",
+        "tests/processes/test_processes.py -k two_ranks_fit",
+        slow=True,
+    ),
+    Fault(
+        "an option of some formats is taken with a budget's name",
+        BUDGETS,
+        "if own := sorted(given - {option.name for option in COMMON} - {CALIBRATION}):",
+        "if own := []:",
+        OF_BUDGETS,
+    ),
+    Fault(
+        "a budget takes a format that is slow here",
+        BUDGETS,
+        "if not (problem := path.why or path.slow):",
+        "if not (problem := path.slow):",
+        OF_BUDGETS,
+    ),
+    Fault(
+        "a budget is looked for although its first format is refused",
+        BUDGETS,
+        "                refused[name] = str(error)\n                continue\n",
+        "                raise\n",
+        OF_BUDGETS,
+    ),
+    Fault(
+        "what a budget was asked for stays in the configuration",
+        "vllm_kvq/integration/platform.py",
+        "cache.cache_dtype = chosen.format",
+        "pass",
+        OF_BUDGETS,
+    ),
+    Fault(
+        "a format that is not fitted to the user's file is served in its place",
+        BUDGETS,
+        "if CALIBRATION not in given or",
+        "if True or",
+        OF_BUDGETS,
+    ),
+    Fault(
+        "slots come by channels, not by digits",
+        "vllm_kvq/formats/klt.py",
+        "order = digit.argsort(dim=-1, descending=True, stable=True)",
+        "order = torch.arange(slots).expand_as(digit)",
+        f"{KLT} -k formula",
     ),
 )

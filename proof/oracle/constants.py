@@ -16,7 +16,7 @@ def calibrated(format_name: str, options: Mapping[str, Any]) -> bool:
 
 
 def constants_of(path: str, format_name: str, options: Mapping[str, Any]) -> Mapping[int, Constants]:
-    """By packed layer; nothing for a format that needs none. `path`: the checkpoint, which the engine ran in float32."""
+    """By packed layer; nothing for a format that needs none. `path`: the checkpoint that the engine ran in float32."""
     if not calibrated(format_name, options):
         return {}
     from vllm.engine.arg_utils import EngineArgs
