@@ -22,21 +22,15 @@ def serve(model: Path, log: Path, dtype: str) -> Server:
     return Server(str(model), ["--kv-cache-dtype", dtype, *ARGUMENTS], HOST, free_port(HOST), log)
 
 
-def ctrl_c_leaves_nothing(server: Server) -> None:
-    """A terminal sends SIGINT to all processes of the command."""
-    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-    assert len(processes) > 2
-    os.killpg(server.pid, signal.SIGINT)
-    _, left = psutil.wait_procs(processes, 40)
-    assert not [" ".join(process.cmdline()) for process in left]
-
-
-@pytest.mark.wide
 def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    """Before the first request; after it: test_http.py."""
+    """A terminal sends SIGINT to all processes of the command."""
     with serve(model, tmp_path / "log", "squat2") as server:
         server.wait_until_healthy(240)
-        ctrl_c_leaves_nothing(server)
+        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        assert len(processes) > 2
+        os.killpg(server.pid, signal.SIGINT)
+        _, left = psutil.wait_procs(processes, 40)
+        assert not [" ".join(process.cmdline()) for process in left]
 
 
 @pytest.mark.wide
