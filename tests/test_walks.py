@@ -65,7 +65,7 @@ CPU_BOX = Walk(
     ("README.md", "docs/quickstart.md", "docs/cpu.md"),
     replaced={
         "make kernels": "python -m vllm_kvq.kernels",  # after the bootstrap
-        'kv_cache_dtype="kitty2", ': 'kv_cache_dtype="kitty2", enforce_eager=True, ',
+        'kv_cache_dtype="kvq3", ': 'kv_cache_dtype="kvq3", enforce_eager=True, ',
     },
     left_out={
         "python3 -m venv .venv": GPU,

@@ -9,6 +9,7 @@ import torch
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, Geometry
+from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.klt import TransformedKeys
 from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
@@ -48,6 +49,14 @@ def test_bits_table() -> None:
     ]
     printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
     assert rows("What a format costs") == want, f"the table should be\n{printed}"
+
+
+def test_budgets_table() -> None:
+    want = [
+        [budget.name, f"{budget.most:g}", ", ".join(f"`{name}`" for name in budget.formats)]
+        for budget in BUDGETS.values()
+    ]
+    assert rows("Budgets") == [[name, most, formats.strip("`")] for name, most, formats in want]
 
 
 def test_sinks_table() -> None:

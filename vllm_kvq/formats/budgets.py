@@ -32,3 +32,5 @@ BUDGETS: Mapping[str, Budget] = {
         Budget("kvq2", 2.5, ("klt2",)),
     )
 }
+RECOMMENDED = "kvq3"
+"""What the documents' first examples name."""
