@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import suite
 from vllm_kvq.integration.advice import losses, speeds
 from vllm_kvq.integration.preview import description
@@ -50,13 +51,24 @@ def test_what_is_refused_has_its_sentence(model: Path, capsys: pytest.CaptureFix
     assert all("'r'" in one["sentence"] for one in found if not one["starts"])
 
 
+def test_budgets_are_what_a_server_chooses(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--data-parallel-size", "2"]):
+        arguments = ["check", str(model), "--max-model-len", "1024", "--kv-cache-memory-bytes", "512M", *more, "--json"]
+        cli.main(arguments)
+        found = json.loads(capsys.readouterr().out)["budgets"]
+        for budget in BUDGETS:
+            cli.main([*arguments, "--kv-cache-dtype", budget])
+            assert json.loads(capsys.readouterr().out).get("format") == found.get(budget)
+
+
 def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(model), "--max-model-len", "1024"]) == 0
     said = capsys.readouterr().out
     first = suite("usual")[0]
     line = next(line for line in said.splitlines() if line.startswith(first))
     assert line.split()[1] == "3.06"
-    assert f"switch on    vllm serve {model} --kv-cache-dtype {first}\n" in said
+    assert "\nbudgets      kvq4 is klt4, kvq3 is klt3, kvq2 is klt2\n" in said
+    assert f"switch on    vllm serve {model} --kv-cache-dtype {RECOMMENDED}\n" in said
     assert line.split()[5] == known_speed(first)
     assert "KL: on SmolLM2-135M at 1,024 tokens (head size 64, no large key biases); fp8 has" in said
     table = said[said.index("\nformat ") : said.index("\nKL: ")]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from proof.oracle.compare import compare_all
-from proof.oracle.constants import calibrated
 from proof.oracle.engine import ENVIRONMENT
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
@@ -27,6 +26,7 @@ ENGINE = {
     "max_num_batched_tokens": 96,
     "max_model_len": 512,
     "num_gpu_blocks_override": 400,
+    "skip_tokenizer_init": True,
 }
 VARIABLES = {
     **ENVIRONMENT,
@@ -81,11 +81,6 @@ class Answer:
     results: list[Result]
     ranks: list[dict[str, Any]]
     """For each worker: its packed layers by name."""
-
-
-def _calibrated(name: str) -> bool:
-    """Whether the engine needs a tokenizer, for the texts to which constants are fitted."""
-    return name != "auto" and calibrated(name, {})
 
 
 class Farm:
@@ -147,7 +142,7 @@ class Farm:
         at = self.folder / f"{next(self.count)}-{kind.replace(' ', '-')}-{name}"
         return {
             "model": str(self.model(model)),
-            "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name, "skip_tokenizer_init": not _calibrated(name)},
+            "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
             "ray": 2 if "ray" in kind else 0,
             # two ranks of `lossless` show that a worker which is not forked finds the plugin
             "fork": (kind, name) != ("tp2", "lossless"),

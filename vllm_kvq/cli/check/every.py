@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.integration.preview.description import describe
 from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
@@ -16,7 +17,7 @@ HEAD = ("format", "bits", "tokens", "x bf16", "KL", "speed", "kernels")
 def main(arguments: Sequence[str], as_json: bool) -> int:
     found = survey(arguments)
     if as_json:
-        console.show_json({"formats": found})
+        console.show_json({"formats": found, "budgets": budgets(found)})
     else:
         show(found)
     return console.DONE if any(one["starts"] for one in found) else console.FOUND
@@ -49,6 +50,13 @@ def survey(arguments: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
+def budgets(found: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The format that each budget means here, as a server chooses it; without those that mean none."""
+    fast = {one["format"] for one in found if "capacity" in one and not slow(one)}
+    firsts = {budget.name: next((name for name in budget.formats if name in fast), None) for budget in BUDGETS.values()}
+    return {budget: name for budget, name in firsts.items() if name is not None}
+
+
 def slow(one: dict[str, Any]) -> bool:
     return bool(one["kernels"]["slow"] or one["kernels"]["why_not_faster"])
 
@@ -72,9 +80,14 @@ def show(found: Sequence[dict[str, Any]]) -> None:
     print()
     for sentence in notes(served):
         print(sentence)
-    print(f"\nswitch on    vllm serve {first['model']} --kv-cache-dtype {first['format']}")
+    meant = budgets(found)
+    name = RECOMMENDED if RECOMMENDED in meant else first["format"]
+    print()
+    if meant:
+        print(f"budgets      {', '.join(f'{budget} is {fmt}' for budget, fmt in meant.items())}")
+    print(f"switch on    vllm serve {first['model']} --kv-cache-dtype {name}")
     print("go back      leave --kv-cache-dtype out")
-    print(f"look closer  vllm-kvq check {first['model']} --kv-cache-dtype {first['format']}")
+    print(f"look closer  vllm-kvq check {first['model']} --kv-cache-dtype {name}")
     print(f"measure      vllm-kvq eval {first['model']} --quick")
 
 
