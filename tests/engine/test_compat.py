@@ -63,7 +63,7 @@ def first_names(names: Iterator[str]) -> set[str]:
 
 
 USED = first_names(f"{module}:{name}" for table in TABLES for module, names in table.items() for name in names)
-USED |= {"vllm:__version__"}
+USED |= {"vllm:__version__", "vllm:LLM"}
 
 
 @pytest.mark.parametrize("path", sorted(INTEGRATION.rglob("*.py")), ids=lambda path: path.name)
