@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 
@@ -106,7 +107,12 @@ def helped(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", [*GROUPS, *COMMANDS])
-def test_help_has_examples_and_exit_codes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples_and_exit_codes(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text_of_the_user in ("chats.txt", "code.py"):
+        Path(text_of_the_user).write_text("What users bring.\n", encoding="utf-8")
     text = helped(name.split(), capsys)
     assert text.startswith(f"usage: {f'vllm-kvq {name}'.strip()} ")
     codes = text[text.index("exit codes:\n") :]

@@ -273,9 +273,9 @@ def test_the_error_table_measures_on_queries_that_were_not_fitted(monkeypatch: p
     halves: list[torch.Tensor] = []
 
     def roundtrip(
-        name: str, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, turned: object, **options: int
+        name: str, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, turned: object, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert (name, turned, options) == ("squat2", None, {"g": 16})
+        assert (name, turned, options) == ("squat2", None, {"calibration": None, "g": 16})
         halves.append(query)
         return 1.25 * key, value
 

@@ -10,6 +10,7 @@ DOC = (ROOT / "docs" / "adding-a-format.md").read_text(encoding="utf-8").partiti
 FOLDERS = ("vllm_kvq/formats", "vllm_kvq/kernels", "csrc/cpu", "triton_kernels", "configs")
 USERS = {
     "configs/squat2.yaml",
+    "vllm_kvq/formats/budgets.py",
     "vllm_kvq/formats/constants.py",
     "vllm_kvq/formats/option.py",
     "vllm_kvq/formats/squat.py",
