@@ -43,12 +43,12 @@ def test_two_ranks_fit_the_constants_of_one(farm: Farm, tmp_path: Path, monkeypa
     (together,) = (farm.cache / "vllm_kvq" / "calibration").iterdir()
     fitted, digest = read(together)
     assert {layer["constants"] for rank in ranks for layer in rank.values()} == {digest}
-    alone = Farm(tmp_path)
+    single = Farm(tmp_path)
     try:
-        alone.run("one", "klt3")
+        single.run("one", "klt3")
     finally:
-        alone.close()
-    (by_itself,) = (alone.cache / "vllm_kvq" / "calibration").iterdir()
+        single.close()
+    (by_itself,) = (single.cache / "vllm_kvq" / "calibration").iterdir()
     assert by_itself.name == together.name
     for layer, constants in read(by_itself)[0].items():
         means = (x.keys[:, :2] for x in (constants, fitted[layer]))  # type: ignore[index]
