@@ -11,8 +11,7 @@ from vllm_kvq.formats.constants import Constants
 
 
 def calibrated(format_name: str, options: Mapping[str, Any]) -> bool:
-    settings = get_format(format_name).settings(options_at(options, None))
-    return settings.keys.calibrated or settings.values.calibrated
+    return get_format(format_name).settings(options_at(options, None)).calibrated
 
 
 def constants_of(path: str, format_name: str, options: Mapping[str, Any]) -> Mapping[int, Constants]:

@@ -50,6 +50,11 @@ class Settings:
     own: tuple[tuple[str, Any], ...]
     """The options of the two codecs; None: the codec chooses by the head."""
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether a half has constants that are fitted to another text."""
+        return self.keys.calibrated or self.values.calibrated
+
     @classmethod
     def of(cls, keys: type[KeyCodec], values: type[ValueCodec], given: Mapping[str, Any]) -> Settings:
         """Complete settings of two codecs; given values must be in range."""

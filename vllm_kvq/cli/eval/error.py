@@ -99,7 +99,7 @@ def _data(
 ) -> tuple[Calibration | None, Sequence[torch.Tensor]]:
     """What constants are fitted to, if there are any, and what is measured."""
     settings = FORMATS[name].settings(options_for(options, head_size))
-    if not (settings.keys.calibrated or settings.values.calibrated):
+    if not settings.calibrated:
         return None, attention_data(head_size, TOKENS, rope=rope, seed=seed)
     data = attention_data(head_size, CALIBRATED + TOKENS, rope=rope, seed=seed)
     return Calibration(*(x[:CALIBRATED] for x in data)), [x[CALIBRATED:] for x in data]

@@ -78,8 +78,7 @@ def _that_read(given: set[str], budget: Budget) -> list[str]:
             f"kvq option {own[0]!r} belongs to a format, and {budget.name} may be {' or '.join(budget.formats)}; "
             f"name the format, as in --kv-cache-dtype {budget.formats[0]}"
         )
-    formats = [FORMATS[name] for name in budget.formats]
-    return [f.name for f in formats if CALIBRATION not in given or f.keys.calibrated or f.values.calibrated]
+    return [name for name in budget.formats if CALIBRATION not in given or FORMATS[name].settings().calibrated]
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Options:
         calibration = given.pop(CALIBRATION, None)
         for options in all_options(given):
             settings = fmt.settings(options)
-            if calibration is not None and not (settings.keys.calibrated or settings.values.calibrated):
+            if calibration is not None and not settings.calibrated:
                 raise ValueError(f"option {CALIBRATION!r} is not read by {fmt.name}, which has nothing to calibrate")
         if not isinstance(calibration, str | None):
             raise ValueError(f"option {CALIBRATION!r} is {calibration!r}; it takes the name of a file")
