@@ -20,6 +20,7 @@ from vllm_kvq.triton_kernels.keys import (
     CHANNEL,
     HYBRID,
     POLAR,
+    TRANSFORMED,
     channel_scores,
     hybrid_scores,
     key_shift,
@@ -27,6 +28,7 @@ from vllm_kvq.triton_kernels.keys import (
 )
 from vllm_kvq.triton_kernels.keys_boosted import boosted_scores
 from vllm_kvq.triton_kernels.keys_polar import polar_scores
+from vllm_kvq.triton_kernels.keys_transformed import transformed_middle, transformed_scores
 from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, capped, column_max, column_sum
 from vllm_kvq.triton_kernels.rotation import rotated_back
 from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, sums_weights, token_values, value_shift
@@ -82,6 +84,7 @@ def attend_kernel(
     K_SLOT: tl.constexpr,
     K_HIGH: tl.constexpr,
     BOOSTED: tl.constexpr,
+    SLOTS: tl.constexpr,
     K_RADIUS: tl.constexpr,
     K_NORM: tl.constexpr,
     K_ANGLE0: tl.constexpr,
@@ -98,8 +101,14 @@ def attend_kernel(
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
     V_SLOT: tl.constexpr,
+    V_HIGH: tl.constexpr,
+    V_MIDDLE: tl.constexpr,
+    V_STEP: tl.constexpr,
 ):
-    """See the module. Grid: (requests * heads * row tiles, splits)."""
+    """See the module. Grid: (requests * heads * row tiles, splits). With SLOTS, a row of query_ptr is what
+    keys_transformed.py says."""
+    numbers: tl.constexpr = SLOTS if KEYS == TRANSFORMED else HEAD  # of a query, that are operands
+    k_codes: tl.constexpr = SLOTS if KEYS == TRANSFORMED else D  # codes of a key
     tiles = (queries * SHARE + M - 1) // M
     head = tl.program_id(0) // tiles % heads
     request = tl.program_id(0) // tiles // heads
@@ -122,18 +131,21 @@ def attend_kernel(
     raw = ()
     for i in tl.static_range(OPERANDS):
         channel = query_channel(i, at, KEYS, D, K_CHUNK, ROTARY, INTERLEAVED)
-        inside = real[None, :] & ((at < K_CHUNK) & (channel < HEAD))[:, None]
+        inside = real[None, :] & ((at < K_CHUNK) & (channel < numbers))[:, None]
         x = tl.load(q_row[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
         raw = raw + (x,)
         top = tl.maximum(top, column_max(tl.abs(x)))
     q = ()
     for i in tl.static_range(OPERANDS):
-        plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << key_shift(i * K_CHUNK, D, KEYS, K_BITS))
+        plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << key_shift(i * K_CHUNK, k_codes, KEYS, K_BITS))
         x = (raw[i] * plane_factor / top[None, :]).to(tl.float16)
-        if KEYS != POLAR:
+        if KEYS != POLAR and KEYS != TRANSFORMED:
             x = lanes_of_columns(x)
         q = q + (x,)
     unit = top * (scale * LOG2E * SUBNORMAL)
+    if KEYS == TRANSFORMED:
+        middle = transformed_middle(q, SLOTS, K_BITS, K_CHUNK)
+        mean = tl.load(q_row + SLOTS, mask=real, other=0.0) / (top * SUBNORMAL)
     step = unit  # the unit of a capped score
     if CAPPED:
         step = tl.full((M,), 1.0, tl.float32)
@@ -195,6 +207,10 @@ def attend_kernel(
                 q, k_words, k_halves, base16, full, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M,
                 K_CODES, K_SCALE, K_SLOT, K_NORM,
             )  # fmt: skip
+        elif KEYS == TRANSFORMED:
+            sums = transformed_scores(
+                q, middle, mean, k_words, k_halves, SLOTS, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M, K_CODES, K_SCALE
+            )
         else:
             sums = polar_scores(
                 q, k_words, base16, full,
@@ -233,7 +249,7 @@ def attend_kernel(
                     total += column_sum(weights)
                 acc, extra = token_values(
                     weights, acc, extra, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, live[j],
-                    D, V_BITS, V_GROUP, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO,
+                    D, V_BITS, V_GROUP, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO, V_HIGH,
                 )  # fmt: skip
             else:
                 acc, sums = hybrid_values(
@@ -264,7 +280,8 @@ def attend_kernel(
         lift = SUBNORMAL / (1 << value_shift(b * V_BLOCK // (D * V_BITS // 8), VALUES, V_BITS))
         o = acc[b] * lift
         if VALUES == TOKEN:
-            o += column_sum(tl.where(group[:, None] == b * V_BLOCK // V_GROUP, extra, 0.0))[None, :]
+            zero = column_sum(tl.where(group[:, None] == b * V_BLOCK // V_GROUP, extra, 0.0))
+            o = (o + zero[None, :] * V_MIDDLE) * V_STEP
         blocks = blocks + (o * norm[None, :],)
     if V_ROTATED > 0:
         blocks = rotated_back(blocks, V_ROTATED, V_BLOCK, D)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.lang import INTERPRETED
+from vllm_kvq.triton_kernels.lang import INTERPRETED, load_some
 from vllm_kvq.triton_kernels.version import old_triton
 
 JOINS_MATTER: tl.constexpr = tl.constexpr(old_triton() and not INTERPRETED.value)
@@ -57,6 +57,13 @@ def lane_quads():
 def fragment_places(R: tl.constexpr):
     """R indices of each lane, as an addend to pointers (32 lanes, R): R g + r for lane 4 g + t."""
     return lane_rows() * R + tl.arange(0, R)[None, :]
+
+
+@triton.jit
+def chunk_words(codes_ptr, INDEX: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Words (32, 4): codes of four tokens and a quad of channels; chunks of other planes have the same words."""
+    quad = lane_quads()
+    return load_some(codes_ptr + INDEX * CHUNK % WIDTH * 8 + quad * 32 + fragment_places(4), quad * 4, CHUNK, 16)
 
 
 @triton.jit

@@ -13,11 +13,11 @@ import triton.language as tl
 
 from vllm_kvq.triton_kernels import kinds
 from vllm_kvq.triton_kernels.fragments import (
+    chunk_words,
     columns_of_lanes,
     fragment_channels,
     fragment_places,
     fragment_rows,
-    lane_quads,
     left_rows,
     plane,
     repeat_rows,
@@ -29,6 +29,7 @@ from vllm_kvq.triton_kernels.lang import SUBNORMAL, load_some, product
 CHANNEL: tl.constexpr = tl.constexpr(kinds.CHANNEL)
 HYBRID: tl.constexpr = tl.constexpr(kinds.HYBRID)
 POLAR: tl.constexpr = tl.constexpr(kinds.POLAR)
+TRANSFORMED: tl.constexpr = tl.constexpr(kinds.TRANSFORMED)
 
 
 @triton.constexpr_function
@@ -60,13 +61,6 @@ def query_channel(
         return tl.where(pair < ROTARY // 2, inside, outside)
     else:
         return INDEX * CHUNK + at
-
-
-@triton.jit
-def _chunk_words(codes_ptr, INDEX: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Words (32, 4): codes of four tokens and a quad of channels; chunks of other planes have the same words."""
-    quad = lane_quads()
-    return load_some(codes_ptr + INDEX * CHUNK % WIDTH * 8 + quad * 32 + fragment_places(4), quad * 4, CHUNK, 16)
 
 
 @triton.jit
@@ -111,7 +105,7 @@ def channel_scores(
     for j in tl.static_range(SLABS):
         sums = repeat_rows(bias[j], 4)
         for c in tl.static_range(chunks):
-            words = _chunk_words(words_ptr + j * SLAB_WORDS + CODES, c, width, CHUNK)
+            words = chunk_words(words_ptr + j * SLAB_WORDS + CODES, c, width, CHUNK)
             for p in tl.static_range(8 // BITS):
                 place = halves_ptr + j * SLAB_WORDS * 2 + SCALE + p * width + c * CHUNK + channel
                 scale = load_some(place, channel, CHUNK, 16)
@@ -176,7 +170,7 @@ def hybrid_scores(
             part = repeat_rows(whole, 4)
             for at in tl.static_range(group * 2 * half, group * 2 * half + half):
                 first, second = signed_pair(
-                    _chunk_words(codes_ptr, at, width, CHUNK), _chunk_words(codes_ptr, at + half, width, CHUNK),
+                    chunk_words(codes_ptr, at, width, CHUNK), chunk_words(codes_ptr, at + half, width, CHUNK),
                     signs, full, at * CHUNK // width, (at + half) * CHUNK // width, at % half * CHUNK // 4, BITS
                 )  # fmt: skip
                 part = tl.dot(second, x[at % half + half], tl.dot(first, x[at % half], part))

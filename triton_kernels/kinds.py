@@ -3,8 +3,8 @@
 Plain numbers, without Triton: kernels/gpu/triton_layout.py gives each codec its kind.
 """
 
-CHANNEL, HYBRID, POLAR = range(3)
-"""Kinds of keys: SQuat's and KIVI's, InnerQ's, PolarQuant's."""
+CHANNEL, HYBRID, POLAR, TRANSFORMED = range(4)
+"""Kinds of keys: SQuat's and KIVI's, InnerQ's, PolarQuant's, those of transform coding."""
 
 TOKEN, HYBRID_VALUES = range(2)
-"""Kinds of values: per token and group, and InnerQ's."""
+"""Kinds of values: per token, and InnerQ's."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys import CHANNEL, HYBRID
+from vllm_kvq.triton_kernels.keys import CHANNEL, HYBRID, POLAR
 from vllm_kvq.triton_kernels.lang import MAGIC
 from vllm_kvq.triton_kernels.pack_keys import channel_keys, hybrid_keys
 from vllm_kvq.triton_kernels.pack_polar import polar_keys
+from vllm_kvq.triton_kernels.pack_searched import searched_values, transformed_keys
 from vllm_kvq.triton_kernels.pack_tile import boosted_keys, tile_values
 from vllm_kvq.triton_kernels.pack_values import hybrid_values, token_values
 from vllm_kvq.triton_kernels.step import CONTEXT, COUNT, load_token
@@ -33,6 +34,8 @@ def pack_kernel(
     halves_ptr,
     bytes_ptr,
     faults_ptr,
+    forward_ptr,
+    places_ptr,
     requests,
     units,
     table_row,
@@ -70,6 +73,7 @@ def pack_kernel(
     K_SLOT: tl.constexpr,
     K_HIGH: tl.constexpr,
     BOOSTED: tl.constexpr,
+    SLOTS: tl.constexpr,
     K_FITTED: tl.constexpr,
     K_RADIUS: tl.constexpr,
     K_NORM: tl.constexpr,
@@ -98,9 +102,16 @@ def pack_kernel(
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
     V_SLOT: tl.constexpr,
+    V_HIGH: tl.constexpr,
+    V_MIDDLE: tl.constexpr,
+    V_STEP: tl.constexpr,
+    V_SEARCHED: tl.constexpr,
     V_MODE: tl.constexpr,
 ):
-    """See the module. Grid: (requests * units, HEADS); `units` is the maximum that the longest chunk can complete."""
+    """See the module. Grid: (requests * units, HEADS); `units` is the maximum that the longest chunk can complete.
+
+    forward_ptr and places_ptr: transformed keys' tables (kernels/gpu/transformed.py).
+    """
     request, head = tl.program_id(0) // units, tl.program_id(1)
     count = tl.load(plan_ptr + COUNT * requests + request)
     context = tl.load(plan_ptr + CONTEXT * requests + request)
@@ -113,7 +124,7 @@ def pack_kernel(
         record = page * page_words + head * head_words
         follows = place * (SLABS * 32) < begun * UNIT  # the page was started in an earlier step
         damage = tl.full((), 0, tl.int32)
-        if KEYS != CHANNEL and KEYS != HYBRID:
+        if KEYS == POLAR:
             all_tokens = unit * UNIT + tl.arange(0, TOKENS)
             all_ringed, all_ring, all_row = load_token(
                 request, all_tokens, plan_ptr, requests, side_table_ptr, side_row, side_blocks, side_elements,
@@ -160,7 +171,18 @@ def pack_kernel(
                     HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_SLOT, SPB, WORDS,
                     K_MODE, K_NORMED,
                 )  # fmt: skip
-            if V_ROTATED > 0 or V_FITTED:
+            elif SLOTS > 0:
+                damage += transformed_keys(
+                    k_ring, ringed, k_new, fresh, base, base16,
+                    forward_ptr + head * ((4 + D) * D), places_ptr + head * SLOTS,
+                    HEAD, D, COLUMNS, SLOTS, K_BITS, K_CODES, K_SCALE,
+                )  # fmt: skip
+            if V_SEARCHED:
+                damage += searched_values(
+                    v_ring, ringed, v_new, fresh, base, base16,
+                    HEAD, D, COLUMNS, V_BITS, V_ROTATED, V_STEP, V_MIDDLE, V_CODES, V_HIGH, V_SCALE,
+                )  # fmt: skip
+            elif V_ROTATED > 0 or V_FITTED:
                 damage += tile_values(
                     v_ring, ringed, v_new, fresh, base, base16,
                     HEAD, D, COLUMNS, V_BITS, V_GROUP, V_ROTATED, V_FITTED, V_CODES, V_SCALE, V_ZERO,

@@ -27,16 +27,16 @@ from vllm_kvq.triton_kernels.rotation import rotated
 
 
 @triton.constexpr_function
-def _lanes(width):
+def lanes(width):
     """The number of columns that a matrix product uses for WIDTH columns."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 @triton.jit
-def _plane_bytes(codes, place, there, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Codes (32, COLUMNS) that belong to `place` (COLUMNS,), where they are `there` -> bytes (32, _lanes(WIDTH)) of
+def plane_bytes(codes, place, there, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Codes (32, COLUMNS) that belong to `place` (COLUMNS,), where they are `there` -> bytes (32, lanes(WIDTH)) of
     planes of WIDTH bytes (formats/planes.py)."""
-    column = tl.arange(0, _lanes(WIDTH))
+    column = tl.arange(0, lanes(WIDTH))
     mine = there[:, None] & ((place % WIDTH)[:, None] == column[None, :])
     weight = tl.where(mine, (1 << (place // WIDTH * BITS))[:, None], 0)
     return tl.dot(codes.to(tl.float16), weight.to(tl.float16)).to(tl.int32)
@@ -140,8 +140,8 @@ def boosted_keys(
     digits = code.to(tl.int32)
     tl.store(base16 + SCALE + channel, tl.where(wide, -scale, scale).to(tl.float16), mask=real)
     tl.store(base16 + ZERO + channel, zero.to(tl.float16), mask=real)
-    store_keys(base, _plane_bytes(digits & 3, channel, real, D // 4, 2), 0, CODES, D // 16)
-    store_keys(base, _plane_bytes(digits >> 2, _number(wide) - 1, wide, BOOSTED // 4, 2), 0, HIGH, BOOSTED // 16)
+    store_keys(base, plane_bytes(digits & 3, channel, real, D // 4, 2), 0, CODES, D // 16)
+    store_keys(base, plane_bytes(digits >> 2, _number(wide) - 1, wide, BOOSTED // 4, 2), 0, HIGH, BOOSTED // 16)
     return damage
 
 
@@ -183,5 +183,5 @@ def tile_values(
         tl.store(base16 + SCALE + g * 32 + token, scale.to(tl.float16))
         tl.store(base16 + ZERO + g * 32 + token, zero.to(tl.float16))
         code = tl.where(inside, affine(x, scale[:, None], zero[:, None], BITS), code)
-    store_values(base, _plane_bytes(code, channel, channel < D, width, BITS), 0, width, CODES)
+    store_values(base, plane_bytes(code, channel, channel < D, width, BITS), 0, width, CODES)
     return damage

@@ -13,7 +13,7 @@ from vllm_kvq.triton_kernels.lang import ROUND, TINY, clean, lost
 
 
 @triton.jit
-def load_channels(ring, ringed, new, fresh, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr):
+def load_channels(ring, ringed, new, fresh, FIRST, WIDTH: tl.constexpr, HEAD: tl.constexpr):
     """Raw float32 (tokens, WIDTH) channels from FIRST on; padding channels are zero."""
     channel = FIRST + tl.arange(0, WIDTH)
     real = (channel < HEAD)[None, :]

@@ -41,8 +41,8 @@ def rotated_back(blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexp
                 out = out + (blocks[i] + blocks[i ^ 1 << level],)
         blocks = out
     places: tl.constexpr = blocks[0].shape[0]
-    # a block of 8 takes half of the 16 places, those whose index is below 8
-    h = _signs(places, 4 if places > BLOCK else 0)
+    # a block of 8 or 4 takes those of the 16 places whose index is below that
+    h = _signs(places, 8 - BLOCK // 2 if places > BLOCK else 0)
     out = ()
     for i in tl.static_range(D // BLOCK):
         # in two parts that tf32 can represent

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys import CHANNEL, HYBRID
+from vllm_kvq.triton_kernels.keys import CHANNEL, HYBRID, TRANSFORMED
 from vllm_kvq.triton_kernels.keys_polar import CIRCLE
 from vllm_kvq.triton_kernels.lang import LIMIT, MAGIC, cos_sin
 from vllm_kvq.triton_kernels.rotation import rotated
@@ -24,6 +24,7 @@ def unpack_kernel(
     key_ptr,
     value_ptr,
     faults_ptr,
+    back_ptr,
     pages,
     low,
     high,
@@ -47,6 +48,7 @@ def unpack_kernel(
     K_SLOT: tl.constexpr,
     K_HIGH: tl.constexpr,
     BOOSTED: tl.constexpr,
+    SLOTS: tl.constexpr,
     K_RADIUS: tl.constexpr,
     K_NORM: tl.constexpr,
     K_ANGLE0: tl.constexpr,
@@ -61,11 +63,15 @@ def unpack_kernel(
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
     V_SLOT: tl.constexpr,
+    V_HIGH: tl.constexpr,
+    V_MIDDLE: tl.constexpr,
+    V_STEP: tl.constexpr,
 ):
     """The pages of ids_ptr -> (their tokens, heads, HEAD), dense. Grid: (their slabs, heads).
 
     Slabs with a token in [low, high), counted from the first page on, must be packed: faults_ptr counts the others.
-    What was never packed becomes 0. COLUMNS is the power of two that holds D.
+    What was never packed becomes 0. COLUMNS is the power of two that holds D. back_ptr: transformed keys' table
+    (kernels/gpu/transformed.py).
     """
     at, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slab = at % SLABS
@@ -84,6 +90,9 @@ def unpack_kernel(
         key = _channel_keys(words, halves, there, D, COLUMNS, K_BITS, K_CODES, K_SCALE, K_ZERO, K_HIGH, BOOSTED)
     elif KEYS == HYBRID:
         key = _hybrid_keys(words, halves, page_halves, there, D, COLUMNS, K_BITS, K_CODES, K_SCALE, K_SLOT, K_NORM)
+    elif KEYS == TRANSFORMED:
+        back = back_ptr + head * ((SLOTS + 1) * D)
+        key = _transformed_keys(words, halves, back, there, live, D, COLUMNS, SLOTS, K_BITS, K_CODES, K_SCALE)
     else:
         key = _polar_keys(
             words, page_halves, there,
@@ -91,7 +100,10 @@ def unpack_kernel(
             K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP,
         )  # fmt: skip
     if VALUES == TOKEN:
-        value = _token_values(words, halves, there, D, COLUMNS, V_BITS, V_GROUP, V_ROTATED, V_CODES, V_SCALE, V_ZERO)
+        value = _token_values(
+            words, halves, there,
+            D, COLUMNS, V_BITS, V_GROUP, V_ROTATED, V_CODES, V_SCALE, V_ZERO, V_HIGH, V_MIDDLE, V_STEP,
+        )  # fmt: skip
     else:
         value = _hybrid_values(words, halves, there, D, COLUMNS, V_BITS, V_CODES, V_SCALE, V_SLOT)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -146,6 +158,32 @@ def _channel_keys(
 
 
 @triton.jit
+def _transformed_keys(
+    words,
+    halves,
+    back,
+    there,
+    live,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    channel = tl.arange(0, COLUMNS)
+    key = tl.full((32, COLUMNS), 0.0, tl.float32)
+    for first in tl.static_range(0, SLOTS, 16):
+        slot = first + tl.arange(0, 16)
+        digit = _key_codes(words + CODES, slot, slot < tl.where(live, SLOTS, 0), SLOTS, BITS)
+        row = tl.load(back + slot[:, None] * D + channel[None, :], mask=there[None, :], other=0.0)
+        key = tl.dot(digit.to(tl.float32) - 1.5, row, key, input_precision="ieee")
+    scale = tl.load(halves + SCALE + tl.arange(0, 32), mask=tl.arange(0, 32) < tl.where(live, 32, 0), other=0.0)
+    key = key * scale.to(tl.float32)[:, None] + tl.load(back + SLOTS * D + channel, mask=there, other=0.0)[None, :]
+    return tl.minimum(tl.maximum(key, -LIMIT), LIMIT)
+
+
+@triton.jit
 def _token_values(
     words,
     halves,
@@ -158,12 +196,18 @@ def _token_values(
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
+    HIGH: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    STEP: tl.constexpr,
 ):
+    """Searched values, too: see values.py."""
     codes = _value_codes(words + CODES, there, D, COLUMNS, BITS)
+    if HIGH > 0:
+        codes |= _value_codes(words + HIGH, there, D, COLUMNS, 1) << BITS
     place = halves + (tl.arange(0, COLUMNS) // GROUP * 32)[None, :] + tl.arange(0, 32)[:, None]
     scale = tl.load(place + SCALE, mask=there[None, :], other=0.0).to(tl.float32)
     zero = tl.load(place + ZERO, mask=there[None, :], other=0.0).to(tl.float32)
-    value = zero + scale * codes.to(tl.float32)
+    value = (zero * MIDDLE + scale * codes.to(tl.float32)) * STEP
     if ROTATED > 0:
         value = tl.minimum(tl.maximum(rotated(value, ROTATED) * ROTATED, -LIMIT), LIMIT)
     return value

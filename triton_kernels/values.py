@@ -68,6 +68,12 @@ def sums_weights(d, group):
     return d <= 8 * group
 
 
+@triton.constexpr_function
+def _high_factor(channel, d, bits):
+    """What a highest bit is worth above the other `bits`, with both where they lie."""
+    return 1 << bits + channel // (d * bits // 8) * bits - channel // (d // 8)
+
+
 @triton.jit
 def _zero_rows(halves_ptr, live, FIRST: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr):
     """Zeros of 16 tokens from FIRST on, (groups, tokens), as left operand (16, 16); its last rows are 1 if it has eight
@@ -98,10 +104,15 @@ def token_values(
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
+    HIGH: tl.constexpr,
 ):
     """Per token and group: v = zero_tg + scale_tg code, so
 
         o_c = sum_t (w_t scale_tg) code_tc + sum_t w_t zero_tg
+
+    Searched values (formats/klt.py) are the same with one group: v = STEP (MIDDLE zero_t + scale_t code) with the scale
+    as zero, too. A code of three bits has its highest one in a plane of its own, from HIGH on: d / 8 channels of
+    one bit, so that each block of channels is in one plane there and in one here.
 
     `acc` holds the sums over codes by block, `extra` (16, M) the sums over zeros by group; if it has eight rows to
     spare, the last ones are the sums of the weights, the softmax's denominators.
@@ -121,7 +132,13 @@ def token_values(
             others_scaled = product(last, columns_of_lanes(tl.load(place + 16, mask=there, other=0.0)))
         words, others = block_words(words_ptr, i * BLOCK % width, BLOCK, PLACES, width, CODES)
         sums = tl.dot(plane(words, i * BLOCK // width, BITS), scaled, acc[i])
-        out = out + (tl.dot(plane(others, i * BLOCK // width, BITS), others_scaled, sums),)
+        sums = tl.dot(plane(others, i * BLOCK // width, BITS), others_scaled, sums)
+        if HIGH > 0:
+            words, others = block_words(words_ptr, i * BLOCK % (D // 8), BLOCK, PLACES, D // 8, HIGH)
+            factor = tl.full(scaled.shape, _high_factor(i * BLOCK, D, BITS), tl.float16)
+            sums = tl.dot(plane(words, i * BLOCK // (D // 8), 1), product(scaled, factor), sums)
+            sums = tl.dot(plane(others, i * BLOCK // (D // 8), 1), product(others_scaled, factor), sums)
+        out = out + (sums,)
     return out, extra
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -135,10 +136,11 @@ class Setup:
         return found
 
     def plain(self) -> Setup:
-        """The same engine with vLLM's own cache and its runner for CPUs."""
-        return replace(
-            self, format=PLAIN, options={}, pool=None, kernels="torch", far=False, runner="V1", asynchronous=False
-        )
+        """The same engine with vLLM's own cache and its runner for CPUs. Its pages divide a model's attention chunks:
+        vLLM itself has no smaller ones for the layers that attend in chunks."""
+        block = math.gcd(self.block_size, getattr(self.arch.build(), "attention_chunk_size", None) or 0)
+        own = {"format": PLAIN, "options": {}, "pool": None, "kernels": "torch", "far": False}
+        return replace(self, **own, block_size=block, runner="V1", asynchronous=False)
 
 
 def mend_prompts() -> None:

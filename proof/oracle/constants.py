@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
+from proof.oracle.interpreted import RUNNER
 from vllm_kvq.formats import PageFormat, get_format
 from vllm_kvq.formats.by_layer import options_at
 from vllm_kvq.formats.constants import Constants
@@ -23,13 +26,16 @@ def constants_of(path: str, format_name: str, options: Mapping[str, Any]) -> Map
     from vllm_kvq.integration.plan.calibration import read
     from vllm_kvq.integration.plan.plan import plan
 
-    config = EngineArgs(
+    arguments = EngineArgs(
         path,
         dtype="float32",
         kv_cache_dtype=format_name,
         kv_cache_memory_bytes=1 << 28,
         additional_config={"kvq": dict(options)},
-    ).create_engine_config()
+    )
+    # the other runner is refused in a process that does not interpret its kernels
+    with mock.patch.dict(os.environ, {RUNNER: "0"}):
+        config = arguments.create_engine_config()
     source = plan(config).calibration
     if source is None or source.path is None:
         raise ValueError(f"the engine of {path} has left no file of constants")

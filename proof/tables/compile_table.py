@@ -100,6 +100,7 @@ POINTERS = {
     "high_ptr": "*i32",
     "scale": "fp32",
     "cap": "fp32",
+    "places_ptr": "*i32",
 }
 """The types of arguments that are neither constants nor (by the suffix _ptr) float32 nor i32."""
 
@@ -209,6 +210,8 @@ def build(variant: Variant, target: int) -> Any:
             signature[name] = "constexpr"
             continue
         signature[name] = POINTERS.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+        if name == "query_ptr" and variant.constants.get("SLOTS"):  # transformed queries
+            signature[name] = "*fp32"
         if name.endswith("_ptr") or name in ALIGNED:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, variant.constants, attributes)

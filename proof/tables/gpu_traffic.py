@@ -32,10 +32,10 @@ SHARE = 4
 
 
 def count(name: str, head_size: int, pages: int) -> Traffic:
-    from vllm_kvq.bench.pools import random_pages
+    from vllm_kvq.bench.pools import calibrated, random_pages
     from vllm_kvq.kernels.gpu.step import kernels_of
 
-    fmt = get_format(name).bind(Geometry(head_size, PAGE))
+    fmt = calibrated(get_format(name).bind(Geometry(head_size, PAGE)), 1)
     kernels = kernels_of(fmt)
     if kernels is None:
         raise ValueError(f"{name} has no GPU kernel")

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.engine
 N, SPEC = 32, 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": SPEC, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 FORMATS = {"squat2": {"W": 32}, "innerq2": {"W": 32, "S": 8}, "polar4": {"W": 32, "S": 0}, "qjl3": {"W": 32}}
+FORMATS |= {"klt3": {"W": 32}}
 OFTEN = "qjl3"
 """The others take a minute each; squat2 also runs in test_v2.py."""
 

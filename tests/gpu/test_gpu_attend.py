@@ -8,7 +8,7 @@ import torch
 from parallel import DEVICE, main
 
 from proof.kernels.exact import exact_attention, relative_error
-from vllm_kvq.bench.pools import random_pages
+from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.triton import TRITON
 
@@ -20,7 +20,7 @@ except ImportError:
     pass
 
 BOUND = 2e-3
-FORMATS = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3", "kitty2")
+FORMATS = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3", "kitty2", "klt3")
 
 
 def decode(
@@ -32,7 +32,7 @@ def decode(
     q: int = 1,
     splits: int | None = None,
 ) -> None:
-    fmt = get_format(name).bind(Geometry(d, n))
+    fmt = calibrated(get_format(name).bind(Geometry(d, n)), 2)
     pages = random_pages(fmt, 9, 2)
     table = torch.tensor([[3, 1, 2, 7, 9], [4, 0, -1, 999, 0], [5, 6, 8, 9, 1], [0, 0, 0, 0, 0]], dtype=torch.int32)
     low, high = torch.tensor([5, 0, 0, 0]), torch.tensor([4 * n + 17, 19, 5 * n, 0])

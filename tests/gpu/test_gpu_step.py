@@ -8,6 +8,7 @@ import torch
 from parallel import DEVICE, main
 
 from proof.kernels.step_traffic import StepTraffic
+from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu import history as unpacking
 from vllm_kvq.kernels.step import Prompts
@@ -20,13 +21,13 @@ try:
 except ImportError:
     pass
 
-FORMATS = ("squat2", "kivi4", "innerq2", "polar4", "polar3", "kitty2", "qjl3")
+FORMATS = ("squat2", "kivi4", "innerq2", "polar4", "polar3", "kitty2", "klt3", "qjl3")
 
 
 def step(name: str, d: int, dtype: torch.dtype, graph: bool) -> None:
     """Without a graph, a decode step that waits for the device is an error."""
     fmt = get_format(name).bind(Geometry(d, 64, dtype), {} if DEVICE == "cuda" else {"W": 32})
-    traffic = StepTraffic(fmt, torch.device(DEVICE))
+    traffic = StepTraffic(calibrated(fmt, 2), torch.device(DEVICE))
     traffic.prompts((fmt.W + 131, 1) if DEVICE == "cuda" else (fmt.W + 33, 1))
     traffic.decode(70 if DEVICE == "cuda" else 1, graph)
     # a sign that rounds the other way costs QJL more. The worst of 70 steps, by the interpreter: kivi4 with heads of 64
@@ -38,7 +39,7 @@ def step(name: str, d: int, dtype: torch.dtype, graph: bool) -> None:
 
 def history(name: str, dtype: torch.dtype) -> None:
     """A long chunk unpacks its history; bf16 rounds what is unpacked."""
-    fmt = get_format(name).bind(Geometry(128, 64, dtype))
+    fmt = calibrated(get_format(name).bind(Geometry(128, 64, dtype)), 2)
     traffic = StepTraffic(fmt, torch.device(DEVICE), prompts_by=Prompts(attend.causal, attend.whole))
     before, spans = (unpacking.ROWS, unpacking.WORK), unpacking.History.of
     made: list[unpacking.History] = []

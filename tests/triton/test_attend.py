@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from proof.kernels.exact import exact_attention, relative_error
-from vllm_kvq.bench.pools import random_pages
+from proof.tables import attended
+from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT
 from vllm_kvq.kernels.gpu.paged import merge_parts
@@ -28,8 +29,9 @@ LSE_BOUND = 8e-3
 wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 
-SUPPORTED = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3", "kitty2")
+SUPPORTED = tuple(attended.by_triton())
 EVERY_RUN = {("squat2", 64), ("squat4", 256), ("innerq2", 128), ("polar4", 96), ("polar3", 64), ("kitty2", 128)}
+EVERY_RUN |= {("klt3", 64)}
 """Each format whose kernels are not another's (KIVI's are SQuat's: test_compile.py), and each head size."""
 
 # every format with every head size, everything else in turn
@@ -47,7 +49,7 @@ GRID = [
 
 @functools.cache
 def pool(name: str, d: int, n: int, pages: int = 4, heads: int = 2) -> tuple[PageFormat, torch.Tensor]:
-    fmt = get_format(name).bind(Geometry(d, n))
+    fmt = calibrated(get_format(name).bind(Geometry(d, n)), heads)
     return fmt, random_pages(fmt, pages, heads)
 
 
@@ -111,8 +113,46 @@ def test_kitty_of_other_options(d: int, options: dict[str, object]) -> None:
     check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
 
 
-@pytest.mark.parametrize("cap", [2.0, wide(50.0)])
-@pytest.mark.parametrize("name", ["kivi2", wide("innerq2"), wide("polar4"), wide("kitty2")])
+@pytest.mark.parametrize(
+    ("name", "d", "options"),
+    [
+        ("klt2", 64, {"key_rate": 1.0}),  # a plane of eight channels
+        wide("klt2", 80, {"key_rate": 5.0, "searched_bits": 3}),  # padded; the highest bits in blocks of four channels
+        wide("klt4", 192, {"key_rate": 2.2, "searched_bits": 3}),
+    ],
+)
+def test_transformed_keys_of_other_options(d: int, name: str, options: dict[str, object]) -> None:
+    fmt = calibrated(get_format(name).bind(Geometry(d, 32), options), 2)
+    table, low, high = torch.tensor([[3, 1], [2, 0]]), torch.tensor([5, 0]), torch.tensor([51, 19])
+    check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
+
+
+def test_heads_have_constants_of_their_own() -> None:
+    """With those of the other head, nothing is right; of other numbers of heads, or without, nothing is read."""
+    fmt, pages = pool("klt3", 64, 64)
+    constants = fmt.geometry.constants
+    assert constants is not None
+    swapped = fmt.with_constants(constants.each(lambda x: x.flip(0)))
+    query = queries(1, 1, 8, 64)
+    one = torch.tensor([[3]]), torch.tensor([0]), torch.tensor([40])
+    right, wrong = (kernels.attend_table(f, query, pages, *one, 0.125)[0] for f in (fmt, swapped))
+    want, _ = exact_attention(fmt, query, pages, *one, 0.125)
+    assert relative_error(right, want) < BOUND < 0.1 < relative_error(wrong, want)
+    with pytest.raises(ValueError, match="klt3 has constants of 1 KV heads, but pages have 2"):
+        kernels.attend_table(fmt.with_constants(constants.each(lambda x: x[:1])), query, pages, *one, 0.125)
+    with pytest.raises(ValueError, match="klt has constants that are fitted to another text, and none are given"):
+        kernels.attend_table(fmt.with_constants(None), query, pages, *one, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("name", "cap"),
+    [
+        ("kivi2", 2.0),
+        *(wide(name, cap) for name in ("innerq2", "polar4", "kitty2") for cap in (2.0, 50.0)),
+        wide("kivi2", 50.0),
+        wide("klt3", 2.0),  # its scores are too small for the other one to matter
+    ],
+)
 def test_a_soft_cap(name: str, cap: float) -> None:
     fmt, pages = pool(name, 64, 64)
     ragged = torch.tensor([[1, 2, 3], [2, 0, 0]]), torch.tensor([5, 0]), torch.tensor([150, 19])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from layer import Layer
@@ -14,6 +16,7 @@ from vllm_kvq.kernels.step import Prompts
 from vllm_kvq.kernels.torch.attend import causal, whole
 
 CPU = torch.device("cpu")
+wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 
 
 def build(layer: Layer) -> GPUStep:
@@ -36,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[history.Span]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("name", ["squat2", wide("innerq2"), wide("klt3")])
 def test_chunks(name: str, small: list[history.Span]) -> None:
     assert worst_error(name, build, heads=2, share=1, decodes=1) < 2e-3
     assert small

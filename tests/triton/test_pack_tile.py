@@ -1,4 +1,5 @@
-"""What Triton packs a slab at a time, Kitty's keys and rotated or fitted values, against the bytes of the codecs.
+"""What Triton packs a slab at a time, against the bytes of the codecs: Kitty's keys, transformed ones, and values that
+are rotated, fitted or searched.
 
 Sums in another order move a scale by a unit of float16 now and then, and a code with it.
 """
@@ -13,7 +14,7 @@ import torch
 
 from proof.kernels.exact import relative_error
 from proof.kernels.packing import pack_like_a_step
-from vllm_kvq.bench.pools import outlier_data
+from vllm_kvq.bench.pools import calibrated, outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels.gpu.triton import TRITON
 
@@ -52,6 +53,11 @@ def random(d: int, dtype: torch.dtype) -> list[torch.Tensor]:
         ("kitty2", 64, torch.float32, {"boost": "eighth", "key_scales": "range", "group": 48}),
         ("kivi4", 96, torch.float16, {"value_rotation": "hadamard"}),
         ("kivi2", 64, torch.float32, {"key_scales": "fitted", "group": 48}),
+        ("klt3", 64, torch.float32, {}),
+        ("klt2", 80, torch.bfloat16, {}),
+        wide("klt4", 128, torch.float16, {}),
+        wide("klt2", 192, torch.float32, {"key_rate": 1.0, "searched_bits": 3}),
+        wide("klt4", 256, torch.float32, {"key_rate": 5.0}),
         wide("kivi2", 64, torch.float32, {"value_scales": "fitted"}),
         wide("kivi4", 112, torch.bfloat16, {"key_scales": "fitted", "value_scales": "fitted", "group": 256}),
         wide("kitty2", 192, torch.float32, {"boost": "half", "value_bits": 4, "group": 80}),
@@ -60,7 +66,7 @@ def random(d: int, dtype: torch.dtype) -> list[torch.Tensor]:
     ],
 )
 def test_bytes_of_the_codecs(name: str, d: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    fmt = get_format(name).bind(Geometry(d, 64, dtype), options)
+    fmt = calibrated(get_format(name).bind(Geometry(d, 64, dtype), options), HEADS)
     want, got, replaced = packed(fmt, *random(d, dtype))
     assert replaced == 0
     assert torch.equal(want[..., :64], got[..., :64])  # magic and flags
@@ -113,8 +119,9 @@ def test_of_equally_wide_channels_the_first_are_boosted() -> None:
     assert signs[1, :48].all()
 
 
-def test_replaced_elements_are_counted() -> None:
-    fmt = get_format("kitty2").bind(Geometry(64, 32, torch.float32))
+@pytest.mark.parametrize("name", ["kitty2", "klt3"])
+def test_replaced_elements_are_counted(name: str) -> None:
+    fmt = calibrated(get_format(name).bind(Geometry(64, 32, torch.float32)), HEADS)
     key, value = random(64, torch.float32)
     key[3, 0, 5], key[40, 1, 7], value[20, 0, 63] = torch.nan, torch.inf, -1e9
     key[70, 0, 0] = torch.nan  # in no complete unit

@@ -11,6 +11,7 @@ from traffic import SPEC, World, simulate
 
 from proof.kernels.exact import relative_error
 from proof.kernels.step_traffic import StepTraffic
+from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.slots import SlotGeometry
@@ -43,6 +44,7 @@ class OnGPU:
         wide("squat2", 64, 32, torch.float32, {"W": 32}),
         wide("innerq2", 64, 32, torch.float32, {"W": 32, "S": 20}),
         wide("polar3", 64, 32, torch.bfloat16, {"W": 64, "mode": "paper"}),
+        wide("klt3", 64, 32, torch.float32, {"W": 32, "S": 5}),
         wide("kivi2", 64, 64, torch.float32, {"W": 32, "S": 5}),
         wide("squat4", 64, 32, torch.float32, {"key_scales": "fitted", "value_rotation": "hadamard"}),
         wide("kitty2", 96, 64, torch.bfloat16, {"W": 32, "S": 5}),
@@ -134,10 +136,11 @@ class StepWorld:
         return out
 
 
-def test_against_the_reference_cache() -> None:
+@pytest.mark.parametrize(("name", "options"), [("squat2", {"floor": 64}), ("klt3", {})])
+def test_against_the_reference_cache(name: str, options: dict[str, int]) -> None:
     """What tests/gpu runs on a device, with a floor that is above 1 / lambda."""
-    fmt = get_format("squat2").bind(Geometry(64, 32, torch.float32), {"W": 32, "floor": 64})
-    traffic = StepTraffic(fmt, torch.device("cpu"))
+    fmt = get_format(name).bind(Geometry(64, 32, torch.float32), {"W": 32, **options})
+    traffic = StepTraffic(calibrated(fmt, 2), torch.device("cpu"))
     traffic.prompts((75, 1))
     traffic.decode(3)
     assert 0 < traffic.worst < 1e-3

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from proof.kernels.exact import relative_error
-from vllm_kvq.bench.pools import random_pages
+from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels.gpu.triton import TRITON
 from vllm_kvq.kernels.gpu.triton_layout import KEYS, VALUES
@@ -36,6 +36,9 @@ CASES = [
     ("innerq2", 64, {}),
     ("polar4", 128, {}),
     ("polar3", 64, {}),
+    ("klt3", 80, {}),
+    wide("klt2", 64, {"key_rate": 1.0}),
+    wide("klt4", 256, {}),
     ("polar4", 80, {"mode": "paper", "rope_dim": 32, "pairing": "interleaved"}),
     wide("kivi2", 256, {"group": 64}),
     wide("kitty2", 192, {"group": 80}),
@@ -50,7 +53,7 @@ CASES = [
 def bound(name: str, d: int, options: dict[str, Any]) -> PageFormat:
     own = dict(options)
     geometry = Geometry(d, N, torch.float32, own.pop("rope_dim", None), own.pop("pairing", "half"))
-    return get_format(name).bind(geometry, own)
+    return calibrated(get_format(name).bind(geometry, own), HEADS)
 
 
 @pytest.mark.parametrize(("name", "d", "options"), CASES)

@@ -59,10 +59,11 @@ def whole(device: torch.device) -> tuple[Whole, str]:
 
 
 def bound(name: str) -> tuple[PageFormat, PagedKernels]:
+    from vllm_kvq.bench.pools import calibrated
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.step import kernels_of
 
-    fmt = get_format(name).bind(Geometry(HEAD, N, torch.bfloat16))
+    fmt = calibrated(get_format(name).bind(Geometry(HEAD, N, torch.bfloat16)), HEADS)
     kernels = kernels_of(fmt)
     assert kernels is not None
     return fmt, kernels

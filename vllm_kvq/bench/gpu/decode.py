@@ -73,11 +73,11 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def packed_calls(name: str, shape: Shape, device: torch.device) -> tuple[Calls, int]:
     """Launches over rotated tables, and the bytes that one launch reads."""
-    from vllm_kvq.bench.pools import random_pages
+    from vllm_kvq.bench.pools import calibrated, random_pages
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.step import kernels_of
 
-    fmt = get_format(name).bind(Geometry(HEAD, N))
+    fmt = calibrated(get_format(name).bind(Geometry(HEAD, N)), HEADS)
     kernels = kernels_of(fmt)
     assert kernels is not None
     each = shape.batch * -(-shape.context // N)

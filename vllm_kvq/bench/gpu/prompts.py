@@ -15,12 +15,13 @@ PROMPT, HIDDEN, MLP = 4096, 4096, 14336
 
 def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
     """The whole cost of a prompt of one chunk beyond its attention: begin, pack, commit."""
+    from vllm_kvq.bench.pools import calibrated
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.step import GPUStep
     from vllm_kvq.kernels.slots import SlotGeometry
     from vllm_kvq.kernels.step import Caches, StepBatch
 
-    fmt = get_format(name).bind(Geometry(HEAD, N, torch.bfloat16))
+    fmt = calibrated(get_format(name).bind(Geometry(HEAD, N, torch.bfloat16)), HEADS)
     slots = SlotGeometry.of(fmt, HEADS, 0)
     step = GPUStep(fmt, slots, 0, HEAD**-0.5, device)
     counts = [-(-tokens // N), slots.sidecar_blocks, slots.sink_blocks]

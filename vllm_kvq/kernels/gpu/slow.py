@@ -1,4 +1,5 @@
-"""Names the formats whose prompts a GPU serves slowly, in one sentence with what to use instead."""
+"""Names the formats whose prompts a GPU serves slowly, and those whose kernels no GPU has run yet, in one sentence with
+what to use instead."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from vllm_kvq.formats import FORMATS, PageFormat
 
 
 def slow(fmt: PageFormat) -> str | None:
-    """The sentence about a format that the GPU's path serves; None if nothing about it is slow."""
+    """The sentence about a format that the GPU's path serves; None if there is nothing to say."""
+    if fmt.calibrated:
+        return (
+            f"the GPU kernels of {fmt.name} are tested only on a CPU, interpreted and from their PTX, and have not run "
+            "on a GPU yet (docs/gpu.md); use kitty2, whose kernels have"
+        )
     if not (fmt.state_rows and fmt.keys.fits_queries):
         return None
     same = next((other.name for other in _others(fmt) if other.slab_region == fmt.slab_region), None)

@@ -251,7 +251,8 @@ class GPUStep:
                 table, into = PageTable(batch.table[a:b], plan[4, a:b], high), (out[:count], lse[:count])
                 ragged = Ragged(batch.device_start[a : b + 1], most)
                 at = self.scale, self.cap
-                self.kernels.launch_attend(self.fmt, query[None], caches.pages, table, into, *at, ragged)
+                mine = query if b == n else query[: sum(batch.lengths[:b])]
+                self.kernels.launch_attend(self.fmt, mine[None], caches.pages, table, into, *at, ragged)
             new = own is None or a != decodes
             self._full_precision(batch, caches, plan, (a, b), most, query, key, value, out[packed], lse[packed], new)
         if own is not None and history is not None:
@@ -301,14 +302,15 @@ class GPUStep:
     def _history(
         self, batch: StepBatch, caches: Caches, plan: torch.Tensor, decodes: int, query_heads: int, own: Prompts | None
     ) -> History | None:
-        """Made by the first layer, and used by all: their plans are equal. None: nothing is worth unpacking."""
+        """Made by the first layer, and used by all with an equal plan. None: nothing is worth unpacking."""
         share = query_heads // self.slots.heads
         able = own is not None and own.whole is not None and self.kernels.unpacks
         if not able or not History.worthwhile(batch, decodes, share):
             return None
-        found = batch.kept.get(self)
+        planned = History, self.fmt.N, self.fmt.unit, self.fmt.W, self.fmt.S, self.num_spec
+        found = batch.kept.get(planned)
         if found is None:
-            found = batch.kept[self] = History.of(self.fmt, batch, caches.pages, plan, decodes, share)
+            found = batch.kept[planned] = History.of(self.fmt, batch, caches.pages, plan, decodes, share)
         return cast(History, found)
 
     def _full_precision(

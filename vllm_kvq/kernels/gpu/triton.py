@@ -1,4 +1,4 @@
-"""Triton kernels (vllm_kvq.triton_kernels) for SQuat, KIVI, InnerQ and PolarQuant: `TRITON`, of paged.py.
+"""Triton kernels (vllm_kvq.triton_kernels) for all key codecs but QJL's: `TRITON`, of paged.py.
 
 On CPU tensors they run under Triton's interpreter. Their knowledge of each codec is in triton_layout.py.
 """
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.klt import TransformedKeys
 from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.gpu import loading
 from vllm_kvq.kernels.gpu.launch import unpack_launch
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged
+from vllm_kvq.kernels.gpu.transformed import features, tables
 from vllm_kvq.kernels.gpu.triton_layout import (
     attend_launch,
     constants,
@@ -70,6 +72,8 @@ class TritonKernels(PagedKernels):
 
     def prepare(self, fmt: PageFormat, device: torch.device) -> None:
         loading.load()
+        if isinstance(fmt.keys, TransformedKeys) and fmt.keys.heads:
+            tables(fmt, fmt.keys.heads, device)
 
     def splits_of(
         self, fmt: PageFormat, requests: int, q: int, query_heads: int, table: torch.Tensor, pages: torch.Tensor
@@ -93,6 +97,8 @@ class TritonKernels(PagedKernels):
         from vllm_kvq.triton_kernels.attend import attend_kernel
 
         ids, low, high = table
+        if (of := tables(fmt, pages.shape[1], pages.device)) is not None:
+            query = features(query, of)
         n, q = query.shape[:2] if ragged is None else (len(ragged.start) - 1, ragged.longest)
         start = ids if ragged is None else ragged.start
         out, lse = into
@@ -128,9 +134,11 @@ class TritonKernels(PagedKernels):
 
         plan, table, side_table, side, key, value, units = source
         n, floats = plan.shape[1], side.view(torch.float32)
+        of = tables(fmt, slots.heads, pages.device)
+        transform = (floats, plan) if of is None else (of.forward, of.places)
         words, halves = typed(pages)
         pack_kernel[(n * units, slots.heads)](
-            *(plan, table, side_table, side, floats, key, value, words, halves, pages, faults, n, units),
+            *(plan, table, side_table, side, floats, key, value, words, halves, pages, faults, *transform, n, units),
             *(table.stride(0), table.shape[1], side_table.stride(0), pages.shape[0], side.shape[0]),
             *(floats.stride(0), side.stride(0), *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
             **pack_arguments(fmt, slots),
@@ -149,8 +157,20 @@ class TritonKernels(PagedKernels):
         from vllm_kvq.triton_kernels.unpack import unpack_kernel
 
         words, halves = typed(pages)
+        of = tables(fmt, pages.shape[1], pages.device)
+        back = into[0] if of is None else of.back
         unpack_kernel[(len(ids) * fmt.slabs, pages.shape[1])](
-            *(words, halves, ids, *into, faults, pages.shape[0], *seen, *words.stride()[:2]),
+            *(
+                words,
+                halves,
+                ids,
+                *into,
+                faults,
+                into[0] if of is None else of.back,
+                pages.shape[0],
+                *seen,
+                *words.stride()[:2],
+            ),
             **unpack_constants(fmt),
             **unpack_launch(fmt).options,
         )

@@ -12,10 +12,13 @@ from the slab's first byte, those of a page's fields in float16 numbers from the
     K_SLOT    words    InnerQ's zeros or signs                     V_ZERO    halves   zeros per token
     K_RADIUS  words    PolarQuant's radii                          V_SLOT    words    InnerQ's zeros or signs
     K_HIGH    words    high digits of the BOOSTED boosted channels
+    V_HIGH    words    the highest bits of searched values of three bits
     K_NORM    halves   of the page: InnerQ's norm
     K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP   of the page, halves: PolarQuant's grid
 
-V_ROTATED is the size of the blocks in which values are rotated. A constant that a kind does not have is 0.
+V_ROTATED is the size of the blocks in which values are rotated, SLOTS the number of slots of a transformed key.
+Searched values are V_STEP times those of one group, with V_MIDDLE times their scale as zero. A constant that a kind
+does not have is 0.
 """
 
 from __future__ import annotations
@@ -26,19 +29,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
+
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.codec import KeyCodec
 from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
 from vllm_kvq.formats.kitty import LOW, BoostedKeys
 from vllm_kvq.formats.kivi import ChannelKeys
+from vllm_kvq.formats.klt import DIGIT, SearchedValues, TransformedKeys
 from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
 from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.formats.rotation import block
+from vllm_kvq.formats.search import widths
 from vllm_kvq.formats.squat import BoostedSQuatKeys, Corrected, SQuatKeys
 from vllm_kvq.formats.values import Rotated, TokenValues
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, power_of_two
-from vllm_kvq.triton_kernels.kinds import CHANNEL, HYBRID, HYBRID_VALUES, POLAR, TOKEN
+from vllm_kvq.triton_kernels.kinds import CHANNEL, HYBRID, HYBRID_VALUES, POLAR, TOKEN, TRANSFORMED
 from vllm_kvq.triton_kernels.version import old_triton
 
 Constants = dict[str, Any]
@@ -101,6 +108,13 @@ def _paper_attend(fmt: PageFormat, k: PaperPolarKeys) -> Constants:
     return _polar_attend(fmt, k) | {"PAPER": True}
 
 
+def _transformed_attend(fmt: PageFormat, k: TransformedKeys) -> Constants:
+    plane = k.slots * DIGIT // 8
+    chunk = next(c for c in STEPS if plane % c == 0)
+    codes = {"K_BITS": DIGIT, "K_CHUNK": chunk, "OPERANDS": k.slots // chunk, "K_CODES": _words(fmt, "k_codes")}
+    return codes | {"SLOTS": k.slots, "K_SCALE": _halves(fmt, "k_scale")}
+
+
 # -- what packing takes in addition ------------------------------------------------------------------------------------
 def _channel_pack(k: ChannelKeys) -> Constants:
     return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, k.d))}
@@ -131,6 +145,10 @@ def _polar_pack(k: PolarKeys) -> Constants:
     return {"K_BLOCK": _largest_power(math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16))}
 
 
+def _transformed_pack(k: TransformedKeys) -> Constants:
+    return {"K_BLOCK": 0}
+
+
 def _largest_power(n: int) -> int:
     """The largest power of two that divides n."""
     return n & -n
@@ -158,6 +176,10 @@ def _hybrid_crowded(k: HybridKeys, rows: int, chip: int) -> bool:
 
 def _polar_crowded(k: PolarKeys, rows: int, chip: int) -> bool:
     return _large(k.d, rows) or k.d > 128 or (not k.nibbles and k.d == 128 and 100 <= chip < 120)
+
+
+def _transformed_crowded(k: TransformedKeys, rows: int, chip: int) -> bool:
+    return _large(k.d, rows) or k.d > 128
 
 
 def _hybrid_extra(k: HybridKeys, chip: int) -> int:
@@ -228,6 +250,9 @@ KEYS: dict[type, KeyEntry] = {
     HybridKeys: KeyEntry(
         HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, MIN_ROWS, extra=_hybrid_extra
     ),
+    TransformedKeys: KeyEntry(
+        TRANSFORMED, _transformed_attend, _transformed_pack, _transformed_crowded, _tile_launch, MIN_ROWS
+    ),
     PolarKeys: KeyEntry(POLAR, _polar_attend, _polar_pack, _polar_crowded, _page_launch),
     PaperPolarKeys: KeyEntry(POLAR, _paper_attend, _polar_pack, _polar_crowded, _page_launch),
 }
@@ -241,6 +266,14 @@ def _rotated_values(fmt: PageFormat, v: Rotated) -> Constants:
     return _token_values(fmt, v) | {"V_ROTATED": block(v.d)}
 
 
+def _searched_values(fmt: PageFormat, v: SearchedValues) -> Constants:
+    step, most = (float(x) for x in widths(torch.tensor(v.bits)))
+    # the one scale also stands for the zero
+    whole = {"V_GROUP": v.d, "V_ZERO": _halves(fmt, "v_scale"), "V_MIDDLE": -most / 2, "V_STEP": step}
+    high = {"V_HIGH": _words(fmt, "v_high")} if v.bits > v.low else {}
+    return whole | high | {"V_BITS": v.low, "V_ROTATED": block(v.d)}
+
+
 def _hybrid_values(fmt: PageFormat, v: HybridValues) -> Constants:
     return {"V_GROUP": GROUP, "V_SLOT": _words(fmt, "v_slot")}
 
@@ -250,6 +283,7 @@ VALUES: dict[type, tuple[int, Callable[[PageFormat, Any], Constants]]] = {
     variant(TokenValues, Fitted): (TOKEN, _token_values),
     variant(TokenValues, Rotated): (TOKEN, _rotated_values),
     variant(TokenValues, Rotated, Fitted): (TOKEN, _rotated_values),
+    SearchedValues: (TOKEN, _searched_values),
     HybridValues: (HYBRID_VALUES, _hybrid_values),
 }
 
@@ -280,9 +314,10 @@ NONE = dict.fromkeys(
     (
         *("K_SCALE", "K_ZERO", "K_SLOT", "K_HIGH", "K_RADIUS", "K_NORM", "BOOSTED", "V_ROTATED"),
         *("K_ANGLE0", "K_ANGLE_STEP", "K_RADIUS0", "K_RADIUS_STEP", "ROTARY", "RADIUS_BITS", "V_ZERO", "V_SLOT"),
+        *("SLOTS", "V_HIGH"),
     ),
     0,
-) | {"INTERLEAVED": False, "PAPER": False}
+) | {"INTERLEAVED": False, "PAPER": False, "V_MIDDLE": 1.0, "V_STEP": 1.0}
 
 
 @functools.lru_cache(maxsize=64)
@@ -305,7 +340,8 @@ def constants(fmt: PageFormat) -> Constants | None:
     }
     found = NONE | shape | keys.attend(fmt, fmt.keys) | of_values(fmt, v)
     # channels of a block that lies in one plane and in one group, at most four per lane
-    block = min(32, _largest_power(math.gcd(v.d * v.bits // 8, found["V_GROUP"])))
+    planes = v.d * found["V_BITS"] // 8, v.d // 8 if found["V_HIGH"] else 0
+    block = min(32, _largest_power(math.gcd(*planes, found["V_GROUP"])))
     return found | {"V_BLOCK": block, "V_PLACES": max(16, block)}
 
 
@@ -320,6 +356,7 @@ def pack_constants(fmt: PageFormat) -> Constants:
     none |= {"K_MODE": 0, "K_NORMED": False}
     rules = {"V_MODE": fmt.values.mode if isinstance(fmt.values, HybridValues) else 0}
     rules |= {"K_FITTED": isinstance(fmt.keys, Fitted), "V_FITTED": isinstance(fmt.values, Fitted)}
+    rules |= {"V_SEARCHED": isinstance(fmt.values, SearchedValues)}
     unit = {"UNIT": fmt.unit, "TOKENS": power_of_two(fmt.unit), "COLUMNS": power_of_two(fmt.geometry.d)}
     return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | rules | unit
 
@@ -359,5 +396,5 @@ def attend_launch(fmt: PageFormat, rows: int, chip: int) -> Launch:
 
 def pack_launch(fmt: PageFormat, chip: int) -> Launch:
     launch = KEYS[type(fmt.keys)].launch(fmt, fmt.keys, chip)
-    tiled = isinstance(fmt.values, (Rotated, Fitted))
+    tiled = isinstance(fmt.values, (Rotated, Fitted, SearchedValues))
     return replace(launch, warps=max(launch.warps, TILE_WARPS)) if tiled else launch

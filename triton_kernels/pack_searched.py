@@ -1,0 +1,139 @@
+"""Packs what has one searched scale per token (formats/search.py, formats/klt.py): transformed keys, rotated values.
+
+A slab is one tile, as in pack_tile.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvq.formats import search
+from vllm_kvq.triton_kernels.lang import ROUND, clean, lost, row_sum
+from vllm_kvq.triton_kernels.pack_keys import store_keys
+from vllm_kvq.triton_kernels.pack_tile import lanes, plane_bytes
+from vllm_kvq.triton_kernels.pack_values import load_channels, positive_half, store_values
+from vllm_kvq.triton_kernels.rotation import rotated
+
+FACTORS: tl.constexpr = tl.constexpr(search.FACTORS)
+TRIED: tl.constexpr = tl.constexpr(len(search.FACTORS))
+
+ROWS: tl.constexpr = tl.constexpr(16)
+"""Channels of a key that are transformed, and bytes of a plane that are collected, at a time."""
+
+
+@triton.jit
+def _factor(i):
+    found = tl.full((), 0.0, tl.float32)
+    for j in tl.static_range(TRIED):
+        found = tl.where(i == j, FACTORS[j], found)
+    return found
+
+
+@triton.jit
+def _codes(y, scale, step, most):
+    place = tl.div_rn(y, scale[:, None] * tl.maximum(step, 1e-9)[None, :]) + (most * 0.5)[None, :]
+    return (tl.minimum(tl.maximum(place, 0.0), most[None, :]) + ROUND) - ROUND
+
+
+@triton.jit
+def _searched(y, step, most, weight):
+    """Whole float32 codes of rows (32, COLUMNS), and their scales (32,) as float16 stores them. step, most and weight
+    are of the channels; those whose largest code, `most`, is 0 are not stored."""
+    stored = most > 0
+    count = tl.reduce(stored.to(tl.float32), 0, tl.standard._sum_combine)
+    rms = tl.sqrt_rn(tl.div_rn(row_sum(tl.where(stored[None, :], y * y, 0.0)), tl.full((32,), 1.0, tl.float32) * count))
+    least = tl.full((32,), float("inf"), tl.float32)
+    best = tl.full((32,), 0.0, tl.float32)
+    for i in range(TRIED):  # a loop of the kernel: unrolled, it takes more registers than there are
+        scale = positive_half(rms * _factor(i))
+        off = (_codes(y, scale, step, most) - (most * 0.5)[None, :]) * step[None, :] * scale[:, None] - y
+        error = row_sum(off * off * weight[None, :])
+        better = error < least
+        least, best = tl.where(better, error, least), tl.where(better, scale, best)
+    return _codes(y, best, step, most), best
+
+
+@triton.jit
+def transformed_keys(
+    ring,
+    ringed,
+    new,
+    fresh,
+    base,
+    base16,
+    table,
+    slots,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """`table` and `slots`: the head's, see kernels/gpu/transformed.py. Returns how many values were replaced."""
+    width: tl.constexpr = SLOTS * BITS // 8
+    some: tl.constexpr = min(ROWS, lanes(width))
+    channel = tl.arange(0, COLUMNS)
+    real = channel < D
+    damage = tl.full((), 0, tl.int32)
+    y = tl.full((32, COLUMNS), 0.0, tl.float32)
+    for first in range(0, D, ROWS):
+        raw = load_channels(ring, ringed, new, fresh, first, ROWS, HEAD)
+        damage += lost(raw)
+        row = first + tl.arange(0, ROWS)
+        forward = tl.load(table + (4 + row)[:, None] * D + channel[None, :], mask=real[None, :], other=0.0)
+        y = tl.dot(clean(raw) - tl.load(table + row)[None, :], forward, y, input_precision="ieee")
+    weight = tl.load(table + D + channel, mask=real, other=0.0)
+    step = tl.load(table + 2 * D + channel, mask=real, other=0.0)
+    most = tl.load(table + 3 * D + channel, mask=real, other=0.0)
+    code, scale = _searched(y, step, most, weight)
+    tl.store(base16 + SCALE + tl.arange(0, 32), scale.to(tl.float16))
+    code = code.to(tl.float16)
+    for first in tl.static_range(0, width, some):
+        at = first + tl.arange(0, some)
+        data = tl.full((32, some), 0, tl.int32)
+        for p in tl.static_range(8 // BITS):
+            slot = tl.load(slots + p * width + at, mask=at < width, other=-1)
+            mine = (slot >> BITS)[None, :] == channel[:, None]
+            found = tl.dot(code, tl.where(mine, 1.0, 0.0).to(tl.float16)).to(tl.int32)
+            digit = (found >> ((slot & ((1 << BITS) - 1)) * BITS)[None, :]) & ((1 << BITS) - 1)
+            data |= digit << (p * BITS)
+        store_keys(base, data, first, CODES, min(some, width - first) // 4)
+    return damage
+
+
+@triton.jit
+def searched_values(
+    ring,
+    ringed,
+    new,
+    fresh,
+    base,
+    base16,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    STEP: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    CODES: tl.constexpr,
+    HIGH: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """STEP: of the levels. MIDDLE: minus half of the largest code. HIGH: where the codes' highest bits are, if not in
+    CODES. Returns how many values were replaced."""
+    raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
+    channel = tl.arange(0, COLUMNS)
+    real = channel < D
+    ones = tl.where(real, 1.0, 0.0)
+    code, scale = _searched(rotated(clean(raw), ROTATED), ones * STEP, ones * (-2 * MIDDLE), ones)
+    tl.store(base16 + SCALE + tl.arange(0, 32), scale.to(tl.float16))
+    digits = code.to(tl.int32)
+    low: tl.constexpr = D * BITS // 8
+    store_values(base, plane_bytes(digits & ((1 << BITS) - 1), channel, real, low, BITS), 0, low, CODES)
+    if HIGH > 0:
+        store_values(base, plane_bytes(digits >> BITS, channel, real, D // 8, 1), 0, D // 8, HIGH)
+    return lost(raw)

@@ -1,0 +1,66 @@
+"""What transformed keys' constants (formats/klt.py) are to the Triton kernels, with a part for each KV head.
+
+A query's numbers for the slots are a product with its head's matrix, which PyTorch computes once per step. In a CUDA
+graph the product is one of its kernels, so the tables are made when a layer's step is, and kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.fields import round_up
+from vllm_kvq.formats.klt import DIGIT, TransformedKeys
+
+ALIGNED = 16
+"""Numbers of a query are padded to a multiple of this."""
+
+
+class Tables(NamedTuple):
+    """H KV heads of d channels; float32 but for `places`."""
+
+    query: torch.Tensor
+    """(H, head size, slots + 1, padded): a query's numbers for the slots, then that for 1."""
+    forward: torch.Tensor
+    """(H, 4 + d, d): mean, weight, step and largest code of the channels, then the transform of keys, row by row."""
+    back: torch.Tensor
+    """(H, slots + 1, d): what a slot's digit adds to a key, then the mean."""
+    places: torch.Tensor
+    """(H, slots) int32: channel 4 + digit of a slot."""
+
+
+@functools.lru_cache(maxsize=512)
+def _tables(keys: TransformedKeys, head_size: int, device: torch.device) -> Tables:
+    t = keys.transform
+    features = torch.cat([t.features[..., : keys.slots], t.mean.mT], -1)
+    extra = round_up(features.shape[-1], ALIGNED) - features.shape[-1]
+    made = Tables(
+        pad(features[:, :head_size], (0, extra)),
+        torch.cat([t.mean, t.weight, t.step, t.most, t.forward], 1),
+        features.mT,
+        (t.channel * 2**DIGIT + t.digit).int(),
+    )
+    return Tables(*(x.to(device).contiguous() for x in made))
+
+
+def tables(fmt: PageFormat, heads: int, device: torch.device) -> Tables | None:
+    """None for keys that are not transformed. ValueError without constants for these heads: nothing can be packed or
+    read."""
+    if not isinstance(fmt.keys, TransformedKeys):
+        return None
+    made = _tables(fmt.keys, fmt.geometry.head_size, device)
+    if len(made.places) != heads:
+        raise ValueError(f"{fmt.name} has constants of {len(made.places)} KV heads, but pages have {heads}")
+    return made
+
+
+def features(query: torch.Tensor, of: Tables) -> torch.Tensor:
+    """(..., query heads, head size) -> (..., query heads, numbers), float32."""
+    heads = len(of.query)
+    by_head = query.float().unflatten(-2, (heads, -1)).movedim(-3, 0)
+    found = by_head.flatten(1, -2) @ of.query
+    return found.unflatten(1, by_head.shape[1:-1]).movedim(0, -3).flatten(-3, -2)
