@@ -139,7 +139,7 @@ class Setup:
         """The same engine with vLLM's own cache and its runner for CPUs. Its pages divide a model's attention chunks:
         vLLM itself has no smaller ones for the layers that attend in chunks."""
         block = math.gcd(self.block_size, getattr(self.arch.build(), "attention_chunk_size", None) or 0)
-        own = {"format": PLAIN, "options": {}, "pool": None, "kernels": "torch", "far": False}
+        own: dict[str, Any] = {"format": PLAIN, "options": {}, "pool": None, "kernels": "torch", "far": False}
         return replace(self, **own, block_size=block, runner="V1", asynchronous=False)
 
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from proof.kernels.graph import Recording, record
+from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels.gpu import cuda
 from vllm_kvq.kernels.gpu.step import GPUStep
+from vllm_kvq.kernels.gpu.transformed import tables
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Step, StepBatch
@@ -102,6 +104,7 @@ class World:
         pools = [caches.pages, caches.sidecar, *([] if caches.sinks is None else [caches.sinks])]
         known = cuda.bind(self.fmt, CPU) if step.kernels is cuda.CUDA else None
         stay = [*buffers.all, *pools, step.faults, *([known.inner, known.outer] if known else [])]
+        stay += tables(self.fmt, HEADS, CPU) or ()
         host = [buffers.batch.query_start, *([known.layout] if known else [])]
         return record(lambda: step.run(buffers.batch, caches, *buffers.data, buffers.out), stay, host)
 
@@ -137,7 +140,7 @@ class World:
 
 
 def bound(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PageFormat:
-    return get_format(name).bind(Geometry(64, N, dtype), {"W": 32, **options})
+    return calibrated(get_format(name).bind(Geometry(64, N, dtype), {"W": 32, **options}), HEADS)
 
 
 def captured(size: int, queries: int) -> int:
@@ -157,6 +160,7 @@ OTHERS = (
     ("qjl3", {}),
     ("squat4", {"dtype": torch.bfloat16}),
     ("kitty2", {}),
+    ("klt3", {}),
 )
 
 

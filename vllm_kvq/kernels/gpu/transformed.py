@@ -1,13 +1,13 @@
 """What transformed keys' constants (formats/klt.py) are to the Triton kernels, with a part for each KV head.
 
-A query's numbers for the slots are a product with its head's matrix, which PyTorch computes once per step. In a CUDA
-graph the product is one of its kernels, so the tables are made when a layer's step is, and kept.
+A query's numbers for the slots are a product with its head's matrix, which PyTorch computes once per step. CUDA graphs
+hold the tables' addresses, so they are made when a layer's step is, and live as long as its codec.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
@@ -33,7 +33,9 @@ class Tables(NamedTuple):
     """(H, slots) int32: channel 4 + digit of a slot."""
 
 
-@functools.lru_cache(maxsize=512)
+_made: WeakKeyDictionary[TransformedKeys, dict[torch.device, Tables]] = WeakKeyDictionary()
+
+
 def _tables(keys: TransformedKeys, head_size: int, device: torch.device) -> Tables:
     t = keys.transform
     features = torch.cat([t.features[..., : keys.slots], t.mean.mT], -1)
@@ -52,7 +54,10 @@ def tables(fmt: PageFormat, heads: int, device: torch.device) -> Tables | None:
     read."""
     if not isinstance(fmt.keys, TransformedKeys):
         return None
-    made = _tables(fmt.keys, fmt.geometry.head_size, device)
+    by_device = _made.setdefault(fmt.keys, {})
+    if device not in by_device:
+        by_device[device] = _tables(fmt.keys, fmt.geometry.head_size, device)
+    made = by_device[device]
     if len(made.places) != heads:
         raise ValueError(f"{fmt.name} has constants of {len(made.places)} KV heads, but pages have {heads}")
     return made

@@ -160,17 +160,7 @@ class TritonKernels(PagedKernels):
         of = tables(fmt, pages.shape[1], pages.device)
         back = into[0] if of is None else of.back
         unpack_kernel[(len(ids) * fmt.slabs, pages.shape[1])](
-            *(
-                words,
-                halves,
-                ids,
-                *into,
-                faults,
-                into[0] if of is None else of.back,
-                pages.shape[0],
-                *seen,
-                *words.stride()[:2],
-            ),
+            *(words, halves, ids, *into, faults, back, pages.shape[0], *seen, *words.stride()[:2]),
             **unpack_constants(fmt),
             **unpack_launch(fmt).options,
         )
