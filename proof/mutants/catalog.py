@@ -12,6 +12,7 @@ from proof.mutants import (
     files,
     formats,
     gpu,
+    gpu_transformed,
     integration,
     planned,
     served,
@@ -20,5 +21,19 @@ from proof.mutants import (
 )
 from proof.mutants.fault import Fault
 
-PLACES = (formats, planned, cpp, gpu, served, integration, blocks, tools, files, constants, command_line, views)
+PLACES = (
+    formats,
+    planned,
+    cpp,
+    gpu,
+    gpu_transformed,
+    served,
+    integration,
+    blocks,
+    tools,
+    files,
+    constants,
+    command_line,
+    views,
+)
 FAULTS: tuple[Fault, ...] = tuple(chain.from_iterable(place.FAULTS for place in PLACES))

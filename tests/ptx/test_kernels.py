@@ -37,7 +37,9 @@ def run(target: int, *arguments: str) -> str:
         (90, "traffic and polar3", 1),
         pytest.param(90, "traffic and innerq2", 1, marks=pytest.mark.wide),
         (80, "float64 and (squat2-64 or innerq2-64 or polar4-64 or kivi4-64)", 4),
-        pytest.param(80, "float64 and klt3-64 or codecs and (klt3-64 or klt3-80)", 3, marks=pytest.mark.wide),
+        pytest.param(
+            80, "float64 and klt3-64 or codecs and (klt3-64 or klt4-80 or klt3-80)", 4, marks=pytest.mark.wide
+        ),
         pytest.param(90, "reference_cache and klt3", 1, marks=pytest.mark.wide),
         pytest.param(90, "large_pools and squat2", 1, marks=pytest.mark.wide),
         pytest.param(90, "float64 and kitty2-64 or codecs and (kitty2-64 or kitty2-80)", 3, marks=pytest.mark.wide),

@@ -54,7 +54,7 @@ def random(d: int, dtype: torch.dtype) -> list[torch.Tensor]:
         ("kivi4", 96, torch.float16, {"value_rotation": "hadamard"}),
         ("kivi2", 64, torch.float32, {"key_scales": "fitted", "group": 48}),
         ("klt3", 64, torch.float32, {}),
-        ("klt2", 80, torch.bfloat16, {}),
+        ("klt4", 80, torch.bfloat16, {}),  # heads with other slots
         wide("klt4", 128, torch.float16, {}),
         wide("klt2", 192, torch.float32, {"key_rate": 1.0, "searched_bits": 3}),
         wide("klt4", 256, torch.float32, {"key_rate": 5.0}),
