@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,11 +54,12 @@ class Runner:
         self.model = model if setup.model == LLAMA else written_beside(model, setup.arch)
         self.setup, self.prepare = setup, prepare
         self.engines: dict[str, EngineProcess] = {}
-        self.reference: Any = None  # of a model that the reference knows
-        if setup.arch.replay:
-            self.reference = ReplayModel(
-                self.model, setup.format, setup.block_size, setup.drafts, setup.kernel_error, **setup.kvq
-            )
+
+    @functools.cached_property
+    def reference(self) -> ReplayModel:
+        """Of a model that it knows. It reads the constants that the engine's first start has left."""
+        setup = self.setup
+        return ReplayModel(self.model, setup.format, setup.block_size, setup.drafts, setup.kernel_error, **setup.kvq)
 
     def engine(self, name: str) -> EngineProcess:
         """Ours, or plain vLLM's, started at first use."""

@@ -28,10 +28,12 @@ LONGEST = MAX_LEN - LONGEST_ANSWER - 10
 
 
 def judged(models: Sequence[str], format_name: str) -> list[str]:
-    """The models whose tokens can be judged under this format: `lossless` must equal plain vLLM."""
+    """The models whose tokens can be judged under this format: `lossless` must equal plain vLLM. Constants are not
+    fitted to hybrids."""
     lossless, polar = format_name == "lossless", format_name.startswith("polar")
+    fitted = get_format(format_name).settings().calibrated
     known = {name for name in models if named(name).replay and not (polar and named(name).rope == "partial")}
-    return [name for name in models if lossless or name in known]
+    return [name for name in models if lossless or (name in known and not (fitted and named(name).hybrid))]
 
 
 def draw_model(rng: Random, models: Sequence[str]) -> str:
