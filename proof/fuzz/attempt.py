@@ -6,7 +6,6 @@ import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from proof.fuzz.case import LLAMA, PLAIN, Case, Setup
 from proof.models.checkpoints import written_beside
