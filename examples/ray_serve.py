@@ -45,10 +45,19 @@ def arguments() -> tuple[argparse.Namespace, AsyncEngineArgs, dict[str, Any]]:
         args.model = str(Path(args.model).resolve())  # the replicas have other working folders
     engine = AsyncEngineArgs.from_cli_args(args)
     names = [field.name for field in dataclasses.fields(engine) if hasattr(args, field.name)]
-    given = {name: getattr(engine, name) for name in names if getattr(args, name) != parser.get_default(name)}
+    given = {name: plain(getattr(engine, name)) for name in names if getattr(args, name) != parser.get_default(name)}
     for name in ("model", "served_model_name"):  # Ray has its own settings for these
         given.pop(name, None)
     return args, engine, given
+
+
+def plain(value: Any) -> Any:
+    """Of a configuration what was given, as a dictionary: Ray looks into some of them, and makes the rest again."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fresh = type(value)()
+    names = [field.name for field in dataclasses.fields(value) if field.init and field.name != "engine_id"]
+    return {name: plain(getattr(value, name)) for name in names if getattr(value, name) != getattr(fresh, name)}
 
 
 def config(engine: AsyncEngineArgs, given: dict[str, Any], options: argparse.Namespace) -> LLMConfig:
@@ -84,6 +93,10 @@ def main() -> None:
     serve.start(http_options={"host": options.host, "port": options.port})
     try:
         serve.run(app, blocking=True)
+    except RuntimeError as e:  # a replica can't start, and only the status says why
+        found = serve.status().applications.values()
+        why = [deployment.message for application in found for deployment in application.deployments.values()]
+        sys.exit("\n".join([str(e), *filter(None, why)]))
     finally:
         serve.shutdown()
 

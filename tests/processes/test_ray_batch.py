@@ -174,6 +174,34 @@ def test_cores_for_each_rank(script: ModuleType, monkeypatch: pytest.MonkeyPatch
     assert "18 CPUs and the job needs 26, 2 of them for the rows" in str(stop.value.code)
 
 
+WITHOUT_ENGINES = """
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("ray_batch", sys.argv[1])
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+script.processor = lambda *_: lambda rows: rows.map(lambda row: {**row, "answer": "a", "tokens": 1})
+sys.argv = ["ray_batch.py", "questions.jsonl", "answers", "--model", "missing", "--piece", "2"]
+script.main()
+torn = min(pathlib.Path("answers.done").iterdir())
+torn.rename(torn.with_suffix(".pending.parquet"))
+pathlib.Path("first").write_text("\\n".join(sorted(file.name for file in pathlib.Path("answers").iterdir())))
+script.main()
+"""
+
+
+def test_what_is_noted_is_not_answered_again(tmp_path: Path, cluster: Cluster) -> None:
+    """And what is written but not noted, as after a kill, is replaced."""
+    rows: Rows = [{"id": f"row {i}", "prompt": "a"} for i in range(4)]
+    (tmp_path / "questions.jsonl").write_text(lines(rows))
+    job = cluster.job(tmp_path, "-c", WITHOUT_ENGINES, str(SCRIPT))
+    assert job.wait() == 0, job.said()[-4000:]
+    assert sorted(row["id"] for row in answers(tmp_path)) == [row["id"] for row in rows]
+    first = (tmp_path / "first").read_text().splitlines()
+    now = sorted(file.name for file in (tmp_path / "answers").iterdir())
+    assert len(first) == len(now) > 1
+    assert len(set(first) - set(now)) == 1
+
+
 NO_ID = "can't tell which are answered"
 REFUSED: dict[str, tuple[Rows, str]] = {
     "twice": ([{"id": 1, "prompt": "a"}, {"id": 2, "prompt": "b"}, {"id": 1, "prompt": "c"}], NO_ID),

@@ -17,7 +17,7 @@ from ray_cluster import ENGINE, PATIENCE, ROOT, Cluster
 from vllm_kvq.bench.server import free_port
 
 RAYS_OWN = "ignore:Support for class-based `config`|Pydantic V1 style|The `dict` method:DeprecationWarning"
-pytestmark = [pytest.mark.slow, pytest.mark.wide, pytest.mark.timeout(1800), pytest.mark.filterwarnings(RAYS_OWN)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings(RAYS_OWN)]
 REASON = 'Ray Serve is not installed: pip install "ray[data,serve]==2.60.0" pyarrow==21.0.0 jsonref==1.1.0'
 for module in ("pyarrow", "jsonref", "ray.serve", "ray.serve.llm"):
     pytest.importorskip(module, reason=REASON, exc_type=ImportError)
@@ -42,6 +42,29 @@ def asked(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return json.loads(answer.read())
 
 
+def test_the_command_line_becomes_what_ray_takes(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was given and nothing else, configurations as dictionaries."""
+    given = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    command = [
+        "ray_serve.py",
+        "--model",
+        "a",
+        "--kv-cache-dtype",
+        "kitty2",
+        "--served-model-name",
+        "b",
+        "--replicas",
+        "2",
+    ]
+    command += ["--kv-transfer-config", json.dumps(given), "-cc.mode=0", "--kv-cache-memory-bytes", "64M"]
+    monkeypatch.setattr("sys.argv", command)
+    options, engine, arguments = script.arguments()
+    assert (options.replicas, engine.served_model_name) == (2, ["b"])
+    assert arguments.pop("compilation_config")["mode"] == 0
+    assert arguments == {"kv_cache_dtype": "kitty2", "kv_transfer_config": given, "kv_cache_memory_bytes": 64 << 20}
+
+
+@pytest.mark.wide
 @pytest.mark.engine
 def test_a_question(model: Path, tmp_path: Path, cluster: Cluster) -> None:
     port = free_port("127.0.0.1")
@@ -67,6 +90,31 @@ def test_a_question(model: Path, tmp_path: Path, cluster: Cluster) -> None:
     job.process.send_signal(signal.SIGTERM)
     job.wait()
     cluster.without_engines()
+
+
+def test_why_a_replica_does_not_start(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve.run` raises without the reason, which only the status has. The server is taken down all the same."""
+    done: list[str] = []
+
+    def run(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Deploying application default failed")
+
+    failed = SimpleNamespace(deployments={"a": SimpleNamespace(message="kitty2 does not support that")})
+    stub = SimpleNamespace(
+        start=lambda **_: None,
+        run=run,
+        status=lambda: SimpleNamespace(applications={"default": failed}),
+        shutdown=lambda: done.append("shutdown"),
+    )
+    monkeypatch.setattr(script, "serve", stub)
+    monkeypatch.setattr(script, "arguments", lambda: (SimpleNamespace(host="h", port=1), None, {}))
+    monkeypatch.setattr(script, "config", lambda *_: None)
+    monkeypatch.setattr(script, "build_openai_app", lambda _: None)
+    monkeypatch.setattr(script.ray, "init", lambda **_: None)
+    with pytest.raises(SystemExit) as stop:
+        script.main()
+    assert stop.value.code == "Deploying application default failed\nkitty2 does not support that"
+    assert done == ["shutdown"]
 
 
 def test_a_gpu_for_each_rank(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
