@@ -38,9 +38,9 @@ class Job:
     def wait(self) -> int:
         return self.process.wait(timeout=PATIENCE)
 
-    def until(self, so: Callable[[], bool]) -> None:
+    def until(self, so: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Waits until that is so; an error if the job ends before."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + seconds
         while not so():
             assert self.process.poll() is None, self.said()[-4000:]
             assert time.monotonic() < end, self.said()[-4000:]

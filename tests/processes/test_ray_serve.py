@@ -85,7 +85,7 @@ def test_a_question(model: Path, tmp_path: Path, cluster: Cluster) -> None:
     assert first["choices"][0]["text"] == again["choices"][0]["text"] != ""
     with pytest.raises(urllib.error.HTTPError, match="404"):
         asked(f"{url}/completions", body | {"model": "another"})
-    job.until(lambda: "kvq: format=kitty2" in job.said())
+    job.until(lambda: "kvq: format=kitty2" in job.said(), seconds=60)
     assert len(cluster.engines()) == 1
     job.process.send_signal(signal.SIGTERM)
     job.wait()
