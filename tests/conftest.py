@@ -71,6 +71,7 @@ LONGEST = (
     "eval/test_evaluation.py",
     "engine/test_fuzz.py",
     "processes/test_processes.py",
+    "processes/test_ray_batch.py",
     "engine/test_lossless.py",
     "models/test_hits.py",
     "engine/test_metrics.py",

@@ -8,6 +8,7 @@ BUILD = "tests/kernels/test_cpu_build.py"
 FAILURES = "tests/kernels/test_build_failures.py"
 TRUST = "tests/kernels/test_trust.py"
 STORE = "tests/eval/test_store.py"
+RAY = "tests/processes/test_ray_batch.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -101,5 +102,28 @@ FAULTS: tuple[Fault, ...] = (
         "pass",
         "tests/engine/test_batch.py -k killed",
         slow=True,
+    ),
+    Fault(
+        "a batch job on Ray does not note what is answered",
+        "examples/ray_batch.py",
+        "asked.context.checkpoint_config = CheckpointConfig",
+        "CheckpointConfig",
+        f"{RAY} -k noted",
+        slow=True,
+    ),
+    Fault(
+        "a batch job on Ray takes ids that are there twice",
+        "examples/ray_batch.py",
+        "if None in ids or len(ids) != found.count():",
+        "if None in ids:",
+        f"{RAY} -k refused",
+        slow=True,
+    ),
+    Fault(
+        "a chat of a batch job on Ray begins with <bos> twice",
+        "examples/ray_batch.py",
+        'asked["tokenized_prompt"] = tokens',
+        'asked["tokenized_prompt"] = tokens[:1] + tokens',
+        f"{RAY} -k template",
     ),
 )

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 from farm import Farm
+from ray_cluster import cluster
+
+__all__ = ["cluster"]
 
 
 @pytest.fixture(scope="session")
