@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_kvq.formats import FORMATS, PageFormat
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 
 def slow(fmt: PageFormat) -> str | None:
@@ -13,7 +14,7 @@ def slow(fmt: PageFormat) -> str | None:
     if fmt.calibrated:
         return (
             f"the GPU kernels of {fmt.name} are tested only on a CPU, interpreted and from their PTX, and have not run "
-            "on a GPU yet (docs/gpu.md); use kitty2, whose kernels have"
+            f"on a GPU yet (docs/gpu.md); use {BUDGETS[RECOMMENDED].formats[-1]}, whose kernels have"
         )
     if not (fmt.state_rows and fmt.keys.fits_queries):
         return None
