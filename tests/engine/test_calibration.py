@@ -20,7 +20,9 @@ from proof.oracle.trace import Trace
 from vllm_kvq.eval.heads.capture import capture
 from vllm_kvq.formats.constants import Constants, Moments
 from vllm_kvq.formats.klt import TransformedKeys
-from vllm_kvq.integration.plan.calibration import read
+from vllm_kvq.integration.plan.calibration import Source, read
+from vllm_kvq.integration.plan.options import Options
+from vllm_kvq.integration.plan.plan import plan
 
 pytestmark = pytest.mark.engine
 SINKS, LENGTH = 4, 70
@@ -156,6 +158,22 @@ def test_a_cache_that_cannot_be_written_stops_nobody(fitted: Fitted, tmp_path: P
 
 
 # -- what is refused before weights load -----------------------------------------------------------------------------
+def test_a_file_has_one_name_before_the_model_is_loaded_and_after(tmp_path: Path) -> None:
+    """Llama 4's class writes into the configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    write_model(named("Llama 4"), tmp_path)
+    config = EngineArgs(str(tmp_path), kv_cache_dtype="klt3", kv_cache_memory_bytes=1 << 28).create_engine_config()
+    layers = sorted(plan(config).layers.packed_layers)
+    before = Source.of(config, Options.of(config), layers)
+    config.model_config.hf_config.attn_temperature_tuning ^= True
+    after = Source.of(config, Options.of(config), layers)
+    assert before is not None
+    assert before == after
+    config.model_config.hf_config.intermediate_size += 1
+    assert before != Source.of(config, Options.of(config), layers)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -38,6 +38,9 @@ CACHE = "VLLM_KVQ_CACHE"
 SAMPLE = 1 << 16
 """Bytes at each end of a file of weights that tell it from another one."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+WRITTEN_ON_LOADING = ("attn_temperature_tuning",)
+"""What a model's class changes in its configuration (Llama 4's, by --max-model-len), so that a file would have one name
+before the model is loaded and another one afterwards."""
 
 ByLayer = Mapping[int, Constants]
 """Of each packed layer, with the KV heads of all ranks."""
@@ -111,7 +114,9 @@ def _identity(vllm_config: VllmConfig) -> str | None:
         return None
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
     # not under which name: a copy in another folder is the same model
-    return digest([model_meaning(model)[2:], [_sample(file) for file in files]]) if files else None
+    *meaning, config = model_meaning(model)[2:]
+    config = {name: value for name, value in config.items() if name not in WRITTEN_ON_LOADING}
+    return digest([[*meaning, config], [_sample(file) for file in files]]) if files else None
 
 
 def _sample(file: Path) -> str:
