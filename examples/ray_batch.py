@@ -37,6 +37,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 Row = dict[str, Any]
 KINDS = {".jsonl": ray.data.read_json, ".parquet": ray.data.read_parquet}
 OURS = ("answer", "tokens")
+RAYS = ("embeddings", "generated_text", "generated_tokens", "logprobs", "metrics", "mm_processor_kwargs", "model")
+RAYS += ("multimodal_data", "multimodal_uuids", "num_generated_tokens", "num_input_tokens", "params", "pooling_params")
+RAYS += ("prompt_logprobs", "prompt_token_ids", "request_id", "sampling_params", "tokenization_kwargs")
+RAYS += ("tokenized_prompt",)
+"""Columns that Ray Data reads or writes for itself: it takes a "model" for an adapter, for example."""
 FOR_ROWS = 2
 """Cores that read, filter and write."""
 
@@ -75,8 +80,8 @@ def questions(path: Path, key: str) -> tuple[Dataset, str]:
     columns = found.columns() or []
     if key not in columns or ("prompt" in columns) == ("messages" in columns):
         sys.exit(f'{path}: rows need the column {key!r} (--id), and either "prompt" or "messages"')
-    if taken := set(columns) & set(OURS):
-        sys.exit(f"{path}: the job writes a column {min(taken)!r}; give yours another name")
+    if taken := set(columns) & {*OURS, *RAYS}:
+        sys.exit(f"{path}: the job has another use for a column {min(taken)!r}; give yours another name")
     kind_of_id = dict(zip(columns, found.schema().types, strict=True))[key]
     known = (pyarrow.types.is_integer, pyarrow.types.is_string, pyarrow.types.is_large_string)
     if not any(is_one(kind_of_id) for is_one in known):

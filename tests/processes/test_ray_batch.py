@@ -210,7 +210,8 @@ REFUSED: dict[str, tuple[Rows, str]] = {
     "nothing": ([{"id": 1}], """rows need the column 'id' (--id), and either "prompt" or "messages\""""),
     "both": ([{"id": 1, "prompt": "a", "messages": []}], """either "prompt" or "messages\""""),
     "other": ([{"key": 1, "prompt": "a"}], "rows need the column 'id' (--id)"),
-    "taken": ([{"id": 1, "prompt": "a", "answer": "b"}], "the job writes a column 'answer'"),
+    "taken": ([{"id": 1, "prompt": "a", "answer": "b"}], "another use for a column 'answer'; give yours"),
+    "for Ray": ([{"id": 1, "prompt": "a", "model": "b"}], "another use for a column 'model'; give yours"),
 }
 EACH = """
 import runpy, sys
