@@ -19,6 +19,7 @@ PROCESSORS = {
     "cpu-attention-zen3.csv": "AMD EPYC (Zen 3)",
     "cpu-attention.csv": "AMD Zen 5",
     "cpu-attention-avx512bw.csv": "Intel Skylake server",
+    "cpu-attention-cascadelake.csv": "Intel Cascade Lake",
 }
 HEAD = ("processor", "isa", "head_size", "context", "format", "times_bf16")
 MODELS_LAYERS = "0"
