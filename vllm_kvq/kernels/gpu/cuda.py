@@ -156,7 +156,7 @@ class CudaKernels(PagedKernels):
             n, q = query.shape[:2]
             ragged = Ragged(torch.arange(0, (n + 1) * q, q, dtype=torch.int32, device=pages.device), q)
             query = query.reshape(1, n * q, *query.shape[2:])
-        query, (start, longest) = query[0], ragged
+        query, start, longest = query[0], ragged.start, ragged.longest
         bound, lib = bind(fmt, pages.device), library(pages.device)
         n, heads, query_heads = len(start) - 1, pages.shape[1], query.shape[1]
         piece = longest

@@ -40,6 +40,8 @@ class Ragged(NamedTuple):
     """(n + 1,) on the device: request i has the tokens [start[i], start[i + 1]); others are not written."""
     longest: int
     """The most that one of them has."""
+    tokens: int | None = None
+    """How many of the first tokens may be theirs; None: all."""
 
 
 class PackSource(NamedTuple):

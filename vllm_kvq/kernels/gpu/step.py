@@ -249,10 +249,10 @@ class GPUStep:
                 continue
             if count:
                 table, into = PageTable(batch.table[a:b], plan[4, a:b], high), (out[:count], lse[:count])
-                ragged = Ragged(batch.device_start[a : b + 1], most)
+                theirs = sum(batch.lengths[:b]) if b < n else None
+                ragged = Ragged(batch.device_start[a : b + 1], most, theirs)
                 at = self.scale, self.cap
-                mine = query if b == n else query[: sum(batch.lengths[:b])]
-                self.kernels.launch_attend(self.fmt, mine[None], caches.pages, table, into, *at, ragged)
+                self.kernels.launch_attend(self.fmt, query[None], caches.pages, table, into, *at, ragged)
             new = own is None or a != decodes
             self._full_precision(batch, caches, plan, (a, b), most, query, key, value, out[packed], lse[packed], new)
         if own is not None and history is not None:

@@ -98,7 +98,7 @@ class TritonKernels(PagedKernels):
 
         ids, low, high = table
         if (of := tables(fmt, pages.shape[1], pages.device)) is not None:
-            query = features(query, of)
+            query = features(query if ragged is None else query[:, : ragged.tokens], of)
         n, q = query.shape[:2] if ragged is None else (len(ragged.start) - 1, ragged.longest)
         start = ids if ragged is None else ragged.start
         out, lse = into
