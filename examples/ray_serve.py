@@ -71,7 +71,7 @@ def config(engine: AsyncEngineArgs, given: dict[str, Any], options: argparse.Nam
     deployment: dict[str, Any] = {"num_replicas": options.replicas}
     place: dict[str, Any] = {}
     if cpu:
-        deployment["ray_actor_options"] = {"num_cpus": 0}  # of the replica's front end, beside --cpus
+        deployment["ray_actor_options"] = {"num_cpus": 0}  # the front end needs none besides --cpus
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, int(options.cpus)))}
         place = {
             "placement_group_config": {"bundle_per_worker": {"CPU": options.cpus}},

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (
             "90",
             [
-                *(f"attend {name} d=128 rows=8" for name in ("kivi2", "squat2", "innerq2", "polar4")),
+                *(f"attend {name} d=128 rows=8" for name in ("kivi2", "squat2", "innerq2", "polar4", "klt3")),
                 *("pack innerq2 d=128", "decode in full precision d=128"),
             ],
         ),

@@ -120,7 +120,8 @@ def _channel_pack(k: ChannelKeys) -> Constants:
     return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, k.d))}
 
 
-def _boosted_pack(k: BoostedKeys) -> Constants:
+def _tile_pack(k: KeyCodec) -> Constants:
+    """A slab is one tile."""
     return {"K_BLOCK": 0}
 
 
@@ -133,7 +134,7 @@ def _squat_pack(k: SQuatKeys) -> Constants:
 
 
 def _boosted_squat_pack(k: BoostedSQuatKeys) -> Constants:
-    return _boosted_pack(k) | _correction(k)
+    return _tile_pack(k) | _correction(k)
 
 
 def _hybrid_pack(k: HybridKeys) -> Constants:
@@ -143,10 +144,6 @@ def _hybrid_pack(k: HybridKeys) -> Constants:
 
 def _polar_pack(k: PolarKeys) -> Constants:
     return {"K_BLOCK": _largest_power(math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16))}
-
-
-def _transformed_pack(k: TransformedKeys) -> Constants:
-    return {"K_BLOCK": 0}
 
 
 def _largest_power(n: int) -> int:
@@ -241,7 +238,7 @@ KEYS: dict[type, KeyEntry] = {
         SQuatKeys, KeyEntry(CHANNEL, _channel_attend, _squat_pack, _channel_crowded, _squat_launch, MIN_ROWS)
     ),
     **_fitted_or_not(
-        BoostedKeys, KeyEntry(CHANNEL, _boosted_attend, _boosted_pack, _boosted_crowded, _tile_launch, MIN_ROWS)
+        BoostedKeys, KeyEntry(CHANNEL, _boosted_attend, _tile_pack, _boosted_crowded, _tile_launch, MIN_ROWS)
     ),
     **_fitted_or_not(
         BoostedSQuatKeys,
@@ -251,7 +248,7 @@ KEYS: dict[type, KeyEntry] = {
         HYBRID, _hybrid_attend, _hybrid_pack, _hybrid_crowded, _slab_launch, MIN_ROWS, extra=_hybrid_extra
     ),
     TransformedKeys: KeyEntry(
-        TRANSFORMED, _transformed_attend, _transformed_pack, _transformed_crowded, _tile_launch, MIN_ROWS
+        TRANSFORMED, _transformed_attend, _tile_pack, _transformed_crowded, _tile_launch, MIN_ROWS
     ),
     PolarKeys: KeyEntry(POLAR, _polar_attend, _polar_pack, _polar_crowded, _page_launch),
     PaperPolarKeys: KeyEntry(POLAR, _paper_attend, _polar_pack, _polar_crowded, _page_launch),
