@@ -215,6 +215,20 @@ FAULTS: tuple[Fault, ...] = (
         "tests/engine/test_census.py -k several",
     ),
     Fault(
+        "a scrape may find numbers of two counts",
+        f"{ROOM}/metrics.py",
+        "                file.close()\n",
+        "                file.close()\n                [self.set(metric, value) for metric, value in values.items()]\n",
+        "tests/engine/test_census.py -k one_count",
+    ),
+    Fault(
+        "a full disk leaves half a file for a scrape to read",
+        f"{ROOM}/metrics.py",
+        "made = path.with_suffix(\".new\")",
+        "made = path",
+        "tests/engine/test_census.py -k full_disk",
+    ),
+    Fault(
         "a sentence about pairs names another format",
         f"{ROOM}/plan/rope.py",
         'f"{name} needs to know which',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,28 @@ def test_it_is_taken_once_a_second_and_at_both_ends(folder: Path, monkeypatch: p
         assert found["vllm:kvq_packed_tokens"] + found["vllm:kvq_full_precision_tokens"] == want
 
 
+def test_a_scrape_sees_one_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that comes between the numbers of the next."""
+    now, seen = [100.0], []
+    monkeypatch.setattr(held.time, "monotonic", lambda: now[0])
+    write = metrics.MmapedDict.write_value
+
+    def watched(self: metrics.MmapedDict, key: str, value: float, timestamp: float) -> None:
+        write(self, key, value, timestamp)
+        seen.append(scrape(folder))
+
+    scheduler = Scheduler({"a": 640})
+    counts = []
+    for tokens in (0, 500, 640):
+        scheduler.running[0].num_computed_tokens, now[0] = tokens, now[0] + 100
+        held.take_census(scheduler)
+        counts.append(scrape(folder))
+        monkeypatch.setattr(metrics.MmapedDict, "write_value", watched)
+    assert len(seen) == 2 * 4
+    assert seen == [counts[0]] * 4 + [counts[1]] * 4
+    assert counts[0] != counts[1] != counts[2]
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_it_is_taken_less_often_where_it_takes_long(
     interrupted: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +222,26 @@ def test_without_a_reader_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tm
         metrics.Series("tiny", "0").add(metrics.CLAMPED, 5)
         assert list(tmp_path.iterdir()) == []
     metrics._file.cache_clear()
+
+
+def test_a_full_disk_stops_no_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses the room for the files; what was counted before stays, and later counts are exported again."""
+    scheduler, now = Scheduler({"a": 640}), [100.0]
+    monkeypatch.setattr(held.time, "monotonic", lambda: now[0])
+    held.take_census(scheduler)
+    before = scrape(folder)
+    for limit, after in [(metrics.FILE_BYTES // 2, 640), (resource.RLIM_INFINITY, 500)]:
+        scheduler.running[0].num_computed_tokens, now[0] = 500, now[0] + 100
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        try:
+            held.take_census(scheduler)
+            metrics.Series("tiny", "0").add(metrics.CLAMPED, 5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        found = scrape(folder)
+        assert found["vllm:kvq_packed_tokens"] + found["vllm:kvq_full_precision_tokens"] == after
+        assert (found == before) == (after == 640)
 
 
 def test_a_step_costs_nothing_worth_naming(folder: Path) -> None:

@@ -23,9 +23,12 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvq")
 
 VLLMS_FOLDER, OUR_FOLDER = "PROMETHEUS_MULTIPROC_DIR", "KVQ_METRICS_DIR"
 """Variables that name the folder: vLLM's, and ours, which only processes of one server use among themselves."""
@@ -59,6 +62,9 @@ CLAMPED = Metric(
 )
 METRICS = (PACKED, FULL_PRECISION, SIDECAR_BYTES, BITS, CAPACITY, INFO, CLAMPED)
 
+FILE_BYTES = 1 << 16
+"""As prometheus_client's own; ours have about 2 KB in them."""
+
 _folder: tempfile.TemporaryDirectory[str] | None = None
 """Belongs to the process that made it, until that exits."""
 
@@ -76,11 +82,37 @@ def open_folder() -> None:
     MultiProcessCollector(REGISTRY, path=_folder.name)
 
 
+def _read_folder() -> Path | None:
+    """Where a server reads files; None where none does, as in a process on another machine."""
+    folder = Path(os.environ.get(VLLMS_FOLDER) or os.environ.get(OUR_FOLDER) or "")
+    return folder if folder.is_dir() and folder.name else None
+
+
 @functools.cache
 def _file(name: str, pid: int) -> MmapedDict | None:
-    """This process's file of a kind; None where no server reads one, as in a process on another machine."""
-    folder = Path(os.environ.get(VLLMS_FOLDER) or os.environ.get(OUR_FOLDER) or "")
-    return MmapedDict(str(folder / f"{name}_kvq{pid}.db")) if folder.is_dir() and folder.name else None
+    """This process's file of a kind."""
+    folder = _read_folder()
+    return None if folder is None else _make(folder / f"{name}_kvq{pid}.db", {})
+
+
+def _make(path: Path, values: dict[str, float]) -> MmapedDict | None:
+    """A file that readers, who take no lock, find as it was before or with these values by their keys.
+
+    None where the disk is full: the kernel kills a process that writes to a mapped page for which there is no room.
+    """
+    made = path.with_suffix(".new")
+    try:
+        with made.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+        entries, now = MmapedDict(str(made)), time.time()
+        for key, value in values.items():
+            entries.write_value(key, value, now)
+        made.replace(path)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        logger.warning_once("kvq: /metrics is out of date: %s can't be written: %s", path.parent, error.strerror)
+        return None
+    return entries
 
 
 @dataclass(frozen=True)
@@ -99,6 +131,13 @@ class Series:
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         if (file := _file("gauge_mostrecent", os.getpid())) is not None:
             file.write_value(self._key(metric, labels), value, time.time())
+
+    def set_together(self, values: dict[Metric, float]) -> None:
+        """Numbers that belong together, always the same ones: a scrape finds all of them, or those before."""
+        if (folder := _read_folder()) is not None:
+            keys = {self._key(metric, {}): value for metric, value in values.items()}
+            if (file := _make(folder / f"gauge_mostrecent_kvqheld{os.getpid()}.db", keys)) is not None:
+                file.close()
 
     def add(self, metric: Metric, more: int) -> None:
         if (file := _file("counter", os.getpid())) is not None:

@@ -51,10 +51,14 @@ class Census:
             return
         began = time.thread_time()  # not the clock: a busy machine may interrupt this for long
         held = self.count([request.num_computed_tokens for request in scheduler.running])
-        self.series.set(metrics.PACKED, held.packed)
-        self.series.set(metrics.FULL_PRECISION, held.full_precision)
-        self.series.set(metrics.SIDECAR_BYTES, held.sidecar_bytes)
-        self.series.set(metrics.BITS, held.bits)
+        self.series.set_together(
+            {
+                metrics.PACKED: held.packed,
+                metrics.FULL_PRECISION: held.full_precision,
+                metrics.SIDECAR_BYTES: held.sidecar_bytes,
+                metrics.BITS: held.bits,
+            }
+        )
         took = time.thread_time() - began
         # an idle engine's next request is counted at once
         self.next = now + max(SECONDS, took / LARGEST_SHARE) if scheduler.running else now
