@@ -224,7 +224,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a full disk leaves half a file for a scrape to read",
         f"{ROOM}/metrics.py",
-        "made = path.with_suffix(\".new\")",
+        'made = path.with_suffix(".new")',
         "made = path",
         "tests/engine/test_census.py -k full_disk",
     ),
