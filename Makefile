@@ -8,7 +8,7 @@
 # make mutants  faults planted one at a time, each of which the tests must notice: make mutants ALL=1 for the slow ones
 # make lint     ruff, clang-format and the import contracts;  make types: mypy;  make format: both rewrite the files
 #
-# Variables: FORMAT=kitty2|polar4|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
+# Variables: FORMAT=kvq3|kitty2|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
 #            PYTHON=python3 (creates the environment)  PYTEST_ARGS="-k name"  WORKERS=2 (test processes)
 
 PYTHON ?= python3

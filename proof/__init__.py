@@ -3,8 +3,10 @@
     oracle/     traces on the real engine, judged by plain vLLM and by a reference that knows only positions
     fuzz/       random traces for the oracle, and the smallest one that fails
     residues/   every prompt length modulo the page, by every way to cut it
+    long/       long prompts of real text on a real model, `lossless` against plain vLLM
     options/    random combinations of options on every path, compared with the reference
     soak/       a real server under mixed load
+    clients/    the openai package, vllm bench serve, LoRA and tools against servers with a real model
     kernels/    references for kernels; instruction counts, sanitizers
     mutants/    deliberately planted faults, one at a time: does a test notice?
     ptx/        a GPU that executes the compilers' output, on a CPU

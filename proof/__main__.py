@@ -12,8 +12,10 @@ from collections.abc import Sequence
 COMMANDS = {
     "fuzz": ("proof.fuzz.main", "random traces on real engines, every token judged"),
     "residues": ("proof.residues.main", "every prompt length modulo the page, by every way to cut it, judged"),
+    "long": ("proof.long.main", "long prompts of real text on a real model: `lossless` against plain vLLM"),
     "options": ("proof.options.main", "random combinations of options on every path, judged by the reference"),
     "soak": ("proof.soak.main", "a real server under mixed load for a while, then its errors, memory and blocks"),
+    "clients": ("proof.clients.main", "what clients do with a server, on a real pretrained model: each has to work"),
     "demo": ("proof.demo.serve", "a real server with a low-bit cache, and an answer from it"),
     "train": ("proof.demo.model", "trains the demo model, or continues its training"),
     "weights": ("proof.weights.main", "real pretrained models as checkpoints, from packages that ship their weights"),

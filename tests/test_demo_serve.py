@@ -13,7 +13,7 @@ import pytest
 from proof.demo import serve
 from proof.demo.capacity import parse_capacity
 from vllm_kvq.bench.server import Server, ServerError, free_port
-from vllm_kvq.formats.table import suite
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 ROOT = Path(__file__).parent.parent
 LINE = (
@@ -35,7 +35,9 @@ def test_capacity_is_read_from_the_last_line_that_has_it() -> None:
 def test_unknown_format_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--format", "squat9"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("run: there is no format 'squat9'; the formats are squat2, squat2_pre, squat4, qjl3")
+    assert error.startswith(
+        "run: there is no format 'squat9'; the formats are kvq4, kvq3, kvq2, squat2, squat2_pre, squat4, qjl3"
+    )
     assert error.count("\n") == 1
 
 
@@ -127,10 +129,10 @@ def make_run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_make_run_once_answers_from_the_recommended_format() -> None:
+def test_make_run_once_answers_from_the_recommended_budget() -> None:
     done = make_run()
     assert done.returncode == 0, done.stderr[-3000:]
     for question in serve.questions():
         assert f"{question.shown} {question.expected}\n" in done.stdout
-    assert f"tokens fit in the cache as {suite('usual')[0]}" in done.stdout
+    assert f"tokens fit in the cache as {BUDGETS[RECOMMENDED].formats[0]}" in done.stdout
     assert "run: the server has stopped" in done.stdout

@@ -24,6 +24,7 @@ from proof.demo.capacity import Capacity, parse_capacity
 from vllm_kvq.bench.server import Server, ServerError
 from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.eval.tasks.tasks import TASKS
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 HOST = "127.0.0.1"
 DEMO_DIR = Path(".demo")
@@ -95,11 +96,16 @@ def _finish_once(server: Server) -> int:
 
 def check_format(name: str) -> None:
     from vllm_kvq import FORMATS
+
+    if name != PLAIN and name not in (*BUDGETS, *FORMATS):
+        raise ServerError(f"there is no format {name!r}; the formats are {', '.join(shown_formats())}")
+
+
+def shown_formats() -> list[str]:
+    """Budgets first."""
     from vllm_kvq.formats.table import public_formats
 
-    if name != PLAIN and name not in FORMATS:
-        known = ", ".join(fmt.name for fmt in public_formats())
-        raise ServerError(f"there is no format {name!r}; the formats are {known}")
+    return [*BUDGETS, *(fmt.name for fmt in public_formats())]
 
 
 def check_port(host: str, port: int) -> None:
@@ -176,9 +182,10 @@ def stream_answer(url: str, prompt: str, max_tokens: int) -> Iterator[str]:
 
 
 def how_to_go_on(server: Server, name: str, capacity: Capacity | None) -> None:
-    from vllm_kvq.formats.table import public_formats, suite
+    from vllm_kvq.formats.table import suite
 
-    others = [fmt.name for fmt in public_formats() if fmt.name != name]
+    others = [other for other in shown_formats() if other != name]
+    file = f"configs/{capacity.format if capacity else suite('usual')[0]}.yaml"
     print(
         f"""
 The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server.log}.
@@ -188,7 +195,7 @@ The server is listening on {server.url}; stop it with Ctrl-C. Its log is {server
   formats    make run FORMAT={others[0]}     ({", ".join(others)}; FORMAT={PLAIN} is vLLM's own cache)
   a model    make run MODEL=path-or-name, or on a CPU
              .venv/bin/vllm serve MODEL --kv-cache-dtype {name} --kv-cache-memory-bytes 4G
-  options    the same with --config configs/{name if capacity else suite("usual")[0]}.yaml in place of --kv-cache-dtype
+  options    the same with --config {file} in place of --kv-cache-dtype
   more       README.md
 """,
         flush=True,
@@ -208,15 +215,15 @@ def _interrupt(*_: object) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    from vllm_kvq.formats.table import suite
-
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="python -m proof demo",
         description="Start a server with a low-bit KV cache and ask it a question.",
     )
     parser.add_argument(
-        "--format", default=suite("usual")[0], help="KV cache format (%(default)s), or auto (vLLM's own cache)"
+        "--format",
+        default=RECOMMENDED,
+        help="KV cache format or budget (%(default)s), or auto (vLLM's own cache)",
     )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="model path or name (default: the demo model)")

@@ -18,7 +18,6 @@ from proof.options.case import Case
 from proof.options.trace import HEADS, Trace
 from vllm_kvq.bench.pools import calibrated, outlier_data, state_for
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.klt import TransformedKeys
 from vllm_kvq.formats.qjl import SketchKeys
 from vllm_kvq.kernels.paths import Wish, path_for
 
@@ -31,9 +30,6 @@ WISHES = {
 ANSWERS = {"PyTorch": 1e-5, "C++": 1e-3, "GPU": 2e-3}
 SKETCHED = 2e-2
 """The same of QJL's keys, but for PyTorch: their kernels round queries to 8 bits."""
-TRANSFORMED = 3
-"""Transformed keys may be off by so many times as much: a case's constants are those of other keys, so its scores are
-larger than in any model."""
 OUTPUT = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """The error of rounding an answer to the model's dtype."""
 MOVED = 0.03
@@ -88,8 +84,7 @@ def judge(case: Case, paths: tuple[str, ...] = tuple(WISHES)) -> Verdict:
 def _tolerance(fmt: PageFormat, path: str) -> float:
     sketched = isinstance(fmt.keys, SketchKeys) and path != "PyTorch"
     allowed = SKETCHED if sketched else ANSWERS[path]
-    times = TRANSFORMED if isinstance(fmt.keys, TransformedKeys) else 1
-    return times * allowed + OUTPUT[fmt.geometry.dtype]
+    return allowed + OUTPUT[fmt.geometry.dtype]
 
 
 def _lacks(trace: Trace, tolerance: float) -> Iterator[str]:

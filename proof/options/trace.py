@@ -14,6 +14,7 @@ from proof.kernels.exact import relative_error
 from proof.oracle.reference import ReferenceCache, Unit
 from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.constants import Moments
 from vllm_kvq.formats.fields import round_up
 from vllm_kvq.kernels.paths import Path, step_for
 from vllm_kvq.kernels.slots import SlotGeometry
@@ -23,6 +24,8 @@ HEADS, SHARE = 2, 2
 DECODES = 2
 ONE_SIDED = 5.0
 """The mean of some channels: there InnerQ's groups are asymmetric."""
+FITTED = 4
+"""Constants are fitted to at least so many tokens per channel, of which the trace is the beginning."""
 SAME = 2.0**-9
 """Tolerance relative to a field's largest number: values read back may differ by the rounding of parameters."""
 
@@ -45,10 +48,9 @@ class Trace:
     finite: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        fmt, device = self.fmt, torch.device("cpu")
+        fmt = self.fmt
         d, dtype = fmt.geometry.head_size, fmt.geometry.dtype
         self.slots, self.scale = SlotGeometry.of(fmt, self.heads, 0), d**-0.5
-        self.step = step_for(self.path, fmt, self.slots, 0, self.scale, device)
         first, prompt = fmt.N + 5, round_up(fmt.N + max(fmt.W, fmt.S) + 2 * fmt.unit, fmt.unit) - 1
         # the first decode step completes a unit
         self.chunks = (first, prompt - first, *[1] * DECODES)
@@ -60,16 +62,20 @@ class Trace:
         pages = torch.zeros(blocks, self.heads, fmt.record_bytes, dtype=torch.uint8)
         side, sinks = (torch.zeros(blocks, elements, dtype=dtype) for _ in range(2))
         self.caches = Caches(pages, side, sinks if fmt.S else None)
-        key, value = outlier_data(self.tokens, self.heads, d, self.seed)
+        tokens = max(self.tokens, FITTED * d) if fmt.calibrated else self.tokens
+        key, value = outlier_data(tokens, self.heads, d, self.seed)
         key[..., -32:] += ONE_SIDED
         value[..., :32] += ONE_SIDED
         key, value = (x.transpose(0, 1).to(dtype) for x in (key, value))
         rng = torch.Generator().manual_seed(self.seed + 1)
         # queries of a low rank and noise, so that SQuat has a subspace to find
-        mixture = torch.randn(self.tokens, self.heads * self.share, 4, generator=rng)
-        noise = torch.randn(self.tokens, self.heads * self.share, d, generator=rng)
+        mixture = torch.randn(tokens, self.heads * self.share, 4, generator=rng)
+        noise = torch.randn(tokens, self.heads * self.share, d, generator=rng)
         query = (mixture @ torch.randn(4, d, generator=rng) + 0.3 * noise).to(dtype)
-        self.data = query, key, value
+        self.data = tuple(x[: self.tokens] for x in (query, key, value))
+        if fmt.calibrated:  # constants of other keys would make scores larger than in any model
+            self.fmt = fmt = fmt.with_constants(fmt.fitted_to(Moments.of(query.float(), key.float())))
+        self.step = step_for(self.path, fmt, self.slots, 0, self.scale, torch.device("cpu"))
 
     def run(self) -> None:
         reference, at = ReferenceCache(self.fmt, self.heads), 0

@@ -14,6 +14,8 @@ from vllm_kvq.integration.patches.patch import Moment, Patch
 
 GPU = "vllm.v1.worker.gpu_worker:Worker.determine_available_memory"
 CPU = "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory"
+ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras"
+"""Says that the text to which constants are fitted is the model's own."""
 HOOK = "when_loaded"
 """What a layer of ours has that wants to know (worker/companions.py)."""
 
@@ -37,7 +39,7 @@ def _patch(name: str, cpu_only: bool) -> Patch:
         what=f"{name.partition(':')[2]} wrapped",
         why="a calibrated format's constants are fitted to the loaded model, before its cache is sized",
         until="a backend is told that the model is loaded",
-        needs=(name,),
+        needs=(name, ADAPTERS),
         moment=Moment.LOADED,
         install=tell_layers,
         replaces=(name,),
