@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,17 +16,30 @@ from proof.long.prompts import AT_ONCE, SHORTEST, traces_of
 from proof.oracle.forked import EngineFailed
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.eval.demo import demo_model
-from vllm_kvq.eval.tasks.texts import Texts
+from vllm_kvq.eval.tasks.texts import LENGTHS
 
 
-@pytest.fixture(scope="module")
-def texts() -> Texts:
-    from transformers import AutoTokenizer
+class Words:
+    """In place of real texts, which take a while to be read: each is another one, and there are two dozen of a length."""
 
-    return Texts(AutoTokenizer.from_pretrained(demo_model()), 0)
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def text(self, number: int, tokens: int) -> Any:
+        pool = next(n for n in LENGTHS if n >= tokens)
+        if number >= 24:
+            raise ValueError(f"what is installed has not enough texts of {pool} tokens")
+        rng = random.Random(pool + number)
+        return SimpleNamespace(tokens=tuple(rng.randrange(2000) for _ in range(tokens)))
 
 
-def test_prompts(texts: Texts) -> None:
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("vllm_kvq.eval.tasks.texts.Texts", Words)
+    return Words()
+
+
+def test_prompts(texts: Any) -> None:
     """Lengths are spread, nothing is asked twice, and the third of a trace begins like the first."""
     traces = traces_of(texts, 14, 8, 0)
     requests = [r for trace in traces for r in trace.requests]
@@ -48,7 +63,7 @@ def answered(traces: Sequence[Trace]) -> list[Result]:
 
 @pytest.mark.parametrize("wrong", ["nothing", "a token", "a block"])
 def test_what_differs_is_found(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wrong: str, texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answers(model: Path, name: str, config: Any, traces: Sequence[Trace]) -> list[Result]:
         found = answered(traces)
@@ -68,7 +83,19 @@ def test_what_differs_is_found(
     assert "python -m proof long .weights/" in report.read_text()
 
 
-def test_an_engine_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_prompts_than_there_are_texts(texts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main([str(demo_model()), "--prompts", "5000"])
+    assert stopped.value.code == 2
+    assert "--prompts 5000: what is installed has not enough" in capsys.readouterr().err
+
+
+def test_fifty_prompts_need_no_more_than_there_are_of_a_length(texts: Any) -> None:
+    """Real texts of up to 8,192 tokens are the fewest."""
+    assert sum(len(trace.requests) for trace in traces_of(texts, 50, 8, 0)) == 50
+
+
+def test_an_engine_that_fails(texts: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(*_: Any) -> list[Result]:
         raise EngineFailed("no room")
 

@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineFailed as error:
         print(f"long: an engine failed\n{error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        parser.error(f"--prompts {options.prompts}: {error}")
     found = summary(verdict, traces, (time.monotonic() - begun) / 60)
     print(found, *verdict.mismatches, sep="\n", flush=True)
     if options.report:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 from proof.oracle.trace import Request, Trace
-from vllm_kvq.eval.tasks.texts import Texts
+from vllm_kvq.eval.tasks.texts import LENGTHS, Texts
 
 SHORTEST, LONGEST = 1024, 8192
 AT_ONCE = 3
@@ -16,14 +17,17 @@ AT_ONCE = 3
 
 def traces_of(texts: Texts, prompts: int, tokens: int, seed: int, longest: int = LONGEST) -> list[Trace]:
     """`tokens` per answer. The lengths' logarithms are spread evenly."""
-    rng = random.Random(seed)
+    rng, taken = random.Random(seed), Counter[int]()
+    bodies = []
+    for _ in range(prompts):
+        length = _length(rng, longest)
+        pool = next(n for n in LENGTHS if n >= length)
+        bodies.append(texts.text(taken[pool], length).tokens)
+        taken[pool] += 1
     found = []
     for first in range(0, prompts, AT_ONCE):
-        numbers = range(first, min(first + AT_ONCE, prompts))
-        bodies = [texts.text(n, _length(rng, longest)).tokens for n in numbers]
-        found.append(
-            Trace(tuple(_request(n, body, bodies[0], tokens) for n, body in zip(numbers, bodies, strict=True)))
-        )
+        some = range(first, min(first + AT_ONCE, prompts))
+        found.append(Trace(tuple(_request(n, bodies[n], bodies[first], tokens) for n in some)))
     return found
 
 

@@ -174,6 +174,11 @@ def test_an_option_that_kernels_do_not_know_is_not_ignored(
             marks=has_library,
         ),
         ("innerq2", {"quant_mode": "hybrid_prefill"}, "cuda", "PyTorch", "values with quant_mode=hybrid_prefill;"),
+        # its default of 128 sinks is more than a page here
+        pytest.param(
+            *("kvarn_k4v2", {"S": 5, "value_bits": 4}, "cpu", "PyTorch", "no C++ kernels for its keys or values"),
+            marks=has_library,
+        ),
     ],
 )
 def test_an_option_that_is_to_blame_is_named(
