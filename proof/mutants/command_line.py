@@ -37,6 +37,13 @@ FAULTS: tuple[Fault, ...] = (
         SLOW,
     ),
     Fault(
+        "the option to blame is sought with other sinks than the user's",
+        "vllm_kvq/kernels/blame.py",
+        "if value is not None}\n    default",
+        "if name == ''}\n    default",
+        "tests/kernels/test_paths.py -k to_blame",
+    ),
+    Fault(
         "the head size is blamed for an option",
         "vllm_kvq/kernels/cpu/slow.py",
         "        if _fast(fmt, half, chosen | kept | others):",

@@ -52,6 +52,13 @@ FAULTS: tuple[Fault, ...] = (
         f"{CALIBRATION} -k tokens[gpt-oss]",
     ),
     Fault(
+        "constants are fitted with whatever adapter vLLM's memory names",
+        FITTING,
+        "if config.lora_config is not None:",
+        "if False:",
+        f"{CALIBRATION} -k adapters",
+    ),
+    Fault(
         "constants are fitted at every start",
         FITTING,
         "told = [None if source.found is None or source.path is None else read(source.path)]",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 SOAK = "tests/test_soak.py tests/test_soak_command.py -k 'not short'"
+CLIENTS = "tests/test_clients.py"
 FUZZER = "tests/test_fuzzer_verdicts.py"
 IMAGES = "tests/models/test_images.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
@@ -53,6 +54,37 @@ FAULTS: tuple[Fault, ...] = (
         SOAK,
     ),
     Fault("answers that end early", "proof/soak/client.py", "and tokens != most", "and tokens > most", SOAK),
+    # clients
+    Fault("clients that fail are no failure", "proof/clients/case.py", "sum(not row.passed", "sum(False", CLIENTS),
+    Fault(
+        "a stream may lose its end",
+        "proof/clients/chats.py",
+        "must(joined == whole,",
+        "must(whole.startswith(joined),",
+        CLIENTS,
+    ),
+    Fault("samples may change with one seed", "proof/clients/chats.py", "must(first == again,", "must(True,", CLIENTS),
+    Fault(
+        "a prefix that is not hit",
+        "proof/clients/chats.py",
+        "must(cached[1] >= tokens // 2,",
+        "must(cached[1] >= 0,",
+        CLIENTS,
+    ),
+    Fault(
+        "the adapter may be the model",
+        "proof/clients/adapters.py",
+        "PERSON in said[0] or PERSON not in said[1]",
+        "PERSON not in said[1] and PERSON not in said[0]",
+        CLIENTS,
+    ),
+    Fault(
+        "long answers that differ are no failure",
+        "proof/long/main.py",
+        "return int(bool(verdict.mismatches))",
+        "return 0",
+        "tests/test_long.py",
+    ),
     # fuzz
     Fault(
         "the fuzzer's exit status is always 0", "proof/fuzz/main.py", "int(session.finding is not None)", "0", FUZZER

@@ -163,15 +163,14 @@ def _run(worker: Any, packed: Mapping[str, Any], text: Pieces) -> dict[str, Mome
         for stand_in in layers.values():
             stand_in.length = length
         for some in range(0, len(text.tokens), at_once):
-            ids = text.tokens[some : some + at_once].flatten().to(device)
+            batch = text.tokens[some : some + at_once]
+            ids = batch.flatten().to(device)
             positions = text.positions[some : some + at_once].flatten().to(device)
             if config.model_config.uses_mrope:
                 positions = positions.expand(3, -1).contiguous()
             if config.lora_config is not None:
-                # the text is the model's own; what no request has chosen is memory that nobody has written to
-                worker.model_runner._set_active_loras(
-                    (0,) * len(text.tokens[some : some + at_once]), (0,) * len(ids), set()
-                )
+                # no adapter; until vLLM is told so, the choice is memory that nobody has written to
+                worker.model_runner._set_active_loras((0,) * len(batch), (0,) * len(ids), set())
             with set_current_vllm_config(config), set_forward_context(None, config, len(ids), skip_compiled=True):
                 model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
         return {name: _on_host(layers[name].moments) for name in packed}
