@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from proof.clients import bench, chats, crowd
+from proof.clients import main as clients
 from proof.clients.adapters import ADAPTER, FACT, NAME, QUESTION
-from proof.clients.case import Case, Endpoint, Wrong, failed, run_case
+from proof.clients.case import Case, Endpoint, Row, Wrong, failed, run_case
 from proof.clients.chats import CAPITAL, CHATS, CODE, TOOLS
 from proof.clients.main import main
-from proof.clients.servers import FULL, SETUPS
+from proof.clients.servers import FULL, SETUPS, Setup
+from vllm_kvq.bench.server import ServerError
 
 CASES = (*CHATS, *TOOLS, *ADAPTER, *crowd.CROWD)
 
@@ -215,6 +217,36 @@ def test_each_server_has_cases_and_one_has_all() -> None:
     for setup in SETUPS:
         assert setup.cases
         assert {*setup.cases} <= {*full.cases}
+
+
+def test_servers_that_fail_are_found_and_those_that_passed_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[str] = []
+
+    def serve(setup: Setup, options: Any, folder: Path) -> list[Row]:
+        served.append(setup.name)
+        if setup is SETUPS[1] and len(served) <= len(SETUPS):
+            raise ServerError("it was not ready", ["the last line"])
+        return [Row(setup.name, "openai", "a chat", "an answer", True, 1.0)]
+
+    monkeypatch.setattr(clients, "serve", serve)
+    (tmp_path / "config.json").touch()
+    report = tmp_path / "page.md"
+    command = [str(tmp_path), "--folder", str(tmp_path), "--report", str(report)]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert f"the last line\n  FAILED  {SETUPS[1].name}: it was not ready" in out
+    assert f"{len(SETUPS) - 1} of {len(SETUPS)} cases passed" in out
+    assert "**failed**: it was not ready" in report.read_text()
+    assert served == [setup.name for setup in SETUPS]
+    assert main(command) == 0
+    assert served[len(SETUPS) :] == [SETUPS[1].name]
+    assert "**failed**" not in report.read_text()
+    assert f"{len(SETUPS)} cases, 0 failed" in report.read_text()
+    # another format is another matter
+    assert main([*command, "--kv-cache-dtype", "kitty2", "--only", SETUPS[2].name]) == 0
+    assert served[len(SETUPS) + 1 :] == [SETUPS[2].name]
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

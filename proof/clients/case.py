@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from openai import OpenAI, OpenAIError
@@ -29,7 +30,7 @@ class Endpoint:
     folder: Path
     """For files that clients write."""
 
-    @property
+    @cached_property
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=SECONDS, max_retries=0)
 

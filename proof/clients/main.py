@@ -12,11 +12,14 @@ Exits with 1 if a case fails.
 from __future__ import annotations
 
 import argparse
-import sys
+import json
+import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from unittest.mock import patch
 
 from proof.clients.adapters import trained
 from proof.clients.case import Endpoint, Row, Wrong, failed, run_case
@@ -40,27 +43,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-cache-dtype", default="kvq3", metavar="FORMAT", help="default: kvq3")
     parser.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
     names = [setup.name for setup in SETUPS]
-    parser.add_argument("--only", metavar="SERVER", choices=names, help=f"one of: {', '.join(names)}")
+    parser.add_argument("--only", nargs="+", metavar="SERVER", choices=names, default=names, help=", ".join(names))
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the table into a page")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="keep adapter and logs there, and use what is kept")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="keep adapter, logs and findings there, and go on from them"
+    )
     options = parser.parse_args(argv)
     if not (options.model / "config.json").exists():
-        parser.error(
-            f"{options.model} has no config.json: python -m proof weights {options.model.parent} brings models"
-        )
+        parser.error(f"{options.model} has no config.json; python -m proof weights OUT brings models")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvq-clients-") as folder:
-        try:
-            for setup in SETUPS:
-                if options.only in (None, setup.name):
-                    rows += serve(setup, options, options.folder or Path(folder))
-        except (ServerError, Wrong) as error:
-            print(*getattr(error, "log_tail", ()), f"clients: {error}", sep="\n", file=sys.stderr)
-            return 1
+        for setup in SETUPS:
+            if setup.name in options.only:
+                rows += found(setup, options, options.folder or Path(folder))
     if options.report:
         options.report.write_text(page(rows, options))
     print(f"{len(rows) - failed(rows)} of {len(rows)} cases passed")
     return int(bool(failed(rows)))
+
+
+def found(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
+    """What was found before, if all of that passed, or else now."""
+    kept = folder / f"{setup.name}, {options.model.name}, {options.kv_cache_dtype}, {options.dtype}.json"
+    if kept.exists():
+        rows = [Row(**row) for row in json.loads(kept.read_text())]
+        if not failed(rows):
+            return rows
+    try:
+        rows = serve(setup, options, folder)
+    except (ServerError, Wrong) as error:
+        say("\n".join([*getattr(error, "log_tail", ()), f"  FAILED  {setup.name}: {error}"]))
+        rows = [Row(setup.name, "-", "start and stop", str(error), False, 0)]
+    kept.write_text(json.dumps([asdict(row) for row in rows]))
+    return rows
 
 
 def serve(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
@@ -68,19 +83,16 @@ def serve(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
     cache = ("--kv-cache-dtype", options.kv_cache_dtype, "--dtype", options.dtype)
     log = folder / f"{setup.name}.log"
     rows = []
-    with setup.server(options.model, cache, adapter, log) as server:
+    with patch.dict(os.environ, setup.environment), setup.server(options.model, cache, adapter, log) as server:
         say(f"{setup.name}: {server.shown}")
         server.wait_until_healthy(START_SECONDS)
         endpoint = Endpoint(server.url, MODEL, options.model, folder)
         for case in setup.cases:
             rows.append(row := run_case(setup.name, case, endpoint))
-            say(
-                f"  {'passed' if row.passed else 'FAILED'}  {row.client}: {row.what} ({row.seconds:.0f} s): {row.found}"
-            )
+            verdict = "passed" if row.passed else "FAILED"
+            say(f"  {verdict}  {row.client}: {row.what} ({row.seconds:.0f} s): {row.found}")
         if status := server.stop():
-            raise ServerError(
-                f"{setup.name}: the server exited with status {status}", log.read_text().splitlines()[-20:]
-            )
+            raise ServerError(f"the server exited with status {status}", log.read_text().splitlines()[-20:])
     return rows
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from proof.clients.adapters import ADAPTER, NAME
@@ -23,6 +23,7 @@ class Setup:
     name: str
     cases: tuple[Case, ...]
     arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     lora: bool = False
     tools: bool = False
     v2: bool = False
@@ -42,10 +43,12 @@ class Setup:
 
 
 FULL = "one server"
+TOGETHER = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""vLLM wants a NUMA node for each rank, or to be told not to bind threads."""
 SETUPS = (
     Setup(FULL, CHATS + TOOLS + CROWD + BENCH + ADAPTER, lora=True, tools=True),
     Setup("two API servers", SHORT + CROWD, ("--api-server-count", "2")),
-    Setup("tensor parallel, 2", SHORT, ("--tensor-parallel-size", "2")),
-    Setup("data parallel, 2", SHORT + CROWD, ("--data-parallel-size", "2")),
+    Setup("tensor parallel", SHORT, ("--tensor-parallel-size", "2"), TOGETHER),
+    Setup("data parallel", SHORT + CROWD, ("--data-parallel-size", "2"), TOGETHER),
     Setup("V2 model runner", SHORT, v2=True),
 )
