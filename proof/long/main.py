@@ -6,8 +6,7 @@
     python -m proof long MODEL --report FILE                   the findings go to FILE, a page of docs/results
 
 `lossless` keeps keys and values bit for bit, through the code that all formats share. In float32 its greedy answers
-must be plain vLLM's: prompts in chunks, three requests at a time, prefix hits, preemption. Exits with 1 if a token
-differs.
+must be plain vLLM's: prompts in chunks, three requests at a time, prefix hits. Exits with 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from proof.oracle.verdict import Verdict
 TRACE_SECONDS = 3600
 CHUNK = 512
 ROOM = 2
-"""Requests of the maximum length that plain vLLM's cache holds: of three long ones, one waits or is preempted."""
+"""Requests of the maximum length that plain vLLM's cache holds: of three long ones, one waits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +124,8 @@ Prompts of real text ({SHORTEST:,} to {LONGEST:,} tokens; prose, documentation, 
 {CHUNK}, three at a time; a third of them begins like another one. Under `lossless`, in float32, every token of the
 greedy answers must be plain vLLM's (docs/testing.md).
 
-{options.model.name}: {found} on {processor()}.
+{options.model.name}: {found}
+on {processor()}.
 
     {command}
 {mismatches and chr(10) + mismatches}"""
