@@ -52,7 +52,8 @@ def test_compose_serves_the_recommended_format() -> None:
 
 
 FOREIGN = ("argument --kv-cache-dtype", "PackageNotFoundError", "Available memory", "No available memory", "... needed",
-           "Not enough allowed NUMA", "libtcmalloc", "kill -9", "CPU Generator", "--enforce-eager", "--kv-cache-dtype auto")  # fmt: skip
+           "Not enough allowed NUMA", "libtcmalloc", "kill -9", "CPU Generator", "--enforce-eager",
+           "--kv-cache-dtype auto")  # fmt: skip
 """vLLM's words, Python's, and flags."""
 
 
