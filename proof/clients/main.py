@@ -24,6 +24,7 @@ from unittest.mock import patch
 from proof.clients.adapters import trained
 from proof.clients.case import Endpoint, Row, Wrong, failed, run_case
 from proof.clients.servers import MODEL, SETUPS, Setup
+from proof.demo.capacity import parse_capacity
 from vllm_kvq.bench.server import ServerError
 from vllm_kvq.kernels.cpu.processor import processor_name
 
@@ -87,8 +88,10 @@ def serve(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
         say(f"{setup.name}: {server.shown}")
         server.wait_until_healthy(START_SECONDS)
         endpoint = Endpoint(server.url, MODEL, options.model, folder)
+        capacity = parse_capacity(server.read_log())
+        name = f"{setup.name}, {capacity.format if capacity else options.kv_cache_dtype}"
         for case in setup.cases:
-            rows.append(row := run_case(setup.name, case, endpoint))
+            rows.append(row := run_case(name, case, endpoint))
             verdict = "passed" if row.passed else "FAILED"
             say(f"  {verdict}  {row.client}: {row.what} ({row.seconds:.0f} s): {row.found}")
         if status := server.stop():
