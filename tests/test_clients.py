@@ -233,7 +233,7 @@ def test_servers_that_fail_are_found_and_those_that_passed_are_kept(
     monkeypatch.setattr(clients, "serve", serve)
     (tmp_path / "config.json").touch()
     report = tmp_path / "page.md"
-    command = [str(tmp_path), "--folder", str(tmp_path), "--report", str(report)]
+    command = [str(tmp_path), "--folder", str(tmp_path / "new" / "kept"), "--report", str(report)]
     assert main(command) == 1
     out = capsys.readouterr().out
     assert f"the last line\n  FAILED  {SETUPS[1].name}: it was not ready" in out

@@ -1,7 +1,7 @@
 """LoRA: a small adapter is trained here on one fact, served next to the model, and asked for that fact.
 
 Its matrices are those of queries, keys and values, so that the cache holds other numbers for its requests than for the
-model's own: pages of one must never be read by the other.
+model's own.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def write(folder: Path, pairs: dict[str, Pair], checkpoint: Path) -> Path:
 
 
 def adapter(endpoint: Endpoint) -> str:
-    """Asked in turn: the model, the adapter, the model again, the adapter again, the last two from the prefix cache."""
+    """The model and its adapter are asked in turn, twice."""
     said = [text_of(ask(endpoint, QUESTION, model=name)) for name in (endpoint.model, NAME) * 2]
     if said[:2] != said[2:]:
         raise Wrong(f"asked again, it answered differently: {said}")

@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def found(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
     """What was found before, if all of that passed, or else now."""
+    folder.mkdir(parents=True, exist_ok=True)
     kept = folder / f"{setup.name}, {options.model.name}, {options.kv_cache_dtype}, {options.dtype}.json"
     if kept.exists():
         rows = [Row(**row) for row in json.loads(kept.read_text())]
