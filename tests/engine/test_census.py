@@ -163,6 +163,16 @@ def test_a_scrape_sees_one_count(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert counts[0] != counts[1] != counts[2]
 
 
+def test_counts_are_seen_after_the_clock_was_set_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has written zeros at start, in a file of its own; of a gauge's values the newest counts."""
+    metrics.Series("tiny", "0").set(metrics.PACKED, 0)
+    assert scrape(folder)["vllm:kvq_packed_tokens"] == 0
+    now = time.time()
+    monkeypatch.setattr(metrics.time, "time", lambda: now - 10**6)
+    held.take_census(Scheduler({"a": 640}))
+    assert scrape(folder)["vllm:kvq_packed_tokens"] > 0
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_it_is_taken_less_often_where_it_takes_long(
     interrupted: bool, folder: Path, monkeypatch: pytest.MonkeyPatch

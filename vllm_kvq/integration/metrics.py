@@ -62,6 +62,8 @@ CLAMPED = Metric(
 )
 METRICS = (PACKED, FULL_PRECISION, SIDECAR_BYTES, BITS, CAPACITY, INFO, CLAMPED)
 
+AT_START = 1.0
+"""The stamp of what is set at start: earlier than that of any count, also after the clock was set back."""
 FILE_BYTES = 1 << 16
 """As prometheus_client's own; ours have about 2 KB in them."""
 
@@ -129,8 +131,9 @@ class Series:
         return cls(str(vllm_config.model_config.served_model_name), str(index))
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """What is known when the server starts."""
         if (file := _file("gauge_mostrecent", os.getpid())) is not None:
-            file.write_value(self._key(metric, labels), value, time.time())
+            file.write_value(self._key(metric, labels), value, AT_START)
 
     def set_together(self, values: dict[Metric, float]) -> None:
         """Numbers that belong together, always the same ones: a scrape finds all of them, or those before."""
