@@ -19,6 +19,7 @@ from proof.fuzz.session import Finding, Session, minimal
 from proof.oracle.forked import EngineFailed
 from proof.oracle.trace import Request, Result, Trace
 from proof.oracle.verdict import Verdict
+from vllm_kvq.kernels.cpu.processor import processor_name
 
 TRACE = Trace((Request("good", (10, 11), 3), Request("short", (12,), 3, abort_after=1)), reset=True)
 ANSWER = Result({"good": [[1, 2, 3]], "short": [[4, 5]]}, {"good": 0}, [], 0, (9, 9))
@@ -85,7 +86,7 @@ def test_a_page_for_the_results(fuzz: Callable[..., tuple[int, dict[str, Any]]],
     text = page.read_text()
     assert "5 requests, 70 tokens of random traces" in text
     assert "Mismatches: 0." in text
-    assert main.processor() in text
+    assert processor_name() in text
     assert "    python -m proof fuzz --seed 7 --requests 5 --formats squat2\n" in text
     assert re.search(r"^    total .* 5 +70 .* 1 +0$", text, re.MULTILINE)
     assert fuzz(Finding(CASE, CASE, ["good[0]: token 1"]), "--report", str(page))[0] == 1

@@ -16,6 +16,7 @@ from proof.long.prompts import AT_ONCE, SHORTEST, traces_of
 from proof.oracle.forked import EngineFailed
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.eval.demo import demo_model
+from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.tasks.texts import LENGTHS
 
 
@@ -35,7 +36,7 @@ class Words:
 
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("vllm_kvq.eval.tasks.texts.Texts", Words)
+    monkeypatch.setattr(main, "Texts", Words)
     return Words()
 
 
@@ -65,7 +66,7 @@ def answered(traces: Sequence[Trace]) -> list[Result]:
 def test_what_differs_is_found(
     wrong: str, texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answers(model: Path, name: str, config: Any, traces: Sequence[Trace]) -> list[Result]:
+    def answers(model: Model, name: str, traces: Sequence[Trace]) -> list[Result]:
         found = answered(traces)
         if name == "lossless" and wrong == "a token":
             found[1].outputs[str(AT_ONCE)][0][5] = 2
@@ -87,7 +88,7 @@ def test_more_prompts_than_there_are_texts(texts: Any, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as stopped:
         main.main([str(demo_model()), "--prompts", "5000"])
     assert stopped.value.code == 2
-    assert "--prompts 5000: what is installed has not enough" in capsys.readouterr().err
+    assert "what is installed has not enough" in capsys.readouterr().err
 
 
 def test_fifty_prompts_need_no_more_than_there_are_of_a_length(texts: Any) -> None:
@@ -102,3 +103,8 @@ def test_an_engine_that_fails(texts: Any, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(main, "answers", fails)
     assert main.main([str(demo_model()), "--prompts", "1"]) == 1
     assert "an engine failed\nno room" in capsys.readouterr().err
+
+
+def test_a_model_without_room_for_long_prompts() -> None:
+    with pytest.raises(ValueError, match="prompts of 1,024 to 2,000 tokens are not long"):
+        traces_of(Words(), 3, 8, 0, 2000)  # type: ignore[arg-type]

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import re
 import shlex
 import tempfile
 import time
@@ -28,6 +26,7 @@ from proof.fuzz.draw import judged
 from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import suite
+from vllm_kvq.kernels.cpu.processor import processor_name
 
 COLUMNS = (
     "engines", "traces", "requests", "tokens", "preemptions", "hits", "hit_tokens", "accepted", "rejected", "aborts",
@@ -160,7 +159,7 @@ def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Map
     return f"""# Random traces on real engines
 
 {requests} of random traces, each token judged by the reference (docs/testing.md). Mismatches: {total["mismatches"]}.
-{minutes:.0f} minutes on {cores} cores of {processor()}; {options.jobs} engines at a time.
+{minutes:.0f} minutes on {cores} cores of {processor_name()}; {options.jobs} engines at a time.
 
     {command}
 
@@ -170,12 +169,6 @@ Models of the engines (docs/models.md): {models}.
 
 A *tie* is a token that the reference chooses as well once it is disturbed by what float32 rounds.
 """
-
-
-def processor() -> str:
-    """Its name, as Linux has it."""
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def row(count: Any) -> dict[str, int]:

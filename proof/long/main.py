@@ -18,14 +18,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from proof.fuzz.main import processor
 from proof.long.prompts import LONGEST, SHORTEST, traces_of
 from proof.oracle.compare import compare_all
 from proof.oracle.forked import EngineFailed, EngineProcess
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
+from vllm_kvq.eval.model import Model
+from vllm_kvq.eval.tasks.texts import Texts
+from vllm_kvq.kernels.cpu.processor import processor_name
 
 TRACE_SECONDS = 3600
 CHUNK = 512
@@ -47,18 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and findings")
     options = parser.parse_args(argv)
-    if not (options.model / "config.json").exists():
-        parser.error(f"{options.model} has no config.json; python -m proof weights OUT brings models")
     if options.prompts < 1 or options.tokens < 1:
         parser.error("--prompts and --tokens must be positive")
+    try:
+        model = Model.of(str(options.model), "float32")
+        longest = min(LONGEST, model.longest - options.tokens - 1)
+        traces = traces_of(Texts(model.tokenizer, options.seed), options.prompts, options.tokens, options.seed, longest)
+    except ValueError as error:
+        parser.error(str(error))
     begun = time.monotonic()
     try:
-        verdict, traces = judge(options)
+        verdict = judge(model, traces)
     except EngineFailed as error:
         print(f"long: an engine failed\n{error}", file=sys.stderr)
         return 1
-    except ValueError as error:
-        parser.error(f"--prompts {options.prompts}: {error}")
     found = summary(verdict, traces, (time.monotonic() - begun) / 60)
     print(found, *verdict.mismatches, sep="\n", flush=True)
     if options.report:
@@ -66,38 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(verdict.mismatches))
 
 
-def judge(options: argparse.Namespace) -> tuple[Verdict, list[Trace]]:
-    from transformers import AutoConfig, AutoTokenizer
-
-    from vllm_kvq.eval.tasks.texts import Texts
-
-    config: Any = AutoConfig.from_pretrained(options.model)
-    longest = min(LONGEST, config.max_position_embeddings - options.tokens - 1)
-    texts = Texts(AutoTokenizer.from_pretrained(options.model), options.seed)
-    traces = traces_of(texts, options.prompts, options.tokens, options.seed, longest)
+def judge(model: Model, traces: Sequence[Trace]) -> Verdict:
     os.environ["OMP_NUM_THREADS"] = "1"
     with ThreadPoolExecutor(2) as pool:
-        plain, ours = pool.map(lambda name: answers(options.model, name, config, traces), ("auto", "lossless"))
-    return compare_all(traces, plain, ours), traces
+        plain, ours = pool.map(lambda name: answers(model, name, traces), ("auto", "lossless"))
+    return compare_all(traces, plain, ours)
 
 
-def answers(model: Path, name: str, config: Any, traces: Sequence[Trace]) -> list[Result]:
+def answers(model: Model, name: str, traces: Sequence[Trace]) -> list[Result]:
     longest = max(len(r.prompt) + r.max_tokens for trace in traces for r in trace.requests)
     arguments = {"max_model_len": longest + 1, "max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
-    room = ROOM * longest * token_bytes(config)
-    with EngineProcess(str(model), {"kv_cache_dtype": name, "kv_cache_memory_bytes": room, **arguments}, {}) as engine:
+    arguments |= {"kv_cache_memory_bytes": ROOM * longest * model.token_bytes}
+    with EngineProcess(str(model.folder), {"kv_cache_dtype": name, **arguments}, {}) as engine:
         engine.timeout = TRACE_SECONDS
         found = []
         for i, trace in enumerate(traces):
             found.append(engine.run(trace))
             print(f"{name}: {i + 1} of {len(traces)} traces", flush=True)
         return found
-
-
-def token_bytes(config: Any) -> int:
-    """Of keys and values in float32, in all layers."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * 4 * int(config.num_hidden_layers * config.num_key_value_heads * head)
 
 
 def summary(verdict: Verdict, traces: Sequence[Trace], minutes: float) -> str:
@@ -125,7 +114,7 @@ Prompts of real text ({SHORTEST:,} to {LONGEST:,} tokens; prose, documentation, 
 greedy answers must be plain vLLM's (docs/testing.md).
 
 {options.model.name}: {found}
-on {processor()}.
+on {processor_name()}.
 
     {command}
 {mismatches and chr(10) + mismatches}"""

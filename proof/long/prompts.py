@@ -17,6 +17,10 @@ AT_ONCE = 3
 
 def traces_of(texts: Texts, prompts: int, tokens: int, seed: int, longest: int = LONGEST) -> list[Trace]:
     """`tokens` per answer. The lengths' logarithms are spread evenly."""
+    if longest < 2 * SHORTEST:
+        raise ValueError(
+            f"prompts of {SHORTEST:,} to {longest:,} tokens are not long: take a model with more positions"
+        )
     rng, taken = random.Random(seed), Counter[int]()
     bodies = []
     for _ in range(prompts):

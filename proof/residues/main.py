@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from proof.fuzz.case import LLAMA, MODEL, Case
-from proof.fuzz.main import COLUMNS, default, processor, row, table
+from proof.fuzz.main import COLUMNS, default, row, table
 from proof.residues import sweep
 from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.kernels.cpu.processor import processor_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,7 +118,7 @@ cold, and with a prefix hit behind each page; prompts whole, and cut into chunks
 tokens; answers pass the next page's border. Every token is judged: `lossless` must give plain vLLM's tokens, the others
 the reference's (docs/testing.md).
 
-{minutes:.0f} minutes on {processor()}, {options.jobs} {"engine" if options.jobs == 1 else "engines"} at a time.
+{minutes:.0f} minutes on {processor_name()}, {options.jobs} {"engine" if options.jobs == 1 else "engines"} at a time.
 
     {command}
 
