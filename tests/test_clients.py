@@ -247,6 +247,7 @@ def test_servers_that_fail_are_found_and_those_that_passed_are_kept(
     # another format is another matter
     assert main([*command, "--kv-cache-dtype", "kitty2", "--only", SETUPS[2].name]) == 0
     assert served[len(SETUPS) + 1 :] == [SETUPS[2].name]
+    assert f"--kv-cache-dtype kitty2 --only '{SETUPS[2].name}'\n" in report.read_text()
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

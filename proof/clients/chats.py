@@ -17,7 +17,7 @@ CAPITAL = "What is the capital of France? Answer in one sentence."
 CITY = "Paris"
 LONGEST = 48
 CODE, PASSAGES = "7412", 220
-"""A number that a long prompt mentions once, after the first third of so many sentences."""
+"""The number that is hidden in a long prompt, a third of the way in, and how many other sentences that prompt has."""
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "inhabitants": {"type": "integer"}},

@@ -25,7 +25,7 @@ DECODES = 2
 ONE_SIDED = 5.0
 """The mean of some channels: there InnerQ's groups are asymmetric."""
 FITTED = 4
-"""Constants are fitted to at least so many tokens per channel, of which the trace is the beginning."""
+"""Constants are fitted to at least this many tokens per channel; the trace uses the first ones."""
 SAME = 2.0**-9
 """Tolerance relative to a field's largest number: values read back may differ by the rounding of parameters."""
 
