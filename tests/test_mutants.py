@@ -232,10 +232,22 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ):
         assert main.main(arguments) == status
         assert line in capsys.readouterr().out
-    for wrong in (["--only", "no such fault"], ["--jobs", "0"], ["--only", "sleeps"]):
+    for wrong in (["--only", "no such fault"], ["--jobs", "0"], ["--only", "sleeps"], ["--report", "page.md"]):
         with pytest.raises(SystemExit) as stop:
             main.main(wrong)
         assert stop.value.code == 2
+
+
+def test_the_page(tree: Path) -> None:
+    """All that were planted, by folder; those not caught by their names."""
+    triples = Fault("triples", "double.py", "2 * x", "3 * x", FAULT.tests)
+    gone = Fault("gone", "double.py", "3 * x", "x", FAULT.tests)
+    outcome, _ = planted(tree, ends_with(1), FAULT, triples, gone)
+    lines = main.page((FAULT, triples, gone), outcome, "1 caught").splitlines()
+    assert "    .                             3      1" in lines
+    assert [line for line in lines if line.startswith("* ")] == ["* survived: triples", "* unusable: gone"]
+    outcome, _ = planted(tree, ends_with(1), FAULT)
+    assert not [line for line in main.page((FAULT,), outcome, "1 caught").splitlines() if line.startswith("* ")]
 
 
 def test_the_copy_has_what_git_knows(tmp_path: Path) -> None:

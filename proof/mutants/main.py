@@ -3,6 +3,7 @@
     python -m proof mutants                    the cheap ones, minutes
     python -m proof mutants --all              with those that compile C++ or start engines, hours
     python -m proof mutants --only "rescale"   those with this text in their name
+    python -m proof mutants --all --report FILE   the findings go to FILE, a page of docs/results
 
 Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests
 fail without it.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from queue import Queue
 from proof.mutants.catalog import FAULTS
 from proof.mutants.fault import Fault, Stale
 from proof.mutants.pytests import FAILED, PASSED, Pytests
+from vllm_kvq.kernels.cpu.processor import processor_name
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPPED = 130
@@ -56,6 +59,8 @@ class Outcome:
     survived: list[str] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
     """Faults that no longer apply, and tests that do not pass without a fault or were not run."""
+    noticed_in: Counter[str] = field(default_factory=Counter)
+    """Faults caught, by the folder in which they were planted."""
 
     @property
     def status(self) -> int:
@@ -132,8 +137,33 @@ def _plant(
         found = verdict.result()
         kind = found if found in ("caught", "survived") else "unusable"
         getattr(outcome, kind).append(fault.name)
+        outcome.noticed_in[folder_of(fault)] += kind == "caught"
         say(f"{kind:9} {fault.name} ({fault.file})" + (f": {found}" if kind == "unusable" else ""))
     return outcome
+
+
+def folder_of(fault: Fault) -> str:
+    """The room of the house: at most two folders deep."""
+    return "/".join(Path(fault.file).parent.parts[:2]) or "."
+
+
+def page(chosen: Sequence[Fault], outcome: Outcome, found: str) -> str:
+    planted = Counter(map(folder_of, chosen))
+    rows = [f"    {'planted in':24} {'faults':>6} {'caught':>6}"]
+    rows += [f"    {folder:24} {planted[folder]:6} {outcome.noticed_in[folder]:6}" for folder in sorted(planted)]
+    missed = [f"* survived: {name}" for name in outcome.survived] + [f"* unusable: {name}" for name in outcome.unusable]
+    return f"""# Planted faults
+
+Each fault of `proof/mutants` was planted on its own in a copy of the checkout, where the tests that must notice it ran;
+the same tests had passed without it (docs/testing.md).
+
+    python -m proof mutants --all
+
+{found}
+on {processor_name()}.
+
+{chr(10).join(rows)}
+{chr(10).join(["", *missed, ""]) if missed else ""}"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="the slow ones, too")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their name or file")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies at a time (cores)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for the findings; needs --all")
     options = parser.parse_args(argv)
+    if options.report and (options.only or not options.all):
+        parser.error("--report is for all faults: --all, without --only")
     chosen = [f for f in FAULTS if (options.all or not f.slow) and options.only in f"{f.name} {f.file}"]
     if not chosen or options.jobs < 1:
         parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
@@ -164,7 +197,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    print(f"{outcome.line()} of {len(chosen)} faults, {(time.monotonic() - start) / 60:.1f} minutes")
+    found = f"{outcome.line()} of {len(chosen)} faults, {(time.monotonic() - start) / 60:.0f} minutes"
+    print(found)
+    if options.report:
+        options.report.write_text(page(chosen, outcome, found), encoding="utf-8")
     return outcome.status
 
 
