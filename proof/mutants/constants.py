@@ -145,8 +145,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the start that fits constants to the user's text keeps them where servers look",
         FITTING,
-        "if source.path is None or _own.get() is not None:",
-        "if source.path is None:",
+        "    if _own.get() is not None:\n        return\n    if source.path",
+        "    if source.path",
         f"{SERVED} -k users_text",
     ),
     Fault(
@@ -261,5 +261,26 @@ FAULTS: tuple[Fault, ...] = (
         "order = digit.argsort(dim=-1, descending=True, stable=True)",
         "order = torch.arange(slots).expand_as(digit)",
         f"{KLT} -k formula",
+    ),
+    Fault(
+        "a file of constants is written in its place, so that others read half of it",
+        "vllm_kvq/integration/plan/calibration.py",
+        "temporary.write_bytes(content)\n        os.replace(temporary, path)",
+        "path.write_bytes(content)",
+        "tests/engine/test_constants_files.py -k 'full_disk_is_an_error or always_one_of_theirs'",
+    ),
+    Fault(
+        "a full disk stops a start that would keep its constants",
+        FITTING,
+        "except OSError as error:\n        logger.warning(",
+        "except PermissionError as error:\n        logger.warning(",
+        "tests/engine/test_constants_files.py -k stops_no_start",
+    ),
+    Fault(
+        "a user without a home can't serve calibrated formats",
+        "vllm_kvq/integration/plan/calibration.py",
+        "    except RuntimeError:\n        return None",
+        "    except KeyError:\n        return None",
+        "tests/engine/test_constants_files.py -k without_a_home",
     ),
 )

@@ -150,7 +150,9 @@ def main(prog: str, args: argparse.Namespace) -> int:
             made = fitted(server, [text.content for text in args.text])
             path = args.out / FILE if args.out else made.path
             if path is None:
-                return console.fail(prog, "the model's weights are in no files; name a folder with --out", args.json)
+                return console.fail(
+                    prog, "there is no usual place for the constants; name a folder with --out", args.json
+                )
             try:
                 write(path, made.constants, made.belongs)
             except OSError as error:

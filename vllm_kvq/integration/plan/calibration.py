@@ -51,7 +51,7 @@ class Source:
     """Where a server's constants come from: a file, or its own start."""
 
     path: Path | None
-    """None: the model's weights are known by no file, so the constants are fitted at each start."""
+    """None: no file tells the model's weights, or the user has no home; then every start fits the constants."""
     belongs: Mapping[str, str]
     """The metadata that the file must have."""
     found: str | None
@@ -74,9 +74,10 @@ class Source:
         if options.calibration is not None:
             path = Path(options.calibration).expanduser()
             return cls(path, belongs, _checked(path, belongs))
-        if model is None:
+        folder = _folder()
+        if model is None or folder is None:
             return cls(None, belongs, None)
-        path = _folder() / f"{digest(belongs)}.safetensors"
+        path = folder / f"{digest(belongs)}.safetensors"
         return cls(path, belongs, _checked(path, belongs) if path.exists() else None)
 
 
@@ -127,10 +128,14 @@ def _sample(file: Path) -> str:
         return hashlib.sha256(first + opened.read(SAMPLE)).hexdigest() + f" {size}"
 
 
-def _folder() -> Path:
-    """Created by whoever writes."""
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq"
-    return Path(os.environ.get(CACHE) or user) / "calibration"
+def _folder() -> Path | None:
+    """Created by whoever writes. None for a user without a home who has named no other folder."""
+    if named := os.environ.get(CACHE):
+        return Path(named) / "calibration"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq" / "calibration"
+    except RuntimeError:
+        return None
 
 
 # -- reading and writing ---------------------------------------------------------------------------------------------
@@ -188,14 +193,15 @@ def read(path: Path) -> tuple[dict[int, Constants], str]:
 
 def write(path: Path, constants: ByLayer, belongs: Mapping[str, str]) -> None:
     """Under a temporary name first: no process sees half a file. OSError where that is impossible."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {**belongs, "digest": digest_of(constants)}
+    content = save(_tensors(constants), {**belongs, "digest": digest_of(constants)})
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="tmp-", delete=False) as file:
         temporary = Path(file.name)
     try:
-        save_file(_tensors(constants), temporary, metadata)
+        # not by save_file, whose error on a full disk is no OSError
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -188,7 +188,10 @@ def _on_host(moments: Moments | None) -> Moments:
 
 
 def _keep(source: Source, constants: Mapping[int, Constants]) -> None:
-    if source.path is None or _own.get() is not None:
+    if _own.get() is not None:
+        return
+    if source.path is None:
+        logger.warning("kvq: there is no place for the constants, so every start fits them anew")
         return
     try:
         write(source.path, constants, source.belongs)
