@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `vllm serve` with low-bit caches on a GPU, end to end: installs vLLM beside this checkout, starts a server per format, all
+# `vllm serve` with low-bit caches on a GPU, end to end: installs vLLM next to this checkout, starts a server per format, all
 # at once, and streams one answer from each (python -m proof demo: it fails unless the server says that its cache is
 # packed). Then bench/gpu_serve.py times servers with each cache, vLLM's fp8 too, all of the same bytes. vLLM's V2 model
 # runner serves, as it does on CUDA unless it is told otherwise.

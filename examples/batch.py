@@ -6,7 +6,7 @@
                       else it holds, say an id, is copied.
     answers.jsonl     the same objects in the same order, with "answer" and "tokens", written --piece at a time
 
-All options of `vllm serve` that describe an engine are understood. To start anew, delete answers.jsonl.
+All options of `vllm serve` that describe an engine are understood. To start over, delete answers.jsonl.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def answered(path: Path, asked: list[Question]) -> int:
     whole = [line for line in lines if line.endswith(b"\n")]
     for number, (line, question) in enumerate(zip(whole, asked, strict=False), 1):
         if {name: x for name, x in json.loads(line).items() if name not in OURS} != question:
-            sys.exit(f"{path}, line {number} answers another question than the one asked; delete it to start anew")
+            sys.exit(f"{path}, line {number} answers another question than the one asked; delete it to start over")
     os.truncate(path, sum(map(len, whole)))
     return len(whole)
 

@@ -3,7 +3,7 @@
     python scripts/claims.py    # silent and exit status 0, or one line for each number that nothing backs
 
 docs/claims.md has two tables. Each row of the first quotes README and names where the number was recorded: a CSV file
-below docs/, which of its rows (`column=value`, several values joined by `/`), and the column. Bits are computed anew.
+below docs/, which of its rows (`column=value`, several values joined by `/`), and the column. Bits are computed again.
 README may round. The second table quotes numbers that are settings, sizes or versions, not results.
 """
 

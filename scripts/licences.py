@@ -4,7 +4,7 @@
     .venv/bin/python scripts/licences.py --all     # also what those need in turn, vLLM's dependencies among them
 
 Our wheels contain our own files (Apache-2.0) and a library compiled from them; nobody else's code is in them. What they
-need is installed beside them, and must have a licence that lets an Apache-2.0 program import it and be passed on with
+need is installed with them, and must have a licence that lets an Apache-2.0 program import it and be passed on with
 it, as in the container images: permissive ones, and those that ask only for their own files (MPL-2.0). Tools of the
 extra `dev` are left out: nobody but developers of this project installs them, and nothing of them is passed on.
 """
@@ -91,7 +91,7 @@ def licence_of(name: str, found: Any) -> str:
 
 
 def requirements() -> list[str]:
-    """Of all that a user may install: the dependencies and each extra but the tools."""
+    """All that a user may install: the dependencies and each extra but the tools."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name: listed for name, listed in project["optional-dependencies"].items() if name != TOOLS}
     return [*project["dependencies"], *(line for listed in extras.values() for line in listed)]

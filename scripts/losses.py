@@ -23,7 +23,7 @@ CONTEXT = 1024
 HEAD = ("model", "head_size", "key_biases", "context", "format", "kl")
 BF16 = "auto"
 TABLES = ("", "-klt")
-"""Of docs/quality.md, with different numbers of texts; what two of them have is taken from the first."""
+"""The tables of docs/quality.md, with different numbers of texts; what two of them have is taken from the first."""
 
 
 def losses() -> str:

@@ -81,7 +81,7 @@ SAMPLES_THERE = vllms_samples() | {f"{metric.name}_total" if metric.counts else 
 
 
 def names_in(part: Any) -> set[str]:
-    """Of the metrics that a parsed query, or a part of one, asks for."""
+    """The metrics that a parsed query, or a part of one, asks for."""
     if isinstance(part, promql_parser.VectorSelector):
         return {part.name}
     inner = [getattr(part, name, None) for name in ("expr", "lhs", "rhs", "vector_selector")]

@@ -56,7 +56,7 @@ class Runner:
 
     @functools.cached_property
     def reference(self) -> ReplayModel:
-        """Of a model that it knows. It reads the constants that the engine's first start has left."""
+        """For a model that it knows. It reads the constants that the engine's first start has left."""
         setup = self.setup
         return ReplayModel(self.model, setup.format, setup.block_size, setup.drafts, setup.kernel_error, **setup.kvq)
 

@@ -20,8 +20,8 @@ def pack_like_a_step(
 ) -> tuple[torch.Tensor, int]:
     """One request's pages, after an unused page 0, and the number of elements that were replaced.
 
-    Of the keys and values (tokens, heads, head_size) the tokens before `context` lie in the ring, the others are the
-    step's own. Slabs that end before `context` stay empty.
+    Keys and values are (tokens, heads, head_size). Tokens before `context` lie in the ring, the others are the step's
+    own. Slabs that end before `context` stay empty.
     """
     tokens, heads, _ = key.shape
     slots = SlotGeometry.of(fmt, heads, 0)

@@ -35,7 +35,7 @@ PROG = "python -m proof transforms"
 CONTEXT, READERS = 1024, 128
 TOGETHER = 16
 Calibrate = Callable[[Sequence[Captured]], Captured]
-"""Of the nine texts of an evaluation."""
+"""Takes the nine texts of an evaluation."""
 
 
 def in_sixteens(variance: Sequence[float], slots: int) -> list[int]:

@@ -63,7 +63,7 @@ def test_a_full_disk_stops_no_start(tmp_path: Path, warnings: list[str]) -> None
     path = tmp_path / "constants.safetensors"
     with files_of_at_most(4096):
         fitting._keep(Source(path, BELONGS, None), constants())
-    assert warnings == [f"kvq: the constants can't be kept in {path} (File too large), so every start fits them anew"]
+    assert warnings == [f"kvq: the constants can't be kept in {path} (File too large), so every start fits them again"]
     assert not path.exists()
 
 
@@ -91,7 +91,7 @@ def test_a_user_without_a_home(
     assert source is not None
     assert (source.path, source.found) == (None, None)
     fitting._keep(source, constants())
-    assert warnings == ["kvq: there is no place for the constants, so every start fits them anew"]
+    assert warnings == ["kvq: there is no place for the constants, so every start fits them again"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = Source.of(config, Options.of(config), layers)
     assert source is not None

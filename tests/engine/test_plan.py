@@ -117,7 +117,7 @@ def test_ranks_share_the_weights(planned: Planned) -> None:
 
 
 def test_windows_take_less_once_a_prompt_is_computed(planned: Planned, tmp_path: Path) -> None:
-    """Of vLLM's own cache, too: the second request adds what it keeps."""
+    """So do those of vLLM's own cache: the second request adds what it keeps."""
     config = named("Gemma-3").build()
     config.architectures = ["Gemma3ForCausalLM"]
     config.save_pretrained(where := tmp_path / "gemma")

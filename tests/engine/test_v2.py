@@ -99,7 +99,7 @@ def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
 
 
 def test_the_gpu_path(run: Any, written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one layer: each takes as long as all that the runner itself does."""
+    """With one layer: each takes as long as all that the runner itself does."""
     model = written(**SMALL | {"layers": 1})
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_queries_keys_and_values(model: Path) -> None:
-    """Of two texts, one after the other."""
+    """For two texts, one after the other."""
     texts = torch.randint(4, 512, (2, 150), generator=torch.Generator().manual_seed(0))
     captured = capture(str(model), [texts[0].tolist(), texts[1, :90].tolist()], dtype="float32")
     found: list[list[tuple[torch.Tensor, ...]]] = []

@@ -1,4 +1,4 @@
-"""Bits per number in a packed page: those that `vllm-kvq formats` prints, whatever a request holds besides."""
+"""Bits per number in a packed page: those that `vllm-kvq formats` prints, whatever else a request holds."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_it_reads_no_secrets(namespaces: bool, tmp_path: Path) -> None:
 
 
 def test_what_it_needs_is_there(namespaces: bool) -> None:
-    """The standard library, what is installed beside it, and other programs."""
+    """The standard library, installed packages, and other programs."""
     program = "import asyncio, ctypes, datetime, decimal, json, random, sqlite3, subprocess, tempfile, numpy\n"
     program += "assert numpy.linalg.norm(numpy.ones(4)) == 2\nrandom.SystemRandom().random()\n"
     program += "asyncio.run(asyncio.sleep(0))\nopen('/dev/null', 'w').write('x')\n"
@@ -130,7 +130,7 @@ print(json.dumps([vars(sandbox.run(program, limits, {namespaces})) for program i
 
 
 class Users:
-    """A folder of this user, with the sandbox in it and a process of the user beside it."""
+    """A folder of this user, with the sandbox in it, and another process of the user."""
 
     def __init__(self, folder: Path, python: str, namespaces: bool, with_landlock: bool) -> None:
         self.folder, self.python, self.namespaces, self.landlock = folder, python, namespaces, with_landlock
@@ -205,7 +205,7 @@ def test_it_kills_nobody(users: Users) -> None:
 
 
 def test_it_changes_no_file(users: Users) -> None:
-    """Of the user's own: that takes no right to write."""
+    """Not even one of the user's own, for which no right to write is needed."""
     path = str(users.file)
     truncates, changes, opens = users.run(
         f"import os; os.truncate({path!r}, 0)", f"import os; os.chmod({path!r}, 0o666)", f"open({path!r}).read()"

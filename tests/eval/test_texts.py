@@ -74,7 +74,7 @@ def test_kinds_take_turns_and_chats_need_a_template(tokenizer: Any, made_up: Non
 
 
 def test_it_ends_with_a_sentence_and_not_with_repetition(tokenizer: Any, made_up: None) -> None:
-    with pytest.raises(ValueError, match="has not enough prose for so many texts of 8192 tokens"):
+    with pytest.raises(ValueError, match="have too little prose for that many texts of 8192 tokens"):
         Texts(tokenizer, 0).text(4 * 400, 8192)
 
 

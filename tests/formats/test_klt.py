@@ -48,7 +48,7 @@ def parts(page: PageFormat) -> tuple[torch.Tensor, ...]:
 
 
 def score_error(text: Calibration, key: torch.Tensor) -> float:
-    """Of what softmax sees: a constant that all keys share does not matter."""
+    """The error that softmax sees: a constant that all keys share does not matter."""
     exact, read = (torch.einsum("qhgd,khd->hgqk", text.query.unflatten(1, (HEADS, 2)), k) for k in (text.key, key))
     exact, read = (s - s.mean(-1, keepdim=True) for s in (exact, read))
     return ((read - exact).norm() / exact.norm()).item()

@@ -131,7 +131,7 @@ def test_a_library_for_another_processor(cache: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("at", [70, 1000, -compiled.SEAL_BYTES - 1, -1])
 def test_a_changed_byte(at: int, cache: Path) -> None:
-    """Of code or of its hash: the loader would not notice, and the kernels might compute something else."""
+    """In the code or in its hash: the loader would not notice, and the kernels might compute something else."""
     compiles(cache.parent, size=5000)
     path = build.build()
     data = bytearray(path.read_bytes())

@@ -72,7 +72,7 @@ def test_lossless_equals_plain_vllm(seeing: Seeing, lab: Lab) -> None:
     total = compare_all(todo, expected, got)
     assert not total.mismatches
     assert total.tokens == 9 * 24
-    # what precedes the picture is found with any picture; the last 32 tokens are computed anew
+    # what precedes the picture is found with any picture; the last 32 tokens are computed again
     hits = cached(got)
     assert hits.pop("behind") == 32 * ((40 + seeing.tokens + 60 + 30 - 1 - 32) // 32)
     assert hits == {"again": 160, "other picture": 32, "within": 96, "two pictures": 160, "sinks": 32}

@@ -32,7 +32,7 @@ def free_port(host: str) -> int:
 
 
 def vllm_command() -> list[str]:
-    """`vllm` beside this Python, else vLLM's module, where only PYTHONPATH knows it. ServerError without vLLM."""
+    """`vllm` in this Python's folder, else vLLM's module, where only PYTHONPATH knows it. ServerError without vLLM."""
     script = Path(sys.executable).parent / "vllm"
     if script.exists():
         return [str(script)]

@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def plain_bytes(self) -> int:
-        """Of one bf16 cache."""
+        """The size of one bf16 cache."""
         return self.batch * self.context * self.heads * self.head_size * 2 * 2
 
     @property

@@ -56,7 +56,7 @@ def text_file(name: str) -> Text:
 
 
 def usage_problem(args: argparse.Namespace, given: Sequence[str]) -> str | None:
-    """Of the words that the user wrote, and of what the model's folder says by itself."""
+    """What is wrong with the words that the user wrote, as far as the model's folder tells."""
     flags = {word.partition("=")[0] for word in given}
     if wrong := next((flag for flag in OTHERS if flag in flags), None):
         return f"{wrong} is for choosing a format, and --text for a format's constants; leave out one of them"

@@ -24,7 +24,7 @@ from vllm_kvq.integration.preview.constants import Known
 
 TEXTS = 9
 TOKENS = 2048
-"""Of each text, at most; fewer if the model has no room for as many."""
+"""The most that are taken from a text; fewer if the model has no room for as many."""
 CHARACTERS = 10
 """A token has fewer on average."""
 LONGEST = 40_000

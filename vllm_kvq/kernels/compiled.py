@@ -19,8 +19,8 @@ from vllm_kvq.kernels import trust
 
 ELF64 = b"\x7fELF\x02"
 MACHINE_AT, SECTIONS_AT, SECTION_COUNTS_AT, HEADER_BYTES = 0x12, 0x28, 0x3A, 64
-"""Of the ELF header: u16 machine; u64 where the section headers lie, which is at the file's end; u16 size and u16
-count of them."""
+"""Offsets in the ELF header: u16 machine; u64 where the section headers lie, which is at the file's end; u16 size and
+u16 count of them."""
 ANY_MACHINE = 0
 LIBRARY = ".so"
 SEAL = b"kvq-sha256"

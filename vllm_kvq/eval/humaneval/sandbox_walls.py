@@ -25,13 +25,13 @@ WRITING = 0x1FF2
 """Write, remove and create files and everything else that a folder can hold; from its first version."""
 READING = EXECUTE | READ_FILE | READ_FOLDER
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom")
-"""What may be read beside Python's own folders: no user's files, no secrets, nothing about other processes."""
+"""What may be read in addition to Python's own folders: no user's files, no secrets, nothing about other processes."""
 NETWORK, OUTSIDE = 0b11, 0b11
 """Landlock, from versions 4 and 6: TCP; signals and abstract sockets to processes outside the sandbox."""
 
 # -- seccomp ----------------------------------------------------------------------------------------------------------
 SET_SECCOMP, FILTER = 22, 2
-"""Of prctl."""
+"""Arguments of prctl."""
 LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT = 0, 4, 16

@@ -251,8 +251,8 @@ class Texts:
             piece = next(stream, None)
             if piece is None:
                 raise ValueError(
-                    f"what is installed has not enough {kind} for so many texts of {length} tokens without repeating "
-                    "any; ask for fewer --sequences"
+                    f"the installed packages have too little {kind} for that many texts of {length} tokens without "
+                    "repeating any; ask for fewer --sequences"
                 )
             taken.append(piece)
             if sum(len(p.text) + len(p.answer) for p in taken) >= 2 * length:

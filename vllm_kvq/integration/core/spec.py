@@ -62,7 +62,7 @@ class SidecarSpec(CompanionSpec):
     window: int
     """W: the newest tokens, which are read in full precision."""
     unit: int
-    """P: so many tokens are packed at once."""
+    """P: the number of tokens that are packed at once."""
     sinks: int
     """S: the first tokens, which stay in full precision."""
     elements: int

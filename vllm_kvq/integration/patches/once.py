@@ -53,7 +53,7 @@ def _function(owner: Any, attribute: str) -> tuple[Any, type | None]:
 
 
 def _place(name: str, module: ModuleType) -> tuple[Any, str]:
-    """(module or class, attribute). Of an instance, such as the current platform, it is the class."""
+    """(module or class, attribute). An instance, such as the current platform, counts as its class."""
     owner, _, attribute = name.partition(":")[2].rpartition(".")
     if not owner:
         return module, attribute

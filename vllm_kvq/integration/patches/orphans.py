@@ -26,7 +26,7 @@ LOOK_SECONDS = 1.0
 GRACE_SECONDS = 10.0
 """What a process gets to exit in order; an engine that warms up does not listen."""
 API_SERVER = "ApiServer_"
-"""Several API servers of one `vllm serve` are processes of this name, and make the configuration anew."""
+"""Several API servers of one `vllm serve` are processes of this name, and make the configuration again."""
 
 
 def guard(_: Any) -> None:

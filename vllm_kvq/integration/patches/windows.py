@@ -1,8 +1,9 @@
 """Layers with a sliding window or chunked local attention (Llama 4) keep 16 bits, in pages of fewer tokens than packed
 layers have.
 
-A page of theirs takes as much memory as those of several packed layers. Of as many tokens few would fit into a block of
-the pool, in groups of their own each, and the rest of each block would be wasted (`Served.window_block`).
+A page of theirs takes as much memory as those of several packed layers. If it held as many tokens as a packed page, only
+a few would fit into a block of the pool, each in a group of its own, and the rest of the block would be wasted
+(`Served.window_block`).
 
 A token of a layer with chunks sees its own chunk up to itself, which a window of a chunk's length always holds, so vLLM
 plans them as windows. It frees what has left a window, cuts window layers into groups that are no wider than the packed

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm_kvq.integration.plan.options import Options
 
 VERSION = "1"
-"""Of how constants are fitted and written: files of another version are refused."""
+"""The version of how constants are fitted and written: files of another version are refused."""
 CACHE = "VLLM_KVQ_CACHE"
 SAMPLE = 1 << 16
 """Bytes at each end of a file of weights that tell it from another one."""
@@ -43,7 +43,7 @@ WRITTEN_ON_LOADING = ("attn_temperature_tuning",)
 before the model is loaded and another one afterwards."""
 
 ByLayer = Mapping[int, Constants]
-"""Of each packed layer, with the KV heads of all ranks."""
+"""The constants of each packed layer, with the KV heads of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Wanted:
     context: int
     concurrency: int | None = None
     cache_bytes: int | None = None
-    """Of one rank."""
+    """For one rank."""
     stages: int = 1
     """Ranks that share the layers."""
 
@@ -112,7 +112,7 @@ def _row(name: str, need: Need, in_16_bits: Need, tokens: int | None, wanted: Wa
 @dataclass(frozen=True)
 class Weights:
     nbytes: int
-    """Of the whole model."""
+    """The whole model's."""
     counted: bool
     """Whether its parameters were counted from the configuration, because no files are here."""
 

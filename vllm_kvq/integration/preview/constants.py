@@ -53,7 +53,7 @@ class Fitted:
     belongs: Mapping[str, str]
     """What they belong to, as their file says."""
     tokens: int
-    """Of the user's texts."""
+    """How many of the user's texts' tokens were used."""
 
     @property
     def digest(self) -> str:

@@ -209,7 +209,7 @@ class KVQImpl(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Bind the format and create the companions; the layer has its name by now."""
         if self.packed is not None or self.sharing is not None:
-            return  # weights were loaded anew: caches and companions are bound already
+            return  # weights were loaded again: caches and companions are bound already
         layers = self.vllm_config.compilation_config.static_forward_context
         name, layer = layer_of(self.vllm_config, self)
         index = _layer_index(name)

@@ -104,7 +104,7 @@ class PackedLayer:
     def calibrate(self, constants: Constants, digest: str) -> None:
         """From now on pages are packed and read with these constants."""
         if self.step_for is None:
-            raise RuntimeError(f"{self.name} has no step to make anew")
+            raise RuntimeError(f"{self.name} has no step to repeat")
         self.fmt, self.calibration = self.fmt.with_constants(constants), digest
         self.step = self.step_for(self.fmt)
 

@@ -23,7 +23,7 @@ logger = init_logger("vllm.kvq")
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a pool of so many blocks holds: tokens of requests of the maximum length, with their sidecars and sinks.
+    """What a pool of this size holds: tokens of requests of the maximum length, with their sidecars and sinks.
 
     It is the very number of vLLM's own line "KV cache size", which counts block 0, too, that is never handed out.
     With windows it is larger: vLLM's line counts for each request the blocks that a window takes while a whole step

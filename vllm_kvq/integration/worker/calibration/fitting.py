@@ -191,13 +191,13 @@ def _keep(source: Source, constants: Mapping[int, Constants]) -> None:
     if _own.get() is not None:
         return
     if source.path is None:
-        logger.warning("kvq: there is no place for the constants, so every start fits them anew")
+        logger.warning("kvq: there is no place for the constants, so every start fits them again")
         return
     try:
         write(source.path, constants, source.belongs)
     except OSError as error:
         logger.warning(
-            "kvq: the constants can't be kept in %s (%s), so every start fits them anew", source.path, error.strerror
+            "kvq: the constants can't be kept in %s (%s), so every start fits them again", source.path, error.strerror
         )
         return
     logger.info("kvq: the constants are kept in %s", source.path)

@@ -16,7 +16,7 @@ import torch
 
 TEXTS = Path(__file__).parent / "texts"
 TOKENS = 4096
-"""Of all pieces together, at most."""
+"""The most that all pieces have together."""
 FARTHEST = 8192
 PIECE = 256
 """Tokens of a piece of the user's texts."""
@@ -54,7 +54,7 @@ def bundled(tokenizer: Any, longest: int, tokens: int = TOKENS) -> Pieces:
 
 
 def pieces(tokenizer: Any, texts: Sequence[str], longest: int) -> Pieces:
-    """Of all these texts, evenly spread over them. ValueError, with a sentence, if they are too short."""
+    """Evenly spread over all these texts. ValueError, with a sentence, if they are too short."""
     first = list(tokenizer("").input_ids)[:1]
     ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False).input_ids]
     if problem := too_short(len(ids)):
