@@ -16,6 +16,7 @@ import pytest
 from proof.mutants import main, pytests
 from proof.mutants.catalog import FAULTS
 from proof.mutants.fault import Fault, Stale
+from proof.mutants.kept import Kept
 from proof.mutants.pytests import FAILED, PASSED, Pytests
 
 ROOT = Path(__file__).parent.parent
@@ -236,6 +237,25 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit) as stop:
             main.main(wrong)
         assert stop.value.code == 2
+
+
+def test_a_run_goes_on_where_it_was_stopped(tree: Path) -> None:
+    """What was caught is not planted again, as long as it, its file and its tests are the same."""
+    (tree / "tests").mkdir()
+    (tests := tree / "tests" / "test_double.py").write_text("first")
+    triples = Fault("triples", "double.py", "2 * x", "3 * x", FAULT.tests)
+    runs: list[str] = []
+
+    def run(root: Path, _: str) -> int:
+        runs.append((root / "double.py").read_text())
+        return int("x / 2" in runs[-1])
+
+    for times, change in ((3, None), (2, None), (3, tests), (3, tree / "double.py")):
+        if change is not None:
+            change.write_text(change.read_text() + "\n")
+        runs.clear()
+        outcome = main.plant((FAULT, triples), [tree], run, lambda _: None, kept=Kept(tree / "kept", tree))
+        assert (outcome.caught, outcome.survived, len(runs)) == (["halves"], ["triples"], times)
 
 
 def test_the_page(tree: Path) -> None:

@@ -3,6 +3,7 @@
     python -m proof mutants                    the cheap ones, minutes
     python -m proof mutants --all              with those that compile C++ or start engines, hours
     python -m proof mutants --only "rescale"   those with this text in their name
+    python -m proof mutants --all --kept FILE  goes on where a run that was stopped has left off
     python -m proof mutants --all --report FILE   the findings go to FILE, a page of docs/results
 
 Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests
@@ -18,16 +19,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 
 from proof.mutants.catalog import FAULTS
 from proof.mutants.fault import Fault, Stale
+from proof.mutants.kept import Kept
 from proof.mutants.pytests import FAILED, PASSED, Pytests
 from vllm_kvq.kernels.cpu.processor import processor_name
 
@@ -91,54 +94,51 @@ def plant(
     pytest: Pytest,
     say: Callable[[str], None],
     stop: Callable[[], None] = lambda: None,
+    kept: Kept | None = None,
 ) -> Outcome:
-    """Each fault on its own in one of the trees, one at a time per tree. `stop` stops all that are running."""
+    """Each fault on its own in one of the trees, one at a time per tree: those with the same tests one after the other,
+    once these tests have passed without any. `stop` stops all that are running."""
+    outcome, together, lock = Outcome(), defaultdict[str, list[Fault]](list), threading.Lock()
     free: Queue[Path] = Queue()
     for root in roots:
         free.put(root)
 
-    def alone(work: Callable[[Path], str]) -> str:
+    def found(fault: Fault, verdict: str) -> None:
+        kind = verdict if verdict in ("caught", "survived") else "unusable"
+        with lock:
+            getattr(outcome, kind).append(fault.name)
+            outcome.noticed_in[folder_of(fault)] += kind == "caught"
+            say(f"{kind:9} {fault.name} ({fault.file})" + (f": {verdict}" if kind == "unusable" else ""))
+
+    def alone(tests: str) -> None:
         root = free.get()
         try:
-            return work(root)
+            if pytest(root, tests) != PASSED:
+                with lock:
+                    outcome.unusable.append(tests)
+                    say(f"{'unusable':9} without any fault these tests do not pass: {tests}")
+                return
+            for fault in together[tests]:
+                found(fault, verdict := judge(root, fault, pytest))
+                if kept is not None and verdict == "caught":
+                    kept.keep(fault)
         finally:
             free.put(root)
 
+    for fault in faults:
+        if kept is not None and fault in kept:
+            found(fault, "caught")
+        else:
+            together[fault.tests].append(fault)
     with ThreadPoolExecutor(len(roots)) as pool:
+        running = [pool.submit(alone, tests) for tests in together]
         try:
-            return _plant(list(faults), lambda work: pool.submit(alone, work), pytest, say)
+            for done in as_completed(running):
+                done.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             stop()
             raise
-
-
-def _plant(
-    faults: list[Fault],
-    submit: Callable[[Callable[[Path], str]], Future[str]],
-    pytest: Pytest,
-    say: Callable[[str], None],
-) -> Outcome:
-    """`submit` does a piece of work in a tree that is free."""
-    outcome = Outcome()
-    controls = {tests: submit(lambda root, t=tests: str(pytest(root, t)))  # type: ignore[misc]
-                for tests in dict.fromkeys(f.tests for f in faults)}  # fmt: skip
-    sound = {tests for tests, status in controls.items() if status.result() == str(PASSED)}
-    for tests in controls:
-        if tests not in sound:
-            outcome.unusable.append(tests)
-            say(f"{'unusable':9} without any fault these tests do not pass: {tests}")
-    judged = [
-        (f, submit(lambda root, f=f: judge(root, f, pytest)))  # type: ignore[misc]
-        for f in faults
-        if f.tests in sound
-    ]
-    for fault, verdict in judged:
-        found = verdict.result()
-        kind = found if found in ("caught", "survived") else "unusable"
-        getattr(outcome, kind).append(fault.name)
-        outcome.noticed_in[folder_of(fault)] += kind == "caught"
-        say(f"{kind:9} {fault.name} ({fault.file})" + (f": {found}" if kind == "unusable" else ""))
     return outcome
 
 
@@ -176,6 +176,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="the slow ones, too")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their name or file")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies at a time (cores)")
+    parser.add_argument(
+        "--kept",
+        type=Path,
+        metavar="FILE",
+        help="faults caught, which are not planted again until they, the file or the tests change",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for the findings; needs --all")
     options = parser.parse_args(argv)
     if options.report and (options.only or not options.all):
@@ -183,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [f for f in FAULTS if (options.all or not f.slow) and options.only in f"{f.name} {f.file}"]
     if not chosen or options.jobs < 1:
         parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
+    kept = Kept(options.kept, ROOT) if options.kept else None
+    before_this_run = sum(fault in kept for fault in chosen) if kept else 0
     start, pytests = time.monotonic(), Pytests()
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -190,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             roots = [Path(folder) / str(i) for i in range(min(options.jobs, len(chosen)))]
             for root in roots:
                 copy_checkout(root)
-            outcome = plant(chosen, roots, pytests, lambda line: print(line, flush=True), pytests.stop)
+            outcome = plant(chosen, roots, pytests, lambda line: print(line, flush=True), pytests.stop, kept)
     except KeyboardInterrupt:
         print("stopped; the copies are removed", file=sys.stderr)
         return STOPPED
@@ -198,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     found = f"{outcome.line()} of {len(chosen)} faults, {(time.monotonic() - start) / 60:.0f} minutes"
+    if before_this_run:
+        found += f" for those that were not caught in earlier runs ({before_this_run})"
     print(found)
     if options.report:
         options.report.write_text(page(chosen, outcome, found), encoding="utf-8")
