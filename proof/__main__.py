@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "fuzz": ("proof.fuzz.main", "random traces on real engines, every token judged"),
     "residues": ("proof.residues.main", "every prompt length modulo the page, by every way to cut it, judged"),
+    "contexts": ("proof.contexts.main", "contexts of 8k to 32k tokens on real engines, judged"),
     "long": ("proof.long.main", "long prompts of real text on a real model: `lossless` against plain vLLM"),
     "options": ("proof.options.main", "random combinations of options on every path, judged by the reference"),
     "soak": ("proof.soak.main", "a real server under mixed load for a while, then its errors, memory and blocks"),

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from vllm_kvq import cli, roundtrip
 from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.integration.plan import weights
+from vllm_kvq.integration.preview import hub
 from vllm_kvq.integration.worker.report import Capacity, capacity_warning
 from vllm_kvq.kernels.variables import VARIABLES, variables_problem
 
@@ -184,3 +189,53 @@ def test_a_name_like_kvq_is_not_ignored(key: str, near: bool) -> None:
     config = SimpleNamespace(additional_config={key: {"W": 64}}, cache_config=SimpleNamespace(cache_dtype="kitty2"))
     found = unread_options(config)  # type: ignore[arg-type]
     assert (found is not None) == near
+
+
+# -- the model hub ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(weights, "weights_folder", lambda name, revision: tmp_path if name == str(tmp_path) else None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    hub.hub_problem.cache_clear()
+    yield
+    hub.hub_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked once, and for a second; where one listens, vLLM looks the name up."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        assert hub.hub_problem("smollm2") == (
+            f"there is no folder smollm2, and no such model in the hub's cache, and {constants.ENDPOINT} can't be "
+            "reached; name a folder, or another hub with HF_ENDPOINT"
+        )
+        listening.listen()
+        assert hub.hub_problem("smollm3") is None
+        monkeypatch.setattr(hub, "SECONDS", 0.2)
+        for mute in ("http://192.0.2.1", "http://name.invalid"):  # addresses and names that nobody has
+            hub.hub_problem.cache_clear()
+            monkeypatch.setattr(constants, "ENDPOINT", mute)
+            assert f"{mute} can't be reached" in (hub.hub_problem("smollm2") or "")
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_hub_that_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def asked(*_: object) -> None:
+        raise AssertionError("the hub is asked")
+
+    monkeypatch.setattr(socket, "create_connection", asked)
+    for fine in (str(tmp_path), "s3://bucket/model"):
+        assert hub.hub_problem(fine) is None
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "; name a folder, or unset HF_HUB_OFFLINE" in (hub.hub_problem("smollm2") or "")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    assert hub.hub_problem("smollm4") is None
+    monkeypatch.delenv("HTTPS_PROXY")
+    monkeypatch.setattr(weights, "weights_folder", lambda name, revision: tmp_path)
+    assert hub.hub_problem("smollm5") is None

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from proof.fuzz.case import LLAMA, PLAIN, Case, Setup
+from proof.fuzz.case import LLAMA, MAX_LEN, PLAIN, Case, Setup
 from proof.models.checkpoints import written_beside
 from proof.models.draft import random_draft
 from proof.oracle.compare import differences
@@ -19,6 +19,8 @@ from proof.oracle.verdict import Verdict, leaks
 
 CLOSE = 1e-3
 """Two logits closer than this (their standard deviation is 30) may swap their order in float32."""
+LONG_SECONDS = 3600.0
+"""The time that a trace of long prompts may take."""
 
 
 _writing = threading.Lock()
@@ -65,7 +67,10 @@ class Runner:
         if name not in self.engines:
             setup, prepare = (self.setup, self.prepare) if name != PLAIN else (self.setup.plain(), None)
             draft = draft_of(self.model) if setup.draft_model else ""
-            self.engines[name] = EngineProcess(self.model, setup.arguments(draft), setup.variables, prepare)
+            engine = EngineProcess(self.model, setup.arguments(draft), setup.variables, prepare)
+            if setup.max_len > MAX_LEN:
+                engine.timeout = LONG_SECONDS
+            self.engines[name] = engine
         return self.engines[name]
 
     def run(self, traces: Sequence[Trace]) -> tuple[list[Result], Verdict]:

@@ -19,6 +19,8 @@ PLENTY = 24
 """Requests of the maximum length that a pool without a limit holds."""
 MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}
 """The Llama of every run: two layers, so that a wrong read in the first changes what the second stores."""
+LONG_MODEL: dict[str, Any] = MODEL | {"max_position": 1 << 16, "score_std": 2.8}
+"""The Llama of long contexts, which reads about as many of 32,000 tokens as MODEL of 600."""
 LLAMA = "Llama"
 MODELS = tuple(a.name for a in SERVED if a.dtype == "float32" and not (a.vision or a.adapter))
 """Kinds of models, by their names in docs/models.md, whose tokens must equal plain vLLM's in float32."""
@@ -33,6 +35,7 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str = LLAMA
     """One of MODELS."""
+    max_len: int = MAX_LEN
     pool: float | None = None
     budget: int = 2048
     max_seqs: int = 16
@@ -53,7 +56,14 @@ class Setup:
     """A step is scheduled before the last one's tokens are known."""
 
     def __post_init__(self) -> None:
-        for name, least in (("block_size", 1), ("budget", 1), ("max_seqs", 1), ("drafts", 0), ("lookup_min", 1)):
+        for name, least in (
+            ("block_size", 1),
+            ("max_len", 1),
+            ("budget", 1),
+            ("max_seqs", 1),
+            ("drafts", 0),
+            ("lookup_min", 1),
+        ):
             whole(name, getattr(self, name), least)
         for name, choices in (
             ("model", MODELS),
@@ -85,6 +95,11 @@ class Setup:
         return named(self.model)
 
     @property
+    def llama(self) -> dict[str, Any]:
+        """The numbers of the Llama that is its model, or whose folder the others are written next to."""
+        return MODEL if self.max_len == MAX_LEN else LONG_MODEL
+
+    @property
     def kvq(self) -> dict[str, Any]:
         """The options, and those that polar formats need for some models."""
         told = self.arch.polar or self.arch.rope != "half"
@@ -111,13 +126,13 @@ class Setup:
             "max_num_seqs": self.max_seqs,
             "scheduling_policy": self.policy,
             "enable_prefix_caching": self.prefix_caching,
-            "max_model_len": MAX_LEN,
+            "max_model_len": self.max_len,
             "prefix_cache_retention_interval": None if self.keep_all else 0,
             "async_scheduling": self.asynchronous,
         }
         if self.format == PLAIN:
             layers = self.arch.build().num_hidden_layers  # each may have blocks of its own
-            found["num_gpu_blocks_override"] = PLENTY * layers * -(-MAX_LEN // self.block_size)
+            found["num_gpu_blocks_override"] = PLENTY * layers * -(-self.max_len // self.block_size)
             if self.arch.hybrid:
                 found["before"] = mend_prompts
         else:
@@ -164,8 +179,8 @@ class Case:
                     raise ValueError(f"request {r.name!r} has token {max(r.prompt)}; the model knows {MODEL['vocab']}")
                 if r.pictures:
                     raise ValueError(f"request {r.name!r} has pictures; the fuzzer's models see none")
-                if len(r.prompt) + r.max_tokens > MAX_LEN:
-                    raise ValueError(f"request {r.name!r} may become longer than {MAX_LEN} tokens")
+                if len(r.prompt) + r.max_tokens > self.setup.max_len:
+                    raise ValueError(f"request {r.name!r} may become longer than {self.setup.max_len} tokens")
 
     def with_traces(self, traces: tuple[Trace, ...]) -> Case:
         """The first trace always begins with an empty prefix cache."""

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kvq-fuzz-") as folder:
         from vllm_kvq.bench.random_model import random_model
 
-        model = str(random_model(Path(folder) / "model", **MODEL))
+        model = str(random_model(Path(folder) / "model", **(case.setup.llama if case else MODEL)))
         return replay(model, case) if case else fuzz(model, options)
 
 

@@ -29,22 +29,53 @@ from vllm_kvq.formats import PageFormat
 
 @dataclass(frozen=True)
 class Reads:
-    """What the rows of one life read."""
+    """What the rows of one life read. What each of them sees is told for `some` of them: for all rows of a long prompt
+    it would take gigabytes."""
 
     rows: slice
     sinks: torch.Tensor
     """Rows of the sinks of a hit."""
     units: torch.Tensor
     """The packed units, numbered over all lives, from unit 0 on."""
-    seen: torch.Tensor
-    """(rows, sinks + rows + packed tokens)."""
-    between: torch.Tensor | None
-    """(rows, packed tokens): those of the same units with only their keys read packed; None: equal windows."""
     fits: list[slice]
     """Rows of each chunk that moves the state."""
-    before: torch.Tensor
-    """(rows, rows) which of them are there, and not behind."""
     position: torch.Tensor
+    part: torch.Tensor
+    """The chunk of each row."""
+    there: torch.Tensor
+    """Whether later chunks see the row: it is no rejected draft."""
+    first_packed: int
+    """S: where packed tokens begin."""
+    boundary: torch.Tensor
+    """B of each row, for values."""
+    keys_boundary: torch.Tensor
+    packed_tokens: int
+
+    def before(self, some: slice) -> torch.Tensor:
+        """(some, rows) which rows of the life are there, and not behind."""
+        earlier = (self.part < self.part[some, None]) & self.there
+        return earlier | self._own(some)
+
+    def seen(self, some: slice) -> torch.Tensor:
+        """(some, sinks + rows + packed tokens)"""
+        raw = (self.position < self.first_packed) | (self.position >= self.keys_boundary[some, None])
+        raw &= (self.part < self.part[some, None]) & self.there
+        raw |= self._own(some)
+        packed = torch.arange(self.packed_tokens)
+        packed = (packed >= self.first_packed) & (packed < self.boundary[some, None])
+        return torch.cat([torch.ones(len(raw), len(self.sinks), dtype=torch.bool), raw, packed], dim=1)
+
+    @property
+    def windows_differ(self) -> bool:
+        return self.boundary is not self.keys_boundary
+
+    def between(self, some: slice) -> torch.Tensor:
+        """(some, packed tokens): those of the same units with only their keys read packed; none of equal windows."""
+        packed, boundary = torch.arange(self.packed_tokens), self.boundary[some, None]
+        return (packed >= self.first_packed) & (packed >= boundary) & (packed < self.keys_boundary[some, None])
+
+    def _own(self, some: slice) -> torch.Tensor:
+        return (self.part == self.part[some, None]) & (self.position <= self.position[some, None])
 
 
 class Plan:
@@ -112,28 +143,27 @@ class Plan:
         fits = self._pack_events(number, life, at)
 
         c, t, who, there = (torch.tensor(x) for x in (context, position, part_of, kept))
-        boundary, until = (((c - w) // p * p).clamp_min(life.start)[:, None] for w in (fmt.W, fmt.W_keys))
-        earlier, own = (who < who[:, None]) & there, (who == who[:, None]) & (t <= t[:, None])
-        raw = (earlier & ((t < fmt.S) | (t >= until))) | own
+        boundary = ((c - fmt.W) // p * p).clamp_min(life.start)
+        until = ((c - fmt.W_keys) // p * p).clamp_min(life.start) if fmt.W_keys < fmt.W else boundary
         index = self._unit_index[life]
-        packed = torch.arange(int(until.max()) if len(c) else 0)
+        packed = int(until.max()) if len(c) else 0
         sinks = [self._canonical[life.hit[0][0]][s] for s in range(min(fmt.S, life.start))] if life.hit else []
-        seen = torch.cat(
-            [torch.ones(len(c), len(sinks), dtype=torch.bool), raw, (packed >= fmt.S) & (packed < boundary)], dim=1
-        )
-        units = torch.tensor([index.get(u, -1) for u in range(len(packed) // p)], dtype=torch.long)
+        units = torch.tensor([index.get(u, -1) for u in range(packed // p)], dtype=torch.long)
         # units below the sinks' end may never have been needed
         if (units[fmt.S // p :] < 0).any():
             raise RuntimeError(f"{life.name}: a unit that was never packed would have been read")
         return Reads(
-            slice(first, first + len(c)),
-            torch.tensor(sinks, dtype=torch.long),
-            units.clamp_min(0),
-            seen,
-            (packed >= fmt.S) & (packed >= boundary) & (packed < until) if fmt.W_keys < fmt.W else None,
-            fits,
-            earlier | own,
-            t,
+            rows=slice(first, first + len(c)),
+            sinks=torch.tensor(sinks, dtype=torch.long),
+            units=units.clamp_min(0),
+            fits=fits,
+            position=t,
+            part=who,
+            there=there,
+            first_packed=fmt.S,
+            boundary=boundary,
+            keys_boundary=until,
+            packed_tokens=packed,
         )
 
     def _pack_events(self, number: int, life: Life, at: dict[int, int]) -> list[slice]:

@@ -7,20 +7,20 @@ only layer l - 1 of all rows. Each row attends to what `plan.py` says it sees, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from proof.oracle.attention import Mixer, attending
 from proof.oracle.kinds import Sight
 from proof.oracle.lives import Life
-from proof.oracle.plan import Plan
+from proof.oracle.plan import Plan, Reads
 from proof.oracle.reference import capped
 from proof.oracle.replay import NOISE, ReplayModel
 from vllm_kvq.formats import PageFormat
 
-PACK_UNITS = 512
-"""Units packed at once, to bound memory."""
+PACK_UNITS, SCORES = 512, 1 << 24
+"""Units packed at once, and scores of a head computed at once, to bound memory."""
 
 
 class Whole:
@@ -56,14 +56,17 @@ class Whole:
             return self._exact(owner, model.exact[owner], q, k, v, scale, cap, learned)
         out = torch.empty_like(q)
         for reads in self.plan.reads:
-            rows, seen = reads.rows, reads.seen
+            rows = reads.rows
             packed = [x[reads.units].transpose(1, 2).flatten(0, 1) for x in units]
             keys, values = (torch.cat([x[reads.sinks], x[rows], y]) for x, y in zip((k, v), packed, strict=True))
-            if reads.between is not None:
+            if reads.windows_differ:
                 keys = torch.cat([keys, packed[0]])
                 values = torch.cat([values, v[self.plan.unit_rows[reads.units]].flatten(0, 1)])
-                seen = torch.cat([seen, reads.between], 1)
-            out[rows] = _softmax(q[rows], keys, values, seen, scale, cap, learned)
+            for some in _in_turns(reads, len(keys)):
+                seen = reads.seen(some)
+                if reads.windows_differ:
+                    seen = torch.cat([seen, reads.between(some)], 1)
+                out[rows][some] = _softmax(q[rows][some], keys, values, seen, scale, cap, learned)
         return model.disturbed(out, model.kernel_error)
 
     def _exact(
@@ -80,14 +83,16 @@ class Whole:
         out = torch.empty_like(q)
         for life, reads in zip(self.plan.lives, self.plan.reads, strict=True):
             found, where = self.plan.found(life, layer)
-            wanted = sight.tokens(reads.position)
-            there = torch.cat([torch.ones(len(reads.position), len(found), dtype=torch.bool), reads.before], dim=1)
-            behind = reads.position[:, None] - torch.cat([where, reads.position])
-            seen = there & (behind < wanted[:, None])
-            if (seen.sum(1) != wanted).any():
-                raise RuntimeError(f"{life.name}: layer {layer} would have read tokens that vLLM keeps no longer")
             keys, values = (torch.cat([x[found], x[reads.rows]]) for x in (k, v))
-            out[reads.rows] = _softmax(q[reads.rows], keys, values, seen, scale, cap, learned)
+            for some in _in_turns(reads, len(keys)):
+                position, before = reads.position[some], reads.before(some)
+                wanted = sight.tokens(position)
+                there = torch.cat([torch.ones(len(position), len(found), dtype=torch.bool), before], dim=1)
+                behind = position[:, None] - torch.cat([where, reads.position])
+                seen = there & (behind < wanted[:, None])
+                if (seen.sum(1) != wanted).any():
+                    raise RuntimeError(f"{life.name}: layer {layer} would have read tokens that vLLM keeps no longer")
+                out[reads.rows][some] = _softmax(q[reads.rows][some], keys, values, seen, scale, cap, learned)
         return out
 
     def mix(self, layer: int, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
@@ -144,6 +149,12 @@ class Whole:
         with attending(self):
             out = self.model.network(**inputs, use_cache=False, logits_to_keep=rows)
         return out.logits[0]
+
+
+def _in_turns(reads: Reads, columns: int) -> Iterator[slice]:
+    """Rows whose scores are computed together."""
+    rows, step = len(reads.position), max(1, SCORES // max(1, columns))
+    return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
 
 
 def _softmax(

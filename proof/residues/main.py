@@ -10,20 +10,15 @@ Exits with 1 on a mismatch, after printing a case for `python -m proof fuzz --re
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from proof.fuzz.case import LLAMA, MODEL, Case
-from proof.fuzz.main import COLUMNS, default, row, table
+from proof.fuzz.listed import Judged, judge_listed
+from proof.fuzz.main import default
 from proof.residues import sweep
 from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.kernels.cpu.processor import processor_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,59 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     except ValueError as error:
         parser.error(f"--block-size {options.block_size}: {error}")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # engines that are done are killed, and multiprocessing warns of the semaphores that they leave behind
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    return sweep_all(cases, options)
-
-
-def sweep_all(cases: Sequence[Case], options: argparse.Namespace) -> int:
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from proof.fuzz.attempt import Runner
-    from proof.fuzz.session import Count
-    from vllm_kvq.bench.random_model import random_model
-    from vllm_kvq.kernels.cpu.library import library
-
-    library()  # compiles if the sources have changed: the engines' time limits do not allow for that
-    torch.set_num_threads(1)
-    disable_progress_bar()
-    counts = {name: Count() for name in options.formats}
-    findings: list[tuple[Case, list[str]]] = []
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvq-residues-") as folder:
-        model = str(random_model(Path(folder) / "model", **MODEL))
-
-        def judge(case: Case) -> None:
-            runner = Runner(model, case.setup)
-            try:
-                verdict = runner.judge(case.traces)
-            finally:
-                runner.close()
-            if verdict.mismatches:
-                findings.append((case, verdict.mismatches))
-            count = counts[case.setup.format]
-            count.traces += len(case.traces)
-            count.verdict.add(verdict)
-            count.models[LLAMA] = count.models.get(LLAMA, 0) + 1
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(judge, cases))
-    rows = {name: row(count) for name, count in counts.items()}
-    rows["total"] = {c: sum(r[c] for r in rows.values()) for c in COLUMNS}
-    minutes = (time.monotonic() - begun) / 60
-    print(table(rows), f"{minutes:.0f} minutes", sep="\n", flush=True)
+    found = judge_listed([(case.setup.format, case) for case in cases], options.jobs)
     if options.report:
-        options.report.write_text(page(options, minutes, table(rows)), encoding="utf-8")
-    for case, messages in findings[:1]:
-        print(f"\nMISMATCH: {'; '.join(messages[:3])}")
-        print("save the next line in a file and run it again with: python -m proof fuzz --replay FILE")
-        print(json.dumps(case.to_json()))
-    return int(bool(findings))
+        options.report.write_text(page(options, found), encoding="utf-8")
+    return found.say()
 
 
-def page(options: argparse.Namespace, minutes: float, found: str) -> str:
+def page(options: argparse.Namespace, found: Judged) -> str:
     command = f"python -m proof residues --formats {','.join(options.formats)}"
     command += "".join(
         f" --{name.replace('_', '-')} {getattr(options, name)}"
@@ -118,11 +67,11 @@ cold, and with a prefix hit behind each page; prompts whole, and cut into chunks
 tokens; answers pass the next page's border. Every token is judged: `lossless` must give plain vLLM's tokens, the others
 the reference's (docs/testing.md).
 
-{minutes:.0f} minutes on {processor_name()}, {options.jobs} {"engine" if options.jobs == 1 else "engines"} at a time.
+{found.how}
 
     {command}
 
-{chr(10).join("    " + line for line in found.splitlines())}
+{chr(10).join("    " + line for line in found.table.splitlines())}
 
 A *tie* is a token that the reference chooses as well once it is disturbed by what float32 rounds.
 """

@@ -214,7 +214,9 @@ def test_what_options_make_of_a_format_is_named(
     [
         (["--kv-cache-dtype", "squat2"], "name a model"),
         (["MODEL", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype is 'fp8'"),
-        (["MODEL", "--kv-cache-dtype", "squat2", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["MODEL", "--kv-cache-dtype", "squat2", "--no-such-flag"], "unknown argument --no-such-flag; vllm serve"),
+        (["MODEL", "--max-modle-len", "5"], "unknown argument --max-modle-len; did you mean --max-model-len?"),
+        (["MODEL", "--kv-cache-dtype", "kitty2"], "there is no folder MODEL, and no such model in the hub's cache"),
         (["MODEL", "--kv-cache-dtype", "squat3"], "there is no format 'squat3'; did you mean squat4?"),
     ],
 )

@@ -9,9 +9,6 @@ import torch
 from vllm_kvq.bench.checkpoint import SPECIAL_TOKENS, LlamaShape, save_checkpoint
 from vllm_kvq.bench.tokenizer import made_up_tokenizer
 
-# Standard deviation of an attention score before softmax. At 1, attention is an average of everything and
-# cached keys hardly matter; far above 1, one key dominates and the values of the others don't matter.
-_SCORE_STD = 2.0
 # Weight of attention's contribution to the residual stream, relative to the token's own embedding (1.0).
 _ATTENTION_GAIN = 2.0
 _MLP_GAIN = 1.0
@@ -31,8 +28,13 @@ def random_model(
     logit_scale: float = 30.0,
     intermediate: int | None = None,
     max_position: int = 4096,
+    score_std: float = 2.0,
 ) -> Path:
     """Write a random Llama and its tokenizer into `out_dir` and return that path.
+
+    `score_std`: standard deviation of an attention score before softmax. At 1, attention is an average of everything
+    and cached keys hardly matter; far above 1, one key dominates and the values of the others don't matter. About
+    n / exp(score_std^2) of n tokens are read.
 
     logits ~ N(0, logit_scale^2): the two largest of 512 then lie `logit_scale / 3.5` apart on average and
     within 1e-2 of each other once in about 800 tokens at the default scale. The special tokens' logits are
@@ -53,7 +55,8 @@ def random_model(
     weights = {}
     for name, size in shape.parameters():
         norm = len(size) == 1
-        weights[name] = torch.ones(size) if norm else _std(name, size) * torch.randn(size, generator=generator)
+        std = 1.0 if norm else _std(name, size, score_std)
+        weights[name] = torch.ones(size) if norm else std * torch.randn(size, generator=generator)
     weights["lm_head.weight"] *= logit_scale
     weights["lm_head.weight"][: len(SPECIAL_TOKENS)] = 0
     path = Path(out_dir)
@@ -61,13 +64,13 @@ def random_model(
     return path
 
 
-def _std(name: str, size: tuple[int, ...]) -> float:
+def _std(name: str, size: tuple[int, ...], score_std: float) -> float:
     """Unit variance out for unit variance in (1/sqrt(fan in)), times this tensor's gain."""
     if name.endswith("embed_tokens.weight"):
         return 1.0
     gain = 1.0
     if name.endswith(("q_proj.weight", "k_proj.weight")):
-        gain = _SCORE_STD**0.5
+        gain = score_std**0.5
     elif name.endswith("o_proj.weight"):
         gain = _ATTENTION_GAIN
     elif name.endswith("down_proj.weight"):

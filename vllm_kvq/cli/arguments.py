@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 CHANNELS = "channels per head"
-FORMATS = "formats, with options as in squat2:r=8,W=64, or all"
+FORMATS = "formats, with options as in kitty2:S=8,W=64, or all"
 
 
 def add_formats(p: argparse.ArgumentParser, default: str | None, why_ours: str | None = None) -> None:

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "fitted to yours, and written where servers look. --bits, --context and --seed do not go with it.",
         (
             "MODEL --bits 4",
-            "MODEL --bits 3.5 --formats squat2,squat2:r=8 --out configs",
+            "MODEL --bits 3.5 --formats kitty2,kitty2:S=8 --out configs",
             "MODEL --text chats.txt --text code.py",
         ),
         "nothing could be measured or written, or nothing is small enough",

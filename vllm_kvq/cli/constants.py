@@ -101,10 +101,11 @@ def folder_of(model: str) -> Path:
 
 
 def _model_problem(model: str) -> str | None:
+    from vllm_kvq.integration.preview.hub import hub_problem
+
     folder = folder_of(model)
     if not folder.is_dir():
-        is_path = model.startswith((".", "/", "~")) or folder.exists()
-        return f"there is no folder {model}; name a checkpoint's folder, or a model" if is_path else None
+        return hub_problem(model)
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -77,6 +77,10 @@ def _folder(name: str) -> Path:
         return demo_model()
     if (folder := Path(name)).is_dir():
         return folder
+    from vllm_kvq.integration.preview.hub import hub_problem
+
+    if problem := hub_problem(name):
+        raise ValueError(problem)
     import huggingface_hub
 
     try:

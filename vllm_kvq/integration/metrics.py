@@ -39,7 +39,7 @@ class Metric:
     name: str
     help: str
     counts: bool = False
-    """Whether it only ever grows; the values of all processes are then added up. For a gauge, the newest value counts."""
+    """Whether it only ever grows: processes' values are then added up. For a gauge, the newest value counts."""
 
     def __post_init__(self) -> None:
         if self.counts and self.name.endswith("_total"):

@@ -32,8 +32,8 @@ struct Lanes8 {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
   }
 
-  // A plane of single bits with `stride` words: the words of channels c, c + 1, ... at p, and the number of each one's bit
-  // in its bytes.
+  // Of a plane of single bits with `stride` words: the words of channels c, c + 1, ... at p, and the number of each one's
+  // bit in its bytes.
   KVQ_INLINE static Ints load_plane(const uint8_t* p, int64_t) { return load_bytes(p); }
   KVQ_INLINE static Ints planes(int64_t c, int64_t stride) { return all32(int(c / stride)); }
 

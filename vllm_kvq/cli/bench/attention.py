@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         "vllm-kvq bench attention",
         "Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.\n"
         "Takes minutes with several formats or long contexts.",
-        ("", "--formats all --context 1024,32768 --threads 2", "--formats kitty2,squat2 --no-baseline --json"),
+        ("", "--formats all --context 1024,32768 --threads 2", "--formats klt3,kitty2 --no-baseline --json"),
         "there are no C++ kernels here to measure",
     )
     add_formats(p, recommended(), OWN)

@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
         "vllm-kvq bench decode",
         "Decoding speed of the whole engine: tokens per second of each format against the plain bf16 cache.\n"
         "Takes minutes: engines start, and each round decodes.",
-        ("demo", "MODEL --formats kitty2,qjl3 --min-ratio 1 --json"),
+        ("demo", "MODEL --formats klt3,kitty2 --min-ratio 1 --json"),
         "a format decodes slower than --min-ratio",
     )
     p.add_argument("model", metavar="MODEL", help=CHECKPOINT)

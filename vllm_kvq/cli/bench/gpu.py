@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "Decode times of the Triton and CUDA kernels on a GPU, against attention over bf16 and fp8 and against the\n"
         "copy bandwidth: 32 query heads on 8 KV heads of 128 channels. Needs PyTorch and Triton, but not vLLM.\n"
         "Takes minutes, about as many as --seconds allows.",
-        ("--out docs/results", "--formats squat2,kitty2 --context 65536 --batch 1,8", "--dry-run"),
+        ("--out docs/results", "--formats klt3,kitty2 --context 65536 --batch 1,8", "--dry-run"),
         "there is no GPU here",
     )
     add_formats(p, ALL, OWN)

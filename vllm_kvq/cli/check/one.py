@@ -9,6 +9,7 @@ from typing import Any
 from vllm_kvq import console
 from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.cli.logs import be_quiet, let_kernels_log
+from vllm_kvq.formats.budgets import RECOMMENDED
 from vllm_kvq.integration.preview.dry_start import NoFormat, WouldNotStart, WrongUsage, dry_start
 
 
@@ -19,9 +20,9 @@ def parser() -> console.Parser:
         "Would `vllm serve` with the same arguments start here? Takes every flag of vllm serve; loads no weights.",
         (
             "MODEL",
-            "MODEL --kv-cache-dtype squat2",
-            "MODEL --kv-cache-dtype qjl3 --max-model-len 8192 --json",
-            'MODEL --kv-cache-dtype squat2 \\\n      --additional-config \'{"kvq": {"r": 8}}\'',
+            f"MODEL --kv-cache-dtype {RECOMMENDED}",
+            "MODEL --kv-cache-dtype kitty2 --max-model-len 8192 --json",
+            'MODEL --kv-cache-dtype kitty2 \\\n      --additional-config \'{"kvq": {"W": 64}}\'',
         ),
         "it would not start; the sentence says why",
     )

@@ -6,18 +6,33 @@ import difflib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_kvq.formats.budgets import BUDGETS
-from vllm_kvq.formats.table import FORMATS, VLLM_DTYPES, public_formats
+from vllm_kvq.formats.table import DEFAULT_N, FORMATS, VLLM_DTYPES, public_formats
 from vllm_kvq.integration.plan.memory import SPACE
+from vllm_kvq.integration.plan.options import misspelled
+from vllm_kvq.integration.preview.hub import name_problem
+
+SIZE = re.compile(r"\s*\d+(\.\d+[kmgt]|[kKmMgGtT])?\s*")
+"""Bytes, as vLLM reads them: K is 1024, and only k takes a fraction."""
+OURS = ("--kv-cache-dtype", "--additional-config", "--max-model-len", "--block-size", "--kv-cache-memory-bytes")
+"""Flags that take one word, and are often given."""
 
 
 def words_problem(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str | None:
     """A sentence that names the argument and the way out."""
-    checks = (_config(words), _dtype(words), _options(words), _memory(words, environment), _model(words))
+    checks = (
+        _config(words),
+        _dtype(words),
+        _options(words),
+        _memory(words, environment),
+        _block_size(words),
+        _model(words),
+    )
     return next(filter(None, checks), None)
 
 
@@ -70,6 +85,8 @@ def _options(words: Sequence[str]) -> str | None:
             return f"""--additional-config is not JSON ({error}); write it as in '{{"kvq": {{"W": 64}}}}'"""
         if not isinstance(found, dict):
             return f"""--additional-config is {text}; it takes an object, as in '{{"kvq": {{"W": 64}}}}'"""
+        if problem := misspelled(found, not {*values(words, "--kv-cache-dtype")} & {*VLLM_DTYPES}):
+            return str(problem)
     return None
 
 
@@ -87,21 +104,25 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _memory(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    if "" in values(words, "--kv-cache-memory-bytes"):
-        return "--kv-cache-memory-bytes is empty; write it as in --kv-cache-memory-bytes 4G"
+    for text in values(words, "--kv-cache-memory-bytes"):
+        if not SIZE.fullmatch(text):
+            return f"--kv-cache-memory-bytes is {text or 'empty'}; write it as in --kv-cache-memory-bytes 4G"
     space = environment.get(SPACE)
     if space and not space.isdigit():
         return f"{SPACE} is {space!r}; it takes whole GiB, as in {SPACE}=4"
     return None
 
 
-def _model(words: Sequence[str]) -> str | None:
-    """Only what can be no name of a model: a path that does not exist, and a file."""
-    named = [*values(words, "--model"), *([] if words[:1] == [] or words[0].startswith("-") else words[:1])]
-    for name in named:
-        path = Path(name)
-        if path.is_file():
-            return f"{name} is a file; name the folder that holds the checkpoint's config.json"
-        if name.startswith(("/", "./", "../", "~")) and not path.expanduser().exists():
-            return f"there is no folder {name}"
+def _block_size(words: Sequence[str]) -> str | None:
+    for text in values(words, "--block-size"):
+        if not text.isdecimal() or not int(text):
+            return f"--block-size is {text}; it takes the tokens of a page, as in --block-size {DEFAULT_N}"
     return None
+
+
+def _model(words: Sequence[str]) -> str | None:
+    if not words or (words[0] in OURS and len(words) == 2):
+        return "name a model: a checkpoint folder, or a name on the model hub"
+    first = [] if words[0].startswith("-") else [words[0]]
+    named = [*first, *values(words, "--model"), *values(words, "--tokenizer")]
+    return next(filter(None, map(name_problem, named)), None)

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         PROG,
         "The same prompts continued with each format, greedily, as text: what a table's percentages look like.\n"
         "Takes minutes: an engine starts for each format.",
-        ("demo", "MODEL --formats squat2 --tasks needles --context 4096"),
+        ("demo", "MODEL --formats kitty2 --tasks needles --context 4096"),
         "an engine did not start",
     )
     add_model(p)

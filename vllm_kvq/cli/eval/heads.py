@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "Errors of single KV heads on one text: queries, keys and values are captured from vLLM with a 16-bit cache, "
         f"and\nthe queries of the last {READERS} tokens read what a format would have stored of the earlier tokens.\n"
         "Takes minutes with many formats or a large model.",
-        ("MODEL --formats squat2,squat2:r=8", "MODEL --context 2048 --out results --measure output"),
+        ("MODEL --formats kitty2,kitty2:S=0", "MODEL --context 2048 --out results --measure output"),
         "nothing could be measured",
     )
     add_model(p)

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         "their\ntests are run, each in a child process without network and with limits. Needs the extra `humaneval`.\n"
         "Takes minutes to hours: try --limit 8 first. Answers are kept, so that a stopped run goes on.",
         (
-            "MODEL --formats squat2,kitty2",
+            "MODEL --formats klt3,kitty2",
             "MODEL --formats kitty2 --context 4096 --out results",
             "MODEL --formats kitty2 --limit 8",
         ),

@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
         (
             "demo --quick",
             "MODEL --tasks recall,needle --context 1024,4096",
-            "MODEL --formats squat2:r=8,W=64,kivi2 --out results",
-            "MODEL --formats squat2 --lm-eval gsm8k --context 4096",
+            "MODEL --formats kitty2:S=8,W=64,kivi2 --out results",
+            "MODEL --formats kitty2 --lm-eval gsm8k --context 4096",
         ),
         "no format could be evaluated",
     )

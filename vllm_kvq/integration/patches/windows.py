@@ -1,8 +1,8 @@
 """Layers with a sliding window or chunked local attention (Llama 4) keep 16 bits, in pages of fewer tokens than packed
 layers have.
 
-A page of theirs takes as much memory as those of several packed layers. If it held as many tokens as a packed page, only
-a few would fit into a block of the pool, each in a group of its own, and the rest of the block would be wasted
+A page of theirs takes as much memory as those of several packed layers. If it held as many tokens as a packed page,
+only a few would fit into a block of the pool, each in a group of its own, and the rest of the block would be wasted
 (`Served.window_block`).
 
 A token of a layer with chunks sees its own chunk up to itself, which a window of a chunk's length always holds, so vLLM

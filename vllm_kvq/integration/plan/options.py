@@ -83,17 +83,24 @@ def unread_options(vllm_config: VllmConfig) -> Problem | None:
     extra, dtype = vllm_config.additional_config, vllm_config.cache_config.cache_dtype
     if not isinstance(extra, Mapping):
         return None
-    for key in extra:
-        if key != "kvq" and _letters(key) in ("kvq", "vllmkvq"):
-            return Problem(f"additional config {key!r} is not read", "the options stand in 'kvq', in small letters")
-        if dtype in FORMATS and "kvq" not in extra and _like_kvq(key):
-            return Problem(f"additional config {key!r} is not read", "did you mean 'kvq'?")
+    if problem := misspelled(extra, dtype in FORMATS):
+        return problem
     if dtype not in FORMATS:
         return _without_format(dtype) if "kvq" in extra else None
     for key, value in extra.items():
         if key in readers():
             right = json.dumps({"kvq": {key: value}})
             return Problem(f"kvq option {key!r} stands outside of 'kvq'", f"write --additional-config '{right}'")
+    return None
+
+
+def misspelled(extra: Mapping[str, Any], ours: bool) -> Problem | None:
+    """A key that was meant to be "kvq". One that is only like it may be another plugin's, unless a format is `ours`."""
+    for key in extra:
+        if key != "kvq" and _letters(key) in ("kvq", "vllmkvq"):
+            return Problem(f"additional config {key!r} is not read", "the options stand in 'kvq', in small letters")
+        if ours and "kvq" not in extra and _like_kvq(key):
+            return Problem(f"additional config {key!r} is not read", "did you mean 'kvq'?")
     return None
 
 

@@ -6,6 +6,8 @@ vLLM's own parser and configuration, and so the product's own refusals, which st
 from __future__ import annotations
 
 import argparse
+import difflib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.integration import compat
 from vllm_kvq.integration.patches import registry
+from vllm_kvq.integration.preview.hub import hub_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,15 +75,22 @@ def serve_parser() -> tuple[argparse.ArgumentParser, Any]:
     parser = FlexibleArgumentParser(prog="vllm-kvq check")
     (serve,) = cmd_init()
     serve_arguments = serve.subparser_init(parser.add_subparsers(dest="subparser"))
+    flags = list(serve_arguments._option_string_actions)
     for made in (parser, serve_arguments):
-        made.error = _wrong  # type: ignore[method-assign]
+        made.error = functools.partial(_wrong, flags)  # type: ignore[method-assign]
     serve_arguments.prog, serve_arguments.usage = "vllm-kvq check", "vllm-kvq check MODEL --kv-cache-dtype F ..."
     return parser, serve
 
 
-def _wrong(message: str) -> NoReturn:
-    """In place of vLLM's own `error`, which prints and exits."""
-    raise WrongUsage(message)
+def _wrong(flags: Sequence[str], message: str) -> NoReturn:
+    """In place of vLLM's own `error`, which prints and exits, and which does not say what flag may have been meant."""
+    what, _, words = message.partition(": ")
+    if what != "unrecognized arguments":
+        raise WrongUsage(message)
+    word = words.split()[0].partition("=")[0]
+    close = difflib.get_close_matches(word, flags, n=1)
+    meant = f"did you mean {close[0]}?" if close else "vllm serve --help=all lists them"
+    raise WrongUsage(f"unknown argument {word}; {meant}")
 
 
 def dry_start(arguments: Sequence[str]) -> DryStart:
@@ -102,11 +112,13 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
         args.model = args.model_tag
     elif not any(word == "--model" or word.startswith("--model=") for word in arguments) and args.config is None:
         raise WrongUsage("name a model")
-    if args.kv_cache_dtype == "auto":
-        raise NoFormat("--kv-cache-dtype is not given")
-    budget = BUDGETS.get(args.kv_cache_dtype)
-    if budget is None and args.kv_cache_dtype not in FORMATS:
+    budget, none = BUDGETS.get(args.kv_cache_dtype), args.kv_cache_dtype == "auto"
+    if not none and budget is None and args.kv_cache_dtype not in FORMATS:
         raise WrongUsage(f"--kv-cache-dtype is {args.kv_cache_dtype!r}, which is none of this plugin's formats")
+    if problem := next(filter(None, map(hub_problem, filter(None, (args.model, args.tokenizer)))), None):
+        raise WrongUsage(problem)
+    if none:
+        raise NoFormat("--kv-cache-dtype is not given")
     try:
         serve.validate(args)
         made = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -114,7 +126,7 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
             raise WouldNotStart(problem)
         return DryStart(made, plan(made), None if budget is None else choose(made, budget))
     except Exception as error:
-        # whatever it is, it would end the server
+        # whatever it is, the server would exit with it
         raise WouldNotStart(sentence_of(error)) from error
 
 

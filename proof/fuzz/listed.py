@@ -1,0 +1,92 @@
+"""Cases that are listed beforehand, judged one engine each: the sweeps that are not drawn by chance."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from proof.fuzz.case import LLAMA, Case
+from proof.fuzz.main import COLUMNS, row, table
+from proof.fuzz.session import Count
+from vllm_kvq.kernels.cpu.processor import processor_name
+
+
+@dataclass(frozen=True)
+class Judged:
+    rows: Mapping[str, Mapping[str, int]]
+    """By label, and "total"."""
+    minutes: float
+    jobs: int
+    findings: Sequence[tuple[Case, Sequence[str]]]
+
+    @property
+    def how(self) -> str:
+        engines = "engine" if self.jobs == 1 else "engines"
+        return f"{self.minutes:.0f} minutes on {processor_name()}, {self.jobs} {engines} at a time."
+
+    @property
+    def table(self) -> str:
+        return table(self.rows)
+
+    def say(self) -> int:
+        """Prints it; the exit status."""
+        print(self.table, f"{self.minutes:.0f} minutes", sep="\n", flush=True)
+        for case, messages in self.findings[:1]:
+            print(f"\nMISMATCH: {'; '.join(messages[:3])}")
+            print("save the next line in a file and run it again with: python -m proof fuzz --replay FILE")
+            print(json.dumps(case.to_json()))
+        return int(bool(self.findings))
+
+
+def judge_listed(cases: Sequence[tuple[str, Case]], jobs: int) -> Judged:
+    """Each with a label, of which the table has a row; `jobs` at a time."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # engines that are done are killed, and multiprocessing warns of the semaphores that they leave behind
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from proof.fuzz.attempt import Runner
+    from vllm_kvq.bench.random_model import random_model
+    from vllm_kvq.kernels.cpu.library import library
+
+    library()  # compiles if the sources have changed: the engines' time limits do not allow for that
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    counts = {label: Count() for label, _ in cases}
+    findings: list[tuple[Case, Sequence[str]]] = []
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvq-listed-") as folder:
+        # one for each kind of Llama: they are written before engines start side by side
+        models = {
+            str(sorted(case.setup.llama.items())): random_model(
+                Path(folder) / f"model{case.setup.max_len}", **case.setup.llama
+            )
+            for _, case in cases
+        }
+
+        def judge(labelled: tuple[str, Case]) -> None:
+            label, case = labelled
+            runner = Runner(str(models[str(sorted(case.setup.llama.items()))]), case.setup)
+            try:
+                verdict = runner.judge(case.traces)
+            finally:
+                runner.close()
+            if verdict.mismatches:
+                findings.append((case, verdict.mismatches))
+            count = counts[label]
+            count.traces += len(case.traces)
+            count.verdict.add(verdict)
+            count.models[LLAMA] = count.models.get(LLAMA, 0) + 1
+
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(judge, cases))
+    rows = {label: row(count) for label, count in counts.items()}
+    rows["total"] = {c: sum(r[c] for r in rows.values()) for c in COLUMNS}
+    return Judged(rows, (time.monotonic() - begun) / 60, jobs, findings)
