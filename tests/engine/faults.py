@@ -72,3 +72,19 @@ def one_residue(engine: Any) -> None:
                     tensors[4][int(batch.query_start[i + 1]) - 1] = 0
 
         layer.run = wrong
+
+
+LOST = 20
+
+
+def one_page_lost(engine: Any) -> None:
+    """From the 21st page of a request on, the block table is one page behind: page 20 is written over."""
+    for layer in packed_layers(engine):
+        run = layer.run
+
+        def wrong(batch: Any, *tensors: Any, run: Any = run) -> None:
+            table = batch.table.clone()
+            table[:, LOST:] = batch.table[:, LOST - 1 : -1]
+            run(replace(batch, table=table), *tensors)
+
+        layer.run = wrong
