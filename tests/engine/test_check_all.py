@@ -34,7 +34,11 @@ def test_each_format_is_what_check_says_of_it(model: Path, capsys: pytest.Captur
     status, found = survey(model, capsys)
     names = [one["format"] for one in found]
     assert status == 0
-    assert names[: len(suite("usual"))] == list(suite("usual"))
+    recommended = BUDGETS[RECOMMENDED].formats[0]
+    assert (
+        names[: 1 + len(suite("usual"))]
+        == [recommended, *suite("usual")]
+    )
     assert sorted(names) == sorted(suite("public"))
     one = next(one for one in found if one["format"] == "polar4")
     arguments = ["check", str(model), "--max-model-len", "1024", "--kv-cache-dtype", "polar4", "--json"]
@@ -70,8 +74,8 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nbudgets      kvq4 is klt4, kvq3 is klt3, kvq2 is klt2\n" in said
     assert f"switch on    vllm serve {model} --kv-cache-dtype {RECOMMENDED}\n" in said
     assert line.split()[5] == known_speed(first)
-    assert "KL: on SmolLM2-135M at 1,024 tokens (head size 64, no large key biases); fp8 has" in said
-    table = said[said.index("\nformat ") : said.index("\nKL: ")]
+    assert "KL: nats per token, on SmolLM2-135M at 1,024 tokens (head size 64, no large key biases); fp8 has" in said
+    table = said[said.index("\nformat ") : said.index("\nbits: ")]
     assert max(map(len, table.splitlines())) <= 80
 
 

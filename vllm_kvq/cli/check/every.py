@@ -16,6 +16,8 @@ HEAD = ("format", "bits", "tokens", "x bf16", "KL", "speed", "kernels")
 
 def main(arguments: Sequence[str], as_json: bool) -> int:
     found = survey(arguments)
+    recommended = budgets(found).get(RECOMMENDED)
+    found.sort(key=lambda one: one["format"] != recommended)
     if as_json:
         console.show_json({"formats": found, "budgets": budgets(found)})
     else:
@@ -107,7 +109,10 @@ def row(one: dict[str, Any]) -> tuple[str, ...]:
 def notes(served: Sequence[dict[str, Any]]) -> list[str]:
     """Where the losses and the speeds come from, and the warnings of each format."""
     where = next((one["loss"]["where"] for one in served if one["loss"]), None)
-    said = [f"KL: on {where}" if where else "KL: nothing like this model is measured"]
+    said = [
+        "bits: of packed pages; the tokens that fit are counted with everything that a request holds",
+        f"KL: nats per token, on {where}" if where else "KL: nothing like this model is measured",
+    ]
     fast = next((one["speed"]["where"] for one in served if one["speed"]), None)
     said.append(
         f"speed: times bf16's, of attention in a decode step, whose other parts stay as they are; on {fast}"
