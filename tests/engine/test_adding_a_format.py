@@ -16,6 +16,7 @@ from test_http import complete
 
 from proof.demo.capacity import parse_capacity
 from vllm_kvq.bench.server import Server
+from vllm_kvq.eval import peers
 
 pytestmark = pytest.mark.engine
 PAGE = "docs/adding-a-format.md"
@@ -26,6 +27,7 @@ SAID = {
     "python -c": r"tensor\(",
     "python -m proof fuzz": r"int4_hadamard +\d+ +\d+ .* 0\n",
     "vllm-kvq eval error": r"int4_hadamard +5\.00",
+    "vllm-kvq eval demo": r"int4_hadamard +5\.06 ",
     "vllm-kvq bench attention": r"int4_hadamard has no C\+\+ kernels .*: the PyTorch kernels are timed",
 }
 """What each command must print, in addition to succeeding."""
@@ -49,6 +51,11 @@ def test_excerpts() -> None:
     said = re.search(r"a package of (\d+) lines", DOC)
     assert said
     assert int(said[1]) == len((code + project).splitlines()) < 150
+
+
+def test_the_peers_are_listed() -> None:
+    (listed,) = re.findall(r"other projects' methods, as they ship: (.*?)\.\n", DOC, flags=re.S)
+    assert re.findall(r"`(\w+)`", listed) == [peer.name for peer in peers.FORMATS]
 
 
 @pytest.mark.wide

@@ -35,10 +35,7 @@ def test_each_format_is_what_check_says_of_it(model: Path, capsys: pytest.Captur
     names = [one["format"] for one in found]
     assert status == 0
     recommended = BUDGETS[RECOMMENDED].formats[0]
-    assert (
-        names[: 1 + len(suite("usual"))]
-        == [recommended, *suite("usual")]
-    )
+    assert names[: 1 + len(suite("usual"))] == [recommended, *suite("usual")]
     assert sorted(names) == sorted(suite("public"))
     one = next(one for one in found if one["format"] == "polar4")
     arguments = ["check", str(model), "--max-model-len", "1024", "--kv-cache-dtype", "polar4", "--json"]
