@@ -250,4 +250,32 @@ FAULTS: tuple[Fault, ...] = (
         PLAIN,
         slow=True,
     ),
+    Fault(
+        "a model that is no folder is looked up for a minute where no hub answers",
+        "vllm_kvq/integration/preview/dry_start.py",
+        "if problem := next(filter(None, map(hub_problem, filter(None, (args.model, args.tokenizer)))), None):",
+        "if problem := None:",
+        "tests/engine/test_check.py -k wrong_usage",
+    ),
+    Fault(
+        "a hub that only a proxy reaches does not answer",
+        "vllm_kvq/integration/preview/hub.py",
+        " or urllib.request.getproxies()",
+        "",
+        "tests/test_bad_input.py -k hub",
+    ),
+    Fault(
+        "an unknown flag is not compared with those of vllm serve",
+        "vllm_kvq/integration/preview/dry_start.py",
+        "difflib.get_close_matches(word, flags, n=1)",
+        "[]",
+        "tests/engine/test_check.py -k wrong_usage",
+    ),
+    Fault(
+        "the recommended format is somewhere in the table",
+        "vllm_kvq/cli/check/every.py",
+        'one["format"] != recommended',
+        'one["format"] == ""',
+        "tests/engine/test_check_all.py -k each_format",
+    ),
 )
