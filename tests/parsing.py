@@ -73,15 +73,20 @@ def without(words: Sequence[str], *flags: str) -> list[str]:
 
 def refused(run: Callable[[], Any], vllms_too: bool = False) -> str | None:
     """`vllms_too`: what its parser leaves is for vLLM's."""
-    said = io.StringIO()
+    said, answer = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(ROOT):
-            with only_parsers():
-                run()
+        with (
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(answer),
+            contextlib.chdir(ROOT),
+            only_parsers(),
+        ):
+            run()
     except Read as read:
-        if read.rest and vllms_too:
-            return refused(lambda: parse_serve(["vllm", "serve", "MODEL", *read.rest]))
-        return f"unknown: {' '.join(read.rest)}" if read.rest else None
+        rest = read.rest
+        if rest and vllms_too:
+            return refused(lambda: parse_serve(["vllm", "serve", "MODEL", *rest]))
+        return f"unknown: {' '.join(rest)}" if rest else None
     except SystemExit as stopped:
         return None if stopped.code == 0 else said.getvalue().strip().splitlines()[-1]
     return None if not said.getvalue() else said.getvalue().strip()

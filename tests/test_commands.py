@@ -59,7 +59,7 @@ def misread(page: str, folder: Path) -> list[str]:
         (run,) = shell.runs([pages.Command(page, 0, span, span)], folder)
         told.append((f"{page}: {span}", run.words))
     found = []
-    for where, words in told:
+    for where, words in dict.fromkeys(told):
         for old, new in STAND_INS.items():
             words = tuple(re.sub(old, new, word) for word in words)
         if (said := parsing.problem(words)) is not None:

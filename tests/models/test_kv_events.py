@@ -40,8 +40,9 @@ def events_of(lab: Lab, dtype: str, todo: list[tuple[int, ...]], model: str = "L
 
 def test_a_router_hears_of_each_packed_page_once(lab: Lab) -> None:
     (prompt,) = prompts(1)
-    plain, packed = (stored(events_of(lab, dtype, [prompt])) for dtype in ("auto", "kitty2"))
+    plain, packed = (events_of(lab, dtype, [prompt]) for dtype in ("auto", "kitty2"))
     for events in (plain, packed):
+        assert events == stored(events)
         hashes = [block for event in events for block in event.block_hashes]
         assert len(hashes) == len({*hashes}) == PAGES
         assert {event.block_size for event in events} == {N}
@@ -79,7 +80,8 @@ def test_a_router_hears_of_evicted_pages(lab: Lab) -> None:
 def test_a_router_hears_of_windows_as_other_groups(lab: Lab) -> None:
     """Packed pages are one group; what layers with windows keep are others, as in plain vLLM."""
     (prompt,) = prompts(1)
-    events = stored(events_of(lab, "kitty2", [prompt], "Gemma-3"))
+    events = events_of(lab, "kitty2", [prompt], "Gemma-3")
+    assert events == stored(events)
     packed = [event for event in events if event.group_idx == PACKED_GROUP]
     assert [block for event in packed for block in event.block_hashes] == vllms_hashes(prompt, N)
     assert {(event.block_size, event.kv_cache_spec_kind) for event in packed} == {(N, "full_attention")}
