@@ -160,7 +160,7 @@ def described(chart: Chart, clones: Path) -> dict[str, Any]:
     clone, text = clones / chart.repository.rpartition("/")[2], (EXAMPLES / f"{chart.name}.yaml").read_text("utf-8")
     values = yaml.safe_load(text)
     commit = subprocess.run(["git", "-C", str(clone), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    made = {"repository": chart.repository, "commit": commit.stdout.strip(), "file": chart.schema}
+    made: dict[str, Any] = {"repository": chart.repository, "commit": commit.stdout.strip(), "file": chart.schema}
     made["licence"] = "Apache-2.0"
     schema = schema_of(clone / chart.schema)
     made["schema"] = reduced(schema, [values])

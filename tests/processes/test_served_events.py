@@ -1,10 +1,7 @@
-"""One real server, `vllm serve` with two ranks and pages of the default size: what a router hears of it, and what
-`vllm-kvq plan` says of it beforehand."""
+"""What a router hears of a real server, `vllm serve` with pages of the default size."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import random
 import re
@@ -17,37 +14,26 @@ import events
 import pytest
 import zmq
 
-from proof.demo.capacity import parse_capacity
-from vllm_kvq import cli
 from vllm_kvq.bench.server import Server, free_port
 from vllm_kvq.formats.table import suite
 
 pytestmark = pytest.mark.engine
-FORMAT, RANKS, CACHE, MOST = suite("usual")[0], 2, 1, 1024
+FORMAT, MOST = suite("usual")[0], 1024
 Heard = tuple[Server, "zmq.Socket[bytes]"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def heard(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
     """The server, and what listens to its events from before its first request on."""
     port = free_port("127.0.0.1")
     published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
     arguments = ["--kv-cache-dtype", FORMAT, "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", str(MOST)]
-    arguments += [
-        "--tensor-parallel-size",
-        str(RANKS),
-        "--served-model-name",
-        "tiny",
-        "--kv-events-config",
-        json.dumps(published),
-    ]
+    arguments += ["--served-model-name", "tiny", "--kv-events-config", json.dumps(published)]
     log = tmp_path_factory.mktemp("server") / "log"
-    with pytest.MonkeyPatch.context() as patch, events.subscribed(port) as socket:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", str(CACHE))
-        with Server(str(model), arguments, "127.0.0.1", free_port("127.0.0.1"), log) as server:
-            server.wait_until_healthy(480)
-            yield server, socket
+    server = Server(str(model), arguments, "127.0.0.1", free_port("127.0.0.1"), log)
+    with events.subscribed(port) as socket, server:
+        server.wait_until_healthy(480)
+        yield server, socket
 
 
 def metrics(server: Server, name: str) -> dict[str, str]:
@@ -67,7 +53,7 @@ def complete(server: Server, prompt: list[int]) -> None:
 
 
 def test_a_router_of_a_real_server_hears_of_each_packed_page_once(heard: Heard) -> None:
-    """From one of two ranks' pages, once, under vLLM's own hashes; the block size is what a router can read."""
+    """Under vLLM's own hashes, in blocks of the size that a router can read on /metrics."""
     server, socket = heard
     size = int(metrics(server, "vllm:kvq_info")["block_size"])
     assert f" N={size} " in server.read_log()
@@ -84,17 +70,3 @@ def test_a_router_of_a_real_server_hears_of_each_packed_page_once(heard: Heard) 
     complete(server, prompt)
     again: list[Any] = events.heard(socket, 0)
     assert [page for event in again for page in event.block_hashes] == pages[-1:]
-
-
-def test_the_plan_of_two_ranks_is_what_the_server_has(heard: Heard, model: Path) -> None:
-    """The tokens of the start-up line and of vLLM's own, from config.json and the bytes of one rank."""
-    server, _ = heard
-    flags = ["--tp", str(RANKS), "--cache-bytes", f"{CACHE}G", "--context", str(MOST), "--formats", FORMAT, "--json"]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert cli.main(["plan", str(model), *flags]) == 0
-    (row,) = [row for row in json.loads(printed.getvalue())["caches"] if row["name"] == FORMAT]
-    said = parse_capacity(server.read_log())
-    assert said is not None
-    assert said.tokens == row["tokens"]
-    counted = re.findall(r"KV cache size: ([\d,]+) tokens", server.read_log())
-    assert {int(number.replace(",", "")) for number in counted} == {row["tokens"]}
