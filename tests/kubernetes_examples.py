@@ -1,10 +1,10 @@
-"""examples/kubernetes, read as a cluster would: the server's command line, the pod, and the fields that are set."""
+"""examples/kubernetes, read as a cluster would: the server's command line and the pod."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "kubernetes"
+CHARTS = ROOT / "tests" / "charts"
 Object = dict[str, Any]
 
 
@@ -48,67 +49,21 @@ def deployment() -> Example:
     return Example([*entry_point(), *pod["containers"][0]["args"]], pod)
 
 
-FLAGS = {
-    "enablePrefixCaching": "enable-prefix-caching",
-    "enableChunkedPrefill": "enable-chunked-prefill",
-    "maxModelLen": "max-model-len",
-    "tensorParallelSize": "tensor-parallel-size",
-}
-"""The chart's vllmConfig as flags of `vllm serve`."""
+def chart(name: str) -> Object:
+    """What scripts/charts.py keeps of the chart that takes this file, and of what Helm makes of it."""
+    return yaml.safe_load((CHARTS / name).read_text(encoding="utf-8"))
 
 
-def production_stack() -> Example:
-    (values,) = documents("production-stack.yaml")
-    engine = values["servingEngineSpec"]
-    (model,) = engine["modelSpec"]
-    command = ["vllm", "serve", model["modelURL"], "--host", "0.0.0.0", "--port", "8000"]
-    for name, value in model["vllmConfig"].items():
-        if name == "extraArgs":
-            command += value
-        elif isinstance(value, bool):
-            command.append(f"--{'' if value else 'no-'}{FLAGS[name]}")
-        else:
-            command += [f"--{FLAGS[name]}", str(value)]
-    first = dict(model["initContainer"])
-    assert first.pop("mountPvcStorage") is False
-    first["volumeMounts"] = first.pop("extraVolumeMounts")
-    container = {
-        "name": "vllm",
-        "image": f"{model['repository']}:{model['tag']}",
-        "env": model["env"],
-        "ports": [{"name": "container-port", "containerPort": 8000}],
-        "resources": {
-            "requests": {"cpu": str(model["requestCPU"]), "memory": model["requestMemory"]},
-            "limits": {"nvidia.com/gpu": str(model["requestGPU"])},
-        },
-        "volumeMounts": model["extraVolumeMounts"],
-        "startupProbe": engine["startupProbe"],
-    }
-    pod = {
-        "initContainers": [first],
-        "containers": [container],
-        "volumes": model["extraVolumes"],
-        "securityContext": engine["securityContext"],
-    }
-    return Example(command, pod)
+def rendered(name: str) -> Example:
+    """The pods that serve, of a file of values."""
+    pods = [d["spec"]["template"]["spec"] for d in chart(name)["rendered"] if d["kind"] == "Deployment"]
+    (pod,) = [pod for pod in pods if any(c["name"] == "vllm" for c in pod["containers"])]
+    container = Example([], pod).container
+    return Example([*container["command"], *container.get("args", ())], pod)
 
 
-def llm_d() -> Example:
-    (values,) = documents("llm-d.yaml")
-    decode = values["decode"]
-    (container,) = decode["containers"]
-    container = dict(container)
-    assert container.pop("modelCommand") == "vllmServe"
-    assert container.pop("mountModelVolume")
-    command = ["vllm", "serve", values["modelArtifacts"]["uri"].removeprefix("hf://")]
-    command += ["--port", str(values["routing"]["servicePort"])]
-    command += ["--served-model-name", values["modelArtifacts"]["name"], *container["args"]]
-    container |= container.pop("extraConfig")
-    pod = {name: decode[name] for name in ("initContainers", "volumes", "terminationGracePeriodSeconds")}
-    return Example(command, pod | {"containers": [container]})
-
-
-SERVERS = {"deployment.yaml": deployment, "production-stack.yaml": production_stack, "llm-d.yaml": llm_d}
+CHARTED = ("production-stack.yaml", "llm-d.yaml")
+SERVERS = {"deployment.yaml": deployment, **{name: partial(rendered, name) for name in CHARTED}}
 """The files that start `vllm serve`, and how."""
 
 
@@ -125,24 +80,3 @@ def ray_pods() -> list[Object]:
     cluster = service["spec"]["rayClusterConfig"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     return [group["template"]["spec"] for group in groups]
-
-
-KUBERNETES = {"env", "extraVolumes", "extraVolumeMounts", "volumeMounts", "volumes", "initContainers", "resources",
-              "ports", "extraConfig", "securityContext", "template"}  # fmt: skip
-"""Below these a chart takes what Kubernetes defines; the pod's schema says whether that is right."""
-
-
-def fields(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field that is set, as `a.b[].c`, with its value, down to what Kubernetes defines."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            path = f"{at}.{name}" if at else name
-            if name in KUBERNETES or not isinstance(inner, dict | list):
-                yield path, inner
-            else:
-                yield from fields(inner, path)
-    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
-        for inner in value:
-            yield from fields(inner, f"{at}[]")
-    else:
-        yield at, value

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import functools
-import os
+import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_examples as examples
+import kubernetes_validate
 import pytest
-import yaml
 from kubernetes_examples import SERVERS
 from serve_arguments import parse_serve
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import suite
 
-CHARTS = "KVQ_CHARTS"
-"""The variable that names a folder with clones of the charts' repositories."""
 MODEL = "Qwen/Qwen3-8B"
 VERSION = "1.34"
 """Of Kubernetes."""
 FILES = sorted(path.name for path in examples.FOLDER.glob("*.yaml"))
-SCHEMA = yaml.safe_load((Path(__file__).parent / "kubernetes_fields.yaml").read_text(encoding="utf-8"))
-KINDS = {"string": str, "integer": int, "boolean": bool, "object": dict, "array": list}
+CHARTS = sorted(path.name for path in examples.CHARTS.glob("*.yaml"))
+specification = importlib.util.spec_from_file_location("charts", examples.ROOT / "scripts" / "charts.py")
+assert specification is not None
+assert specification.loader is not None
+charts = sys.modules["charts"] = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(charts)
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -76,6 +80,8 @@ def test_a_pod(name: str) -> None:
     for probe in probes:
         assert probe["httpGet"]["path"] in endpoints()
         assert example.port(probe["httpGet"]["port"]) == parse_serve(example.command).port
+    # the production stack's chart leaves it out, and calls no service "vllm"
+    assert example.pod.get("enableServiceLinks") is (None if name == "production-stack.yaml" else False)
     assert parse_serve(example.command).shutdown_timeout < example.pod.get("terminationGracePeriodSeconds", 30)
 
 
@@ -92,8 +98,7 @@ def pod(spec: Any) -> dict[str, Any]:
 
 
 def validate(document: dict[str, Any]) -> None:
-    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate brings the schemas")
-    schemas.validate(document, VERSION, strict=True)
+    kubernetes_validate.validate(document, VERSION, strict=True)
 
 
 def test_what_kubectl_gets() -> None:
@@ -149,6 +154,7 @@ def test_ray_hands_on_what_vllm_takes() -> None:
     assert arguments.kv_cache_dtype == suite("usual")[0] in FORMATS
     for spec in examples.ray_pods():
         validate(pod(spec))
+        assert spec["enableServiceLinks"] is False
 
 
 def test_ray_takes_the_configuration() -> None:
@@ -163,52 +169,72 @@ def test_the_ray_image_has_the_version_of_the_cluster() -> None:
     assert re.findall(r"ray\[[\w,]+\]==([\d.]+)", image) == [service["spec"]["rayClusterConfig"]["rayVersion"]]
 
 
-@pytest.mark.parametrize("name", SCHEMA)
+@pytest.mark.parametrize("name", CHARTS)
 def test_fields_are_the_charts(name: str) -> None:
-    """kubernetes_fields.yaml keeps the fields that these files set, as the charts' schemas describe them."""
-    known = SCHEMA[name]["fields"]
+    """By the schemas of the charts and of KubeRay, of which scripts/charts.py keeps what these files set."""
     (document,) = examples.documents(name)
-    found = dict(examples.fields(document))
-    assert set(found) == set(known)
-    for path, value in found.items():
-        kinds = tuple(KINDS[kind] for kind in str(known[path]).split("|"))
-        assert type(value) in kinds, f"{path} is {value!r}"
+    assert mistakes(name, document) == []
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_a_wrong_field_is_noticed(name: str) -> None:
+    """Each that is mistyped, except where any name may stand; of another type, where a schema says the type."""
+    (document,) = examples.documents(name)
+    free, unseen, places = set(), set(), list(charts.places(document))
+    for place in places:
+        inside = functools.reduce(lambda inner, key: inner[key], place[:-1], document)
+        value = inside.pop(place[-1])
+        inside["mistyped"] = value
+        if not mistakes(name, document):
+            free.add(place[-2])
+        del inside["mistyped"]
+        inside[place[-1]] = 1.5
+        if not mistakes(name, document):
+            unseen.add(place)
+        inside[place[-1]] = value
+    assert free <= {"rayStartParams", "limits", "requests"}
+    assert len(places) - len(unseen) > 15
+
+
+def mistakes(name: str, document: Any) -> list[str]:
+    return [error.message for error in schema(name).iter_errors(document)]
+
+
+@functools.cache
+def schema(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(examples.chart(name)["schema"])
+
+
+@pytest.mark.parametrize("name", examples.CHARTED)
+def test_what_helm_makes_of_it(name: str) -> None:
+    """Everything that a cluster would get is what Kubernetes takes."""
+    text = (examples.FOLDER / name).read_text(encoding="utf-8")
+    kept = examples.chart(name)
+    assert kept["rendered_of"] == charts.fingerprint(text), "run scripts/charts.py, which asks Helm again"
+    for document in kept["rendered"]:
+        validate(document)
+    assert f"chart `{kept['chart'].split()[0]}`" in (examples.FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("fault", ["startupProb", "image", "enableServiceLink"])
+def test_a_wrong_pod_is_noticed(fault: str) -> None:
+    wrong = {**examples.deployment().pod, fault: {}}
+    with pytest.raises(kubernetes_validate.ValidationError, match=fault):
+        validate(pod(wrong))
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_whose_the_schemas_are(name: str) -> None:
+    kept = examples.chart(name)
+    assert kept["licence"] == "Apache-2.0"
+    assert re.fullmatch(r"[0-9a-f]{40}", kept["commit"])
+    assert kept["repository"] in {chart.repository for chart in charts.ALL}
 
 
 def test_every_file_is_described() -> None:
     readme = (examples.FOLDER / "README.md").read_text(encoding="utf-8")
     assert [name for name in FILES if f"`{name}`" not in readme] == []
-    assert set(FILES) == {*SERVERS, "rayservice.yaml"} == {*SCHEMA, "deployment.yaml"}
+    assert set(FILES) == {*SERVERS, "rayservice.yaml"} == {*CHARTS, "deployment.yaml"}
     for name in FILES:
         text = (examples.FOLDER / name).read_text(encoding="utf-8")
         assert f"examples/kubernetes/{name}" in text
-
-
-@pytest.mark.parametrize("name", SCHEMA)
-def test_fields_are_in_the_charts_own_schema(name: str) -> None:
-    """With KVQ_CHARTS=folder, in which the charts' repositories are cloned."""
-    if CHARTS not in os.environ:
-        pytest.skip(f"{CHARTS} names no folder with clones of the charts' repositories")
-    import jsonschema
-
-    entry = SCHEMA[name]
-    schema = yaml.safe_load((Path(os.environ[CHARTS]) / entry["repository"] / entry["schema"]).read_text("utf-8"))
-    if schema.get("kind") == "CustomResourceDefinition":
-        (version,) = [v for v in schema["spec"]["versions"] if v["name"] == "v1"]
-        schema = version["schema"]["openAPIV3Schema"]
-    (document,) = examples.documents(name)
-    jsonschema.validate(document, closed(schema))
-
-
-def closed(schema: Any) -> Any:
-    """With every object that lists its fields closed, so that a field that is not there is a mistake."""
-    if isinstance(schema, list):
-        return [closed(inner) for inner in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {name: closed(inner) for name, inner in schema.items()}
-    if made.pop("x-kubernetes-int-or-string", False):
-        made.pop("type", None)
-    if isinstance(made.get("properties"), dict) and not made.get("additionalProperties"):
-        made["additionalProperties"] = False
-    return made

@@ -212,6 +212,20 @@ FAULTS: tuple[Fault, ...] = (
         "wanted.cache_bytes // size",
         PLAN,
     ),
+    Fault(
+        "a token of a plan has the bytes of all ranks",
+        BUDGET,
+        "token_bytes=request / wanted.context",
+        "token_bytes=need.first / wanted.context",
+        "tests/engine/test_plan.py -k ranks_share_heads",
+    ),
+    Fault(
+        "a plan is wider than a terminal",
+        "vllm_kvq/cli/plan.py",
+        'f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"',
+        'f"{value:,.2f}"',
+        "tests/engine/test_plan.py -k fits_the_terminal",
+    ),
     Fault("a plan hands out vLLM's own block", BUDGET, "NULL_BLOCK * size)", "0)", PLAN),
     Fault(
         "windows of a plain cache never free anything",

@@ -10,6 +10,8 @@ FUZZER = "tests/test_fuzzer_verdicts.py"
 IMAGES = "tests/models/test_images.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
 FIGURES = "tests/test_figures.py"
+COMMANDS = "tests/test_commands.py"
+KUBERNETES = "tests/test_kubernetes.py"
 
 FAULTS: tuple[Fault, ...] = (
     # soak
@@ -293,6 +295,43 @@ FAULTS: tuple[Fault, ...] = (
         "/ exact.norm()",
         "/ scores(query, key_hat).norm()",
         FIGURES,
+    ),
+    # documents and examples
+    Fault(
+        "a flag has another name than in the documents",
+        "proof/residues/main.py",
+        '"--stride"',
+        '"--step"',
+        f"{COMMANDS} -k 'read_by and testing'",
+    ),
+    Fault(
+        "a page shows a command that nothing runs",
+        "docs/metrics.md",
+        "curl -s http://localhost:8000/metrics | grep kvq_\n",
+        "curl -s http://localhost:8000/metrics | grep kvq_\nvllm-kvq doctor\n",
+        f"{COMMANDS} -k 'every_command and metrics'",
+    ),
+    Fault(
+        "KubeRay gets a field that it does not know",
+        "examples/kubernetes/rayservice.yaml",
+        "        minReplicas: 1",
+        "        minReplica: 1",
+        f"{KUBERNETES} -k fields_are_the_charts",
+    ),
+    Fault(
+        "a chart's values are others than Helm was asked about",
+        "examples/kubernetes/llm-d.yaml",
+        '--max-model-len, "32768"',
+        '--max-model-len, "65536"',
+        f"{KUBERNETES} -k helm_makes",
+    ),
+    Fault(
+        "a router hears of sinks",
+        "vllm_kvq/integration/core/manager.py",
+        "pool.cached_block_hash_to_block.insert(full, block)",
+        "pool.cached_block_hash_to_block.insert(full, block)\n            pool._emit_block_removed_events([full])",
+        "tests/models/test_kv_events.py -k packed_page_once",
+        slow=True,
     ),
     # mutants
     Fault(

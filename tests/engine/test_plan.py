@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_every_format_and_vllms_own(planned: Planned) -> None:
     assert rows["bf16"]["request_bytes"] == 4096 * 4 * 2 * 4 * 128 * 2
     assert rows["bf16"]["tokens"] == GIB // (4 * 2 * 4 * 128 * 2)
     assert rows["fp8"]["tokens"] == 2 * rows["bf16"]["tokens"]
+    assert rows["bf16"]["token_bytes"] == 4 * 2 * 4 * 128 * 2
     assert rows["kitty2"]["bits"] == pytest.approx(16 * rows["kitty2"]["request_bytes"] / rows["bf16"]["request_bytes"])
     assert rows["kitty2"]["kl"] < rows["kivi2"]["kl"]
 
@@ -95,6 +97,7 @@ def test_ranks_share_heads_and_layers(planned: Planned) -> None:
     )
     for name in ("bf16", "kitty2"):
         for shared in (heads, layers):
+            assert shared[name]["token_bytes"] == pytest.approx(one[name]["token_bytes"] / 2, rel=0.02)
             assert shared[name]["request_bytes"] == pytest.approx(one[name]["request_bytes"] / 2, rel=0.02)
             assert shared[name]["tokens"] == pytest.approx(2 * one[name]["tokens"], rel=0.02)
             assert shared[name]["needed"] == pytest.approx(one[name]["needed"] / 2, rel=0.02)
@@ -174,10 +177,22 @@ def test_a_table_and_a_plot(folder: Path, tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith(("cache ", "bf16", "kitty2")))
     assert "GiB for" in printed
+    assert re.search(r"^bf16 +16\.00 +8,192 +64\.0 ", printed, re.M)  # bytes a token, MiB a request of 8,192
     document = json.loads((out / "plan.json").read_text())
     times = document["times_bf16_by_context"]["kitty2"]
     assert times["256"] < times["8192"]
     assert (out / "plan.png").stat().st_size > 10_000
+
+
+def test_a_large_model_fits_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = {"num_hidden_layers": 80, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    LlamaConfig(architectures=["LlamaForCausalLM"], **{**SHAPE, **large}).save_pretrained(tmp_path)
+    longest = max((fmt.name for fmt in public_formats()), key=len)
+    arguments = ["--cache-bytes", "288G", "--concurrency", "1000", "--formats", f"kitty2,{longest}"]
+    assert cli.main(["plan", str(tmp_path), *arguments]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("cache ", "bf16", longest))]
+    assert max(map(len, table)) <= 80
+    assert any(re.match("bf16 +16.00 +327,680 ", line) for line in table)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import zmq
+from events import heard, stored, subscribed, vllms_hashes
 from lab import Lab
 
 from proof.models import named
+from proof.models.architecture import Architecture
 from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.bench.server import free_port
@@ -28,32 +26,10 @@ def prompts(count: int) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(8, 512) for _ in range(PROMPT)) for _ in range(count)]
 
 
-@contextmanager
-def subscribed(port: int) -> Iterator[zmq.Socket[bytes]]:
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 20)
-        socket.connect(f"tcp://127.0.0.1:{port}")
-        yield socket
-
-
-def heard(socket: zmq.Socket[bytes], enough: int) -> list[Any]:
-    """The events until nothing has come for a second, once there are this many."""
-    import msgspec
-    from vllm.distributed.kv_events import KVEventBatch
-
-    decoder, events, deadline = msgspec.msgpack.Decoder(KVEventBatch), [], time.monotonic() + 60
-    while time.monotonic() < deadline and (socket.poll(1000) or len(events) < enough):
-        if socket.poll(0):
-            events += decoder.decode(socket.recv_multipart()[-1]).events
-    return events
-
-
-def events_of(lab: Lab, dtype: str, todo: list[tuple[int, ...]], **more: Any) -> list[Any]:
+def events_of(lab: Lab, dtype: str, todo: list[tuple[int, ...]], model: str = "Llama", **more: Any) -> list[Any]:
     from vllm.config import KVEventsConfig
 
-    arch, port = named("Llama"), free_port("127.0.0.1")
+    arch, port = named(model), free_port("127.0.0.1")
     engine: dict[str, Any] = {"block_size": N, "max_model_len": 512, "dtype": arch.dtype, "skip_tokenizer_init": True}
     engine |= {"kv_events_config": KVEventsConfig(True, "zmq", f"tcp://*:{port}"), "kv_cache_dtype": dtype, **more}
     with subscribed(port) as socket, EngineProcess(str(lab.model(arch)), engine, {}) as process:
@@ -62,20 +38,18 @@ def events_of(lab: Lab, dtype: str, todo: list[tuple[int, ...]], **more: Any) ->
         return heard(socket, 1)
 
 
-def stored(events: list[Any]) -> list[Any]:
-    return [event for event in events if type(event).__name__ == "BlockStored"]
-
-
 def test_a_router_hears_of_each_packed_page_once(lab: Lab) -> None:
     (prompt,) = prompts(1)
-    plain, packed = (stored(events_of(lab, dtype, [prompt])) for dtype in ("auto", "kitty2"))
+    plain, packed = (events_of(lab, dtype, [prompt]) for dtype in ("auto", "kitty2"))
     for events in (plain, packed):
+        assert events == stored(events)
         hashes = [block for event in events for block in event.block_hashes]
         assert len(hashes) == len({*hashes}) == PAGES
         assert {event.block_size for event in events} == {N}
         assert {event.group_idx for event in events} == {PACKED_GROUP}
         assert [token for event in events for token in event.token_ids] == list(prompt[: PAGES * N])
     assert [event.block_hashes for event in packed] == [event.block_hashes for event in plain]
+    assert [block for event in packed for block in event.block_hashes] == vllms_hashes(prompt, N)
     assert {event.kv_cache_spec_kind for event in packed} == {event.kv_cache_spec_kind for event in plain}
 
 
@@ -101,3 +75,26 @@ def test_a_router_hears_of_evicted_pages(lab: Lab) -> None:
     begin = {*stored(events)[0].block_hashes}
     assert begin & removed
     assert begin <= there
+
+
+def test_a_router_hears_of_windows_as_other_groups(lab: Lab) -> None:
+    """Packed pages are one group; what layers with windows keep are others, as in plain vLLM."""
+    (prompt,) = prompts(1)
+    events = events_of(lab, "kitty2", [prompt], "Gemma-3")
+    assert events == stored(events)
+    packed = [event for event in events if event.group_idx == PACKED_GROUP]
+    assert [block for event in packed for block in event.block_hashes] == vllms_hashes(prompt, N)
+    assert {(event.block_size, event.kv_cache_spec_kind) for event in packed} == {(N, "full_attention")}
+    others = [event for event in events if event.group_idx != PACKED_GROUP]
+    assert {event.kv_cache_spec_kind for event in others} == {"sliding_window"}
+    assert {event.kv_cache_spec_sliding_window for event in others} == {window(named("Gemma-3"))}
+    # five layers of each six have windows, and keep only the last pages of a prompt
+    small = vllms_hashes(prompt, {event.block_size for event in others}.pop())
+    groups = [event.group_idx for event in others]
+    assert len(groups) == len({*groups}) == 5
+    assert all({*event.block_hashes} < {*small} for event in others)
+    assert all(event.block_hashes[-1] == small[-1] for event in others)
+
+
+def window(arch: Architecture) -> int:
+    return arch.build().sliding_window

@@ -37,6 +37,7 @@ VARIABLES = {
     "VLLM_KVQ_KERNELS": "torch",
 }
 TP, PP = ({f"{kind}_parallel_size": 2, "distributed_executor_backend": "mp"} for kind in ("tensor", "pipeline"))
+BYTES = 48 << 20
 RAY = {"distributed_executor_backend": "ray"}
 # vLLM's CPU runner makes the buffers for what one stage hands to the next in its warm-up, which it leaves out in eager
 # mode, with or without us. So the stages are traced; without inductor, which would take longer than the traces.
@@ -44,6 +45,7 @@ TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "
 KINDS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": TP,
+    "tp2 by bytes": TP | {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": BYTES},
     "tp4": TP | {"tensor_parallel_size": 4},
     "pp2": PP | TRACED,
     "dp2": {"data_parallel_size": 2},
@@ -81,6 +83,7 @@ class Answer:
     results: list[Result]
     ranks: list[dict[str, Any]]
     """For each worker: its packed layers by name."""
+    log: str
 
 
 class Farm:
@@ -136,7 +139,11 @@ class Farm:
         for name, job, code in zip(formats, jobs, codes, strict=True):
             assert code == 0, f"{kind}, {name} exited with {code}:\n{Path(job['log']).read_text()[-6000:]}"
             out = json.loads(Path(job["out"]).read_text())
-            self.known[kind, name, model] = Answer([Result.from_json(r) for r in out["results"]], out["ranks"])
+            self.known[kind, name, model] = Answer(
+                [Result.from_json(r) for r in out["results"]],
+                out["ranks"],
+                Path(job["log"]).read_text(errors="replace"),
+            )
 
     def _job(self, kind: str, name: str, model: str) -> dict[str, Any]:
         at = self.folder / f"{next(self.count)}-{kind.replace(' ', '-')}-{name}"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import json
+import re
 from pathlib import Path
 
 import pytest
-from farm import TRACES, VARIABLES, Answer, Farm, few_tokens, same_tokens
+from farm import BYTES, ENGINE, TRACES, VARIABLES, Answer, Farm, N, few_tokens, same_tokens
 
+from proof.demo.capacity import parse_capacity
 from proof.kernels.exact import relative_error
 from proof.oracle.compare import compare_all
+from vllm_kvq import cli
 from vllm_kvq.integration.plan.calibration import read
 
 pytestmark = pytest.mark.engine
@@ -53,6 +59,21 @@ def test_two_ranks_fit_the_constants_of_one(farm: Farm, tmp_path: Path, monkeypa
     for layer, constants in read(by_itself)[0].items():
         means = (x.keys[:, :2] for x in (constants, fitted[layer]))  # type: ignore[index]
         assert relative_error(*means) < 1e-4
+
+
+def test_two_ranks_have_what_was_planned(farm: Farm) -> None:
+    """`vllm-kvq plan` knows the tokens of our start-up line and of vLLM's, from config.json and a rank's bytes."""
+    flags = ["--tp", "2", "--cache-bytes", str(BYTES), "--context", str(ENGINE["max_model_len"]), "--dtype", "float32"]
+    flags += ["--block-size", str(N), "--max-num-batched-tokens", str(ENGINE["max_num_batched_tokens"])]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["plan", str(farm.model("two heads")), *flags, "--formats", "squat2", "--json"]) == 0
+    (row,) = [row for row in json.loads(printed.getvalue())["caches"] if row["name"] == "squat2"]
+    log = farm.run("tp2 by bytes", "squat2")[0].log
+    said = parse_capacity(log)
+    assert said is not None
+    assert said.tokens == row["tokens"] > ENGINE["max_model_len"]
+    counted = re.findall(r"KV cache size: ([\d,]+) tokens", log)
+    assert {int(number.replace(",", "")) for number in counted} == {row["tokens"]}
 
 
 def test_copies_of_a_kv_head_stay_equal(farm: Farm) -> None:

@@ -225,7 +225,7 @@ def show(found: Outcome) -> None:
     print(f"{found.model}, requests of {wanted.context:,} tokens")
     if wanted.cache_bytes is not None:
         print(f"cache on each rank: {wanted.cache_bytes / GIB:.1f} GiB ({found.memory})")
-    head = ["cache", "bits", "MiB a\nrequest"]
+    head = ["cache", "bits", "bytes a\ntoken", "MiB a\nrequest"]
     head += ["tokens", "requests", "x bf16"] if wanted.cache_bytes is not None else []
     head += [f"GiB for\n{wanted.concurrency}"] if wanted.concurrency is not None else []
     head += ["KL"]
@@ -240,10 +240,15 @@ def show(found: Outcome) -> None:
 
 def _cells(row: Row, found: Outcome) -> tuple[str, ...]:
     wanted, plain = found.wanted, found.rows[0]
-    cells = [row.name, f"{row.bits:.2f}", f"{row.request_bytes / UNITS['M']:,.1f}"]
+    cells = [row.name, f"{row.bits:.2f}", f"{row.token_bytes:,.0f}", _number(row.request_bytes / UNITS["M"])]
     if row.tokens is not None:
         ratio = row.tokens / plain.tokens if plain.tokens else 0.0
-        cells += [f"{row.tokens:,}", f"{row.tokens / wanted.context:,.1f}", f"{ratio:.1f}"]
+        cells += [f"{row.tokens:,}", _number(row.tokens / wanted.context), f"{ratio:.1f}"]
     if row.needed is not None:
-        cells.append(f"{row.needed / GIB:,.1f}")
+        cells.append(_number(row.needed / GIB))
     return (*cells, console.short(found.losses[row.name]) if row.name in found.losses else "-")
+
+
+def _number(value: float) -> str:
+    """With a decimal where it says something, so that a table of all columns fits a terminal."""
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"

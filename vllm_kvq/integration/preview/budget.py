@@ -42,6 +42,8 @@ class Row:
     bits: float
     """Per number over a whole request, everything counted."""
     request_bytes: int
+    token_bytes: float
+    """Of each token of such a request: windows, states, sidecars and sinks are shared out over all of them."""
     tokens: int | None
     """That fit into the cache, in requests of this length."""
     needed: int | None
@@ -102,7 +104,8 @@ def _row(name: str, need: Need, in_16_bits: Need, tokens: int | None, wanted: Wa
     return Row(
         name,
         bits=16 * need.first / in_16_bits.first,
-        request_bytes=-(-need.first // wanted.stages),
+        request_bytes=(request := -(-need.first // wanted.stages)),
+        token_bytes=request / wanted.context,
         tokens=tokens,
         needed=several and -(-several // wanted.stages),
     )
