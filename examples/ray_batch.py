@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow.types
 import ray
 from ray.data import Dataset
@@ -146,11 +148,11 @@ class Ask:
         self.sampling, self.tokenizer = sampling, tokenizer
 
     def __call__(self, row: Row) -> Row:
-        asked = {"row": pickle.dumps(row), "sampling_params": self.sampling, ERROR: ""}
+        asked = {"row": pickle.dumps(row), "sampling_params": self.sampling, "prompt": "", ERROR: ""}
         try:
             return asked | self.prompt(row)
         except Exception as problem:  # whatever a template doesn't like
-            return asked | {"prompt": "", ERROR: f"{type(problem).__name__}: {problem}"}
+            return asked | {ERROR: f"{type(problem).__name__}: {problem}"}
 
     def prompt(self, row: Row) -> Row:
         if self.tokenizer is None:
@@ -159,11 +161,8 @@ class Ask:
             return {"prompt": row["prompt"]}
         # as tokens: vLLM would put a second <bos> before a template's text
         messages = [dict(message) for message in row["messages"]]
-        return {
-            "tokenized_prompt": self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        }
+        tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return {"tokenized_prompt": tokens}
 
 
 def answer(row: Row) -> Row:
@@ -172,6 +171,11 @@ def answer(row: Row) -> Row:
     if row[ERROR]:
         return kept | {"answer": "", "tokens": 0, "error": row[ERROR]}
     return kept | {"answer": row["generated_text"], "tokens": row["num_generated_tokens"], "error": ""}
+
+
+def typed(schema: pyarrow.Schema, rows: pyarrow.Table) -> pyarrow.Table:
+    """As in the questions, also where a column has nothing in all rows of a piece: else nobody can read the folder."""
+    return rows.select(schema.names).cast(schema)
 
 
 def answered(asked: Dataset, engine: AsyncEngineArgs, given: Row, options: argparse.Namespace) -> Dataset:
@@ -189,7 +193,12 @@ def main() -> None:
     asked, kind = questions(options.questions, options.id)
     asked.context.checkpoint_config = CheckpointConfig(options.id, str(done), delete_checkpoint_on_success=False)
     found = answered(asked, engine, given, options)
-    (found.write_json if kind == ".jsonl" else found.write_parquet)(str(answers))
+    if kind == ".jsonl":
+        found.write_json(str(answers))
+        return
+    ours = zip(OURS, (pyarrow.string(), pyarrow.int64(), pyarrow.string()), strict=True)
+    schema = pyarrow.schema([*asked.schema().base_schema, *(pyarrow.field(*column) for column in ours)])
+    found.map_batches(functools.partial(typed, schema), batch_format="pyarrow").write_parquet(str(answers))
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ def test_parquet_and_chats_on_two_engines(chatty: Path, tmp_path: Path, cluster:
     for part in range(2):
         rows = [
             {"key": key, "messages": [{"role": "user", "content": f"count to {key}"}], **MEANT_OTHERWISE}
+            | {"seldom": "here" if key.endswith("05") else None}
             for key in keys
             if key[0] == str(part)
         ]
@@ -181,7 +182,9 @@ def test_parquet_and_chats_on_two_engines(chatty: Path, tmp_path: Path, cluster:
     assert job.said().count("kvq: format=kitty2") == 2
     found = parquet.read_table(tmp_path / "answers").to_pylist()
     assert sorted(row["key"] for row in found) == keys
-    assert all(set(row) == {"key", "messages", "answer", "tokens", "error", *MEANT_OTHERWISE} for row in found)
+    columns = {"key", "messages", "answer", "tokens", "error", "seldom", *MEANT_OTHERWISE}
+    assert all(set(row) == columns for row in found)
+    assert sorted(row["key"] for row in found if row["seldom"]) == ["005", "105"]
     assert all(row[name] == value for row in found for name, value in MEANT_OTHERWISE.items())
     assert all(row["tokens"] == 100 and row["messages"][0]["role"] == "user" for row in found)
 
@@ -200,6 +203,15 @@ def test_a_chat_has_the_tokens_of_its_template(chatty: Path, script: ModuleType)
     assert text.count(tokenizer.bos_token) == 1
     assert text.startswith(tokenizer.bos_token)
     assert text.endswith("user: count\nassistant:")
+
+
+def test_a_column_that_is_empty_in_a_piece_keeps_its_type(script: ModuleType, tmp_path: Path) -> None:
+    """Otherwise a reader of the whole folder takes the first file's types, and fails at the next."""
+    schema = arrow.schema([("id", arrow.int64()), ("seldom", arrow.string())])
+    for number, seldom in enumerate([None, "here"]):
+        piece = arrow.Table.from_pylist([{"seldom": seldom, "id": number}])
+        parquet.write_table(script.typed(schema, piece), tmp_path / f"{number}.parquet")
+    assert parquet.read_table(tmp_path).to_pylist() == [{"id": 0, "seldom": None}, {"id": 1, "seldom": "here"}]
 
 
 NOTHING_TO_ASK: dict[str, tuple[Any, str]] = {
