@@ -117,10 +117,11 @@ def a_worker_is_killed(cluster: Cluster, folder: Path, rows: Rows, *arguments: s
     assert worker in cluster.running("ray::")
     assert worker != parent(before[1])
     os.kill(worker, signal.SIGKILL)
-    # its engine goes with it, and another one comes
-    job.until(lambda: before[0] not in cluster.engines() and len(cluster.engines()) == 2)
+    assert len(answers(folder)) < len(rows) / 2
+    job.until(lambda: before[0] not in cluster.engines())
     assert before[1] in cluster.engines()
     assert job.wait() == 0, job.said()[-4000:]
+    assert "restarting=1" in job.said(), "Ray has not noticed"
     return answers(folder), job.said()
 
 
@@ -131,11 +132,11 @@ def parent(pid: int) -> int:
 @pytest.mark.wide
 @pytest.mark.engine
 def test_a_worker_is_killed_and_rows_are_refused(model: Path, tmp_path: Path, cluster: Cluster) -> None:
-    rows: Rows = [{"id": i, "prompt": f"count from {i} to", **MEANT_OTHERWISE} for i in range(60)]
+    rows: Rows = [{"id": i, "prompt": f"count from {i} to", **MEANT_OTHERWISE} for i in range(40)]
     rows[7]["prompt"] = "count " * 600
     rows[20]["prompt"] = None
-    found, said = a_worker_is_killed(cluster, tmp_path, rows, "--model", str(model), *ENGINE, "--tokens", "150")
-    assert said.count("kvq: format=kitty2") == 3
+    found, said = a_worker_is_killed(cluster, tmp_path, rows, "--model", str(model), *ENGINE, "--tokens", "100")
+    assert said.count("kvq: format=kitty2") >= 2  # a third one, if the others have not answered all before
     assert sorted(row["id"] for row in found) == [row["id"] for row in rows]
     found.sort(key=lambda row: row["id"])
     assert [{name: row[name] for name in rows[0]} for row in found] == rows
@@ -144,22 +145,22 @@ def test_a_worker_is_killed_and_rows_are_refused(model: Path, tmp_path: Path, cl
     assert "maximum context length" in refused[7]
     assert '"prompt" is not a text' in refused[20]
     for row in found:
-        assert (row["answer"] == "", row["tokens"]) == ((True, 0) if row["id"] in refused else (False, 150))
+        assert (row["answer"] == "", row["tokens"]) == ((True, 0) if row["id"] in refused else (False, 100))
 
 
 @pytest.mark.weights
 @pytest.mark.engine
 def test_a_worker_is_killed_on_a_real_model(weights: Callable[[str], Path], tmp_path: Path, cluster: Cluster) -> None:
-    """SmolLM2-135M with constants of its own: all answers, and each of them the same as if nothing had happened."""
+    """SmolLM2-135M with constants of its own."""
     model = weights("smollm2-135m")
-    rows: Rows = [{"id": i, "prompt": f"The number after {i} is"} for i in range(24)]
+    rows: Rows = [{"id": i, "prompt": f"The number after {i} is"} for i in range(20)]
     flags = ["--model", str(model), "--kv-cache-dtype", "klt3", "--enforce-eager", "--max-model-len", "512"]
     flags += ["--cpus", "0.1", "--kv-cache-memory-bytes", "64M", "--max-num-seqs", "4", "--dtype", "float32"]
-    flags += ["--tokens", "100"]
+    flags += ["--tokens", "60"]
     found, said = a_worker_is_killed(cluster, tmp_path, rows, *flags)
-    assert said.count("kvq: format=klt3") == 3
+    assert said.count("kvq: format=klt3") >= 2
     assert sorted(row["id"] for row in found) == [row["id"] for row in rows]
-    assert all(row["answer"] and row["tokens"] == 100 and not row["error"] for row in found)
+    assert all(row["answer"] and row["tokens"] == 60 and not row["error"] for row in found)
 
 
 @pytest.mark.wide
