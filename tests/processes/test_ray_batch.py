@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ray_cluster import ENGINE, ROOT, Cluster
+from ray_cluster import ENGINE, PATIENCE, ROOT, Cluster
 
 RAYS_OWN = "ignore:Support for class-based `config`|Pydantic V1 style `@root_validator`:DeprecationWarning"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400), pytest.mark.filterwarnings(RAYS_OWN)]
@@ -111,7 +111,8 @@ def a_worker_is_killed(cluster: Cluster, folder: Path, rows: Rows, *arguments: s
     (folder / "questions.jsonl").write_text(lines(rows))
     command = [str(SCRIPT), "questions.jsonl", "answers", *arguments, "--engines", "2", "--piece", "2"]
     job = cluster.job(folder, *command)
-    job.until(lambda: len(cluster.engines()) == 2 and len(list((folder / "answers").glob("*.json"))) >= 2)
+    written = folder / "answers"
+    job.until(lambda: len(cluster.engines()) == 2 and len(list(written.glob("*.json"))) >= 2, 2 * PATIENCE)
     before = cluster.engines()
     worker = parent(before[0])
     assert worker in cluster.running("ray::")
