@@ -8,7 +8,8 @@ The first has a GPU for each engine (with `--tensor-parallel-size N`, N of them)
     questions   JSON lines (*.jsonl) or Parquet (*.parquet), a file or a folder of files, with a column of ids, each of
                 which is there only once, and a column "prompt", or "messages" for the model's chat template. What else
                 it holds is copied.
-    answers     a folder of JSON lines (*.json) or Parquet, with "answer" and "tokens" in addition, in no order
+    answers     a folder of JSON lines (*.json) or Parquet, with "answer", "tokens" and "error" in addition, unordered.
+                "error" is empty where there is an answer. Otherwise it says why not: the prompt was too long, say.
 
 After the job was killed, start it again with the same arguments. Ray Data notes in answers.done, next to answers, which
 ids are answered. Both are on a file system that all machines share. To start anew, delete both.
@@ -20,10 +21,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow.types
 import ray
 from ray.data import Dataset
@@ -36,12 +40,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 Row = dict[str, Any]
 KINDS = {".jsonl": ray.data.read_json, ".parquet": ray.data.read_parquet}
-OURS = ("answer", "tokens")
-RAYS = ("embeddings", "generated_text", "generated_tokens", "logprobs", "metrics", "mm_processor_kwargs", "model")
-RAYS += ("multimodal_data", "multimodal_uuids", "num_generated_tokens", "num_input_tokens", "params", "pooling_params")
-RAYS += ("prompt_logprobs", "prompt_token_ids", "request_id", "sampling_params", "tokenization_kwargs")
-RAYS += ("tokenized_prompt",)
-"""Columns that Ray Data reads or writes for itself: it takes a "model" for an adapter, for example."""
+OURS = ("answer", "tokens", "error")
+ERROR = "__inference_error__"
+"""Ray's column. A row that has something there is not asked."""
 FOR_ROWS = 2
 """Cores that read, filter and write."""
 
@@ -80,8 +81,8 @@ def questions(path: Path, key: str) -> tuple[Dataset, str]:
     columns = found.columns() or []
     if key not in columns or ("prompt" in columns) == ("messages" in columns):
         sys.exit(f'{path}: rows need the column {key!r} (--id), and either "prompt" or "messages"')
-    if taken := set(columns) & {*OURS, *RAYS}:
-        sys.exit(f"{path}: the job has another use for a column {min(taken)!r}; give yours another name")
+    if taken := set(columns) & {*OURS}:
+        sys.exit(f"{path}: the job writes a column {min(taken)!r}; give yours another name")
     kind_of_id = dict(zip(columns, found.schema().types, strict=True))[key]
     known = (pyarrow.types.is_integer, pyarrow.types.is_string, pyarrow.types.is_large_string)
     if not any(is_one(kind_of_id) for is_one in known):
@@ -122,6 +123,7 @@ def config(engine: AsyncEngineArgs, given: Row, options: argparse.Namespace) -> 
         engine_kwargs=given,
         concurrency=(options.engines, options.engines),
         batch_size=options.piece,
+        should_continue_on_error=True,
         # `ask` applies the chat template, and vLLM turns texts into tokens and back: no stage needs actors of its own
         chat_template_stage=False,
         tokenize_stage=False,
@@ -138,23 +140,49 @@ def chat_tokenizer(engine: AsyncEngineArgs) -> Any:
     return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=engine.trust_remote_code)
 
 
-def processor(engine: AsyncEngineArgs, given: Row, columns: list[str], options: argparse.Namespace) -> Any:
+class Ask:
+    """A row of questions -> what Ray asks the engine, with the row as one column: a column "model" would be an adapter
+    to Ray, and one that is empty in a whole piece has no type."""
+
+    def __init__(self, sampling: Row, tokenizer: Any = None) -> None:
+        self.sampling, self.tokenizer = sampling, tokenizer
+
+    def __call__(self, row: Row) -> Row:
+        asked = {"row": pickle.dumps(row), "sampling_params": self.sampling, "prompt": "", ERROR: ""}
+        try:
+            return asked | self.prompt(row)
+        except Exception as problem:  # whatever a template doesn't like
+            return asked | {ERROR: f"{type(problem).__name__}: {problem}"}
+
+    def prompt(self, row: Row) -> Row:
+        if self.tokenizer is None:
+            if not isinstance(row["prompt"], str) or not row["prompt"]:
+                raise ValueError('"prompt" is not a text, or empty')
+            return {"prompt": row["prompt"]}
+        # as tokens: vLLM would put a second <bos> before a template's text
+        messages = [dict(message) for message in row["messages"]]
+        tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return {"tokenized_prompt": tokens}
+
+
+def answer(row: Row) -> Row:
+    """What Ray has of a row that was asked -> the row, with what was answered, or why nothing was."""
+    kept: Row = pickle.loads(row["row"])
+    if row[ERROR]:
+        return kept | {"answer": "", "tokens": 0, "error": row[ERROR]}
+    return kept | {"answer": row["generated_text"], "tokens": row["num_generated_tokens"], "error": ""}
+
+
+def typed(schema: pyarrow.Schema, rows: pyarrow.Table) -> pyarrow.Table:
+    """As in the questions, also where a column has nothing in all rows of a piece: else nobody can read the folder."""
+    return rows.select(schema.names).cast(schema)
+
+
+def answered(asked: Dataset, engine: AsyncEngineArgs, given: Row, options: argparse.Namespace) -> Dataset:
     sampling = {"temperature": options.temperature, "max_tokens": options.tokens}
-    tokenizer = chat_tokenizer(engine) if "messages" in columns else None
-
-    def ask(row: Row) -> Row:
-        asked = {**row, "sampling_params": sampling}
-        if tokenizer is not None:  # as tokens: vLLM would put a second <bos> before a template's text
-            messages = [dict(message) for message in row["messages"]]
-            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            asked["tokenized_prompt"] = tokens
-        return asked
-
-    def answer(row: Row) -> Row:
-        kept = {name: row[name] for name in columns}
-        return kept | {"answer": row["generated_text"], "tokens": row["num_generated_tokens"]}
-
-    return build_processor(config(engine, given, options), preprocess=ask, postprocess=answer)
+    ask = Ask(sampling, chat_tokenizer(engine) if "messages" in asked.columns() else None)
+    pieces = asked.repartition(target_num_rows_per_block=options.piece)
+    return build_processor(config(engine, given, options))(pieces.map(ask)).map(answer)
 
 
 def main() -> None:
@@ -163,11 +191,14 @@ def main() -> None:
     done = noted(answers)
     ray.init(ignore_reinit_error=True)
     asked, kind = questions(options.questions, options.id)
-    columns = asked.columns()
     asked.context.checkpoint_config = CheckpointConfig(options.id, str(done), delete_checkpoint_on_success=False)
-    pieces = asked.repartition(target_num_rows_per_block=options.piece)
-    answered = processor(engine, given, columns, options)(pieces)
-    (answered.write_json if kind == ".jsonl" else answered.write_parquet)(str(answers))
+    found = answered(asked, engine, given, options)
+    if kind == ".jsonl":
+        found.write_json(str(answers))
+        return
+    ours = zip(OURS, (pyarrow.string(), pyarrow.int64(), pyarrow.string()), strict=True)
+    schema = pyarrow.schema([*asked.schema().base_schema, *(pyarrow.field(*column) for column in ours)])
+    found.map_batches(functools.partial(typed, schema), batch_format="pyarrow").write_parquet(str(answers))
 
 
 if __name__ == "__main__":

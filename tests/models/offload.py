@@ -36,6 +36,7 @@ class Copier:
 
     def init(self, pool: dict[str, Any], kept: dict[str, Any], *device: Any) -> None:
         self.pool, self.kept = pool, kept
+        Store.copier = self
 
     def launch_copy(
         self, source: list[int], target: list[int], is_store: bool, event_idx: int, events_list: list[Any], **wait: Any
@@ -48,6 +49,40 @@ class Copier:
 
     def shutdown(self) -> None:
         pass
+
+
+Page = tuple[bytes, int | None, dict[str, torch.Tensor]]
+"""A key, the tokens that vLLM notes with it, and the bytes of each pool."""
+
+
+class Store:
+    """What a store that several servers share would have: one engine's pages are taken out of its host memory, with
+    their keys, and put into another's."""
+
+    copier: Copier
+
+    @staticmethod
+    def take(traced: Any) -> list[Page]:
+        pool, pages = _host_pool(traced), []
+        for block in pool.blocks:
+            if block.block_hash is not None:
+                rows = {name: kept[block.block_id].clone() for name, kept in Store.copier.kept.items()}
+                pages.append((block.block_hash, block.block_hash_num_tokens, rows))
+        return pages
+
+    @staticmethod
+    def put(pages: list[Page], traced: Any) -> None:
+        pool = _host_pool(traced)
+        blocks = pool.get_new_blocks(len(pages))
+        for block, (key, tokens, rows) in zip(blocks, pages, strict=True):
+            for name, row in rows.items():
+                Store.copier.kept[name][block.block_id] = row
+            pool._insert_block_hash(key, block, num_tokens=tokens)
+        pool.free_blocks(blocks)
+
+
+def _host_pool(traced: Any) -> Any:
+    return traced.engine.engine_core.engine_core.scheduler.connector.scheduler_manager.cpu_block_pool
 
 
 def copy_at_once() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lab import Lab, smallest_pages
-from offload import copied, copy_at_once
+from offload import Store, copied, copy_at_once
 
 from proof.models import named
-from proof.oracle.forked import EngineProcess
+from proof.oracle.forked import EngineFailed, EngineProcess
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import get_format
-from vllm_kvq.integration.plan.connectors import KNOWN, ONE_TABLE, REFUSED, SEVERAL
+from vllm_kvq.integration.plan.connectors import KNOWN, LAYER_BY_LAYER, ONE_TABLE, REFUSED, SEVERAL
 
 pytestmark = pytest.mark.engine
 N = 32
@@ -153,11 +155,127 @@ def test_the_reasons_are_true() -> None:
 
     from vllm_kvq.integration.core.spec import SinkSpec
 
-    for name in (name for name, reason in REFUSED.items() if reason == ONE_TABLE):
+    for name in (name for name, reason in REFUSED.items() if reason.startswith(ONE_TABLE)):
         assert not supports_hma(KVConnectorFactory.get_connector_class_by_name(name)), name
     sinks = SinkSpec.__new__(SinkSpec)
     with pytest.raises(AssertionError):
         scheduler.get_sliding_window_size_in_chunks(sinks, 32)
+
+
+def allow() -> None:
+    """All connectors, in this process."""
+    from vllm_kvq.integration.plan import refusals
+
+    refusals.connector_problem = lambda vllm_config: None
+
+
+def allow_several_tables() -> None:
+    """And ExampleConnector says of itself that it knows several block tables."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    allow()
+    SupportsHMA.register(ExampleConnector)
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (allow, "Failed to promote local KV cache specs to one unified type"),
+        pytest.param(allow_several_tables, "in extract_kv_from_layer", marks=pytest.mark.wide),
+    ],
+)
+def test_example_connector_fails_for_the_reasons_given(before: Any, said: str, lab: Lab, tmp_path: Path) -> None:
+    """With packed pages no engine starts; if that is lifted, too, it stops at the first page, in which it looks for a
+    token. (A 16-bit cache it serves, on a CPU, too.)"""
+    from vllm.config import KVTransferConfig
+
+    extra = {"shared_storage_path": str(tmp_path)}
+    how = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    arch = named("Llama")
+    engine = {**ENGINE, "dtype": arch.dtype, "kv_cache_dtype": "lossless", "additional_config": {"kvq": {"W": 32}}}
+    engine |= {"kv_transfer_config": how, "before": before}
+    with pytest.raises(EngineFailed, match=said), EngineProcess(str(lab.model(arch)), engine, {}) as process:
+        process.run(todo(reset=False)[0])
+
+
+def test_pages_that_lie_layer_by_layer_stop_nixl_and_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    import inspect
+
+    from vllm.distributed.kv_transfer.kv_connector import utils
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnectorWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+    from vllm_kvq.integration.core.spec import PackedSpec
+    from vllm_kvq.integration.worker.layout import ONE_SIZE
+
+    assert {name for name, reason in REFUSED.items() if reason == LAYER_BY_LAYER} == {
+        "MooncakeConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+    }
+    for worker in (MooncakeConnectorWorker, NixlBaseConnectorWorker):
+        assert "get_current_attn_backends_and_specs(" in inspect.getsource(worker._sync_block_size_with_kernel)
+    spec = PackedSpec.__new__(PackedSpec)
+    object.__setattr__(spec, "tokens_per_state", N)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["packed"])
+    monkeypatch.setattr(utils, "get_layers_from_vllm_config", lambda *_: {"packed": None})
+    cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: ONE_SIZE[0])
+    with pytest.raises(AssertionError, match="Compressed caches must be packed"):
+        utils.get_current_attn_backends_and_specs(
+            SimpleNamespace(cache_config=cache), SimpleNamespace(transfer_groups=[group]), []
+        )
+
+
+def test_a_store_of_mooncakes_asks_every_group_for_the_end_of_a_hit() -> None:
+    """Three blocks of a hit: the packed group has them all, and sinks the first."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import ExternalCachedBlockPool
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
+
+    hashes = [b"first", b"second", b"third"]
+
+    def ends(*groups: list[bytes]) -> Any:
+        spec = SimpleNamespace(prefix_cacheable=True)
+        worker = SimpleNamespace(
+            hash_block_size=N,
+            token_dbs=[SimpleNamespace(block_size=N)] * len(groups),
+            _kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * len(groups),
+            coord=SimpleNamespace(enable_partial_hash_hits=False),
+        )
+        there = {(group, found) for group, stored in enumerate(groups) for found in stored}
+        return MooncakeStoreWorker._tail_key_boundaries(worker, hashes, 3 * N, ExternalCachedBlockPool(N, there))
+
+    assert [end.group_id for end in ends(hashes, hashes)] == [0, 1]
+    with pytest.raises(AssertionError):
+        ends(hashes, hashes[:1])
+
+
+def test_a_store_that_servers_share_gives_nobody_pages_of_other_options(lab: Lab) -> None:
+    """Two servers with W=32 and one with W=64: pages and keys of the first are put where the others look."""
+    arch = named("Llama")
+    cold, *_ = todo(reset=False)
+
+    def served(window: int, pages: list[Any] | None = None) -> tuple[Any, int, list[Any]]:
+        engine = {**ENGINE, "dtype": arch.dtype, "kv_cache_dtype": "lossless", **connector()}
+        engine["additional_config"] = {"kvq": {"W": window, "S": 4}}
+        with EngineProcess(str(lab.model(arch)), engine, {}) as process:
+            if pages:
+                process.call(functools.partial(Store.put, pages))
+            result = process.run(cold)
+            process.run(todo(reset=False)[1])  # what is copied is noted in a later step
+            return result, process.call(copied)["loaded"], process.call(Store.take)
+
+    first, _, pages = served(32)
+    assert len(pages) >= 200 // N
+    alike, loaded, _ = served(32, pages)
+    assert loaded > 0
+    assert alike.cached["cold"] > 0
+    other, loaded, both = served(64, pages)
+    assert loaded == 0
+    assert other.cached["cold"] == 0
+    assert len({key for key, *_ in both}) > len({key for key, *_ in pages}), "it stored pages of its own beside them"
+    assert first.outputs == alike.outputs == other.outputs
 
 
 def block_hashes(traced: Any) -> set[bytes]:
@@ -168,7 +286,7 @@ def block_hashes(traced: Any) -> set[bytes]:
 
 
 def test_engines_with_other_options_never_find_each_others_pages(lab: Lab) -> None:
-    """Every key that a connector makes follows from a block's hash. Without a connector hashes are vLLM's own."""
+    """The keys of connectors that are allowed follow from blocks' hashes. Without a connector hashes are vLLM's own."""
     arch = named("Llama")
     trace = todo(reset=False)[0]
 

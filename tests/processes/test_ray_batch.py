@@ -8,12 +8,13 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from ray_cluster import ENGINE, ROOT, Cluster
+from ray_cluster import ENGINE, PATIENCE, ROOT, Cluster
 
 RAYS_OWN = "ignore:Support for class-based `config`|Pydantic V1 style `@root_validator`:DeprecationWarning"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400), pytest.mark.filterwarnings(RAYS_OWN)]
@@ -24,8 +25,11 @@ arrow = pytest.importorskip("pyarrow", reason=REASON)
 parquet = pytest.importorskip("pyarrow.parquet", reason=REASON)
 
 SCRIPT = ROOT / "examples" / "ray_batch.py"
+STRICT = "{% for m in messages %}{% if not m.role %}{{ raise_exception('whose words?') }}{% endif %}{% endfor %}"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant:' }}"
 Rows = list[dict[str, Any]]
+MEANT_OTHERWISE = {"model": "an adapter", "generated_text": "an answer", "params": 7, "row": 1.5, "empty": None}
+"""Columns with names that mean something to Ray or to the script, and one without a type."""
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,65 @@ def test_an_engine_and_then_the_job_are_killed(model: Path, tmp_path: Path, clus
     assert len(answers(tmp_path)) == len(rows), "a job that is done answered again"
 
 
+def a_worker_is_killed(cluster: Cluster, folder: Path, rows: Rows, *arguments: str) -> tuple[Rows, str]:
+    """The answers of a job with two engines, of which one loses the process of Ray's that holds it, and the log."""
+    (folder / "questions.jsonl").write_text(lines(rows))
+    command = [str(SCRIPT), "questions.jsonl", "answers", *arguments, "--engines", "2", "--piece", "2"]
+    job = cluster.job(folder, *command)
+    # both have started; each holds up to 16 pieces, so neither has all
+    job.until(lambda: job.said().count("kvq: format=") == 2, 2 * PATIENCE)
+    before = cluster.engines()
+    assert len(before) == 2
+    worker = parent(before[0])
+    assert worker in cluster.running("ray::")
+    assert worker != parent(before[1])
+    os.kill(worker, signal.SIGKILL)
+    assert len(answers(folder)) < len(rows) / 2
+    job.until(lambda: before[0] not in cluster.engines())
+    assert before[1] in cluster.engines()
+    assert job.wait() == 0, job.said()[-4000:]
+    assert "restarting=1" in job.said(), "Ray has not noticed"
+    return answers(folder), job.said()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.wide
+@pytest.mark.engine
+def test_a_worker_is_killed_and_rows_are_refused(model: Path, tmp_path: Path, cluster: Cluster) -> None:
+    rows: Rows = [{"id": i, "prompt": f"count from {i} to", **MEANT_OTHERWISE} for i in range(60)]
+    rows[7]["prompt"] = "count " * 600
+    rows[20]["prompt"] = None
+    found, said = a_worker_is_killed(cluster, tmp_path, rows, "--model", str(model), *ENGINE, "--tokens", "100")
+    assert said.count("kvq: format=kitty2") >= 2  # a third one, if the others have not answered all before
+    assert sorted(row["id"] for row in found) == [row["id"] for row in rows]
+    found.sort(key=lambda row: row["id"])
+    assert [{name: row[name] for name in rows[0]} for row in found] == rows
+    refused = {row["id"]: row["error"] for row in found if row["error"]}
+    assert sorted(refused) == [7, 20]
+    assert "maximum context length" in refused[7]
+    assert '"prompt" is not a text' in refused[20]
+    for row in found:
+        assert (row["answer"] == "", row["tokens"]) == ((True, 0) if row["id"] in refused else (False, 100))
+
+
+@pytest.mark.weights
+@pytest.mark.engine
+def test_a_worker_is_killed_on_a_real_model(weights: Callable[[str], Path], tmp_path: Path, cluster: Cluster) -> None:
+    """SmolLM2-135M with constants of its own."""
+    model = weights("smollm2-135m")
+    rows: Rows = [{"id": i, "prompt": f"The number after {i} is"} for i in range(60)]
+    flags = ["--model", str(model), "--kv-cache-dtype", "klt3", "--enforce-eager", "--max-model-len", "512"]
+    flags += ["--cpus", "0.1", "--kv-cache-memory-bytes", "64M", "--max-num-seqs", "4", "--dtype", "float32"]
+    flags += ["--tokens", "40"]
+    found, said = a_worker_is_killed(cluster, tmp_path, rows, *flags)
+    assert said.count("kvq: format=klt3") >= 2
+    assert sorted(row["id"] for row in found) == [row["id"] for row in rows]
+    assert all(row["answer"] and row["tokens"] == 40 and not row["error"] for row in found)
+
+
 @pytest.mark.wide
 @pytest.mark.engine
 def test_parquet_and_chats_on_two_engines(chatty: Path, tmp_path: Path, cluster: Cluster) -> None:
@@ -109,7 +172,8 @@ def test_parquet_and_chats_on_two_engines(chatty: Path, tmp_path: Path, cluster:
     keys = [f"{part}{i:02}" for part in range(2) for i in range(12)]
     for part in range(2):
         rows = [
-            {"key": key, "messages": [{"role": "user", "content": f"count to {key}"}]}
+            {"key": key, "messages": [{"role": "user", "content": f"count to {key}"}], **MEANT_OTHERWISE}
+            | {"seldom": "here" if key.endswith("05") else None}
             for key in keys
             if key[0] == str(part)
         ]
@@ -121,7 +185,10 @@ def test_parquet_and_chats_on_two_engines(chatty: Path, tmp_path: Path, cluster:
     assert job.said().count("kvq: format=kitty2") == 2
     found = parquet.read_table(tmp_path / "answers").to_pylist()
     assert sorted(row["key"] for row in found) == keys
-    assert all(set(row) == {"key", "messages", "answer", "tokens"} for row in found)
+    columns = {"key", "messages", "answer", "tokens", "error", "seldom", *MEANT_OTHERWISE}
+    assert all(set(row) == columns for row in found)
+    assert sorted(row["key"] for row in found if row["seldom"]) == ["005", "105"]
+    assert all(row[name] == value for row in found for name, value in MEANT_OTHERWISE.items())
     assert all(row["tokens"] == 100 and row["messages"][0]["role"] == "user" for row in found)
 
 
@@ -129,23 +196,47 @@ def options(**more: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"engines": 1, "cpus": 8, "piece": 256, "tokens": 4, "temperature": 0.0} | more)
 
 
-def test_a_chat_has_the_tokens_of_its_template(
-    chatty: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_has_the_tokens_of_its_template(chatty: Path, script: ModuleType) -> None:
     """One <bos>, which is the template's, and what asks for an answer."""
     from transformers import AutoTokenizer
 
-    made: dict[str, Any] = {}
-    monkeypatch.setattr(script, "config", lambda *_: None)
-    monkeypatch.setattr(script, "build_processor", lambda _, **given: made.update(given))
-    engine = script.AsyncEngineArgs(model=str(chatty))
-    script.processor(engine, {}, ["id", "messages"], options())
-    asked = made["preprocess"]({"id": 1, "messages": [{"role": "user", "content": "count"}]})
     tokenizer = AutoTokenizer.from_pretrained(chatty)
+    asked = script.Ask({}, tokenizer)({"id": 1, "messages": [{"role": "user", "content": "count"}]})
     text = tokenizer.decode(asked["tokenized_prompt"])
     assert text.count(tokenizer.bos_token) == 1
     assert text.startswith(tokenizer.bos_token)
     assert text.endswith("user: count\nassistant:")
+
+
+def test_a_column_that_is_empty_in_a_piece_keeps_its_type(script: ModuleType, tmp_path: Path) -> None:
+    """Otherwise a reader of the whole folder takes the first file's types, and fails at the next."""
+    schema = arrow.schema([("id", arrow.int64()), ("seldom", arrow.string())])
+    for number, seldom in enumerate([None, "here"]):
+        piece = arrow.Table.from_pylist([{"seldom": seldom, "id": number}])
+        parquet.write_table(script.typed(schema, piece), tmp_path / f"{number}.parquet")
+    assert parquet.read_table(tmp_path).to_pylist() == [{"id": 0, "seldom": None}, {"id": 1, "seldom": "here"}]
+
+
+NOTHING_TO_ASK: dict[str, tuple[Any, str]] = {
+    "a prompt that is null": ("prompt", None),
+    "an empty prompt": ("prompt", ""),
+    "a message without a role": ("messages", [{"content": "a"}]),
+    "no messages": ("messages", None),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_ASK)
+def test_a_row_that_can_not_be_asked_says_why(case: str, chatty: Path, script: ModuleType) -> None:
+    from transformers import AutoTokenizer
+
+    column, value = NOTHING_TO_ASK[case]
+    tokenizer = AutoTokenizer.from_pretrained(chatty) if column == "messages" else None
+    if tokenizer is not None:
+        tokenizer.chat_template = STRICT
+    row = {"id": 1, column: value}
+    asked = script.Ask({}, tokenizer)(row)
+    assert asked["__inference_error__"]
+    assert script.answer(asked) == {**row, "answer": "", "tokens": 0, "error": asked["__inference_error__"]}
 
 
 def test_a_gpu_for_each_rank(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +248,7 @@ def test_a_gpu_for_each_rank(script: ModuleType, monkeypatch: pytest.MonkeyPatch
     config = script.config(engine, dict(given), options(engines=4))
     assert {name: config.engine_kwargs[name] for name in given} == given
     assert "distributed_executor_backend" not in config.engine_kwargs
+    assert config.should_continue_on_error
     assert (config.placement_group_config, config.runtime_env, config.concurrency) == (None, None, (4, 4))
     with pytest.raises(SystemExit) as stop:
         script.config(engine, dict(given), options(engines=5))
@@ -179,7 +271,9 @@ import importlib.util, pathlib, sys
 spec = importlib.util.spec_from_file_location("ray_batch", sys.argv[1])
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
-script.processor = lambda *_: lambda rows: rows.map(lambda row: {**row, "answer": "a", "tokens": 1})
+script.config = lambda *_: None
+asked = lambda row: {**row, "generated_text": "a", "num_generated_tokens": 1}
+script.build_processor = lambda config: lambda rows: rows.map(asked)
 sys.argv = ["ray_batch.py", "questions.jsonl", "answers", "--model", "missing", "--piece", "2"]
 script.main()
 torn = min(pathlib.Path("answers.done").iterdir())
@@ -191,11 +285,12 @@ script.main()
 
 def test_what_is_noted_is_not_answered_again(tmp_path: Path, cluster: Cluster) -> None:
     """And what is written but not noted, as after a kill, is replaced."""
-    rows: Rows = [{"id": f"row {i}", "prompt": "a"} for i in range(4)]
+    rows: Rows = [{"id": f"row {i}", "prompt": "a", **MEANT_OTHERWISE} for i in range(4)]
     (tmp_path / "questions.jsonl").write_text(lines(rows))
     job = cluster.job(tmp_path, "-c", WITHOUT_ENGINES, str(SCRIPT))
     assert job.wait() == 0, job.said()[-4000:]
-    assert sorted(row["id"] for row in answers(tmp_path)) == [row["id"] for row in rows]
+    found = sorted(answers(tmp_path), key=lambda row: row["id"])
+    assert found == [{**row, "answer": "a", "tokens": 1, "error": ""} for row in rows]
     first = (tmp_path / "first").read_text().splitlines()
     now = sorted(file.name for file in (tmp_path / "answers").iterdir())
     assert len(first) == len(now) > 1
@@ -210,8 +305,8 @@ REFUSED: dict[str, tuple[Rows, str]] = {
     "nothing": ([{"id": 1}], """rows need the column 'id' (--id), and either "prompt" or "messages\""""),
     "both": ([{"id": 1, "prompt": "a", "messages": []}], """either "prompt" or "messages\""""),
     "other": ([{"key": 1, "prompt": "a"}], "rows need the column 'id' (--id)"),
-    "taken": ([{"id": 1, "prompt": "a", "answer": "b"}], "another use for a column 'answer'; give yours"),
-    "for Ray": ([{"id": 1, "prompt": "a", "model": "b"}], "another use for a column 'model'; give yours"),
+    "taken": ([{"id": 1, "prompt": "a", "answer": "b"}], "the job writes a column 'answer'; give yours"),
+    "error": ([{"id": 1, "prompt": "a", "error": "b"}], "the job writes a column 'error'; give yours"),
 }
 EACH = """
 import runpy, sys

@@ -1,9 +1,13 @@
 """Where a KV connector keeps pages elsewhere, their hashes begin with the fingerprint of what pages mean.
 
-vLLM's block hashes name tokens and nothing else, and every connector makes its keys from them. Two servers with other
-options would find each other's pages in a store that they share. All hashes of an engine follow from a seed, so they
-have nothing in common if the seeds differ; and the seed is what connectors with a handshake compare. Without a
-connector nothing leaves an engine, and hashes stay vLLM's own.
+vLLM's block hashes name tokens and nothing else, and the connectors that are allowed make their keys from them. Two
+servers with other options would find each other's pages in a store that they share. All hashes of an engine follow
+from a seed, so they have nothing in common if the seeds differ. Without a connector nothing leaves an engine, and
+hashes stay vLLM's own.
+
+That does not reach connectors that make other keys: ExampleConnector and LMCache hash the tokens themselves. Nor does
+it reach handshakes: NIXL's compares versions, the model and the cache's dtype, and only the peers of vLLM's offloading
+tiers compare the seed. All of these are refused (plan/connectors.py).
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ def seed_hashes(hooks: Hooks) -> None:
 
 SEEDED = Patch(
     what="resolve_none_hash_seed and Scheduler.__init__ wrapped",
-    why="block hashes, and so the keys of every KV connector, say nothing of what a page means",
+    why="block hashes, and so the keys of the KV connectors that are allowed, say nothing of what a page means",
     until="a platform or a backend may add to the hashes of its blocks",
     needs=(SEED, SCHEDULER),
     install=seed_hashes,

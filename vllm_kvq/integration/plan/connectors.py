@@ -25,22 +25,24 @@ SEVERAL = "MultiConnector"
 """Hands everything on to the connectors that it lists, so it is allowed where they are."""
 
 ONE_TABLE = "has one block table per request, where packed layers have several"
-HANDS_OVER = "has not been tried, and hands requests over while their newest tokens are in sidecars"
+HANDS_OVER = "hands requests over while their newest tokens are in sidecars"
+LAYER_BY_LAYER = f"takes no packed pages that lie layer by layer, and {HANDS_OVER}"
 REFUSED = {
     "DecodeBenchConnector": "fills the cache with numbers that no model has computed",
-    "ExampleConnector": "copies single tokens by their slots, which packed pages do not have",
+    "ExampleConnector": f"{ONE_TABLE}, and copies single tokens by their slots, which packed pages do not have",
     "ExampleHiddenStatesConnector": "stores hidden states, and needs speculative decoding with extract_hidden_states",
     "FlexKVConnectorV1": ONE_TABLE,
     "HF3FSKVConnector": ONE_TABLE,
     "HiSparseConnector": "is for models with sparse attention",
     "LMCacheConnectorV1": ONE_TABLE,
-    "LMCacheMPConnector": "needs the package lmcache and has not been tried",
-    "MoRIIOConnector": HANDS_OVER,
-    "MooncakeConnector": HANDS_OVER,
-    "MooncakeStoreConnector": "needs the package mooncake and has not been tried",
-    "NixlConnector": HANDS_OVER,
-    "NixlPullConnector": HANDS_OVER,
-    "NixlPushConnector": HANDS_OVER,
+    "LMCacheMPConnector": "looks prompts up by tokens and the model's name, so it would find pages of other options",
+    "MoRIIOConnector": f"{HANDS_OVER}; it is for AMD's GPUs and has not been tried",
+    "MooncakeConnector": LAYER_BY_LAYER,
+    "MooncakeStoreConnector": "stores a block before all its tokens are packed, and wants every cache group to have "
+    "the last one of a hit, where sinks have only the first",
+    "NixlConnector": LAYER_BY_LAYER,
+    "NixlPullConnector": LAYER_BY_LAYER,
+    "NixlPushConnector": LAYER_BY_LAYER,
     "OffloadingConnector": "takes only vLLM's own kinds of layers, and sinks are another kind",
 }
 """All others of vLLM's, and what stops each."""
