@@ -29,6 +29,8 @@ BUILD_TOOLS = ("setuptools-rust", "setuptools-scm", "semantic-version", "vcs-ver
 """What vLLM's setup.py imports before it can report its name and version, which pip asks for."""
 COMPLETE = "complete.json"
 NOT_THERE = ("No matching distribution found", "Could not find a version")
+NOTHING_AT_ALL = "(from versions: none)"
+"""So pip says that it could not reach an index, too."""
 
 
 class NoRelease(Exception):
@@ -179,6 +181,8 @@ def pip(*arguments: str, **environment: str) -> None:
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stdout + done.stderr
+        if NOTHING_AT_ALL in said:
+            raise NoRelease(f"pip can't reach the package index to {arguments[0]} {arguments[-1]}; it needs a network")
         errors = [line for line in said.splitlines() if line.startswith("ERROR: ")] or [said.strip()[-300:]]
         kind = NotThere if any(words in said for words in NOT_THERE) else NoRelease
         raise kind(f"pip {arguments[0]} {arguments[-1]} failed: {errors[-1].removeprefix('ERROR: ')}")
