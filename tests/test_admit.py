@@ -17,7 +17,7 @@ import pytest
 
 from proof.admit import blame, groups, main, names, release
 from proof.admit.report import Report, need_lines, output_of
-from vllm_kvq.integration.patches import seeds, zeroing
+from vllm_kvq.integration.patches import seeds, warmup, zeroing
 from vllm_kvq.integration.patches.names import ADMIT, SUPPORTED
 from vllm_kvq.integration.patches.patch import Patch
 from vllm_kvq.integration.patches.registry import PATCHES
@@ -334,7 +334,7 @@ def test_the_installed_release_needs_no_folder(tmp_path: Path) -> None:
 
 
 # -- a made-up vLLM ---------------------------------------------------------------------------------------------------
-CHANGED = "v1/worker/cpu_model_runner.py"
+CHANGED = "v1/worker/gpu/warmup.py"
 
 
 @pytest.fixture
@@ -353,7 +353,7 @@ def other_vllm(tmp_path: Path) -> Path:
             if part is not None:
                 (there / part).unlink()
                 there = there / part
-    changed = (own / CHANGED).read_text().replace("def _zero_block_ids(", "def _clear_block_ids(")
+    changed = (own / CHANGED).read_text().replace("_warmup_block_counter", "_counter_of_blocks")
     for file, text in ((CHANGED, changed), ("_version.py", "__version__ = '0.99.0'\n__version_tuple__ = (0, 99, 0)\n")):
         (made / file).unlink()
         (made / file).write_text(text)
@@ -386,12 +386,12 @@ def test_a_missing_name_is_reported_under_its_patch(
     assert main.main(["0.99", "--folder", str(other_vllm), "--", *tests]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"vLLM 0.99.0 (a made-up tree); not supported, tried as {SUPPORTED[-1]}"
-    at = lines.index(f"  MISSING  {zeroing.ZEROED.what} ({zeroing.ZEROED.place})")
-    assert lines[at + 1].strip() == zeroing.ZERO.replace(":", ".")
+    at = lines.index(f"  MISSING  {warmup.WARMED_UP.what} ({warmup.WARMED_UP.place})")
+    assert lines[at + 1].strip() == warmup.COUNTER.replace(":", ".")
     assert f"  ok       {seeds.SEEDS.what} ({seeds.SEEDS.place}): 4 names" in lines
     assert any(line.startswith("tests: 1 passed, 0 failed") for line in lines)
-    assert any(line.startswith(f"  {zeroing.ZEROED.what}: 1 names missing") for line in lines)
-    assert lines[lines.index(next(x for x in lines if "not admitted" in x))].startswith("vLLM 0.99.0 is not admitted")
+    assert any(line.startswith(f"  {warmup.WARMED_UP.what}: 1 names missing") for line in lines)
+    assert any(line.startswith("vLLM 0.99.0 is not admitted: ") for line in lines)
 
 
 @pytest.mark.engine

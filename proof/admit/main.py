@@ -48,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, help=f"where it is installed ({FOLDER.relative_to(release.ROOT)}/VERSION)"
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and findings")
-    parser.add_argument("tests", nargs="*", metavar="TEST", help="after --: pytest's arguments, in place of the groups")
-    options = parser.parse_args(argv)
+    words_given = list(sys.argv[1:] if argv is None else argv)
+    at = words_given.index("--") if "--" in words_given else len(words_given)
+    options = parser.parse_args(words_given[:at])
+    options.tests = words_given[at + 1 :]
     chosen = groups.ALL if options.all else groups.named(options.groups)
     if options.tests:
         chosen = (groups.Group("tests", "those asked for", tuple(options.tests)),)
