@@ -44,7 +44,7 @@ def shown(page: str = PAGE) -> list[Shown]:
     """The reproductions in Python, in the order of the page."""
     found = []
     for section in re.split(r"^### ", page, flags=re.M)[1:]:
-        for code, output in re.findall(r"```python\n(.*?)```\n\n((?:    .*\n)+)", section, re.S):
+        for code, output in re.findall(r"```python\n(.*?)```\n\n((?:    [^\n]*\n)+)", section, re.S):
             lines = tuple(line.removeprefix("    ") for line in output.splitlines())
             found.append(Shown(section.partition("\n")[0], code, lines))
     return found
