@@ -124,6 +124,17 @@ def test_a_group_that_does_not_run_is_not_good(
     assert found.failures or found.crash or found.passed == 0
 
 
+def test_a_page_has_no_path_of_a_machine() -> None:
+    said = (
+        "Command '['/home/me/.venv/bin/vllm', 'serve', '/tmp/x-1/model0', 'tests/a.py', 'http://host/v1/x']' timed out"
+    )
+    assert (
+        groups.without_paths(said)
+        == "Command '['vllm', 'serve', 'model0', 'tests/a.py', 'http://host/v1/x']' timed out"
+    )
+    assert groups.Failure("x", f"E  {said}").reason == groups.without_paths(said)
+
+
 def test_every_group_has_tests() -> None:
     """pytest refuses names that do not exist."""
     words = [word for group in groups.GROUPS for word in group.tests]

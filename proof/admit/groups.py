@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -82,7 +83,12 @@ class Failure:
         """The line of an exception in the words of the test, or the first line."""
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
         errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
-        return (errors or lines or ["nothing was said"])[0][:200]
+        return without_paths((errors or lines or ["nothing was said"])[0])[:200]
+
+
+def without_paths(text: str) -> str:
+    """Only the last part of each absolute path: the others are a machine's own."""
+    return re.sub(r"(?<![\w.:/])(?:/[\w.+-]+)+/(?=[\w.+-])", "", text)
 
 
 @dataclass(frozen=True)

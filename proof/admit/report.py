@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from proof.admit.blame import blamed
-from proof.admit.groups import Outcome
+from proof.admit.groups import Outcome, without_paths
 from proof.admit.names import NO_PATCH, Names, Need
 from proof.admit.release import Release
 from vllm_kvq.integration.patches.names import SUPPORTED, nearest
@@ -41,7 +41,7 @@ class Report:
         yield f"{outcome.group.name}: {counts}, {outcome.seconds:.0f} s"
         if outcome.crash:
             yield "  pytest did not run all of it:"
-            yield from (f"    {line}" for line in outcome.crash.splitlines()[-15:])
+            yield from (f"    {without_paths(line)}" for line in outcome.crash.splitlines()[-15:])
         for failure in outcome.failures:
             yield f"  FAILED {failure.test}"
             yield f"    {failure.reason}"
