@@ -13,7 +13,7 @@ import pytest
 
 from vllm_kvq import cli
 from vllm_kvq.cli.eval.heads import table
-from vllm_kvq.cli.eval.show import hurt_tables
+from vllm_kvq.cli.eval.hurt import hurt_tables
 from vllm_kvq.eval.heads.heads import HeadError
 from vllm_kvq.eval.results import plots, report
 from vllm_kvq.eval.results.result import DECODING, METRICS, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
