@@ -65,7 +65,10 @@ def _cell(of: Table, column: int, scope: str | None = None) -> dict[str, str]:
 
 def _lines(text: str) -> list[Child]:
     first, *others = text.split("\n")
-    return [first, *(child for line in others for child in (element("br"), line))]
+    lines: list[Child] = [first]
+    for line in others:
+        lines += [element("br"), line]
+    return lines
 
 
 def _interval(text: str) -> list[Child]:
@@ -79,6 +82,8 @@ def _interval(text: str) -> list[Child]:
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
+LARGEST = 1.3
+"""The widest that a picture is shown, relative to its own size."""
 _NAMESPACE = re.compile(r"\{[^}]*\}")
 
 
@@ -92,9 +97,11 @@ def drawing(picture: Picture, name: str) -> Element:
     for part in root.iter():
         part.tag = _NAMESPACE.sub("", part.tag)
         part.attrib = dict(_own(_NAMESPACE.sub("", key), value, name) for key, value in part.attrib.items())
-    for unused in ("version", "height"):
+    width = float(root.attrib["width"].removesuffix("pt"))
+    for unused in ("version", "width", "height"):
         root.attrib.pop(unused, None)
     root.attrib |= {"role": "img", "aria-label": picture.title, "fill": "currentColor"}
+    root.set("style", f"max-width: {LARGEST * width:.0f}pt")
     return root
 
 
