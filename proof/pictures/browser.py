@@ -23,6 +23,10 @@ TO_BROWSER, FROM_BROWSER = 3, 4
 """The file descriptors that `--remote-debugging-pipe` reads and writes."""
 DESKTOP, PHONE = 1280, 390
 LIGHT, DARK = "light", "dark"
+AT_REST = """document.fonts.ready.then(() => new Promise(requestAnimationFrame)).then(() => Promise.all(
+document.getAnimations().filter(x => x.effect.getComputedTiming().endTime < 5000).map(x => x.finished.catch(() => 0)))
+).then(() => 0)"""
+"""JavaScript that waits for letters, and for everything that moves."""
 PATIENCE = 60.0
 """Seconds that an answer may take."""
 
@@ -93,7 +97,7 @@ class Browser:
         if "errorText" in found:
             raise BrowserError(f"{url} can't be opened: {found['errorText']}")
         self._event("Page.loadEventFired")
-        self.value("document.fonts.ready.then(() => 0)")
+        self.value(AT_REST)
 
     def value(self, expression: str) -> Any:
         """What JavaScript makes of an expression in the page, or of its promise."""

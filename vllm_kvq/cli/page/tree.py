@@ -77,7 +77,7 @@ def _interval(text: str) -> list[Child]:
     if found is None:
         return [text]
     figure, interval, verdict = found.groups()
-    said = [" ", element("b", {"class": verdict}, verdict)] if verdict else []
+    said: list[Child] = [" ", element("b", {"class": verdict}, verdict)] if verdict else []
     return [figure, " ", element("span", {"class": "interval"}, interval), *said]
 
 
