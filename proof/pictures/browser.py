@@ -23,7 +23,7 @@ TO_BROWSER, FROM_BROWSER = 3, 4
 """The file descriptors that `--remote-debugging-pipe` reads and writes."""
 DESKTOP, PHONE = 1280, 390
 LIGHT, DARK = "light", "dark"
-AT_REST = """document.fonts.ready.then(() => new Promise(requestAnimationFrame)).then(() => Promise.all(
+AT_REST = """document.fonts.ready.then(() => new Promise(done => setTimeout(done, 300))).then(() => Promise.all(
 document.getAnimations().filter(x => x.effect.getComputedTiming().endTime < 5000).map(x => x.finished.catch(() => 0)))
 ).then(() => 0)"""
 """JavaScript that waits for letters, and for everything that moves."""
