@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -95,6 +96,10 @@ def cells(row: Row) -> list[str]:
     return text
 
 
+def heads_of(args: argparse.Namespace) -> str:
+    return f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}"
+
+
 def table(args: argparse.Namespace, shape: Shape, rows: Sequence[Row]) -> console.Table:
     title = (
         f"context {shape.context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  "
@@ -135,9 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {line}")
     if args.out:
         figures.write_csv(args.out / f"{FILE}.csv", records)
-        heads = f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}, batch {args.batch}"
-        drawn = plot(args.out, measured, f"{heads}, {args.threads} thread(s), {name}")
-        tables = [table(args, shape, rows) for shape, rows in measured]
+        title = f"{heads_of(args)}, batch {args.batch}, {args.threads} thread(s), {name}"
+        drawn = plot(args.out, measured, title)
+        about = f"batch {args.batch}, {heads_of(args)}, {caches(args.rotate)}"
+        tables = [replace(table(args, s, rows), title=f"{s.context:,} tokens: {about}") for s, rows in measured]
         facts = [("threads", str(args.threads)), ("instruction set", name)]
         page(drawn, tables, [*notes, *slope_lines(measured)], command(PROG, arguments), facts).write(args.out)
     return console.DONE

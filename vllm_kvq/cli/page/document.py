@@ -55,7 +55,7 @@ class Page:
             element("title", {}, self.title),
             element("style", {}, files(__package__).joinpath("style.css").read_text(encoding="utf-8")),
         )
-        line = element("pre", {"tabindex": "0"}, element("code", {}, self.command))
+        line = element("pre", {}, element("code", {}, self.command))
         top = element("header", {}, element("h1", {}, self.title), element("p", {}, self.about), line)
         body = [_section(section, f"s{n}") for n, section in enumerate(shown, 1)]
         parts = [top, _contents(shown), element("main", {}, *body), _made([*self.facts, *made()])]
