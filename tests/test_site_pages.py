@@ -16,7 +16,7 @@ from proof.pictures.site import PAGES, Seen, build, main, see, see_all, served
 pytest.importorskip("material", reason="mkdocs-material is not installed: python3 scripts/bootstrap.py brings it")
 pytestmark = pytest.mark.wide
 
-GOOD = Seen("a.html", DESKTOP, LIGHT, "A page", DESKTOP, DESKTOP, [("x.svg", 10, 5)], "white", [])
+GOOD = Seen("a.html", DESKTOP, LIGHT, "A page", DESKTOP, [("x.svg", 10, 5)], "white", [])
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,9 @@ def test_the_command_says_what_it_saw(
 
 
 def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert main([]) == 1
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "")
+        assert main([]) == 1
     assert "install Chromium" in capsys.readouterr().err
     with pytest.raises(BrowserError, match="exited before it answered"), Browser("/bin/false"):
         pass

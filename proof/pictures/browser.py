@@ -108,6 +108,7 @@ class Browser:
 
     def picture(self, path: Path, whole: bool = False) -> Path:
         """What is shown as PNG, or the whole page, however long."""
+        self.value(AT_REST)
         found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(found["data"]))

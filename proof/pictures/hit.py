@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proof.pictures.canvas import OTHERS, OURS, QUIET, picture
+from proof.pictures.canvas import OTHERS, OURS, picture
 from proof.pictures.page import FORMAT, bound
 from vllm_kvq.formats import PageFormat
 
+INK = "#5b626d"
 REQUEST, ALIKE = 540, 300
 """Tokens of each request, and those with which the last one begins like the first."""
 HEIGHT, APART, MARGIN = 0.46, 1.15, 118
@@ -78,7 +79,7 @@ def _row(axes: Any, y: float, about: str, found: int, shown: list[Part]) -> None
         x += part.tokens
     for begin, end, said, color in (
         (0, found, f"found: {found} tokens, which are read packed", OURS),
-        (found, x, f"computed: {x - found} tokens, its own pages and window", QUIET),
+        (found, x, f"computed: {x - found} tokens, its own pages and window", INK),
     ):
         if end > begin:
             axes.text((begin + end) / 2, y - 0.29, said, color=color, fontsize=8, ha="center", va="top")

@@ -31,7 +31,7 @@ WIDTHS = (DESKTOP, PHONE)
 
 HEADING = """(() => { const h = document.querySelector('h1'), box = h ? h.getBoundingClientRect() : null;
 return box && box.width > 0 && box.height > 0 ? h.firstChild.textContent.trim() : null })()"""
-WIDE = "[document.documentElement.scrollWidth, window.innerWidth]"
+WIDE = "document.documentElement.scrollWidth"
 PICTURES = """(async () => { const all = [...document.querySelectorAll('article img')];
 await Promise.all(all.map(x => { x.loading = 'eager'; return x.decode().catch(() => 0) }));
 return all.map(x => [x.getAttribute('src'), x.naturalWidth, x.getBoundingClientRect().width]) })()"""
@@ -46,10 +46,8 @@ class Seen:
     width: int
     scheme: str
     heading: str | None
-    scrolled: int
-    """The width of what is there."""
-    shown: int
-    """The width of the screen."""
+    wide: int
+    """The width of what is there; a phone makes its page as wide as that."""
     pictures: Sequence[tuple[str, float, float]]
     """Name, own width, width on the page."""
     ground: str
@@ -57,8 +55,8 @@ class Seen:
 
     def problems(self) -> list[str]:
         found = [] if self.heading else ["it has no heading"]
-        if self.scrolled > self.shown:
-            found.append(f"it is {self.scrolled} pixels wide")
+        if self.wide > self.width:
+            found.append(f"it is {self.wide} pixels wide")
         found += [f"the picture {name} is not shown" for name, own, wide in self.pictures if not (own and wide)]
         found += [f"the console says: {complaint}" for complaint in self.complaints]
         return [f"{self.page}, {self.width} pixels, {self.scheme}: {problem}" for problem in found]
@@ -98,9 +96,8 @@ def served(folder: Path) -> Iterator[str]:
 def see(browser: Browser, address: str, page: str, width: int, scheme: str) -> Seen:
     browser.show(f"{address}/{page}", width, scheme)
     pictures = [(str(name), own, wide) for name, own, wide in browser.value(PICTURES)]
-    scrolled, shown = browser.value(WIDE)
-    heading, ground = browser.value(HEADING), browser.value(GROUND)
-    return Seen(page, width, scheme, heading, scrolled, shown, pictures, ground, [*browser.complaints])
+    heading, wide, ground = map(browser.value, (HEADING, WIDE, GROUND))
+    return Seen(page, width, scheme, heading, wide, pictures, ground, [*browser.complaints])
 
 
 def see_all(browser: Browser, address: str, pages: Sequence[str], out: Path | None) -> Iterator[Seen]:
