@@ -71,13 +71,20 @@ class Browser:
         )
         os.close(theirs_in)
         os.close(theirs_out)
-        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.ask(f"{domain}.enable")
+        try:
+            target = self._ask("Target.createTarget", url="about:blank")["targetId"]
+            self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.ask(f"{domain}.enable")
+        except BaseException:
+            self._stop()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         os.close(self._to)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -128,7 +135,9 @@ class Browser:
     def _ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
-        os.write(self._to, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
+        text = json.dumps(message | ({"sessionId": session} if session else {}))
+        with contextlib.suppress(BrokenPipeError):  # it has exited, which reading its answer says
+            os.write(self._to, text.encode() + b"\0")
         end = time.monotonic() + PATIENCE
         while True:
             found = self._message(end, method)
