@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,10 @@ def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys:
     size = {row["kernel"]: int(row["bytes"]) for row in rows if row["context"] == "6144"}
     assert size["squat2"] < size["bf16"] / 3
     assert (tmp_path / "cpu-attention.png").read_bytes()[:4] == b"\x89PNG"
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 1
+    assert all(page.count(f">{name}<") >= 4 for name in kernels)
+    assert f"bench attention {shlex.join([*SMALL, *contexts])}" in page
 
 
 def test_a_head_size_that_vllm_has_no_fp8_cache_for(capsys: pytest.CaptureFixture[str]) -> None:

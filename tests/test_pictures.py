@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from proof.pictures import quality
+from proof.pictures import hit, quality
 from proof.pictures.canvas import fingerprint
 from proof.pictures.main import FOLDER, PICTURES, RECORDING, file_name, main
+from proof.pictures.page import bound
 from vllm_kvq.cli.check.every import HEAD, ranked
 
 ROOT = Path(__file__).parent.parent
@@ -59,3 +60,17 @@ def test_each_picture_is_in_a_document() -> None:
     shown = "\n".join(path.read_text() for path in documents)
     for path in FOLDER.iterdir():
         assert f"pictures/{path.name})" in shown, path.name
+
+
+def test_the_hit_is_what_the_engine_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's manager finds whole blocks up to the limit that ours gives it."""
+    from vllm_kvq.integration.core import manager
+
+    fmt, found = bound(), []
+    monkeypatch.setattr(
+        manager.FullAttentionManager, "find_longest_cache_hit", lambda hashes, limit, *_: found.append(limit)
+    )
+    spec, pool = SimpleNamespace(recomputed=fmt.W), SimpleNamespace(hash_block_size=fmt.N)
+    for tokens in range(fmt.N, 5 * fmt.N):
+        manager.PackedManager.find_longest_cache_hit([0] * (tokens // fmt.N), tokens - 1, [0], pool, spec)
+        assert hit.hit(fmt, tokens, tokens) == found[-1] // fmt.N * fmt.N

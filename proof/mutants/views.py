@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL = (
+BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE = (
     f"tests/{name}.py" for name in ("test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
-                                    "eval/test_lm_eval")
+                                    "eval/test_lm_eval", "test_result_pages")
 )  # fmt: skip
 
 
@@ -79,7 +79,22 @@ FAULTS: tuple[Fault, ...] = (
         "[layers.index(e.layer)][0]",
         VIEWS,
     ),
-    _eval("a token's line ends as they are", "cli/eval/show", "_line(hurt.before)", "hurt.before", VIEWS),
+    _eval("a token's line ends as they are", "cli/eval/hurt", "_line(hurt.before)", "hurt.before", VIEWS),
+    _eval(
+        "a page's pictures share their names",
+        "cli/page/tree",
+        'return key, f"{name}-{value}"',
+        "return key, value",
+        f"{PAGE} -k valid",
+    ),
+    _eval("a page may load what it likes", "cli/page/document", "default-src 'none'; ", "", f"{PAGE} -k loads"),
+    _eval(
+        "a page forgets which token was hurt",
+        "cli/page/tree",
+        'element("mark", {}, token)',
+        "token",
+        f"{PAGE} -k escaped",
+    ),
     _eval(
         "one standard error for 95 %", "eval/lm_tasks", "NORMAL * error, value", "error, value", f"{LM_EVAL} -k figure"
     ),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.eval.results.plots import pyplot
+from vllm_kvq.drawing import pyplot
 
 OURS, OTHERS, QUIET = "#1f5fa8", "#c2571a", "#8a8f98"
 STYLE = {

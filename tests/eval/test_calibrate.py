@@ -128,6 +128,9 @@ def test_heads(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert printed.splitlines()[2].startswith("squat2 ")
     assert str(tmp_path / "heads.png") in printed
     assert (tmp_path / "heads.png").exists()
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 1
+    assert "layer " in page
     assert cli.main([*arguments, "--json"]) == 0
     errors = json.loads(capsys.readouterr().out)["errors"]
     assert [(e["layer"], e["head"]) for e in errors["squat2"]] == [(i, h) for i in range(4) for h in range(2)]

@@ -228,6 +228,8 @@ def test_counts_are_paired(made_up: type[MadeUp], tmp_path: Path, capsys: pytest
     passed = {r["problem"] for r in rows if r["format"] == "squat2" and r["passed"] == "True"}
     assert passed == {f"HumanEval/{i}" for i in (0, 1, 4)}
     assert all(r["reason"] for r in rows)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(page.count(f">HumanEval/{i}<") == 2 for i in range(6))
 
 
 def test_a_run_that_was_stopped_goes_on(made_up: type[MadeUp], tmp_path: Path, capsys: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from vllm_kvq import cli
 from vllm_kvq.cli.eval.heads import table
-from vllm_kvq.cli.eval.show import hurt_tables
+from vllm_kvq.cli.eval.hurt import hurt_tables
 from vllm_kvq.eval.heads.heads import HeadError
 from vllm_kvq.eval.results import plots, report
 from vllm_kvq.eval.results.result import DECODING, METRICS, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
@@ -142,9 +142,9 @@ def test_every_plot_that_there_is_something_for(tmp_path: Path) -> None:
     wanted = {f"{kind}-{TEACHER_FORCED}-1024.png" for kind in ("frontier-kl", "frontier-accuracy")}
     panels = (f"{TEACHER_FORCED}-1024-text", f"{DECODING}-1024-recall")
     wanted |= {f"{kind}-{panel}.png" for kind in ("position-kl", "depth-accuracy") for panel in panels}
-    assert {path.name for path in drawn} == wanted
-    assert all(path.read_bytes().startswith(PNG) for path in drawn)
-    assert plots.draw_all([ROWS[0], failed], tmp_path)[0].name == f"frontier-accuracy-{TEACHER_FORCED}-1024.png"
+    assert {picture.path.name for picture in drawn} == wanted
+    assert all(picture.path.read_bytes().startswith(PNG) for picture in drawn)
+    assert plots.draw_all([ROWS[0], failed], tmp_path)[0].path.name == f"frontier-accuracy-{TEACHER_FORCED}-1024.png"
 
 
 def test_the_heat_map_has_a_cell_for_each_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +159,8 @@ def test_the_heat_map_has_a_cell_for_each_head(tmp_path: Path, monkeypatch: pyte
         "squat2": [HeadError(0, 0, 0.1, 0.5, 0.9), HeadError(0, 1, 0.2, 0.5, 0.9), HeadError(4, 1, 0.3, 0.5, 0.9)],
         "kivi2": [HeadError(0, 0, 0.4, 0.5, 0.9)],
     }
-    path = plots.heat_map(tmp_path / "heads.png", errors, "score", "scores")
-    assert path.read_bytes().startswith(PNG)
+    picture = plots.heat_map(tmp_path / "heads.png", errors, "score", "scores")
+    assert picture.path.read_bytes().startswith(PNG)
     (first, style), (second, other) = shown
     assert first[0] == [0.1, 0.2]
     assert math.isnan(first[1][0])
@@ -200,7 +200,7 @@ def test_show(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert printed.count("the tokens that were hurt most") == len(ROWS)
     assert printed.count("x[y]z") == len(ROWS)
-    listed = [Path(line) for line in printed.splitlines() if line.endswith(".png")]
+    listed = [Path(line) for line in printed.splitlines() if line.endswith((".png", "report.html"))]
     assert sorted(listed) == sorted((tmp_path / "plots").iterdir())
     assert cli.main(["eval", "show", str(results), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == len(ROWS)

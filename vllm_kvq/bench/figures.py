@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import Row
+from vllm_kvq.drawing import Picture, pyplot, save
 
 Measured = list[tuple[Shape, list[Row]]]
 Curves = dict[str, list[tuple[int, float]]]
@@ -40,24 +41,21 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def plot(path: Path, measured: Measured, title: str) -> None:
+def plot(path: Path, measured: Measured, title: str) -> Picture:
     """Milliseconds per decode step and layer against context."""
     curves: Curves = {}
     for shape, rows in measured:
         for row in rows:
             curves.setdefault(row.name, []).append((shape.context, row.ms))
-    draw(path, {"": {f"vLLM {name}" if name in STYLES else name: points for name, points in curves.items()}}, title)
+    return draw(
+        path, {"": {f"vLLM {name}" if name in STYLES else name: points for name, points in curves.items()}}, title
+    )
 
 
-def draw(path: Path, panels: Mapping[str, Curves], title: str) -> None:
+def draw(path: Path, panels: Mapping[str, Curves], title: str) -> Picture:
     """Panels side by side of milliseconds per decode step and layer against context, all axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, row = pyplot.subplots(1, len(panels), figsize=(8 * len(panels), 5), dpi=120, squeeze=False)
+    size = (8 * len(panels), 5)
+    figure, row = pyplot().subplots(1, len(panels), figsize=size, dpi=120, squeeze=False, layout="constrained")
     for axes, (above, curves) in zip(row[0], panels.items(), strict=True):
         for name, points in curves.items():
             style = STYLES.get(name.removeprefix("vLLM "), "-o")
@@ -68,9 +66,7 @@ def draw(path: Path, panels: Mapping[str, Curves], title: str) -> None:
         axes.set_xticks(contexts, [f"{c // 1024}k" if c % 1024 == 0 else str(c) for c in contexts])
         axes.set_xlabel("tokens in the cache, per request")
         axes.set_ylabel("ms per decode step and layer")
-        axes.set_title(", ".join(filter(None, (title, above))), fontsize=10)
+        axes.set_title(above, fontsize=9)
         axes.grid(True, which="both", alpha=0.25)
-        axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+        axes.legend(fontsize=8, frameon=False)
+    return save(figure, path, title)

@@ -6,6 +6,8 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -16,10 +18,21 @@ from vllm_kvq.bench.steps import Shape, bound_format
 from vllm_kvq.bench.timing import Row, copy_bandwidth, slopes
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, from_zero, whole_number
 from vllm_kvq.cli.bench.arguments import OWN, add_batch, add_rounds, add_shape, add_threads, check_memory, recommended
+from vllm_kvq.cli.page.document import Page, Section
+from vllm_kvq.cli.page.made import command
+from vllm_kvq.drawing import Picture
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
 
+PROG = "vllm-kvq bench attention"
 FILE = "cpu-attention"
+ABOUT = "One layer's attention in a decode step, over packed pages and by vLLM itself, in one process."
+COLUMNS = (
+    "ms and best: the median and the fastest round. MB: what a step reads. GB/s, and of copy: at what speed, and what "
+    "share of a memory copy's speed that is.",
+    "x bf16, x fp8: how many times as fast as vLLM's caches. limit: the same if only the bytes counted.",
+)
+NO_PLOT = "There is no plot: it needs matplotlib (pip install 'vllm-kvq[bench]')."
 ROTATE = """caches to read in turn, as the layers of a model do (1: one cache, which may stay in the processor's
 last-level cache; default: 0, as many as exceed that twice)"""
 
@@ -30,7 +43,7 @@ def caches(rotate: int) -> str:
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq bench attention",
+        PROG,
         "Decode attention over packed pages, side by side with vLLM's own CPU attention in one process.\n"
         "Takes minutes with several formats or long contexts.",
         ("", "--formats all --context 1024,32768 --threads 2", "--formats klt3,kitty2 --no-baseline --json"),
@@ -45,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rotate", metavar="CACHES", type=from_zero, default=0, help=" ".join(ROTATE.split()))
     add_rounds(p, 9)
     p.add_argument("--no-baseline", action="store_true", help="measure only our formats, without vllm")
-    add_out(p, f"{FILE}.csv, and {FILE}.png with time against context if matplotlib is installed")
+    add_out(p, f"report.html, {FILE}.csv, and {FILE}.png with time against context if matplotlib is installed")
     console.add_json(p)
     return p
 
@@ -83,15 +96,27 @@ def cells(row: Row) -> list[str]:
     return text
 
 
+def heads_of(args: argparse.Namespace) -> str:
+    return f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}"
+
+
+def table(args: argparse.Namespace, shape: Shape, rows: Sequence[Row]) -> console.Table:
+    title = (
+        f"context {shape.context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  "
+        f"d {args.head_size}  {caches(args.rotate)}"
+    )
+    return console.Table(HEAD, [cells(row) for row in rows], 1, title, 2)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     torch.set_num_threads(args.threads)
     if library() is None:
         why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
-        return console.fail("vllm-kvq bench attention", why, args.json)
+        return console.fail(PROG, why, args.json)
     name, baseline = ISAS[isa()], not args.no_baseline
     if baseline and (why_not := vllm_build.problem()):
-        return console.fail("vllm-kvq bench attention", why_not, args.json)
+        return console.fail(PROG, why_not, args.json)
     bandwidth = copy_bandwidth()
     notes = [
         f"{processor_name()}, {name}, {args.threads} threads, "
@@ -106,30 +131,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for shape, rows in attention.measure(shapes, formats, args.rounds, bandwidth, baseline):
         measured.append((shape, rows))
         if not args.json:
-            title = (
-                f"context {shape.context}  batch {args.batch}  heads {args.query_heads}/{args.kv_heads}  "
-                f"d {args.head_size}  {caches(args.rotate)}"
-            )
-            console.Table(HEAD, [cells(row) for row in rows], 1, title, 2).show()
+            table(args, shape, rows).show()
     records = figures.records(measured, args.threads, name)
     if args.json:
         console.show_json({"notes": notes, "rows": records})
     else:
-        print_slopes(measured)
+        for line in slope_lines(measured):
+            print(f"  {line}")
     if args.out:
         figures.write_csv(args.out / f"{FILE}.csv", records)
-        if importlib.util.find_spec("matplotlib") is None:
-            print("no plot: pip install 'vllm-kvq[bench]' for matplotlib", file=sys.stderr)
-        else:
-            heads = f"{args.query_heads}/{args.kv_heads} heads, d = {args.head_size}, batch {args.batch}"
-            figures.plot(args.out / f"{FILE}.png", measured, f"{heads}, {args.threads} thread(s), {name}")
+        title = f"{heads_of(args)}, batch {args.batch}, {args.threads} thread(s), {name}"
+        drawn = plot(args.out, measured, title)
+        about = f"batch {args.batch}, {heads_of(args)}, {caches(args.rotate)}"
+        tables = [replace(table(args, s, rows), title=f"{s.context:,} tokens: {about}") for s, rows in measured]
+        facts = [("threads", str(args.threads)), ("instruction set", name)]
+        page(drawn, tables, [*notes, *slope_lines(measured)], command(PROG, arguments), facts).write(args.out)
     return console.DONE
 
 
-def print_slopes(measured: Measured) -> None:
+def plot(folder: Path, measured: Measured, title: str) -> Picture | None:
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plot: pip install 'vllm-kvq[bench]' for matplotlib", file=sys.stderr)
+        return None
+    return figures.plot(folder / f"{FILE}.png", measured, title)
+
+
+def page(
+    drawn: Picture | None,
+    tables: Sequence[console.Table],
+    notes: Sequence[str],
+    line: str,
+    facts: Sequence[tuple[str, str]],
+) -> Page:
+    sections = (
+        Section("Time against context", [NO_PLOT if drawn is None else drawn]),
+        Section("Tables", [*COLUMNS, *tables]),
+        Section("Notes", notes),
+    )
+    return Page(PROG, ABOUT, line, facts, sections)
+
+
+def slope_lines(measured: Measured) -> list[str]:
+    lines = []
     for name in [row.name for row in measured[0][1]]:
         times = {shape.context: row.ms for shape, rows in measured for row in rows if row.name == name}
-        shares = slopes(times)
-        if shares:
+        if shares := slopes(times):
             text = ", ".join(f"{share:.2f}" for share in shares)
-            print(f"  {name:8} cost of a further token between the contexts from 4k on, 1.00 is linear: {text}")
+            lines.append(f"{name:8} cost of a further token between the contexts from 4k on, 1.00 is linear: {text}")
+    return lines

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
 from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
+from vllm_kvq.cli.page.document import Page, Section
+from vllm_kvq.cli.page.made import command
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import calibration_texts, of_texts
 from vllm_kvq.eval.heads.capture import Captured, capture
@@ -34,6 +36,7 @@ MEASURES = {
 Errors = Mapping[str, Sequence[HeadError]]
 """Errors by the format as users write it."""
 PLOT = "heads.png"
+ABOUT = "Errors of single KV heads on one text: what a format would have stored of it, next to what was computed."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--measure", choices=MEASURES, default="score", help="error that ranks heads and is plotted")
     add_context(p, "1024", "of the text")
     add_text(p)
-    add_out(p, f"{PLOT}, a heat map of layers by KV heads (needs matplotlib)")
+    add_out(p, f"report.html, and {PLOT}, a heat map of layers by KV heads (needs matplotlib)")
     console.add_json(p)
     return p
 
@@ -65,10 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = Model.of(args.model, args.dtype)
         captured = captured_text(model, args.context, args.seed, any(map(of_texts, chosen)))
         errors, problems = measured(captured, chosen)
-        if args.out:
-            plots.heat_map(args.out / PLOT, errors, args.measure, MEASURES[args.measure])
+        drawn = plots.heat_map(args.out / PLOT, errors, args.measure, MEASURES[args.measure]) if args.out else None
     except (ValueError, OSError, Failed) as error:
         return console.fail(PROG, error, args.json)
+    notes = list(problem_lines(problems))
+    if captured.windows:
+        layers = ", ".join(map(str, captured.windows))
+        notes.insert(0, f"layers with a sliding window, which are not packed: {layers}")
+    if drawn:
+        facts = [("model", args.model), ("text", f"{args.context} tokens")]
+        sections = (
+            Section("Heat map", [drawn]),
+            Section("Tables", [table(errors, args.measure)]),
+            Section("Notes", notes),
+        )
+        Page(f"{PROG}: {args.model}", ABOUT, command(PROG, arguments), facts, sections).write(args.out)
     if args.json:
         found = {label: [asdict(e) for e in heads] for label, heads in errors.items()}
         what = {"model": args.model, "context": args.context, "windows": captured.windows}
@@ -76,12 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return console.DONE
     table(errors, args.measure).show()
     if captured.windows:
-        print(f"layers with a sliding window, which are not packed: {', '.join(map(str, captured.windows))}")
-    for label, problem in problems.items():
-        print(f"{label}: {problem}", file=sys.stderr)
-    if args.out:
-        print(args.out / PLOT)
+        print(notes[0])
+    for line in problem_lines(problems):
+        print(line, file=sys.stderr)
+    if drawn:
+        print(drawn.path)
     return console.DONE
+
+
+def problem_lines(problems: Mapping[str, str]) -> Iterator[str]:
+    return (f"{label}: {problem}" for label, problem in problems.items())
 
 
 def too_short(chosen: Sequence[Choice], tokens: int) -> str | None:

@@ -15,6 +15,8 @@ from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_formats, add_out, add_tokens, from_zero, whole_number
 from vllm_kvq.cli.eval.arguments import add_cache, add_text, usual_formats
 from vllm_kvq.cli.eval.model import compile_kernels
+from vllm_kvq.cli.page.document import Page, Section
+from vllm_kvq.cli.page.made import command
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.humaneval.problems import COUNT, problems
 from vllm_kvq.eval.humaneval.run import Answer, Benchmark, Run
@@ -28,6 +30,8 @@ PROG = "vllm-kvq eval humaneval"
 
 NOTE = """lost, won: problems that only bf16 solves, and that only the format solves; p: McNemar's exact test of these
 same: answers identical to bf16's; cut: answers that reached --tokens"""
+ABOUT = "The problems of HumanEval that the model solves with each format's cache, and with bf16's."
+SHOWN = ("problem", "passed", "reason", "tokens")
 COLUMNS = ("format", "problem", "passed", "reason", "tokens", "cut", "text")
 
 
@@ -51,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--limit", type=whole_number, default=COUNT, metavar="N", help="number of problems, from the first")
     add_tokens(p, "768", "at most, per answer")
     add_text(p)
-    add_out(p, "humaneval.json and humaneval.csv, with answers")
+    add_out(p, "report.html, humaneval.json and humaneval.csv, with answers")
     add_cache(p)
     console.add_json(p)
     return p
@@ -80,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = as_document(benchmark, found)
     if args.out:
         write(args.out, document)
+        page(benchmark, found, command(PROG, arguments)).write(args.out)
     if args.json:
         console.show_json(document)
     else:
@@ -140,7 +145,7 @@ def measured(benchmark: Benchmark, store: Store) -> list[Score]:
     return found
 
 
-def show(benchmark: Benchmark, found: Sequence[Score]) -> None:
+def table(benchmark: Benchmark, found: Sequence[Score]) -> console.Table:
     rows = []
     for score in found:
         bits = "-" if score.bits is None else f"{score.bits:.2f}"
@@ -158,11 +163,34 @@ def show(benchmark: Benchmark, found: Sequence[Score]) -> None:
     context = f", behind {benchmark.behind} tokens of solved problems" if benchmark.behind else ""
     title = f"HumanEval, {benchmark.limit} of {COUNT} problems, greedy{context}: {benchmark.model.name}"
     head = ["format", "bits", "solved", "pass@1, %", "lost", "won", "p", "same", "cut"]
-    console.Table(head, rows, title=title).show()
-    print(f"\n{NOTE}\nbits: per cached number at {benchmark.usual} tokens, everything counted")
-    for score in found:
-        if score.problem:
-            print(f"{score.choice.label}: {score.problem}")
+    return console.Table(head, rows, title=title)
+
+
+def notes(benchmark: Benchmark, found: Sequence[Score]) -> list[str]:
+    lines = [*NOTE.splitlines(), f"bits: per cached number at {benchmark.usual} tokens, everything counted"]
+    return lines + [f"{score.choice.label}: {score.problem}" for score in found if score.problem]
+
+
+def show(benchmark: Benchmark, found: Sequence[Score]) -> None:
+    table(benchmark, found).show()
+    print("", *notes(benchmark, found), sep="\n")
+
+
+def answer_table(score: Score) -> console.Table:
+    """Not the answers themselves, which are in the other files."""
+    rows = [[str(getattr(answer, name)) for name in SHOWN] for answer in score.answers]
+    return console.Table(SHOWN, rows, 3, f"{score.choice.label}, {len(rows)} problems")
+
+
+def page(benchmark: Benchmark, found: Sequence[Score], line: str) -> Page:
+    model = benchmark.model.name
+    answers = [answer_table(score) for score in found if score.answers]
+    sections = (
+        Section("Tables", [table(benchmark, found)]),
+        Section("Problem by problem", answers),
+        Section("Notes", notes(benchmark, found)),
+    )
+    return Page(f"{PROG}: {model}", ABOUT, line, [("model", model)], sections)
 
 
 def as_document(benchmark: Benchmark, found: Sequence[Score]) -> dict[str, Any]:

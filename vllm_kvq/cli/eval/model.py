@@ -14,6 +14,10 @@ from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, whole_number, words
 from vllm_kvq.cli.eval import lm_eval
 from vllm_kvq.cli.eval.arguments import add_baseline, add_cache, add_model, add_tasks, add_text, usual_formats
+from vllm_kvq.cli.eval.hurt import MOST
+from vllm_kvq.cli.eval.page import page
+from vllm_kvq.cli.page.made import command
+from vllm_kvq.drawing import Picture
 from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results import plots, report
@@ -72,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add_text(p)
     p.add_argument("--quick", action="store_true", help="fewer tasks, texts and tokens, unless specified")
     lm_eval.add_arguments(p)
-    add_out(p, "results.json, results.csv and plots (PNG)")
+    add_out(p, "report.html, results.json, results.csv and plots (PNG)")
     add_cache(p)
     console.add_json(p)
     return p
@@ -108,10 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         results.save(args.out / "results.json")
         report.write_csv(args.out / "results.csv", results)
+        drawn: list[Picture] | None = None
         try:
-            plots.draw_all(results.rows, args.out)
+            drawn = plots.draw_all(results.rows, args.out)
         except ValueError as error:
             print(f"{PROG}: {error}", file=sys.stderr)
+        page(results, drawn, command(PROG, arguments), MOST).write(args.out)
     if args.json:
         console.show_json(results.document())
     else:

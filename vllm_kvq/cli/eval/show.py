@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_out, from_zero
 from vllm_kvq.cli.eval.arguments import add_baseline
+from vllm_kvq.cli.eval.hurt import MOST, hurt_tables
+from vllm_kvq.cli.eval.page import page
+from vllm_kvq.cli.page.made import command
 from vllm_kvq.eval.results import plots, report
-from vllm_kvq.eval.results.result import Hurt, Results, Row
+from vllm_kvq.eval.results.result import Results
 from vllm_kvq.eval.results.statistics import claims
 
 PROG = "vllm-kvq eval show"
-
-AROUND = 32
-"""The number of characters shown before and after a token."""
+NOT_MEASURED = "versions and the machine are those that wrote this page, and perhaps not those that measured"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,9 +29,11 @@ def parser() -> argparse.ArgumentParser:
         "there are no results, or plots can't be drawn",
     )
     p.add_argument("results", type=Path, metavar="RESULTS", help="results.json file")
-    p.add_argument("--hurt", type=from_zero, default=5, metavar="N", help="number of hurt tokens per format and task")
+    p.add_argument(
+        "--hurt", type=from_zero, default=MOST, metavar="N", help="number of hurt tokens per format and task"
+    )
     add_baseline(p, "as in the results")
-    add_out(p, "plots, PNG files named after what they show (needs matplotlib)")
+    add_out(p, "report.html, and plots, PNG files named after what they show (needs matplotlib)")
     console.add_json(p)
     return p
 
@@ -41,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = Results.load(args.results)
         if args.baseline or not results.claims:
             results = replace(results, claims=claims(results.rows, args.baseline))
-        drawn = plots.draw_all(results.rows, args.out) if args.out else []
+        files = []
+        if args.out:
+            drawn = plots.draw_all(results.rows, args.out)
+            facts = [("results", f"{args.results}; {NOT_MEASURED}")]
+            made = page(results, drawn, command(PROG, arguments), args.hurt, facts)
+            files = [made.write(args.out), *(picture.path for picture in drawn)]
     except (ValueError, OSError) as error:
         return console.fail(PROG, error, args.json)
     if args.json:
@@ -51,30 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in hurt_tables(results.rows, args.hurt):
         print()
         table.show()
-    for path in drawn:
+    for path in files:
         print(path)
     return console.DONE
-
-
-def hurt_tables(rows: Iterable[Row], most: int) -> list[console.Table]:
-    """A table for each row that lists tokens: each token in its text, in brackets."""
-    head = ["text", "position", "KL", "p in 16 bits", "p"]
-    return [
-        console.Table(head, [_cells(h) for h in row.hurt[:most]], title=_title(row))
-        for row in rows
-        if row.hurt and most > 0
-    ]
-
-
-def _title(row: Row) -> str:
-    return f"{row.label}, {row.task}, {row.context} tokens, {row.regime}: the tokens that were hurt most"
-
-
-def _cells(hurt: Hurt) -> list[str]:
-    text = f"{_line(hurt.before)[-AROUND:]}[{_line(hurt.token)}]{_line(hurt.after)[:AROUND]}"
-    return [text, str(hurt.position), f"{hurt.kl:.3g}", f"{hurt.probability_bf16:.3f}", f"{hurt.probability:.3f}"]
-
-
-def _line(text: str) -> str:
-    """Line ends and tabs as escapes."""
-    return text.encode("unicode_escape").decode() if not text.isprintable() else text

@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_kvq.drawing import Picture, pyplot, save
 from vllm_kvq.eval.heads.heads import HeadError
+from vllm_kvq.eval.results.report import HEADS
 from vllm_kvq.eval.results.result import METRICS, Curve, Row
 from vllm_kvq.formats import FORMATS
 
 DIVERGENCES = ("kl", "kl_forced", "kl_median", "kl_p999")
 """Metrics on logarithmic axes, for which less is better; for all others more is better."""
 AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
+NAMES = {**HEADS, "top1": "Same top 1", "accuracy": "Right answers", "exact": "Exact answers"}
+"""Metrics as titles have them. Axes show shares where tables show percentages."""
 PLAIN = "auto"
 Panels = Mapping[str, Sequence[Row]]
 """The rows in one pair of axes, by its title."""
@@ -28,15 +32,15 @@ def is_peer(row: Row) -> bool:
     return name not in FORMATS or not FORMATS[name].public or (name.startswith("kivi") and not row.options)
 
 
-def draw_all(rows: Iterable[Row], folder: Path) -> list[Path]:
+def draw_all(rows: Iterable[Row], folder: Path) -> list[Picture]:
     """Every plot for which the rows have data."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for (regime, context), same in _grouped(rows, lambda row: (row.regime, row.context)).items():
 
-        def draw(kind: str, metric: str, has: Callable[[Row], Mapping[str, Any]], onto: Onto) -> list[Path]:
+        def draw(kind: str, metric: str, has: Callable[[Row], Mapping[str, Any]], onto: Onto) -> list[Picture]:
             path = folder / f"{kind}-{metric}-{regime}-{context}.png"  # noqa: B023
-            title = f"{METRICS[metric]}\n{regime}, {context} tokens"  # noqa: B023
+            title = f"{NAMES[metric]} against bits: {regime}, {context} tokens\n{METRICS[metric]}"  # noqa: B023
             shown = [row for row in same if metric in has(row) and not _is_zero_by_definition(row, metric)]  # noqa: B023
             return _figure(path, _grouped(shown, lambda row: row.task), onto, title) if shown else []
 
@@ -44,13 +48,12 @@ def draw_all(rows: Iterable[Row], folder: Path) -> list[Path]:
             drawn += draw("frontier", metric, lambda row: {} if row.bits is None else row.metrics, frontier(metric))
     for (regime, context, task), same in _grouped(rows, lambda row: (row.regime, row.context, row.task)).items():
         for kind, label, curves in CURVES:
-            for metric in METRICS:
+            for metric in NAMES:
                 path = folder / f"{kind}-{metric}-{regime}-{context}-{task}.png"
                 shown = [row for row in same if metric in curves(row) and not _is_zero_by_definition(row, metric)]
                 few = first_of(shown)
-                title = f"{regime}, {context} tokens, {task}" + (
-                    f": {len(few)} of {len(shown)}" if few != shown else ""
-                )
+                some = f" ({len(few)} of {len(shown)} formats)" if few != shown else ""
+                title = f"{NAMES[metric]} by {kind}: {regime}, {context} tokens, {task}{some}"
                 drawn += _figure(path, {"": few}, curve(metric, label, curves), title) if few else []
     return drawn
 
@@ -157,18 +160,7 @@ def _bars(estimates: Sequence[Any]) -> list[list[float]]:
 
 
 # -- whole figures ----------------------------------------------------------------------------------------------------
-def pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'vllm-kvq[bench]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as found
-
-    return found
-
-
-def _figure(path: Path, panels: Panels, onto: Onto, title: str) -> list[Path]:
+def _figure(path: Path, panels: Panels, onto: Onto, title: str) -> list[Picture]:
     """A file with a pair of axes for each task, and one legend for all of them."""
     plt = pyplot()
     labels = dict.fromkeys(row.label for rows in panels.values() for row in rows)
@@ -186,10 +178,10 @@ def _figure(path: Path, panels: Panels, onto: Onto, title: str) -> list[Path]:
     drawn = (zip(*place.get_legend_handles_labels(), strict=True) for place in axes.flat)
     handles = {name: handle for pairs in drawn for handle, name in pairs}
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7, frameon=False)
-    return [_save(figure, path, title)]
+    return [save(figure, path, title)]
 
 
-def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str, title: str) -> Path:
+def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str, title: str) -> Picture:
     """A panel for each format, all with the same colors: KV heads to the right, layers downwards."""
     plt = pyplot()
     largest = max(getattr(e, measure) for found in errors.values() for e in found)
@@ -208,10 +200,10 @@ def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str
         place.set_xlabel("KV head")
     axes.flat[0].set_ylabel("layer")
     figure.colorbar(image, ax=list(axes.flat), label="relative error")
-    return _save(figure, path, title)
+    return save(figure, path, title)
 
 
-def by_context(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str, label: str) -> Path:
+def by_context(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str, label: str) -> Picture:
     """A line for each format against the tokens of a request; the legend has the order of the lines' ends."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), dpi=120, layout="constrained")
@@ -226,12 +218,4 @@ def by_context(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], ti
     axes.set_ylim(bottom=0)
     axes.grid(True, alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    return _save(figure, path, title)
-
-
-def _save(figure: Any, path: Path, title: str) -> Path:
-    figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot().close(figure)
-    return path
+    return save(figure, path, title)

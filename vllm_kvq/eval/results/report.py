@@ -183,21 +183,26 @@ def interval(value: float, low: float, high: float) -> str:
     return f"{text} [{', '.join(ends)}]"
 
 
+def notes(results: Results) -> list[str]:
+    """What is said below the tables."""
+    lines = sureness(results)
+    problems = dict.fromkeys((r.label, r.problem) for r in results.rows if r.problem)
+    lines += [f"{label}: {problem}" for label, problem in problems]
+    lines.append(NOTE)
+    if results.claims:
+        lines.append(CLAIMS)
+    if any(row.regime == READING and row.format == FP8 for row in results.rows):
+        lines.append(ARITHMETIC)
+    if any(row.kl_is_bound for row in results.rows):
+        lines.append(BOUND)
+    return lines
+
+
 def show(results: Results) -> None:
     for table in (*tables(results), *position_tables(results)):
         table.show()
         print()
-    for line in sureness(results):
-        print(line)
-    for label, problem in dict.fromkeys((r.label, r.problem) for r in results.rows if r.problem):
-        print(f"{label}: {problem}")
-    print(NOTE)
-    if results.claims:
-        print(CLAIMS)
-    if any(row.regime == READING and row.format == FP8 for row in results.rows):
-        print(ARITHMETIC)
-    if any(row.kl_is_bound for row in results.rows):
-        print(BOUND)
+    print(*notes(results), sep="\n")
 
 
 CLAIMED = ("baseline", "texts", "value", "low", "high", "p", "level", "verdict")
