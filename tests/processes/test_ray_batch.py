@@ -162,7 +162,7 @@ def test_a_worker_is_killed_on_a_real_model(weights: Callable[[str], Path], tmp_
     found, said = a_worker_is_killed(cluster, tmp_path, rows, *flags)
     assert said.count("kvq: format=klt3") >= 2
     assert sorted(row["id"] for row in found) == [row["id"] for row in rows]
-    assert all(row["answer"] and row["tokens"] == 40 and not row["error"] for row in found)
+    assert all(row["answer"] and 0 < row["tokens"] <= 40 and not row["error"] for row in found)
 
 
 @pytest.mark.wide
