@@ -3,6 +3,7 @@
     oracle/     traces on the real engine, judged by plain vLLM and by a reference that knows only positions
     fuzz/       random traces for the oracle, and the smallest one that fails
     residues/   every prompt length modulo the page, by every way to cut it
+    contexts/   contexts of 8k to 32k tokens on real engines, judged
     long/       long prompts of real text on a real model, `lossless` against plain vLLM
     options/    random combinations of options on every path, compared with the reference
     soak/       a real server under mixed load

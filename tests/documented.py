@@ -38,7 +38,9 @@ EVAL = "tests/eval/test_eval_command.py::test_json_and_files"
 DOCKER = "it needs Docker; tests/test_docker.py reads what it would build"
 GPU = "it needs a GPU; tests/cuda/test_gpu_scripts.py says what it would do there"
 TABLES = "tests/test_documents.py::test_the_tables_of_quality_are_what_was_measured"
-ORPHAN = "it shows a fault of vLLM's own, without the plugin"
+UPSTREAM = "it shows a fault of vLLM's own, without the plugin"
+ADMIT = "tests/test_admit.py::test_the_page_holds_the_output"
+CONTEXTS = "tests/engine/test_contexts.py::test_a_short_one"
 
 ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
     "CONTRIBUTING.md": {
@@ -102,6 +104,8 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "python -m proof biases": Account("tests/test_biases.py::test_the_command"),
         "vllm-kvq eval $MODEL": Account(HOURS, 2),
     },
+    "docs/results/admit-0.31.md": {"python -m proof admit": Account(ADMIT)},
+    "docs/results/admit-0.33.md": {"python -m proof admit": Account(ADMIT)},
     "docs/results/clients.md": {"python -m proof clients": Account(CLIENTS)},
     "docs/results/fuzz-klt.md": {"python -m proof fuzz": Account(FUZZ)},
     "docs/results/fuzz-v2.md": {"python -m proof fuzz": Account(FUZZ)},
@@ -128,6 +132,8 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "python -m proof fuzz --seed": Account(FUZZ),
         "python -m proof fuzz --replay": Account(f"{FUZZER}::test_replay"),
         "python -m proof residues": Account(RESIDUES, 3),
+        "python -m proof contexts": Account(CONTEXTS, 2),
+        "python -m proof admit": Account(ADMIT),
         "python -m proof long": Account(LONG),
         "python -m proof options": Account("tests/test_option_properties.py::test_combinations_of_every_format"),
         "python -m proof sanitize": Account("tests/test_sanitized_server.py::test_a_server_without_a_report"),
@@ -139,7 +145,13 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "vllm-kvq doctor": Account("tests/engine/test_doctor.py::test_all_is_well"),
         "vllm-kvq check MODEL": Account("tests/engine/test_check.py::test_yes"),
     },
-    "docs/upstream.md": {"VLLM_PLUGINS=": Account(ORPHAN), "sleep": Account(ORPHAN, 2), "ps -eo": Account(ORPHAN)},
+    "docs/upstream.md": {
+        "vllm serve MODEL": Account(UPSTREAM, 2),
+        "sleep": Account(UPSTREAM, 4),
+        "ps": Account(UPSTREAM, 2),
+        "curl": Account(UPSTREAM),
+        "VLLM_CPU_OMP_THREADS_BIND=": Account(UPSTREAM),
+    },
     "examples/kubernetes/README.md": {"docker build": Account(DOCKER, 3)},
     "models/demo/README.md": {
         "python -m proof train": Account("tests/test_demo_model.py::test_training_resumes_where_it_was"),
@@ -158,6 +170,10 @@ PROSE: Mapping[str, tuple[str, ...]] = {
     "docs/how-it-works.md": ("M = d C_Q ",),
     "docs/models.md": ("vllm-kvq: --kv-cache-dtype ",),
     "docs/testing.md": ("requests: ",),
+    "docs/upstream.md": (
+        "the manager of ", "wrapped: ", "layers: ", "wrapped, started: ", "triton_kernels: ", "temperatures are ",
+        "RuntimeError: ", "IndexError: ",
+    ),
     "models/demo/README.md": ("651bb9c5",),
 }  # fmt: skip
 """Page -> how a block begins that is not for a shell."""

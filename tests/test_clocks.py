@@ -7,8 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TIME_OF_DAY = re.compile(r"\btime\.time\(|\btime\.time_ns\(|\bdatetime\.(?:now|utcnow)\(|\.st_[amc]time|getmtime")
-STAMPS = {"vllm_kvq/integration/metrics.py": 2}
-"""prometheus_client's own stamps: of a gauge that several processes write, the newest counts. One writes ours."""
+STAMPS = {"vllm_kvq/integration/metrics.py": 2, "vllm_kvq/cli/page/made.py": 1}
+"""prometheus_client's own stamps: of a gauge that several processes write, the newest counts. One writes ours. And the
+date on a page of results."""
 
 
 def uses(root: Path) -> dict[str, int]:

@@ -98,6 +98,9 @@ class Report:
         )
 
 
+OUTPUT, END = "```text", "```"
+
+
 def need_lines(need: Need) -> list[str]:
     if not need.lacking:
         return [f"  ok       {need.what} ({need.place}): {need.count} names"]
@@ -105,15 +108,12 @@ def need_lines(need: Need) -> list[str]:
 
 
 def _block(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}".rstrip() for line in lines]
+    """What a command printed, which is no command itself."""
+    return [OUTPUT, *(line.rstrip() for line in lines), END]
 
 
 def output_of(page: str) -> list[str]:
-    """The short output that a page of docs/results holds: its second block."""
-    blocks: list[list[str]] = [[]]
-    for line in page.splitlines():
-        if line.startswith("    "):
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    return blocks[1]
+    """The short output that a page of docs/results holds: its first block of output."""
+    lines = page.splitlines()
+    begin = lines.index(OUTPUT)
+    return lines[begin : lines.index(END, begin) + 1]

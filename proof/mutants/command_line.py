@@ -173,8 +173,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "check serves whatever --kv-cache-dtype says",
         "vllm_kvq/integration/preview/dry_start.py",
-        "if budget is None and args.kv_cache_dtype not in FORMATS:",
-        "if budget is None and args.kv_cache_dtype is None:",
+        "budget is None and args.kv_cache_dtype not in FORMATS:",
+        "budget is None and args.kv_cache_dtype is None:",
         CHECK,
     ),
     Fault(
