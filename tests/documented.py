@@ -147,7 +147,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
     },
     "docs/upstream.md": {
         "vllm serve MODEL": Account(UPSTREAM, 2),
-        "sleep": Account(UPSTREAM, 4),
+        "sleep": Account(UPSTREAM, 5),
         "ps": Account(UPSTREAM, 2),
         "curl": Account(UPSTREAM),
         "VLLM_CPU_OMP_THREADS_BIND=": Account(UPSTREAM),

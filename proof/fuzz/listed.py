@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,8 @@ def judge_listed(cases: Sequence[tuple[str, Case]], jobs: int) -> Judged:
             count.traces += len(case.traces)
             count.verdict.add(verdict)
             count.models[LLAMA] = count.models.get(LLAMA, 0) + 1
+            done = sum(c.engines for c in counts.values())
+            print(f"{label}: {len(verdict.mismatches)} mismatches; {done} of {len(cases)} engines", file=sys.stderr)
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(judge, cases))
