@@ -229,7 +229,7 @@ def test_a_hub_that_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         raise AssertionError("the hub is asked")
 
     monkeypatch.setattr(socket, "create_connection", asked)
-    for fine in (str(tmp_path), "s3://bucket/model"):
+    for fine in (str(tmp_path), "s3://bucket/model", "a/model:Q4_K_M", "a/model/model-Q4_K_M.gguf"):
         assert hub.hub_problem(fine) is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "; name a folder, or unset HF_HUB_OFFLINE" in (hub.hub_problem("smollm2") or "")

@@ -106,7 +106,7 @@ def test_a_slow_head_size_is_said(checked: Check, tmp_path: Path) -> None:
         (["--additional-config", '{"kvq": {"r": 99}}'], "option 'r' is 99; it takes a whole number from 1 to 64"),
         (
             ["--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'],
-            "--kv-cache-dtype squat2 does not support the KV connector ExampleConnector, which copies single tokens",
+            "--kv-cache-dtype squat2 does not support the KV connector ExampleConnector, which has one block table per",
         ),
         (["--max-model-len", "100000"], "is greater than the derived max_model_len"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),

@@ -52,8 +52,8 @@ def config(model: Path, **arguments: Any) -> Any:
         (kvq(r=8) | {"kv_cache_dtype": "fp8"}, "kvq options are given, and --kv-cache-dtype fp8 reads none of them"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "does not support the KV connector ExampleConnector, which copies single tokens by their slots, which "
-            "packed pages do not have; drop --kv-transfer-config",
+            "does not support the KV connector ExampleConnector, which has one block table per request, where packed "
+            "layers have several, and copies single tokens by their slots, which packed pages do not have; drop --kv-tr",
         ),
         (
             {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},

@@ -155,6 +155,11 @@ def _checked(path: Path, belongs: Mapping[str, str]) -> str:
 
 
 def _metadata(path: Path) -> Mapping[str, str]:
+    return _content(path, False)[0]
+
+
+def _content(path: Path, tensors: bool = True) -> tuple[Mapping[str, str], dict[str, torch.Tensor]]:
+    """Metadata and, if they are wanted, tensors, all of one file: another server may put a new one in its place."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -164,11 +169,13 @@ def _metadata(path: Path) -> Mapping[str, str]:
     try:
         with safe_open(path, "pt") as file:
             found = file.metadata() or {}
+            names = file.keys() if tensors else []
+            content = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"the calibration {path} can't be read ({error}); {_instead(path)}") from None
     if "digest" not in found:
         raise ValueError(f"{path} is not a calibration; {_instead(path)}")
-    return dict(found)
+    return dict(found), content
 
 
 def _instead(path: Path) -> str:
@@ -178,11 +185,9 @@ def _instead(path: Path) -> str:
 
 def read(path: Path) -> tuple[dict[int, Constants], str]:
     """The constants, and their digest. ValueError if they are not those that were written."""
-    from safetensors.torch import load_file
-
-    metadata = _metadata(path)
+    metadata, tensors = _content(path)
     halves: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in load_file(path).items():
+    for name, tensor in tensors.items():
         half, _, layer = name.partition(".")
         halves.setdefault(int(layer), {})[half] = tensor
     constants = {layer: Constants(x.get("keys"), x.get("values")) for layer, x in sorted(halves.items())}

@@ -115,8 +115,9 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
     budget, none = BUDGETS.get(args.kv_cache_dtype), args.kv_cache_dtype == "auto"
     if not none and budget is None and args.kv_cache_dtype not in FORMATS:
         raise WrongUsage(f"--kv-cache-dtype is {args.kv_cache_dtype!r}, which is none of this plugin's formats")
-    if problem := next(filter(None, map(hub_problem, filter(None, (args.model, args.tokenizer)))), None):
-        raise WrongUsage(problem)
+    for name, revision in ((args.model, args.revision), (args.tokenizer, args.tokenizer_revision)):
+        if name is not None and (problem := hub_problem(name, revision)):
+            raise WrongUsage(problem)
     if none:
         raise NoFormat("--kv-cache-dtype is not given")
     try:

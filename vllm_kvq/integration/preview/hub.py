@@ -20,13 +20,13 @@ def name_problem(name: str) -> str | None:
     path = Path(name)
     if path.is_file():
         return f"{name} is a file; name the folder that holds the checkpoint's config.json"
-    if (name.startswith(PATHS) or name.count("/") > 1) and "://" not in name and not path.expanduser().exists():
+    if name.startswith(PATHS) and not path.expanduser().exists():
         return f"there is no folder {name}"
     return None
 
 
 @functools.cache
-def hub_problem(name: str) -> str | None:
+def hub_problem(name: str, revision: str | None = None) -> str | None:
     """Why `name` can't be had; None for a folder, for what is cached, and where the model hub answers. Asked once."""
     if problem := name_problem(name):
         return problem
@@ -34,9 +34,9 @@ def hub_problem(name: str) -> str | None:
 
     from vllm_kvq.integration.plan.weights import weights_folder
 
-    # stores and hubs that vLLM reads by itself, and proxies that reach what we can't
-    others = "://" in name or os.environ.get("VLLM_USE_MODELSCOPE") or urllib.request.getproxies()
-    if others or weights_folder(name, None) is not None:
+    # stores, hubs and files that vLLM reads by itself, and proxies that reach what we can't
+    by_vllm = ":" in name or name.endswith(".gguf") or os.environ.get("VLLM_USE_MODELSCOPE")
+    if by_vllm or urllib.request.getproxies() or weights_folder(name, revision) is not None:
         return None
     nowhere = f"there is no folder {name}, and no such model in the hub's cache"
     if constants.HF_HUB_OFFLINE:
