@@ -53,7 +53,7 @@ def config(model: Path, **arguments: Any) -> Any:
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "does not support the KV connector ExampleConnector, which has one block table per request, where packed "
-            "layers have several, and copies single tokens by their slots, which packed pages do not have; drop --kv-tr",
+            "layers have several, and copies single tokens by their slots, which packed pages do not have; drop ",
         ),
         (
             {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
