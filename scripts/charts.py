@@ -177,7 +177,9 @@ def described(chart: Chart, clones: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("folder", type=Path, metavar="FOLDER", help="with clones of the charts' repositories")
     clones = p.parse_args(arguments).folder
     CHARTS.mkdir(exist_ok=True)

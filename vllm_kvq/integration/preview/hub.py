@@ -21,7 +21,7 @@ def name_problem(name: str) -> str | None:
     if path.is_file():
         return f"{name} is a file; name the folder that holds the checkpoint's config.json"
     if name.startswith(PATHS) and not path.expanduser().exists():
-        return f"there is no folder {name}"
+        return f"there is no folder {name}; name a checkpoint's folder, or a model on the hub"
     return None
 
 
