@@ -149,8 +149,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "any release may be tried",
         f"{PATCHES}/names.py",
-        "if found not in SUPPORTED and os.environ.get(ADMIT) == found else found",
-        "if found not in SUPPORTED and ADMIT in os.environ else found",
+        "(named != installed() or named in SUPPORTED)",
+        "named in SUPPORTED",
         f"{PATCHED} -k only_tried",
     ),
     Fault(

@@ -30,7 +30,7 @@ def installed() -> str:
 def release() -> str:
     """The same; where it is only tried, the supported release that is nearest to it, whose patches it gets."""
     found = installed()
-    return nearest(found) if found not in SUPPORTED and os.environ.get(ADMIT) == found else found
+    return nearest(found) if found not in SUPPORTED and ADMIT in os.environ else found
 
 
 def nearest(found: str) -> str:
