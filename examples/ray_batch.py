@@ -12,7 +12,7 @@ The first has a GPU for each engine (with `--tensor-parallel-size N`, N of them)
                 "error" is empty where there is an answer. Otherwise it says why not: the prompt was too long, say.
 
 After the job was killed, start it again with the same arguments. Ray Data notes in answers.done, next to answers, which
-ids are answered. Both are on a file system that all machines share. To start anew, delete both.
+ids are answered. Both are on a file system that all machines share. To start over, delete both.
 
 All options of `vllm serve` that describe an engine are understood. Needs: pip install "ray[data]==2.60.0" jsonref
 """
@@ -98,7 +98,7 @@ def noted(answers: Path) -> Path:
     done = answers.with_name(answers.name + ".done")
     for left, gone in ((answers, done), (done, answers)):
         if left.is_dir() and any(left.iterdir()) and not gone.exists():
-            sys.exit(f"{left} is there without {gone.name}; bring that back, or delete both to start anew")
+            sys.exit(f"{left} is there without {gone.name}; bring that back, or delete both to start over")
     return done
 
 

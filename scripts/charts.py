@@ -38,7 +38,7 @@ class Chart:
     """Of the file in examples/kubernetes."""
     repository: str
     schema: str
-    """Where the schema is in the repository; a chart's lies beside its Chart.yaml."""
+    """Where the schema is in the repository; a chart's is in the folder of its Chart.yaml."""
     renders: bool = True
 
 

@@ -10,7 +10,7 @@ from walk import ROOT
 
 @dataclass(frozen=True)
 class Account:
-    """Of so many commands of a page that begin alike."""
+    """Why the commands of a page that begin alike are not walked through; `times` is how many there are."""
 
     by: str
     """A test that runs them, or what they do, in a small form: `tests/....py::test_...`. Or a reason, in words."""

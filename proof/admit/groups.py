@@ -63,7 +63,7 @@ GROUPS = (
         ("tests/engine/test_refusals.py", "tests/models/test_refused.py"),
     ),
 )
-"""Without --all: a quarter of an hour on two cores."""
+"""Without --all: up to an hour on two cores."""
 ALL = (
     Group("engine", "all tests with engines", ("tests/engine",)),
     Group("models", "all tests of models", ("tests/models",)),

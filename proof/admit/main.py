@@ -1,6 +1,6 @@
 """The command `python -m proof admit`.
 
-    python -m proof admit 0.33                  a quarter of an hour or more: names of all patches, the tests of GROUPS
+    python -m proof admit 0.33                  up to an hour: the names of all patches, the tests of GROUPS
     python -m proof admit 0.33 --groups refusals
     python -m proof admit 0.33 --all            all tests that start engines, hours
     python -m proof admit 0.33 --report FILE    the findings go to FILE, a page of docs/results

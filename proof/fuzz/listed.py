@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof.fuzz.case import LLAMA, Case
+from proof.fuzz.case import LLAMA, MODEL, Case
 from proof.fuzz.main import COLUMNS, row, table
 from proof.fuzz.session import Count
 from vllm_kvq.kernels.cpu.processor import processor_name
@@ -64,17 +64,19 @@ def judge_listed(cases: Sequence[tuple[str, Case]], jobs: int) -> Judged:
     findings: list[tuple[Case, Sequence[str]]] = []
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvq-listed-") as folder:
-        # one for each kind of Llama: they are written before engines start side by side
-        models = {
-            str(sorted(case.setup.llama.items())): random_model(
-                Path(folder) / f"model{case.setup.max_len}", **case.setup.llama
-            )
-            for _, case in cases
-        }
+
+        def model_of(case: Case) -> str:
+            path = Path(folder) / ("model" if case.setup.llama is MODEL else "long")
+            if not path.exists():
+                random_model(path, **case.setup.llama)
+            return str(path)
+
+        for _, case in cases:
+            model_of(case)  # written before engines start side by side
 
         def judge(labelled: tuple[str, Case]) -> None:
             label, case = labelled
-            runner = Runner(str(models[str(sorted(case.setup.llama.items()))]), case.setup)
+            runner = Runner(model_of(case), case.setup)
             try:
                 verdict = runner.judge(case.traces)
             finally:

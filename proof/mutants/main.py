@@ -110,7 +110,7 @@ def plant(
             outcome.noticed_in[folder_of(fault)] += kind == "caught"
             say(f"{kind:9} {fault.name} ({fault.file})" + (f": {verdict}" if kind == "unusable" else ""))
 
-    def alone(tests: str) -> None:
+    def in_a_tree(tests: str) -> None:
         root = free.get()
         try:
             if pytest(root, tests) != PASSED:
@@ -131,7 +131,7 @@ def plant(
         else:
             together[fault.tests].append(fault)
     with ThreadPoolExecutor(len(roots)) as pool:
-        running = [pool.submit(alone, tests) for tests in together]
+        running = [pool.submit(in_a_tree, tests) for tests in together]
         try:
             for done in as_completed(running):
                 done.result()

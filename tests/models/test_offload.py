@@ -278,7 +278,7 @@ def test_a_store_that_servers_share_gives_nobody_pages_of_other_options(lab: Lab
     other, loaded, both = served(64, pages)
     assert loaded == 0
     assert other.cached["cold"] == 0
-    assert len({key for key, *_ in both}) > len({key for key, *_ in pages}), "it stored pages of its own beside them"
+    assert len({key for key, *_ in both}) > len({key for key, *_ in pages}), "it stored pages of its own, too"
     assert first.outputs == alike.outputs == other.outputs
 
 
