@@ -82,7 +82,7 @@ fi
 wanted times &&
   step "first decode times" 150 "$PYTHON" -m vllm_kvq bench gpu --out "$RESULTS" --formats squat2 --context 65536 \
     --batch 1,8 --seconds 120
-FORMATS=squat2,kitty2,qjl3,innerq2,polar4,polar3,squat4
+FORMATS="$("$PYTHON" -c 'from vllm_kvq.bench.gpu.decode import formats; print(*formats(), sep=",")')" || exit 1
 # nvcc takes a minute, and so do Triton's kernels of the bench, one process per format
 timeout 120 "$PYTHON" -m vllm_kvq.kernels.gpu.build &
 build=$!

@@ -4,13 +4,14 @@
 # packed). Then bench/gpu_serve.py times servers with each cache, vLLM's fp8 too, all of the same bytes. vLLM's V2 model
 # runner serves, as it does on CUDA unless it is told otherwise.
 #
-#   bash bench/gpu_serve.sh [--dry-run] [FORMAT...]       default: auto squat2 kitty2 qjl3 polar4 innerq2
+#   bash bench/gpu_serve.sh [--dry-run] [FORMAT...]       default: auto klt3 squat2 kitty2 qjl3 polar4 innerq2
 #
 #   PYTHON=python3       makes the environment (.venv-gpu), which installs vLLM from the package index
 #   WHEELS=DIR           install from this folder of wheels instead, without network
-#   SITE=DIR             no environment at all: $PYTHON with this folder (an unpacked vLLM and what it needs) on its path
+#   SITE=DIR             no environment at all: $PYTHON with this folder (an unpacked vLLM and what it needs) on its path; without
+#                        flashinfer there, set VLLM_USE_FLASHINFER_SAMPLER=0
 #   MODEL=PATH, PORT=8000 (and those after it), EACH=240: the seconds that a format may take; a large model needs more
-#   CACHES=auto,fp8,kitty2, CACHE_BYTES=8G, RESULTS=docs/results/gpu-serve.csv: what is timed, without MODEL with dummy
+#   CACHES=auto,fp8,klt3, CACHE_BYTES=8G, RESULTS=docs/results/gpu-serve.csv: what is timed, without MODEL with dummy
 #                        weights of an 8B Llama
 #
 # --dry-run prints the commands. Whether a GPU machine allows an installation is its own matter: where it doesn't, use
@@ -24,7 +25,7 @@ formats=()
 for argument in "$@"; do
   case "$argument" in
   -h | --help)
-    sed -n '2,18s/^# \{0,1\}//p' "$0"
+    sed -n '2,19s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
   --dry-run) dry=1 ;;
@@ -35,7 +36,7 @@ for argument in "$@"; do
   *) formats+=("$argument") ;;
   esac
 done
-((${#formats[@]})) || formats=(auto squat2 kitty2 qjl3 polar4 innerq2)
+((${#formats[@]})) || formats=(auto klt3 squat2 kitty2 qjl3 polar4 innerq2)
 
 run() {
   if ((dry)); then
@@ -83,7 +84,7 @@ done
 for i in "${!demos[@]}"; do
   wait "${demos[$i]}" || { status=1; echo "FAILED: ${formats[$i]}"; }
 done
-run "$PYTHON" bench/gpu_serve.py --caches "${CACHES:-auto,fp8,kitty2}" ${MODEL:+--model "$MODEL"} \
+run "$PYTHON" bench/gpu_serve.py --caches "${CACHES:-auto,fp8,klt3}" ${MODEL:+--model "$MODEL"} \
   --cache-bytes "${CACHE_BYTES:-8G}" --out "${RESULTS:-docs/results/gpu-serve.csv}" ||
   { status=1; echo "FAILED: times of servers"; }
 exit "$status"

@@ -74,11 +74,4 @@ FAULTS: tuple[Fault, ...] = (
         "value = (zero * 0.0 + scale",
         UNPACK,
     ),
-    _fault(
-        "a budget is served by kernels that no GPU has run",
-        "vllm_kvq/kernels/gpu/slow.py",
-        "    if fmt.calibrated:",
-        "    if fmt.calibrated and fmt.W_keys < 0:",
-        "tests/engine/test_budgets.py -k no_fast",
-    ),
 )

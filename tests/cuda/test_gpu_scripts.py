@@ -39,7 +39,7 @@ def test_serve_script_says_what_it_would_do() -> None:
     assert f"-m proof demo --once --format qjl3 --port 8000 --model model {shared}" in done.stdout
     assert f"-m proof demo --once --format auto --port 8001 --model model {shared}" in done.stdout
     timed = (
-        "bench/gpu_serve.py --caches auto,fp8,kitty2 --model model --cache-bytes 5G --out docs/results/gpu-serve.csv\n"
+        "bench/gpu_serve.py --caches auto,fp8,klt3 --model model --cache-bytes 5G --out docs/results/gpu-serve.csv\n"
     )
     assert done.stdout.endswith(timed)
     offline = bash("bench/gpu_serve.sh", "--dry-run", SITE="site")

@@ -19,6 +19,7 @@ from vllm_kvq.integration.advice import losses
 from vllm_kvq.integration.plan.budgets import Chosen, choose
 from vllm_kvq.integration.plan.plan import plan
 from vllm_kvq.integration.plan.problem import Refused
+from vllm_kvq.kernels.gpu import slow as slow_on_gpu
 
 LIMITS = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
 
@@ -87,9 +88,9 @@ def test_the_next_one_where_the_first_is_refused(model: Path) -> None:
 @pytest.mark.engine
 def test_the_next_one_where_the_first_has_no_fast_kernels(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
-    found, _ = chosen(model, "kvq4")
-    assert found.format == "polar4"
-    assert "the GPU kernels of klt4 are tested only on a CPU" in found.passed_over["klt4"]
+    assert chosen(model, "kvq4")[0] == Chosen("kvq4", "klt4", {})
+    monkeypatch.setattr(slow_on_gpu, "slow", lambda fmt: "slow here" if fmt.calibrated else None)
+    assert chosen(model, "kvq4")[0] == Chosen("kvq4", "polar4", {"klt4": "slow here"})
 
 
 @pytest.mark.engine

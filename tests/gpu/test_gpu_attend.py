@@ -8,6 +8,7 @@ import torch
 from parallel import DEVICE, main
 
 from proof.kernels.exact import exact_attention, relative_error
+from vllm_kvq.bench.gpu.decode import formats
 from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.triton import TRITON
@@ -20,7 +21,7 @@ except ImportError:
     pass
 
 BOUND = 2e-3
-FORMATS = ("squat2", "squat4", "kivi2", "kivi4", "innerq2", "polar4", "polar3", "kitty2", "klt3")
+FORMATS = tuple(name for name in formats() if name != "qjl3")
 
 
 def decode(
@@ -71,7 +72,7 @@ _REST = itertools.cycle(itertools.product((1, 4, 8), (32, 64, 128), (torch.float
 HEADS = [(decode, (name, d, *next(_REST))) for name, d in itertools.product(FORMATS, (64, 96, 128, 256))]
 CHUNKS = [
     (decode, (name, 128, 4, 64, torch.bfloat16, q, splits))
-    for name, q, splits in itertools.product(("squat2", "innerq2", "polar4"), (1, 5, 33), (None, 1, 16))
+    for name, q, splits in itertools.product(("squat2", "innerq2", "polar4", "klt3"), (1, 5, 33), (None, 1, 16))
 ]
 
 

@@ -8,6 +8,7 @@ import torch
 from parallel import DEVICE, main
 
 from proof.kernels.step_traffic import StepTraffic
+from vllm_kvq.bench.gpu.decode import formats
 from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu import history as unpacking
@@ -21,7 +22,7 @@ try:
 except ImportError:
     pass
 
-FORMATS = ("squat2", "kivi4", "innerq2", "polar4", "polar3", "kitty2", "klt3", "qjl3")
+FORMATS = tuple(formats())
 
 
 def step(name: str, d: int, dtype: torch.dtype, graph: bool) -> None:

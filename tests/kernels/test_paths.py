@@ -77,6 +77,7 @@ def test_a_soft_cap(name: str, wish: Wish, path: str, why: str | None) -> None:
         ("squat4", {}, "use kivi4, which stores the same fields"),
         ("squat2", {"value_bits": 4}, "--kv-cache-dtype auto may be faster"),
         ("kitty2", {}, None),
+        ("klt3", {}, None),
         ("innerq2", {}, None),
         ("qjl3", {}, None),
     ],

@@ -61,7 +61,7 @@ class Path:
     why: str | None = None
     """Why a faster path does not serve; None if there is none."""
     slow: str | None = None
-    """What is slow about this format on this path, or untried, and what to use instead; None: nothing."""
+    """What is slow about this format on this path, and what to use instead; None: nothing."""
 
     def __post_init__(self) -> None:
         if len(self.name.split()) != 1:

@@ -1,5 +1,4 @@
-"""Which format the name of a budget means on this server: the first that it can serve, with fast kernels that have run
-on such a device.
+"""Which format the name of a budget means on this server: the first that it can serve with fast kernels.
 
 Where none has fast kernels, as on a path that is only for tests, it is the first that can be served at all.
 """

@@ -1,21 +1,14 @@
-"""Names the formats whose prompts a GPU serves slowly, and those whose kernels no GPU has run yet, in one sentence with
-what to use instead."""
+"""Names the formats whose prompts a GPU serves slowly, in one sentence with what to use instead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from vllm_kvq.formats import FORMATS, PageFormat
-from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 
 def slow(fmt: PageFormat) -> str | None:
     """The sentence about a format that the GPU's path serves; None if there is nothing to say."""
-    if fmt.calibrated:
-        return (
-            f"the GPU kernels of {fmt.name} are tested only on a CPU, interpreted and from their PTX, and have not run "
-            f"on a GPU yet (docs/gpu.md); use {BUDGETS[RECOMMENDED].formats[-1]}, whose kernels have"
-        )
     if not (fmt.state_rows and fmt.keys.fits_queries):
         return None
     same = next((other.name for other in _others(fmt) if other.slab_region == fmt.slab_region), None)
