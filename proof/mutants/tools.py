@@ -42,7 +42,7 @@ FAULTS: tuple[Fault, ...] = (
         "proof/admit/release.py",
         'if folder.exists() and any(folder.iterdir()) and not (folder / "vllm").is_dir():',
         "if False:",
-        f"{ADMIT} -k something_else",
+        "tests/test_admit_releases.py -k something_else",
     ),
     Fault(
         "a release is tried with another release's variable",
