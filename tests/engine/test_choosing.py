@@ -28,7 +28,7 @@ def rows() -> dict[str, list[float]]:
         options = re.findall(r"`(\w+): (\w+)`", names)
         labels = [":".join(filter(None, (name, ",".join(f"{k}={v}" for k, v in options))))
                   for name in re.findall(r"`(\w+)`", names)]  # fmt: skip
-        found |= dict.fromkeys(labels, [float(cell) for cell in cells])
+        found |= {key: [float(cell) for cell in cells] for key in labels}
     return found
 
 
