@@ -128,14 +128,14 @@ def _lines(axes: Any, curves: Curves, scale: Scale) -> None:
     axes.set_xlabel("tokens in the cache, per request")
     axes.set_ylabel(scale.label)
     axes.grid(True, which="both", alpha=0.25)
-    if scale.log:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
     ends = {name: points[-1] for name, points in curves.items()}
     if scale.base:
         axes.axhline(1, color="black", linewidth=0.8)
         ends[scale.base], colors[scale.base] = (contexts[-1], 1.0), "black"
+    if scale.log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)  # last: what is drawn later does not move the limits
     name_ends(axes, ends, colors)
 
 
@@ -146,11 +146,11 @@ def _bars(axes: Any, curves: Curves, scale: Scale) -> None:
     drawn = axes.barh([*values], [*values.values()], height=0.65, color=colors)
     axes.bar_label(drawn, [f"{value:{scale.digits}}" for value in values.values()], padding=3, fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.set_xlim(left=0)
     axes.set_xlabel(scale.label)
     axes.grid(True, axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     if scale.base:
         axes.axvline(1, color="black", linewidth=0.8)
         axes.annotate(scale.base, (1, 1), (0, 2), ("data", "axes fraction"), "offset points", ha="center", fontsize=8)
+    axes.margins(x=0.1)
+    axes.set_xlim(left=0)  # last: what is drawn later does not move the limits
