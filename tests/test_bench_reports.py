@@ -55,12 +55,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", RUNS)
-def test_nothing_is_written_without_out(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if name == "plot":  # it draws next to the file
-        pytest.skip("a plot is what it is asked for")
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "plot"])
+def test_nothing_is_written_without_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But a plot, which is what `bench plot` is asked for."""
     monkeypatch.chdir(tmp_path)
     ran = run(name, tmp_path, monkeypatch, out=False)
     assert ran.status in (0, 1)
@@ -152,27 +149,13 @@ def test_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> 
 
 def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> None:
     ran = run("serve", tmp_path, monkeypatch)
-    (table,) = ran.tables
-    assert len(table.rows) == 4 * len(NAMES)
-    first, second = table.rows[:2]
-    assert [*first] == [
-        "kitty2",
-        "64",
-        "1",
-        "6.40",
-        "3.66",
-        "1.75",
-        "156.2",
-        "273.4",
-        "400",
-        "500",
-        "0.80",
-        "",
-        "4.00",
-        "",
-        "",
-    ]
-    assert [*second][-4:] == ["50%", "4.00", "1.60", "2.00"]
+    servers, attention = ran.tables
+    assert len(servers.rows) == len(attention.rows) == 4 * len(NAMES)
+    first = ["kitty2", "64", "1", "6.40", "3.66", "1.75", "156.2", "273.4", "400", "500", "0.80"]
+    assert [*servers.rows[0]] == first
+    assert [*attention.rows[0]] == ["kitty2", "64", "1", "1.75", "", "4.00", "", ""]
+    assert [*attention.rows[1]] == ["kitty2", "256", "1", "1.75", "50%", "4.00", "1.60", "2.00"]
+    assert [*attention.head] == ["format", "context", "batch", "ratio", "share", "kernel", "expected", "at most"]
     found = rows(ran.out / "serve.csv")
     assert (found[0]["plain_step"], found[0]["packed_first"], found[0]["share"]) == ("0.0064", "0.5", "")
     ((panels, _),) = drawn
@@ -194,7 +177,8 @@ def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> N
     assert [*packing.rows[0]] == ["kitty2", "1000.0", "50.0%"]
     assert [*map(list, chunk.rows)] == [["kitty2", "-", "-", "4000", "4.00"]]
     assert REFUSED in ran.notes
-    assert "dry run: times mean nothing" in ran.tables[0].title
+    assert steps.title.startswith("Decode steps: torch ")
+    assert "<h1>vllm-kvq bench gpu: dry run: times mean nothing</h1>" in (ran.out / "report.html").read_text()
     ((panels, _),) = drawn
     assert {name: dict(points)[128] for name, points in panels["batch 2"].items()} == pytest.approx(
         {"fp8": 1.5, "kitty2": 2.0, "klt3": 2.5}
@@ -219,6 +203,18 @@ def test_the_page_of_a_csv_has_the_numbers_that_were_printed(tmp_path: Path, mon
     page = (ran.out / "report.html").read_text()
     assert "perhaps not those that measured" in page
     assert "2.11.0+cu130" in page
+
+
+def test_a_page_of_several_devices_says_whose_each_table_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "gpu-other.csv"
+    other.write_text("".join(H200.read_text().splitlines(keepends=True)[:12]))
+    ran = run("plot", tmp_path, monkeypatch, True, str(other))
+    assert [table.title.partition(", ")[0] for table in ran.tables] == ["nvidia-h200"] * 4 + ["other"] * 2
+    assert capsys.readouterr().out.splitlines() == [
+        str(ran.out / name) for name in ("report.html", "gpu-nvidia-h200.png", "gpu-other.png")
+    ]
 
 
 def test_only_the_newest_torch_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_every_table_and_plot_is_in_it(written: Written) -> None:
     read = written.read
     cells = [[*table.head, *(cell for row in table.rows for cell in row)] for table in written.tables]
     shown = [*read.texts["th"], *read.texts["td"]]
-    wanted = [cell.replace("\n", "") for of in cells for cell in of]  # a head's lines are apart by an element
+    wanted = [cell.replace("\n", "") for of in cells for cell in of]  # an element parts a head's lines
     assert sorted(shown) == sorted(wanted)
     assert len(wanted) > 20
     assert [svg["aria-label"] for svg in read.all("svg")] == [picture.title for picture in written.drawn]

@@ -96,19 +96,29 @@ def draw(path: Path, panels: Mapping[str, Curves], title: str, scale: Scale) -> 
     )
     cut = 0
     for (axes,), (above, curves) in zip(column, panels.items(), strict=True):
-        axes.set_title(above, fontsize=9, loc="left")
         if is_bars(curves):
+            (context,) = _contexts(curves)
+            axes.set_title(
+                ", ".join([above] * bool(above) + [f"{context:,} tokens in the cache"]), fontsize=9, loc="left"
+            )
             _bars(axes, curves, scale)
             continue
+        axes.set_title(above, fontsize=9, loc="left")
         shown = few(curves)
         cut = max(cut, len(curves) if len(shown) < len(curves) else 0)
         _lines(axes, {name: sorted(curves[name]) for name in shown}, scale)
-    some = f"\n{MOST_CURVES} of {cut} are drawn: vLLM's own caches and the usual formats first; all are in the tables"
-    return save(figure, path, title + some * bool(cut))
+    if cut:
+        mark = ";" if "\n" in title else ""  # lines after the first may become one
+        title += f"{mark}\n{MOST_CURVES} of {cut} are drawn: vLLM's own caches and the usual formats first"
+    return save(figure, path, title)
 
 
 def is_bars(curves: Curves) -> bool:
-    return len({context for points in curves.values() for context, _ in points}) == 1
+    return len(_contexts(curves)) == 1
+
+
+def _contexts(curves: Curves) -> list[int]:
+    return sorted({context for points in curves.values() for context, _ in points})
 
 
 def _colors(names: Iterable[str]) -> dict[str, str]:
@@ -119,7 +129,7 @@ def _colors(names: Iterable[str]) -> dict[str, str]:
 
 def _lines(axes: Any, curves: Curves, scale: Scale) -> None:
     colors = _colors(curves)
-    contexts = sorted({context for points in curves.values() for context, _ in points})
+    contexts = _contexts(curves)
     for name, points in curves.items():
         style = STYLES.get(name, "-o")
         axes.plot(*zip(*points, strict=True), style, color=colors[name], markersize=4)
@@ -133,7 +143,12 @@ def _lines(axes: Any, curves: Curves, scale: Scale) -> None:
         axes.axhline(1, color="black", linewidth=0.8)
         ends[scale.base], colors[scale.base] = (contexts[-1], 1.0), "black"
     if scale.log:
+        from matplotlib.ticker import LogLocator
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     else:
         axes.set_ylim(bottom=0)  # last: what is drawn later does not move the limits
     name_ends(axes, ends, colors)

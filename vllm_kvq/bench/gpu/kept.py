@@ -124,7 +124,7 @@ class Kept:
         return {name: curves for name, curves in found.items() if curves}
 
     def plot(self, path: Path) -> Picture:
-        title = f"{self.device}: speed of a decode step's attention against context\nbf16: the fastest kernel there is"
+        title = f"{self.device}: speed of a decode step's attention\nbf16: the fastest kernel there is"
         return draw(path, self.panels(), title, times("bf16"))
 
 

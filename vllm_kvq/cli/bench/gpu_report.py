@@ -26,21 +26,20 @@ COLUMNS = (
 KEPT = "What the CSV held already, with the same torch, was not measured again."
 
 
-def tables(kept: Kept) -> Iterator[Table]:
-    device = kept.device
+def tables(kept: Kept, of: str = "") -> Iterator[Table]:
+    """`of` names the device, where others are on the page."""
     if steps := kept.decoding():
-        title = f"{device}, decode steps: torch {kept.torch}, copy {kept.bandwidth / 1e9:.0f} GB/s (read + write)"
+        title = f"{of}Decode steps: torch {kept.torch}, copy {kept.bandwidth / 1e9:.0f} GB/s (read + write)"
         yield Table(HEADER, steps, title=title)
-        yield Table(("format", "batch", "slope", "break-even"), kept.growing(), title=f"{device}, growth with context")
+        yield Table(("format", "batch", "slope", "break-even"), kept.growing(), title=f"{of}Growth with context")
     for tokens, layer, rows in kept.packing():
-        title = f"{device}, packing a prompt of {tokens:,} tokens: the products and attention of an 8B layer take "
+        title = f"{of}Packing a prompt of {tokens:,} tokens: the products and attention of an 8B layer take "
         yield Table(("format", "us", "of the layer"), rows, title=f"{title}{1e6 * layer:,.0f} us")
     for history, kernel, plain, rows in kept.chunks():
         size = f"{CHUNK:,} tokens" if history == HISTORY else "a prompt"
-        title = (
-            f"{device}, a chunk of {size} over {history:,} packed ones: over bf16, by {kernel}, {1e6 * plain:,.0f} us"
-        )
-        yield Table(("format", *(head for how in HOW for head in (f"{how}, us", "bf16 = 1"))), rows, title=title)
+        title = f"{of}A chunk of {size} over {history:,} packed ones: over bf16, by {kernel}, {1e6 * plain:,.0f} us"
+        heads = (head for how in HOW for head in (f"{how}, us", "times as long as bf16"))
+        yield Table(("format", *heads), rows, title=title)
 
 
 def write(
@@ -55,7 +54,7 @@ def write(
     """report.html, and a PNG of each device where `place` says; which of them were written, the page first."""
     report = Report(prog, "gpu-DEVICE", ABOUT, "Speed against bf16", COLUMNS)
     drawn = pictures(lambda: [kept.plot(place(kept)) for kept in devices if kept.panels()])
-    shown = [table for kept in devices for table in tables(kept)]
+    shown = [table for kept in devices for table in tables(kept, f"{kept.device}, " if devices[1:] else "")]
     names = ", ".join(kept.device for kept in devices)
     page = report.page(drawn, shown, notes, command(prog, arguments), facts, names).write(folder)
     return [page, *(picture.path for picture in drawn or ())]

@@ -26,7 +26,7 @@ FOLDER = Path(".demo")
 REPORT = Report(
     PROG,
     "serve",
-    "`vllm serve` with each format and with the bf16 cache, over HTTP: both servers are up at once and take turns on "
+    "vllm serve with each format and with the bf16 cache, over HTTP: both servers are up at once and take turns on "
     "the same prompts.",
     "Speed against bf16",
     (
@@ -38,10 +38,12 @@ REPORT = Report(
     ),
 )
 HEAD = (
-    "format", "context", "batch", "bf16,\nms per token", "packed,\nms per token", "ratio", "bf16,\ntokens/s",
-    "packed,\ntokens/s", "bf16, first\ntoken, ms", "packed, first\ntoken, ms", "ratio of\nfirst token", "share",
-    "kernel", "expected", "at most",
+    "context", "batch", "bf16,\nms per token", "packed,\nms per token", "ratio", "bf16,\ntokens/s", "packed,\ntokens/s",
+    "bf16, first\ntoken, ms", "packed, first\ntoken, ms", "ratio of\nfirst token", "share", "kernel", "expected",
+    "at most",
 )  # fmt: skip
+MEASURED, ATTENTION = (*range(10),), (0, 1, 4, 10, 11, 12, 13)
+"""The columns of a table of what was measured, and of one on attention's part in it."""
 HEADER = (
     "  context batch   ms/token          ratio   tokens/s            first token, cold (ms)    attention\n"
     "                      bf16   packed            bf16   packed       bf16   packed  ratio     share kernel expected"
@@ -92,6 +94,11 @@ def line(row: Row) -> str:
     return LINE.format(*cells(row)).rstrip()
 
 
+def table(rows: Sequence[Row], columns: Sequence[int], title: str) -> console.Table:
+    shown = [[row.format, *(text[i] for i in columns)] for row, text in ((row, cells(row)) for row in rows)]
+    return console.Table(["format", *(HEAD[i] for i in columns)], shown, title=title)
+
+
 def record(row: Row) -> dict[str, Any]:
     """The row's document as one line of a CSV; seconds."""
     flat: dict[str, Any] = {}
@@ -137,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args.out,
             [*map(record, rows)],
             lambda path: plot(path, rows, f"Decoding\n{said}"),
-            [console.Table(HEAD, [[row.format, *cells(row)] for row in rows], title=f"Servers: {said}")],
+            [table(rows, MEASURED, f"Servers: {said}"), table(rows, ATTENTION, "Attention's part of a step")],
             [],
             arguments,
             [("model", name)],
