@@ -1,4 +1,4 @@
-"""Faults in what shows results, of evaluations and benchmarks, in what measures single heads, and in what writes biases."""
+"""Faults in what shows results of evaluations and benchmarks, in what measures single heads and writes key biases."""
 
 from __future__ import annotations
 
