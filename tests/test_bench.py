@@ -19,6 +19,7 @@ from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import no_fp8
 from vllm_kvq.cli.bench import attention
+from vllm_kvq.cli.bench import prefill as prefill_command
 from vllm_kvq.cli.bench import serve as serve_command
 from vllm_kvq.cli.bench import slow as slow_command
 from vllm_kvq.formats.table import public_formats
@@ -86,14 +87,28 @@ def test_vllm_held_to_avx2_uses_nothing_newer() -> None:
     assert "triton_kernels" not in done.stdout + done.stderr  # started in the checkout, where a folder has that name
 
 
-def test_the_slow_ones_are_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slow_ones_are_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slow, "HEAD_SIZES", (96,))
     monkeypatch.setattr(slow, "OPTIONS", slow.OPTIONS[:1])
-    assert slow_command.main(["--context", "256", "--rounds", "1"]) == 0
+    assert slow_command.main(["--context", "256", "--rounds", "1", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "256 tokens, 1 thread(s), " + processor_name() in printed
     assert len(re.findall(r"^\| `\w+` \| \d+\.\d\d \|$", printed, re.M)) == len(public_formats())
     assert re.search(r"^\| `squat2` \| `group: 16` \| \d+\.\d\d \| \d+\.\d \|$", printed, re.M)
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">{figure}<" in page for figure in re.findall(r"\d+\.\d\d", printed[printed.index("| times bf16") :]))
+
+
+def test_prompts_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With their lengths, on the page as in what is printed."""
+    assert prefill_command.main([*SMALL, "--context", "256,512", "--formats", "kitty2", "--out", str(tmp_path)]) == 0
+    printed = re.findall(r"prompt of (\d+): fit +([\d.]+) ms  pack +([\d.]+) ms", capsys.readouterr().out)
+    assert [prompt for prompt, *_ in printed] == ["256", "512"]
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">{figure}<" in page for figures in printed for figure in figures)
+    assert len((tmp_path / "prefill.csv").read_text().splitlines()) == 3
 
 
 def test_impossible_shapes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,3 +155,5 @@ def test_serve_compares_two_real_servers(
     assert min(1.0, kernel) - 0.01 <= expected <= most + 0.01
     assert "kvq: format=kitty2" in (tmp_path / "bench-kitty2.log").read_text()
     assert "kvq: format" not in (tmp_path / "bench-bf16.log").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">{text}<" in page for cell in cells for text in cell)

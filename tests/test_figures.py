@@ -143,14 +143,14 @@ def test_slow_tables() -> None:
 
     variants = [slow.label(name, options) for name, options in slow.OPTIONS]
     rows = [row("bf16", 2.0), *(row(name, 4.0) for name, _ in slow.OPTIONS), *(row(name, 8.0) for name in variants)]
-    lines = slow_command.option_table(rows).splitlines()
+    lines = slow_command.markdown(slow_command.option_table(rows)).splitlines()
     assert lines[0] == "| format | option | times bf16 | times slower than its defaults |"
     assert lines[2] == "| `squat2` | `group: 16` | 0.25 | 2.0 |"
     assert len(lines) == 2 + len(slow.OPTIONS)
     table = slow_command.head_table(
         {80: [row("bf16", 2.0), row("squat2", 4.0)], 96: [row("bf16", 2.0), row("squat2", 1.0)]}
     )
-    assert table.splitlines() == [
+    assert slow_command.markdown(table).splitlines() == [
         "| times bf16 | d = 80 | d = 96 |",
         "| --- | --- | --- |",
         "| `squat2` | 0.50 | 2.00 |",
@@ -236,7 +236,7 @@ def test_prefill(one_layer: MagicMock) -> None:
     q, k, v = (torch.zeros(64, heads, 64) for heads in (4, 2, 2))
     plain: Any = SimpleNamespace(attend=lambda: 2.0)
     row = prefill_command.line(prefill.prompt_row("squat2", q, k, v, plain, 3, {}))
-    assert "fit   100.0 ms  pack   200.0 ms" in row
+    assert "prompt of 64: fit   100.0 ms  pack   200.0 ms" in row
     assert "vLLM  2000.0 ms, ours  1000.0 ms" in row
     assert row.endswith("fit   5.0% + pack  10.0% of vLLM's")
     chunk = prefill.chunk_row("squat2", q, k, v, 128, plain, 3, {})

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from made_up_benches import MODEL, REFUSED, RUNS, run
 
 from proof.pictures.browser import DARK, DESKTOP, LIGHT, NONE, PHONE, Browser, chromium
 from vllm_kvq import __version__, cli
@@ -115,11 +116,25 @@ def benched(tmp_path_factory: pytest.TempPathFactory) -> Written:
     measured = [(s, [Timed("bf16", 2.0, 1.5, 64, 1.1), Timed("kitty2", s.context / 1e3, 0.5, 9, 1.2)]) for s in shapes]
     drawn = figures.plot(folder / "plot.png", measured, "32/8 heads")
     tables = [attention.table(args, shape, rows) for shape, rows in measured]
-    return Written(attention.page(drawn, tables, ["a note"], "vllm-kvq bench", ()).write(folder), [drawn], tables)
+    return Written(attention.REPORT.page([drawn], tables, ["a note"], "vllm-kvq", ()).write(folder), [drawn], tables)
 
 
-@pytest.fixture(params=["evaluated", "benched"])
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+    """What the other benchmarks write, by their names."""
+    found = {}
+    for name in RUNS:
+        with pytest.MonkeyPatch.context() as patch:
+            ran = run(name, tmp_path_factory.mktemp(name), patch)
+        found[name] = Written(ran.out / FILE, ran.drawn, ran.tables)
+    return found
+
+
+@pytest.fixture(params=["evaluated", "benched", *RUNS])
 def written(request: pytest.FixtureRequest) -> Written:
+    if request.param in RUNS:
+        of: dict[str, Written] = request.getfixturevalue("others")
+        return of[request.param]
     found: Written = request.getfixturevalue(request.param)
     return found
 
@@ -129,7 +144,7 @@ def test_every_table_and_plot_is_in_it(written: Written) -> None:
     read = written.read
     cells = [[*table.head, *(cell for row in table.rows for cell in row)] for table in written.tables]
     shown = [*read.texts["th"], *read.texts["td"]]
-    wanted = [cell for of in cells for cell in of]
+    wanted = [cell.replace("\n", "") for of in cells for cell in of]  # an element parts a head's lines
     assert sorted(shown) == sorted(wanted)
     assert len(wanted) > 20
     assert [svg["aria-label"] for svg in read.all("svg")] == [picture.title for picture in written.drawn]
@@ -155,6 +170,15 @@ def test_what_a_model_says_is_escaped(evaluated: Written) -> None:
     assert read.texts["mark"].count(EVIL) == read.texts["mark"].count("cat") == 5
     assert "<script" not in read.text
     assert "a\\nb " in read.text
+
+
+def test_what_benchmarks_do_not_choose_is_escaped(others: dict[str, Written]) -> None:
+    """The name of a model's folder, and what a kernel says when it refuses."""
+    for name, said in (("decode", MODEL), ("serve", MODEL), ("gpu", REFUSED)):
+        read = others[name].read
+        assert read.all("script") == []
+        assert "<script" not in read.text
+        assert said in read.texts["body"][0]
 
 
 def test_letters_that_no_file_may_have(tmp_path: Path) -> None:

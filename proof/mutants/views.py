@@ -1,12 +1,12 @@
-"""Faults in what shows an evaluation's results, in what measures single heads, and in what writes key biases."""
+"""Faults in what shows results of evaluations and benchmarks, in what measures single heads and writes key biases."""
 
 from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE = (
+BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE, BENCH = (
     f"tests/{name}.py" for name in ("test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
-                                    "eval/test_lm_eval", "test_result_pages")
+                                    "eval/test_lm_eval", "test_result_pages", "test_bench_reports")
 )  # fmt: skip
 
 
@@ -94,6 +94,65 @@ FAULTS: tuple[Fault, ...] = (
         'element("mark", {}, token)',
         "token",
         f"{PAGE} -k escaped",
+    ),
+    _eval(
+        "a benchmark's plot has all curves", "bench/figures", "MOST_CURVES = 8", "MOST_CURVES = 80", f"{BENCH} -k eight"
+    ),
+    _eval(
+        "names of curves cover each other",
+        "drawing",
+        "while len(groups) > 1 and",
+        "while False and",
+        f"{BENCH} -k cover",
+    ),
+    _eval(
+        "what is far slower than bf16 is drawn without it",
+        "bench/figures",
+        '        axes.axvline(1, color="black", linewidth=0.8)\n',
+        "",
+        f"{BENCH} -k slower_than",
+    ),
+    _eval(
+        "a GPU's plot is upside down",
+        "bench/gpu/kept",
+        "step.bf16 / step.seconds",
+        "step.seconds / step.bf16",
+        f"{BENCH} -k gpu",
+    ),
+    _eval(
+        "a page of a GPU mixes torches",
+        "bench/gpu/kept",
+        "if row.torch == rows[-1].torch]",
+        "if row.torch]",
+        f"{BENCH} -k newest_torch",
+    ),
+    _eval(
+        "a GPU's page compares with the slowest kernel",
+        "bench/gpu/kept",
+        "row.seconds, min(bf16), eight",
+        "row.seconds, max(bf16), eight",
+        f"{BENCH} -k were_printed",
+    ),
+    _eval(
+        "a prompt's plot forgets packing",
+        "cli/bench/prefill",
+        "100 * (row.fit_share + row.pack_share)",
+        "100 * row.fit_share",
+        f"{BENCH} -k prompts",
+    ),
+    _eval(
+        "a benchmark's page does not say why it has no plot",
+        "cli/bench/report",
+        "[NO_PLOT] if drawn is None else drawn",
+        "drawn or []",
+        f"{BENCH} -k 'matplotlib and decode'",
+    ),
+    _eval(
+        "a benchmark writes a report that nobody asked for",
+        "cli/bench/serve",
+        "folder = args.out or FOLDER",
+        "folder = args.out = args.out or FOLDER",
+        f"{BENCH} -k 'without_out and serve'",
     ),
     _eval(
         "one standard error for 95 %", "eval/lm_tasks", "NORMAL * error, value", "error, value", f"{LM_EVAL} -k figure"

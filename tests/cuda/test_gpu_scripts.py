@@ -104,6 +104,8 @@ def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path) -> None:
     whole = file.read_text()
     assert [row.split()[:3] for row in said.splitlines()[2:4]] == [["sdpa", "1", "64"], ["squat2", "1", "64"]]
     assert said.strip().splitlines()[-1].strip() in file.with_suffix(".md").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">{cell}<" in page for row in said.splitlines()[2:4] for cell in row.split())
     # cut off in the middle of its last line, whose numbers are all ignored; the others are not measured again
     file.write_text(whole[:-2])
     again = dry_run(tmp_path)
@@ -119,15 +121,19 @@ def test_times_of_another_torch_are_not_taken_for_these(tmp_path: Path, monkeypa
     assert (tmp_path / "gpu-a-gpu.csv").exists()
 
 
-def test_the_figure_shows_decode_times_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figure_shows_only_decode_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = Results(tmp_path, "A GPU")
     kept.take("copy", 0, 0, lambda: (1e-3, 100))
     kept.take("packing squat2", 1, 4096, lambda: (1e-3, 0))
     file = tmp_path / "gpu-a-gpu.csv"
     assert plot.main([str(file)]) == 1
-    assert capsys.readouterr().err == f"vllm-kvq bench plot: no plot of {file}: {file} holds no decode times\n"
+    assert (
+        capsys.readouterr().err
+        == f"vllm-kvq bench plot: no plot of {file}: {file} holds no decode times next to bf16's\n"
+    )
     for batch, context in ((8, 4096), (1, 4096), (1, 1024)):
-        kept.take("squat2", batch, context, lambda: (1e-3, 100))
+        for name in ("sdpa", "squat2"):
+            kept.take(name, batch, context, lambda: (1e-3, 100))
     assert plot.main([str(file)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'gpu-a-gpu.png'}\n"
     assert (tmp_path / "gpu-a-gpu.png").read_bytes().startswith(b"\x89PNG")

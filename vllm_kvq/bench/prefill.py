@@ -111,6 +111,7 @@ class PromptRow:
     """Milliseconds, and what fitting and packing add as shares of vLLM's attention."""
 
     format: str
+    tokens: int
     fit_ms: float
     pack_ms: float
     vllm_ms: float
@@ -152,7 +153,8 @@ def prompt_row(
         part: statistics.median(t / base for t, base in zip(times[part], times["vLLM"], strict=True))
         for part in ("fit", "pack")
     }
-    return PromptRow(label(name, options), ms["fit"], ms["pack"], ms["vLLM"], ms["ours"], share["fit"], share["pack"])
+    parts = (ms["fit"], ms["pack"], ms["vLLM"], ms["ours"], share["fit"], share["pack"])
+    return PromptRow(label(name, options), len(q), *parts)
 
 
 def chunk_row(

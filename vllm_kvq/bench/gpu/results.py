@@ -51,7 +51,8 @@ class Results:
     """The results of one device. Without a folder nothing is kept."""
 
     def __init__(self, folder: Path | None, device: str, *, say: Callable[[str], None] = say) -> None:
-        self.device, self.say, self.lines = device, say, list[str]()
+        self.device, self.say = device, say
+        self.lines, self.notes = list[str](), list[str]()
         name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
         self.path = folder / f"gpu-{name}.csv" if folder else None
         self.rows: dict[tuple[str, int, int], Measured] = {}
@@ -101,18 +102,7 @@ class Results:
         title = f"# Decode times on {self.device}\n\nWritten by `bench/gpu.sh`; the numbers: `{self.path.name}`.\n"
         self.path.with_suffix(".md").write_text(f"{title}\n{text}\n", encoding="utf-8")
 
-
-def figure(path: Path) -> Path:
-    """Plots decode times by batch, of the newest torch, next to the CSV; needs matplotlib."""
-    from vllm_kvq.bench.figures import Curves, draw
-
-    rows = read(path)
-    panels: dict[str, Curves] = {}
-    # neither the copy nor the measurements of prompts are decode steps at a context
-    for row in sorted((r for r in rows if r.read and r.context and r.torch == rows[-1].torch), key=lambda r: r.batch):
-        curves = panels.setdefault(f"batch {row.batch}", {})
-        curves.setdefault(row.what, []).append((row.context, 1e3 * row.seconds))
-    if not panels:
-        raise ValueError(f"{path} holds no decode times")
-    draw(path.with_suffix(".png"), panels, path.stem.removeprefix("gpu-"))
-    return path.with_suffix(".png")
+    def note(self, line: str) -> None:
+        """Tells what is not in the rows: why something was not measured."""
+        self.notes.append(line)
+        self.tell(line)

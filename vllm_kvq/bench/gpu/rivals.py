@@ -36,7 +36,7 @@ def rivals(shape: Shape, device: torch.device, results: Results) -> tuple[dict[s
         except ImportError:
             continue
         except (RuntimeError, AssertionError, AttributeError) as error:  # a kernel that refuses this GPU or shape
-            results.tell(f"{name}: {str(error).splitlines()[0]}")
+            results.note(f"{name}: {str(error).splitlines()[0]}")
             continue
         kept[name] = results.take(name, *at, lambda took=took: (took, full)).seconds  # type: ignore[misc]
     caches.clear()

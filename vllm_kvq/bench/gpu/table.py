@@ -34,10 +34,10 @@ def run(
     for shape in shapes:
         full, at = bf16_bytes(shape), (shape.batch, shape.context)
         if not fits(full, device):
-            tell(f"batch {shape.batch} context {shape.context}: left out, bf16 needs {full / 1e9:.0f} GB")
+            results.note(f"batch {shape.batch} context {shape.context}: left out, bf16 needs {full / 1e9:.0f} GB")
             continue
         if time.monotonic() > deadline and results.known("sdpa", *at) is None:
-            tell(f"batch {shape.batch} context {shape.context}: left out, no time")
+            results.note(f"batch {shape.batch} context {shape.context}: left out, no time")
             continue
         found, fp8 = rivals(shape, device, results)
         base, ideal = min(found.values()), full / bandwidth
@@ -58,11 +58,18 @@ def run(
 def line(
     name: str, shape: Shape, took: float, base: float, fp8: float | None, ideal: float, read: int, bandwidth: float
 ) -> str:
+    return ROW.format(*cells(name, shape, took, base, fp8, ideal, read, bandwidth))
+
+
+def cells(
+    name: str, shape: Shape, took: float, base: float, fp8: float | None, ideal: float, read: int, bandwidth: float
+) -> list[str]:
+    """As many as HEADER has."""
     times = ("n.m." if x is None else f"{1e6 * x:.1f}" for x in (took, base, fp8, ideal))
     ratios = ("n.m." if x is None else f"{x / took:.2f}" for x in (base, fp8))
     # a copy reads and writes: its bandwidth counts both
     share = f"{read / took / bandwidth:.0%}"
-    return ROW.format(name, shape.batch, shape.context, *times, *ratios, f"{read / 1e6:.1f}", share)
+    return [name, str(shape.batch), str(shape.context), *times, *ratios, f"{read / 1e6:.1f}", share]
 
 
 def run_prompts(device: torch.device, formats: Sequence[str], tokens: int, results: Results) -> None:
@@ -77,10 +84,15 @@ def run_prompts(device: torch.device, formats: Sequence[str], tokens: int, resul
 
 
 def summary(name: str, batch: int, rows: list[tuple[int, float, float]]) -> str:
-    """`rows`: (context, seconds, seconds of bf16), by context."""
+    slope, even = growth(batch, rows)
+    return f"{name:<12} batch {batch:>3}   slope {slope:>9}   break-even {even}"
+
+
+def growth(batch: int, rows: list[tuple[int, float, float]]) -> tuple[str, str]:
+    """Slope and break-even. `rows`: (context, seconds, seconds of bf16), by context."""
     even = next((str(c) for c, took, base in rows if took <= base), "none")
     slope = "-"
     if len(rows) > 1:
         (c0, t0, _), (c1, t1, _) = rows[-2:]
         slope = f"{1e9 * (t1 - t0) / (c1 - c0) / batch:.3f}"
-    return f"{name:<12} batch {batch:>3}   slope {slope:>9}   break-even {even}"
+    return slope, even

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -18,21 +16,22 @@ from vllm_kvq.bench.steps import Shape, bound_format
 from vllm_kvq.bench.timing import Row, copy_bandwidth, slopes
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, from_zero, whole_number
 from vllm_kvq.cli.bench.arguments import OWN, add_batch, add_rounds, add_shape, add_threads, check_memory, recommended
-from vllm_kvq.cli.page.document import Page, Section
-from vllm_kvq.cli.page.made import command
-from vllm_kvq.drawing import Picture
+from vllm_kvq.cli.bench.report import Report
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.cpu.processor import last_level_cache, processor_name
 
 PROG = "vllm-kvq bench attention"
-FILE = "cpu-attention"
-ABOUT = "One layer's attention in a decode step, over packed pages and by vLLM itself, in one process."
-COLUMNS = (
-    "ms and best: the median and the fastest round. MB: what a step reads. GB/s, and of copy: at what speed, and what "
-    "share of a memory copy's speed that is.",
-    "x bf16, x fp8: how many times as fast as vLLM's caches. limit: the same if only the bytes counted.",
+REPORT = Report(
+    PROG,
+    "cpu-attention",
+    "One layer's attention in a decode step, over packed pages and by vLLM itself, in one process.",
+    "Time against context",
+    (
+        "ms and best: the median and the fastest round. MB: what a step reads. GB/s, and of copy: at what speed, and "
+        "what share of a memory copy's speed that is.",
+        "x bf16, x fp8: how many times as fast as vLLM's caches. limit: the same if only the bytes counted.",
+    ),
 )
-NO_PLOT = "There is no plot: it needs matplotlib (pip install 'vllm-kvq[bench]')."
 ROTATE = """caches to read in turn, as the layers of a model do (1: one cache, which may stay in the processor's
 last-level cache; default: 0, as many as exceed that twice)"""
 
@@ -58,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rotate", metavar="CACHES", type=from_zero, default=0, help=" ".join(ROTATE.split()))
     add_rounds(p, 9)
     p.add_argument("--no-baseline", action="store_true", help="measure only our formats, without vllm")
-    add_out(p, f"report.html, {FILE}.csv, and {FILE}.png with time against context if matplotlib is installed")
+    add_out(p, REPORT.files)
     console.add_json(p)
     return p
 
@@ -139,36 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in slope_lines(measured):
             print(f"  {line}")
     if args.out:
-        figures.write_csv(args.out / f"{FILE}.csv", records)
         title = f"{heads_of(args)}, batch {args.batch}, {args.threads} thread(s), {name}"
-        drawn = plot(args.out, measured, title)
         about = f"batch {args.batch}, {heads_of(args)}, {caches(args.rotate)}"
         tables = [replace(table(args, s, rows), title=f"{s.context:,} tokens: {about}") for s, rows in measured]
         facts = [("threads", str(args.threads)), ("instruction set", name)]
-        page(drawn, tables, [*notes, *slope_lines(measured)], command(PROG, arguments), facts).write(args.out)
+        notes += slope_lines(measured)
+        REPORT.write(
+            args.out, records, lambda path: figures.plot(path, measured, title), tables, notes, arguments, facts
+        )
     return console.DONE
-
-
-def plot(folder: Path, measured: Measured, title: str) -> Picture | None:
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: pip install 'vllm-kvq[bench]' for matplotlib", file=sys.stderr)
-        return None
-    return figures.plot(folder / f"{FILE}.png", measured, title)
-
-
-def page(
-    drawn: Picture | None,
-    tables: Sequence[console.Table],
-    notes: Sequence[str],
-    line: str,
-    facts: Sequence[tuple[str, str]],
-) -> Page:
-    sections = (
-        Section("Time against context", [NO_PLOT if drawn is None else drawn]),
-        Section("Tables", [*COLUMNS, *tables]),
-        Section("Notes", notes),
-    )
-    return Page(PROG, ABOUT, line, facts, sections)
 
 
 def slope_lines(measured: Measured) -> list[str]:

@@ -13,8 +13,10 @@ import torch
 from vllm_kvq import console
 from vllm_kvq.bench.gpu import chunks, decode, prompts, table
 from vllm_kvq.bench.gpu.decode import Shape
+from vllm_kvq.bench.gpu.kept import Kept
 from vllm_kvq.bench.gpu.results import Results, say
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
+from vllm_kvq.cli.bench import gpu_report
 from vllm_kvq.cli.bench.arguments import OWN, add_batch
 from vllm_kvq.eval.choice import Choice
 
@@ -38,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add_batch(p, None, f" (default: {batches})", several=True)
     text = "time after which no measurement is started"
     p.add_argument("--seconds", type=float, default=300, metavar="SECONDS", help=text)
-    add_out(p, "gpu-DEVICE.csv, from which no number is measured again")
+    kept = "gpu-DEVICE.csv, from which no number is measured again, gpu-DEVICE.md"
+    add_out(p, f"report.html, {kept}, and gpu-DEVICE.png if matplotlib is installed")
     p.add_argument("--dry-run", action="store_true", help="use tiny shapes, without a GPU: the times mean nothing")
     p.add_argument("--compile", action="store_true", help="only launch everything once, to compile it")
     console.add_json(p)
@@ -78,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.run(device, names, shapes, deadline, results)
     table.run_prompts(device, names, tokens, results)
     chunks.run(device, names, results)
+    if (numbers := results.path) is not None:
+        kept = Kept(name, torch.__version__, [*results.rows.values()])
+        notes, facts = [gpu_report.KEPT, *results.notes], [("device", name), ("numbers", numbers.name)]
+        gpu_report.write(PROG, args.out, [kept], lambda _: numbers.with_suffix(".png"), notes, arguments, facts)
     if args.json:
         console.show_json({"device": name, "rows": [asdict(row) for row in results.rows.values()]})
     return console.DONE

