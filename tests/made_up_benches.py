@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from vllm_kvq import cli
-from vllm_kvq.bench import decode, prefill, serve, slow, vllm_build
+from vllm_kvq.bench import capacity, decode, prefill, serve, slow, vllm_build
+from vllm_kvq.bench.capacity import Found
 from vllm_kvq.bench.gpu import chunks, table
 from vllm_kvq.bench.gpu.results import Results
 from vllm_kvq.bench.timing import Row
@@ -105,6 +106,15 @@ def _serve(within: Path, patch: pytest.MonkeyPatch) -> Words:
     return ["serve", str(folder(within)), "--formats", NINE, "--context", "64,256", "--batch", "1,4"]
 
 
+def _capacity(within: Path, patch: pytest.MonkeyPatch) -> Words:
+    def rows(formats: Sequence[tuple[str, Any]], model: Path, load: capacity.Load, logs: Path) -> Iterator[Found]:
+        for name in ("bf16", *map(_label, formats)):
+            yield Found(name, 1000, 2 * speed(name), 50 * speed(name), (0.25, 0.9), (0.02, 0.05), len(name), 0.5)
+
+    patch.setattr(capacity, "rows", rows)
+    return ["capacity", str(folder(within)), "--formats", NINE]
+
+
 def _gpu(within: Path, patch: pytest.MonkeyPatch) -> Words:
     """Two shapes of three kernels; a third shape is left out, and a kernel refuses."""
     patch.setenv("TRITON_INTERPRET", "1")
@@ -136,7 +146,8 @@ def _plot(within: Path, patch: pytest.MonkeyPatch) -> Words:
 
 
 RUNS: dict[str, Callable[[Path, pytest.MonkeyPatch], Words]] = {
-    "decode": _decode, "prefill": _prefill, "chunk": _chunk, "slow": _slow, "serve": _serve, "gpu": _gpu, "plot": _plot
+    "decode": _decode, "prefill": _prefill, "chunk": _chunk, "slow": _slow, "serve": _serve,
+    "capacity": _capacity, "gpu": _gpu, "plot": _plot,
 }  # fmt: skip
 
 

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvq import console
-from vllm_kvq.bench import capacity
+from vllm_kvq.bench import capacity, figures
 from vllm_kvq.bench.capacity import Found, Load
 from vllm_kvq.bench.server import ServerError
 from vllm_kvq.cli.arguments import add_formats, add_out, from_zero, size, whole_number
 from vllm_kvq.cli.bench.arguments import CHECKPOINT, add_eager, checkpoint
+from vllm_kvq.cli.bench.report import Report
+from vllm_kvq.drawing import Picture
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 PROG = "vllm-kvq bench capacity"
+FOLDER = Path(".demo/capacity")
+"""Where logs go without --out."""
+REPORT = Report(
+    PROG,
+    "capacity",
+    "Servers with equal bytes of cache, one after the other, under the same load of vllm bench serve.",
+    "Against bf16",
+    (
+        "fit: the tokens that vLLM says fit in the cache. in flight: requests that ran at the same time, the median of "
+        "the whole load. Tokens are those of answers. First token and token: the middle and the slowest hundredth of "
+        "all requests. pre-empted: how often a request lost its cache and was computed again. hits: the share of "
+        "prompts' tokens that the prefix cache had.",
+    ),
+)
 HEAD = (
     *("\ncache", "\nfit", "in\nflight", "tokens/s", "\nx bf16", "first token (s)\np50", "\np99"),
     *("token (ms)\np50", "\np99", "pre-\nempted", "\nhits"),
@@ -46,7 +61,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--concurrency", metavar="N", type=whole_number, default=32, help=text)
     p.add_argument("--seed", metavar="SEED", type=from_zero, default=0, help="seed of the prompts")
     add_eager(p)
-    add_out(p, "capacity.csv, the server's log and what `vllm bench serve` says for each cache", ".demo/capacity")
+    logs = "each server's log and what `vllm bench serve` said of it"
+    add_out(p, f"{REPORT.files}, and for {logs} (default: {FOLDER} for these two, and no report)")
     console.add_json(p)
     return p
 
@@ -61,17 +77,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(str(error))
     model = checkpoint(p, args.model, load.max_len)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the server to be stopped
-    args.out.mkdir(parents=True, exist_ok=True)
+    folder = args.out or FOLDER
     rows: list[Found] = []
     try:
-        for found in capacity.rows([(c.format, c.options) for c in args.formats], model, load, args.out):
+        for found in capacity.rows([(c.format, c.options) for c in args.formats], model, load, folder):
             rows.append(found)
             if not args.json:
                 print(f"{found.cache}: {found.tokens_per_second:.1f} tokens/s", file=sys.stderr, flush=True)
     except ServerError as error:
         print(*error.log_tail, sep="\n", end="\n" if error.log_tail else "", file=sys.stderr)
         return console.fail(PROG, error, args.json)
-    write(rows, args.out / "capacity.csv")
+    if args.out:
+        documents, facts = [row.document() for row in rows], [("model", args.model)]
+        REPORT.write(
+            args.out,
+            documents,
+            lambda path: plot(path, rows, load),
+            [table(rows, load)],
+            [],
+            arguments,
+            facts,
+            args.model,
+        )
     if args.json:
         console.show_json({"model": str(model), "rows": [row.document() for row in rows]})
     else:
@@ -81,11 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(rows: Sequence[Found], load: Load) -> console.Table:
     """The first row is bf16's."""
-    title = (
+    return console.Table([pad(head) for head in HEAD], [cells(row, rows[0]) for row in rows], title=heading(load))
+
+
+def heading(load: Load) -> str:
+    return (
         f"{load.requests} requests of {load.prompt} + {load.answer} tokens, {load.concurrency} at the same time; "
         f"{load.cache_bytes / (1 << 20):,.0f} MiB of cache"
     )
-    return console.Table([pad(head) for head in HEAD], [cells(row, rows[0]) for row in rows], title=title)
 
 
 def pad(head: str) -> str:
@@ -107,8 +137,14 @@ def cells(row: Found, plain: Found) -> list[str]:
     ]
 
 
-def write(rows: Sequence[Found], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0].document()], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row.document() for row in rows)
+def plot(path: Path, rows: Sequence[Found], load: Load) -> Picture:
+    """Bars: what each cache has, times bf16's."""
+    plain, *others = rows
+    tokens = load.prompt + load.answer
+    panels = {
+        "output tokens per second": {
+            r.cache: [(tokens, r.tokens_per_second / plain.tokens_per_second)] for r in others
+        },
+        "requests at the same time": {r.cache: [(tokens, r.in_flight / plain.in_flight)] for r in others},
+    }
+    return figures.draw(path, panels, heading(load), figures.Scale("times bf16's", base="bf16"))
