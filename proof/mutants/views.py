@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE = (
+BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE, DRAWING = (
     f"tests/{name}.py" for name in ("test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
-                                    "eval/test_lm_eval", "test_result_pages")
+                                    "eval/test_lm_eval", "test_result_pages", "test_drawing")
 )  # fmt: skip
 
 
@@ -66,12 +66,24 @@ FAULTS: tuple[Fault, ...] = (
     _eval("more than the budget", "eval/heads/assign", "c.bits <= budget", "c.bits <= budget + 1", ASSIGN),
     _eval(
         "a frontier of the worst",
-        "eval/results/plots",
+        "eval/results/frontier",
         "sign * value < sign * kept",
         "sign * value > sign * kept",
         VIEWS,
     ),
-    _eval("peers look like ours", "eval/results/plots", '"s" if peer else "o"', '"o"', VIEWS),
+    _eval("peers look like ours", "eval/results/frontier", '"s" if peer else "o"', '"o"', VIEWS),
+    _eval("more names than can be read", "eval/results/frontier", "MOST_NAMES = 8", "MOST_NAMES = 80", VIEWS),
+    _eval(
+        "names for what nobody asks for", "eval/results/frontier", "return (5, 0)", "return (0, 0)", f"{VIEWS} -k names"
+    ),
+    _eval(
+        "a name hides another",
+        "drawing",
+        "5 * sum(_common(box, other) for other in written)",
+        "5 * sum(_common(box, other) for other in [])",
+        DRAWING,
+    ),
+    _eval("names of curves on each other", "drawing", "mean + i * apart", "mean", DRAWING),
     _eval(
         "all heads in one column",
         "eval/results/plots",

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proof.pictures.canvas import OTHERS, OURS, picture
+from proof.pictures.canvas import picture
 from proof.pictures.page import FORMAT, bound
+from vllm_kvq.drawing import OTHERS, OURS
 from vllm_kvq.formats import PageFormat
 
 INK = "#5b626d"
