@@ -1,19 +1,15 @@
-"""A figure as a file, and as SVG that a page shows in its own colours; names next to points and curves. Needs
-matplotlib."""
+"""A figure as a file, and as SVG that a page shows in its own colours. Needs matplotlib."""
 
 from __future__ import annotations
 
 import io
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "vllm_kvq"}
 """Letters stay letters, and the same figure gives the same text."""
-OURS, OTHERS, QUIET = "#1f5fa8", "#c2571a", "#8a8f98"
-"""The colours of our formats, of what others serve, and of what has no name in a picture."""
 
 
 @dataclass(frozen=True)
@@ -49,130 +45,38 @@ def save(figure: Any, path: Path, title: str) -> Picture:
     return Picture(path, title, text.getvalue().replace("#000000", "currentColor"))
 
 
-# -- names in a picture instead of a legend ---------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Name:
-    """Of a point, or of a curve, which then ends at that point."""
+def name_ends(axes: Any, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str], size: float = 8) -> None:
+    """Writes each curve's name to the right of its last point, moved up or down until it covers no other name.
 
-    text: str
-    at: tuple[float, float]
-    color: str
-    low: float | None = None
-    high: float | None = None
-    """The ends of the point's interval."""
-
-
-SIZE = 8.5
-"""Of a name's letters, in points."""
-Box = tuple[float, float, float, float]
-"""Left, bottom, right, top, in pixels."""
-
-
-def name_points(axes: Any, names: Sequence[Name], others: Sequence[tuple[float, float]] = ()) -> None:
-    """Writes each name where it hides as little as possible: other names, points, intervals, lines.
-
-    Call it when everything else is drawn. `others` are points without a name.
+    The axes must have their limits, scales and height.
     """
-    figure = axes.figure
-    figure.draw_without_rendering()  # the layout is then final
-    scale = figure.dpi / 72
-    extent, edge = axes.get_window_extent(), 4 * scale
-    frame = (extent.x0 + edge, extent.y0 + edge, extent.x1 - edge, extent.y1 - edge)
-    points = [axes.transData.transform(at) for at in (*(name.at for name in names), *others)]
-    taken = [_around(x, y, 4 * scale) for x, y in points]
-    for name in names:
-        if name.low is not None and name.high is not None:
-            (x, low), (_, high) = (axes.transData.transform((name.at[0], y)) for y in (name.low, name.high))
-            taken.append((x - scale, low, x + scale, high))
-    taken += _along_lines(axes, 2 * scale)
-    written: list[Box] = []
-    for name in sorted(names, key=lambda name: (-name.at[1], name.at[0])):
-        width, height = _size(axes, name.text)
-        x, y = axes.transData.transform(name.at)
-
-        def cost(place: tuple[float, float], x: float = x, y: float = y, w: float = width, h: float = height) -> float:
-            box = _box(x + place[0] * scale, y + place[1] * scale, w, h, place[0])
-            inside = _common(box, frame)
-            hidden = 5 * sum(_common(box, other) for other in written) + 2 * sum(_common(box, o) for o in taken)
-            return hidden + 5 * (w * h - inside) + 0.2 * scale * scale * (abs(place[0]) + 2 * abs(place[1]))
-
-        place = min(_places(), key=cost)
-        written.append(_box(x + place[0] * scale, y + place[1] * scale, width, height, place[0]))
-        _write(axes, name, place).set_in_layout(False)
+    high = axes.figure.get_size_inches()[1] * axes.get_position().height
+    step = 1.25 * size / 72 / high
+    to_axes = axes.transData + axes.transAxes.inverted()
+    wanted = {name: float(to_axes.transform(end)[1]) for name, end in ends.items()}
+    for name, y in zip(sorted(wanted, key=wanted.__getitem__), apart(sorted(wanted.values()), step), strict=True):
+        axes.annotate(
+            name,
+            ends[name],
+            (1.03, y),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=size,
+            color=colors[name],
+            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": colors[name], "shrinkA": 0, "shrinkB": 2},
+        )
 
 
-def name_ends(axes: Any, names: Sequence[Name]) -> None:
-    """Writes each curve's name to the right of its end, one below the other. Call it when everything else is drawn."""
-    figure, scale = axes.figure, axes.figure.dpi / 72
-    if not names:
-        return
-    texts = [_write(axes, name, (7, 0)) for name in names]
-    figure.draw_without_rendering()  # the layout has now made room for them
-    height = max(_size(axes, name.text)[1] for name in names)
-    wanted = [float(axes.transData.transform(name.at)[1]) for name in names]
-    order = sorted(range(len(names)), key=lambda i: wanted[i])
-    for i, y in zip(order, spread([wanted[i] for i in order], 1.05 * height), strict=True):
-        texts[i].set_position((7, (y - wanted[i]) / scale))
+def apart(wanted: Sequence[float], step: float) -> list[float]:
+    """Ascending places at least `step` apart; those that are too near share the room around their middle."""
+    groups: list[list[float]] = []
+    for place in wanted:
+        groups.append([place])
+        while len(groups) > 1 and _places(groups[-2], step)[-1] + step > _places(groups[-1], step)[0]:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [place for group in groups for place in _places(group, step)]
 
 
-def spread(wanted: Sequence[float], apart: float) -> list[float]:
-    """Places in the same order, each at least `apart` from the next, as near to the wanted ones as possible."""
-    groups: list[tuple[float, int]] = []
-    """Mean and number of those that touch, each without what those below push it up."""
-    for i, y in enumerate(wanted):
-        mean, count = y - i * apart, 1
-        while groups and groups[-1][0] > mean:
-            other, more = groups.pop()
-            mean, count = (mean * count + other * more) / (count + more), count + more
-        groups.append((mean, count))
-    means = itertools.chain.from_iterable([mean] * count for mean, count in groups)
-    return [mean + i * apart for i, mean in enumerate(means)]
-
-
-def _write(axes: Any, name: Name, place: tuple[float, float]) -> Any:
-    side = "left" if place[0] > 0 else "right" if place[0] < 0 else "center"
-    arrow = {"arrowstyle": "-", "color": name.color, "linewidth": 0.5} if max(map(abs, place)) > 12 else None
-    return axes.annotate(
-        name.text, name.at, place, textcoords="offset points", color=name.color, fontsize=SIZE, ha=side, va="center",
-        annotation_clip=False, arrowprops=arrow,
-    )  # fmt: skip
-
-
-def _places() -> Iterator[tuple[float, float]]:
-    """Offsets in points, the usual one first."""
-    for far in (7, 11, 16, 24):
-        yield from ((far, 0), (-far, 0), (far, far - 2), (far, 2 - far), (-far, far - 2), (-far, 2 - far))
-        yield from ((0, far + 3), (0, -far - 3), (far / 2 + 2, far + 3), (far / 2 + 2, -far - 3))
-
-
-def _size(axes: Any, text: str) -> tuple[float, float]:
-    """Width and height in pixels."""
-    written = axes.text(0, 0, text, fontsize=SIZE)
-    extent = written.get_window_extent(axes.figure.canvas.get_renderer())
-    written.remove()
-    return float(extent.width), float(extent.height)
-
-
-def _box(x: float, y: float, width: float, height: float, side: float) -> Box:
-    left = x if side > 0 else x - width if side < 0 else x - width / 2
-    return left, y - height / 2, left + width, y + height / 2
-
-
-def _around(x: float, y: float, far: float) -> Box:
-    return x - far, y - far, x + far, y + far
-
-
-def _along_lines(axes: Any, far: float) -> Iterator[Box]:
-    """Boxes along what is drawn as a line."""
-    for line in axes.get_lines():
-        if line.get_linestyle() != "None":
-            for (x0, y0), (x1, y1) in itertools.pairwise(axes.transData.transform(line.get_xydata())):
-                steps = max(1, int(max(abs(x1 - x0), abs(y1 - y0)) / (2 * far)))
-                for i in range(steps + 1):
-                    yield _around(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps, far)
-
-
-def _common(a: Box, b: Box) -> float:
-    """The area of what two boxes share."""
-    wide, high = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    return max(0.0, wide) * max(0.0, high)
+def _places(group: Sequence[float], step: float) -> list[float]:
+    first = sum(group) / len(group) - step * (len(group) - 1) / 2
+    return [first + i * step for i in range(len(group))]

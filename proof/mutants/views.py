@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE, DRAWING = (
+BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE, NAMING = (
     f"tests/{name}.py" for name in ("test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
-                                    "eval/test_lm_eval", "test_result_pages", "test_drawing")
+                                    "eval/test_lm_eval", "test_result_pages", "test_naming")
 )  # fmt: skip
 
 
@@ -78,12 +78,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _eval(
         "a name hides another",
-        "drawing",
-        "5 * sum(_common(box, other) for other in written)",
-        "5 * sum(_common(box, other) for other in [])",
-        DRAWING,
+        "naming",
+        "5 * sum(_common(there, other) for j, other in written.items() if j != i)",
+        "0",
+        NAMING,
     ),
-    _eval("names of curves on each other", "drawing", "mean + i * apart", "mean", DRAWING),
+    _eval("a name is struck through", "naming", "taken += _along_lines(axes, 2 * scale)", "pass", NAMING),
+    _eval("a name next to another point", "naming", "60 * doubtful", "0 * doubtful", NAMING),
     _eval(
         "all heads in one column",
         "eval/results/plots",

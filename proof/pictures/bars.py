@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from proof.pictures.canvas import tokens
-from vllm_kvq.drawing import OURS, QUIET
+from vllm_kvq.naming import OURS, QUIET
 
 SHADES = (0.45, 0.7, 1.0)
 LIMIT = "fewer bytes read: the limit if only memory decided"
 Times = Mapping[str, Mapping[int, tuple[float, float]]]
 """Format -> context -> times bf16, and how many times fewer bytes are read."""
+
+
+def top(panels: Iterable[Times]) -> float:
+    """Of the axes of all panels: room for a legend above the largest limit."""
+    return 1.3 * max(max(pair) for found in panels for at in found.values() for pair in at.values())
 
 
 def draw(axes: Any, found: Times, title: str) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from proof.pictures.canvas import picture, tokens
 from vllm_kvq.cli.plan import LENGTHS
-from vllm_kvq.drawing import OTHERS, OURS, Name, name_ends
 from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.table import suite
+from vllm_kvq.naming import OTHERS, OURS, Name, name_curves
 
 MOST = 6
 """More curves than that can't be told apart."""
@@ -65,4 +65,4 @@ def draw(path: Path) -> None:
         axes.set_ylabel("requests that fit, times bf16")
         axes.set_title("32 layers, 8 KV heads, head size 128, pages of 128 tokens", fontsize=10, loc="left")
         ends = [Name(name, points[-1], OURS) for name, points in curves.items()]
-        name_ends(axes, [*ends, *(Name(name, (contexts[-1], times), OTHERS) for name, times in plain.items())])
+        name_curves(axes, [*ends, *(Name(name, (contexts[-1], times), OTHERS) for name, times in plain.items())])

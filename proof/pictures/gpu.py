@@ -7,13 +7,12 @@ from pathlib import Path
 from proof.pictures import bars
 from proof.pictures.canvas import picture
 from vllm_kvq.bench.gpu.results import Measured, read
+from vllm_kvq.bench.gpu.rivals import BF16
 from vllm_kvq.formats import FORMATS
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "gpu-nvidia-h200.csv"
 DEVICE = "NVIDIA H200"
 BATCHES = {1: "one request", 64: "64 requests"}
-PLAIN = ("sdpa", "sdpa-flash", "vllm-fa3")
-"""Kernels on a 16-bit cache."""
 
 
 def data() -> dict[int, bars.Times]:
@@ -24,7 +23,7 @@ def data() -> dict[int, bars.Times]:
 
 def times(rows: list[Measured]) -> bars.Times:
     plain: dict[int, Measured] = {}
-    for row in (row for row in rows if row.what in PLAIN):
+    for row in (row for row in rows if row.what in BF16):
         plain[row.context] = min(row, plain.get(row.context, row), key=lambda row: row.seconds)
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for row in (row for row in rows if row.what in FORMATS and row.context in plain):
@@ -38,6 +37,6 @@ def draw(path: Path) -> None:
     with picture(path, found, len(BATCHES), (10.5, 3.7)) as panels:
         for axes, (batch, about) in zip(panels, BATCHES.items(), strict=True):
             bars.draw(axes, found[batch], f"{DEVICE}, {about}")
-            axes.set_ylim(0, 9.5)
+            axes.set_ylim(0, bars.top(found.values()))
         panels[0].set_ylabel("times bf16's attention")
         bars.legend(panels[0], 2)

@@ -8,8 +8,8 @@ from typing import Any
 
 from proof.pictures.canvas import picture
 from proof.pictures.page import FORMAT, bound
-from vllm_kvq.drawing import OTHERS, OURS
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.naming import OTHERS, OURS
 
 INK = "#5b626d"
 REQUEST, ALIKE = 540, 300

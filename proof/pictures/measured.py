@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from proof.pictures.canvas import picture
-from vllm_kvq.drawing import name_points
 from vllm_kvq.eval.choice import PLAIN, choices
 from vllm_kvq.eval.results.frontier import frontier
 from vllm_kvq.eval.results.result import Estimate, Row
+from vllm_kvq.naming import name_points
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "quality"
 
@@ -44,7 +44,7 @@ def draw(path: Path, data: Any, panels: Sequence[Panel], label: str, alike: bool
         for axes, (title, metric, shown) in zip(places, panels, strict=True):
             names, others = frontier(axes, shown, metric)
             named.append((axes, names, others))
-            axes.set_title(title, fontsize=10, loc="left")
+            axes.set_title(title, fontsize=9, loc="left")
         if alike:
             for ends in ("xlim", "ylim"):
                 found = [end for axes in places for end in getattr(axes, f"get_{ends}")()]

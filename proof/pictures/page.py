@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from proof.pictures.canvas import picture
-from vllm_kvq.drawing import OTHERS, OURS, QUIET
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.fields import ALIGN
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.naming import OTHERS, OURS, QUIET
 
 FORMAT, HEAD_SIZE, BLOCK = "kitty2", 128, 128
 REQUEST = 600

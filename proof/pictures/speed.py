@@ -15,8 +15,6 @@ PROCESSORS = {
 }
 """Where caches exceeded the processor's, as those of a model's layers do."""
 BASELINES = ("bf16", "fp8")
-HIGHEST = 8.2
-"""Of the axes: room for the legend above the largest limit."""
 
 
 def data() -> dict[str, bars.Times]:
@@ -39,5 +37,5 @@ def draw(path: Path) -> None:
         for axes, (name, processor) in zip(panels, PROCESSORS.items(), strict=True):
             bars.draw(axes, found[name], f"{processor}, two threads")
             axes.set_ylabel("times vLLM's bf16 attention")
-            axes.set_ylim(0, HIGHEST)
+            axes.set_ylim(0, bars.top(found.values()))
         bars.legend(panels[0], 4)

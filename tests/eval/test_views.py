@@ -15,12 +15,13 @@ import pytest
 from vllm_kvq import cli
 from vllm_kvq.cli.eval.heads import table
 from vllm_kvq.cli.eval.hurt import hurt_tables
-from vllm_kvq.drawing import QUIET, pyplot
+from vllm_kvq.drawing import pyplot
 from vllm_kvq.eval.heads.heads import HeadError
 from vllm_kvq.eval.results import frontier, plots, report
 from vllm_kvq.eval.results.result import DECODING, METRICS, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
 from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.table import suite
+from vllm_kvq.naming import QUIET
 
 PNG = b"\x89PNG"
 

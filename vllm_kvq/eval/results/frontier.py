@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_kvq.drawing import OTHERS, OURS, QUIET, Name
 from vllm_kvq.eval.results.result import METRICS, Row
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.table import suite
+from vllm_kvq.naming import OTHERS, OURS, QUIET, Name
 
 DIVERGENCES = ("kl", "kl_forced", "kl_median", "kl_p999")
 """Metrics on logarithmic axes, for which less is better; for all others more is better."""
@@ -79,7 +79,7 @@ def frontier(axes: Any, rows: Sequence[Row], metric: str) -> tuple[list[Name], l
         else:
             others.append(at)
     axes.set_xlabel(BITS)
-    axes.margins(x=0.16, y=0.1)
+    axes.margins(x=0.2, y=0.1)
     if less:
         axes.set_yscale("log")
     if others:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.drawing import OURS, QUIET, Name, Picture, name_ends, name_points, pyplot, save
+from vllm_kvq.drawing import Picture, pyplot, save
 from vllm_kvq.eval.heads.heads import HeadError
 from vllm_kvq.eval.results.frontier import (
     ABOUT,
@@ -22,6 +22,7 @@ from vllm_kvq.eval.results.frontier import (
 )
 from vllm_kvq.eval.results.report import HEADS
 from vllm_kvq.eval.results.result import Curve, Row
+from vllm_kvq.naming import OURS, QUIET, Name, name_curves, name_points
 
 AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
 NAMES = {**HEADS, "top1": "Same top 1", "accuracy": "Right answers", "exact": "Exact answers"}
@@ -127,7 +128,7 @@ def _curves(
     names = curve(axes, rows, metric, x_label, curves)
     axes.grid(True, which="both", alpha=0.25)
     figure.suptitle(title, fontsize=10)
-    name_ends(axes, names)
+    name_curves(axes, names)
     return save(figure, path, title)
 
 
@@ -174,5 +175,5 @@ def by_context(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], ti
     axes.set_ylim(bottom=0)
     axes.grid(True, alpha=0.25)
     figure.suptitle(title, fontsize=10)
-    name_ends(axes, names)
+    name_curves(axes, [*names, Name("bf16", (contexts[-1], 1), "black")])
     return save(figure, path, title)

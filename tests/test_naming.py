@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_kvq.drawing import Name, name_ends, name_points, pyplot, save, spread
+from vllm_kvq.drawing import pyplot, save
+from vllm_kvq.naming import Name, name_curves, name_points
 
 CROWD = [Name(f"format{i}", (3 + 0.04 * (i % 3), 0.1 * 1.03**i), "black", 0.09, 0.12) for i in range(8)]
 
@@ -23,10 +24,12 @@ def axes() -> Iterator[Any]:
 
 
 def boxes(axes: Any) -> dict[str, Any]:
-    """Of the names, in pixels."""
+    """Of the names' letters, without lines that lead to them; in pixels."""
+    from matplotlib.text import Text
+
     axes.figure.draw_without_rendering()
     renderer = axes.figure.canvas.get_renderer()
-    return {text.get_text(): text.get_window_extent(renderer) for text in axes.texts}
+    return {text.get_text(): Text.get_window_extent(text, renderer) for text in axes.texts}
 
 
 def overlaps(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -61,6 +64,21 @@ def test_a_name_stands_next_to_its_point(axes: Any) -> None:
         assert box.y0 < y < box.y1
 
 
+def test_a_name_is_nearer_to_its_own_point_than_to_another(axes: Any) -> None:
+    """A name between two points would be read as that of either."""
+    at = {"left": (1.0, 1.0), "right": (1.12, 1.0)}
+    axes.plot([1, 1.12, 2], [1, 1, 1.1], "o", linestyle="None")
+    axes.margins(0.3)
+    name_points(axes, [Name(name, place, "black") for name, place in at.items()])
+    for name, box in boxes(axes).items():
+        far = {other: _distance(box, *axes.transData.transform(place)) for other, place in at.items()}
+        assert min(far, key=far.__getitem__) == name
+
+
+def _distance(box: Any, x: float, y: float) -> float:
+    return float(max(box.x0 - x, 0, x - box.x1) ** 2 + max(box.y0 - y, 0, y - box.y1) ** 2)
+
+
 def test_a_name_is_not_struck_through(axes: Any) -> None:
     """By a line that leaves its point to the right, where names usually stand."""
     axes.plot([1, 2], [1, 1], "-")
@@ -76,7 +94,7 @@ def test_names_of_curves_stand_below_each_other_at_their_ends(axes: Any, tmp_pat
     ends = {"high": 3.0, "a": 2.0, "b": 2.0, "c": 2.01, "low": 1.0}
     for y in ends.values():
         axes.plot([0, 1], [0, y])
-    name_ends(axes, [Name(name, (1, y), "black") for name, y in ends.items()])
+    name_curves(axes, [Name(name, (1, y), "black") for name, y in ends.items()])
     found = boxes(axes)
     assert overlaps(found) == []
     assert sorted(found, key=lambda name: -found[name].y0)[0] == "high"
@@ -87,19 +105,3 @@ def test_names_of_curves_stand_below_each_other_at_their_ends(axes: Any, tmp_pat
     for name in ("high", "low"):  # far from all others: at the height of its end
         assert found[name].y0 < axes.transData.transform((1, ends[name]))[1] < found[name].y1
     assert "high" in save(axes.figure, tmp_path / "p.png", "t").svg
-
-
-@pytest.mark.parametrize(
-    ("wanted", "places"),
-    [
-        ([], []),
-        ([1.0, 5.0], [1.0, 5.0]),
-        ([1.0, 1.0], [0.0, 2.0]),
-        ([0.0, 0.5, 9.0], [-0.75, 1.25, 9.0]),
-        ([1.0, 1.0, 1.5, 4.0], [-1.125, 0.875, 2.875, 4.875]),
-    ],
-)
-def test_spread(wanted: list[float], places: list[float]) -> None:
-    found = spread(wanted, 2.0)
-    assert found == pytest.approx(places)
-    assert all(above - below >= 2.0 - 1e-9 for below, above in pairwise(found))
