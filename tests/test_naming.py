@@ -64,11 +64,26 @@ def test_a_name_stands_next_to_its_point(axes: Any) -> None:
         assert box.y0 < y < box.y1
 
 
+def test_names_of_one_place_do_not_hide_each_other(axes: Any) -> None:
+    axes.plot([1, 2], [1, 2], "o", linestyle="None")
+    axes.margins(0.5)
+    name_points(axes, [Name(name, (1, 1), "black") for name in ("one", "another", "a third")])
+    assert overlaps(boxes(axes)) == []
+
+
 def test_a_name_is_nearer_to_its_own_point_than_to_another(axes: Any) -> None:
-    """A name between two points would be read as that of either."""
-    at = {"left": (1.0, 1.0), "right": (1.12, 1.0)}
-    axes.plot([1, 1.12, 2], [1, 1, 1.1], "o", linestyle="None")
-    axes.margins(0.3)
+    """At the usual place, on the right, a name of this width would end right before the next point."""
+    axes.set_xlim(0, 10)
+    axes.set_ylim(0, 10)
+    axes.figure.draw_without_rendering()
+    written = axes.text(0, 0, "left", fontsize=8.5)
+    width = written.get_window_extent(axes.figure.canvas.get_renderer()).width
+    written.remove()
+    x, y = axes.transData.transform((4, 5))
+    at = {
+        "left": (4, 5),
+        "right": tuple(axes.transData.inverted().transform((x + width + 12.5 * axes.figure.dpi / 72, y))),
+    }
     name_points(axes, [Name(name, place, "black") for name, place in at.items()])
     for name, box in boxes(axes).items():
         far = {other: _distance(box, *axes.transData.transform(place)) for other, place in at.items()}
