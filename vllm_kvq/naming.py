@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_kvq.drawing import name_ends
 
-OURS, OTHERS, QUIET = "#1f5fa8", "#c2571a", "#8a8f98"
+OURS, OTHERS, QUIET = "#1f5fa8", "#c2571a", "#767c86"
 """The colours of our formats, of what others serve, and of what has no name in a picture."""
 
 

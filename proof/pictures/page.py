@@ -14,14 +14,15 @@ from vllm_kvq.formats.fields import ALIGN
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.naming import OTHERS, OURS, QUIET
+from vllm_kvq.naming import OTHERS, OURS
 
 FORMAT, HEAD_SIZE, BLOCK = "kitty2", 128, 128
 REQUEST = 600
 """Tokens of the request: enough for whole pages, a page in progress and a window."""
 WITH_STATE = "squat2"
 """A format whose sidecar also keeps what it has fitted to the prompt, on pages of the same size."""
-COLORS = {"key": OURS, "value": "#3d8f6f", "header": QUIET, "16 bits": OTHERS, "state": "#7a5ba6", "free": "#eceef1"}
+INK = "#5b626d"
+COLORS = {"key": OURS, "value": "#3d8f6f", "header": INK, "16 bits": OTHERS, "state": "#7a5ba6", "free": "#bcc2cb"}
 LETTER = 0.0075
 """The width of one letter, as a share of the picture's."""
 Part = tuple[str, float, str]
@@ -142,7 +143,7 @@ def _bar(axes: Any, y: float, parts: list[Part], title: str, total: float) -> No
             continue
         axes.barh(y, width, 0.5, left=x - width, color=COLORS[kind], alpha=0.85, edgecolor="white", linewidth=1.2)
         if max(map(len, name.split("\n"))) * LETTER < width:
-            ink = QUIET if kind == "free" else "white"
+            ink = INK if kind == "free" else "white"
             axes.text(middle, y, name, color=ink, fontsize=8.5, ha="center", va="center")
         elif name and kind != "free":
             below.append((name.replace("\n", " "), middle, COLORS[kind]))
