@@ -1,6 +1,6 @@
 """Answers a file of questions with a low-bit KV cache, and goes on where it was stopped.
 
-    python examples/batch.py questions.jsonl answers.jsonl --model MODEL --kv-cache-dtype kitty2
+    python examples/batch.py questions.jsonl answers.jsonl --model MODEL --kv-cache-dtype kvq3
 
     questions.jsonl   an object per line: {"prompt": "..."}, or {"messages": [...]} for the model's chat template. What
                       else it holds, say an id, is copied.

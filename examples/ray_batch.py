@@ -1,7 +1,7 @@
 """Answers a data set with a low-bit KV cache on every engine of a Ray cluster, and goes on where it was stopped.
 
-    python examples/ray_batch.py questions.jsonl answers --model MODEL --kv-cache-dtype kitty2 --engines 4
-    python examples/ray_batch.py questions.jsonl answers --model MODEL --kv-cache-dtype kitty2 --engines 2 --cpus 8
+    python examples/ray_batch.py questions.jsonl answers --model MODEL --kv-cache-dtype kvq3 --engines 4
+    python examples/ray_batch.py questions.jsonl answers --model MODEL --kv-cache-dtype kvq3 --engines 2 --cpus 8
 
 The first has a GPU for each engine (with `--tensor-parallel-size N`, N of them), the second has 8 cores.
 

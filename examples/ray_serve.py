@@ -1,7 +1,7 @@
 """An OpenAI-compatible server with a low-bit KV cache on a Ray cluster: Ray Serve's replicas behind one address.
 
-    python examples/ray_serve.py --model MODEL --kv-cache-dtype kitty2 --replicas 4
-    python examples/ray_serve.py --model MODEL --kv-cache-dtype kitty2 --replicas 2 --cpus 8
+    python examples/ray_serve.py --model MODEL --kv-cache-dtype kvq3 --replicas 4
+    python examples/ray_serve.py --model MODEL --kv-cache-dtype kvq3 --replicas 2 --cpus 8
 
 The first has a GPU for each replica (with `--tensor-parallel-size N`, N of them), the second has 8 cores.
 Ctrl-C and SIGTERM end the server and its replicas.

@@ -68,7 +68,11 @@ def rounds_to(value: float, written: str) -> bool:
 
 
 def recorded(source: str) -> list[float]:
-    """The numbers that a row points at: `FILE column=value ... -> column`, or `bits FORMAT head size page`."""
+    """The numbers that a row points at: `FILE column=value ... -> column`, or `bits FORMAT head size page`; `A over B`
+    is the ratio of two."""
+    if " over " in source:
+        (first,), (second,) = map(recorded, source.split(" over "))
+        return [first / second]
     if source.startswith("bits "):
         from vllm_kvq import FORMATS
 

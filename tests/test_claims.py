@@ -62,6 +62,8 @@ BITS = "bits squat4 128 128"
         ("1.36 to 1.60 times", "**1.36 to 1.60** times", "{csv} a=1/2 -> x", None),
         ("1.36 to 1.70 times", "**1.36 to 1.70** times", "{csv} a=1/2 -> x", "README says 1.70, recorded is 1.6"),
         ("1.36 times", "**1.36** times", "{csv} a=1/2 -> x", "2 recorded numbers"),
+        ("5.63 times", "**5.63** times", "{csv} a=3 -> x over {csv} a=2 -> x", None),
+        ("0.18 times", "**0.18** times", "{csv} a=3 -> x over {csv} a=2 -> x", "README says 0.18"),
     ],
 )
 def test_what_it_notices(

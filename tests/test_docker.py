@@ -16,7 +16,7 @@ import pytest
 import yaml
 from serve_arguments import parse_serve
 
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.budgets import RECOMMENDED
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
@@ -100,7 +100,7 @@ def test_vllm_knows_the_command(service: str, name: str, compose: dict[str, Any]
     """The image's entry point with the service's arguments, given to the parser of `vllm serve`."""
     parsed = parse_serve(entry_point(name) + compose["services"][service]["command"])
     assert parsed.model_tag == "Qwen/Qwen3-0.6B"
-    assert parsed.kv_cache_dtype in FORMATS
+    assert parsed.kv_cache_dtype == RECOMMENDED
     assert (parsed.host, parsed.port, parsed.max_model_len) == ("0.0.0.0", 8000, None)
     grace = compose["services"][service]["stop_grace_period"]
     assert 0 < parsed.shutdown_timeout < int(grace.removesuffix("s"))
@@ -142,8 +142,9 @@ def test_a_service(service: str, compose: dict[str, Any]) -> None:
     found = compose["services"][service]
     build = found["build"]
     assert (Path(build["context"]) / build["dockerfile"]).is_file()
-    (models,) = found["volumes"]
-    assert models["target"].startswith(dict(final_stage(f"Dockerfile.{service}"))["WORKDIR"])
+    (cache,) = found["volumes"]
+    # models, and the constants that are fitted to them
+    assert cache["target"] == f"{dict(final_stage(f'Dockerfile.{service}'))['WORKDIR']}/.cache"
     assert "server" in found["networks"]["default"]["aliases"]
     if service == "cpu":
         assert int(found["environment"]["VLLM_CPU_KVCACHE_SPACE"]) > 0

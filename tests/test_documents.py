@@ -34,21 +34,32 @@ def test_links(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-FIRST_EXAMPLES = ("README.md", "docs/quickstart.md", "docs/serving.md", "docker/README.md")
+FIRST_EXAMPLES = (
+    *("README.md", "docker/README.md"),
+    *(f"docs/{name}.md" for name in ("quickstart", "serving", "operating", "troubleshooting")),
+)
 
 
 @pytest.mark.parametrize("page", FIRST_EXAMPLES)
 def test_first_examples_are_what_is_recommended(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    named = re.findall(r"vllm serve \S+ --kv-cache-dtype (\w+)|--kv-cache-dtype (\w+)$", text, re.M)
+    named = re.findall(r"(?:vllm serve|vllm-kvq check) \S+ --kv-cache-dtype (\w+)|--kv-cache-dtype (\w+)$", text, re.M)
     named = [first or second for first, second in named]
-    assert {*named} <= {RECOMMENDED, suite("usual")[0]}
-    assert named[0] == (suite("usual")[0] if page.startswith("docker") else RECOMMENDED)
+    assert {*named} <= {RECOMMENDED, suite("usual")[0], "auto", "F"}
+    assert named[0] == RECOMMENDED
 
 
-def test_compose_serves_the_recommended_format() -> None:
-    text = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
-    assert f"${{FORMAT:-{suite('usual')[0]}}}" in text
+@pytest.mark.parametrize(
+    ("file", "default"),
+    [
+        ("docker/compose.yaml", r"\$\{FORMAT:-(\w+)\}"),
+        ("docker/vllm-kvq.service", r"FORMAT=(\w+)"),
+        ("docs/operating.md", r"^FORMAT=(\w+)"),
+        *((f"examples/{name}.py", r"--kv-cache-dtype (\w+)") for name in ("batch", "ray_batch", "ray_serve")),
+    ],
+)
+def test_what_runs_elsewhere_has_the_same_default(file: str, default: str) -> None:
+    assert {*re.findall(default, (ROOT / file).read_text(encoding="utf-8"), re.M)} == {RECOMMENDED}
 
 
 FOREIGN = ("argument --kv-cache-dtype", "PackageNotFoundError", "Available memory", "No available memory", "... needed",

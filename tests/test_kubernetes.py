@@ -17,8 +17,7 @@ import pytest
 from kubernetes_examples import SERVERS
 from serve_arguments import parse_serve
 
-from vllm_kvq.formats import FORMATS
-from vllm_kvq.formats.table import suite
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 MODEL = "Qwen/Qwen3-8B"
 VERSION = "1.34"
@@ -37,9 +36,9 @@ def test_vllm_and_the_plugin_take_the_arguments(name: str, tmp_path: Path) -> No
     command = SERVERS[name]().command
     parsed = parse_serve(command)
     assert (parsed.port, parsed.enable_prefix_caching) in {(8000, True), (8000, None)}
-    assert parsed.kv_cache_dtype == suite("usual")[0]
+    assert parsed.kv_cache_dtype == RECOMMENDED
     assert parsed.max_model_len
-    assert planned(command, tmp_path) == suite("usual")[0]
+    assert planned(command, tmp_path) == BUDGETS[RECOMMENDED].formats[0]
 
 
 def planned(command: list[str], folder: Path) -> str:
@@ -61,7 +60,7 @@ def test_a_wrong_format_or_option_is_noticed(tmp_path: Path) -> None:
 
     command = examples.deployment().command
     with pytest.raises(SystemExit):
-        parse_serve([word.replace("kitty2", "kity2") for word in command])
+        parse_serve([word.replace(RECOMMENDED, "kity2") for word in command])
     with pytest.raises(SystemExit):
         parse_serve([*command, "--max-model-length", "5"])
     with pytest.raises(WouldNotStart, match="'Q'"):
@@ -122,7 +121,7 @@ def test_the_pod_agrees_with_the_image() -> None:
     user, home = re.findall(r"^USER (\d+)$", image, re.M)[-1], re.findall(r"HOME=(\S+)", image)[-1]
     assert example.pod["securityContext"]["runAsUser"] == int(user)
     (cache,) = [m["mountPath"] for m in example.container["volumeMounts"] if m["name"] == "models"]
-    assert cache == f"{home}/.cache/huggingface"
+    assert cache == f"{home}/.cache"
 
 
 @pytest.mark.parametrize("name", ["production-stack.yaml", "llm-d.yaml"])
@@ -151,7 +150,7 @@ def test_ray_hands_on_what_vllm_takes() -> None:
     register()
     config = examples.ray_config()
     arguments = AsyncEngineArgs(model=config["model_loading_config"]["model_source"], **config["engine_kwargs"])
-    assert arguments.kv_cache_dtype == suite("usual")[0] in FORMATS
+    assert arguments.kv_cache_dtype == RECOMMENDED
     for spec in examples.ray_pods():
         validate(pod(spec))
         assert spec["enableServiceLinks"] is False

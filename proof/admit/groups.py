@@ -32,8 +32,8 @@ GROUPS = (
         "patches",
         "each is installed once and takes effect in an engine",
         (
-            "tests/engine/test_compat.py",
-            *("-k", "wraps_once or wrapper_around or undoes or in_an_engine or removal or default_block or known_to"),
+            "tests/engine/test_patches_in_effect.py",
+            "tests/engine/test_compat.py::test_the_removal_of_a_hook_is_one_sentence",
         ),
     ),
     Group(

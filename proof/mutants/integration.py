@@ -10,6 +10,7 @@ REFUSALS = "tests/engine/test_refusals.py"
 IMAGES = "tests/models/test_refused.py -k text_alone"
 COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
 PATCHED = "tests/engine/test_compat.py"
+IN_EFFECT = "tests/engine/test_patches_in_effect.py"
 REPLICAS = "tests/engine/test_replicas.py"
 ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
 SETUP = "tests/engine/test_setup.py"
@@ -108,28 +109,28 @@ FAULTS: tuple[Fault, ...] = (
         f"{PATCHES}/variables.py",
         "in VARIABLES.keys() & os.environ.keys():",
         "in VARIABLES:",
-        f"{PATCHED} -k known_to_vllm",
+        f"{IN_EFFECT} -k known_to_vllm",
     ),
     Fault(
         "a function is wrapped again each time",
         f"{PATCHES}/once.py",
         "    if hasattr(found, MARK):\n        return\n",
         "",
-        f"{PATCHED} -k wraps_once",
+        f"{IN_EFFECT} -k wraps_once",
     ),
     Fault(
         "one wrapper of several is enough to be in effect",
         f"{PATCHES}/patch.py",
         "all(map(is_replaced, loaded))",
         "any(map(is_replaced, loaded))",
-        f"{PATCHED} -k undoes",
+        f"{IN_EFFECT} -k undoes",
     ),
     Fault(
         "a patch is listed and not installed",
         f"{PATCHES}/registry.py",
         "        if patch.install is not None and patch.wanted(vllm_config):\n            patch.install(vllm_config)\n",
         "        if patch.install is None and patch.wanted(vllm_config):\n            patch.install(vllm_config)\n",
-        f"{PATCHED} -k in_an_engine",
+        f"{IN_EFFECT} -k in_an_engine",
         slow=True,
     ),
     Fault(

@@ -7,6 +7,7 @@ from proof.mutants.fault import Fault
 SOAK = "tests/test_soak.py tests/test_soak_command.py -k 'not short'"
 CLIENTS = "tests/test_clients.py"
 ADMIT = "tests/test_admit.py"
+CAPACITY = "tests/test_bench_capacity.py -k 'not real'"
 FUZZER = "tests/test_fuzzer_verdicts.py"
 IMAGES = "tests/models/test_images.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
@@ -42,7 +43,7 @@ FAULTS: tuple[Fault, ...] = (
         "proof/admit/release.py",
         'if folder.exists() and any(folder.iterdir()) and not (folder / "vllm").is_dir():',
         "if False:",
-        f"{ADMIT} -k something_else",
+        "tests/test_admit_releases.py -k something_else",
     ),
     Fault(
         "a release is tried with another release's variable",
@@ -310,6 +311,34 @@ FAULTS: tuple[Fault, ...] = (
         "(statistics.median(pair[i].first for pair in cold)",
         "(statistics.median(pair[i].first for pair in turns)",
         FIGURES,
+    ),
+    Fault(
+        "idle moments of a load are counted as requests in flight",
+        "vllm_kvq/bench/capacity.py",
+        "            if running:\n",
+        "            if running >= 0:\n",
+        CAPACITY,
+    ),
+    Fault(
+        "answers that are cut short are a result",
+        "vllm_kvq/bench/capacity.py",
+        'if said["total_output_tokens"] != load.requests * load.answer:',
+        'if said["total_output_tokens"] > load.requests * load.answer:',
+        CAPACITY,
+    ),
+    Fault(
+        "a variable decides how much cache servers under a load have",
+        "vllm_kvq/bench/capacity.py",
+        ', without=["VLLM_CPU_KVCACHE_SPACE"])',
+        ")",
+        CAPACITY,
+    ),
+    Fault(
+        "tokens per second are compared the wrong way round",
+        "vllm_kvq/cli/bench/capacity.py",
+        "row.tokens_per_second / plain.tokens_per_second",
+        "plain.tokens_per_second / row.tokens_per_second",
+        CAPACITY,
     ),
     Fault(
         "a chunk's ratio is upside down",

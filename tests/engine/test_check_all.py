@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,22 @@ def test_the_expected_speed_is_that_of_this_kind_of_processor(
     assert where in printed
 
 
+@pytest.mark.parametrize(("minor", "said"), [(0, "1.3"), (6, "-")])
+def test_on_a_gpu_it_is_that_of_its_architecture(
+    minor: int, said: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
+    found = SimpleNamespace(to_int=lambda: 90 + minor)
+    monkeypatch.setattr(
+        description, "current_platform", SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: found)
+    )
+    assert cli.main(["check", str(model), "--max-model-len", "4096"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.startswith(suite("public"))}
+    assert rows["kitty2"][5] == said
+    assert ("NVIDIA H200, 8 requests at 4,096 tokens (head size 128)" in printed) == (not minor)
+
+
 def test_what_is_slow_has_no_expected_speed(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +128,9 @@ def test_the_speeds_are_those_of_the_recorded_benchmarks(monkeypatch: pytest.Mon
     assert script.WRITTEN.read_text(encoding="utf-8") == script.speeds(), "python scripts/speeds.py"
     sys.modules.pop("speeds")
     assert {path.name for path in script.RESULTS.glob("cpu-attention*.csv")} == set(script.PROCESSORS)
-    assert {s.processor for s in speeds.measured()} <= set(script.PROCESSORS.values())
+    assert {path.name for path in script.RESULTS.glob("gpu-nvidia-*.csv")} == set(script.GPUS)
+    names = {*script.PROCESSORS.values(), *(name for name, _ in script.GPUS.values())}
+    assert {s.processor for s in speeds.measured()} <= names
 
 
 def test_a_reason_that_all_share_is_said_once(

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from proof.models import named
 from vllm_kvq import cli
-from vllm_kvq.cli.plan import size
+from vllm_kvq.cli.arguments import size
 from vllm_kvq.formats.table import public_formats
 
 pytestmark = pytest.mark.engine

@@ -55,17 +55,21 @@ class Server:
     }
     """Values for the child's environment, if the caller's does not set them."""
 
-    def __init__(self, model: str, arguments: Sequence[str], host: str, port: int, log: Path):
+    def __init__(
+        self, model: str, arguments: Sequence[str], host: str, port: int, log: Path, without: Sequence[str] = ()
+    ):
+        """`without`: variables that the child does not get, ours or the caller's."""
         self.url = f"http://{host}:{port}"
         self.log = log
         self.arguments = ["serve", model, "--host", host, "--port", str(port)]
         self.arguments += ["--shutdown-timeout", str(self.STOP_SECONDS), *arguments]
         self.command = [*vllm_command(), *self.arguments]
+        self.without = frozenset(without)
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**self.DEFAULTS, **os.environ}
+        environment = {k: v for k, v in {**self.DEFAULTS, **os.environ}.items() if k not in self.without}
         with self.log.open("wb") as log:
             # Its own process group: Ctrl-C then reaches only us, and we stop the child in order. Not its own session:
             # Linux divides processors among sessions, and one with a busy server can starve ours for seconds.

@@ -57,6 +57,7 @@ COMMANDS = (
     Command(("bench", "prefill"), "the cost of a prompt on top of its attention", "vllm_kvq.cli.bench.prefill"),
     Command(("bench", "decode"), "tokens per second of two engines side by side", "vllm_kvq.cli.bench.decode"),
     Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.cli.bench.serve"),
+    Command(("bench", "capacity"), "servers with equal bytes of cache under a load", "vllm_kvq.cli.bench.capacity"),
     Command(("bench", "gpu"), "decode steps on a GPU, without vLLM", "vllm_kvq.cli.bench.gpu"),
     Command(("bench", "plot"), "a plot of what `bench gpu` has measured", "vllm_kvq.cli.bench.plot"),
     # a command's own arguments may follow its name, so longer names come first

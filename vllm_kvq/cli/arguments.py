@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 CHANNELS = "channels per head"
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 FORMATS = "formats, with options as in kitty2:S=8,W=64, or all"
 
 
@@ -99,6 +101,14 @@ def words(known: Sequence[str]) -> Callable[[str], list[str]]:
         return text.split(",")
 
     return some
+
+
+def size(text: str) -> int:
+    """Bytes; K, M, G and T are powers of 1024, as for vLLM's --kv-cache-memory-bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None or not (nbytes := int(float(found[1]) * UNITS[found[2].upper()])):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80G or 512M")
+    return nbytes
 
 
 def folder(text: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats, whole_number
+from vllm_kvq.cli.arguments import ALL, UNITS, add_context, add_formats, add_out, formats, size, whole_number
 from vllm_kvq.cli.check.words import values, words_problem
 from vllm_kvq.cli.logs import be_quiet
 from vllm_kvq.formats.table import DEFAULT_N
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from vllm_kvq.integration.preview.budget import Row, Wanted
     from vllm_kvq.integration.preview.dry_start import DryStart
 
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 GIB = UNITS["G"]
 LENGTHS = tuple(1 << n for n in range(8, 21))
 """Tokens of the requests of the plot: 256 to a million, as far as the model goes."""
@@ -62,14 +60,6 @@ def parser() -> argparse.ArgumentParser:
     add_out(p, "plan.json and plan.png, a plot by context")
     console.add_json(p)
     return p
-
-
-def size(text: str) -> int:
-    """Bytes; K, M, G and T are powers of 1024, as for vLLM's --kv-cache-memory-bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None or not (nbytes := int(float(found[1]) * UNITS[found[2].upper()])):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80G or 512M")
-    return nbytes
 
 
 OWN = {

@@ -16,7 +16,7 @@ class Speeds:
 
     processor: str
     isa: str
-    """The instruction set of our kernels (kernels/cpu/library.py)."""
+    """The instruction set of our kernels (kernels/cpu/library.py), or a GPU's architecture, as in sm_90."""
     head_size: int
     context: int
     times_bf16: Mapping[str, float]
@@ -41,6 +41,6 @@ def measured() -> list[Speeds]:
 
 
 def nearest(isa: str | None, tokens: int) -> Speeds | None:
-    """The length that is most like this one, where kernels of this instruction set were measured."""
+    """The length that is most like this one, where kernels for these instructions were measured."""
     known = [speeds for speeds in measured() if speeds.isa == isa]
     return min(known, key=lambda s: abs(math.log2(s.context / tokens)), default=None)

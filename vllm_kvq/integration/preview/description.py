@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from vllm_kvq.integration.advice.hints import hints
 from vllm_kvq.integration.plan.memory import cache_memory, gib
 from vllm_kvq.integration.plan.problem import Problem
@@ -11,6 +13,7 @@ from vllm_kvq.integration.preview.checkpoint import checkpoint_problem, weights_
 from vllm_kvq.integration.preview.dry_start import DryStart
 from vllm_kvq.integration.worker.report import Capacity, capacity_warning, part_lines
 from vllm_kvq.kernels.cpu.library import ISAS, isa
+from vllm_kvq.kernels.paths import CPP, Path
 
 
 def describe(start: DryStart) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def describe(start: DryStart) -> dict[str, Any]:
         "warnings": hints(served, config) + capacity_warning(capacity, served.max_len),
         "kernels": {
             "path": path.name,
-            "isa": ISAS[isa()] if path.name == "C++" else None,
+            "isa": instructions(path),
             "why_not_faster": path.why,
             "slow": path.slow,
         },
@@ -55,6 +58,14 @@ def describe(start: DryStart) -> dict[str, Any]:
         },
         "request_blocks": request_blocks(served),
     }
+
+
+def instructions(path: Path) -> str | None:
+    """What the kernels of this path are compiled for here: an instruction set, or a GPU's architecture."""
+    if path.name == CPP:
+        return ISAS[isa()]
+    found = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return f"sm_{found.to_int()}" if found is not None and path.name.startswith("GPU/") else None
 
 
 def request_blocks(served: Any) -> dict[str, int]:

@@ -1,0 +1,114 @@
+"""`vllm-kvq bench capacity MODEL`: what servers with equal bytes of cache do under the same load."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_kvq import console
+from vllm_kvq.bench import capacity
+from vllm_kvq.bench.capacity import Found, Load
+from vllm_kvq.bench.server import ServerError
+from vllm_kvq.cli.arguments import add_formats, add_out, from_zero, size, whole_number
+from vllm_kvq.cli.bench.arguments import CHECKPOINT, add_eager, checkpoint
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
+
+PROG = "vllm-kvq bench capacity"
+HEAD = (
+    *("\ncache", "\nfit", "in\nflight", "tokens/s", "\nx bf16", "first token (s)\np50", "\np99"),
+    *("token (ms)\np50", "\np99", "pre-\nempted", "\nhits"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = console.parser(
+        PROG,
+        "Servers with equal bytes of cache, one after the other, under the same load of\n"
+        "`vllm bench serve`: requests at the same time, tokens per second, and waiting.\n"
+        "Takes minutes for each cache.",
+        (
+            "MODEL --cache-bytes 64M",
+            "MODEL --formats fp8,kitty2 --prompt 4096 --answer 200",
+        ),
+        "a server failed; the end of its log says why",
+    )
+    p.add_argument("model", metavar="MODEL", help=CHECKPOINT)
+    add_formats(p, ",".join(("fp8", *BUDGETS[RECOMMENDED].formats)))
+    p.add_argument("--cache-bytes", metavar="SIZE", type=size, default="64M", help="memory of each server's cache")
+    for name, default, what in (("prompt", 512, "of each prompt"), ("answer", 512, "of each answer")):
+        p.add_argument(f"--{name}", metavar="TOKENS", type=whole_number, default=default, help=f"tokens {what}")
+    p.add_argument("--requests", metavar="N", type=whole_number, default=32, help="requests in all")
+    text = "requests at the same time that clients have open"
+    p.add_argument("--concurrency", metavar="N", type=whole_number, default=32, help=text)
+    p.add_argument("--seed", metavar="SEED", type=from_zero, default=0, help="seed of the prompts")
+    add_eager(p)
+    add_out(p, "capacity.csv, the server's log and what `vllm bench serve` says for each cache", ".demo/capacity")
+    console.add_json(p)
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    numbers = (args.prompt, args.answer, args.requests, args.concurrency, args.cache_bytes, args.seed, args.eager)
+    try:
+        load = Load(*numbers)
+    except ValueError as error:
+        p.error(str(error))
+    model = checkpoint(p, args.model, load.max_len)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the server to be stopped
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Found] = []
+    try:
+        for found in capacity.rows([(c.format, c.options) for c in args.formats], model, load, args.out):
+            rows.append(found)
+            if not args.json:
+                print(f"{found.cache}: {found.tokens_per_second:.1f} tokens/s", file=sys.stderr, flush=True)
+    except ServerError as error:
+        print(*error.log_tail, sep="\n", end="\n" if error.log_tail else "", file=sys.stderr)
+        return console.fail(PROG, error, args.json)
+    write(rows, args.out / "capacity.csv")
+    if args.json:
+        console.show_json({"model": str(model), "rows": [row.document() for row in rows]})
+    else:
+        table(rows, load).show()
+    return console.DONE
+
+
+def table(rows: Sequence[Found], load: Load) -> console.Table:
+    """The first row is bf16's."""
+    title = (
+        f"{load.requests} requests of {load.prompt} + {load.answer} tokens, {load.concurrency} at the same time; "
+        f"{load.cache_bytes / (1 << 20):,.0f} MiB of cache"
+    )
+    return console.Table([pad(head) for head in HEAD], [cells(row, rows[0]) for row in rows], title=title)
+
+
+def pad(head: str) -> str:
+    """Two lines."""
+    return head if "\n" in head else f"\n{head}"
+
+
+def cells(row: Found, plain: Found) -> list[str]:
+    return [
+        row.cache,
+        f"{row.tokens:,}",
+        f"{row.in_flight:.0f}",
+        f"{row.tokens_per_second:.1f}",
+        f"{row.tokens_per_second / plain.tokens_per_second:.2f}",
+        *(f"{x:.2f}" for x in row.first),
+        *(f"{1e3 * x:.1f}" for x in row.step),
+        str(row.preemptions),
+        f"{row.hits:.0%}",
+    ]
+
+
+def write(rows: Sequence[Found], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0].document()], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.document() for row in rows)
