@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE, BENCH = (
+BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE, BENCH, NAMING = (
     f"tests/{name}.py" for name in ("test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
-                                    "eval/test_lm_eval", "test_result_pages", "test_bench_reports")
+                                    "eval/test_lm_eval", "test_result_pages", "test_bench_reports", "test_naming")
 )  # fmt: skip
 
 
@@ -66,12 +66,25 @@ FAULTS: tuple[Fault, ...] = (
     _eval("more than the budget", "eval/heads/assign", "c.bits <= budget", "c.bits <= budget + 1", ASSIGN),
     _eval(
         "a frontier of the worst",
-        "eval/results/plots",
+        "eval/results/frontier",
         "sign * value < sign * kept",
         "sign * value > sign * kept",
         VIEWS,
     ),
-    _eval("peers look like ours", "eval/results/plots", '"s" if peer else "o"', '"o"', VIEWS),
+    _eval("peers look like ours", "eval/results/frontier", '"s" if peer else "o"', '"o"', VIEWS),
+    _eval("more names than can be read", "eval/results/frontier", "MOST_NAMES = 8", "MOST_NAMES = 80", VIEWS),
+    _eval(
+        "names for what nobody asks for", "eval/results/frontier", "return (5, 0)", "return (0, 0)", f"{VIEWS} -k names"
+    ),
+    _eval(
+        "a name hides another",
+        "naming",
+        "5 * sum(_common(there, other) for j, other in written.items() if j != i)",
+        "0",
+        NAMING,
+    ),
+    _eval("a name is struck through", "naming", "taken += _along_lines(axes, 2 * scale)", "pass", NAMING),
+    _eval("a name next to another point", "naming", "60 * doubtful", "0 * doubtful", NAMING),
     _eval(
         "all heads in one column",
         "eval/results/plots",

@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm_kvq.drawing import pyplot
 
-OURS, OTHERS, QUIET = "#1f5fa8", "#c2571a", "#8a8f98"
 STYLE = {
     "svg.hashsalt": "vllm_kvq",
     "svg.fonttype": "none",
@@ -31,11 +30,11 @@ def fingerprint(data: Any) -> str:
 
 
 @contextmanager
-def picture(path: Path, data: Any, panels: int, size: tuple[float, float]) -> Iterator[Sequence[Any]]:
-    """The axes of `panels` panels side by side, written to `path` when `data` is drawn there."""
+def picture(path: Path, data: Any, panels: int, size: tuple[float, float], lines: int = 1) -> Iterator[Sequence[Any]]:
+    """The axes of panels side by side, on each of so many lines, written to `path` when `data` is drawn there."""
     plt = pyplot()
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, panels, figsize=size, squeeze=False, layout="constrained")
+        figure, axes = plt.subplots(lines, panels, figsize=size, squeeze=False, layout="constrained")
         try:
             yield list(axes.flat)
             about = {"Date": None, "Creator": "python -m proof pictures", "Description": fingerprint(data)}

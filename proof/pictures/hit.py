@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proof.pictures.canvas import OTHERS, OURS, picture
+from proof.pictures.canvas import picture
 from proof.pictures.page import FORMAT, bound
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.naming import OTHERS, OURS
 
 INK = "#5b626d"
 REQUEST, ALIKE = 540, 300

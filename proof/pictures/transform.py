@@ -9,8 +9,9 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from proof.pictures.canvas import OTHERS, OURS, label, picture
+from proof.pictures.canvas import label, picture
 from proof.tables.spectrum import BITS, CHANNELS, HEADS, Channel, Head, middle
+from vllm_kvq.naming import OTHERS, OURS
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 MODEL = "SmolLM2-135M"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ import pytest
 from vllm_kvq import cli
 from vllm_kvq.cli.eval.heads import table
 from vllm_kvq.cli.eval.hurt import hurt_tables
+from vllm_kvq.drawing import pyplot
 from vllm_kvq.eval.heads.heads import HeadError
-from vllm_kvq.eval.results import plots, report
+from vllm_kvq.eval.results import frontier, plots, report
 from vllm_kvq.eval.results.result import DECODING, METRICS, TEACHER_FORCED, Bin, Estimate, Hurt, Results, Row
+from vllm_kvq.formats.budgets import BUDGETS
+from vllm_kvq.formats.table import suite
+from vllm_kvq.naming import QUIET
 
 PNG = b"\x89PNG"
 
@@ -57,50 +62,62 @@ def test_errors_by_position_of_continuations(capsys: pytest.CaptureFixture[str])
     assert lines[begin + 3].split() == ["squat2", "bf16's", "text", "0.75", "0.5"]
 
 
-class Axes:
-    """Records what is drawn."""
-
-    def __init__(self) -> None:
-        self.lines: list[list[tuple[float, float]]] = []
-        self.points: dict[int, tuple[float, float]] = {}
-        self.markers: dict[int, str] = {}
-        self.legend: set[str] = set()
-        self.said: dict[str, Any] = {}
-        self._next: tuple[Any, ...] = ()
-
-    def plot(self, x: Any, y: Any, *_: Any, **__: Any) -> None:
-        self.lines.append(list(zip(x, y, strict=True)))
-
-    def errorbar(self, x: Any, y: Any, yerr: Any, fmt: str, **style: Any) -> None:
-        self._next = (x, y, fmt, yerr)
-        self.legend.add(style["label"])
-        if isinstance(x, list):
-            self.lines.append(list(zip(x, y, strict=True)))
-
-    def annotate(self, number: int, at: tuple[float, float], *_: Any, **__: Any) -> None:
-        self.points[number], self.markers[number] = at, self._next[2]
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *given, **__: self.said.update({name: given[0] if given else None})
+@pytest.fixture
+def axes() -> Iterator[Any]:
+    plt = pyplot()
+    figure, made = plt.subplots()
+    yield made
+    plt.close(figure)
 
 
-def test_the_line_is_of_our_best_and_peers_are_markers() -> None:
-    axes = Axes()
+def points(axes: Any) -> dict[str, list[tuple[float, float]]]:
+    """Those that are drawn, by marker; lines have the marker None."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in axes.get_lines():
+        found.setdefault(line.get_marker(), []).extend(map(tuple, line.get_xydata()))
+    return found
+
+
+def test_the_line_is_of_our_best_and_peers_are_markers(axes: Any) -> None:
     rows = [*ROWS[1:], row("polar4", 5.5, 0.04), row("fp8", 8.0, 0.001)]
-    numbers = {r.label: n for n, r in enumerate(rows)}
-    plots.frontier("kl")(axes, rows, numbers)
-    assert axes.lines == [[(3.2, 0.2), (5.2, 0.02)]]
-    assert axes.points[numbers["kivi2"]] == (3.2, 0.3)
-    peers = {numbers[name] for name in ("kivi2", "fp8")}
-    assert {n for n, marker in axes.markers.items() if marker == "s"} == peers
-    assert set(axes.points) == set(numbers.values())
-    assert axes.legend == {f"{n}  {label}" for label, n in numbers.items()}
+    names, others = frontier.frontier(axes, rows, "kl")
+    assert points(axes)["None"] == [(3.2, 0.2), (5.2, 0.02)]
+    assert points(axes)["s"] == [(3.2, 0.3), (8.0, 0.001)]
+    assert points(axes)["o"] == [(3.2, 0.2), (5.2, 0.02), (5.5, 0.04)]
+    assert [(name.text, name.at) for name in names] == [(r.label, (r.bits, r.metrics["kl"].value)) for r in rows]
+    assert others == []
+    assert axes.get_legend() is None
+    assert axes.get_xlabel() == "bits per number, everything counted"
+
+
+def test_eight_points_have_names_and_the_others_are_grey(axes: Any) -> None:
+    """A user chooses among budgets' formats and the usual ones; what they leave is counted."""
+    names = ["qjl3", "turbo4", *suite("usual"), *(f for budget in BUDGETS.values() for f in budget.formats), "fp8"]
+    rows = [row(name, 3 + i / 10, 0.1 + i / 100) for i, name in enumerate(dict.fromkeys(names))]
+    rows.insert(0, replace(row("kitty2", 3.7, 0.2), options={"S": 0}))
+    given, others = frontier.frontier(axes, rows, "kl")
+    assert len(given) == 8
+    assert len(others) == len(rows) - 8
+    left = {r.label for r in rows} - {name.text for name in given}
+    assert {"qjl3", "turbo4", "kitty2:S=0"} <= left
+    assert left - {"qjl3", "turbo4", "kitty2:S=0"} == {suite("usual")[-1]}
+    assert axes.get_title("right") == f"grey: {len(others)} more"
+    shown = [line.get_color() for line in axes.get_lines() if line.get_marker() in ("o", "s")]
+    assert shown.count(QUIET) == len(others)
+
+
+def test_few_points_all_have_names(axes: Any) -> None:
+    rows = [row("turbo4", 4.5, 0.1), replace(row("kitty2", 3.7, 0.2), options={"S": 0, "W": 64})]
+    names, others = frontier.frontier(axes, rows, "kl")
+    assert [name.text for name in names] == ["turbo4", "kitty2:S=0, W=64"]
+    assert others == []
+    assert axes.get_title("right") == ""
 
 
 def test_kivi_with_options_of_ours_is_ours() -> None:
     plain = row("kivi4", 5.5, 0.04)
-    assert plots.is_peer(plain)
-    assert not plots.is_peer(replace(plain, options={"key_scales": "fitted"}))
+    assert frontier.is_peer(plain)
+    assert not frontier.is_peer(replace(plain, options={"key_scales": "fitted"}))
 
 
 @pytest.mark.parametrize(
@@ -108,29 +125,32 @@ def test_kivi_with_options_of_ours_is_ours() -> None:
 )
 def test_the_frontier(less: bool, wanted: list[tuple[float, float]]) -> None:
     points = [(4, 0.1), (3, 0.5), (3, 0.9), (5, 0.1), (5, 1.0), (5, 0.3)]
-    assert plots.best(points, less) == wanted
+    assert frontier.best(points, less) == wanted
 
 
 def test_intervals_reach_from_low_to_high() -> None:
-    assert plots._bars([Estimate(2.0, 1.5, 4.0), Estimate(1.0)]) == [[0.5, 0.0], [2.0, 0.0]]
+    assert frontier.bars([Estimate(2.0, 1.5, 4.0), Estimate(1.0)]) == [[0.5, 0.0], [2.0, 0.0]]
 
 
-def test_curves_stand_at_the_middle_of_their_bins() -> None:
-    axes = Axes()
-    plots.curve("kl", "position", lambda r: r.by_position)(axes, ROWS[1:2], {ROWS[1].label: 1})
-    assert axes.lines == [[(256, 0.2), (768, pytest.approx(0.6))]]
-    assert axes.said["set_xlabel"] == "position"
-    assert " ".join(axes.said["set_ylabel"].split()) == METRICS["kl"]
+def test_curves_stand_at_the_middle_of_their_bins_and_have_names(axes: Any) -> None:
+    names = plots.curve(axes, ROWS[1:3], "kl", "position", lambda r: r.by_position)
+    assert points(axes)["o"][:2] == [(256, 0.2), (768, pytest.approx(0.6))]
+    assert [(name.text, name.at) for name in names] == [
+        ("squat2", (768, pytest.approx(0.6))),
+        ("squat4", (768, pytest.approx(0.06))),
+    ]
+    assert len({name.color for name in names}) == 2
+    assert axes.get_xlabel() == "position"
+    assert " ".join(axes.get_ylabel().split()) == METRICS["kl"]
 
 
 def test_a_panel_has_no_more_curves_than_can_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["qjl3", "polar3", "innerq2", "kivi4", "fp8", "squat4", "kitty2", "squat2"]
     panels: list[Any] = []
-    monkeypatch.setattr(plots, "_figure", lambda path, rows, *_: panels.append((path, rows)) or [path])
+    monkeypatch.setattr(plots, "_curves", lambda path, rows, *_: panels.append((path, rows)) or path)
     plots.draw_all([row(name, 3.0, 0.1) for name in names], tmp_path)
-    curves = [rows for path, rows in panels if path.name.startswith(("position", "depth"))]
-    assert len(curves) > 1
-    for (found,) in (rows.values() for rows in curves):
+    assert {path.name.partition("-")[0] for path, _ in panels} == {"position", "depth"}
+    for _, found in panels:
         assert [r.format for r in found] == ["qjl3", "polar3", "innerq2", "fp8", "kitty2", "squat2"]
 
 

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_kvq.drawing import Picture, pyplot, save
 from vllm_kvq.eval.heads.heads import HeadError
+from vllm_kvq.eval.results.frontier import (
+    ABOUT,
+    DIVERGENCES,
+    MOST_NAMES,
+    asked_for,
+    bars,
+    chosen,
+    frontier,
+    is_peer,
+    unit,
+)
 from vllm_kvq.eval.results.report import HEADS
-from vllm_kvq.eval.results.result import METRICS, Curve, Row
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.eval.results.result import Curve, Row
+from vllm_kvq.naming import OURS, QUIET, Name, name_curves, name_points
 
-DIVERGENCES = ("kl", "kl_forced", "kl_median", "kl_p999")
-"""Metrics on logarithmic axes, for which less is better; for all others more is better."""
 AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
 NAMES = {**HEADS, "top1": "Same top 1", "accuracy": "Right answers", "exact": "Exact answers"}
 """Metrics as titles have them. Axes show shares where tables show percentages."""
 PLAIN = "auto"
 Panels = Mapping[str, Sequence[Row]]
 """The rows in one pair of axes, by its title."""
-Onto = Callable[[Any, Sequence[Row], Mapping[str, int]], None]
-"""Draws rows onto a pair of axes; each label has its number in the figure's legend."""
-
-
-def is_peer(row: Row) -> bool:
-    """Whether other projects serve this, and it is measured for comparison; KIVI with our options does not count."""
-    name = row.format
-    return name not in FORMATS or not FORMATS[name].public or (name.startswith("kivi") and not row.options)
+MOST_CURVES = 6
+"""More of them in a panel can't be told apart."""
 
 
 def draw_all(rows: Iterable[Row], folder: Path) -> list[Picture]:
@@ -37,55 +39,34 @@ def draw_all(rows: Iterable[Row], folder: Path) -> list[Picture]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for (regime, context), same in _grouped(rows, lambda row: (row.regime, row.context)).items():
-
-        def draw(kind: str, metric: str, has: Callable[[Row], Mapping[str, Any]], onto: Onto) -> list[Picture]:
-            path = folder / f"{kind}-{metric}-{regime}-{context}.png"  # noqa: B023
-            title = f"{NAMES[metric]} against bits: {regime}, {context} tokens\n{METRICS[metric]}"  # noqa: B023
-            shown = [row for row in same if metric in has(row) and not _is_zero_by_definition(row, metric)]  # noqa: B023
-            return _figure(path, _grouped(shown, lambda row: row.task), onto, title) if shown else []
-
         for metric in AGAINST_BITS:
-            drawn += draw("frontier", metric, lambda row: {} if row.bits is None else row.metrics, frontier(metric))
+            shown = [row for row in same if row.bits is not None and _has(row, metric, row.metrics)]
+            path = folder / f"frontier-{metric}-{regime}-{context}.png"
+            title = f"{NAMES[metric]} against bits: {regime}, {context} tokens\n{ABOUT}"
+            drawn += [_frontiers(path, _grouped(shown, lambda row: row.task), metric, title)] if shown else []
     for (regime, context, task), same in _grouped(rows, lambda row: (row.regime, row.context, row.task)).items():
         for kind, label, curves in CURVES:
             for metric in NAMES:
                 path = folder / f"{kind}-{metric}-{regime}-{context}-{task}.png"
-                shown = [row for row in same if metric in curves(row) and not _is_zero_by_definition(row, metric)]
-                few = first_of(shown)
+                shown = [row for row in same if _has(row, metric, curves(row))]
+                few = chosen(shown, MOST_CURVES)
                 some = f" ({len(few)} of {len(shown)} formats)" if few != shown else ""
                 title = f"{NAMES[metric]} by {kind}: {regime}, {context} tokens, {task}{some}"
-                drawn += _figure(path, {"": few}, curve(metric, label, curves), title) if few else []
+                drawn += [_curves(path, few, metric, label, curves, title)] if few else []
     return drawn
-
-
-MOST_CURVES = 6
-"""More of them in a panel can't be told apart."""
-
-
-def first_of(rows: Sequence[Row]) -> list[Row]:
-    """As many as a panel takes, in their order: first vLLM's own caches and the usual formats."""
-
-    def rank(row: Row) -> tuple[int, int]:
-        if row.format not in FORMATS:
-            return (0, 0)
-        usual = None if row.options else FORMATS[row.format].usual
-        return (2, 0) if usual is None else (1, usual)
-
-    chosen = sorted(rows, key=rank)[:MOST_CURVES]
-    return [row for row in rows if row in chosen]
 
 
 CURVES: tuple[tuple[str, str, Callable[[Row], Mapping[str, Curve]]], ...] = (
     ("position", "position, tokens", lambda row: row.by_position),
-    ("depth", "how far back the source stands (1: at the beginning)", lambda row: row.by_depth),
+    ("depth", "how far back the source stands, share of the text (1: at the beginning)", lambda row: row.by_depth),
     ("steps", "steps of work in the answer", lambda row: row.by_steps),
 )
 """File name, label of the axis, and the attribute of a row."""
 
 
-def _is_zero_by_definition(row: Row, metric: str) -> bool:
-    """The difference of the 16-bit cache from itself."""
-    return row.format == PLAIN and metric in DIVERGENCES
+def _has(row: Row, metric: str, figures: Mapping[str, Any]) -> bool:
+    """And not only the difference of the 16-bit cache from itself, which is 0 by definition."""
+    return metric in figures and not (row.format == PLAIN and metric in DIVERGENCES)
 
 
 def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
@@ -95,90 +76,60 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[R
     return found
 
 
-# -- one pair of axes -------------------------------------------------------------------------------------------------
-def best(points: Iterable[tuple[float, float]], less_is_better: bool) -> list[tuple[float, float]]:
-    """The (bits, value) pairs that no other pair beats with as few bits and a better value, by bits."""
-    sign = 1 if less_is_better else -1
-    kept: list[tuple[float, float]] = []
-    for bits, value in sorted(points, key=lambda p: (p[0], sign * p[1])):
-        if not kept or sign * value < sign * kept[-1][1]:
-            kept.append((bits, value))
-    return kept
-
-
-def frontier(metric: str) -> Onto:
-    """One line along our best formats; each row is a point with interval and number, peers with another marker."""
-
-    def onto(axes: Any, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
-        less = metric in DIVERGENCES
-        ours = [(row.bits or 0.0, row.metrics[metric].value) for row in rows if not is_peer(row)]
-        if ours:
-            axes.plot(*zip(*best(ours, less), strict=True), "-", color="tab:blue")
-        for row in rows:
-            found, peer = row.metrics[metric], is_peer(row)
-            style = {"fmt": "s" if peer else "o", "color": "tab:orange" if peer else "tab:blue"}
-            name = _numbered(row.label, numbers)
-            axes.errorbar(row.bits, found.value, yerr=_bars([found]), capsize=2, markersize=4, label=name, **style)
-            axes.annotate(
-                numbers[row.label], (row.bits, found.value), (4, 4), textcoords="offset points", fontsize=8, zorder=5
-            )
-        axes.set_xlabel("bits per element, everything counted")
-        if less:
-            axes.set_yscale("log")
-
-    return onto
-
-
-def curve(metric: str, x_label: str, curves: Callable[[Row], Mapping[str, Curve]]) -> Onto:
-    def onto(axes: Any, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
-        for row in rows:
-            bins = curves(row)[metric]
-            x = [(b.begin + b.end) / 2 for b in bins]
-            estimates = [b.estimate for b in bins]
-            style = "s:" if is_peer(row) else "o-"
-            y = [e.value for e in estimates]
-            name = _numbered(row.label, numbers)
-            color = f"C{numbers[row.label] - 1}"
-            axes.errorbar(x, y, yerr=_bars(estimates), fmt=style, capsize=2, markersize=3, label=name, color=color)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(textwrap.fill(METRICS[metric], 48, break_on_hyphens=False))
-        if metric in DIVERGENCES:
-            axes.set_yscale("log")
-
-    return onto
-
-
-def _numbered(label: str, numbers: Mapping[str, int]) -> str:
-    return textwrap.fill(f"{numbers[label]}  {label.replace(',', ', ')}", 34, subsequent_indent="    ")
-
-
-def _bars(estimates: Sequence[Any]) -> list[list[float]]:
-    """Distances to both ends of the intervals, 0 where there is none."""
-    below = [0.0 if math.isnan(e.low) else max(0.0, e.value - e.low) for e in estimates]
-    above = [0.0 if math.isnan(e.high) else max(0.0, e.high - e.value) for e in estimates]
-    return [below, above]
+def curve(
+    axes: Any, rows: Sequence[Row], metric: str, x_label: str, curves: Callable[[Row], Mapping[str, Curve]]
+) -> list[Name]:
+    """Draws a curve for each row, and returns the names of their ends."""
+    names = []
+    for i, row in enumerate(rows):
+        bins = curves(row)[metric]
+        x, y = [(b.begin + b.end) / 2 for b in bins], [b.estimate.value for b in bins]
+        style, color = "s:" if is_peer(row) else "o-", f"C{i}"
+        axes.errorbar(x, y, yerr=bars([b.estimate for b in bins]), fmt=style, capsize=2, markersize=3, color=color)
+        names.append(Name(row.label.replace(",", ", "), (x[-1], y[-1]), color))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(unit(metric))
+    if metric in DIVERGENCES:
+        axes.set_yscale("log")
+    return names
 
 
 # -- whole figures ----------------------------------------------------------------------------------------------------
-def _figure(path: Path, panels: Panels, onto: Onto, title: str) -> list[Picture]:
-    """A file with a pair of axes for each task, and one legend for all of them."""
-    plt = pyplot()
-    labels = dict.fromkeys(row.label for rows in panels.values() for row in rows)
-    numbers = {label: n for n, label in enumerate(labels, 1)}
+def _frontiers(path: Path, panels: Panels, metric: str, title: str) -> Picture:
+    """A file with a pair of axes for each task."""
     columns = min(len(panels), 3)
     lines = math.ceil(len(panels) / columns)
-    size = (4.8 * columns + 2.6, max(4.2 * lines, 1 + 0.2 * len(numbers)))
-    figure, axes = plt.subplots(lines, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
+    size = (max(7.0, 4.8 * columns), 4.2 * lines + 0.4)
+    figure, axes = pyplot().subplots(lines, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
     for place in axes.flat[len(panels) :]:
         place.set_axis_off()
-    for place, (name, rows) in zip(axes.flat, panels.items(), strict=False):
-        onto(place, rows, numbers)
-        place.set_title(name, fontsize=9)
+    named = []
+    for place, (task, rows) in zip(axes.flat, panels.items(), strict=False):
+        named.append((place, *frontier(place, rows, metric)))
+        place.set_title(task, fontsize=9)
         place.grid(True, which="both", alpha=0.25)
-    drawn = (zip(*place.get_legend_handles_labels(), strict=True) for place in axes.flat)
-    handles = {name: handle for pairs in drawn for handle, name in pairs}
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7, frameon=False)
-    return [save(figure, path, title)]
+    for place in axes[:, 0]:
+        place.set_ylabel(unit(metric))
+    figure.suptitle(title, fontsize=10)
+    for place, names, others in named:
+        name_points(place, names, others)
+    return save(figure, path, title)
+
+
+def _curves(
+    path: Path,
+    rows: Sequence[Row],
+    metric: str,
+    x_label: str,
+    curves: Callable[[Row], Mapping[str, Curve]],
+    title: str,
+) -> Picture:
+    figure, axes = pyplot().subplots(figsize=(7.4, 4.4), dpi=120, layout="constrained")
+    names = curve(axes, rows, metric, x_label, curves)
+    axes.grid(True, which="both", alpha=0.25)
+    figure.suptitle(title, fontsize=10)
+    name_curves(axes, names)
+    return save(figure, path, title)
 
 
 def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str, title: str) -> Picture:
@@ -204,11 +155,17 @@ def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str
 
 
 def by_context(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str, label: str) -> Picture:
-    """A line for each format against the tokens of a request; the legend has the order of the lines' ends."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=120, layout="constrained")
-    for i, (name, points) in enumerate(sorted(curves.items(), key=lambda item: -item[1][-1][1])):
-        axes.plot(*zip(*points, strict=True), "o-" if i % 2 else "s--", markersize=3, label=name)
+    """A line for each format against the tokens of a request; more than can be told apart are grey."""
+    figure, axes = pyplot().subplots(figsize=(8, 5), dpi=120, layout="constrained")
+    ranked = sorted(curves, key=lambda name: asked_for(name.partition(":")[0], ":" in name))
+    named, names = ranked[:MOST_NAMES], []
+    for name, points in curves.items():
+        color = OURS if name in named else QUIET
+        axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=3, linewidth=1.2 if name in named else 0.6)
+        if name in named:
+            names.append(Name(name.replace(",", ", "), points[-1], color))
+    if rest := len(curves) - len(named):
+        axes.set_title(f"grey: {rest} more", fontsize=8, color=QUIET, loc="right")
     contexts = sorted({context for points in curves.values() for context, _ in points})
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
@@ -217,5 +174,6 @@ def by_context(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], ti
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
     axes.grid(True, alpha=0.25)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    name_curves(axes, [*names, Name("bf16", (contexts[-1], 1), "black")])
     return save(figure, path, title)
