@@ -69,6 +69,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
             "tests/kernels/test_cpu_probe.py::test_only_the_library_counts_and_always_alike"
         ),
         "python -m vllm_kvq bench prefill": Account("tests/test_figures.py::test_prefill", 2),
+        "vllm-kvq bench capacity": Account("tests/test_bench_capacity.py::test_two_real_servers"),
         "python -m vllm_kvq bench serve": Account("tests/test_bench.py::test_serve_compares_two_real_servers"),
     },
     "docs/choosing.md": {
@@ -99,7 +100,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "python -m proof weights": Account(HOURS),
         "vllm-kvq eval .weights/": Account(HOURS, 8),
         "vllm-kvq eval humaneval .weights/": Account(HOURS),
-        "for MODEL in": Account(HOURS, 2),
+        "for MODEL in": Account(HOURS, 3),
         "python scripts/quality_tables.py": Account(TABLES, 2),
         "python -m proof biases": Account("tests/test_biases.py::test_the_command"),
         "vllm-kvq eval $MODEL": Account(HOURS, 2),

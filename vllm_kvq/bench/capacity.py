@@ -28,7 +28,7 @@ from vllm_kvq.bench.server import Server, ServerError, free_port, vllm_command
 from vllm_kvq.formats.table import label
 
 PLAIN = "auto"
-SAMPLE_SECONDS = 0.2
+SAMPLE_SECONDS = 1.0
 RUNNING, PREEMPTIONS = "vllm:num_requests_running", "vllm:num_preemptions_total"
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 FITS = re.compile(r"KV cache size: ([\d,]+) tokens")
