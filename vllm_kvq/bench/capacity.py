@@ -133,11 +133,9 @@ def load_command(url: str, model: Path, load: Load, out: Path) -> list[str]:
     return [*vllm_command(), "bench", "serve", "--dataset-name", "random", *where, *lengths, *much, *times, *kept]
 
 
-def server(
-    model: Path, dtype: str, load: Load, log: Path, options: Mapping[str, Any] | None = None, more: Sequence[str] = ()
-) -> Server:
+def server(model: Path, dtype: str, load: Load, log: Path, options: Mapping[str, Any] | None = None) -> Server:
     arguments = ["--additional-config", json.dumps({"kvq": dict(options)})] if options else []
-    arguments += ["--kv-cache-dtype", dtype, "--kv-cache-memory-bytes", str(load.cache_bytes), *more]
+    arguments += ["--kv-cache-dtype", dtype, "--kv-cache-memory-bytes", str(load.cache_bytes), "--dtype", "bfloat16"]
     arguments += ["--max-model-len", str(load.max_len), "--max-num-seqs", str(load.concurrency)]
     arguments += ["--served-model-name", "bench", *["--enforce-eager"] * load.eager]
     # on a CPU this variable would count, and not the flag
@@ -180,12 +178,10 @@ def judged(
     )
 
 
-def rows(
-    formats: Sequence[tuple[str, Mapping[str, Any]]], model: Path, load: Load, folder: Path, more: Sequence[str] = ()
-) -> Iterator[Found]:
+def rows(formats: Sequence[tuple[str, Mapping[str, Any]]], model: Path, load: Load, folder: Path) -> Iterator[Found]:
     """vLLM's own cache in 16 bits, then each format, as they are measured; the servers' logs go to `folder`."""
     caches = [(label(name, options), name, options) for name, options in formats if name != PLAIN]
     for name, dtype, options in [("bf16", PLAIN, {}), *caches]:
-        with server(model, dtype, load, folder / f"capacity-{name}.log", options, more) as one:
+        with server(model, dtype, load, folder / f"capacity-{name}.log", options) as one:
             one.wait_until_healthy(START_SECONDS)
             yield measured(name, one, model, load, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(str(error))
     model = checkpoint(p, args.model, load.max_len)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the server to be stopped
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     folder = args.out or FOLDER
     rows: list[Found] = []
     try:
