@@ -116,17 +116,6 @@ def test_capacity_has_the_formats_of_budgets() -> None:
     assert {*found, "fp8", "bf16"} <= {*shown(FOLDER / "capacity.svg")}
 
 
-def test_the_table_of_capacity_says_what_is_drawn() -> None:
-    """docs/choosing.md, at four lengths."""
-    text = (ROOT / "docs" / "choosing.md").read_text()
-    head = next(line for line in text.splitlines() if line.startswith("| format | 1,024"))
-    lengths = [int(cell.replace(",", "")) for cell in head.strip("| ").split(" | ")[1:]]
-    assert len(lengths) == 4
-    for name, points in capacity.data().items():
-        times = dict(points)
-        assert f"| `{name}` | {' | '.join(f'{times[n]:.1f}' for n in lengths)} |" in text
-
-
 def test_bars_name_the_processor_and_every_format() -> None:
     for module, titles in (
         (speed, [f"{processor}, two threads" for processor in speed.PROCESSORS.values()]),
