@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from serve_arguments import parse_serve
 
-from vllm_kvq.formats.table import suite
+from vllm_kvq.formats.budgets import RECOMMENDED
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT, PAGE = ROOT / "docker" / "vllm-kvq.service", ROOT / "docs" / "operating.md"
@@ -72,7 +72,7 @@ def test_vllm_knows_the_command(options: str | None, unit: ConfigParser) -> None
     path, *arguments = command(unit["Service"]["ExecStart"], variables)
     assert path == "/opt/vllm-kvq/bin/vllm"
     parsed = parse_serve([os.path.basename(path), *arguments])
-    assert (parsed.model_tag, parsed.kv_cache_dtype) == ("Qwen/Qwen3-0.6B", suite("usual")[0])
+    assert (parsed.model_tag, parsed.kv_cache_dtype) == ("Qwen/Qwen3-0.6B", RECOMMENDED)
     assert (parsed.host, parsed.port) == ("127.0.0.1", 8000)
     assert parsed.max_model_len == (None if options is None else 4096)
     # systemd kills what is left after TimeoutStopSec
