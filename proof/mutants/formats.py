@@ -276,10 +276,10 @@ LAYOUT = (
 OPTIONS = (
     _fault("true is a number", "option", "and not isinstance(value, bool)\n        if", "\n        if", "options.py"),
     _fault(
-        "the largest value is refused",
+        "a value above the largest is accepted",
         "option",
         "self.low <= value <= self.high",
-        "self.low <= value < self.high",
+        "self.low <= value",
         "options.py",
     ),
     _fault(
