@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one run of less than 9 minutes: the first decode times, build, kernel tests, the table of decode
+# All that needs a GPU, in one or two runs of 9 minutes: the first decode times, build, kernel tests, the table of decode
 # times, then, in the time that is left, compute-sanitizer on the CUDA kernels.
 #
 # A GPU may be lent for minutes only. Every number goes to docs/results/gpu-DEVICE.csv as soon as it is measured, with a page
@@ -104,8 +104,8 @@ for process in "${compiling[@]}"; do
 done
 echo "== compiled (at $SECONDS s)"
 if wanted tests; then
-  once "Triton kernels" 80 "$PYTHON" tests/gpu/test_gpu_attend.py
-  once "a layer's step" 80 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
+  once "Triton kernels" 200 "$PYTHON" tests/gpu/test_gpu_attend.py
+  once "a layer's step" 200 "$PYTHON" tests/gpu/test_gpu_step.py "${without[@]}"
   ((${#without[@]})) || once "CUDA kernels" 40 "$PYTHON" tests/gpu/test_gpu_qjl.py
 fi
 if wanted times; then

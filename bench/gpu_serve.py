@@ -1,6 +1,6 @@
 """`vllm serve` with each cache on one GPU: all servers are started at once and asked one after the other.
 
-    python bench/gpu_serve.py --caches auto,fp8,kitty2 --out docs/results/gpu-serve.csv
+    python bench/gpu_serve.py --caches auto,fp8,klt3 --out docs/results/gpu-serve.csv
 
     MODEL           a Llama-3.1-8B with dummy weights and a small vocabulary: only times are measured. Or --model PATH
     first token     of one request after another, on prompts that the server hasn't seen
@@ -129,7 +129,7 @@ def server(plan: Plan, cache: str, path: Path, cache_bytes: str, share: float, l
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--caches", default="auto,fp8,kitty2", help="(%(default)s)")
+    parser.add_argument("--caches", default="auto,fp8,klt3", help="(%(default)s)")
     parser.add_argument("--model", type=Path, help="a checkpoint; without it, dummy weights")
     parser.add_argument("--cache-bytes", default="8G", help="of each server (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2)

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_kvq.bench.gpu.decode import HEAD as HEAD_SIZE
-from vllm_kvq.bench.gpu.results import read
-from vllm_kvq.bench.gpu.rivals import BF16
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.bench.gpu.decode import HEAD
+from vllm_kvq.bench.gpu.kept import Kept
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -29,7 +26,7 @@ PROCESSORS = {
 }
 GPUS = {"gpu-nvidia-h200.csv": ("NVIDIA H200, 8 requests", "sm_90")}
 BATCH = 8
-HEAD = ("processor", "isa", "head_size", "context", "format", "times_bf16")
+COLUMNS = ("processor", "isa", "head_size", "context", "format", "times_bf16")
 MODELS_LAYERS = "0"
 """`--rotate`: caches that exceed the processor's."""
 
@@ -37,7 +34,7 @@ MODELS_LAYERS = "0"
 def speeds() -> str:
     text = io.StringIO()
     out = csv.writer(text, lineterminator="\n")
-    out.writerow(HEAD)
+    out.writerow(COLUMNS)
     for name, processor in PROCESSORS.items():
         with (RESULTS / name).open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
@@ -45,18 +42,11 @@ def speeds() -> str:
                     times = f"{float(row['x_bf16']):.2g}"
                     out.writerow((processor, row["isa"], row["head_size"], row["context"], row["kernel"], times))
     for name, (processor, architecture) in GPUS.items():
-        for context, kernel, gain in gpu_speeds(RESULTS / name):
-            out.writerow((processor, architecture, HEAD_SIZE, context, kernel, f"{gain:.2g}"))
+        steps = [s for s in Kept.of(RESULTS / name).steps() if s.shape.batch == BATCH and not s.rival]
+        for step in sorted(steps, key=lambda step: step.shape.context):
+            times = f"{step.bf16 / step.seconds:.2g}"
+            out.writerow((processor, architecture, HEAD, step.shape.context, step.name, times))
     return text.getvalue()
-
-
-def gpu_speeds(path: Path) -> Iterator[tuple[int, str, float]]:
-    """Against the fastest kernel for bf16, by context."""
-    rows = [row for row in read(path) if row.batch == BATCH]
-    for context in sorted({row.context for row in rows}):
-        took = {row.what: row.seconds for row in rows if row.context == context}
-        plain = min(seconds for what, seconds in took.items() if what in BF16)
-        yield from ((context, what, plain / seconds) for what, seconds in took.items() if what in FORMATS)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def fingerprint(data: Any) -> str:
 
 @contextmanager
 def picture(path: Path, data: Any, panels: int, size: tuple[float, float], lines: int = 1) -> Iterator[Sequence[Any]]:
-    """The axes of panels side by side, on each of so many lines, written to `path` when `data` is drawn there."""
+    """The axes of `panels` panels on each of `lines` lines, written to `path` when `data` is drawn there."""
     plt = pyplot()
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(lines, panels, figsize=size, squeeze=False, layout="constrained")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from proof.pictures import bars
 from proof.pictures.canvas import picture
-from vllm_kvq.bench.gpu.results import Measured, read
-from vllm_kvq.bench.gpu.rivals import BF16
-from vllm_kvq.formats import FORMATS
+from vllm_kvq.bench.gpu.decode import bf16_bytes
+from vllm_kvq.bench.gpu.kept import Kept
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "gpu-nvidia-h200.csv"
 DEVICE = "NVIDIA H200"
@@ -17,19 +16,12 @@ BATCHES = {1: "one request", 64: "64 requests"}
 
 def data() -> dict[int, bars.Times]:
     """By the number of requests."""
-    rows = read(RESULTS)
-    return {batch: times([row for row in rows if row.batch == batch]) for batch in BATCHES}
-
-
-def times(rows: list[Measured]) -> bars.Times:
-    plain: dict[int, Measured] = {}
-    for row in (row for row in rows if row.what in BF16):
-        plain[row.context] = min(row, plain.get(row.context, row), key=lambda row: row.seconds)
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    for row in (row for row in rows if row.what in FORMATS and row.context in plain):
-        base = plain[row.context]
-        found.setdefault(row.what, {})[row.context] = base.seconds / row.seconds, base.read / row.read
-    return found
+    found: dict[int, dict[str, dict[int, tuple[float, float]]]] = {batch: {} for batch in BATCHES}
+    for step in Kept.of(RESULTS).steps():
+        if step.shape.batch in found and not step.rival:
+            pair = step.bf16 / step.seconds, bf16_bytes(step.shape) / step.read
+            found[step.shape.batch].setdefault(step.name, {})[step.shape.context] = pair
+    return {**found}
 
 
 def draw(path: Path) -> None:
