@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from proof.mutants import (
+    benches,
     blocks,
     command_line,
     constants,
@@ -31,6 +32,7 @@ PLACES = (
     integration,
     blocks,
     tools,
+    benches,
     files,
     constants,
     command_line,

@@ -1,4 +1,4 @@
-"""Faults in what judges: fuzz, soak, oracle, bench, the command line."""
+"""Faults in what judges: fuzz, soak, clients, oracle, documents, the faults themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from proof.mutants.fault import Fault
 SOAK = "tests/test_soak.py tests/test_soak_command.py -k 'not short'"
 CLIENTS = "tests/test_clients.py"
 ADMIT = "tests/test_admit.py"
-CAPACITY = "tests/test_bench_capacity.py -k 'not real'"
 FUZZER = "tests/test_fuzzer_verdicts.py"
 IMAGES = "tests/models/test_images.py"
 VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
-FIGURES = "tests/test_figures.py"
 COMMANDS = "tests/test_commands.py"
 KUBERNETES = "tests/test_kubernetes.py"
 
@@ -259,108 +257,6 @@ FAULTS: tuple[Fault, ...] = (
         "logits.amax(1) -",
         "logits.amin(1) -",
         "tests/test_verdicts.py -k by_the_reference",
-    ),
-    # bench and eval
-    Fault(
-        "bench's ratio is upside down",
-        "vllm_kvq/bench/timing.py",
-        "statistics.median(b / t for",
-        "statistics.median(t / b for",
-        FIGURES,
-    ),
-    Fault(
-        "bench's times are those of the best round",
-        "vllm_kvq/bench/timing.py",
-        "middle = statistics.median(times[name])",
-        "middle = min(times[name])",
-        FIGURES,
-    ),
-    Fault(
-        "the limit of a ratio is upside down",
-        "vllm_kvq/bench/timing.py",
-        "candidates[base].nbytes / candidate.nbytes",
-        "candidate.nbytes / candidates[base].nbytes",
-        "tests/test_figures.py -k times_as_fast",
-    ),
-    Fault(
-        "bench reads one cache that fits the processor's",
-        "vllm_kvq/bench/steps.py",
-        "-(-2 * last_level_cache() // nbytes)",
-        "1",
-        "tests/test_figures.py -k exceed",
-    ),
-    Fault("a copy's bytes are counted once", "vllm_kvq/bench/timing.py", "2 * len(source) /", "len(source) /", FIGURES),
-    Fault("decoding counts its prompt", "vllm_kvq/bench/decode.py", " - _seconds(llm, prompts, 1)", "", FIGURES),
-    Fault(
-        "decode's exit status",
-        "vllm_kvq/cli/bench/decode.py",
-        "return console.FOUND if slow else console.DONE",
-        "return console.DONE",
-        FIGURES,
-    ),
-    Fault(
-        "serve's ratio is upside down",
-        "vllm_kvq/bench/serve.py",
-        "statistics.median(a.step / b.step",
-        "statistics.median(b.step / a.step",
-        FIGURES,
-    ),
-    Fault(
-        "a warm first token is taken for a cold one",
-        "vllm_kvq/bench/serve.py",
-        "(statistics.median(pair[i].first for pair in cold)",
-        "(statistics.median(pair[i].first for pair in turns)",
-        FIGURES,
-    ),
-    Fault(
-        "idle moments of a load are counted as requests in flight",
-        "vllm_kvq/bench/capacity.py",
-        "            if running:\n",
-        "            if running >= 0:\n",
-        CAPACITY,
-    ),
-    Fault(
-        "answers that are cut short are a result",
-        "vllm_kvq/bench/capacity.py",
-        'if said["total_output_tokens"] != load.requests * load.answer:',
-        'if said["total_output_tokens"] > load.requests * load.answer:',
-        CAPACITY,
-    ),
-    Fault(
-        "a variable decides how much cache servers under a load have",
-        "vllm_kvq/bench/capacity.py",
-        ', without=["VLLM_CPU_KVCACHE_SPACE"])',
-        ")",
-        CAPACITY,
-    ),
-    Fault(
-        "tokens per second are compared the wrong way round",
-        "vllm_kvq/cli/bench/capacity.py",
-        "row.tokens_per_second / plain.tokens_per_second",
-        "plain.tokens_per_second / row.tokens_per_second",
-        CAPACITY,
-    ),
-    Fault(
-        "a chunk's ratio is upside down",
-        "vllm_kvq/bench/prefill.py",
-        "statistics.median(a / b for a, b",
-        "statistics.median(b / a for a, b",
-        FIGURES,
-    ),
-    Fault("a GPU's ratio is upside down", "vllm_kvq/bench/gpu/table.py", "{x / took:.2f}", "{took / x:.2f}", FIGURES),
-    Fault(
-        "errors of queries that were fitted",
-        "vllm_kvq/cli/eval/error.py",
-        "score_error(new, key",
-        "score_error(seen, key",
-        FIGURES,
-    ),
-    Fault(
-        "errors relative to the wrong scores",
-        "vllm_kvq/eval/heads/synthetic.py",
-        "/ exact.norm()",
-        "/ scores(query, key_hat).norm()",
-        FIGURES,
     ),
     # documents and examples
     Fault(
