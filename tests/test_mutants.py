@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +19,7 @@ from proof.mutants import main, pytests
 from proof.mutants.catalog import FAULTS
 from proof.mutants.fault import Fault, Stale
 from proof.mutants.kept import Kept
-from proof.mutants.pytests import FAILED, PASSED, Pytests
+from proof.mutants.pytests import FAILED, INTERRUPTED, PASSED, Pytests
 
 ROOT = Path(__file__).parent.parent
 TEXT = "def double(x):\n    return 2 * x\n"
@@ -145,6 +147,7 @@ def test_faults_that_are_none(bad: dict[str, str]) -> None:
 def test_pytest_runs_in_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its sources, and pytest's own exit statuses."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # to start sooner
+    monkeypatch.setattr(pytests, "IMPORTED", ("_pytest.main",))
     (tmp_path / "double.py").write_text(TEXT)
     (tmp_path / "test_double.py").write_text(
         "from double import double\ndef test() -> None:\n    assert double(3) == 6\n"
@@ -154,6 +157,43 @@ def test_pytest_runs_in_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run(tmp_path, "test_double.py -k nothing") not in (PASSED, FAILED)
     FAULT.apply(tmp_path)
     assert run(tmp_path, "test_double.py") == FAILED
+    run.stop()
+    assert run(tmp_path, "test_double.py") == INTERRUPTED
+
+
+OBSERVED = """
+import json, os, pathlib, sys
+state = {
+    "modules": [name for name in sys.modules if name in ("sympy", "vllm", "triton", "vllm_kvq", "proof", "json.tool")],
+    "path": sys.path[0], "argv": sys.argv, "group": os.getpgid(0) == os.getpid(),
+}
+pathlib.Path("state.json").write_text(json.dumps(state))
+"""
+"""Runs in place of pytest and notes in which process it is."""
+
+
+def test_pytest_starts_with_what_others_have_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is imported once for all faults is neither the code under test nor what reads a test's variables."""
+    monkeypatch.setattr(pytests, "IMPORTED", ("proof.mutants.fault", "vllm_kvq", "json.tool"))
+    for package in ("proof", "vllm_kvq"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "proof" / "mutants").mkdir()
+    (tmp_path / "proof" / "mutants" / "fault.py").write_text("")
+    (tmp_path / "pytest.py").write_text(OBSERVED)
+    run = Pytests()
+    assert run(tmp_path, "test_double.py -k 'a b'") == PASSED
+    run.stop()
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["modules"] == ["json.tool"]
+    assert (state["path"], state["group"]) == (str(tmp_path), True)
+    assert state["argv"][-3:] == ["test_double.py", "-k", "a b"]
+
+
+def test_a_tree_whose_process_dies_has_tested_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytests, "IMPORTED", ())
+    (tmp_path / "pytest.py").write_text("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    assert Pytests()(tmp_path, "any") not in (PASSED, FAILED)
 
 
 SLEEPING = """
@@ -166,8 +206,9 @@ time.sleep(60)
 """Runs in place of pytest, in the folder where it is started: it never exits, and neither does the server it starts."""
 COMMAND = """
 import pathlib, sys
-from proof.mutants import main
+from proof.mutants import main, pytests
 from proof.mutants.fault import Fault
+pytests.IMPORTED = ()
 main.FAULTS = [Fault(name, "double.py", "2", "3", name) for name in "abcd"]
 def copy(root):
     root.mkdir()
@@ -213,6 +254,7 @@ def test_a_run_that_is_stopped_leaves_nothing(number: signal.Signals, tmp_path: 
 
 def test_tests_that_hang_end_with_all_that_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytests, "TIMEOUT", 3.0)
+    monkeypatch.setattr(pytests, "IMPORTED", ())
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     (tmp_path / "pytest.py").write_text(SLEEPING)
     assert Pytests()(tmp_path, "any") == FAILED
@@ -272,9 +314,12 @@ def test_the_page(tree: Path) -> None:
 
 def test_the_copy_has_what_git_knows(tmp_path: Path) -> None:
     main.copy_checkout(tmp_path / "copy")
-    assert (tmp_path / "copy" / "proof" / "mutants" / "main.py").is_file()
+    source = tmp_path / "copy" / "proof" / "mutants" / "fault.py"
+    assert source.is_file()
     assert (tmp_path / "copy" / "vllm_kvq" / "csrc").is_symlink()
     assert not (tmp_path / "copy" / ".git").exists()
+    compiled = Path(importlib.util.cache_from_source(str(source))).read_bytes()
+    assert compiled[8:16] == importlib.util.source_hash(source.read_bytes())  # and not its size
 
 
 # -- the catalog ------------------------------------------------------------------------------------------------------

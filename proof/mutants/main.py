@@ -13,6 +13,7 @@ fail without it.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from queue import Queue
 
 from proof.mutants.catalog import FAULTS
@@ -54,6 +56,8 @@ def copy_checkout(target: Path) -> None:
     built = ROOT / "vllm_kvq" / "_build"
     if built.is_dir():
         shutil.copytree(built, target / "vllm_kvq" / "_build")
+    for package in ("vllm_kvq", "proof"):  # by their contents: a fault may leave a file's size and time as they were
+        compileall.compile_dir(target / package, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
 
 @dataclass
@@ -203,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; the copies are removed", file=sys.stderr)
         return STOPPED
     finally:
+        pytests.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
     found = f"{outcome.line()} of {len(chosen)} faults, {(time.monotonic() - start) / 60:.0f} minutes"

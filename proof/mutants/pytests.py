@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -18,54 +20,113 @@ PASSED, FAILED, INTERRUPTED = 0, 1, 2
 TIMEOUT = 1500.0
 TIDY_SECONDS = 20.0
 """The time that an interrupted pytest gets to stop its servers."""
+WARM = Path(__file__).with_name("warm.py")
+IMPORTED = ("hypothesis", "_pytest.main", "vllm.entrypoints.llm")
+"""Modules whose third parties are imported once for all pytests of a tree: half a minute of imports becomes seconds."""
 
 
-class Pytests:
-    """Runs them, for several threads, until it is stopped."""
+class Tree:
+    """One copy of the checkout, and the process that forks its pytests."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(root),  # which child processes import, too
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+        }
+        environment.pop("VLLM_KVQ_CACHE", None)
+        self._warm = subprocess.Popen(
+            [sys.executable, str(WARM), *IMPORTED],
+            cwd=root,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C then reaches only us
+            bufsize=0,
+        )
+        self._pytest: int | None = None
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
-    def __call__(self, root: Path, arguments: str) -> int:
-        """The exit status of pytest in the tree at `root`, which its child processes import, too."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(arguments)]
-        environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        environment.pop("VLLM_KVQ_CACHE", None)
-        quiet = subprocess.DEVNULL
+    def __call__(self, arguments: str) -> int:
+        assert self._warm.stdin is not None
+        words = ["-q", "-x", "-p", "no:cacheprovider", *shlex.split(arguments)]
+        with contextlib.suppress(BrokenPipeError):
+            self._warm.stdin.write(json.dumps(words).encode() + b"\n")
+        pid = self._line()
         with self._lock:
-            if self._stopped:
-                return INTERRUPTED
-            # its own process group: Ctrl-C then reaches only us
-            child = subprocess.Popen(command, cwd=root, env=environment, stdout=quiet, stderr=quiet, process_group=0)
-            self._running.add(child)
+            self._pytest = pid
+            stopped = self._stopped
         try:
-            return child.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            end(child)
+            if stopped or pid is None:
+                self.stop()
+                return INTERRUPTED
+            if self._answers_within(TIMEOUT):
+                status = self._line()
+                return INTERRUPTED if status is None else status
+            end(pid)
+            self._line()
             return FAILED  # a test that hangs under a fault does not pass
         finally:
             with self._lock:
-                self._running.discard(child)
+                self._pytest = None
+
+    def _answers_within(self, seconds: float) -> bool:
+        return bool(select.select([self._warm.stdout], [], [], seconds)[0])
+
+    def _line(self) -> int | None:
+        """The next number that the process says; None once it has exited."""
+        assert self._warm.stdout is not None
+        text = self._warm.stdout.readline()
+        return int(text) if text else None
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            pid = self._pytest
+        if pid is not None:
+            end(pid)
+        self._warm.kill()
+        self._warm.wait()
+
+
+class Pytests:
+    """Runs them, for several threads, each in a tree of its own, until it is stopped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._trees: dict[Path, Tree] = {}
+        self._stopped = False
+
+    def __call__(self, root: Path, arguments: str) -> int:
+        """The exit status of pytest in the tree at `root`."""
+        with self._lock:
+            if self._stopped:
+                return INTERRUPTED
+            tree = self._trees.get(root)
+            if tree is None:
+                tree = self._trees[root] = Tree(root)
+        return tree(arguments)
 
     def stop(self) -> None:
         """End all of them; none is started any more."""
         with self._lock:
             self._stopped = True
-            running = list(self._running)
-        for child in running:
-            end(child)
+        for tree in self._trees.values():
+            tree.stop()
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def end(pid: int) -> None:
     """In order, so that fixtures stop what they have started; then by force, with all that descends from it."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        tree = psutil.Process(child.pid).children(recursive=True)
+        child = psutil.Process(pid)
+        tree = child.children(recursive=True)
         child.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(psutil.TimeoutExpired):
             child.wait(TIDY_SECONDS)
-        for process in tree:
+        for process in (*tree, child):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-    child.kill()
