@@ -152,7 +152,7 @@ def test_pytest_runs_in_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "test_double.py").write_text(
         "from double import double\ndef test() -> None:\n    assert double(3) == 6\n"
     )
-    run = Pytests()
+    run = Pytests(tmp_path)
     assert run(tmp_path, "test_double.py") == PASSED
     assert run(tmp_path, "test_double.py -k nothing") not in (PASSED, FAILED)
     FAULT.apply(tmp_path)
@@ -181,7 +181,7 @@ def test_pytest_starts_with_what_others_have_made(tmp_path: Path, monkeypatch: p
     (tmp_path / "proof" / "mutants").mkdir()
     (tmp_path / "proof" / "mutants" / "fault.py").write_text("")
     (tmp_path / "pytest.py").write_text(OBSERVED)
-    run = Pytests()
+    run = Pytests(tmp_path)
     assert run(tmp_path, "test_double.py -k 'a b'") == PASSED
     run.stop()
     state = json.loads((tmp_path / "state.json").read_text())
@@ -190,10 +190,53 @@ def test_pytest_starts_with_what_others_have_made(tmp_path: Path, monkeypatch: p
     assert state["argv"][-3:] == ["test_double.py", "-k", "a b"]
 
 
+def test_a_library_that_a_fault_changes_is_compiled_from_kept_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytests, "IMPORTED", ())
+    (source := tmp_path / "csrc" / "cpu" / "a.cpp").parent.mkdir(parents=True)
+    source.write_text("int a() { return 1; }")
+    (tmp_path / "pytest.py").write_text("import os, pathlib; pathlib.Path('cxx').write_text(os.environ.get('CXX', ''))")
+    monkeypatch.setenv("CXX", "g++")
+    with Pytests(tmp_path / "objects") as run:
+        for text, expected in (("1", "g++"), ("2", f"{tmp_path / 'objects'} g++"), ("1", "g++")):
+            source.write_text(source.read_text().replace("1", text).replace("2", text))
+            assert run(tmp_path, "any") == PASSED
+            assert (tmp_path / "cxx").read_text().endswith(expected)
+
+
+def test_objects_are_kept_by_what_is_compiled(tmp_path: Path) -> None:
+    def compile(name: str, text: str, *flags: str) -> int:
+        (source := tmp_path / name).write_text(text)
+        command = [sys.executable, str(pytests.COMPILER), str(tmp_path), "g++", *flags]
+        command += ["-c", str(source), "-o", str(tmp_path / "out")]
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode
+
+    def kept() -> list[bytes]:
+        return [path.read_bytes() for path in tmp_path.glob("*.o")]
+
+    one = "int f() { return 1; }"
+    for objects, arguments in (
+        (1, ("a.cpp", one)),
+        (1, ("b.cpp", f"// the same\n{one}")),
+        (2, ("a.cpp", one, "-DX", "-O1")),
+        (3, ("a.cpp", "int f() { return 2; }")),
+    ):
+        (tmp_path / "out").unlink(missing_ok=True)
+        assert compile(*arguments) == 0
+        assert len(kept()) == objects
+        assert (tmp_path / "out").read_bytes() in kept()
+    for broken in ("int f() { return }", '#include "nothing.h"'):
+        assert compile("c.cpp", broken) != 0
+        assert len(kept()) == 3
+    asked = [sys.executable, str(pytests.COMPILER), str(tmp_path), "g++", "--version"]
+    assert subprocess.run(asked, capture_output=True, text=True).stdout.startswith("g++")
+
+
 def test_a_tree_whose_process_dies_has_tested_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytests, "IMPORTED", ())
     (tmp_path / "pytest.py").write_text("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
-    assert Pytests()(tmp_path, "any") not in (PASSED, FAILED)
+    assert Pytests(tmp_path)(tmp_path, "any") not in (PASSED, FAILED)
 
 
 SLEEPING = """
@@ -257,7 +300,7 @@ def test_tests_that_hang_end_with_all_that_they_started(tmp_path: Path, monkeypa
     monkeypatch.setattr(pytests, "IMPORTED", ())
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     (tmp_path / "pytest.py").write_text(SLEEPING)
-    assert Pytests()(tmp_path, "any") == FAILED
+    assert Pytests(tmp_path)(tmp_path, "any") == FAILED
     assert not psutil.wait_procs(processes(tmp_path / "pids"), 10)[1]
 
 

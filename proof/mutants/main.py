@@ -195,10 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
     kept = Kept(options.kept, ROOT) if options.kept else None
     before_this_run = sum(fault in kept for fault in chosen) if kept else 0
-    start, pytests = time.monotonic(), Pytests()
+    start = time.monotonic()
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        with tempfile.TemporaryDirectory(prefix="kvq-mutants-") as folder:
+        with tempfile.TemporaryDirectory(prefix="kvq-mutants-") as folder, Pytests(Path(folder)) as pytests:
             roots = [Path(folder) / str(i) for i in range(min(options.jobs, len(chosen)))]
             for root in roots:
                 copy_checkout(root)
@@ -207,7 +207,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; the copies are removed", file=sys.stderr)
         return STOPPED
     finally:
-        pytests.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
     found = f"{outcome.line()} of {len(chosen)} faults, {(time.monotonic() - start) / 60:.0f} minutes"

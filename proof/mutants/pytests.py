@@ -15,12 +15,15 @@ from pathlib import Path
 
 import psutil
 
+from vllm_kvq.kernels import build
+
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """pytest's exit statuses; all but the first two mean that nothing was tested."""
 TIMEOUT = 1500.0
 TIDY_SECONDS = 20.0
 """The time that an interrupted pytest gets to stop its servers."""
 WARM = Path(__file__).with_name("warm.py")
+COMPILER = Path(__file__).with_name("objects.py")
 IMPORTED = ("hypothesis", "_pytest.main", "vllm.entrypoints.llm")
 """Modules whose third parties are imported once for all pytests of a tree: half a minute of imports becomes seconds."""
 
@@ -28,7 +31,10 @@ IMPORTED = ("hypothesis", "_pytest.main", "vllm.entrypoints.llm")
 class Tree:
     """One copy of the checkout, and the process that forks its pytests."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, objects: Path) -> None:
+        """`objects`: a folder for what compilers make of sources that faults leave as they are."""
+        self._sources, self._objects = root / "csrc" / "cpu", objects
+        self._built = build.sources_key(self._sources)
         environment = {
             **os.environ,
             "PYTHONPATH": str(root),  # which child processes import, too
@@ -55,7 +61,7 @@ class Tree:
         assert self._warm.stdin is not None
         words = ["-q", "-x", "-p", "no:cacheprovider", *shlex.split(arguments)]
         with contextlib.suppress(BrokenPipeError):
-            self._warm.stdin.write(json.dumps(words).encode() + b"\n")
+            self._warm.stdin.write(json.dumps((words, self._compiler())).encode() + b"\n")
         pid = self._line()
         with self._lock:
             self._pytest = pid
@@ -73,6 +79,12 @@ class Tree:
         finally:
             with self._lock:
                 self._pytest = None
+
+    def _compiler(self) -> dict[str, str]:
+        """Variables for a library that has to be compiled; none where the one that was copied serves."""
+        if build.sources_key(self._sources) == self._built:
+            return {}
+        return {"CXX": " ".join([sys.executable, str(COMPILER), str(self._objects), *build.compiler()])}
 
     def _answers_within(self, seconds: float) -> bool:
         return bool(select.select([self._warm.stdout], [], [], seconds)[0])
@@ -96,7 +108,8 @@ class Tree:
 class Pytests:
     """Runs them, for several threads, each in a tree of its own, until it is stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: Path) -> None:
+        self._objects = objects
         self._lock = threading.Lock()
         self._trees: dict[Path, Tree] = {}
         self._stopped = False
@@ -108,8 +121,14 @@ class Pytests:
                 return INTERRUPTED
             tree = self._trees.get(root)
             if tree is None:
-                tree = self._trees[root] = Tree(root)
+                tree = self._trees[root] = Tree(root, self._objects)
         return tree(arguments)
+
+    def __enter__(self) -> Pytests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """End all of them; none is started any more."""

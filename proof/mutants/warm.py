@@ -1,8 +1,8 @@
 """Forks one pytest after the other from a process that has already imported what most tests import of other projects.
 
 A script, not a module: it is started in a copy of the checkout and must import nothing of it, because the fault may be
-there. Its arguments are the modules to begin with. For each line that it reads, a JSON list of pytest's arguments, it
-writes two: the process of this pytest, then its exit status.
+there. Its arguments are the modules to begin with. For each line that it reads (in JSON: pytest's arguments, and
+variables to set) it writes two: the process of this pytest, then its exit status.
 """
 
 import contextlib
@@ -49,7 +49,9 @@ def main() -> None:
             os.close(orders.fileno())
             os.close(answers.fileno())
             os.setpgid(0, 0)
-            sys.argv = ["pytest", *json.loads(line)]
+            arguments, variables = json.loads(line)
+            os.environ.update(variables)
+            sys.argv = ["pytest", *arguments]
             runpy.run_module("pytest", run_name="__main__", alter_sys=True)
             return
         print(child, file=answers, flush=True)
