@@ -139,6 +139,38 @@ def test_it_may_not_kill_its_watcher(namespaces: bool) -> None:
     assert verdict.passed is (verdict.isolation == "namespaces")
 
 
+HALF_ALLOWED = """
+import importlib.util, os
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("process", {path!r})
+process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(process)
+watcher = os.getpid()
+
+
+def unshare(flags):
+    assert os.getpid() != watcher, "a process that is half in can't go back"
+    return 0
+
+
+def refuse(path, text):
+    assert str(path).startswith("/proc/self/"), path
+    raise PermissionError(1, "Operation not permitted", str(path))
+
+
+process.libc.unshare, process._other_user, Path.write_text = unshare, lambda: None, refuse
+process.main()
+"""
+
+
+def test_namespaces_that_can_be_made_but_not_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for users of Ubuntu 24.04, where AppArmor refuses what comes after `unshare`."""
+    script = tmp_path / "half_allowed.py"
+    script.write_text(HALF_ALLOWED.format(path=str(sandbox.PROCESS)))
+    monkeypatch.setattr(sandbox, "PROCESS", script)
+    assert run("", namespaces=True) == Verdict(True, "passed", "guard")
+
+
 def test_a_sandbox_that_can_t_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """And there is no verdict about the program."""
     monkeypatch.setattr(sandbox, "PROCESS", Path("/nowhere.py"))

@@ -60,15 +60,34 @@ def _other_user() -> int | None:
 
 def _isolate(user: int | None) -> str:
     """Children created from now on have their own process numbers and no network, if this system allows it."""
+    return "namespaces" if _is_allowed(user) and _unshare(user) else "guard"
+
+
+def _is_allowed(user: int | None) -> bool:
+    """Tried by a child: AppArmor may let a user make namespaces and then refuse to let them be entered as that user,
+    and a process that is half in can't go back."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if _unshare(user) else 1
+        except OSError:
+            pass  # what is refused is not an error: there are other walls
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _unshare(user: int | None) -> bool:
     outside = os.getuid(), os.getgid()
     flags = NEW_PID | NEW_NET | NEW_IPC
     if libc.unshare(flags if user is not None else flags | NEW_USER):
-        return "guard"
+        return False
     if user is None:
         # the same user as before, without privileges outside
         for name, text in (("setgroups", "deny"), ("uid_map", "{0} {0} 1"), ("gid_map", "{1} {1} 1")):
             Path(f"/proc/self/{name}").write_text(text.format(*outside))
-    return "namespaces"
+    return True
 
 
 def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int) -> NoReturn:
