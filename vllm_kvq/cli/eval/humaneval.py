@@ -220,8 +220,8 @@ def as_document(benchmark: Benchmark, found: Sequence[Score]) -> dict[str, Any]:
 
 def write(folder: Path, document: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "humaneval.json").write_text(json.dumps(document, indent=1) + "\n")
-    with (folder / "humaneval.csv").open("w", newline="") as file:
+    (folder / "humaneval.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    with (folder / "humaneval.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for row in document["formats"]:

@@ -64,7 +64,11 @@ class Engine:
         return answer
 
     def _last_words(self) -> str:
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self._log.read_text(errors="replace", encoding="utf-8").splitlines()
+            if line.strip()
+        ]
         return lines[-1] if lines else "nothing in its log"
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ def _unshare(user: int | None) -> bool:
     if user is None:
         # the same user as before, without privileges outside
         for name, text in (("setgroups", "deny"), ("uid_map", "{0} {0} 1"), ("gid_map", "{1} {1} 1")):
-            Path(f"/proc/self/{name}").write_text(text.format(*outside))
+            Path(f"/proc/self/{name}").write_text(text.format(*outside), encoding="utf-8")
     return True
 
 
@@ -286,7 +286,7 @@ def _kill(child: int, alive: bool) -> None:
 
 
 def _children() -> list[int]:
-    return [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
 
 
 if __name__ == "__main__":

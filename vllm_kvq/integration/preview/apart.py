@@ -37,7 +37,7 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     return f"the last line of its log: {lines[-1]}" if lines else "its log is empty"
 
 
