@@ -23,7 +23,7 @@ from vllm_kvq.eval.humaneval.chat import BEGUN, SYSTEM, Chat
 from vllm_kvq.eval.humaneval.problems import Problem, definitions, problems
 from vllm_kvq.eval.humaneval.run import Benchmark, Run
 from vllm_kvq.eval.model import Model
-from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.store import Store
 
 PROBLEM = Problem(

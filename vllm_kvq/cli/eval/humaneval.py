@@ -23,7 +23,7 @@ from vllm_kvq.eval.humaneval.run import Answer, Benchmark, Run
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results.statistics import mcnemar
-from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.store import Store
 
 PROG = "vllm-kvq eval humaneval"
