@@ -119,6 +119,21 @@ def test_a_template_without_system_prompts(read: Model) -> None:
     assert tokenizer.decode(tokens).startswith(f"<user>{SYSTEM}\n")
 
 
+def test_other_errors_of_a_template_are_not_swallowed(read: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the question would silently be another one."""
+
+    asked: list[object] = []
+
+    def fails(*about: object, **_: object) -> str:
+        asked.append(about)
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(type(read.tokenizer), "apply_chat_template", fails)
+    with pytest.raises(TypeError, match="a fault of ours"):
+        Chat(read.tokenizer, "random").tokens([{"role": "user", "content": "?"}])
+    assert len(asked) == 1
+
+
 def test_a_model_without_a_template(read: Model) -> None:
     tokenizer = Model.of(str(read.folder), "float32").tokenizer
     tokenizer.chat_template = None

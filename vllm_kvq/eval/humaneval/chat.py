@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from vllm_kvq.eval.engine.jobs import Tokens
 from vllm_kvq.eval.humaneval.problems import Problem
 
@@ -50,7 +52,7 @@ class Chat:
         """A prompt, including the beginning of an answer."""
         try:
             text = self._text([{"role": "system", "content": SYSTEM}, *turns])
-        except Exception:  # Jinja's: some models know no system prompts
+        except TemplateError:  # some models know no system prompts
             first, *rest = turns
             text = self._text([{**first, "content": f"{SYSTEM}\n{first['content']}"}, *rest])
         return tuple(self.tokenizer(text + BEGUN, add_special_tokens=False, verbose=False).input_ids)

@@ -86,8 +86,10 @@ def _names(folder: Path) -> dict[Path, list[str]]:
 def of_model(vllm_config: Any) -> Mapping[int, float]:
     """`key_biases` of the model that is served; empty where its weights don't lie here, or aren't those of its files.
 
-    Reading them must never stop a server that would start without.
+    Files that can't be read as weights must never stop a server that would start without.
     """
+    from safetensors import SafetensorError
+
     model = vllm_config.model_config
     folder = weights_folder(model.model, model.revision)
     if folder is None or vllm_config.load_config.load_format == "dummy":
@@ -95,9 +97,7 @@ def of_model(vllm_config: Any) -> Mapping[int, float]:
     try:
         heads, size = model.get_total_num_kv_heads(), model.get_head_size()
         return key_biases(folder, model.get_total_num_hidden_layers(), heads, size)
-    except (
-        Exception
-    ):  # safetensors has an exception of its own for damaged files, which vLLM names better than we could
+    except (SafetensorError, OSError, ValueError, KeyError):  # damaged files, which vLLM names better than we could
         return {}
 
 
