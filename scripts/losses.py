@@ -9,6 +9,8 @@ import csv
 import io
 from pathlib import Path
 
+from vllm_kvq.formats.table import PLAIN
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results" / "quality"
 WRITTEN = ROOT / "vllm_kvq" / "integration" / "advice" / "losses.csv"
@@ -21,7 +23,6 @@ MODELS = {
 """Name, head size and whether key biases are large, of what `python -m proof weights` brings."""
 CONTEXT = 1024
 HEAD = ("model", "head_size", "key_biases", "context", "format", "kl")
-BF16 = "auto"
 TABLES = ("", "-klt")
 """The tables of docs/quality.md, with different numbers of texts; what two of them have is taken from the first."""
 
@@ -42,7 +43,7 @@ def losses() -> str:
 
 def _kl(path: Path) -> dict[str, str]:
     with path.open(encoding="utf-8", newline="") as file:
-        return {row["label"]: f"{float(row['kl']):.2g}" for row in csv.DictReader(file) if row["label"] != BF16}
+        return {row["label"]: f"{float(row['kl']):.2g}" for row in csv.DictReader(file) if row["label"] != PLAIN}
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from vllm_kvq.console import short
 from vllm_kvq.eval.results.statistics import mcnemar
+from vllm_kvq.formats.table import PLAIN
 
 FOLDER = Path(__file__).parent.parent / "docs" / "results" / "quality"
 MODELS = ("outliers", "demo")
 """The demo model with key biases and wide channels written into it, and as it is."""
 REAL = "real-*.csv"
 """One file for each pretrained model and length: `vllm-kvq eval MODEL --quick --out DIR` writes it as results.csv."""
-PLAIN = "auto"
 Row = dict[str, str]
 
 

@@ -25,6 +25,7 @@ from vllm_kvq.bench.server import Server, ServerError
 from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.eval.tasks.tasks import TASKS
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
+from vllm_kvq.formats.table import PLAIN
 
 HOST = "127.0.0.1"
 DEMO_DIR = Path(".demo")
@@ -33,7 +34,6 @@ START_SECONDS = 600  # a large MODEL takes a while; the demo model is ready in w
 HAYSTACK_SEED, HAYSTACK_CHARACTERS = 7, 8000
 WORD, SENTENCE = 1, 12
 """Tokens of an answer: each word is a token of the demo model, which did not learn how sentences end."""
-PLAIN = "auto"  # vLLM's own cache, to compare with
 
 
 def main(argv: Sequence[str] | None = None) -> int:

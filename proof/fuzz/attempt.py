@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from proof.fuzz.case import LLAMA, MAX_LEN, PLAIN, Case, Setup
+from proof.fuzz.case import LLAMA, MAX_LEN, Case, Setup
 from proof.models.checkpoints import written_beside
 from proof.models.draft import random_draft
 from proof.oracle.compare import differences
@@ -16,6 +16,7 @@ from proof.oracle.judge import GREEDY, NEVER, distance, judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict, leaks
+from vllm_kvq.formats.table import PLAIN
 
 CLOSE = 1e-3
 """Two logits closer than this (their standard deviation is 30) may swap their order in float32."""

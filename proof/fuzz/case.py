@@ -12,8 +12,8 @@ from proof.models.architecture import Architecture
 from proof.oracle.interpreted import RUNNER
 from proof.oracle.trace import Trace, whole
 from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.table import PLAIN
 
-PLAIN = "auto"
 MAX_LEN = 640
 PLENTY = 24
 """Requests of the maximum length that a pool without a limit holds."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from proof.pictures.canvas import picture
-from vllm_kvq.eval.choice import PLAIN, choices
+from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.results.frontier import frontier
 from vllm_kvq.eval.results.result import Estimate, Row
+from vllm_kvq.formats.table import PLAIN
 from vllm_kvq.naming import name_points
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "quality"

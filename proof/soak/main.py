@@ -32,6 +32,7 @@ from proof.soak.report import TOTAL, Report, Tally
 from proof.soak.watch import Trend, metrics, tree_rss, trend
 from vllm_kvq.bench.server import Server, ServerError, free_port
 from vllm_kvq.formats import FORMATS
+from vllm_kvq.formats.table import PLAIN
 
 HOST = "127.0.0.1"
 START_SECONDS = 600
@@ -39,7 +40,6 @@ DRAIN_SECONDS = 60
 BLOCK = 64
 POOL = 3.0
 """Requests of the maximum length that the cache holds."""
-PLAIN = "auto"
 ERROR = re.compile(r"\bERROR\b|Traceback")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -12,8 +12,9 @@ from models_on_disk import TINY
 
 from vllm_kvq import cli
 from vllm_kvq.cli.eval import model as command
-from vllm_kvq.eval.choice import FP8, PLAIN, choices
+from vllm_kvq.eval.choice import FP8, choices
 from vllm_kvq.eval.results.result import TEACHER_FORCED, Estimate, Results, Row
+from vllm_kvq.formats.table import PLAIN
 from vllm_kvq.kernels import build
 
 SHAPE = {**TINY, "max_position": 512}

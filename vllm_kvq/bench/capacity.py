@@ -25,9 +25,8 @@ from typing import Any
 
 from vllm_kvq.bench.serve import HOST, START_SECONDS
 from vllm_kvq.bench.server import Server, ServerError, free_port, vllm_command
-from vllm_kvq.formats.table import label
+from vllm_kvq.formats.table import PLAIN, label
 
-PLAIN = "auto"
 SAMPLE_SECONDS = 1.0
 RUNNING, PREEMPTIONS = "vllm:num_requests_running", "vllm:num_preemptions_total"
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"

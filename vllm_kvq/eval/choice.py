@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvq.formats.by_layer import all_options
-from vllm_kvq.formats.table import get_format, label
+from vllm_kvq.formats.table import PLAIN, get_format, label
 
-PLAIN = "auto"
-"""vLLM's own cache in the model's dtype: the baseline for all others."""
 FP8 = "fp8"
 BASELINES = (PLAIN, FP8)
 

@@ -28,6 +28,8 @@ from vllm_kvq.formats.settings import COMMON, Settings, check_names
 
 logger = logging.getLogger("vllm_kvq")
 DEFAULT_N = 64
+PLAIN = "auto"
+"""vLLM's own cache in the model's dtype: the baseline for all others."""
 GROUP = "vllm_kvq.formats"
 METHODS = ("squat", "qjl", "polar", "innerq", "kivi", "kitty", "klt", "lossless")
 BUILT_IN = (
@@ -35,7 +37,7 @@ BUILT_IN = (
     EntryPoint("peers", "vllm_kvq.eval.peers:FORMATS", GROUP),
 )
 VLLM_DTYPES = (
-    "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",
+    PLAIN, "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",
     "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit",
     "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_kvq.cli.arguments import whole_number
-from vllm_kvq.eval.choice import PLAIN, Choice
+from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import named
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows
 from vllm_kvq.eval.model import Model
@@ -22,6 +22,7 @@ from vllm_kvq.eval.run.comparison import LEAST_CACHE_BYTES
 from vllm_kvq.eval.run.plan import REQUESTS
 from vllm_kvq.eval.run.store import Store, format_sources, sources
 from vllm_kvq.eval.run.store import key as key_of
+from vllm_kvq.formats.table import PLAIN
 from vllm_kvq.integration.preview.constants import Known
 
 if TYPE_CHECKING:

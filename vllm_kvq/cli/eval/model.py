@@ -18,7 +18,7 @@ from vllm_kvq.cli.eval.hurt import MOST
 from vllm_kvq.cli.eval.page import page
 from vllm_kvq.cli.page.made import command
 from vllm_kvq.drawing import Picture
-from vllm_kvq.eval.choice import FP8, PLAIN, Choice, choices
+from vllm_kvq.eval.choice import FP8, Choice, choices
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results import plots, report
 from vllm_kvq.eval.results.result import READING, REGIMES, USUAL, Results
@@ -26,6 +26,7 @@ from vllm_kvq.eval.results.statistics import claims
 from vllm_kvq.eval.run.store import Store
 from vllm_kvq.eval.tasks.tasks import NAMES, TEXT
 from vllm_kvq.eval.tasks.texts import ESSAYS, has_essays
+from vllm_kvq.formats.table import PLAIN
 
 PROG = "vllm-kvq eval"
 

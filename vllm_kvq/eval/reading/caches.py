@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvq.eval.choice import FP8, PLAIN, Choice
+from vllm_kvq.eval.choice import FP8, Choice
 from vllm_kvq.eval.heads.capture import Layer
 from vllm_kvq.eval.heads.heads import bound, packed_layers
 from vllm_kvq.eval.reading.attention import Packed, boundary
 from vllm_kvq.eval.reading.reader import Cache, Past, Reads
 from vllm_kvq.formats.roundtrip import fitted, through_pages
+from vllm_kvq.formats.table import PLAIN
 
 BLOCK = 128
 """Tokens per page unless the format's options say otherwise: a server's default."""

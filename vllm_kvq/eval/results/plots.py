@@ -22,12 +22,12 @@ from vllm_kvq.eval.results.frontier import (
 )
 from vllm_kvq.eval.results.report import HEADS
 from vllm_kvq.eval.results.result import Curve, Row
+from vllm_kvq.formats.table import PLAIN
 from vllm_kvq.naming import OURS, QUIET, Name, name_curves, name_points
 
 AGAINST_BITS = ("kl", "kl_p999", "accuracy", "exact", "score")
 NAMES = {**HEADS, "top1": "Same top 1", "accuracy": "Right answers", "exact": "Exact answers"}
 """Metrics as titles have them. Axes show shares where tables show percentages."""
-PLAIN = "auto"
 Panels = Mapping[str, Sequence[Row]]
 """The rows in one pair of axes, by its title."""
 MOST_CURVES = 6

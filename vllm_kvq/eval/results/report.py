@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_kvq.console import Table
-from vllm_kvq.eval.choice import FP8, PLAIN
+from vllm_kvq.eval.choice import FP8
 from vllm_kvq.eval.results.result import (
     ALL,
     DECODING,
@@ -21,6 +21,7 @@ from vllm_kvq.eval.results.result import (
     Results,
     Row,
 )
+from vllm_kvq.formats.table import PLAIN
 
 ABOUT: tuple[str, ...] = ("model", "label", "task", "regime", "context", "sequences", "seed")
 ABOUT += ("page_bits", "bits", "kl_is_bound", "problem")

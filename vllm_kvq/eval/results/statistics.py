@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_kvq.eval.choice import FP8, PLAIN
+from vllm_kvq.eval.choice import FP8
 from vllm_kvq.eval.results.result import Claim, Row
+from vllm_kvq.formats.table import PLAIN
 
 ALPHA = 0.05
 """The chance of any claim in a table if there is no difference."""

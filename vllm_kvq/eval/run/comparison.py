@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_kvq.eval.choice import PLAIN, Choice
+from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import named
 from vllm_kvq.eval.engine.jobs import EngineArguments
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.run import store
+from vllm_kvq.formats.table import PLAIN
 from vllm_kvq.integration.preview.constants import Known
 
 REFERENCE = Choice(PLAIN)
