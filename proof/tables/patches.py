@@ -69,15 +69,15 @@ PATCHED = """\
 
 `vllm-kvq doctor --patches` prints the rows that concern the installed vLLM. The column "until" says what would make a
 patch unnecessary; [upstream.md](upstream.md) groups the patches by what vLLM would have to change, and lists vLLM's own
-faults.
+faults. A packed layer's *companions* are the caches of its sidecar and sinks ([how it works](how-it-works.md)).
 """
 KINDS = {
-    Kind.PATCH: "Patches: functions of vLLM's that are replaced or wrapped, and states of vLLM's that are changed",
+    Kind.PATCH: "Patches: vLLM's functions that are replaced or wrapped, and vLLM's state that is changed",
     Kind.SETTING: "Settings: values written into vLLM's configuration or its layers",
-    Kind.USE: "Uses: private classes and names that are derived from, read or called",
+    Kind.USE: "Uses: private classes and names that are subclassed, read or called",
 }
 MOMENTS = {
-    Moment.REGISTERED: "in every process of vLLM's",
+    Moment.REGISTERED: "in every process of vLLM",
     Moment.CONFIGURED: "in the server's own process and in API servers, where one of our formats is chosen",
     Moment.LOADED: "in every worker",
     Moment.BUILT: "in every worker",
