@@ -50,7 +50,7 @@ def find_specs_of_sharing_layers(_: Any) -> None:
 FOUND = Patch(
     what="add_kv_sharing_layers_to_kv_cache_groups wrapped in the model runners",
     why="a layer that shares a cache is put into its group, and not into the spec around the layers of that group",
-    until="it is put into both",
+    until="such a layer is put into both",
     needs=(f"vllm.v1.worker.utils:{ADD}", "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs.kv_cache_specs"),
     moment=Moment.LOADED,
     install=find_specs_of_sharing_layers,

@@ -37,8 +37,8 @@ def zero_all_groups(_: Any) -> None:
 
 ZEROED = Patch(
     what="CPUModelRunner._zero_block_ids wrapped",
-    why="it overlooks groups whose layers have one spec around them, where pages of several sizes lie side by side",
-    until="it looks into them",
+    why="it overlooks groups whose layers' specs are wrapped in one, as they are for pages of several sizes",
+    until="it looks into wrapped specs",
     needs=(
         ZERO,
         "vllm.v1.kv_cache_interface:AttentionSpec",
