@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,25 @@ def test_decode(
     assert decode_command.main(["m", "--batch", "4", "--min-ratio", str(least), "--json"]) == status
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row == {"format": "kitty2", "tokens_per_second": 16.0, "bf16_tokens_per_second": 8.0, "ratio": 2.0}
+
+
+def test_decode_holds_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16's and one format's, also when an engine's parts refer to each other."""
+    alive: weakref.WeakSet[Engine] = weakref.WeakSet()
+    most = 0
+
+    class Engine:
+        def __init__(self, *_: object) -> None:
+            nonlocal most
+            self.itself = self
+            alive.add(self)
+            most = max(most, len(alive))
+
+    monkeypatch.setattr(decode, "_engine", Engine)
+    monkeypatch.setattr(decode, "_seconds", lambda engine, prompts, tokens: float(tokens))
+    formats = [(name, {}) for name in ("kitty2", "squat2", "klt3")]
+    assert len([*decode.rows("m", formats, decode.Load(1, 1, 1, 1))]) == 3
+    assert most == 2
 
 
 def test_slow_tables() -> None:
