@@ -119,7 +119,7 @@ def _gpu(within: Path, patch: pytest.MonkeyPatch) -> Words:
     """Two shapes of three kernels; a third shape is left out, and a kernel refuses."""
     patch.setenv("TRITON_INTERPRET", "1")
 
-    def steps(device: Any, formats: Any, shapes: Any, deadline: float, results: Results) -> None:
+    def steps(device: Any, formats: Any, shapes: Any, results: Results) -> None:
         results.take("copy", 0, 0, lambda: (1e-12, 1))
         results.note(REFUSED)
         for context in (64, 128):

@@ -148,6 +148,7 @@ def test_a_server_that_fails_is_said(
     ("words", "sentence"),
     [
         (["demo", "--cache-bytes", "much"], "'much' is not a size such as 80G or 512M"),
+        (["demo", "--formats", "auto"], "--formats auto is bf16, which is measured in any case; name a cache"),
         (["demo", "--requests", "4"], "4 requests are fewer than the 32 that are to run at once"),
         (["demo", "--prompt", "9000"], "positions, and requests take"),
         (["/nowhere"], "there is no folder '/nowhere'"),
