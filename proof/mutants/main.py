@@ -191,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.report and (options.only or not options.all):
         parser.error("--report is for all faults: --all, without --only")
     chosen = [f for f in FAULTS if (options.all or not f.slow) and options.only in f"{f.name} {f.file}"]
+    chosen.sort(key=lambda fault: fault.slow)  # a run that is stopped has found most
     if not chosen or options.jobs < 1:
         parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
     kept = Kept(options.kept, ROOT) if options.kept else None

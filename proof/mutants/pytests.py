@@ -146,6 +146,8 @@ def end(pid: int) -> None:
         child.send_signal(signal.SIGINT)
         with contextlib.suppress(psutil.TimeoutExpired):
             child.wait(TIDY_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # with what it has started since
         for process in (*tree, child):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
