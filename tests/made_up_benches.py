@@ -29,6 +29,7 @@ MODEL = "a <b>model & <script>"
 REFUSED = "flash_attn: </td><script>alert(1)</script>&amp;"
 """What a kernel may say when it refuses a GPU."""
 NINE = "kitty2,squat2,polar4,innerq2,kivi2,kivi4,klt3,qjl3,squat2:W=64"
+"""One more than a picture names."""
 Words = list[str]
 
 

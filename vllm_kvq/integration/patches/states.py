@@ -39,7 +39,7 @@ def _have_started() -> bool:
     return ssu_dispatch._mamba_ssu_backend is not None
 
 
-def leave_checkpoints_out(_: Any = None) -> None:
+def leave_checkpoints_out(_: VllmConfig | None = None) -> None:
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     def make(own: Any) -> Any:

@@ -8,15 +8,18 @@ another, and what a window layer finds behind a request's end must not be NaN al
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Moment, Patch
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 ZERO = "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids"
 
 
-def zero_all_groups(_: Any) -> None:
+def zero_all_groups(_: VllmConfig) -> None:
     from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
     def make(zero: Any) -> Any:

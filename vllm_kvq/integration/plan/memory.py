@@ -11,12 +11,12 @@ import math
 import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 GIB = 1 << 30
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -100,7 +100,7 @@ def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
     return CacheMemory(max(left, 0), because, problem)
 
 
-def weight_bytes(model: Any) -> int:
+def weight_bytes(model: ModelConfig) -> int:
     """Size of the checkpoint, as far as it is on this machine."""
     folder = Path(model.model)
     if not folder.is_dir():
