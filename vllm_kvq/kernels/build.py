@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq.kernels import compiled, trust
+from vllm_kvq.kernels.folders import CACHE, named_folder, user_folder
 
 # only a name: a vLLM server shows what is logged below `vllm`
 logger = logging.getLogger("vllm.kvq")
@@ -67,9 +68,9 @@ PREBUILT = Path(__file__).resolve().parents[1] / "_prebuilt"
 """Where a wheel carries its library. A checkout has no such folder."""
 
 
-_OWN = "set VLLM_KVQ_CACHE to a folder that belongs to this user and that only this user can write to"
-_ROOM = "make room where compiled kernels are kept and in $TMPDIR, or set VLLM_KVQ_CACHE and TMPDIR to other folders"
-_ELSEWHERE = "set VLLM_KVQ_CACHE to a folder that can be written"
+_OWN = f"set {CACHE} to a folder that belongs to this user and that only this user can write to"
+_ROOM = f"make room where compiled kernels are kept and in $TMPDIR, or set {CACHE} and TMPDIR to other folders"
+_ELSEWHERE = f"set {CACHE} to a folder that can be written"
 _MEMORY = "free some memory, or compile one source at a time: taskset -c 0 python -m vllm_kvq.kernels"
 _ADVICE = {
     "No space left on device": _ROOM,
@@ -168,20 +169,16 @@ def _ffi() -> tuple[list[str], str, str]:
 
 def _cache_dir() -> Path:
     """$VLLM_KVQ_CACHE, else the package's own directory, else the user's cache."""
-    if os.environ.get("VLLM_KVQ_CACHE"):
-        path = Path(os.environ["VLLM_KVQ_CACHE"])
+    if (path := named_folder()) is not None:
         try:
             path.mkdir(0o755, parents=True, exist_ok=True)
         except OSError as error:
-            raise BuildError(f"VLLM_KVQ_CACHE is {path}, which can't be made a folder: {error.strerror}") from error
+            raise BuildError(f"{CACHE} is {path}, which can't be made a folder: {error.strerror}") from error
         if (who := trust.folder_writers(path)) is not None:
-            raise BuildError(f"VLLM_KVQ_CACHE is {path}, from which no library is loaded, because {who}; {_OWN}")
+            raise BuildError(f"{CACHE} is {path}, from which no library is loaded, because {who}; {_OWN}")
         return path
-    candidates = [Path(__file__).resolve().parents[1] / "_build"]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        candidates.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq")
     problems = []
-    for path in candidates:
+    for path in filter(None, (Path(__file__).resolve().parents[1] / "_build", user_folder())):
         try:
             path.mkdir(0o755, parents=True, exist_ok=True)
         except OSError as error:

@@ -26,6 +26,7 @@ from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.plan.fingerprint import DIGITS, digest, model_meaning
 from vllm_kvq.integration.plan.problem import Problem
 from vllm_kvq.integration.plan.weights import weights_folder
+from vllm_kvq.kernels.folders import named_folder, user_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 VERSION = "1"
 """The version of how constants are fitted and written: files of another version are refused."""
-CACHE = "VLLM_KVQ_CACHE"
 SAMPLE = 1 << 16
 """Bytes at each end of a file of weights that tell it from another one."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -130,12 +130,8 @@ def _sample(file: Path) -> str:
 
 def _folder() -> Path | None:
     """Created by whoever writes. None for a user without a home who has named no other folder."""
-    if named := os.environ.get(CACHE):
-        return Path(named) / "calibration"
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq" / "calibration"
-    except RuntimeError:
-        return None
+    folder = named_folder() or user_folder()
+    return None if folder is None else folder / "calibration"
 
 
 # -- reading and writing ---------------------------------------------------------------------------------------------

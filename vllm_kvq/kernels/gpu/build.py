@@ -22,6 +22,7 @@ from typing import Any
 from vllm_kvq.kernels import build as shared
 from vllm_kvq.kernels import compiled
 from vllm_kvq.kernels.build import BuildError
+from vllm_kvq.kernels.folders import CACHE
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities, as in 90, that are compiled and checked in CI."""
@@ -82,7 +83,7 @@ def _target(architecture: int) -> Path:
         return target
     raise BuildError(
         f"no CUDA kernels for sm_{architecture}: no built library in {target.parent} and no nvcc on the path "
-        "(install the CUDA toolkit, set CUDA_HOME, or build elsewhere and set VLLM_KVQ_CACHE)"
+        f"(install the CUDA toolkit, set CUDA_HOME, or build elsewhere and set {CACHE})"
     )
 
 
