@@ -20,8 +20,8 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's folder, where nobody trusts the package's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(CACHE, raising=False)
-    package, real = Path(build.__file__).parents[1] / "_build", trust.folder_writers
-    monkeypatch.setattr(trust, "folder_writers", lambda at: "somebody" if at == package else real(at))
+    real = trust.folder_writers
+    monkeypatch.setattr(trust, "folder_writers", lambda at: "somebody" if at == build.BUILT else real(at))
     return tmp_path / "cache" / "vllm_kvq"
 
 

@@ -4,8 +4,9 @@ The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPac
 works and one build serves every torch. Each instruction set is its own translation unit; the processor's is chosen at
 run time. A wheel for a platform (scripts/build_wheel.py) carries the library of exactly its sources in `_prebuilt`;
 then nothing is compiled. Otherwise the library is built into the package's `_build` directory if that is writable, else
-into the user's cache; under a temporary name that is renamed when complete, so no process ever sees half a file. If
-several processes need it at once, one compiles and the others wait. That takes minutes, so the log reports progress.
+into the user's cache; it is found in both. It has a temporary name until it is complete, so no process ever sees half a
+file. If several processes need it at once, one compiles and the others wait. That takes minutes, so the log reports
+progress.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ _UNFINISHED = "tmp-library-"
 
 PREBUILT = Path(__file__).resolve().parents[1] / "_prebuilt"
 """Where a wheel carries its library. A checkout has no such folder."""
+
+BUILT = Path(__file__).resolve().parents[1] / "_build"
+"""The package's own folder for what is compiled here. Others than its owner only read it."""
 
 
 _OWN = f"set {CACHE} to a folder that belongs to this user and that only this user can write to"
@@ -178,7 +182,7 @@ def _cache_dir() -> Path:
             raise BuildError(f"{CACHE} is {path}, from which no library is loaded, because {who}; {_OWN}")
         return path
     problems = []
-    for path in filter(None, (Path(__file__).resolve().parents[1] / "_build", user_folder())):
+    for path in filter(None, (BUILT, user_folder())):
         try:
             path.mkdir(0o755, parents=True, exist_ok=True)
         except OSError as error:
@@ -191,6 +195,16 @@ def _cache_dir() -> Path:
         else:
             return path
     raise BuildError(f"there is no folder for compiled kernels: {', '.join(problems)}; {_OWN}")
+
+
+def place(name: str) -> Path:
+    """The path of a library: where there is one that can be loaded, else where it is to be compiled.
+
+    The package's own folder is read even by those who can't write to it: an image's kernels are compiled by root.
+    """
+    folders = (BUILT, user_folder()) if (named := named_folder()) is None else (named,)
+    there = (folder / name for folder in folders if folder is not None and compiled.is_there(folder / name))
+    return next(there, None) or _cache_dir() / name
 
 
 def advised(error: Exception) -> BuildError:
@@ -256,7 +270,7 @@ def _compile(lines: list[list[str]], workers: int) -> None:
 
 
 def _target(name: str) -> Path:
-    return _cache_dir() / f"{name}-{_key(compiler(), source_dir(name))}.so"
+    return place(f"{name}-{_key(compiler(), source_dir(name))}.so")
 
 
 def folder_problem() -> str | None:

@@ -78,7 +78,7 @@ def run_compiler(command: list[str], target: Path) -> Path:
 
 def _target(architecture: int) -> Path:
     """The path of the library for one architecture. BuildError if it does not exist and can't be built."""
-    target = shared._cache_dir() / f"cuda-sm{architecture}-{_digest(FLAGS)}.so"
+    target = shared.place(f"cuda-sm{architecture}-{_digest(FLAGS)}.so")
     if compiled.is_there(target) or nvcc() is not None:
         return target
     raise BuildError(
@@ -115,7 +115,7 @@ def build(architecture: int) -> Path:
 def build_emulation() -> Path:
     """The same source for CPU tensors (csrc/cuda/emulate.h): slow, only for tests."""
     compiler = shared.compiler()
-    target = shared._cache_dir() / f"cuda-emulated-{_digest(EMULATION_FLAGS, compiler)}.so"
+    target = shared.place(f"cuda-emulated-{_digest(EMULATION_FLAGS, compiler)}.so")
     if compiled.is_there(target):
         return target
     includes, library, _ = shared._ffi()
