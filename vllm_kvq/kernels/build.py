@@ -100,7 +100,7 @@ def source_dir(name: str = "cpu") -> Path:
     for path in (package / "csrc" / name, package.parent / "csrc" / name):
         if path.is_dir():
             return path
-    raise BuildError(f"the C++ sources (csrc/{name}) are not installed")
+    raise BuildError(f"the sources in csrc/{name} are not installed")
 
 
 def compiler() -> list[str]:
@@ -140,7 +140,7 @@ def sources_key(directory: Path) -> str:
 
 def _key(command: list[str], directory: Path) -> str:
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
-    compiled_by = repr((command, version, extra_flags(), _ffi()[1:]))
+    compiled_by = repr((command, version, extra_flags(), ffi()[1:]))
     return hashlib.sha256((compiled_by + sources_key(directory)).encode()).hexdigest()[:16]
 
 
@@ -164,7 +164,7 @@ def prebuilt(name: str = "cpu") -> Path | None:
     return path
 
 
-def _ffi() -> tuple[list[str], str, str]:
+def ffi() -> tuple[list[str], str, str]:
     import tvm_ffi
     from tvm_ffi import libinfo
 
@@ -214,11 +214,13 @@ def advised(error: Exception) -> BuildError:
     return BuildError(sentence if advice is None else f"{sentence}; {advice}")
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
+    """A compiler, which says in English what is wrong."""
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=english)
     if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[-4000:]}\n{_cause(done.stderr)}")
+        said = done.stderr or done.stdout
+        raise BuildError(f"{' '.join(command)}\n{said.strip()[-4000:]}\n{_cause(said)}")
 
 
 def _cause(said: str) -> str:
@@ -228,18 +230,20 @@ def _cause(said: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """A lock between processes; released when its process exits, even after a crash."""
+def alone(folder: Path) -> Iterator[Path]:
+    """A new folder in this one, to compile in, under a lock between processes. The lock is released when its process
+    exits, even after a crash."""
     with open(folder / "lock", "w") as file:
         with contextlib.suppress(OSError):  # a file system without locks: then every process compiles
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                logger.info("kvq: waiting for another process that is compiling the C++ kernels")
+                logger.info("kvq: waiting for another process that is compiling kernels")
                 fcntl.flock(file, fcntl.LOCK_EX)
             for left in folder.glob(f"{_UNFINISHED}*"):  # of a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
-        yield
+        with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as made:
+            yield Path(made)
 
 
 def _compile(lines: list[list[str]], workers: int) -> None:
@@ -254,7 +258,7 @@ def _compile(lines: list[list[str]], workers: int) -> None:
         "" if minutes == 1 else "s",
     )
     with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(_run, line) for line in lines}
+        running = {pool.submit(run, line) for line in lines}
         try:
             while running:
                 done, running = wait(running, timeout=SILENT_SECONDS, return_when=FIRST_COMPLETED)
@@ -302,22 +306,22 @@ def build(name: str = "cpu") -> Path:
         target = _target(name)
         if compiled.is_there(target):
             return target
-        includes, library, _ = _ffi()
-        with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent, prefix=_UNFINISHED) as tmp:
+        includes, library, _ = ffi()
+        with alone(target.parent) as made:
             if compiled.is_there(target):
                 return target
             if target.exists():
                 logger.warning("kvq: %s %s; it is compiled again", target, compiled.problem(target))
             include = [f"-isystem{i}" for i in includes]
             every = sources(directory)
-            objects = [f"{tmp}/{source.parent.name}-{source.stem}.o" for source in every]
+            objects = [str(made / f"{source.parent.name}-{source.stem}.o") for source in every]
             lines = [
                 [*command, *flags_of(source), *include, "-c", str(source), "-o", target]
                 for source, target in zip(every, objects, strict=True)
             ]
             _compile(lines, len(os.sched_getaffinity(0)))
-            _run([*command, *extra_flags(), "-shared", "-o", f"{tmp}/out.so", *objects, library])
-            compiled.publish(Path(tmp, "out.so"), target)
+            run([*command, *extra_flags(), "-shared", "-o", str(made / "out.so"), *objects, library])
+            compiled.publish(made / "out.so", target)
         return target
     except (OSError, ImportError, subprocess.SubprocessError, BuildError) as error:
         raise advised(error) from error

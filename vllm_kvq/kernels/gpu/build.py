@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
 FLAGS = ["-std=c++17", "-O3", "-lineinfo"]
 EMULATION_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-Wall", "-DKVQ_EMULATE"]
-
-
-def source_dir() -> Path:
-    package = Path(__file__).resolve().parents[1]
-    for path in (package / "csrc" / "cuda", package.parent / "csrc" / "cuda"):
-        if path.is_dir():
-            return path
-    raise BuildError("the CUDA sources (csrc/cuda) are not installed")
 
 
 def nvcc() -> str | None:
@@ -59,20 +50,22 @@ def architecture_for(capability: tuple[int, int]) -> int:
 
 def _digest(*more: object) -> str:
     """A hash of the sources and whatever else affects the result, but not of nvcc's version: nvcc may be absent."""
-    digest = hashlib.sha256(repr((*more, shared._ffi()[2])).encode())
-    directory = source_dir()
-    for path in sorted(directory.iterdir()):
+    digest = hashlib.sha256(repr((*more, shared.ffi()[2])).encode())
+    for path in sorted(shared.source_dir("cuda").iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
+def _source() -> str:
+    return str(shared.source_dir("cuda") / "api.cu")
+
+
 def run_compiler(command: list[str], target: Path) -> Path:
-    """The target, which appears only when it is complete."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
-        done = subprocess.run([*command, "-o", f"{tmp}/out"], capture_output=True, text=True)
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)}\n{(done.stderr or done.stdout).strip()[-4000:]}")
-        compiled.publish(Path(tmp, "out"), target)
+    """The target, which appears only when it is complete. One process compiles it while the others wait."""
+    with shared.alone(target.parent) as made:
+        if not compiled.is_there(target):  # another process may have made it meanwhile
+            shared.run([*command, "-o", str(made / "out")])
+            compiled.publish(made / "out", target)
     return target
 
 
@@ -103,10 +96,10 @@ def build(architecture: int) -> Path:
         if compiled.is_there(target):
             return target
         compiler = nvcc() or ""
-        includes, library, _ = shared._ffi()
+        includes, library, _ = shared.ffi()
         command = [compiler, *FLAGS, "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
         command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
-        command += [f"-I{i}" for i in includes] + [str(source_dir() / "api.cu"), library]
+        command += [f"-I{i}" for i in includes] + [_source(), library]
         return run_compiler(command, target)
     except (OSError, ImportError, subprocess.SubprocessError, BuildError) as error:
         raise shared.advised(error) from error
@@ -118,9 +111,9 @@ def build_emulation() -> Path:
     target = shared.place(f"cuda-emulated-{_digest(EMULATION_FLAGS, compiler)}.so")
     if compiled.is_there(target):
         return target
-    includes, library, _ = shared._ffi()
+    includes, library, _ = shared.ffi()
     command = [*compiler, *EMULATION_FLAGS, "-shared", *(f"-isystem{i}" for i in includes)]
-    return run_compiler([*command, "-x", "c++", str(source_dir() / "api.cu"), "-x", "none", library], target)
+    return run_compiler([*command, "-x", "c++", _source(), "-x", "none", library], target)
 
 
 def _load(path: Path) -> Any:
