@@ -67,7 +67,7 @@ MEANING = (
     ),
     Fault(
         "a checkpoint weighs what its largest file weighs",
-        f"{PLAN}/memory.py",
+        f"{PLAN}/weights.py",
         "            return sum(found)\n",
         "            return max(found)\n",
         f"{REFUSALS} shards",

@@ -87,6 +87,7 @@ class Tree:
         return {"CXX": " ".join([sys.executable, str(COMPILER), str(self._objects), *build.compiler()])}
 
     def _answers_within(self, seconds: float) -> bool:
+        assert self._warm.stdout is not None
         return bool(select.select([self._warm.stdout], [], [], seconds)[0])
 
     def _line(self) -> int | None:
