@@ -13,7 +13,7 @@ import torch
 import vllm
 from engine_arguments import kvq
 
-from vllm_kvq.integration.plan import memory
+from vllm_kvq.integration.plan import memory, weights
 from vllm_kvq.integration.plan.drafts import draft_problem
 from vllm_kvq.integration.plan.problem import Problem, Refused
 
@@ -152,9 +152,9 @@ def test_memory_that_is_not_free(model: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_weights_are_those_of_all_shards(tmp_path: Path) -> None:
     """And of one kind of files, where a checkpoint has two."""
-    for name, size in (("model-1.safetensors", 300), ("model-2.safetensors", 200), ("pytorch_model.bin", 500)):
+    for name, size in (("model-1.safetensors", 300), ("model-2.safetensors", 200), ("pytorch_model.bin", 700)):
         (tmp_path / name).write_bytes(bytes(size))
-    assert memory.weight_bytes(SimpleNamespace(model=str(tmp_path), revision=None)) == 500
+    assert weights.weight_bytes(tmp_path) == 500
 
 
 def test_option_n_sets_the_block_size(model: Path) -> None:
