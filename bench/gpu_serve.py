@@ -98,24 +98,28 @@ def preemptions(url: str) -> int:
     return round(read_metrics(url).get(PREEMPTIONS, 0.0))
 
 
-def measure(plan: Plan, cache: str, url: str, rounds: int) -> Iterator[Row]:
-    ask(url, [prompt(300, 1)], 8)  # the first request compiles what the start left
-    for batch, context in plan.cells:
-        firsts, tokens = [], []
-        for turn in range(rounds):
-            prompts = [prompt(context, 1000 * context + 100 * turn + i) for i in range(batch)]
-            firsts += [ask(url, [p], 2)[0].first for p in prompts]
-            tokens += [t.step for t in ask(url, prompts, plan.tokens) if not math.isnan(t.step)]
-        step = statistics.median(tokens) if tokens else math.nan
-        yield Row(cache, batch, context, 1e3 * statistics.median(firsts), 1e3 * step, batch / step, preemptions(url))
-    (batch, context), before = plan.load, preemptions(url)
-    prompts = [prompt(context, 7_000_000 + i) for i in range(batch)]
-    start = time.perf_counter()
-    turns = ask(url, prompts, plan.load_tokens)
-    took = time.perf_counter() - start
-    first = statistics.median(t.first for t in turns)
-    lost = preemptions(url) - before
-    yield Row(cache, batch, context, 1e3 * first, math.nan, batch * plan.load_tokens / took, lost)
+def measure(plan: Plan, cache: str, running: Server, rounds: int) -> Iterator[Row]:
+    url = running.url
+    with watched(running):
+        ask(url, [prompt(300, 1)], 8)  # the first request compiles what the start left
+        for batch, context in plan.cells:
+            firsts, tokens = [], []
+            for turn in range(rounds):
+                prompts = [prompt(context, 1000 * context + 100 * turn + i) for i in range(batch)]
+                firsts += [ask(url, [p], 2)[0].first for p in prompts]
+                tokens += [t.step for t in ask(url, prompts, plan.tokens) if not math.isnan(t.step)]
+            step = statistics.median(tokens) if tokens else math.nan
+            yield Row(
+                cache, batch, context, 1e3 * statistics.median(firsts), 1e3 * step, batch / step, preemptions(url)
+            )
+        (batch, context), before = plan.load, preemptions(url)
+        prompts = [prompt(context, 7_000_000 + i) for i in range(batch)]
+        start = time.perf_counter()
+        turns = ask(url, prompts, plan.load_tokens)
+        took = time.perf_counter() - start
+        first = statistics.median(t.first for t in turns)
+        lost = preemptions(url) - before
+        yield Row(cache, batch, context, 1e3 * first, math.nan, batch * plan.load_tokens / took, lost)
 
 
 def server(plan: Plan, cache: str, path: Path, cache_bytes: str, share: float, log: Path) -> Server:
@@ -152,11 +156,10 @@ def main() -> int:
         for cache, one in started.items():
             try:
                 one.wait_until_healthy(START_SECONDS)
-                with watched(one):
-                    for row in measure(plan, cache, one.url, args.rounds):
-                        print(row, flush=True)
-                        write.writerow(astuple(row))
-                        file.flush()
+                for row in measure(plan, cache, one, args.rounds):
+                    print(row, flush=True)
+                    write.writerow(astuple(row))
+                    file.flush()
             except ServerError as error:
                 failed = 1
                 print(f"FAILED: {cache}: {error}", *error.log_tail, sep="\n", file=sys.stderr, flush=True)

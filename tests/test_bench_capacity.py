@@ -154,7 +154,10 @@ def test_a_server_that_fails_is_said(
         (["/nowhere"], "there is no folder '/nowhere'"),
     ],
 )
-def test_bad_input(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(capacity, "rows", lambda *_: pytest.fail("a server would be started"))
     with pytest.raises(SystemExit) as stop:
         command.main(words)
     assert stop.value.code == 2
