@@ -11,6 +11,7 @@ All options of `vllm serve` that describe an engine are understood. To start ove
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -25,16 +26,26 @@ Question = dict[str, Any]
 OURS = ("answer", "tokens")
 
 
+def at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
 def questions(path: Path) -> list[Question]:
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            question = json.loads(line)
-            if not isinstance(question, dict) or ("prompt" in question) == ("messages" in question):
-                raise ValueError('not an object with either "prompt" or "messages"')
-        except ValueError as e:
-            sys.exit(f"{path}, line {number}: {e}")
-        found.append(question)
+    with path.open(encoding="utf-8") as lines:  # not splitlines: a text may hold what that takes for the end of a line
+        for number, line in enumerate(lines, 1):
+            try:
+                question = json.loads(line)
+                if not isinstance(question, dict) or ("prompt" in question) == ("messages" in question):
+                    raise ValueError('not an object with either "prompt" or "messages"')
+                if taken := question.keys() & {*OURS}:
+                    raise ValueError(f"the job writes {min(taken)!r}; give yours another name")
+            except ValueError as e:
+                sys.exit(f"{path}, line {number}: {e}")
+            found.append(question)
     return found
 
 
@@ -65,9 +76,9 @@ def main() -> None:
     parser = FlexibleArgumentParser(description=__doc__)
     parser.add_argument("questions", type=Path)
     parser.add_argument("answers", type=Path)
-    parser.add_argument("--tokens", type=int, default=256, help="maximum tokens per answer (default: 256)")
+    parser.add_argument("--tokens", type=at_least_one, default=256, help="maximum tokens per answer (default: 256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: 0)")
-    parser.add_argument("--piece", type=int, default=256, help="questions asked at a time (default: 256)")
+    parser.add_argument("--piece", type=at_least_one, default=256, help="questions asked at a time (default: 256)")
     load_general_plugins()  # the values of --kv-cache-dtype
     EngineArgs.add_cli_args(parser)
     args = parser.parse_args()

@@ -53,7 +53,7 @@ def main() -> int:
     try:
         check_python(sys.version_info[:2])
         check_compiler()
-        with Path(__file__).open() as lock:
+        with Path(__file__).open(encoding="utf-8") as lock:
             wait_for_other_bootstrap(lock)
             bootstrap(root)
     except BootstrapError as error:

@@ -17,8 +17,9 @@ from vllm_kvq.bench.gpu import chunks, table
 from vllm_kvq.bench.gpu.results import Results
 from vllm_kvq.bench.timing import Row
 from vllm_kvq.cli.bench import slow as slow_command
-from vllm_kvq.cli.bench.report import Drawn, Report
+from vllm_kvq.cli.bench.report import Report
 from vllm_kvq.cli.page.document import Page
+from vllm_kvq.cli.page.plots import Drawn
 from vllm_kvq.console import Table
 from vllm_kvq.drawing import Picture
 

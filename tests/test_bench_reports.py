@@ -19,7 +19,7 @@ from vllm_kvq.bench import figures, slow
 from vllm_kvq.bench.figures import Curves
 from vllm_kvq.bench.gpu import kept
 from vllm_kvq.bench.gpu.results import Results
-from vllm_kvq.cli.bench.report import NO_PLOT
+from vllm_kvq.cli.page.plots import NO_PLOT
 from vllm_kvq.console import Table
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.processor import processor_name
@@ -31,7 +31,7 @@ Drawn = list[tuple[dict[str, Curves], figures.Scale]]
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    return [*csv.DictReader(path.open())]
+    return [*csv.DictReader(path.open(encoding="utf-8"))]
 
 
 def by_name(table: Table) -> dict[str, dict[str, str]]:

@@ -264,7 +264,8 @@ sys.exit(main.main(["--jobs", "2"]))
 
 def processes(pids: Path) -> list[psutil.Process]:
     """Those of these processes that are running."""
-    found = [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
+    numbers = map(int, pids.read_text(encoding="utf-8").split())
+    found = [psutil.Process(pid) for pid in numbers if psutil.pid_exists(pid)]
     return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -52,7 +52,7 @@ def test_drawn_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown(path: Path) -> list[str]:
     """The words of a picture, whose letters stay letters."""
-    return re.findall(r"<text [^>]*>([^<]+)</text>", path.read_text())
+    return re.findall(r"<text [^>]*>([^<]+)</text>", path.read_text(encoding="utf-8"))
 
 
 def test_the_recording_shows_check_as_it_is() -> None:

@@ -88,7 +88,7 @@ def write(folder: Path, pairs: dict[str, Pair], checkpoint: Path) -> Path:
     save_file(matrices, folder / "adapter_model.safetensors")
     settings = {"r": RANK, "lora_alpha": SCALE * RANK, "target_modules": INTO, "bias": "none", "task_type": "CAUSAL_LM"}
     config = {"peft_type": "LORA", "base_model_name_or_path": str(checkpoint), **settings}
-    (folder / CONFIG).write_text(json.dumps(config))
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -30,7 +30,7 @@ def conversations(folder: Path) -> Path:
 
     found = [{"id": str(i), "conversations": [said("human"), said("gpt")]} for i in range(4 * REQUESTS)]
     path = folder / "conversations.json"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(found), encoding="utf-8")
     return path
 
 
@@ -49,7 +49,7 @@ def bench(kind: str, endpoint: Endpoint) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60 * MINUTES)
     if done.returncode:
         raise Wrong(f"it exited with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
-    return judged(json.loads(out.read_text()))
+    return judged(json.loads(out.read_text(encoding="utf-8")))
 
 
 def judged(found: dict[str, Any]) -> str:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if setup.name in options.only:
                 rows += found(setup, options, options.folder or Path(folder))
     if options.report:
-        options.report.write_text(page(rows, options))
+        options.report.write_text(page(rows, options), encoding="utf-8")
     print(f"{len(rows) - failed(rows)} of {len(rows)} cases passed")
     return int(bool(failed(rows)))
 
@@ -68,7 +68,7 @@ def found(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / f"{setup.name}, {options.model.name}, {options.kv_cache_dtype}, {options.dtype}.json"
     if kept.exists():
-        rows = [Row(**row) for row in json.loads(kept.read_text())]
+        rows = [Row(**row) for row in json.loads(kept.read_text(encoding="utf-8"))]
         if not failed(rows):
             return rows
     try:
@@ -76,7 +76,7 @@ def found(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
     except (ServerError, Wrong) as error:
         say("\n".join([*getattr(error, "log_tail", ()), f"  FAILED  {setup.name}: {error}"]))
         rows = [Row(setup.name, "-", "start and stop", str(error), False, 0)]
-    kept.write_text(json.dumps([asdict(row) for row in rows]))
+    kept.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
     return rows
 
 
@@ -96,7 +96,9 @@ def serve(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
             verdict = "passed" if row.passed else "FAILED"
             say(f"  {verdict}  {row.client}: {row.what} ({row.seconds:.0f} s): {row.found}")
         if status := server.stop():
-            raise ServerError(f"the server exited with status {status}", log.read_text().splitlines()[-20:])
+            raise ServerError(
+                f"the server exited with status {status}", log.read_text(encoding="utf-8").splitlines()[-20:]
+            )
     return rows
 
 

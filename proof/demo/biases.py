@@ -224,14 +224,14 @@ def _scale_values(at: _Head, sizes: Tensor, profile: Profile, generator: torch.G
 def read(model: Path) -> tuple[LlamaShape, dict[str, Tensor], Tensor]:
     """A checkpoint's shape and weights (in their own dtype), and the tokens of `TEXT`."""
     try:
-        shape = shape_of(json.loads((model / "config.json").read_text()))
+        shape = shape_of(json.loads((model / "config.json").read_text(encoding="utf-8")))
         weights = load_file(model / "model.safetensors")
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     except KeyError as missing:
         raise ValueError(f"config.json is not that of a plain Llama: {missing} is missing") from None
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{model} holds no checkpoint in one file: {error}") from None
-    return shape, weights, torch.tensor(tokenizer.encode(TEXT.read_text()).ids[:TOKENS])
+    return shape, weights, torch.tensor(tokenizer.encode(TEXT.read_text(encoding="utf-8")).ids[:TOKENS])
 
 
 def save(model: Path, out: Path, shape: LlamaShape, weights: Mapping[str, Tensor]) -> None:
@@ -241,8 +241,8 @@ def save(model: Path, out: Path, shape: LlamaShape, weights: Mapping[str, Tensor
         if file.is_file() and file.name not in ("config.json", "model.safetensors"):
             shutil.copy(file, out)
     save_file(dict(weights), out / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text()) | {"attention_bias": shape.attention_bias}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"attention_bias": shape.attention_bias}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def hardness_table(caches: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> str:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.report and options.replay:
         parser.error("--report is for a run, not for one case")
     try:
-        case = Case.from_json(json.loads(options.replay.read_text())) if options.replay else None
+        case = Case.from_json(json.loads(options.replay.read_text(encoding="utf-8"))) if options.replay else None
     except (OSError, ValueError, RecursionError) as error:
         parser.error(f"--replay {options.replay} holds no case: {error}")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -125,7 +125,7 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
         print(json.dumps(case.to_json()))
         report |= {"case": case.to_json(), "messages": messages}
     if options.counts:
-        options.counts.write_text(json.dumps(report))
+        options.counts.write_text(json.dumps(report), encoding="utf-8")
     return int(session.finding is not None)
 
 

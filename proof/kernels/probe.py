@@ -35,7 +35,7 @@ def library() -> ctypes.CDLL:
 
 def code_of(part: str) -> tuple[int, int]:
     """The addresses of the code of the one loaded library with `part` in its path."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    lines = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
     found = [x for x in lines if len(x) == 6 and "x" in x[1] and part in x[5]]
     if len({x[5] for x in found}) != 1:
         raise ValueError(f"not one but {len({x[5] for x in found})} loaded libraries are called {part}")

@@ -87,7 +87,7 @@ def run(kinds: tuple[str, ...], compiler: list[str], command: list[str]) -> int:
     if "thread" in kinds:
         # the thread sanitizer's address map does not fit the most random layouts of newer kernels
         command = ["setarch", platform.machine(), "-R", *command]
-    with tempfile.NamedTemporaryFile("w", suffix=".supp") as suppressions:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".supp") as suppressions:
         suppressions.write(_SUPPRESSIONS)
         suppressions.flush()
         return subprocess.run(command, env=environment(kinds, compiler, suppressions.name)).returncode

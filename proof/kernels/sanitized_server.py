@@ -67,7 +67,7 @@ def _serve(model: Path, name: str, library: Path, log: Path) -> list[str]:
 def _loaded(pid: int, library: Path) -> bool:
     """Whether a process of the server has loaded the library."""
     processes = psutil.Process(pid).children(recursive=True)
-    return any(str(library) in Path(f"/proc/{p.pid}/maps").read_text() for p in processes)
+    return any(str(library) in Path(f"/proc/{p.pid}/maps").read_text(encoding="utf-8") for p in processes)
 
 
 def _answers(url: str) -> list[str]:

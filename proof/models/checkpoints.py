@@ -121,7 +121,7 @@ def write_adapter(path: Path, config: Any, rank: int = 8) -> Path:
         "lora_alpha": rank,
         "target_modules": list(sizes),
     }
-    (path / "adapter_config.json").write_text(json.dumps(about))
+    (path / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
     return path
 
 

@@ -71,7 +71,7 @@ PROGRAMS = (
     ),
     Fault(
         "answers with other constants are taken for the same",
-        f"{HUMAN_EVAL}/run.py",
+        "vllm_kvq/eval/run/comparison.py",
         "            **named(choice, self.servers),\n",
         "",
         f"{ANSWERS} servers_constants",

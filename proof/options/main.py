@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.cases < 1 or (options.minutes is not None and options.minutes <= 0):
         parser.error("--cases and --minutes must be positive")
     try:
-        cases = [Case.from_json(json.loads(options.replay.read_text()))] if options.replay else None
+        cases = [Case.from_json(json.loads(options.replay.read_text(encoding="utf-8")))] if options.replay else None
     except (OSError, ValueError, RecursionError) as error:
         parser.error(f"--replay {options.replay} holds no case: {error}")
     torch.set_num_threads(1)  # small tensors: threads would only wait for each other

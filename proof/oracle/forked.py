@@ -78,7 +78,9 @@ class _Forked:
                 raise EngineFailed(f"no answer within {self.timeout:.0f} seconds")
             good, answer = self.pipe.recv()
         except (EOFError, ConnectionError):
-            raise EngineFailed(f"the engine's process died\n{self.log.read_text(errors='replace')[-4000:]}") from None
+            raise EngineFailed(
+                f"the engine's process died\n{self.log.read_text(errors='replace', encoding='utf-8')[-4000:]}"
+            ) from None
         if not good:
             raise EngineFailed(answer)
         return answer

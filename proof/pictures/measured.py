@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "quality"
 
 def rows(name: str, metric: str, task: str = "text") -> list[Row]:
     """One metric of all formats that a file has; the 16-bit cache has no error by definition."""
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         found = [row for row in csv.DictReader(file) if row["task"] == task and row["label"] != PLAIN]
     return [_row(row, metric) for row in found]
 

@@ -23,7 +23,7 @@ def data() -> dict[str, bars.Times]:
 
 def times(path: Path) -> bars.Times:
     found: dict[str, dict[int, tuple[float, float]]] = {}
-    with path.open(newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if row["kernel"] not in BASELINES:
                 at = found.setdefault(row["kernel"], {})

@@ -22,7 +22,7 @@ LEAST = 1e-5
 
 
 def recorded(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(newline="") as file:
+    with (RESULTS / name).open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 

@@ -24,7 +24,7 @@ def compiled(part: int, head_size: int) -> tuple[Program, list[Step]]:
     """Raises BuildError without nvcc."""
     with tempfile.TemporaryDirectory() as directory:
         path = one_kernel(loading.emulated or 90, head_size, part, Path(directory), "ptx")
-        program = parse(path.read_text())
+        program = parse(path.read_text(encoding="utf-8"))
     return program, translate(program)
 
 

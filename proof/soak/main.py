@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.minutes <= 0 or options.clients < 1:
         parser.error("--minutes and --clients must be positive")
-    # without this the server, which has its own session, would outlive us
+    # without this the server, which has its own process group, would outlive us
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="kvq-soak-") as folder:

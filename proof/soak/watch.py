@@ -19,7 +19,7 @@ def tree_rss(pid: int) -> Counter[str]:
         if not folder.name.isdigit():
             continue
         try:
-            fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+            fields = dict(line.split(":", 1) for line in (folder / "status").read_text(encoding="utf-8").splitlines())
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(folder.name)] = int(fields["PPid"])

@@ -119,7 +119,7 @@ def middle(heads: Sequence[Head]) -> Head:
 
 
 def write(path: Path, rows: Sequence[Head] | Sequence[Channel]) -> None:
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in fields(rows[0]))
         writer.writerows([f"{x:.4g}" if isinstance(x, float) else x for x in astuple(row)] for row in rows)

@@ -28,7 +28,7 @@ def checkpoint_of(model: Model, gguf: Path, target: Path) -> None:
         folder = Path(name) / model.name
         folder.mkdir()
         convert(gguf, folder)
-        (folder / ABOUT).write_text(model.about())
+        (folder / ABOUT).write_text(model.about(), encoding="utf-8")
         if target.exists():  # without a configuration, or it would not have been made again
             shutil.rmtree(target)
         folder.rename(target)

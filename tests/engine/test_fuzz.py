@@ -66,7 +66,7 @@ def test_a_stale_page_is_made_small(model: Path) -> None:
 def memory(engine: Any) -> tuple[int, int, int]:
     """Bytes from one packed page to the next, of the whole pool, and those that the process holds."""
     pages = packed_pools(engine.engine)[0]
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     stride = pages.stride(0) * pages.element_size()
     return stride, stride * len(pages), 1024 * int(status["VmRSS"].split()[0])
 
@@ -94,6 +94,6 @@ def test_a_pool_beyond_4_gib(kernels: str, model: Path) -> None:
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
 def test_known_cases(path: Path, model: Path) -> None:
     runners = Runners(str(model))
-    verdict = runners.judge(Case.from_json(json.loads(path.read_text())))
+    verdict = runners.judge(Case.from_json(json.loads(path.read_text(encoding="utf-8"))))
     runners.close()
     assert not verdict.mismatches

@@ -64,7 +64,7 @@ class Tree:
     def of(cls, pid: int) -> Tree:
         server = psutil.Process(pid)
         processes = [server, *server.children(recursive=True)]
-        maps = "".join(Path(f"/proc/{p.pid}/maps").read_text() for p in processes)
+        maps = "".join(Path(f"/proc/{p.pid}/maps").read_text(encoding="utf-8") for p in processes)
         return cls(processes, {path for path in SHARED.findall(maps) if Path(path).exists()})
 
     def find(self, name: str) -> psutil.Process:

@@ -28,7 +28,7 @@ def engine(polite: bool, told: str) -> None:
     if not polite:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     unfinished = Path(f"{told}.unfinished")
-    unfinished.write_text(str(os.getpid()))
+    unfinished.write_text(str(os.getpid()), encoding="utf-8")
     unfinished.rename(told)
     time.sleep(60)
 

@@ -8,8 +8,9 @@ from typing import Any
 from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import USUAL, Results
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.harness import Run
-from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.run.plan import Plan
 from vllm_kvq.eval.run.rows import rows
 from vllm_kvq.eval.run.store import Store
 

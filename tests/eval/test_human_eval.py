@@ -25,7 +25,8 @@ from vllm_kvq.eval.humaneval.chat import BEGUN, SYSTEM, Chat
 from vllm_kvq.eval.humaneval.problems import Problem, definitions, problems
 from vllm_kvq.eval.humaneval.run import Benchmark, Run
 from vllm_kvq.eval.model import Model
-from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.run import comparison
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.store import Store
 
 PROBLEM = Problem(
@@ -295,7 +296,7 @@ def test_answers_belong_to_the_servers_constants(read: Model, monkeypatch: pytes
     keys = []
     for digest in ("1" * 12, "2" * 12):
         known = SimpleNamespace(digest=lambda name, options, digest=digest: digest)
-        monkeypatch.setattr(human_eval_run, "Known", lambda folder, dtype, known=known: known)
+        monkeypatch.setattr(comparison, "Known", lambda folder, dtype, known=known: known)
         todo = benchmark(read, "klt3,squat2", limit=1)
         keys.append([todo.key(choice, 0) for choice in todo.choices])
     changed = [one != other for one, other in zip(*keys, strict=True)]

@@ -79,12 +79,12 @@ def test_a_row_for_each_figure() -> None:
 def test_what_the_harness_is_told(tmp_path: Path, asked: Path) -> None:
     engine = {"pretrained": "m", "max_num_batched_tokens": 32}
     LmEval(("sums", "choices"), tmp_path, 40, engine).run(Choice("squat2", {"r": 8}))
-    told = json.loads(asked.read_text())
+    told = json.loads(asked.read_text(encoding="utf-8"))
     assert told["model"] == "vllm"
     assert told["model_args"] == {**engine, "kv_cache_dtype": "squat2", "additional_config": {"kvq": {"r": 8}}}
     assert (told["tasks"], told["include_path"], told["limit"]) == (["sums", "choices"], str(tmp_path), 40)
     LmEval(("sums",), None, None, engine).run(Choice("auto"))
-    assert {"include_path", "limit"}.isdisjoint(json.loads(asked.read_text().splitlines()[-1]))
+    assert {"include_path", "limit"}.isdisjoint(json.loads(asked.read_text(encoding="utf-8").splitlines()[-1]))
 
 
 def test_its_end_is_told_in_its_last_words(asked: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_command(model: Path, tmp_path: Path, asked: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert "squat2:r=8" in printed
     assert "fp8: lm-evaluation-harness exited with status 1: this processor has no fp8" in printed
-    told = [json.loads(line)["model_args"] for line in asked.read_text().splitlines()]
+    told = [json.loads(line)["model_args"] for line in asked.read_text(encoding="utf-8").splitlines()]
     assert [t["kv_cache_dtype"] for t in told] == ["auto", "fp8", "squat2", "squat2"]
     assert {t["max_model_len"] for t in told} == {512}
     results = Results.load(tmp_path / "out" / "results.json").rows
@@ -130,7 +130,7 @@ def test_the_command(model: Path, tmp_path: Path, asked: Path, capsys: pytest.Ca
     assert all(3 < (r.bits or 0) < 8 for r in results if r.format == "squat2")
     # results are kept: only what failed is tried again
     assert cli.main(arguments) == 0
-    assert len(asked.read_text().splitlines()) == len(told) + 1
+    assert len(asked.read_text(encoding="utf-8").splitlines()) == len(told) + 1
 
 
 @pytest.mark.engine

@@ -21,8 +21,8 @@ from vllm_kvq.eval.reading.caches import cache_of, fp8
 from vllm_kvq.eval.reading.reader import Reader, Reads, Unreadable, refuse
 from vllm_kvq.eval.results.result import READING, Results
 from vllm_kvq.eval.run import reading as reading_run
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.harness import Run
-from vllm_kvq.eval.run.plan import REFERENCE
 from vllm_kvq.eval.run.rows import rows
 from vllm_kvq.eval.run.store import Store, reading_sources
 from vllm_kvq.formats import FORMATS, Geometry

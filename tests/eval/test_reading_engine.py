@@ -14,8 +14,9 @@ from vllm_kvq.eval.engine.engines import Engine
 from vllm_kvq.eval.engine.jobs import Generate
 from vllm_kvq.eval.engine.logprobs import Logprobs, divergence
 from vllm_kvq.eval.results.result import DECODING, READING
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.harness import Run
-from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.run.plan import Plan
 from vllm_kvq.eval.run.store import Store
 
 FORMATS = ("squat2:W=64,S=4", "kivi2,innerq2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -31,11 +32,12 @@ def test_a_program_that_comes_to_its_end(namespaces: bool) -> None:
         ("def f(:", "SyntaxError: "),
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("import os; os._exit(0)", "it left before its end"),
+        ("import os; os._exit(97)", "it left before its end"),
         ("import os; os.abort()", "killed by SIG"),
         ("f = lambda: f()\nf()", "RecursionError: "),
         ("import os; os.write(3, b'passed'); os._exit(0)", ""),
     ],
-    ids=["wrong", "no Python", "exit", "_exit", "abort", "recursion", "claims"],
+    ids=["wrong", "no Python", "exit", "_exit", "_exit with a status", "abort", "recursion", "claims"],
 )
 def test_any_other_end_is_no_pass(program: str, reason: str, namespaces: bool) -> None:
     verdict = run(program, namespaces)
@@ -137,6 +139,47 @@ def test_it_may_not_kill_its_watcher(namespaces: bool) -> None:
     verdict = run("import os\nfor p in (os.getppid(), 0): os.kill(p, 9)", namespaces)
     assert "watched" not in verdict.reason
     assert verdict.passed is (verdict.isolation == "namespaces")
+
+
+HALF_ALLOWED = """
+import importlib.util, os
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("process", {path!r})
+process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(process)
+watcher = os.getpid()
+
+
+def unshare(flags):
+    assert os.getpid() != watcher, "a process that is half in can't go back"
+    return 0
+
+
+def refuse(path, *_, **__):
+    assert str(path).startswith("/proc/self/"), path
+    raise PermissionError(1, "Operation not permitted", str(path))
+
+
+process.libc.unshare, process._other_user, Path.write_text = unshare, lambda: None, refuse
+process.main()
+"""
+
+
+def test_namespaces_that_can_be_made_but_not_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for users of Ubuntu 24.04, where AppArmor refuses what comes after `unshare`."""
+    script = tmp_path / "half_allowed.py"
+    script.write_text(HALF_ALLOWED.format(path=str(sandbox.PROCESS)))
+    monkeypatch.setattr(sandbox, "PROCESS", script)
+    assert run("", namespaces=True) == Verdict(True, "passed", "guard")
+
+
+def test_a_program_that_can_t_be_limited_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there is no verdict about it, but the reason."""
+    shutil.copy(sandbox.PROCESS, tmp_path)
+    (tmp_path / "sandbox_walls.py").write_text("def build(*_):\n    raise OSError('no walls here')")
+    monkeypatch.setattr(sandbox, "PROCESS", tmp_path / sandbox.PROCESS.name)
+    with pytest.raises(RuntimeError, match="no walls here"):
+        sandbox.run("")
 
 
 def test_a_sandbox_that_can_t_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.run import store
+from vllm_kvq.eval.run.comparison import REFERENCE, Comparison
 from vllm_kvq.eval.run.store import Store
 
 ARRAYS = {"kl": np.arange(1000.0), "top": np.arange(3)}
@@ -94,3 +99,21 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="can't keep a measurement: No space left on device; name another --cache"):
         found.put("figures", "two", ARRAYS)
     assert [*path.parent.iterdir()] == [path]
+
+
+@dataclass(frozen=True)
+class OfLength(Comparison):
+    max_len: int = 128
+
+
+def test_what_is_named_stays_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another name for the same inputs would have every measurement made again. The hashes were recorded."""
+    monkeypatch.setattr(store, "sources", lambda: "all sources")
+    monkeypatch.setattr(store, "format_sources", lambda name: f"sources of {name}")
+    model: Any = SimpleNamespace(digest=lambda: "weights", dtype="float32", folder="model")
+    found = OfLength(model, (REFERENCE,))
+    names = [store.key(**found.served(choice), bits_at=100) for choice in choices("auto,squat2:S=0")]
+    assert names == [
+        "25367874a90bf3723131d9b33a647380",
+        "71d102218165e23836aba3476aeafd1a",
+    ]

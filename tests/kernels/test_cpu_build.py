@@ -141,7 +141,7 @@ def test_a_source_that_does_not_compile_ends_it(asked: Path, monkeypatch: pytest
     with pytest.raises(build.BuildError, match="no space left"):
         build.build()
     # those that ran at that moment, and no more
-    assert len(asked.read_text().splitlines()) < len(build.sources(build.source_dir()))
+    assert len(asked.read_text(encoding="utf-8").splitlines()) < len(build.sources(build.source_dir()))
 
 
 def test_a_full_disk_is_named(asked: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,15 +162,15 @@ def test_a_full_disk_is_named(asked: Path, monkeypatch: pytest.MonkeyPatch, capl
 def test_a_damaged_library_is_compiled_again(zeros: bool, asked: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The loader would not notice, and the process would die."""
     path = build.build()
-    lines = len(asked.read_text().splitlines())
+    lines = len(asked.read_text(encoding="utf-8").splitlines())
     assert build.build() == build.built() == path
-    assert len(asked.read_text().splitlines()) == lines
+    assert len(asked.read_text(encoding="utf-8").splitlines()) == lines
     path.write_bytes(bytes(path.stat().st_size) if zeros else path.read_bytes()[:40])
     assert build.built() is None
     with caplog.at_level(logging.WARNING):
         assert build.build() == path
     assert "is damaged; it is compiled again" in caplog.text
-    assert len(asked.read_text().splitlines()) == 2 * lines
+    assert len(asked.read_text(encoding="utf-8").splitlines()) == 2 * lines
 
 
 @pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
@@ -221,7 +221,7 @@ def test_one_compiles_and_the_others_wait(asked: Path, caplog: pytest.LogCapture
         built = {future.result() for future in [pool.submit(build.build) for _ in range(3)]}
     assert any(r.getMessage().startswith("kvq: waiting for another process") for r in caplog.records)
     sources = [str(path) for path in build.source_dir().rglob("*.cpp")]
-    lines = asked.read_text().splitlines()
+    lines = asked.read_text(encoding="utf-8").splitlines()
     assert len(built) == 1
     assert built.pop().exists()
     # every source once, and one link

@@ -78,7 +78,7 @@ def _child(job: dict[str, Any]) -> None:
     os.dup2(log, 2)
     code = 1
     try:
-        Path(job["out"]).write_text(json.dumps(serve(job)))
+        Path(job["out"]).write_text(json.dumps(serve(job)), encoding="utf-8")
         code = 0
     except BaseException:
         traceback.print_exc()

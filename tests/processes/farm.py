@@ -137,12 +137,13 @@ class Farm:
         assert line, f"the driver exited:\n{(self.folder / 'driver.log').read_text()[-4000:]}"
         codes = json.loads(line)
         for name, job, code in zip(formats, jobs, codes, strict=True):
-            assert code == 0, f"{kind}, {name} exited with {code}:\n{Path(job['log']).read_text()[-6000:]}"
-            out = json.loads(Path(job["out"]).read_text())
+            said = Path(job["log"]).read_text(encoding="utf-8")[-6000:]
+            assert code == 0, f"{kind}, {name} exited with {code}:\n{said}"
+            out = json.loads(Path(job["out"]).read_text(encoding="utf-8"))
             self.known[kind, name, model] = Answer(
                 [Result.from_json(r) for r in out["results"]],
                 out["ranks"],
-                Path(job["log"]).read_text(errors="replace"),
+                Path(job["log"]).read_text(encoding="utf-8", errors="replace"),
             )
 
     def _job(self, kind: str, name: str, model: str) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def a_worker_is_killed(cluster: Cluster, folder: Path, rows: Rows, *arguments: s
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
 @pytest.mark.wide

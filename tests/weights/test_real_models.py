@@ -14,7 +14,7 @@ from vllm_kvq.eval.humaneval.chat import BEGUN, Chat
 from vllm_kvq.eval.humaneval.problems import problems
 from vllm_kvq.eval.humaneval.run import Benchmark
 from vllm_kvq.eval.model import Model
-from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.tasks.samples import sequence
 
 INSTRUCT = ["smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b"]

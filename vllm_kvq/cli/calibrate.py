@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(_nothing(found, bits, args))
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / YAML).write_text(yaml(args, kept))
+            (args.out / YAML).write_text(yaml(args, kept), encoding="utf-8")
     except (ValueError, OSError, Failed) as error:
         return console.fail(PROG, error, args.json)
     if args.json:

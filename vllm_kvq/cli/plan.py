@@ -15,6 +15,7 @@ from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, UNITS, add_context, add_formats, add_out, formats, size, whole_number
 from vllm_kvq.cli.check.words import values, words_problem
 from vllm_kvq.cli.logs import be_quiet
+from vllm_kvq.cli.page.plots import IF_INSTALLED, pictures
 from vllm_kvq.formats.table import DEFAULT_N
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--concurrency", metavar="N", type=whole_number, help="requests at the same time (default: none)")
     p.add_argument("--tp", metavar="N", type=whole_number, default=1, help="ranks that share the heads")
     p.add_argument("--pp", metavar="N", type=whole_number, default=1, help="ranks that share the layers")
-    add_out(p, "plan.json and plan.png, a plot by context")
+    add_out(p, f"plan.json, and plan.png, a plot by context, {IF_INSTALLED}")
     console.add_json(p)
     return p
 
@@ -151,7 +152,8 @@ def _write(folder: Path, found: Outcome) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(found.document(), indent=2) + "\n", encoding="utf-8")
-    by_context(folder / "plan.png", found.by_context, found.model, "requests that fit, times bf16")
+    what = "requests that fit, times bf16"
+    pictures(lambda: [by_context(folder / "plan.png", found.by_context, found.model, what)])
 
 
 def planned(p: argparse.ArgumentParser, options: argparse.Namespace, more: Sequence[str]) -> Outcome | str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED, Estimate, Row
+from vllm_kvq.integration.preview.logs import last_line
 
 METRIC = "score"
 NORMAL = 1.96
@@ -49,14 +50,15 @@ class LmEval:
         with tempfile.TemporaryDirectory(prefix="kvq-lm-eval-") as name:
             folder = Path(name)
             # JSON is also YAML, the language of its configuration
-            (folder / "run.yaml").write_text(json.dumps(self.configuration(choice, folder / "out")))
+            (folder / "run.yaml").write_text(json.dumps(self.configuration(choice, folder / "out")), encoding="utf-8")
             with (folder / "log").open("wb") as log:
                 command = [sys.executable, "-m", "lm_eval", "run", "--config", str(folder / "run.yaml")]
                 status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
             written = sorted((folder / "out").rglob("results_*.json"))
             if status or not written:
-                raise LmEvalFailed(f"lm-evaluation-harness exited with status {status}: {_last_line(folder / 'log')}")
-            found: dict[str, Any] = json.loads(written[-1].read_text())
+                said = last_line(folder / "log") or "it printed nothing"
+                raise LmEvalFailed(f"lm-evaluation-harness exited with status {status}: {said}")
+            found: dict[str, Any] = json.loads(written[-1].read_text(encoding="utf-8"))
         return found
 
     def configuration(self, choice: Choice, out: Path) -> dict[str, Any]:
@@ -70,11 +72,6 @@ class LmEval:
             **({"include_path": str(self.include)} if self.include else {}),
             **({"limit": self.limit} if self.limit else {}),
         }
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it printed nothing"
 
 
 def rows(found: Mapping[str, Any], model: str, choice: Choice, context: int, bits: float | None) -> Iterator[Row]:

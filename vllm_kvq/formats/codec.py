@@ -24,7 +24,6 @@ from vllm_kvq.formats.rope import PAIRINGS, Rope
 LARGEST_BLOCK = 1024
 """Tokens of a page; a record's header has a byte for each of its slabs."""
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
-SUPPORTED_HEADS_TEXT = "64, 96, 128, 192, 256 and 512 as they are; 80 and 112 zero-padded to 96 and 128"
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def _cause(said: str) -> str:
 def alone(folder: Path) -> Iterator[Path]:
     """A new folder in this one, to compile in, under a lock between processes. The lock is released when its process
     exits, even after a crash."""
-    with open(folder / "lock", "w") as file:
+    with open(folder / "lock", "w", encoding="utf-8") as file:
         with contextlib.suppress(OSError):  # a file system without locks: then every process compiles
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,6 +19,7 @@ from vllm_kvq.bench.gpu.results import NoTime, Results, say
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
 from vllm_kvq.cli.bench import gpu_report
 from vllm_kvq.cli.bench.arguments import OWN, add_batch
+from vllm_kvq.cli.page.plots import IF_INSTALLED
 from vllm_kvq.eval.choice import Choice
 
 PROG = "vllm-kvq bench gpu"
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     text = "time after which no measurement is started"
     p.add_argument("--seconds", type=float, default=300, metavar="SECONDS", help=text)
     kept = "gpu-DEVICE.csv, from which no number is measured again, gpu-DEVICE.md"
-    add_out(p, f"report.html, {kept}, and gpu-DEVICE.png if matplotlib is installed")
+    add_out(p, f"report.html, {kept}, and gpu-DEVICE.png {IF_INSTALLED}")
     p.add_argument("--dry-run", action="store_true", help="use tiny shapes, without a GPU: the times mean nothing")
     p.add_argument("--compile", action="store_true", help="only launch everything once, to compile it")
     console.add_json(p)

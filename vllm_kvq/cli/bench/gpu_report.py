@@ -9,8 +9,9 @@ from vllm_kvq.bench.gpu.chunks import CHUNK, HISTORY, HOW
 from vllm_kvq.bench.gpu.decode import HEAD, HEADS, SHARE
 from vllm_kvq.bench.gpu.kept import Kept
 from vllm_kvq.bench.gpu.table import HEADER
-from vllm_kvq.cli.bench.report import Report, pictures
+from vllm_kvq.cli.bench.report import Report
 from vllm_kvq.cli.page.made import command
+from vllm_kvq.cli.page.plots import pictures
 from vllm_kvq.console import Table
 
 ABOUT = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +10,9 @@ from typing import Any
 from vllm_kvq.bench.figures import write_csv
 from vllm_kvq.cli.page.document import Page, Section
 from vllm_kvq.cli.page.made import command
+from vllm_kvq.cli.page.plots import IF_INSTALLED, NO_PLOT, Drawn, pictures
 from vllm_kvq.console import Table
 from vllm_kvq.drawing import Picture
-
-NO_PLOT = "There is no plot: it needs matplotlib (pip install 'vllm-kvq[bench]')."
-Drawn = Sequence[Picture] | None
-"""None: plots can't be drawn here."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class Report:
     @property
     def files(self) -> str:
         """What the help of `--out` says."""
-        return f"report.html, {self.file}.csv, and {self.file}.png if matplotlib is installed"
+        return f"report.html, {self.file}.csv, and {self.file}.png {IF_INSTALLED}"
 
     def page(
         self,
@@ -71,11 +66,3 @@ class Report:
         write_csv(folder / f"{self.file}.csv", records)
         drawn = pictures(lambda: [draw(folder / f"{self.file}.png")])
         self.page(drawn, tables, notes, command(self.prog, arguments), facts, of).write(folder)
-
-
-def pictures(draw: Callable[[], Sequence[Picture]]) -> Drawn:
-    """What is drawn, or a sentence on standard error."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: pip install 'vllm-kvq[bench]' for matplotlib", file=sys.stderr)
-        return None
-    return draw()

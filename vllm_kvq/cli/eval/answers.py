@@ -12,7 +12,8 @@ from vllm_kvq.cli.eval.arguments import add_model, add_tasks, add_text, usual_fo
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING
-from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.run.comparison import REFERENCE
+from vllm_kvq.eval.run.plan import Plan
 from vllm_kvq.eval.tasks.samples import Sequence as Text
 
 PROG = "vllm-kvq eval answers"

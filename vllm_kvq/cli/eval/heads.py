@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
 from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
 from vllm_kvq.cli.page.document import Page, Section
 from vllm_kvq.cli.page.made import command
+from vllm_kvq.cli.page.plots import IF_INSTALLED, NO_PLOT, Drawn, pictures
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import calibration_texts, of_texts
 from vllm_kvq.eval.heads.capture import Captured, capture
@@ -53,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--measure", choices=MEASURES, default="score", help="error that ranks heads and is plotted")
     add_context(p, "1024", "of the text")
     add_text(p)
-    add_out(p, f"report.html, and {PLOT}, a heat map of layers by KV heads (needs matplotlib)")
+    add_out(p, f"report.html, and {PLOT}, a heat map of layers by KV heads, {IF_INSTALLED}")
     console.add_json(p)
     return p
 
@@ -68,17 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = Model.of(args.model, args.dtype)
         captured = captured_text(model, args.context, args.seed, any(map(of_texts, chosen)))
         errors, problems = measured(captured, chosen)
-        drawn = plots.heat_map(args.out / PLOT, errors, args.measure, MEASURES[args.measure]) if args.out else None
+        drawn = drawn_to(args.out, errors, args.measure) if args.out else None
     except (ValueError, OSError, Failed) as error:
         return console.fail(PROG, error, args.json)
     notes = list(problem_lines(problems))
     if captured.windows:
         layers = ", ".join(map(str, captured.windows))
         notes.insert(0, f"layers with a sliding window, which are not packed: {layers}")
-    if drawn:
+    if args.out:
         facts = [("model", args.model), ("text", f"{args.context} tokens")]
         sections = (
-            Section("Heat map", [drawn]),
+            Section("Heat map", [NO_PLOT] if drawn is None else drawn),
             Section("Tables", [table(errors, args.measure)]),
             Section("Notes", notes),
         )
@@ -93,9 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(notes[0])
     for line in problem_lines(problems):
         print(line, file=sys.stderr)
-    if drawn:
-        print(drawn.path)
+    for picture in drawn or ():
+        print(picture.path)
     return console.DONE
+
+
+def drawn_to(folder: Path, errors: Errors, measure: str) -> Drawn:
+    return pictures(lambda: [plots.heat_map(folder / PLOT, errors, measure, MEASURES[measure])])
 
 
 def problem_lines(problems: Mapping[str, str]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from vllm_kvq.eval.humaneval.run import Answer, Benchmark, Run
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results.statistics import mcnemar
-from vllm_kvq.eval.run.plan import REFERENCE
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.store import Store
 
 PROG = "vllm-kvq eval humaneval"
@@ -220,8 +220,8 @@ def as_document(benchmark: Benchmark, found: Sequence[Score]) -> dict[str, Any]:
 
 def write(folder: Path, document: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "humaneval.json").write_text(json.dumps(document, indent=1) + "\n")
-    with (folder / "humaneval.csv").open("w", newline="") as file:
+    (folder / "humaneval.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    with (folder / "humaneval.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for row in document["formats"]:

@@ -18,7 +18,8 @@ from vllm_kvq.eval.constants import named
 from vllm_kvq.eval.lm_tasks import LmEval, LmEvalFailed, rows
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING, Row
-from vllm_kvq.eval.run.plan import LEAST_CACHE_BYTES, REQUESTS
+from vllm_kvq.eval.run.comparison import LEAST_CACHE_BYTES
+from vllm_kvq.eval.run.plan import REQUESTS
 from vllm_kvq.eval.run.store import Store, format_sources, sources
 from vllm_kvq.eval.run.store import key as key_of
 from vllm_kvq.integration.preview.constants import Known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any, Self
 from vllm_kvq.eval.engine.jobs import Complete, Completed, EngineArguments, Generate, Score, Started
 from vllm_kvq.eval.engine.logprobs import Logprobs
 from vllm_kvq.eval.engine.worker import serve
+from vllm_kvq.integration.preview.logs import last_line
 
 PATIENCE = 5.0
 """Seconds that an idle engine is given to exit by itself."""
@@ -40,32 +42,31 @@ class Engine:
             raise
 
     def score(self, job: Score) -> Logprobs:
-        self._pipe.send(job)
-        found: Logprobs = self._answer()
+        found: Logprobs = self._ask(job)
         return found
 
     def generate(self, job: Generate) -> list[Logprobs]:
-        self._pipe.send(job)
-        found: list[Logprobs] = self._answer()
+        found: list[Logprobs] = self._ask(job)
         return found
 
     def complete(self, job: Complete) -> list[Completed]:
-        self._pipe.send(job)
-        found: list[Completed] = self._answer()
+        found: list[Completed] = self._ask(job)
         return found
+
+    def _ask(self, job: Score | Generate | Complete) -> Any:
+        with contextlib.suppress(ConnectionError):  # it has exited, and the answer says why
+            self._pipe.send(job)
+        return self._answer()
 
     def _answer(self) -> Any:
         try:
             good, answer = self._pipe.recv()
         except (EOFError, ConnectionError):
-            raise EngineFailed(f"the engine's process exited without an error message: {self._last_words()}") from None
+            said = last_line(self._log) or "nothing in its log"
+            raise EngineFailed(f"the engine's process exited without an error message: {said}") from None
         if not good:
             raise EngineFailed(answer)
         return answer
-
-    def _last_words(self) -> str:
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else "nothing in its log"
 
     def close(self) -> None:
         self._pipe.close()

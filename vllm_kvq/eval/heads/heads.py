@@ -21,6 +21,8 @@ from vllm_kvq.formats.roundtrip import fitted, through_pages
 
 READERS = 64
 """Tokens at the end of the text whose queries read the cache of the earlier tokens."""
+BLOCK = 128
+"""Tokens of a page that is measured."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,13 @@ def _relative(exact: torch.Tensor, other: torch.Tensor) -> float:
     return ((other - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
-def head_errors(captured: Captured, name: str, options: Mapping[str, Any], block: int = 128) -> list[HeadError]:
+def head_errors(captured: Captured, name: str, options: Mapping[str, Any]) -> list[HeadError]:
     """The errors of every layer that would be packed; others have no error."""
     packed = packed_layers(captured, name, options)
     found = []
     for layer in captured.layers:
         if layer.index in packed:
-            found += layer_errors(bound(captured, layer, name, options, block), layer)
+            found += layer_errors(bound(captured, layer, name, options, BLOCK), layer)
         else:
             found += [HeadError(layer.index, head, 0.0, 0.0, 0.0) for head in range(layer.key.shape[1])]
     return found

@@ -15,18 +15,15 @@ from functools import cached_property
 import numpy as np
 
 from vllm_kvq.eval.choice import Choice
-from vllm_kvq.eval.constants import named
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.engine.jobs import Complete, Completed, EngineArguments
 from vllm_kvq.eval.humaneval import sandbox
 from vllm_kvq.eval.humaneval.chat import FENCE, Chat, Prompts
 from vllm_kvq.eval.humaneval.problems import Problem
-from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.run import store
+from vllm_kvq.eval.run.comparison import PROMPT_CHUNK, REFERENCE, Comparison
 from vllm_kvq.eval.run.harness import BITS, Progress
-from vllm_kvq.eval.run.plan import LEAST_CACHE_BYTES, PROMPT_CHUNK, REFERENCE, SMALL_MODEL
 from vllm_kvq.eval.run.store import Store
-from vllm_kvq.integration.preview.constants import Known
 
 ANSWERS = "humaneval"
 """The kind of these entries in the cache."""
@@ -37,10 +34,7 @@ TESTED = 2
 
 
 @dataclass(frozen=True)
-class Benchmark:
-    model: Model
-    choices: tuple[Choice, ...]
-    """The plain cache is the first of them."""
+class Benchmark(Comparison):
     every: tuple[Problem, ...]
     """All problems: contexts are made of them."""
     limit: int
@@ -99,23 +93,11 @@ class Benchmark:
         """Tokens at which bits are counted: the mean prompt with a quarter of the longest answer."""
         return sum(self.lengths) // len(self.lengths) + self.longest // 4
 
-    @cached_property
-    def digest(self) -> str:
-        return self.model.digest()
-
-    @cached_property
-    def servers(self) -> Known:
-        """The constants of calibrated formats."""
-        return Known(str(self.model.folder), self.model.dtype)
-
     def about(self, choice: Choice) -> dict[str, object]:
         """The inputs of an answer. vLLM's own caches do not depend on our sources."""
-        ours = {"sources": store.sources(), "format_sources": store.format_sources(choice.format)}
-        return {
-            **{"model": self.digest, "dtype": self.model.dtype, "format": choice.format, "max_len": self.max_len},
-            **named(choice, self.servers),
-            **{"options": dict(choice.options), **(ours if choice.ours else {"engine": store.engine()})},
-        }
+        if choice.ours:
+            return self.served(choice)
+        return {**self.what(choice), "max_len": self.max_len, "engine": store.engine()}
 
     def key(self, choice: Choice, number: int) -> str:
         return store.key(**self.about(choice), humaneval=asdict(self.job(number)))
@@ -126,18 +108,13 @@ class Benchmark:
 
     def engine(self, choice: Choice) -> EngineArguments:
         tokens = self.behind + BATCH * (self.max_len - self.behind)
-        return EngineArguments(
-            model=str(self.model.folder),
-            format=choice.format,
-            options=choice.options,
-            dtype=self.model.dtype,
-            max_len=self.max_len,
+        return self.arguments(
+            choice,
+            tokens,
             chunk=PROMPT_CHUNK,
-            cache_bytes=max(LEAST_CACHE_BYTES, 2 * tokens * self.model.token_bytes),
             top=1,
             requests=BATCH,
             hits=self.behind > 0,
-            one_thread=self.model.weight_bytes < SMALL_MODEL,
             lengths=(self.usual,),
             text=True,
         )

@@ -24,8 +24,8 @@ DEATH_SIGNAL, KEEP_CAPABILITIES, SUBREAPER, NO_NEW_PRIVILEGES = 1, 8, 36, 38
 """Options of prctl."""
 CAPABILITIES_VERSION, MAY_READ = 0x20080522, 1 << 2
 """Constants of capset; CAP_DAC_READ_SEARCH."""
-NOT_TRIED = 97
-"""The status of a child that could not be limited and therefore did not run the program."""
+LIMITED = b"limited"
+"""What a child says before it runs the program; it runs none if it could not be limited."""
 LONGEST, LONGEST_BYTES = 300, 4096
 """The maximum characters of a reason, and bytes of what is read from the program."""
 LOOK_SECONDS = 0.05
@@ -43,11 +43,17 @@ def main() -> None:
         os.chown(task["folder"], user, user)
     word = secrets.token_hex(16)
     readable, writable = os.pipe()
+    begins, limited = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(readable)
-        _run(task, user, isolation, word, writable)
+        os.close(begins)
+        _run(task, user, isolation, word, writable, limited)
     os.close(writable)
+    os.close(limited)
+    if os.read(begins, len(LIMITED)) != LIMITED:
+        sys.exit(1)  # the error is on standard error
+    os.close(begins)
     passed, reason = _watch(child, readable, word, task)
     print(json.dumps({"passed": passed, "reason": reason, "isolation": isolation}))
 
@@ -60,20 +66,42 @@ def _other_user() -> int | None:
 
 def _isolate(user: int | None) -> str:
     """Children created from now on have their own process numbers and no network, if this system allows it."""
+    return "namespaces" if _is_allowed(user) and _unshare(user) else "guard"
+
+
+def _is_allowed(user: int | None) -> bool:
+    """Tried by a child: AppArmor may let a user make namespaces and then refuse to let them be entered as that user,
+    and a process that is half in can't go back."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if _unshare(user) else 1
+        except OSError:
+            pass  # what is refused is not an error: there are other walls
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _unshare(user: int | None) -> bool:
     outside = os.getuid(), os.getgid()
     flags = NEW_PID | NEW_NET | NEW_IPC
     if libc.unshare(flags if user is not None else flags | NEW_USER):
-        return "guard"
+        return False
     if user is None:
         # the same user as before, without privileges outside
         for name, text in (("setgroups", "deny"), ("uid_map", "{0} {0} 1"), ("gid_map", "{1} {1} 1")):
-            Path(f"/proc/self/{name}").write_text(text.format(*outside))
-    return "namespaces"
+            Path(f"/proc/self/{name}").write_text(text.format(*outside), encoding="utf-8")
+    return True
 
 
-def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int) -> NoReturn:
-    """In the child: writes the word if the program finishes, otherwise why it does not."""
-    status = NOT_TRIED
+def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int, limited: int) -> NoReturn:
+    """In the child: writes the word if the program finishes, otherwise why it does not.
+
+    The pipe `limited` is closed before the program starts, so nothing that the program does looks like a sandbox that
+    could not be made.
+    """
     try:
         os.setsid()
         libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -81,7 +109,9 @@ def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int) -> 
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(nothing, fd)
-        me, status = os.getpid(), 0
+        me = os.getpid()
+        os.write(limited, LIMITED)
+        os.close(limited)
         try:
             exec(compile(task["program"], "answer.py", "exec"), {"__name__": "answer"})
             said = word
@@ -92,7 +122,7 @@ def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int) -> 
     except BaseException as error:
         os.write(2, f"{_line(error)}\n".encode())
     finally:
-        os._exit(status)
+        os._exit(0)
 
 
 def _line(error: BaseException) -> str:
@@ -203,8 +233,6 @@ def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
         return False, f"more than {task['folder_bytes']} bytes or {task['files']} files in its folder"
     if status is None:
         return False, f"no end after {task['seconds']} seconds"
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == NOT_TRIED and not said:
-        sys.exit(1)  # the error is on standard error
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -258,7 +286,7 @@ def _kill(child: int, alive: bool) -> None:
 
 
 def _children() -> list[int]:
-    return [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def write_csv(path: Path, results: Results) -> None:
     """A row for each row, a column for each metric and for each bound of its interval, and for claims."""
     metrics = [f"{name}{end}" for name in METRICS for end in ("", "_low", "_high")]
     claimed = [f"{metric}_{name}" for metric in ("kl", "right") for name in CLAIMED]
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [*ABOUT, *metrics, *(f"claim_{name}" for name in claimed)])
         writer.writeheader()
         for row in results.rows:

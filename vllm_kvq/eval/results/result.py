@@ -220,12 +220,12 @@ class Results:
         return {"version": VERSION, "rows": rows, "claims": claims}
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.document(), indent=1, allow_nan=False) + "\n")
+        path.write_text(json.dumps(self.document(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Results:
         try:
-            document = json.loads(path.read_text())
+            document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} can't be read as results of `vllm-kvq eval`: {error}") from error
         if not isinstance(document, dict) or document.get("version") != VERSION:

@@ -82,16 +82,16 @@ def mcnemar(ours: Sequence[bool], theirs: Sequence[bool]) -> float:
     return min(1.0, 2 * tail)
 
 
-def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
-    """The level that each p-value must meet for the chance of any false claim to be at most alpha.
+def holm(p: Sequence[float]) -> list[float]:
+    """The level that each p-value must meet for the chance of any false claim to be at most `ALPHA`.
 
-    From the smallest on: alpha / m, alpha / (m - 1), and so on, until one misses its level, which then applies to the
+    From the smallest on: ALPHA / m, ALPHA / (m - 1), and so on, until one misses its level, which then applies to the
     rest.
     """
     levels = [0.0] * len(p)
     missed: float | None = None
     for place, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        levels[i] = alpha / (len(p) - place) if missed is None else missed
+        levels[i] = ALPHA / (len(p) - place) if missed is None else missed
         if missed is None and p[i] > levels[i]:
             missed = levels[i]
     return levels

@@ -21,7 +21,8 @@ from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.engine.jobs import Score, Tokens
 from vllm_kvq.eval.engine.logprobs import Logprobs, divergence, joined
 from vllm_kvq.eval.results.result import READING, TEACHER_FORCED
-from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.run.comparison import REFERENCE
+from vllm_kvq.eval.run.plan import Plan
 from vllm_kvq.eval.run.store import Arrays, Store
 from vllm_kvq.eval.tasks.samples import Sequence
 

@@ -6,35 +6,24 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import cached_property
 
-from vllm_kvq.eval.choice import PLAIN, Choice
-from vllm_kvq.eval.constants import named
+from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.engine.jobs import EngineArguments, Generate, Tokens
-from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING, HITS, READING, TEACHER_FORCED
 from vllm_kvq.eval.run import store
+from vllm_kvq.eval.run.comparison import PROMPT_CHUNK, REFERENCE, Comparison
 from vllm_kvq.eval.tasks.samples import Sequence, Span, sequence
-from vllm_kvq.integration.preview.constants import Known
 
-REFERENCE = Choice(PLAIN)
 REQUESTS = 8
 """Requests that an engine has at once."""
-PROMPT_CHUNK = 2048
-"""Tokens per step when answers are generated: a prompt is read in large chunks, as in a server."""
 LEAD = 16
 """Tokens before an answer that are read one by one, like generated ones: the output of a prompt's last chunk comes from
 its exact keys and values, so without these a short answer would not come from the cache at all."""
 READERS = 512
 """Tokens of a text that read the cache of the earlier ones, but no more than half of the text."""
-LEAST_CACHE_BYTES = 1 << 29
-SMALL_MODEL = 1 << 26
-"""The size of the weights in bytes."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    model: Model
-    choices: tuple[Choice, ...]
-    """The plain cache is the first of them."""
+class Plan(Comparison):
     tasks: tuple[str, ...]
     contexts: tuple[int, ...]
     count: int
@@ -68,15 +57,6 @@ class Plan:
         return min(max(self.contexts) + 1, self.model.longest)
 
     @cached_property
-    def digest(self) -> str:
-        return self.model.digest()
-
-    @cached_property
-    def servers(self) -> Known:
-        """The constants of calibrated formats."""
-        return Known(str(self.model.folder), self.model.dtype)
-
-    @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
         return tuple(
             sequence(self.model.tokenizer, task, context, self.max_len - 1, number, self.seed)
@@ -88,7 +68,7 @@ class Plan:
     def key(self, choice: Choice, item: Sequence, regime: str) -> str:
         if regime == READING:
             return store.key(
-                **self._what(choice),
+                **self.what(choice),
                 regime=regime,
                 sources=store.reading_sources(choice.format, choice.options),
                 tokens=item.tokens,
@@ -102,7 +82,7 @@ class Plan:
         }
         how = {TEACHER_FORCED: {"chunk": self.chunk}, DECODING: decoding, HITS: decoding}
         return store.key(
-            **self._engine(choice),
+            **self.served(choice),
             regime=regime,
             tokens=item.tokens,
             spans=[vars(s) for s in item.spans],
@@ -112,38 +92,16 @@ class Plan:
         )
 
     def bits_key(self, choice: Choice, context: int) -> str:
-        return store.key(**self._engine(choice), bits_at=context)
-
-    def _what(self, choice: Choice) -> dict[str, object]:
-        return {
-            "model": self.digest,
-            "dtype": self.model.dtype,
-            "format": choice.format,
-            "options": dict(choice.options),
-            **named(choice, self.servers),
-        }
-
-    def _engine(self, choice: Choice) -> dict[str, object]:
-        return {
-            **self._what(choice),
-            "sources": store.sources(),
-            "format_sources": store.format_sources(choice.format),
-            "max_len": self.max_len,
-        }
+        return store.key(**self.served(choice), bits_at=context)
 
     def engine(self, choice: Choice, regime: str) -> EngineArguments:
-        return EngineArguments(
-            model=str(self.model.folder),
-            format=choice.format,
-            options=choice.options,
-            dtype=self.model.dtype,
-            max_len=self.max_len,
+        return self.arguments(
+            choice,
+            REQUESTS * self.max_len,
             chunk=self.chunk if regime == TEACHER_FORCED else PROMPT_CHUNK,
-            cache_bytes=max(LEAST_CACHE_BYTES, 2 * REQUESTS * self.max_len * self.model.token_bytes),
             top=self.top,
             requests=REQUESTS,
             hits=regime == HITS,
-            one_thread=self.model.weight_bytes < SMALL_MODEL,
             lengths=self.contexts,
         )
 

@@ -14,7 +14,8 @@ from vllm_kvq.eval.constants import calibration_texts, of_texts
 from vllm_kvq.eval.heads.capture import Captured, together
 from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Past, Reader
-from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.run.comparison import REFERENCE
+from vllm_kvq.eval.run.plan import Plan
 from vllm_kvq.eval.run.store import Arrays
 from vllm_kvq.eval.tasks.samples import Sequence
 

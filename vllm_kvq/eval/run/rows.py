@@ -21,8 +21,9 @@ from vllm_kvq.eval.results.measures import (
     step_edges,
 )
 from vllm_kvq.eval.results.result import ALL, READING, TEACHER_FORCED, Curve, Estimate, Hurt, Row, TextFigures
+from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.harness import Run
-from vllm_kvq.eval.run.plan import REFERENCE, Plan
+from vllm_kvq.eval.run.plan import Plan
 from vllm_kvq.eval.run.store import Arrays
 from vllm_kvq.eval.tasks.samples import Sequence, Span
 

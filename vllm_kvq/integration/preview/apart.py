@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from vllm_kvq.integration.preview.logs import last_line
+
 
 class Failed(Exception):
     """One sentence on why there is no result."""
@@ -27,18 +29,15 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
         theirs.close()
         try:
             problem: str | None = ours.recv()
-        except EOFError:
-            problem = f"vLLM's process exited without an error message; {_last_line(Path(folder, 'log'))}"
+        except (EOFError, ConnectionError):
+            said = last_line(Path(folder, "log"))
+            end = f"the last line of its log: {said}" if said else "its log is empty"
+            problem = f"vLLM's process exited without an error message; {end}"
         finally:
             process.join()
         if problem is not None:
             raise Failed(problem)
         return torch.load(Path(folder, "found"), weights_only=False)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return f"the last line of its log: {lines[-1]}" if lines else "its log is empty"
 
 
 def _work(pipe: Connection, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

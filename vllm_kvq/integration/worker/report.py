@@ -53,7 +53,7 @@ def _requests(pool: int, most: int, freed: int) -> float:
 
 
 def start_line(served: Served, blocks: int) -> str:
-    """A value is one word, so that programs can read the line (`bench/server.py`)."""
+    """A value is one word, so that programs can read the line (`proof/demo/capacity.py`)."""
     fmt, capacity = served.format, Capacity.of(served, blocks)
     keys = f"W_keys={fmt.W_keys} " if fmt.W_keys < fmt.W else ""
     constants = f"constants={served.calibration.found} " if served.calibration else ""

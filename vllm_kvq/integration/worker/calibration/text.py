@@ -43,12 +43,12 @@ def texts() -> list[str]:
     return [path.read_text("utf-8") for path in sorted(TEXTS.glob("*.txt"))]
 
 
-def bundled(tokenizer: TokenizerLike, longest: int, tokens: int = TOKENS) -> Pieces:
+def bundled(tokenizer: TokenizerLike, longest: int) -> Pieces:
     """One piece of each text, for a model of at most `longest` positions."""
     found = texts()
     first = list(tokenizer("").input_ids)[:1]
     encoded = [first + list(tokenizer(text, add_special_tokens=False).input_ids) for text in found]
-    length = min(tokens // len(found), longest, *map(len, encoded))
+    length = min(TOKENS // len(found), longest, *map(len, encoded))
     ids = torch.tensor([of_text[:length] for of_text in encoded])
     # neighbouring texts are alike, and stand far apart
     order = torch.arange(len(found)) * 5 % len(found)
