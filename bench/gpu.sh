@@ -56,12 +56,16 @@ once() {
   fi
 }
 
-# figure: of all that was measured, on this machine and before
+# figure: of all decode times that were measured, on this machine and before; other files have other heads
 figure() {
-  if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-    step "figure" 60 "$PYTHON" -m vllm_kvq bench plot "$RESULTS"/gpu-*.csv
+  local measured
+  mapfile -t measured < <(grep -slx 'torch,what,batch,context,seconds,read' "$RESULTS"/gpu-*.csv)
+  if ((!${#measured[@]})); then
+    echo "LEFT OUT: the figure (nothing was measured)"
+  elif "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
+    step "figure" 60 "$PYTHON" -m vllm_kvq bench plot "${measured[@]}"
   else
-    echo "LEFT OUT: the figure (no matplotlib); where there is: python3 -m vllm_kvq bench plot $RESULTS/gpu-*.csv"
+    echo "LEFT OUT: the figure (no matplotlib); where there is: python3 -m vllm_kvq bench plot ${measured[*]}"
   fi
 }
 

@@ -8,7 +8,8 @@
     load            requests that no cache of these bytes holds all at once in bf16: output tokens per second, and how
                     often vLLM preempted a request
 
-Every number is the median of --rounds, and every server is asked the same. CUDA graphs are on, torch.compile is off.
+First token and token are medians over --rounds; the load runs once. Every server is asked the same. CUDA graphs are on,
+torch.compile is off.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ import csv
 import json
 import math
 import os
-import re
 import statistics
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,9 +30,10 @@ from pathlib import Path
 
 import torch
 
+from vllm_kvq.bench.capacity import PREEMPTIONS, read_metrics
 from vllm_kvq.bench.checkpoint import LlamaShape
-from vllm_kvq.bench.serve import HOST, Turn, stream
-from vllm_kvq.bench.server import Server, ServerError, free_port
+from vllm_kvq.bench.serve import Turn, stream
+from vllm_kvq.bench.server import Server, ServerError, watched, with_cache
 from vllm_kvq.bench.tokenizer import made_up_tokenizer
 
 VOCAB = 4096
@@ -95,36 +95,36 @@ def ask(url: str, prompts: Sequence[list[int]], tokens: int) -> list[Turn]:
 
 
 def preemptions(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        found = re.search(r"^vllm:num_preemptions_total\S* ([\d.e+]+)", answer.read().decode(), re.MULTILINE)
-    return int(float(found[1])) if found else 0
+    return round(read_metrics(url).get(PREEMPTIONS, 0.0))
 
 
-def measure(plan: Plan, cache: str, url: str, rounds: int) -> Iterator[Row]:
-    ask(url, [prompt(300, 1)], 8)  # the first request compiles what the start left
-    for batch, context in plan.cells:
-        firsts, tokens = [], []
-        for turn in range(rounds):
-            prompts = [prompt(context, 1000 * context + 100 * turn + i) for i in range(batch)]
-            firsts += [ask(url, [p], 2)[0].first for p in prompts]
-            tokens += [t.step for t in ask(url, prompts, plan.tokens) if not math.isnan(t.step)]
-        step = statistics.median(tokens) if tokens else math.nan
-        yield Row(cache, batch, context, 1e3 * statistics.median(firsts), 1e3 * step, batch / step, preemptions(url))
-    (batch, context), before = plan.load, preemptions(url)
-    prompts = [prompt(context, 7_000_000 + i) for i in range(batch)]
-    start = time.perf_counter()
-    turns = ask(url, prompts, plan.load_tokens)
-    took = time.perf_counter() - start
-    first = statistics.median(t.first for t in turns)
-    lost = preemptions(url) - before
-    yield Row(cache, batch, context, 1e3 * first, math.nan, batch * plan.load_tokens / took, lost)
+def measure(plan: Plan, cache: str, running: Server, rounds: int) -> Iterator[Row]:
+    url = running.url
+    with watched(running):
+        ask(url, [prompt(300, 1)], 8)  # the first request compiles what the start left
+        for batch, context in plan.cells:
+            firsts, tokens = [], []
+            for turn in range(rounds):
+                prompts = [prompt(context, 1000 * context + 100 * turn + i) for i in range(batch)]
+                firsts += [ask(url, [p], 2)[0].first for p in prompts]
+                tokens += [t.step for t in ask(url, prompts, plan.tokens) if not math.isnan(t.step)]
+            step = statistics.median(tokens) if tokens else math.nan
+            yield Row(
+                cache, batch, context, 1e3 * statistics.median(firsts), 1e3 * step, batch / step, preemptions(url)
+            )
+        (batch, context), before = plan.load, preemptions(url)
+        prompts = [prompt(context, 7_000_000 + i) for i in range(batch)]
+        start = time.perf_counter()
+        turns = ask(url, prompts, plan.load_tokens)
+        took = time.perf_counter() - start
+        first = statistics.median(t.first for t in turns)
+        lost = preemptions(url) - before
+        yield Row(cache, batch, context, 1e3 * first, math.nan, batch * plan.load_tokens / took, lost)
 
 
 def server(plan: Plan, cache: str, path: Path, cache_bytes: str, share: float, log: Path) -> Server:
-    options = ["--kv-cache-dtype", cache, "--kv-cache-memory-bytes", cache_bytes, "--served-model-name", "bench"]
-    options += ["--max-model-len", str(max(c for _, c in plan.cells) + 256), "--dtype", "bfloat16", *plan.options]
-    options += ["--gpu-memory-utilization", f"{share:.2f}"]
-    return Server(str(path), options, HOST, free_port(HOST), log)
+    more = ["--kv-cache-memory-bytes", cache_bytes, "--gpu-memory-utilization", f"{share:.2f}", *plan.options]
+    return with_cache(path, cache, max(c for _, c in plan.cells) + 256, log, more)
 
 
 def main() -> int:
@@ -156,15 +156,13 @@ def main() -> int:
         for cache, one in started.items():
             try:
                 one.wait_until_healthy(START_SECONDS)
-                for row in measure(plan, cache, one.url, args.rounds):
+                for row in measure(plan, cache, one, args.rounds):
                     print(row, flush=True)
                     write.writerow(astuple(row))
                     file.flush()
-            except (ServerError, OSError) as error:
+            except ServerError as error:
                 failed = 1
-                print(
-                    f"FAILED: {cache}: {error}", *getattr(error, "log_tail", ()), sep="\n", file=sys.stderr, flush=True
-                )
+                print(f"FAILED: {cache}: {error}", *error.log_tail, sep="\n", file=sys.stderr, flush=True)
     return failed
 
 

@@ -28,6 +28,10 @@ SHAPES = (Shape(8, 65536), Shape(64, 4096))
 TURNS, REGISTERS, PROGRAMS = (1, 2), (255, 168, 128, 96), (8, 16)
 
 
+SWEPT = "kitty2,innerq2,polar4,polar3,kivi4,kivi2"
+"""The kernels whose launches were chosen by such a sweep."""
+
+
 @dataclass(frozen=True)
 class Limited(launch.Launch):
     registers: int = 255
@@ -64,7 +68,7 @@ def compiled(name: str, turn: int, registers: int) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default="kitty2,innerq2,polar4,polar3,kivi4,kivi2", help="(%(default)s)")
+    parser.add_argument("--formats", default=SWEPT, help="(%(default)s)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     variants = list(itertools.product(args.formats.split(","), TURNS, REGISTERS))

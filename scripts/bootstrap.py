@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -37,6 +38,7 @@ NO_NETWORK = re.compile(
     "NewConnectionError|Temporary failure in name resolution|Name or service not known|Failed to resolve"
     "|ConnectTimeout|ProxyError|Network is unreachable|Connection refused|Read timed out"
 )
+DISK_IS_FULL = "the disk is full; make room and run this again."
 SCHEME = "1"  # raise it when a stage installs something else from the same pins
 
 
@@ -138,10 +140,7 @@ class Venv:
         say("creating .venv")
         made = subprocess.run([sys.executable, "-m", "venv", str(self.path)], capture_output=True, text=True)
         if made.returncode:
-            raise BootstrapError(
-                "python3 cannot make virtual environments; install its venv module "
-                "(on Debian and Ubuntu: apt install python3-venv) and run this again."
-            )
+            raise BootstrapError(explain_venv_failure(self.path, made.stdout, made.stderr))
 
     def runs(self, *arguments: str) -> bool:
         if not self.python.exists():
@@ -213,11 +212,24 @@ def has_nvidia_gpu() -> bool:
     return listed.returncode == 0 and "GPU" in listed.stdout
 
 
+def explain_venv_failure(path: Path, stdout: str, stderr: str) -> str:
+    if any(importlib.util.find_spec(name) is None for name in ("venv", "ensurepip")):
+        return (
+            "python3 cannot make virtual environments; install its venv module "
+            "(on Debian and Ubuntu: apt install python3-venv) and run this again."
+        )
+    if "No space left on device" in stdout + stderr:
+        return DISK_IS_FULL
+    said = (stderr.strip() or stdout.strip() or "it says nothing").splitlines()
+    return f"python3 cannot make {path}: {said[-1]}"
+
+
 def explain_pip_failure(log: str) -> str:
     """pip's failures as one sentence each; pip's own last lines have been printed before it."""
     if "No space left on device" in log:
-        return "the disk is full; make room and run this again."
-    if NO_NETWORK.search(log) or "(from versions: none)" in log:
+        return DISK_IS_FULL
+    # "(from versions: none)" is no sign of it: pip says that also where no wheel is for this machine
+    if NO_NETWORK.search(log):
         return "no network: pip cannot reach its package index; connect (or set a proxy) and run this again."
     if match := re.search(r"No matching distribution found for (\S+)", log):
         return f"pip found no {match[1]} for this Python and machine (Linux on x86-64 is supported)."

@@ -15,7 +15,6 @@ ours, and two copies in one process would be two registries. torch is not linked
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 import platform
@@ -82,12 +81,10 @@ def copy_repository(target: Path) -> None:
 
 def add_library(source: Path) -> None:
     """Put the library into the copy, under the name that says which sources it was compiled from."""
-    # loaded from its file: importing the package would import torch, which nothing here needs
-    spec = importlib.util.spec_from_file_location("build", ROOT / "vllm_kvq" / "kernels" / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
+    # a Python that has only the pins of pyproject.toml can import this part, which needs neither torch nor vLLM
+    sys.path.insert(0, str(ROOT))
+    from vllm_kvq.kernels import build
+
     folder = source / "vllm_kvq" / "_prebuilt"
     folder.mkdir()
     library = build.build().read_bytes()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from layer import EDGES, LAYERS, Layer
 
+from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.step import Step
 from vllm_kvq.kernels.torch.step import TORCH, PlannedStep
@@ -18,7 +19,7 @@ over five pages, one beyond every edge."""
 
 def compare(name: str, build: Callable[[Layer], Step], heads: int = 2, *, prompt: bool = True) -> None:
     """`build` makes the step under test for a layer; without `prompt` PyTorch serves the first step."""
-    fmt = get_format(name).bind(Geometry(64, 32, torch.float32), {"W": 32, "S": 16})
+    fmt = calibrated(get_format(name).bind(Geometry(64, 32, torch.float32), {"W": 32, "S": 16}), heads)
     near, far = (Layer(fmt, heads=heads, share=1, far=far) for far in (False, True))
     block = LAYERS * far.slots.page_bytes
     at = far.tables[0].long() * block

@@ -30,6 +30,7 @@ MODEL = "a <b>model & <script>"
 REFUSED = "flash_attn: </td><script>alert(1)</script>&amp;"
 """What a kernel may say when it refuses a GPU."""
 NINE = "kitty2,squat2,polar4,innerq2,kivi2,kivi4,klt3,qjl3,squat2:W=64"
+"""One more than a picture names."""
 Words = list[str]
 
 
@@ -120,7 +121,7 @@ def _gpu(within: Path, patch: pytest.MonkeyPatch) -> Words:
     """Two shapes of three kernels; a third shape is left out, and a kernel refuses."""
     patch.setenv("TRITON_INTERPRET", "1")
 
-    def steps(device: Any, formats: Any, shapes: Any, deadline: float, results: Results) -> None:
+    def steps(device: Any, formats: Any, shapes: Any, results: Results) -> None:
         results.take("copy", 0, 0, lambda: (1e-12, 1))
         results.note(REFUSED)
         for context in (64, 128):

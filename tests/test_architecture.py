@@ -58,7 +58,7 @@ def test_the_boxes_are_the_contract() -> None:
     places = [re.search(rf"(vllm_kvq/|  ){box}[/.]", picture).start() for box in boxes]  # type: ignore[union-attr]
     assert places == sorted(places)
     floors = {wing["containers"][0].split(".")[-1]: wing["layers"] for wing in wings}
-    text = DOC[DOC.index("## The wings") : DOC.index("## Key to bytes")]
+    text = DOC[DOC.index("## Layers within the packages") : DOC.index("## Key to bytes")]
     integration, rest = text.split("So is `cli`")
     command_line, evaluation = rest.split("And so is `eval`")
     for part, name in ((integration, "integration"), (command_line, "cli"), (evaluation, "eval")):

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,10 @@ def test_engines_are_added_up_and_idle_moments_left_out(url: str, monkeypatch: p
 
 
 def test_the_load_has_a_seed_and_the_server_its_bytes(tmp_path: Path) -> None:
-    words = load_command("http://x", tmp_path, LOAD, tmp_path / "a.json")
+    words = load_command("http://x", tmp_path, replace(LOAD, seed=7), tmp_path / "a.json")
     assert "--ignore-eos" in words
-    assert words[words.index("--seed") + 1] == "0"
+    said = {"seed": 7, "num-prompts": 6, "max-concurrency": 4, "random-input-len": 96, "random-output-len": 32}
+    assert {name: int(words[words.index(f"--{name}") + 1]) for name in said} == said
     one = capacity.server(tmp_path, "kitty2", LOAD, tmp_path / "log", {"S": 8})
     assert "--kv-cache-memory-bytes 1048576" in one.shown
     assert '--additional-config \'{"kvq": {"S": 8}}\'' in one.shown
@@ -146,12 +148,16 @@ def test_a_server_that_fails_is_said(
     ("words", "sentence"),
     [
         (["demo", "--cache-bytes", "much"], "'much' is not a size such as 80G or 512M"),
+        (["demo", "--formats", "auto"], "--formats auto is bf16, which is measured in any case; name a cache"),
         (["demo", "--requests", "4"], "4 requests are fewer than the 32 that are to run at once"),
         (["demo", "--prompt", "9000"], "positions, and requests take"),
         (["/nowhere"], "there is no folder '/nowhere'"),
     ],
 )
-def test_bad_input(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(capacity, "rows", lambda *_: pytest.fail("a server would be started"))
     with pytest.raises(SystemExit) as stop:
         command.main(words)
     assert stop.value.code == 2

@@ -163,6 +163,16 @@ def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) ->
     assert panels["batch 4"]["kitty2"] == [(64, 1.75), (256, 1.75)]
 
 
+def test_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> None:
+    ran = run("capacity", tmp_path, monkeypatch)
+    assert len(rows(ran.out / "capacity.csv")) == 1 + len(NAMES)
+    ((panels, scale),) = drawn
+    assert [*panels] == ["output tokens per second", "requests at the same time"]
+    for curves in panels.values():
+        assert curves == {name: [(1024, speed(name) / speed("bf16"))] for name in NAMES}
+    assert (scale.label, scale.base) == ("times bf16's", "bf16")
+
+
 def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> None:
     """flash_attn takes 32 and 64 us, kitty2 a quarter of sdpa's 64 and 128."""
     ran = run("gpu", tmp_path, monkeypatch)

@@ -17,6 +17,8 @@ import yaml
 from serve_arguments import parse_serve
 
 from vllm_kvq.formats.budgets import RECOMMENDED
+from vllm_kvq.integration.plan import calibration
+from vllm_kvq.kernels.folders import CACHE
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
@@ -143,11 +145,26 @@ def test_a_service(service: str, compose: dict[str, Any]) -> None:
     build = found["build"]
     assert (Path(build["context"]) / build["dockerfile"]).is_file()
     (cache,) = found["volumes"]
-    # models, and the constants that are fitted to them
     assert cache["target"] == f"{dict(final_stage(f'Dockerfile.{service}'))['WORKDIR']}/.cache"
     assert "server" in found["networks"]["default"]["aliases"]
     if service == "cpu":
         assert int(found["environment"]["VLLM_CPU_KVCACHE_SPACE"]) > 0
+
+
+@pytest.mark.parametrize("service", ["cpu", "gpu"])
+def test_the_volume_keeps_constants(service: str, compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are fitted to a model when it is first served."""
+    (cache,) = compose["services"][service]["volumes"]
+    for name in ("XDG_CACHE_HOME", CACHE):
+        monkeypatch.delenv(name, raising=False)
+    given = [shlex.split(arguments) for what, arguments in final_stage(f"Dockerfile.{service}") if what == "ENV"]
+    for name, value in (word.split("=", 1) for words in given for word in words):
+        monkeypatch.setenv(name, value)
+    for name, value in compose["services"][service]["environment"].items():
+        monkeypatch.setenv(name, value or "")
+    constants = calibration._folder()
+    assert constants is not None
+    assert constants.is_relative_to(cache["target"])
 
 
 def test_every_file_that_is_mounted_is_there(compose: dict[str, Any]) -> None:

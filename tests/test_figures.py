@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from vllm_kvq.bench import decode, prefill, serve, slow, steps, timing
 from vllm_kvq.bench.gpu import table as gpu
 from vllm_kvq.bench.gpu.decode import Shape as GPUShape
+from vllm_kvq.bench.server import ServerError
 from vllm_kvq.bench.steps import Candidate, Shape
 from vllm_kvq.bench.timing import Row
 from vllm_kvq.cli.bench import attention
@@ -135,6 +137,25 @@ def test_decode(
     assert row == {"format": "kitty2", "tokens_per_second": 16.0, "bf16_tokens_per_second": 8.0, "ratio": 2.0}
 
 
+def test_decode_holds_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16's and one format's, also when an engine's parts refer to each other."""
+    alive: weakref.WeakSet[Engine] = weakref.WeakSet()
+    most = 0
+
+    class Engine:
+        def __init__(self, *_: object) -> None:
+            nonlocal most
+            self.itself = self
+            alive.add(self)
+            most = max(most, len(alive))
+
+    monkeypatch.setattr(decode, "_engine", Engine)
+    monkeypatch.setattr(decode, "_seconds", lambda engine, prompts, tokens: float(tokens))
+    formats = [(name, {}) for name in ("kitty2", "squat2", "klt3")]
+    assert len([*decode.rows("m", formats, decode.Load(1, 1, 1, 1))]) == 3
+    assert most == 2
+
+
 def test_slow_tables() -> None:
     """Ours takes 4 ms with default options and 8 with others, bf16 2."""
 
@@ -219,6 +240,27 @@ def test_serve_kernel(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(serve, "vllm_candidate", lambda shape, _: Candidate([clock.step(lambda i: 0.012)], 9))
     monkeypatch.setattr(serve, "kvq_candidate", lambda shape, *_: Candidate([clock.step(lambda i: 0.004)], 3))
     assert serve.kernel_ratio("squat2", tmp_path, 64, 1, 3) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "missing", "sentence"),
+    [
+        (100, None, "config.json: vLLM's CPU attention has no heads of 100 channels"),
+        (32, None, "kitty2 can't serve .*: .*32"),
+        (64, "no AMX here", "^no AMX here$"),
+    ],
+)
+def test_serve_refuses_before_anything_starts(
+    head_dim: int, missing: str | None, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": head_dim}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    monkeypatch.setattr("vllm_kvq.bench.vllm_build.problem", lambda: missing)
+    monkeypatch.setattr(serve, "compare", lambda *_: pytest.fail("a kernel was measured"))
+    monkeypatch.setattr(serve, "server", lambda *_: pytest.fail("a server was started"))
+    with pytest.raises(ServerError, match=sentence) as caught:
+        next(serve.rows([("kitty2", {})], tmp_path, serve.Load([64], [1], 8, 1, 1), tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture

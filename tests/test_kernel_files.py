@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DOC = (ROOT / "docs" / "adding-a-format.md").read_text(encoding="utf-8").partition("## Kernels of its own")[2]
+DOC = (ROOT / "docs" / "adding-a-format.md").read_text(encoding="utf-8").partition("## Fast kernels")[2]
 FOLDERS = ("vllm_kvq/formats", "vllm_kvq/kernels", "csrc/cpu", "triton_kernels", "configs")
 USERS = {
     "configs/squat2.yaml",

@@ -358,12 +358,18 @@ def test_the_page(tree: Path) -> None:
 
 def test_the_copy_has_what_git_knows(tmp_path: Path) -> None:
     main.copy_checkout(tmp_path / "copy")
-    source = tmp_path / "copy" / "proof" / "mutants" / "fault.py"
-    assert source.is_file()
+    assert (tmp_path / "copy" / "proof" / "mutants" / "main.py").is_file()
     assert (tmp_path / "copy" / "vllm_kvq" / "csrc").is_symlink()
     assert not (tmp_path / "copy" / ".git").exists()
+
+
+def test_a_module_of_the_copy_is_valid_by_its_contents(tmp_path: Path) -> None:
+    """And not by its time and size, which are the first eight of these bytes in an ordinary compiled module."""
+    (source := tmp_path / "proof" / "double.py").parent.mkdir()
+    source.write_text(TEXT)
+    main.compile_modules(tmp_path)
     compiled = Path(importlib.util.cache_from_source(str(source))).read_bytes()
-    assert compiled[8:16] == importlib.util.source_hash(source.read_bytes())  # and not its size
+    assert compiled[8:16] == importlib.util.source_hash(source.read_bytes())
 
 
 # -- the catalog ------------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from proof.models.checkpoints import write_config
 from proof.models.served import SERVED
 from vllm_kvq import cli
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.cli.constants import _hybrid
-from vllm_kvq.integration.worker.calibration.text import FARTHEST, LEAST, MOST, PIECE, pieces
+from vllm_kvq.cli.constants import _by_file, _hybrid
+from vllm_kvq.eval.choice import choices
+from vllm_kvq.integration.worker.calibration.text import FARTHEST, LEAST, MOST, PIECE, TOKENS, bundled, pieces, texts
 
 LONG = "one two three four five six seven eight nine ten " * 200
 FILES = {
@@ -100,6 +101,12 @@ def test_a_hybrid_is_known_by_its_configuration(architecture: Architecture, tmp_
     assert _hybrid(json.loads((tmp_path / "config.json").read_text())) == architecture.hybrid
 
 
+def test_formats_of_the_same_layers_share_constants() -> None:
+    chosen = choices("klt2,klt3,klt4,klt3:skip_layers=[0],klt2:W=64")
+    alike = [[choice.label for choice in of_file] for of_file in _by_file(chosen).values()]
+    assert alike == [["klt2", "klt3", "klt4", "klt2:W=64"], ["klt3:skip_layers=[0]"]]
+
+
 def test_refusals_wait_for_no_package(files: Path, model: Path) -> None:
     code = (
         "import sys; from vllm_kvq import cli\n"
@@ -141,3 +148,19 @@ def test_short_texts_are_pieces_too() -> None:
     assert pieces(numbers, [least], 100).positions.max() < 100
     with pytest.raises(ValueError, match=f"the text has 900 tokens, too few to fit constants to; give {LEAST:,} or"):
         pieces(numbers, [" ".join(map(str, range(300)))] * 3, 4096)
+
+
+@pytest.mark.parametrize("longest", [400, 4096, 1 << 20])
+def test_bundled_pieces_have_room_in_the_model(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins as the tokenizer begins a text, and stands elsewhere; none beyond the model's last position."""
+    assert len(texts()) == 12
+    made_up = [" ".join(map(str, range(n, n + 500))) for n in range(12)]
+    monkeypatch.setattr("vllm_kvq.integration.worker.calibration.text.texts", lambda: made_up)
+    found = bundled(numbers, longest)
+    assert found.tokens.shape == (12, TOKENS // 12)
+    assert (found.tokens[:, 0] == -1).all()
+    assert found.tokens[:, 1].tolist() == [*range(12)]
+    assert found.start.min() == 0
+    assert len(found.start.unique()) == 12
+    last = min(longest, FARTHEST) - 1
+    assert 0.9 * last < found.positions.max() <= last

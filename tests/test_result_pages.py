@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from vllm_kvq.cli.eval import model as command
 from vllm_kvq.cli.eval.page import NO_PLOTS, hurt_quotes
 from vllm_kvq.cli.eval.page import page as eval_page
 from vllm_kvq.cli.page.document import FILE, Page, Section
-from vllm_kvq.cli.page.tree import element
+from vllm_kvq.cli.page.made import installed
+from vllm_kvq.cli.page.tree import element, table
 from vllm_kvq.console import Table
 from vllm_kvq.drawing import Picture
 from vllm_kvq.eval.results import plots, report
@@ -226,6 +228,19 @@ def test_the_contents_name_every_section(evaluated: Written) -> None:
     alone = {f"#s{n}-1" for n in range(1, 9) if f"#s{n}-2" not in headings}
     assert sorted({*headings} - {"#made"} - alone) == sorted(map(str, linked))
     assert len(linked) > 10
+
+
+def test_numbers_are_aligned_from_the_tables_own_column_on() -> None:
+    made = table(Table(["format", "KL along", "0 to 64"], [["kitty2", "its own text", "0.5"]], right=2))
+    kinds = [(cell.tag, cell.text, cell.get("class")) for cell in made.iter() if cell.tag in ("th", "td")]
+    assert [kind for _, _, kind in kinds] == [None, None, "number"] * 2
+    assert kinds[-1] == ("td", "0.5", "number")
+
+
+def test_a_package_may_have_another_name() -> None:
+    """vLLM for CPUs, for example."""
+    assert installed(("no-such-package", "torch")) == version("torch")
+    assert installed(("no-such-package",)) is None
 
 
 def test_text_is_text() -> None:

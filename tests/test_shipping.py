@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
 import zipfile
@@ -20,18 +22,41 @@ from vllm_kvq.kernels import build
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_TOKEN_SECONDS = 60
+BEFORE = """
+import runpy, sys
+sys.path[0] = {packages!r}
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("numpy", "torch", "vllm"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+script = runpy.run_path({script!r})
+"""
+"""The first stage's Python runs the script: this project is not installed there, because files that name folders (.pth)
+are not read, and there is no torch."""
+
+
+def first_stage(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    before = BEFORE.format(packages=sysconfig.get_path("purelib"), script=str(ROOT / "scripts" / "build_wheel.py"))
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, "-S", "-c", before + code, *arguments],
+        cwd=ROOT.parent,
+        env=variables | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the first stage of docker/Dockerfile.cpu makes."""
     folder = tmp_path_factory.mktemp("wheels")
-    pip = ["-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    for command in (
-        ["scripts/build_wheel.py", "--output", str(folder)],
-        [*pip, str(folder), "packaging/vllm-alias"],
-    ):
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=600)
+    made = first_stage("sys.exit(script['main']())", "--output", str(folder))
+    assert made.returncode == 0, made.stderr
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(folder), "packaging/vllm-alias"], cwd=ROOT, check=True, timeout=600)
     return folder
 
 
@@ -45,6 +70,21 @@ def clean(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert f"{build.prebuilt_name()} is loaded" in done.stdout
     assert not any(list(folder.glob(f"venv/lib/python*/site-packages/{name}*")) for name in clean_environment.BROKEN)
     return folder
+
+
+def test_the_first_stage_needs_no_installed_project(tmp_path: Path) -> None:
+    """With a compiler that makes only headers of libraries: what is tested here is that it is asked at all."""
+    compiler, copy = tmp_path / "compiler", tmp_path / "copy"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit\nwhile [ "$1" != -o ]; do shift; done\n'
+        "{ printf '\\177ELF\\002'; head -c 59 /dev/zero; } > \"$2\"\n"
+    )
+    compiler.chmod(0o755)
+    (copy / "vllm_kvq").mkdir(parents=True)
+    code = "import pathlib; script['add_library'](pathlib.Path(sys.argv[1]))"
+    done = first_stage(code, str(copy), CXX=str(compiler), VLLM_KVQ_CACHE=str(tmp_path / "kernels"))
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in copy.rglob("*.so")] == [build.prebuilt_name()]
 
 
 def install(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -84,8 +84,8 @@ def test_type_checkers_read_its_annotations(names: set[str]) -> None:
 
 def test_the_compilers_find_their_sources(unpacked: Path) -> None:
     code = (
-        "from vllm_kvq.kernels import build; from vllm_kvq.kernels.gpu import build as cuda\n"
-        "for folder in (build.source_dir(), cuda.source_dir()):\n"
+        "from vllm_kvq.kernels import build\n"
+        "for folder in (build.source_dir(), build.source_dir('cuda')):\n"
         "    print(*(p for p in folder.rglob('*') if p.is_file()), sep='\\n')"
     )
     found = {str(Path(line).relative_to(unpacked / "vllm_kvq")) for line in run(unpacked, "-c", code).splitlines()}

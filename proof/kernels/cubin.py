@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_kvq.kernels.build import BuildError
-from vllm_kvq.kernels.gpu.build import FLAGS, nvcc, run_compiler, source_dir
+from vllm_kvq.kernels.build import BuildError, source_dir
+from vllm_kvq.kernels.gpu.build import FLAGS, nvcc, run_compiler
 
 
 def one_kernel(architecture: int, head_size: int, part: int, directory: Path, kind: str = "cubin") -> Path:
@@ -15,4 +15,4 @@ def one_kernel(architecture: int, head_size: int, part: int, directory: Path, ki
         raise BuildError("inspecting the CUDA kernels needs nvcc")
     command = [compiler, *FLAGS[:2], f"-arch=sm_{architecture}", f"-DKVQ_D={head_size}", f"-DKVQ_PART={part}"]
     target = directory / f"qjl-{part}-d{head_size}-sm{architecture}.{kind}"
-    return run_compiler([*command, f"-{kind}", str(source_dir() / "cubin.cu")], target)
+    return run_compiler([*command, f"-{kind}", str(source_dir("cuda") / "cubin.cu")], target)

@@ -6,6 +6,8 @@ from proof.mutants.fault import Fault
 
 FIGURES = "tests/test_figures.py"
 CAPACITY = "tests/test_bench_capacity.py -k 'not real'"
+SERVER = "tests/test_bench_server.py"
+GPU = "tests/cuda/test_gpu_scripts.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -95,6 +97,94 @@ FAULTS: tuple[Fault, ...] = (
         FIGURES,
     ),
     Fault("a GPU's ratio is upside down", "vllm_kvq/bench/gpu/table.py", "{x / took:.2f}", "{took / x:.2f}", FIGURES),
+    Fault(
+        "a benchmark does not notice that its server died",
+        "vllm_kvq/bench/server.py",
+        'server.raise_if_dead("while it was asked", DYING_SECONDS)',
+        "pass",
+        SERVER,
+    ),
+    Fault(
+        "a server that does not answer ends in a traceback",
+        "vllm_kvq/bench/server.py",
+        "except (ServerError, OSError, HTTPException) as error:",
+        "except (ServerError, OSError) as error:",
+        f"{SERVER} -k lives",
+    ),
+    Fault(
+        "a load's failure has no log",
+        "vllm_kvq/bench/capacity.py",
+        "    with watched(running):\n",
+        "    with watched():\n",
+        f"{SERVER} -k 'load or without_an_answer'",
+    ),
+    Fault(
+        "requests are no longer counted after half an answer",
+        "vllm_kvq/bench/capacity.py",
+        "except (OSError, HTTPException):",
+        "except OSError:",
+        f"{SERVER} -k counting",
+    ),
+    Fault(
+        "an answer that ends early is timed",
+        "vllm_kvq/bench/serve.py",
+        "if last < tokens:",
+        "if last < 1:",
+        f"{SERVER} -k early",
+    ),
+    Fault(
+        "servers start for a model whose attention can't be measured",
+        "vllm_kvq/bench/serve.py",
+        "    check(formats, model, load)\n",
+        "",
+        f"{FIGURES} -k refuses",
+    ),
+    Fault(
+        "bf16 is compared with itself",
+        "vllm_kvq/cli/bench/capacity.py",
+        "if all(choice.format == capacity.PLAIN for choice in args.formats):",
+        "if not args.formats:",
+        f"{CAPACITY[:-1]} and bad_input'",
+    ),
+    Fault(
+        "an engine whose parts refer to each other stays",
+        "vllm_kvq/bench/decode.py",
+        "        gc.collect()",
+        "        pass",
+        f"{FIGURES} -k engines",
+    ),
+    Fault(
+        "a GPU's measurements start after the time for them",
+        "vllm_kvq/bench/gpu/results.py",
+        "if time.monotonic() >= self.deadline:",
+        "if not self.deadline:",
+        f"{GPU} -k seconds",
+    ),
+    Fault(
+        "formats that were measured before are hidden when there is no time",
+        "vllm_kvq/bench/gpu/table.py",
+        """            except NoTime:
+                continue
+            tell(""",
+        """            except NoTime:
+                break
+            tell(""",
+        f"{GPU} -k before",
+    ),
+    Fault(
+        "a figure is drawn of whatever is named like a GPU",
+        "bench/gpu.sh",
+        "grep -slx 'torch,what,batch,context,seconds,read'",
+        "grep -sl ''",
+        f"{GPU} -k figure_is",
+    ),
+    Fault(
+        "a size's g is read as G",
+        "vllm_kvq/cli/arguments.py",
+        '"g": 10**9',
+        '"g": 1 << 30',
+        "tests/engine/test_plan.py -k sizes",
+    ),
     Fault(
         "errors of queries that were fitted",
         "vllm_kvq/cli/eval/error.py",

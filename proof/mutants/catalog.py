@@ -8,6 +8,7 @@ from proof.mutants import (
     benches,
     blocks,
     command_line,
+    configured,
     constants,
     cpp,
     files,
@@ -15,6 +16,8 @@ from proof.mutants import (
     gpu,
     gpu_transformed,
     integration,
+    judges,
+    measured,
     planned,
     served,
     tools,
@@ -37,5 +40,8 @@ PLACES = (
     constants,
     command_line,
     views,
+    configured,
+    measured,
+    judges,
 )
 FAULTS: tuple[Fault, ...] = tuple(chain.from_iterable(place.FAULTS for place in PLACES))

@@ -87,6 +87,7 @@ class Tree:
         return {"CXX": " ".join([sys.executable, str(COMPILER), str(self._objects), *build.compiler()])}
 
     def _answers_within(self, seconds: float) -> bool:
+        assert self._warm.stdout is not None
         return bool(select.select([self._warm.stdout], [], [], seconds)[0])
 
     def _line(self) -> int | None:
@@ -146,6 +147,8 @@ def end(pid: int) -> None:
         child.send_signal(signal.SIGINT)
         with contextlib.suppress(psutil.TimeoutExpired):
             child.wait(TIDY_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # with what it has started since
         for process in (*tree, child):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

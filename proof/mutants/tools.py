@@ -306,8 +306,29 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a run that is stopped leaves the servers of its tests",
         "proof/mutants/pytests.py",
-        "tree = psutil.Process(child.pid).children(recursive=True)",
-        "tree = psutil.Process(child.pid).children()[1:]",
+        "tree = child.children(recursive=True)",
+        "tree = child.children()[1:]",
         "tests/test_mutants.py -k 'stopped and 15'",
+    ),
+    Fault(
+        "a fault's tests run with the code that was imported before it was planted",
+        "proof/mutants/warm.py",
+        'AFRESH = {"__main__", "vllm", "vllm_kvq", "proof", "triton"}',
+        'AFRESH = {"__main__", "vllm", "proof", "triton"}',
+        "tests/test_mutants.py -k others_have_made",
+    ),
+    Fault(
+        "a compiler's kept objects forget its flags",
+        "proof/mutants/objects.py",
+        "hashlib.sha256(repr(flags).encode() + preprocessed.stdout)",
+        "hashlib.sha256(preprocessed.stdout)",
+        "tests/test_mutants.py -k objects_are_kept",
+    ),
+    Fault(
+        "a copy's compiled modules are judged by their time",
+        "proof/mutants/main.py",
+        "invalidation_mode=PycInvalidationMode.CHECKED_HASH",
+        "invalidation_mode=PycInvalidationMode.TIMESTAMP",
+        "tests/test_mutants.py -k valid_by_its_contents",
     ),
 )

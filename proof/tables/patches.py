@@ -22,60 +22,62 @@ MATRIX = (
 HEAD = f"""\
 # Compatibility
 
-`python -m proof patches` prints this page from the list of patches (`vllm_kvq/integration/patches/registry.py`) and
-from the last runs of `python -m proof admit` (`docs/results/admit-*.md`).
+This page says which versions of vLLM this plugin works with, and lists everything that it patches in vLLM.
+`python -m proof patches` prints it from the list of patches (`vllm_kvq/integration/patches/registry.py`) and the last
+runs of `python -m proof admit` (`docs/results/admit-*.md`).
 
 ## Which versions go together
 
-vllm-kvq 0.1, with Python 3.11 to 3.13, which the package allows:
+vllm-kvq 0.1 works with Python 3.11 to 3.13 and with these versions of vLLM:
 
 | vLLM | where | model runner | how it is tested |
 | --- | --- | --- | --- |
 {chr(10).join(f"| {' | '.join(row)} |" for row in MATRIX)}
 
-A patch release of vLLM (0.33.1) counts as its minor release: it is not refused, and its names are looked for like any
-other's. On a machine, `vllm-kvq doctor` says whether the vLLM there has all that is needed.
+Patch releases of vLLM (0.33.1) are accepted like their minor release. `vllm-kvq doctor` says whether the installed vLLM
+has everything that is needed.
 
 ## When another release is supported
 
 vLLM has no interface that a low-bit cache could use without [patches](#the-patches), and promises nothing about the
-names that they need ([upstream.md](upstream.md)). So each release is tried, and no range of versions is assumed:
+private names that they need ([upstream.md](upstream.md)). So each release is tested before it is supported:
 
-1. `python -m proof admit 0.34` puts that release into a folder of its own, looks for the names of every patch, runs
-   groups of tests, and says from which patch each failure comes. Its exit status must be 0. Before a version of
-   vllm-kvq is released, also with `--all`, and on a GPU `bash bench/gpu.sh tests`.
-2. What broke is mended in the patch, which says for which releases it is (`Patch.versions`).
-3. The release joins `SUPPORTED` (`integration/patches/names.py`) and the extras in `pyproject.toml`, and the page of
-   its run joins `docs/results`.
+1. `python -m proof admit 0.34` installs that release into a separate folder, looks for the names of every patch, runs
+   groups of tests, and says which patch each failure comes from. Its exit status must be 0. Before a release of
+   vllm-kvq, run it with `--all`, too, and `bash bench/gpu.sh tests` on a GPU.
+2. Failures are fixed in the patch, which states its releases of vLLM (`Patch.versions`).
+3. The release is added to `SUPPORTED` (`integration/patches/names.py`) and to the extras in `pyproject.toml`, and the
+   page of its run to `docs/results`.
 
-Two minor releases are supported at a time. When a third one is admitted, the oldest leaves, in a version of vllm-kvq
-whose [changelog](../CHANGELOG.md) says so.
+Two minor releases are supported at a time. When a third is added, support for the oldest ends, as the
+[changelog](../CHANGELOG.md) then says.
 
 ## What happens with another release
 
-vllm-kvq supports vLLM {" and ".join(SUPPORTED)} and no other version. With any other, its formats are not offered: the
-log has one sentence that names both versions and what to install, vLLM starts as it is, and refuses
-`--kv-cache-dtype kitty2` as unknown. If a supported vLLM lacks a private name of this list, the server says which name,
-for which patch, and what to install. Names that every server needs are looked for when vLLM loads its plugins. Those
-that only some servers need are looked for before these load their weights, so that other servers start.
+vllm-kvq supports only vLLM {" and ".join(SUPPORTED)}. With any other version its formats are not offered: the log
+names both versions and what to install, and vLLM refuses `--kv-cache-dtype kitty2` as unknown, but works otherwise. If
+a supported vLLM lacks a private name that a patch needs, the server says which name, for which patch, and what to
+install. Names that every server needs are looked for when vLLM loads its plugins; names that only some servers need,
+only when such a server starts, before it loads weights.
 
-`python -m proof admit` sets a variable, `{ADMIT}`. It names the one release that is tried, with the patches for the
-supported release that is nearest to it. With it, every process logs as an error that this release is not supported, and
-`vllm-kvq doctor` calls it bad. It is for trying, and not for serving.
+`python -m proof admit` sets the variable `{ADMIT}` to the release that it tries, which then gets the patches of
+the nearest supported release. Every process then logs as an error that this release is not supported, and
+`vllm-kvq doctor` calls it bad. Do not serve with it.
 """
 PATCHED = """\
 ## The patches
 
-`vllm-kvq doctor --patches` prints the rows that concern the installed vLLM. The column "until" says what would let a
-patch go; [upstream.md](upstream.md) sorts them by what vLLM would have to change, and shows faults of vLLM's own.
+`vllm-kvq doctor --patches` prints the rows that concern the installed vLLM. The column "until" says what would make a
+patch unnecessary; [upstream.md](upstream.md) groups the patches by what vLLM would have to change, and lists vLLM's own
+faults. A packed layer's *companions* are the caches of its sidecar and sinks ([how it works](how-it-works.md)).
 """
 KINDS = {
-    Kind.PATCH: "Patches: functions of vLLM's that are replaced or wrapped, and states of vLLM's that are changed",
+    Kind.PATCH: "Patches: vLLM's functions that are replaced or wrapped, and vLLM's state that is changed",
     Kind.SETTING: "Settings: values written into vLLM's configuration or its layers",
-    Kind.USE: "Uses: private classes and names that are derived from, read or called",
+    Kind.USE: "Uses: private classes and names that are subclassed, read or called",
 }
 MOMENTS = {
-    Moment.REGISTERED: "in every process of vLLM's",
+    Moment.REGISTERED: "in every process of vLLM",
     Moment.CONFIGURED: "in the server's own process and in API servers, where one of our formats is chosen",
     Moment.LOADED: "in every worker",
     Moment.BUILT: "in every worker",
@@ -99,7 +101,7 @@ def last_runs() -> list[str]:
     lines = [
         "## The last runs",
         "",
-        "`python -m proof admit` of each release, without the patches that have their names:",
+        "What `python -m proof admit` printed for each release, without the patches whose names were found:",
         "",
     ]
     for page in sorted(RESULTS.glob("admit-*.md"), reverse=True):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import torch
 
+from vllm_kvq.bench.gpu import chunks, rivals
 from vllm_kvq.bench.gpu import table as gpu
-from vllm_kvq.bench.gpu.decode import Shape
+from vllm_kvq.bench.gpu.decode import N, Shape
+from vllm_kvq.bench.gpu.kept import Kept
 from vllm_kvq.bench.gpu.results import Results
+from vllm_kvq.cli.bench import gpu as gpu_command
 from vllm_kvq.cli.bench import plot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +52,25 @@ def test_serve_script_says_what_it_would_do() -> None:
     offline = bash("bench/gpu_serve.sh", "--dry-run", SITE="site")
     assert "venv" not in offline.stdout
     assert next(x.split()[-1] for x in offline.stdout.splitlines() if x.startswith("==")) == "auto"
+
+
+def test_the_figure_is_of_the_files_that_bench_gpu_wrote(tmp_path: Path) -> None:
+    """A folder has other CSV files of GPUs, as docs/results does. The interpreter only says what it would do."""
+    written = tmp_path / "gpu-nvidia-h200.csv"
+    for file in (ROOT / "docs" / "results").glob("gpu-*.csv"):
+        shutil.copy(file, tmp_path)
+    assert {written.name, "gpu-serve.csv"} < {file.name for file in tmp_path.iterdir()}
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    folders = {"RESULTS": str(tmp_path), "PASSED": str(tmp_path / "passed")}
+    done = bash("bench/gpu.sh", "--dry-run", PYTHON=str(python), **folders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"-m vllm_kvq bench plot {written}"
+    Kept.of(written)  # which would refuse a file with another head
+    written.unlink()
+    done = bash("bench/gpu.sh", "--dry-run", PYTHON=str(python), **folders)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "LEFT OUT: the figure (nothing was measured)")
 
 
 @pytest.mark.engine
@@ -111,6 +137,59 @@ def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path) -> None:
     again = dry_run(tmp_path)
     assert again.splitlines()[:-1] == said.splitlines()[:-1]
     assert len(Results(tmp_path, "dry run: times mean nothing").rows) == len(whole.splitlines()) - 1
+
+
+def not_now(*_: object) -> NoReturn:
+    pytest.fail("a measurement was started")
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_no_seconds_start_no_measurement(
+    out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither of a decode step, nor of a prompt or a chunk; a folder is begun all the same."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for module, name in ((gpu, "copy_bandwidth"), (gpu, "prefill_seconds"), (chunks, "plain_seconds")):
+        monkeypatch.setattr(module, name, not_now)
+    more = ["--out", str(tmp_path / "new")] if out else []
+    assert gpu_command.main(["--dry-run", "--seconds", "0", "--formats", "kitty2", "--json", *more]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == []
+    written = [file.name for file in tmp_path.glob("new/*")]
+    assert written == ["gpu-dry-run-times-mean-nothing.md"] * out
+    assert not out or "there was no time for more" in (tmp_path / "new" / written[0]).read_text()
+
+
+def test_what_was_measured_before_is_shown_when_there_is_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, where = Results(tmp_path, "A GPU"), torch.device("cpu")
+    kept.take("copy", 0, 0, lambda: (1e-11, 1))
+    for name in ("sdpa", "kitty2"):
+        kept.take(name, 1, 64, lambda: (1e-3, 100))
+    for what, tokens in (("a layer's prefill", 64), ("packing kitty2", 64)):
+        kept.take(what, 1, tokens, lambda: (1e-3, 0))
+    for what in ("chunk bf16 by PyTorch's SDPA", "chunk kitty2 unpacked", "chunk kitty2 by pages"):
+        kept.take(what, 1, 2 * N, lambda: (1e-3, 0))
+    monkeypatch.setattr(rivals, "measure", not_now)
+    late = Results(tmp_path, "A GPU", deadline=0, say=lambda _: None)
+    names = ["squat2", "kitty2"]
+    gpu.run(where, names, [Shape(1, 128), Shape(1, 64)], late)
+    gpu.run_prompts(where, names, 64, late)
+    chunks.run(where, names, late)
+    shown = [line.split()[0] for line in late.lines if line]
+    assert [shown.count(name) for name in ("sdpa", "kitty2", "squat2")] == [1, 4, 0]
+    assert late.notes == ["batch 1 context 128: left out, no time"]
+
+
+def test_what_was_compiled_is_a_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    launched: list[list[str]] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "A GPU")
+    monkeypatch.setattr(gpu_command, "launch_once", lambda names, device: launched.append(names))
+    assert gpu_command.main(["--compile", "--formats", "kitty2,klt3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"device": "A GPU", "compiled": ["kitty2", "klt3"]}
+    assert launched == [["kitty2", "klt3"]]
 
 
 def test_times_of_another_torch_are_not_taken_for_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

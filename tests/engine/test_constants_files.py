@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvq.formats.constants import Constants
+from vllm_kvq.formats.constants import Constants, Moments
+from vllm_kvq.integration.plan import calibration
 from vllm_kvq.integration.plan.calibration import Source, read, write
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.plan import plan
+from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker.calibration import fitting
 
 BELONGS = {"version": "1"}
@@ -97,6 +99,53 @@ def test_a_user_without_a_home(
     assert source is not None
     assert source.path is not None
     assert source.path.is_relative_to(tmp_path)
+
+
+# -- whose they are ---------------------------------------------------------------------------------------------------
+def source_of(config: Any) -> Source:
+    found = Source.of(config, Options.of(config), sorted(plan(config).layers.packed_layers))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("what", ["version", "codecs", "layers", "model"])
+def test_a_file_of_others_is_refused(what: str, configured: Callable[..., Any], tmp_path: Path) -> None:
+    """Each of the four by itself: a file may be of this model, and yet of other layers."""
+    file = tmp_path / "named.safetensors"
+    belongs = source_of(configured(kv_cache_dtype="klt3")).belongs
+    named = {"kv_cache_dtype": "klt3", "additional_config": {"kvq": {"calibration": str(file)}}}
+    write(file, constants(), belongs)
+    assert source_of(configured(**named)).found is not None
+    write(file, constants(), {**belongs, what: "another"})
+    with pytest.raises(Refused, match=rf"the calibration \S+ is of \w+ {what}; leave the option out"):
+        configured(**named)
+
+
+def test_random_weights_leave_no_file(configured: Callable[..., Any]) -> None:
+    """A start with --load-format dummy would fit constants to them, which later starts of the model would read."""
+    assert source_of(configured(kv_cache_dtype="klt3")).path is not None
+    source = source_of(configured(kv_cache_dtype="klt3", load_format="dummy"))
+    assert (source.path, source.found) == (None, None)
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["begin", "end"])
+def test_weights_are_told_apart_at_both_ends(place: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content := bytes(3 * calibration.SAMPLE))
+    before = calibration._sample(file)
+    changed = bytearray(content)
+    changed[place] ^= 1
+    file.write_bytes(changed)
+    assert calibration._sample(file) != before
+
+
+def test_keys_that_are_not_finite_fit_nothing() -> None:
+    """In float16 they may not be. A file with NaN would pass for whole in all later starts."""
+    x = torch.randn(8, 2, 16)
+    assert fitting._on_host(Moments.of(x, x)).tokens.tolist() == [8, 8]
+    for wrong in (Moments.of(x * torch.inf, x), Moments.of(x, x * torch.nan)):
+        with pytest.raises(Refused, match="are not finite on the text to which constants are fitted"):
+            fitting._on_host(wrong)
 
 
 # -- several at once --------------------------------------------------------------------------------------------------

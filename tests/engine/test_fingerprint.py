@@ -41,6 +41,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "dtype": {**SQUAT, "dtype": "float32"},
     "another model": {**SQUAT, "model": "Llama"},
     "another revision": {**SQUAT, "revision": "v2"},
+    "quantized weights": {**SQUAT, "quantization": "fp8"},
     "a draft": {**SQUAT, "draft": "draft_model"},
 }
 
@@ -126,7 +127,9 @@ def test_a_connector_is_told(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> Non
     vllm_config.cache_config.kv_offloading_size = 0.25
     for _ in range(2):
         apply(served, vllm_config)
-        assert vllm_config.kv_transfer_config.kv_connector_extra_config["kvq_fingerprint"] == served.fingerprint
+        told = vllm_config.kv_transfer_config.kv_connector_extra_config
+        assert told["kvq_fingerprint"] == served.fingerprint
+        assert told["cpu_bytes_to_use"] == 1 << 28
     without = bare(**SQUAT)
     apply(plan(without), without)
     assert without.kv_transfer_config is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import logging
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, Qwen2Config
+from vllm.engine.arg_utils import human_readable_int
 
 from proof.models import named
 from vllm_kvq import cli
 from vllm_kvq.cli.arguments import size
+from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.formats.table import public_formats
 
 pytestmark = pytest.mark.engine
@@ -215,7 +218,27 @@ def test_bad_input(folder: Path, arguments: tuple[str, ...], said: str, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("80G", 80 * GIB), ("1.5GiB", 3 * GIB // 2), ("512m", 512 << 20), ("7", 7)]
+    ("text", "nbytes"),
+    [("80G", 80 * GIB), (" 3M ", 3 << 20), ("512m", 512 * 10**6), ("1.5g", 1_500_000_000), ("25.6k", 25_600), ("7", 7)],
 )
 def test_sizes(text: str, nbytes: int) -> None:
-    assert size(text) == nbytes
+    assert size(text) == human_readable_int(text) == nbytes
+    assert words_problem(["M", "--kv-cache-memory-bytes", text], {}) is None
+
+
+@pytest.mark.parametrize("text", ["1.5G", "1.5GiB", "80GB", "80 G", "80X", "1.5", "much", ""])
+def test_sizes_that_vllm_does_not_take(text: str) -> None:
+    for parse in (size, human_readable_int):
+        with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+            parse(text)
+    problem = words_problem(["M", "--kv-cache-memory-bytes", text], {})
+    assert (problem or "").startswith(f"--kv-cache-memory-bytes is {text or 'empty'}; write it as in")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("1.5G", "has a fraction, which K, M, G and T, the powers of 1024, do not take"), ("0", "no memory")],
+)
+def test_what_is_said_of_sizes(text: str, said: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=said):
+        size(text)

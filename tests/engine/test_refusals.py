@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import vllm
 from engine_arguments import kvq
 
-from vllm_kvq.integration.plan import memory
+from vllm_kvq.integration.plan import memory, weights
+from vllm_kvq.integration.plan.drafts import draft_problem
 from vllm_kvq.integration.plan.problem import Problem, Refused
 
 pytestmark = pytest.mark.engine
@@ -111,6 +113,26 @@ def test_draft_is_refused(model: Path, tmp_path: Path, method: str, arguments: d
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("draft", "dtype", "what"),
+    [
+        ({}, None, None),
+        ({}, "squat2", "a low-bit cache for the draft"),
+        ({"use_mla": True}, None, "drafts with latent attention (MLA)"),
+        ({"get_sliding_window": lambda: 64}, None, "drafts with sliding-window attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, None, "drafts with sliding-window attention"),
+        ({"layer_types": ["full_attention"] * 2}, None, None),
+    ],
+)
+def test_drafts_whose_cache_is_another(draft: dict[str, Any], dtype: str | None, what: str | None) -> None:
+    """As far as their configuration says."""
+    made = {"use_mla": False, "get_sliding_window": lambda: None} | draft
+    target = SimpleNamespace(**made, hf_text_config=SimpleNamespace(layer_types=made.pop("layer_types", None)))
+    spec = SimpleNamespace(method="draft_model", kv_cache_dtype=dtype, draft_model_config=target)
+    found = draft_problem(SimpleNamespace(speculative_config=spec))  # type: ignore[arg-type]
+    assert (None if found is None else found.what) == what
+
+
 def test_memory_that_is_not_free(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's default is most of the machine's memory, whatever else uses it."""
     monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 << 30, 9 << 30))
@@ -126,6 +148,13 @@ def test_memory_that_is_not_free(model: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     config(model, kv_cache_memory_bytes=None)
     memory._problem.cache_clear()
+
+
+def test_weights_are_those_of_all_shards(tmp_path: Path) -> None:
+    """And of one kind of files, where a checkpoint has two."""
+    for name, size in (("model-1.safetensors", 300), ("model-2.safetensors", 200), ("pytorch_model.bin", 700)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert weights.weight_bytes(tmp_path) == 500
 
 
 def test_option_n_sets_the_block_size(model: Path) -> None:

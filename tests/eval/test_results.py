@@ -16,6 +16,7 @@ FULL = Row(
     "model", "squat2", {"r": 8}, "recall", TEACHER_FORCED, 1024, 4, 3.25, 2.91, kl_is_bound=True,
     metrics={"kl": Estimate(0.1, 0.05, 0.2), "accuracy": Estimate(0.75, 0.5, 1), "perplexity": Estimate(12.3456)},
     by_depth={"accuracy": (Bin(0, 0.5, 3, Estimate(1, 0.9, 1)),)},
+    by_steps={"accuracy": (Bin(1, 2, 3, Estimate(1, 0.9, 1)), Bin(2, 3, 1, Estimate(0, 0, 1)))},
     hurt=(Hurt("a", "b", "c", 3, 2.0, 0.1, 0.3),),
 )  # fmt: skip
 REFUSED = Row("model", "innerq2", {}, "recall", TEACHER_FORCED, 1024, 0, None, problem="no room for its sinks")
@@ -29,7 +30,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert math.isnan(full.metrics["perplexity"].low)
     assert {**full.document()} == {**FULL.document()}
     assert full.hurt == FULL.hurt
-    assert full.by_depth == FULL.by_depth
+    assert (full.by_depth, full.by_steps) == (FULL.by_depth, FULL.by_steps)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 0, "rows": []}', '{"rows": []}'])
@@ -75,3 +76,16 @@ def test_csv(tmp_path: Path) -> None:
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
     assert "NaN" not in json.dumps(FULL.document(), allow_nan=False)
+
+
+def test_an_interval_without_an_end_is_saved(tmp_path: Path) -> None:
+    """At levels that few texts can't reach: JSON has no infinity either."""
+    claim = Claim("squat2", "fp8", FULL.regime, FULL.task, FULL.context, "kl", 6, 0.5, 0.2, 0.001, 0.0, math.inf)
+    Results((FULL,), (claim,)).save(tmp_path / "results.json")
+    (found,) = Results.load(tmp_path / "results.json").claims
+    assert (found.value, found.low, found.verdict) == (0.5, 0.0, None)
+
+
+def test_a_rows_claims_are_those_of_its_table() -> None:
+    mine, other = (Claim("squat2:r=8", "fp8", FULL.regime, FULL.task, n, "kl", 8, 0.5, 0.2) for n in (1024, 2048))
+    assert report.claims_of(FULL, (other, mine, other)) == [mine]

@@ -165,3 +165,17 @@ def test_a_server_serves_what_the_users_text_gave(
     )
     assert line.endswith(f"serve with them: vllm serve {model} --kv-cache-dtype klt2 --dtype float32")
     assert forked.call(started, str(model), str(tmp_path), "float32", {}) == (named["constants"], 0)
+
+
+def test_each_servers_constants_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked once, by format and options: layers that are skipped have none."""
+    asked: list[Any] = []
+
+    def found(self: Known, server: Any) -> Any:
+        asked.append((server.format, dict(server.options)))
+        return {}, str(len(asked))
+
+    monkeypatch.setattr(Known, "_found", found)
+    known, skipped = Known("model", "float32"), {"skip_layers": [0]}
+    assert [known.digest(*of) for of in (("klt3", {}), ("klt3", skipped), ("klt2", {}), ("klt3", {}))] == [*"1231"]
+    assert asked == [("klt3", {}), ("klt3", skipped), ("klt2", {})]

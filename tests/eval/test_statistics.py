@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_kvq.eval.results.result import BETTER, READING, WORSE, Row, TextFigures
+from vllm_kvq.eval.results.result import BETTER, READING, TEACHER_FORCED, WORSE, Row, TextFigures
 from vllm_kvq.eval.results.statistics import ALPHA, FEWEST, Paired, claims, holm, mcnemar
 
 
@@ -128,3 +128,24 @@ def test_other_texts_are_no_pairs() -> None:
     changed = tuple(TextFigures(**{**vars(text), "sha": "x"}) for text in other.texts)
     with pytest.raises(ValueError, match="different texts of the same name"):
         claims([one, Row(**{**vars(other), "texts": changed})])
+
+
+def test_fp8_is_the_usual_baseline_wherever_it_stands() -> None:
+    rows = [row(name, np.full(8, x)) for name, x in (("kivi2", 0.2), ("fp8", 0.1), ("kitty2", 0.1))]
+    assert [(c.label, c.baseline) for c in claims(rows)] == [("kivi2", "fp8"), ("kitty2", "fp8")]
+
+
+def test_tables_of_other_regimes_and_tasks_are_other_tables() -> None:
+    """Each has its own baseline, and its claims are adjusted for no others."""
+    kinds: list[dict[str, Any]] = [{}, {"regime": TEACHER_FORCED}, {"task": "recall"}]
+    rows = [row(name, np.full(8, x), **kind) for kind in kinds for name, x in (("fp8", 0.1), ("kivi2", 0.2))]
+    found = claims(rows)
+    assert [(c.regime, c.task) for c in found] == [(READING, "text"), (TEACHER_FORCED, "text"), (READING, "recall")]
+    assert {(c.label, c.level, round(c.value, 6)) for c in found} == {("kivi2", ALPHA, 2.0)}
+
+
+def test_the_same_texts_give_the_same_claim() -> None:
+    logs = np.random.default_rng(0).normal(0.4, 0.7, size=12)
+    one, again, other = Paired.of(logs), Paired.of(logs), Paired.of(logs, seed=1)
+    assert (one.p, one.interval(0.01)) == (again.p, again.interval(0.01))
+    assert not np.array_equal(one.strays, other.strays)

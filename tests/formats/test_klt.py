@@ -10,7 +10,8 @@ import torch
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
 from vllm_kvq.formats.codec import round_up
 from vllm_kvq.formats.constants import Calibration, Constants, Moments
-from vllm_kvq.formats.klt import ERROR, RATE, REGULAR, SearchedValues, TransformedKeys, allocated
+from vllm_kvq.formats.klt import ERROR, RATE, REGULAR, SHORTEST, SearchedValues, TransformedKeys, allocated
+from vllm_kvq.formats.quant import LIMIT
 from vllm_kvq.formats.rotation import hadamard
 from vllm_kvq.formats.roundtrip import roundtrip
 from vllm_kvq.formats.search import FACTORS, HALF_WIDTH, levels, searched, widths
@@ -115,6 +116,19 @@ def test_equal_errors_do_equal_harm() -> None:
     seen = queries.mT @ queries
     seen = 64 * seen / seen.trace() + REGULAR * torch.eye(64)
     assert torch.allclose(((backward @ seen) * backward).sum(-1).sqrt(), s, rtol=1e-3)
+
+
+def test_no_direction_is_stretched_without_end() -> None:
+    """Where a calibration's keys have few directions, or are all the same, another text's may have more."""
+    text = layer(1)
+    few = text.key.clone()
+    few[..., 8:] = 0
+    for key in (few, torch.ones_like(few)):
+        constants = TransformedKeys.fit_constants(Calibration(text.query, key, text.value), {})
+        assert constants.isfinite().all()
+        s = constants[:, 1]
+        assert (s.amin(-1) >= 0.999 * SHORTEST * s.amax(-1)).all()
+        assert (s > 0).all()
 
 
 def test_sums_of_pieces_are_those_of_the_whole() -> None:
@@ -240,6 +254,15 @@ def test_the_scale_is_the_best_of_those_tried() -> None:
     assert torch.allclose(found, tried.amin(0), rtol=1e-5)
     assert len(set(tried.argmin(0).tolist())) > 3
     assert (codes[:, 28:] == 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_read_that_is_larger_than_all_that_is_stored(name: str) -> None:
+    """Errors of a token's coordinates may add up: without a limit they do here, to what float16 can't hold."""
+    page = fitted(name)
+    x = LIMIT * torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(0)).sign()
+    read = page.keys.unpack(page.keys.pack(x, None))
+    assert read.abs().max() == LIMIT
 
 
 # -- what it is for --------------------------------------------------------------------------------------------------

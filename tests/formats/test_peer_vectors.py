@@ -52,7 +52,7 @@ def test_int4_token(d: int, half: str) -> None:
 
 
 @pytest.mark.parametrize("tile", ["large", "small"])
-@pytest.mark.parametrize("name", ["kvarn_k4v4", "kvarn_k4v2", "kvarn_k2v2"])
+@pytest.mark.parametrize("name", [n for n, fmt in FORMATS.items() if fmt.keys.name == "kvarn"])
 def test_kvarn(name: str, tile: str) -> None:
     vectors = load_file(VECTORS / "kvarn.safetensors")
     x = vectors[tile].float()

@@ -10,8 +10,16 @@ from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error, scores
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.balance import balanced
+from vllm_kvq.formats.kitty import BoostedKeys
+from vllm_kvq.formats.table import suite
 
-NAMES = ["kivi2", "squat2_pre", "squat4"]
+
+def boosted(name: str) -> bool:
+    """Whether its channels have different numbers of bits, which a scale per token would take away."""
+    return isinstance(FORMATS[name].bind(Geometry(64, 32)).keys, BoostedKeys)
+
+
+NAMES = [name for name in suite("public") if FORMATS[name].settings().get("token_scale") and not boosted(name)]
 
 
 def uneven(key: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,30 @@ def test_a_changed_byte_of_cuda_kernels(cache: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"\0\0", b"\0\1", 1))
     with pytest.raises(build.BuildError, match=r"cuda\.so can't be loaded: the file is damaged"):
         build_cuda._load(path)
+
+
+def test_one_process_compiles_cuda_kernels(cache: Path) -> None:
+    """The other ranks of a server wait for it; what a killed one has left is removed."""
+    asked, dead = cache.parent / "asked", cache / f"{build._UNFINISHED}dead"
+    compiles(cache.parent, before=f"echo >> {asked}; sleep 0.2")
+    dead.mkdir()
+    command, target = [str(cache.parent / "compiler")], cache / "cuda.so"
+    with ThreadPoolExecutor(3) as pool:
+        made = {future.result() for future in [pool.submit(build_cuda.run_compiler, command, target) for _ in "abc"]}
+    assert made == {target}
+    assert len(asked.read_text().splitlines()) == 1
+    assert {*cache.iterdir()} == {target, cache / "lock"}
+
+
+def test_nvcc_is_understood_in_every_language(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in every encoding: the names of files need not be UTF-8."""
+    monkeypatch.setenv("LC_ALL", "de_DE.ISO-8859-1")
+    said = 'text="No space left on device"; [ "$LC_ALL" = C ] || text="Kein Platz"'
+    compiles(cache.parent, before=f"{said}; printf 'error: \\344.cu: %s\\n' \"$text\" >&2; exit 1")
+    monkeypatch.setattr(build_cuda, "nvcc", lambda: str(cache.parent / "compiler"))
+    with pytest.raises(build.BuildError) as caught:
+        build_cuda.build(90)
+    assert str(caught.value).endswith(f"\ufffd.cu: No space left on device; {build._ROOM}")
 
 
 def test_a_wheels_library_has_no_hash(cache: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from cpu_fuzzing import IN_CPP
 
 from vllm_kvq.bench.pools import calibrated
-from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
+from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.planes import SLAB
 from vllm_kvq.formats.quant import LIMIT
@@ -21,9 +21,7 @@ from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.attend import Partial
 from vllm_kvq.kernels.torch.lists import PageList
 
-PUBLIC = ("squat2", "squat4", "kivi2", "kivi4", "qjl3", "polar4", "polar4_v16", "polar3", "innerq2", "kitty2")
-TRANSFORMED = [name for name in IN_CPP if FORMATS[name].keys.calibrated]
-SERVED = [*PUBLIC, *TRANSFORMED]
+LOSSY = [name for name in IN_CPP if name != "lossless"]
 TOLERANCE = {"qjl3": 1e-2}
 
 torch.set_num_threads(2)  # as CI has
@@ -141,14 +139,14 @@ def poison(fmt: PageFormat, pool: torch.Tensor, ids: torch.Tensor, low: torch.Te
     pool[..., start + fmt.slabs * size :] = 0xFF
 
 
-@pytest.mark.parametrize("name", [*SERVED, "lossless"])
+@pytest.mark.parametrize("name", IN_CPP)
 @pytest.mark.parametrize("d", [64, 80, 128, 256])
 @pytest.mark.parametrize("gqa", [1, 4, 7, 8])
 def test_formats_heads_and_groups(isa: int, name: str, d: int, gqa: int) -> None:
     run(name, d, gqa, 64, [200, 64, 37, 0], seed=d + gqa)
 
 
-@pytest.mark.parametrize("name", [*SERVED, "lossless"])
+@pytest.mark.parametrize("name", IN_CPP)
 def test_heads_of_512(isa: int, name: str) -> None:
     """QJL's outlier numbers are bytes, so it has none there."""
     options = {"outliers": 0} if name == "qjl3" else {}
@@ -156,19 +154,19 @@ def test_heads_of_512(isa: int, name: str) -> None:
     run(name, 512, 4, 32, [90], q=100, heads=1, **options)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("N", [32, 64, 128, 160])
 def test_pages_ranges_and_queries(isa: int, name: str, N: int) -> None:
     run(name, 128, 4, N, [2 * N + 50, 31, 5 * N], q=3, low=20, seed=N)
     run(name, 64, 2, N, [3 * N - 1], q=1, low=45, seed=N + 1)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", LOSSY)
 def test_a_prefix_chunk(isa: int, name: str) -> None:
     run(name, 128, 4, 64, [500, 90], q=37)
 
 
-@pytest.mark.parametrize("name", [*SERVED, "lossless"])
+@pytest.mark.parametrize("name", IN_CPP)
 @pytest.mark.parametrize("d", [64, 80, 128, 256])
 def test_a_chunk_of_many_rows(isa: int, name: str, d: int) -> None:
     """Enough rows that pages are unpacked for all at once (csrc/cpu/attend/float32/many.h)."""
@@ -176,7 +174,7 @@ def test_a_chunk_of_many_rows(isa: int, name: str, d: int) -> None:
     run(name, d, 8, 32, [70], q=150, heads=1)  # 1200 rows: more than one task has
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, "lossless"])
+@pytest.mark.parametrize("name", IN_CPP)
 def test_the_pytorch_kernels_too(name: str) -> None:
     """They serve where nothing is compiled, and read the same pages with NaN where nothing was packed."""
     for q, N, lengths in ((1, 160, (450, 37, 0)), (37, 64, (500, 90))):
@@ -185,7 +183,7 @@ def test_the_pytorch_kernels_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("cap", [2.0, 50.0])
-@pytest.mark.parametrize("name", [*SERVED, "lossless"])
+@pytest.mark.parametrize("name", IN_CPP)
 def test_a_soft_cap(isa: int, name: str, cap: float) -> None:
     """For a decode step, and for a chunk of many rows."""
     run(name, 128, 4, 64, [200, 64, 37, 0], cap=cap)

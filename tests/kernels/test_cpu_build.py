@@ -38,7 +38,7 @@ def cross_compiler() -> list[str] | None:
 
 @pytest.mark.skipif(cross_compiler() is None, reason="no aarch64-linux-gnu-g++ and no ziglang")
 def test_compiles_for_aarch64(tmp_path: Path) -> None:
-    includes, _, _ = build._ffi()
+    includes, _, _ = build.ffi()
     for source in build.sources(build.source_dir()):
         command = [*(cross_compiler() or []), *build.FLAGS, "-O1", "-Werror", *(f"-isystem{i}" for i in includes)]
         done = subprocess.run(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_fuzzing import IN_CPP
 from traffic import SPEC, Request, World, simulate
 
 from vllm_kvq.bench.pools import calibrated
@@ -167,7 +168,7 @@ def test_geometry_must_fit() -> None:
         layer.run(batch, query, key[:0], value[:0], pages, out)
 
 
-@pytest.mark.parametrize("name", ["squat2", "qjl3", "polar4", "klt3"])
+@pytest.mark.parametrize("name", IN_CPP)
 def test_tables_do_not_follow_the_default_type(name: str) -> None:
     """vLLM makes its layers, and with them our steps, while PyTorch's default type is the model's."""
     fmt = calibrated(get_format(name).bind(Geometry(64, 64, torch.bfloat16), {}), 2)

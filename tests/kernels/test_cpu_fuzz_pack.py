@@ -13,6 +13,7 @@ import torch
 from cpu_fuzzing import CASES, WILD, bound, fuzz, shapes
 from hypothesis import given
 from hypothesis import strategies as st
+from one_each import METHODS
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.cpu import attend as cpu
@@ -150,7 +151,7 @@ def test_store(data: st.DataObject) -> None:
     assert all(torch.equal(as_bytes(x), as_bytes(y)) for x, y in zip(pool, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["squat2", "innerq2", "qjl3"])
+@pytest.mark.parametrize("name", [n for n in METHODS if bound(n, (), 64, 64).state_rows])
 @fuzz
 @given(data=st.data())
 def test_fit(name: str, data: st.DataObject) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from one_each import METHODS
 
 from vllm_kvq.bench.pools import calibrated, outlier_data, state_for
 from vllm_kvq.formats import Geometry, PageFormat, get_format
@@ -114,10 +115,7 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
     ("name", "d", "dtype", "n", "options"),
     [
         ("kivi2", 128, torch.float32, 64, {}),
-        *(
-            (name, 512, torch.float32, 64, {})
-            for name in ("squat2", "innerq2", "polar4", "polar3", "kitty2", "lossless")
-        ),
+        *((name, 512, torch.float32, 64, {}) for name in (*METHODS, "polar3") if name != "qjl3"),
         ("polar4", 512, torch.float32, 64, {"angle_bits": 3}),
         ("qjl3", 512, torch.float32, 64, {"outliers": 0}),
         ("kivi4", 80, torch.float16, 128, {}),

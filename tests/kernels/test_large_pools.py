@@ -8,12 +8,11 @@ import pytest
 import torch
 from large_pools import compare
 from layer import Layer
+from one_each import METHODS
 
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPU, CPUStep
 from vllm_kvq.kernels.torch.step import TORCH, Kernels, PlannedStep
-
-FORMATS = ("squat2", "innerq2", "qjl3", "polar4", "lossless")
 
 needs_cpp = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -22,13 +21,13 @@ def planned(layer: Layer, kernels: Kernels) -> PlannedStep:
     return PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"), kernels)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", METHODS)
 def test_pytorch(name: str) -> None:
     compare(name, lambda layer: planned(layer, TORCH))
 
 
 @needs_cpp
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", METHODS)
 def test_cpp_by_a_plan(name: str) -> None:
     compare(name, lambda layer: planned(layer, CPU))
 
@@ -43,6 +42,6 @@ class InOneCall(CPUStep):
 
 
 @needs_cpp
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", METHODS)
 def test_cpp_in_one_call(name: str) -> None:
     compare(name, lambda layer: InOneCall(layer.fmt, layer.slots, layer.drafts, layer.scale))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from layer import Layer
+from one_each import KINDS, METHODS
 from reference_trace import worst_error
 from sharing_step import SharedStep
 
@@ -14,7 +15,8 @@ from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPUStep
 from vllm_kvq.kernels.torch.step import PlannedStep
 
-FORMATS = ("squat2", "kivi4", "innerq2", "qjl3", "polar4", "polar3", "lossless")
+FORMATS = (*METHODS, "kivi4", "polar3")
+"""Codes of four bits, and values of fewer bits than the keys have, too."""
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "squat2_pre"])
@@ -61,7 +63,7 @@ def test_cpp(name: str) -> None:
     assert worst_error(name, build) < (1e-2 if name == "qjl3" else 1e-3)
 
 
-@pytest.mark.parametrize("name", ["squat2", "innerq2", "polar4", "lossless"])
+@pytest.mark.parametrize("name", [*KINDS, "lossless"])
 def test_sharing_layers(name: str) -> None:
     def pytorch(layer: Layer) -> SharedStep:
         return SharedStep(PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu")))

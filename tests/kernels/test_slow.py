@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_each import KINDS
 
 from vllm_kvq.bench import slow as bench
 from vllm_kvq.bench.pools import random_pages
@@ -104,7 +105,7 @@ def test_the_sentence_follows_the_kernels(level: int) -> None:
 
 @pytest.mark.parametrize("level", [i for i in HERE if ISAS[i] != "portable"], indirect=True, ids=lambda i: ISAS[i])
 def test_known_cases(level: int) -> None:
-    for name in ("squat2", "qjl3", "polar4", "innerq2"):
+    for name in KINDS:
         sizes = "64, 112, 128 and 256" if name in ("qjl3", "polar4") else "64, 112, 128, 256 and 512"
         for d in (64, 112, 128, 256, *((512,) if "512" in sizes else ())):
             assert slow.slow(bound(name, d)) is None

@@ -5,15 +5,19 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import shutil
 import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_kvq.kernels import build, compiled, trust
+from vllm_kvq.kernels.gpu import build as build_cuda
 
+A_LIBRARY = Path(torch.__file__).parent / "lib" / "libc10.so"
 OTHER, GROUP = 1234567, 7654321
 """Numbers that no user and no group has."""
 
@@ -155,7 +159,7 @@ def test_folders_that_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The package's if it is trusted, else the user's, else a sentence."""
     monkeypatch.delenv("VLLM_KVQ_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    own, user = Path(build.__file__).resolve().parents[1] / "_build", tmp_path / "vllm_kvq"
+    own, user = build.BUILT, tmp_path / "vllm_kvq"
     real = trust.folder_writers
     monkeypatch.setattr(trust, "folder_writers", lambda at: None if at == own else real(at))
     assert build._cache_dir() == own
@@ -165,6 +169,26 @@ def test_folders_that_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     user.chmod(0o777)
     with pytest.raises(build.BuildError, match=f"{own} is not trusted, because WHO, {user} is not trusted, because "):
         build._cache_dir()
+
+
+def test_what_the_owner_has_compiled_serves_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an image: root has compiled it into the package, and the server's user can't write there."""
+    monkeypatch.delenv("VLLM_KVQ_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setattr(build, "BUILT", tmp_path / "package")
+    monkeypatch.setattr(build_cuda, "nvcc", lambda: None)
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda at, mode: at != build.BUILT and real(at, mode))
+    assert "no built library in" in (build_cuda.problem((9, 0)) or "")
+    library = build.BUILT / f"cuda-sm90-{build_cuda._digest(build_cuda.FLAGS)}.so"
+    library.parent.mkdir(exist_ok=True)
+    shutil.copy(A_LIBRARY, library)
+    assert build_cuda.problem((9, 0)) is None
+    assert build_cuda.build(90) == library
+    assert not [*(tmp_path / "user").rglob("*.so")]
+    # but not what others than the owner can have written
+    library.chmod(0o777)
+    assert "no built library in" in (build_cuda.problem((9, 0)) or "")
 
 
 def test_what_is_compiled_here_is_only_ours_to_write(tmp_path: Path) -> None:

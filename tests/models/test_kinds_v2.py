@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from lab import Lab, smallest_pages
+from one_each import KINDS as FORMS
 from test_hits import ENGINE, lossless, words
 
 from proof.models import SERVED, named
@@ -47,7 +48,7 @@ def test_tokens_are_plain_vllms(name: str, block: int, lab: Lab, monkeypatch: py
 KINDS = [a.name for a in SERVED if (a.windows or a.hybrid) and a.replay and not a.vision]
 
 
-@pytest.mark.parametrize("form", ["squat2", "innerq2", "qjl3", "polar4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_are_the_references(name: str, form: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in chunks, and a hit on it, by the kernels that are served on a CPU."""

@@ -10,6 +10,7 @@ from typing import Any
 import mixed_faults
 import pytest
 from models_on_disk import Written
+from one_each import KINDS
 
 from proof.fuzz.attempt import Runner
 from proof.fuzz.case import MODEL, Setup
@@ -85,7 +86,7 @@ BY_DEFAULT = (("Llama 4", "squat2"), ("Granite 4", "lossless"), ("gpt-oss", "inn
 CASES = [
     (name, form)
     for name in (*(a.name for a in SERVED if a.windows and not a.vision), "Granite 4", "Nemotron-H", "Falcon-H1")
-    for form in ("lossless", "squat2", "innerq2", "qjl3", "polar4", "kitty2")
+    for form in ("lossless", *KINDS, "kitty2")
 ]
 
 
@@ -114,7 +115,7 @@ def test_windows_with_pages_of_their_own(judged: Judge) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("form", ["squat2", "innerq2", "qjl3", "polar4"])
+@pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in CASES))
 def test_hits_chunks_and_preemption(name: str, form: str, judged: Judge) -> None:
     """What a random draw may leave out, by the kernels that are served."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from engine_arguments import kvq
 from lab import Lab
+from one_each import KINDS
 
 from proof.models import SERVED, named
 from proof.models.architecture import Architecture
@@ -99,7 +100,7 @@ def test_lossy(arch: Architecture, lab: Lab, plain: Any) -> None:
 
 
 @pytest.mark.parametrize("arch", [a for a in SERVED if a.dtype != "float32"], ids=lambda a: a.name)
-@pytest.mark.parametrize("name", ["lossless", "squat2", "polar4", "qjl3", "innerq2"])
+@pytest.mark.parametrize("name", ["lossless", *KINDS])
 def test_16_bit_models_answer(name: str, arch: Architecture, lab: Lab) -> None:
     """Sums are rounded in another order than plain vLLM's, so tokens may differ from its own."""
     got = lab.run(arch, [TRACE], **kvq(name, **PACKED), **ENGINE)[0]

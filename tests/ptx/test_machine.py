@@ -90,6 +90,8 @@ def test_nothing_outside_the_tensors_is_touched() -> None:
         run("ld.global.b32 %r5, [%d2+4];", words())
     with pytest.raises(Fault, match="2 of 64 accesses of 8 bytes lie outside"):
         run("add.s64 %d3, %d2, %d1; st.global.b64 [%d3], %d0;", words(124))
+    with pytest.raises(Fault, match="2 of 64 accesses of 8 bytes lie outside"):  # one of them by half
+        run("add.s64 %d3, %d2, %d1; st.global.b64 [%d3], %d0;", words(125))
     with pytest.raises(Fault, match="shared memory has 252 bytes"):
         run(WRITE, words(), shared=252)
 

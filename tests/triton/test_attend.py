@@ -148,6 +148,7 @@ def test_heads_have_constants_of_their_own() -> None:
     ("name", "cap"),
     [
         ("kivi2", 2.0),
+        # other kinds of kernels
         *(wide(name, cap) for name in ("innerq2", "polar4", "kitty2") for cap in (2.0, 50.0)),
         wide("kivi2", 50.0),
         wide("klt3", 2.0),  # its scores are too small for the other one to matter

@@ -7,7 +7,8 @@ import torch
 from rising import decode_error, exact, rising, stands_out, unpacked
 
 from proof.kernels.exact import relative_error
-from vllm_kvq.bench.pools import pages_of
+from proof.tables import attended
+from vllm_kvq.bench.pools import calibrated, pages_of
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.paged import merge_parts
 from vllm_kvq.kernels.gpu.step import GPUStep
@@ -15,13 +16,15 @@ from vllm_kvq.kernels.gpu.triton import TRITON
 
 D, N, PAGES = 64, 64, 3
 PEAKS = (3, 100, N * PAGES - 1)
-FORMATS = ("squat2", "squat4", "kitty2", "innerq2", "polar4", "polar3")  # KIVI's kernels are SQuat's (test_compile.py)
+FORMATS = [name for name in attended.by_triton() if get_format(name).keys.name != "kivi"]
+"""KIVI's kernels are SQuat's (test_compile.py)."""
 EVERY_RUN = ("squat2", "innerq2", "polar4")
+"""A few kinds of kernels: Triton's interpreter is slow."""
 
 
 def check(name: str, splits: int, queries: int = 1, share: int = 2) -> None:
     """One request for each peak."""
-    fmt = get_format(name).bind(Geometry(D, N))
+    fmt = calibrated(get_format(name).bind(Geometry(D, N)), 1)
     pools, want = [], []
     for peak in PEAKS:
         query, key, value = rising(1, N * PAGES, peak, share, queries, D)

@@ -15,16 +15,15 @@ import re
 import statistics
 import subprocess
 import threading
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.bench.serve import HOST, START_SECONDS
-from vllm_kvq.bench.server import Server, ServerError, free_port, vllm_command
+from vllm_kvq.bench.server import START_SECONDS, Server, ServerError, vllm_command, watched, with_cache
 from vllm_kvq.formats.table import PLAIN, label
 
 SAMPLE_SECONDS = 1.0
@@ -109,7 +108,7 @@ def in_flight(url: str) -> Iterator[list[float]]:
         while not done.wait(SAMPLE_SECONDS):
             try:
                 running = read_metrics(url).get(RUNNING, 0.0)
-            except (urllib.error.URLError, OSError):
+            except (OSError, HTTPException):
                 continue
             if running:
                 seen.append(running)
@@ -133,24 +132,23 @@ def load_command(url: str, model: Path, load: Load, out: Path) -> list[str]:
 
 
 def server(model: Path, dtype: str, load: Load, log: Path, options: Mapping[str, Any] | None = None) -> Server:
-    arguments = ["--additional-config", json.dumps({"kvq": dict(options)})] if options else []
-    arguments += ["--kv-cache-dtype", dtype, "--kv-cache-memory-bytes", str(load.cache_bytes), "--dtype", "bfloat16"]
-    arguments += ["--max-model-len", str(load.max_len), "--max-num-seqs", str(load.concurrency)]
-    arguments += ["--served-model-name", "bench", *["--enforce-eager"] * load.eager]
+    more = ["--kv-cache-memory-bytes", str(load.cache_bytes), "--max-num-seqs", str(load.concurrency)]
+    more += ["--enforce-eager"] * load.eager
     # on a CPU this variable would count, and not the flag
-    return Server(str(model), arguments, HOST, free_port(HOST), log, without=["VLLM_CPU_KVCACHE_SPACE"])
+    return with_cache(model, dtype, load.max_len, log, more, options, without=["VLLM_CPU_KVCACHE_SPACE"])
 
 
 def measured(name: str, running: Server, model: Path, load: Load, folder: Path) -> Found:
     """Puts the load on a server that is ready. ServerError if a request failed."""
     out = folder / f"capacity-{name}.json"
-    before = read_metrics(running.url)
-    with in_flight(running.url) as seen:
-        done = subprocess.run(load_command(running.url, model, load, out), capture_output=True, text=True)
-    if done.returncode:
-        raise ServerError(f"vllm bench serve exited with status {done.returncode}", done.stderr.splitlines()[-20:])
-    after, said = read_metrics(running.url), json.loads(out.read_text(encoding="utf-8"))
-    return judged(name, running.read_log(), load, said, {n: after[n] - before.get(n, 0.0) for n in after}, seen)
+    with watched(running):
+        before = read_metrics(running.url)
+        with in_flight(running.url) as seen:
+            done = subprocess.run(load_command(running.url, model, load, out), capture_output=True, text=True)
+        if done.returncode:
+            raise ServerError(f"vllm bench serve exited with status {done.returncode}", done.stderr.splitlines()[-20:])
+        after, said = read_metrics(running.url), json.loads(out.read_text(encoding="utf-8"))
+        return judged(name, running.read_log(), load, said, {n: after[n] - before.get(n, 0.0) for n in after}, seen)
 
 
 def judged(

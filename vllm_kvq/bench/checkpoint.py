@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 # Ids 0-3 of every tokenizer created here. Chat turns end with <eos>, which also stops generation.
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>", "<turn>")
-BOS_ID, EOS_ID, PAD_ID, TURN_ID = range(len(SPECIAL_TOKENS))
+BOS_ID, EOS_ID, PAD_ID = range(3)
 
 # One turn: <turn>role\ncontent<eos>. The tokenizer adds no <bos> itself, the template does.
 CHAT_TEMPLATE = (

@@ -7,6 +7,7 @@ token is subtracted, which leaves the decode steps.
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -78,14 +79,21 @@ def rows(model: str, formats: Sequence[tuple[str, Mapping[str, Any]]], load: Loa
     prompts = [[rng.randrange(10, 500) for _ in range(load.context)] for _ in range(load.batch)]
     plain = _engine(model, "auto", load, {})
     for format_name, options in formats:
-        packed, name = _engine(model, format_name, load, options), label(format_name, options)
-        speeds: dict[str, list[float]] = {"bf16": [], name: []}
-        for turn in range(load.rounds + 1):  # the first warms up
-            for side, llm in (("bf16", plain), (name, packed)):
-                seconds = _seconds(llm, prompts, load.tokens + 1) - _seconds(llm, prompts, 1)
-                if turn:
-                    speeds[side].append(load.batch * load.tokens / seconds)
-        ratio = statistics.median(b / a for a, b in zip(speeds["bf16"], speeds[name], strict=True))
-        ours, plainly = (statistics.median(speeds[side]) for side in (name, "bf16"))
-        yield Row(name, ours, plainly, ratio)
-        del packed
+        yield _row(plain, model, format_name, options, load, prompts)
+        gc.collect()  # vLLM's objects may refer to each other; the engine stops with the last of them
+
+
+def _row(
+    plain: Any, model: str, format_name: str, options: Mapping[str, Any], load: Load, prompts: list[list[int]]
+) -> Row:
+    """Nothing refers to the format's engine afterwards."""
+    packed, name = _engine(model, format_name, load, options), label(format_name, options)
+    speeds: dict[str, list[float]] = {"bf16": [], name: []}
+    for turn in range(load.rounds + 1):  # the first warms up
+        for side, llm in (("bf16", plain), (name, packed)):
+            seconds = _seconds(llm, prompts, load.tokens + 1) - _seconds(llm, prompts, 1)
+            if turn:
+                speeds[side].append(load.batch * load.tokens / seconds)
+    ratio = statistics.median(b / a for a, b in zip(speeds["bf16"], speeds[name], strict=True))
+    ours, plainly = (statistics.median(speeds[side]) for side in (name, "bf16"))
+    return Row(name, ours, plainly, ratio)

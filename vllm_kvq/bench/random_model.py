@@ -1,4 +1,5 @@
-"""Random Llamas for tests: untrained, but their greedy tokens are decisive and depend on the cache."""
+"""Random Llamas, for tests and for `bench serve`: untrained, but their greedy tokens are decisive and depend on the
+cache."""
 
 from __future__ import annotations
 

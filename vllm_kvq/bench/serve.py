@@ -31,20 +31,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllm_kvq.bench import vllm_build
 from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.bench.server import Server, ServerError, free_port
-from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, kvq_candidate, vllm_candidate
+from vllm_kvq.bench.server import START_SECONDS, Server, ServerError, vllm_command, watched, with_cache
+from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
 from vllm_kvq.formats.table import label
 
-HOST = "127.0.0.1"
-START_SECONDS = 600
 SETTLE_SECONDS = 2.0
 """vLLM's workers poll for work for a second before they sleep, on a core that they share with the other server's."""
 VOCAB = 4096
 ARRIVALS, TRIES = 8, 5
 """A token's time is measured over at least ARRIVALS arrivals; a turn with fewer is repeated, up to TRIES times."""
 Prompts = list[list[int]]
+Formats = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,26 @@ def stream(url: str, prompt: list[int], tokens: int) -> Turn:
         if answer.status != 200:
             raise ServerError(f"the server answered {answer.status}: {answer.read()[:300].decode(errors='replace')}")
         for line in answer:
-            if line.startswith(b"data: {"):
-                count = json.loads(line[6:])["usage"]["completion_tokens"]
-                if count > (arrived[-1][0] if arrived else 0):
-                    arrived.append((count, time.perf_counter()))
+            if line.startswith(b"data: {") and (count := counted(line)) > (arrived[-1][0] if arrived else 0):
+                arrived.append((count, time.perf_counter()))
     finally:
         connection.close()
     if not arrived:
         raise ServerError("the server answered without a token")
     (first, start), (last, end) = arrived[0], arrived[-1]
+    if last < tokens:
+        raise ServerError(f"the server's answer ended after {last} of {tokens} tokens")
     enough = len(arrived) >= min(tokens, ARRIVALS)
     return Turn(start - begin, (end - start) / (last - first) if enough else math.nan)
+
+
+def counted(line: bytes) -> int:
+    """The tokens of an answer so far, as one of its messages says it."""
+    try:
+        return int(json.loads(line[6:])["usage"]["completion_tokens"])
+    except (ValueError, LookupError, TypeError):
+        # an engine that died, or half a message
+        raise ServerError(f"the server answered: {line[6:306].decode(errors='replace').strip()}") from None
 
 
 def take_turn(url: str, prompts: Prompts, tokens: int) -> Turn:
@@ -182,15 +191,34 @@ def model_shape(config: Any, context: int, batch: int) -> Shape:
     return Shape(context, batch, heads, size("num_key_value_heads"), head_size, VLLM_BLOCK, caches)
 
 
+def checkpoint_shape(model: Path, context: int, batch: int) -> Shape:
+    path = model / "config.json"
+    try:
+        return model_shape(json.loads(path.read_text(encoding="utf-8")), context, batch)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ServerError(f"{path}: {error}") from error
+
+
+def check(formats: Formats, model: Path, load: Load) -> None:
+    """ServerError if the attention of this model can't be measured here, by vLLM's kernel or by ours."""
+    vllm_command()  # refuses if there is no vLLM
+    if why_not := vllm_build.problem():
+        raise ServerError(why_not)
+    shape = checkpoint_shape(model, min(load.contexts), 1)
+    if why_not := vllm_build.no_kernel(shape.head_size):
+        raise ServerError(f"{model / 'config.json'}: {why_not}")
+    for name, options in formats:
+        try:
+            bound_format(shape, name, options)
+        except ValueError as error:
+            raise ServerError(f"{label(name, options)} can't serve {model}: {error}") from error
+
+
 def kernel_ratio(
     name: str, model: Path, context: int, batch: int, rounds: int, options: Mapping[str, Any] | None = None
 ) -> float:
     """vLLM's time for the model's attention in bf16 divided by ours, for one layer, in this process."""
-    path = model / "config.json"
-    try:
-        shape = model_shape(json.loads(path.read_text(encoding="utf-8")), context, batch)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ServerError(f"{path}: {error}") from error
+    shape = checkpoint_shape(model, context, batch)
     candidates = {"bf16": vllm_candidate(shape, "auto"), name: kvq_candidate(shape, name, options)}
     return compare(candidates, rounds, 1.0)[1].ratio["bf16"]
 
@@ -238,11 +266,9 @@ def bench_model(folder: Path, layers: int, max_position: int) -> Path:
     return path
 
 
-def server(model: Path, dtype: str, load: Load, log: Path, kvq: Mapping[str, Any] | None = None) -> Server:
-    options = ["--additional-config", json.dumps({"kvq": dict(kvq)})] if kvq else []
-    options += ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--served-model-name", "bench"]
-    options += ["--max-model-len", str(load.max_len), "--max-num-seqs", str(max(load.batches))]
-    return Server(str(model), options + ["--enforce-eager"] * load.eager, HOST, free_port(HOST), log)
+def server(model: Path, dtype: str, load: Load, log: Path, options: Mapping[str, Any] | None = None) -> Server:
+    more = ["--max-num-seqs", str(max(load.batches)), *["--enforce-eager"] * load.eager]
+    return with_cache(model, dtype, load.max_len, log, more, options)
 
 
 def prompts_for(name: str, context: int, batch: int, turn: int) -> Prompts:
@@ -280,17 +306,19 @@ def against(
     named = label(name, options or {})
     with server(model, name, load, folder / f"bench-{named}.log", options) as packed:
         packed.wait_until_healthy(START_SECONDS)
-        both((plain.url, packed.url), prompts_for(f"{named}, warm-up", min(load.contexts), 1, 0), load.tokens, 0)
-        shortest: dict[int, float] = {}
-        for context, batch in load.shapes:
-            cell = measure((plain.url, packed.url), named, context, batch, load)
-            share = max(0.0, 1 - shortest[batch] / cell.plain.step) if batch in shortest else None
-            shortest.setdefault(batch, cell.plain.step)
-            yield Row(named, cell, share, kernels[context, batch])
+        with watched(plain, packed):
+            both((plain.url, packed.url), prompts_for(f"{named}, warm-up", min(load.contexts), 1, 0), load.tokens, 0)
+            shortest: dict[int, float] = {}
+            for context, batch in load.shapes:
+                cell = measure((plain.url, packed.url), named, context, batch, load)
+                share = max(0.0, 1 - shortest[batch] / cell.plain.step) if batch in shortest else None
+                shortest.setdefault(batch, cell.plain.step)
+                yield Row(named, cell, share, kernels[context, batch])
 
 
-def rows(formats: Sequence[tuple[str, Mapping[str, Any]]], model: Path, load: Load, folder: Path) -> Iterator[Row]:
+def rows(formats: Formats, model: Path, load: Load, folder: Path) -> Iterator[Row]:
     """Each format against bf16, as it is measured; the servers' logs go to `folder`. ServerError if one fails."""
+    check(formats, model, load)
     kernels = [
         {(c, b): kernel_ratio(name, model, c, b, 2 * load.rounds + 1, options) for c, b in load.shapes}
         for name, options in formats

@@ -1,7 +1,8 @@
-"""`vllm serve` as a child process: start it, wait until it is healthy, read its log, stop it cleanly."""
+"""`vllm serve` as a child process: start it, wait until it is healthy, ask it, read its log, stop it cleanly."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -9,12 +10,19 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+
+HOST = "127.0.0.1"
+START_SECONDS = 600
+DYING_SECONDS = 5
+"""How long a server may still run after its engine has died and its clients know it."""
+TAIL_LINES = 20
 
 
 class ServerError(Exception):
@@ -100,23 +108,22 @@ class Server:
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def wait_until_healthy(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+    def wait_until_healthy(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            self._raise_if_dead("before it was ready")
+            self.raise_if_dead("before it was ready")
             try:
                 with urllib.request.urlopen(self.url + "/health", timeout=5):
                     return
-            except (urllib.error.URLError, OSError):
+            except (OSError, HTTPException):
                 time.sleep(0.5)
-                tick()
-        raise ServerError(f"the server was not ready after {seconds:.0f} s", self._tail())
+        raise ServerError(f"the server was not ready after {seconds:.0f} s", self.tail())
 
     def wait(self) -> None:
         """Waits until the child exits by itself, which it should not."""
         assert self._child is not None
         self._child.wait()
-        self._raise_if_dead("")
+        self.raise_if_dead("")
 
     def stop(self) -> int:
         """SIGTERM, then SIGKILL for the whole group if that was ignored; returns the exit status."""
@@ -132,11 +139,49 @@ class Server:
                 child.wait()
         return child.returncode
 
-    def _raise_if_dead(self, when: str) -> None:
+    def raise_if_dead(self, when: str, seconds: float = 0) -> None:
+        """ServerError if the child has exited, or does within these seconds."""
         assert self._child is not None
-        status = self._child.poll()
-        if status is not None:
-            raise ServerError(f"the server exited with status {status} {when}".rstrip(), self._tail())
+        try:
+            status = self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+        raise ServerError(f"the server exited with status {status} {when}".rstrip(), self.tail())
 
-    def _tail(self, lines: int = 20) -> list[str]:
-        return self.read_log().splitlines()[-lines:]
+    def tail(self) -> list[str]:
+        """The end of the log."""
+        return self.read_log().splitlines()[-TAIL_LINES:]
+
+
+def with_cache(
+    model: Path,
+    dtype: str,
+    max_len: int,
+    log: Path,
+    more: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    without: Sequence[str] = (),
+) -> Server:
+    """A server as benchmarks start it: it computes in bfloat16, and clients call its model `bench`."""
+    flags = ["--additional-config", json.dumps({"kvq": dict(options)})] if options else []
+    flags += ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--max-model-len", str(max_len)]
+    flags += ["--served-model-name", "bench", *more]
+    return Server(str(model), flags, HOST, free_port(HOST), log, without)
+
+
+@contextmanager
+def watched(*servers: Server) -> Iterator[None]:
+    """Whatever fails while these servers are asked is a ServerError with the end of a log: of the server that died, or
+    of each server if none did."""
+    try:
+        yield
+    except (ServerError, OSError, HTTPException) as error:
+        for server in servers:
+            server.raise_if_dead("while it was asked", DYING_SECONDS)
+        if isinstance(error, ServerError):
+            if error.log_tail:
+                raise
+            sentence = str(error)
+        else:
+            sentence = f"the server does not answer: {str(error) or type(error).__name__}"
+        raise ServerError(sentence, [line for server in servers for line in server.tail()]) from error

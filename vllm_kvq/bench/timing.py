@@ -14,6 +14,8 @@ from vllm_kvq.bench.vllm_build import BASELINES
 
 ROUND_SECONDS = 2e-3
 """A short step is repeated within a round until it takes this long."""
+LONG = 4096
+"""The context from which a step's time is expected to be a straight line."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,10 @@ def compare(candidates: dict[str, Candidate], rounds: int, bandwidth: float) -> 
     return rows
 
 
-def slopes(milliseconds: dict[int, float], start: int = 4096) -> list[float]:
-    """The cost of a further token between neighbouring contexts from `start` on, relative to the cost over the whole
+def slopes(milliseconds: dict[int, float]) -> list[float]:
+    """The cost of a further token between neighbouring contexts from LONG on, relative to the cost over the whole
     range: 1.0 everywhere is a straight line."""
-    contexts = sorted(c for c in milliseconds if c >= start)
+    contexts = sorted(c for c in milliseconds if c >= LONG)
     if len(contexts) < 3:
         return []
     whole = (milliseconds[contexts[-1]] - milliseconds[contexts[0]]) / (contexts[-1] - contexts[0])

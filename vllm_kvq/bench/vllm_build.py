@@ -40,6 +40,15 @@ def problem() -> str | None:
     return None
 
 
+def no_kernel(head_size: int) -> str | None:
+    """Why vLLM's CPU attention can't be measured at all with heads of this size."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if head_size in (known := CPUAttentionBackend.get_supported_head_sizes()):
+        return None
+    return f"vLLM's CPU attention has no heads of {head_size} channels; it has {', '.join(map(str, known))}"
+
+
 def no_fp8(head_size: int) -> str | None:
     """Why vLLM's CPU attention has no fp8 cache to compare with."""
     if on_avx2():

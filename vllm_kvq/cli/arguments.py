@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 CHANNELS = "channels per head"
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 FORMATS = "formats, with options as in kitty2:S=8,W=64, or all"
 
 
@@ -66,9 +66,9 @@ def add_tokens(p: argparse.ArgumentParser, default: str | None, of: str) -> None
     p.add_argument("--tokens", type=whole_number, default=default, metavar="TOKENS", help=f"tokens generated, {of}")
 
 
-def add_out(p: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
-    end = "" if default else "" if "(default: " in what else " (default: no files)"
-    p.add_argument("--out", type=folder, default=default, metavar="DIR", help=f"folder for {what}{end}")
+def add_out(p: argparse.ArgumentParser, what: str) -> None:
+    end = "" if "(default: " in what else " (default: no files)"
+    p.add_argument("--out", type=folder, metavar="DIR", help=f"folder for {what}{end}")
 
 
 def whole_number(text: str, least: int = 1) -> int:
@@ -104,11 +104,33 @@ def words(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def size(text: str) -> int:
-    """Bytes; K, M, G and T are powers of 1024, as for vLLM's --kv-cache-memory-bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None or not (nbytes := int(float(found[1]) * UNITS[found[2].upper()])):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80G or 512M")
+    """Bytes as vLLM reads them, at least one."""
+    try:
+        nbytes = size_for_vllm(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all")
     return nbytes
+
+
+def size_for_vllm(text: str) -> int:
+    """What vLLM's --kv-cache-memory-bytes makes of these words: K to T are powers of 1024 and take no fraction, k to t
+    are powers of 1000 and take one. ValueError if it refuses them."""
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTkmgt])", text.strip()):
+        number, unit = found.groups()
+        if unit.islower():
+            return int(float(number) * UNITS[unit])
+        if "." in number:
+            raise ValueError(
+                f"{text!r} has a fraction, which K, M, G and T, the powers of 1024, do not take; "
+                "k, m, g and t, the powers of 1000, do"
+            )
+        return int(number) * UNITS[unit]
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a size such as 80G or 512M") from None
 
 
 def folder(text: str) -> Path:

@@ -11,11 +11,11 @@ from vllm_kvq.cli.arguments import ALL, add_formats, add_head_sizes
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.conformance.checks import CHECKS
 from vllm_kvq.eval.conformance.report import Report, conform
-from vllm_kvq.formats.table import get_format
+from vllm_kvq.formats.table import get_format, suite
 
 USUAL_HEADS = "64,80,128"
-NEIGHBOURS = ("kitty2", "kivi4", "fp8")
-"""What a format is compared with on a real model."""
+NEIGHBOURS = (suite("usual")[0], "kivi4", "fp8")
+"""What a format is compared with on a real model: the first of the usual formats, KIVI's 4 bits and vLLM's own 8."""
 NOTES = """
 bits: per cached number in packed pages. q . K, V: relative errors of synthetic keys with wide channels and of values,
 every token packed. The next step is the format's loss on a real model, next to others:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq.eval.demo import demo_model
+from vllm_kvq.integration.plan.weights import weight_bytes
 
 DEMO = "demo"
 SUFFIXES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
@@ -60,7 +61,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        return weight_bytes(self.folder)
 
     def digest(self) -> str:
         """A hash of every file that affects the model's output."""

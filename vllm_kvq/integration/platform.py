@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -21,7 +21,8 @@ from vllm_kvq.integration.plan.plan import apply, plan
 from vllm_kvq.integration.plan.problem import Refused
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = init_logger("vllm.kvq")
 
@@ -76,7 +77,7 @@ def _is_vllms_command() -> bool:
     return Path(sys.argv[0]).name == "vllm" or (spec is not None and spec.name.startswith("vllm."))
 
 
-def backend_of(asked: Any) -> str | None:
+def backend_of(asked: AttentionSelectorConfig) -> str | None:
     """The backend of a layer, by vLLM's AttentionSelectorConfig; None: the platform's own choice."""
     if asked.kv_cache_dtype in FORMATS:
         refusals.check_selection(asked)
@@ -91,7 +92,7 @@ def backend_of(asked: Any) -> str | None:
     return KEPT_LAYER if current_platform.is_cpu() else None
 
 
-def check_other_layer(cache: Any, asked: Any) -> None:
+def check_other_layer(cache: CacheConfig, asked: AttentionSelectorConfig) -> None:
     """A layer that vLLM gave another dtype than ours, which it may do only with layers that are not packed."""
     window = WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window
     if not window and not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):

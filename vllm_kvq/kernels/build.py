@@ -4,8 +4,9 @@ The library needs no torch headers (tensors cross through apache-tvm-ffi's DLPac
 works and one build serves every torch. Each instruction set is its own translation unit; the processor's is chosen at
 run time. A wheel for a platform (scripts/build_wheel.py) carries the library of exactly its sources in `_prebuilt`;
 then nothing is compiled. Otherwise the library is built into the package's `_build` directory if that is writable, else
-into the user's cache; under a temporary name that is renamed when complete, so no process ever sees half a file. If
-several processes need it at once, one compiles and the others wait. That takes minutes, so the log reports progress.
+into the user's cache; it is found in both. It has a temporary name until it is complete, so no process ever sees half a
+file. If several processes need it at once, one compiles and the others wait. That takes minutes, so the log reports
+progress.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq.kernels import compiled, trust
+from vllm_kvq.kernels.folders import CACHE, named_folder, user_folder
 
 # only a name: a vLLM server shows what is logged below `vllm`
 logger = logging.getLogger("vllm.kvq")
@@ -66,10 +68,13 @@ _UNFINISHED = "tmp-library-"
 PREBUILT = Path(__file__).resolve().parents[1] / "_prebuilt"
 """Where a wheel carries its library. A checkout has no such folder."""
 
+BUILT = Path(__file__).resolve().parents[1] / "_build"
+"""The package's own folder for what is compiled here. Others than its owner only read it."""
 
-_OWN = "set VLLM_KVQ_CACHE to a folder that belongs to this user and that only this user can write to"
-_ROOM = "make room where compiled kernels are kept and in $TMPDIR, or set VLLM_KVQ_CACHE and TMPDIR to other folders"
-_ELSEWHERE = "set VLLM_KVQ_CACHE to a folder that can be written"
+
+_OWN = f"set {CACHE} to a folder that belongs to this user and that only this user can write to"
+_ROOM = f"make room where compiled kernels are kept and in $TMPDIR, or set {CACHE} and TMPDIR to other folders"
+_ELSEWHERE = f"set {CACHE} to a folder that can be written"
 _MEMORY = "free some memory, or compile one source at a time: taskset -c 0 python -m vllm_kvq.kernels"
 _ADVICE = {
     "No space left on device": _ROOM,
@@ -95,7 +100,7 @@ def source_dir(name: str = "cpu") -> Path:
     for path in (package / "csrc" / name, package.parent / "csrc" / name):
         if path.is_dir():
             return path
-    raise BuildError(f"the C++ sources (csrc/{name}) are not installed")
+    raise BuildError(f"the sources in csrc/{name} are not installed")
 
 
 def compiler() -> list[str]:
@@ -135,7 +140,7 @@ def sources_key(directory: Path) -> str:
 
 def _key(command: list[str], directory: Path) -> str:
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
-    compiled_by = repr((command, version, extra_flags(), _ffi()[1:]))
+    compiled_by = repr((command, version, extra_flags(), ffi()[1:]))
     return hashlib.sha256((compiled_by + sources_key(directory)).encode()).hexdigest()[:16]
 
 
@@ -159,7 +164,7 @@ def prebuilt(name: str = "cpu") -> Path | None:
     return path
 
 
-def _ffi() -> tuple[list[str], str, str]:
+def ffi() -> tuple[list[str], str, str]:
     import tvm_ffi
     from tvm_ffi import libinfo
 
@@ -168,20 +173,16 @@ def _ffi() -> tuple[list[str], str, str]:
 
 def _cache_dir() -> Path:
     """$VLLM_KVQ_CACHE, else the package's own directory, else the user's cache."""
-    if os.environ.get("VLLM_KVQ_CACHE"):
-        path = Path(os.environ["VLLM_KVQ_CACHE"])
+    if (path := named_folder()) is not None:
         try:
             path.mkdir(0o755, parents=True, exist_ok=True)
         except OSError as error:
-            raise BuildError(f"VLLM_KVQ_CACHE is {path}, which can't be made a folder: {error.strerror}") from error
+            raise BuildError(f"{CACHE} is {path}, which can't be made a folder: {error.strerror}") from error
         if (who := trust.folder_writers(path)) is not None:
-            raise BuildError(f"VLLM_KVQ_CACHE is {path}, from which no library is loaded, because {who}; {_OWN}")
+            raise BuildError(f"{CACHE} is {path}, from which no library is loaded, because {who}; {_OWN}")
         return path
-    candidates = [Path(__file__).resolve().parents[1] / "_build"]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        candidates.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq")
     problems = []
-    for path in candidates:
+    for path in filter(None, (BUILT, user_folder())):
         try:
             path.mkdir(0o755, parents=True, exist_ok=True)
         except OSError as error:
@@ -196,6 +197,16 @@ def _cache_dir() -> Path:
     raise BuildError(f"there is no folder for compiled kernels: {', '.join(problems)}; {_OWN}")
 
 
+def place(name: str) -> Path:
+    """The path of a library: where there is one that can be loaded, else where it is to be compiled.
+
+    The package's own folder is read even by those who can't write to it: an image's kernels are compiled by root.
+    """
+    folders = (BUILT, user_folder()) if (named := named_folder()) is None else (named,)
+    there = (folder / name for folder in folders if folder is not None and compiled.is_there(folder / name))
+    return next(there, None) or _cache_dir() / name
+
+
 def advised(error: Exception) -> BuildError:
     """The same, with what to do about it if that is known."""
     sentence = str(error)
@@ -203,11 +214,13 @@ def advised(error: Exception) -> BuildError:
     return BuildError(sentence if advice is None else f"{sentence}; {advice}")
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
+    """A compiler, which says in English what is wrong."""
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=english)
     if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[-4000:]}\n{_cause(done.stderr)}")
+        said = done.stderr or done.stdout
+        raise BuildError(f"{' '.join(command)}\n{said.strip()[-4000:]}\n{_cause(said)}")
 
 
 def _cause(said: str) -> str:
@@ -217,18 +230,20 @@ def _cause(said: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """A lock between processes; released when its process exits, even after a crash."""
+def alone(folder: Path) -> Iterator[Path]:
+    """A new folder in this one, to compile in, under a lock between processes. The lock is released when its process
+    exits, even after a crash."""
     with open(folder / "lock", "w", encoding="utf-8") as file:
         with contextlib.suppress(OSError):  # a file system without locks: then every process compiles
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                logger.info("kvq: waiting for another process that is compiling the C++ kernels")
+                logger.info("kvq: waiting for another process that is compiling kernels")
                 fcntl.flock(file, fcntl.LOCK_EX)
             for left in folder.glob(f"{_UNFINISHED}*"):  # of a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
-        yield
+        with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as made:
+            yield Path(made)
 
 
 def _compile(lines: list[list[str]], workers: int) -> None:
@@ -243,7 +258,7 @@ def _compile(lines: list[list[str]], workers: int) -> None:
         "" if minutes == 1 else "s",
     )
     with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(_run, line) for line in lines}
+        running = {pool.submit(run, line) for line in lines}
         try:
             while running:
                 done, running = wait(running, timeout=SILENT_SECONDS, return_when=FIRST_COMPLETED)
@@ -259,7 +274,7 @@ def _compile(lines: list[list[str]], workers: int) -> None:
 
 
 def _target(name: str) -> Path:
-    return _cache_dir() / f"{name}-{_key(compiler(), source_dir(name))}.so"
+    return place(f"{name}-{_key(compiler(), source_dir(name))}.so")
 
 
 def folder_problem() -> str | None:
@@ -291,22 +306,22 @@ def build(name: str = "cpu") -> Path:
         target = _target(name)
         if compiled.is_there(target):
             return target
-        includes, library, _ = _ffi()
-        with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent, prefix=_UNFINISHED) as tmp:
+        includes, library, _ = ffi()
+        with alone(target.parent) as made:
             if compiled.is_there(target):
                 return target
             if target.exists():
                 logger.warning("kvq: %s %s; it is compiled again", target, compiled.problem(target))
             include = [f"-isystem{i}" for i in includes]
             every = sources(directory)
-            objects = [f"{tmp}/{source.parent.name}-{source.stem}.o" for source in every]
+            objects = [str(made / f"{source.parent.name}-{source.stem}.o") for source in every]
             lines = [
                 [*command, *flags_of(source), *include, "-c", str(source), "-o", target]
                 for source, target in zip(every, objects, strict=True)
             ]
             _compile(lines, len(os.sched_getaffinity(0)))
-            _run([*command, *extra_flags(), "-shared", "-o", f"{tmp}/out.so", *objects, library])
-            compiled.publish(Path(tmp, "out.so"), target)
+            run([*command, *extra_flags(), "-shared", "-o", str(made / "out.so"), *objects, library])
+            compiled.publish(made / "out.so", target)
         return target
     except (OSError, ImportError, subprocess.SubprocessError, BuildError) as error:
         raise advised(error) from error

@@ -53,7 +53,7 @@ def problem(path: Path, shipped: bool = False) -> str | None:
 
 def is_there(path: Path) -> bool:
     """Whether the file exists and can be loaded."""
-    return path.exists() and problem(path) is None
+    return os.path.exists(path) and problem(path) is None  # False also where the folder can't be entered
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 PREFIX = "VLLM_KVQ_"
 VARIABLES = {
     "VLLM_KVQ_ADMIT": "a release of vLLM that is tried and not supported, for `python -m proof admit`",
-    "VLLM_KVQ_CACHE": "folder for compiled kernels, fitted constants and measurements",
+    "VLLM_KVQ_CACHE": "folder for compiled kernels and fitted constants",
     "VLLM_KVQ_CXXFLAGS": "more flags for the C++ compiler",
     "VLLM_KVQ_GPU_PATH": "1: the GPU's path on CPU tensors, for tests",
     "VLLM_KVQ_ISA": "instruction set of the C++ kernels",

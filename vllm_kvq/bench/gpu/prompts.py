@@ -11,6 +11,8 @@ from vllm_kvq.bench.gpu.decode import HEAD, HEADS, SHARE, Calls, N, measure
 
 PROMPT, HIDDEN, MLP = 4096, 4096, 14336
 """Tokens of a prompt, and the layer of an 8B Llama with which packing them is compared."""
+ROUNDS = 10
+"""How often a call without a graph is timed."""
 
 
 def prompt_calls(name: str, tokens: int, device: torch.device) -> Calls:
@@ -76,10 +78,10 @@ def packing(name: str, tokens: int, device: torch.device) -> float:
     return measure(calls, device) if not name.startswith("squat") else plain_seconds(calls, device)
 
 
-def plain_seconds(calls: Calls, device: torch.device, rounds: int = 10) -> float:
+def plain_seconds(calls: Calls, device: torch.device) -> float:
     """Median seconds of a call without a graph, including waiting for the device."""
     times = []
-    for _ in range(rounds if device.type == "cuda" else 1):
+    for _ in range(ROUNDS if device.type == "cuda" else 1):
         start = time.perf_counter()
         for call in calls:
             call()

@@ -6,7 +6,9 @@ A GPU may be available only for minutes: an interrupted run loses nothing, and t
 from __future__ import annotations
 
 import csv
+import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -47,12 +49,20 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-class Results:
-    """The results of one device. Without a folder nothing is kept."""
+class NoTime(Exception):
+    """The deadline has passed, so nothing more is measured."""
 
-    def __init__(self, folder: Path | None, device: str, *, say: Callable[[str], None] = say) -> None:
-        self.device, self.say = device, say
+
+class Results:
+    """The results of one device. Without a folder nothing is kept, and after `deadline` nothing is measured."""
+
+    def __init__(
+        self, folder: Path | None, device: str, *, deadline: float = math.inf, say: Callable[[str], None] = say
+    ) -> None:
+        self.device, self.deadline, self.say = device, deadline, say
         self.lines, self.notes = list[str](), list[str]()
+        self.late = False
+        """Whether the deadline has refused a measurement."""
         name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
         self.path = folder / f"gpu-{name}.csv" if folder else None
         self.rows: dict[tuple[str, int, int], Measured] = {}
@@ -73,9 +83,12 @@ class Results:
         return self.rows.get((what, batch, context))
 
     def take(self, what: str, batch: int, context: int, measure: Callable[[], tuple[float, int]]) -> Measured:
-        """The earlier measurement, or a new one by `measure() -> (seconds, bytes read)`."""
+        """The earlier measurement, or a new one by `measure() -> (seconds, bytes read)`. NoTime after the deadline."""
         found = self.known(what, batch, context)
         if found is None:
+            if time.monotonic() >= self.deadline:
+                self.late = True
+                raise NoTime
             found = Measured(torch.__version__, what, batch, context, *measure())
             self.rows[what, batch, context] = found
             self._append(found)
@@ -99,8 +112,11 @@ class Results:
         if self.path is None:
             return
         text = "\n".join(f"    {x}" if x else "" for x in self.lines)
-        title = f"# Decode times on {self.device}\n\nWritten by `bench/gpu.sh`; the numbers: `{self.path.name}`.\n"
-        self.path.with_suffix(".md").write_text(f"{title}\n{text}\n", encoding="utf-8")
+        by = f"Written by `vllm-kvq bench gpu`; the numbers: `{self.path.name}`."
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.with_suffix(".md").write_text(
+            f"# Decode times on {self.device}\n\n{by}\n\n{text}\n", encoding="utf-8"
+        )
 
     def note(self, line: str) -> None:
         """Tells what is not in the rows: why something was not measured."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.bench.gpu.decode import HEAD, HEADS, SHARE, Calls, Shape, bf16_bytes, measure, rotations
-from vllm_kvq.bench.gpu.results import Results
+from vllm_kvq.bench.gpu.results import NoTime, Results
 
 VLLM_PAGE = 16
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -25,25 +25,30 @@ Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def rivals(shape: Shape, device: torch.device, results: Results) -> tuple[dict[str, float], float | None]:
-    """Seconds of the kernels that attend bf16, by name, and of the one that attends fp8."""
+    """Seconds of the kernels that attend bf16, by name, and of the one that attends fp8. NoTime without any."""
     at, full = (shape.batch, shape.context), bf16_bytes(shape)
     kept = {name: row.seconds for name in BF16 if (row := results.known(name, *at))}
     caches: Caches = []
+
+    def timed(name: str) -> tuple[float, int]:
+        caches[:] = caches or random_caches(shape, full, torch.bfloat16, device)
+        return measure(BF16[name](shape, caches), device), full
+
     for name in [n for n in BF16 if n not in kept]:
-        caches = caches or random_caches(shape, full, torch.bfloat16, device)
         try:
-            took = measure(BF16[name](shape, caches), device)
+            kept[name] = results.take(name, *at, lambda name=name: timed(name)).seconds  # type: ignore[misc]
         except ImportError:
             continue
+        except NoTime:
+            if not kept:
+                raise
         except (RuntimeError, AssertionError, AttributeError) as error:  # a kernel that refuses this GPU or shape
             results.note(f"{name}: {str(error).splitlines()[0]}")
-            continue
-        kept[name] = results.take(name, *at, lambda took=took: (took, full)).seconds  # type: ignore[misc]
     caches.clear()
     try:
         eight = results.take("fp8", *at, lambda: (measure(fp8_calls(shape, device), device), full // 2)).seconds
-    # no FlashAttention 3, or it does not support this GPU, or has another version
-    except (ImportError, RuntimeError, AssertionError, AttributeError, TypeError):
+    # no time; or no FlashAttention 3, or it does not support this GPU, or has another version
+    except (NoTime, ImportError, RuntimeError, AssertionError, AttributeError, TypeError):
         eight = None
     return kept, eight
 

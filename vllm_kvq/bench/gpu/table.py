@@ -7,24 +7,21 @@ with a layer's prefill.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 
 from vllm_kvq.bench.gpu.decode import Shape, bf16_bytes, copy_bandwidth, fits, packed
 from vllm_kvq.bench.gpu.prompts import packing, prefill_seconds
-from vllm_kvq.bench.gpu.results import Results
+from vllm_kvq.bench.gpu.results import NoTime, Results
 from vllm_kvq.bench.gpu.rivals import rivals
 
 ROW = "{:<12} {:>5} {:>8} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>10} {:>9}"
 HEADER = ("format", "batch", "context", "us", "bf16 us", "fp8 us", "ideal us", "x bf16", "x fp8", "MB read", "of copy")
 
 
-def run(
-    device: torch.device, formats: Sequence[str], shapes: Sequence[Shape], deadline: float, results: Results
-) -> None:
-    """Prints the table; measurements in `results` are not repeated."""
+def run(device: torch.device, formats: Sequence[str], shapes: Sequence[Shape], results: Results) -> None:
+    """Prints the table; measurements in `results` are not repeated. NoTime without the copy's speed."""
     copied = results.take("copy", 0, 0, lambda: (1 / copy_bandwidth(device), 1))
     bandwidth = 1 / copied.seconds
     tell = results.tell
@@ -36,17 +33,19 @@ def run(
         if not fits(full, device):
             results.note(f"batch {shape.batch} context {shape.context}: left out, bf16 needs {full / 1e9:.0f} GB")
             continue
-        if time.monotonic() > deadline and results.known("sdpa", *at) is None:
+        try:
+            found, fp8 = rivals(shape, device, results)
+        except NoTime:
             results.note(f"batch {shape.batch} context {shape.context}: left out, no time")
             continue
-        found, fp8 = rivals(shape, device, results)
         base, ideal = min(found.values()), full / bandwidth
         for name, took in found.items():
             tell(line(name, shape, took, base, fp8, ideal, full, bandwidth))
         for f in formats:
-            if time.monotonic() > deadline and results.known(f, *at) is None:
+            try:
+                own = results.take(f, *at, lambda f=f, shape=shape: packed(f, shape, device))  # type: ignore[misc]
+            except NoTime:
                 continue
-            own = results.take(f, *at, lambda f=f, shape=shape: packed(f, shape, device))  # type: ignore[misc]
             tell(line(f, shape, own.seconds, base, fp8, ideal, own.read, bandwidth))
             times.setdefault((f, shape.batch), []).append((shape.context, own.seconds, base))
     tell("")
@@ -73,13 +72,17 @@ def cells(
 
 
 def run_prompts(device: torch.device, formats: Sequence[str], tokens: int, results: Results) -> None:
+    """NoTime without the layer to compare with."""
     whole = results.take("a layer's prefill", 1, tokens, lambda: (prefill_seconds(tokens, device), 0)).seconds
     results.tell("")
     results.tell(
         f"packing a prompt of {tokens} tokens; the products and attention of an 8B layer: {1e6 * whole:.0f} us"
     )
     for name in dict.fromkeys(formats):
-        own = results.take(f"packing {name}", 1, tokens, lambda name=name: (packing(name, tokens, device), 0))  # type: ignore[misc]
+        try:
+            own = results.take(f"packing {name}", 1, tokens, lambda name=name: (packing(name, tokens, device), 0))  # type: ignore[misc]
+        except NoTime:
+            continue
         results.tell(f"{name:<12} {1e6 * own.seconds:>10.1f} us   {own.seconds / whole:.1%} of the layer")
 
 

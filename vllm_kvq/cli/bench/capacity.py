@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from vllm_kvq.bench import capacity, figures
 from vllm_kvq.bench.capacity import Found, Load
 from vllm_kvq.bench.server import ServerError
 from vllm_kvq.cli.arguments import add_formats, add_out, from_zero, size, whole_number
+from vllm_kvq.cli.bench import servers
 from vllm_kvq.cli.bench.arguments import CHECKPOINT, add_eager, checkpoint
 from vllm_kvq.cli.bench.report import Report
 from vllm_kvq.drawing import Picture
@@ -72,13 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     numbers = (args.prompt, args.answer, args.requests, args.concurrency, args.cache_bytes, args.seed, args.eager)
+    if all(choice.format == capacity.PLAIN for choice in args.formats):
+        p.error(f"--formats {capacity.PLAIN} is bf16, which is measured in any case; name a cache to compare it with")
     try:
         load = Load(*numbers)
     except ValueError as error:
         p.error(str(error))
     model = checkpoint(p, args.model, load.max_len)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the server to be stopped
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    servers.prepare()
     folder = args.out or FOLDER
     rows: list[Found] = []
     try:
@@ -87,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not args.json:
                 print(f"{found.cache}: {found.tokens_per_second:.1f} tokens/s", file=sys.stderr, flush=True)
     except ServerError as error:
-        print(*error.log_tail, sep="\n", end="\n" if error.log_tail else "", file=sys.stderr)
-        return console.fail(PROG, error, args.json)
+        return servers.failed(PROG, error, args.json)
     if args.out:
         documents, facts = [row.document() for row in rows], [("model", args.model)]
         REPORT.write(

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -14,7 +15,7 @@ from vllm_kvq import console
 from vllm_kvq.bench.gpu import chunks, decode, prompts, table
 from vllm_kvq.bench.gpu.decode import Shape
 from vllm_kvq.bench.gpu.kept import Kept
-from vllm_kvq.bench.gpu.results import Results, say
+from vllm_kvq.bench.gpu.results import NoTime, Results, say
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
 from vllm_kvq.cli.bench import gpu_report
 from vllm_kvq.cli.bench.arguments import OWN, add_batch
@@ -77,12 +78,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = [Shape(b, c) for c in sorted(contexts, reverse=True) for b in batches]
         if args.compile:
             launch_once(names, device)
+            if args.json:
+                console.show_json({"device": name, "compiled": names})
             return console.DONE
-    results = Results(args.out, name, say=(lambda line: None) if args.json else say)
-    table.run(device, names, shapes, deadline, results)
-    table.run_prompts(device, names, tokens, results)
-    chunks.run(device, names, results)
-    if (numbers := results.path) is not None:
+    results = Results(args.out, name, deadline=deadline, say=(lambda line: None) if args.json else say)
+    # each part ends early where nothing can be said without what there is no time for
+    with suppress(NoTime):
+        table.run(device, names, shapes, results)
+    with suppress(NoTime):
+        table.run_prompts(device, names, tokens, results)
+    with suppress(NoTime):
+        chunks.run(device, names, results)
+    if results.late:
+        results.note("there was no time for more: what is not here was not measured")
+    if (numbers := results.path) is not None and results.known("copy", 0, 0):
         kept = Kept(name, torch.__version__, [*results.rows.values()])
         notes, facts = [gpu_report.KEPT, *results.notes], [("device", name), ("numbers", numbers.name)]
         gpu_report.write(PROG, args.out, [kept], lambda _: numbers.with_suffix(".png"), notes, arguments, facts)

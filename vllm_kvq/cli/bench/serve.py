@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from vllm_kvq.bench.figures import Curves
 from vllm_kvq.bench.serve import Load, Row
 from vllm_kvq.bench.server import ServerError
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, whole_number
+from vllm_kvq.cli.bench import servers
 from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, add_batch, add_eager, add_rounds, checkpoint, recommended
 from vllm_kvq.cli.bench.report import Report
 from vllm_kvq.drawing import Picture
@@ -123,9 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         p.error(str(error))
     named = None if args.model is None else checkpoint(p, args.model, load.max_len)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # for the servers to be stopped
+    servers.prepare()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows: list[Row] = []
     folder = args.out or FOLDER
     try:
@@ -135,8 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(*lines(row, first=not rows or rows[-1].format != row.format), sep="\n", flush=True)
             rows.append(row)
     except ServerError as error:
-        print(*error.log_tail, sep="\n", end="\n" if error.log_tail else "", file=sys.stderr)
-        return console.fail(PROG, error, args.json)
+        return servers.failed(PROG, error, args.json)
     if args.out:
         said = f"{args.tokens} tokens per request, medians of {args.rounds} rounds and {args.cold} cold prompts"
         name = args.model or f"random weights, {args.layers} layers"

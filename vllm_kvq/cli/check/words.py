@@ -6,19 +6,17 @@ import difflib
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_kvq.cli.arguments import size_for_vllm
 from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.table import DEFAULT_N, FORMATS, VLLM_DTYPES, public_formats
 from vllm_kvq.integration.plan.memory import SPACE
 from vllm_kvq.integration.plan.options import misspelled
 from vllm_kvq.integration.preview.hub import name_problem
 
-SIZE = re.compile(r"\s*\d+(\.\d+[kmgt]|[kKmMgGtT])?\s*")
-"""Bytes, as vLLM reads them: K is 1024, and only k takes a fraction."""
 OURS = ("--kv-cache-dtype", "--additional-config", "--max-model-len", "--block-size", "--kv-cache-memory-bytes")
 """Flags that take one word, and are often given."""
 
@@ -105,7 +103,11 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _memory(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
     for text in values(words, "--kv-cache-memory-bytes"):
-        if not SIZE.fullmatch(text):
+        try:
+            nbytes = size_for_vllm(text)
+        except ValueError:
+            nbytes = -1
+        if nbytes < 0:
             return f"--kv-cache-memory-bytes is {text or 'empty'}; write it as in --kv-cache-memory-bytes 4G"
     space = environment.get(SPACE)
     if space and not space.isdigit():

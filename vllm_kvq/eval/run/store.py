@@ -28,6 +28,7 @@ import numpy as np
 from vllm_kvq.formats.by_layer import options_at
 from vllm_kvq.formats.roundtrip import through_pages
 from vllm_kvq.formats.table import FORMATS
+from vllm_kvq.kernels.folders import user_folder
 
 VERSION = 1
 """A hash of what is measured, and how."""
@@ -38,10 +39,8 @@ DAMAGED = (OSError, ValueError, EOFError, NotImplementedError, RuntimeError, zip
 
 
 def default_folder() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq" / "eval"
-    except RuntimeError:  # a user without a home
-        return Path(".vllm_kvq", "eval")  # and not in /tmp, where another user may have made it
+    # for a user without a home not in /tmp, where another user may have made it
+    return (user_folder() or Path(".vllm_kvq")) / "eval"
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,14 @@ through vLLM:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.formats.table import FORMATS, suite
 from vllm_kvq.integration.advice.key_biases import of_model
 from vllm_kvq.integration.plan.served import Served
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 LARGE = 0.6
 """A bias is large from here on: its norm divided by the head size."""
@@ -32,7 +35,7 @@ FEW = 1 / 4
 """The part of the layers up to which keeping them in 16 bits is a way out."""
 
 
-def hints(served: Served, vllm_config: Any) -> list[str]:
+def hints(served: Served, vllm_config: VllmConfig) -> list[str]:
     """For the start-up log and `vllm-kvq check`. A server is not refused for them."""
     if served.format.keys.hurt_by_biases is None:
         return []

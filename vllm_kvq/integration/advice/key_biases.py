@@ -12,9 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.plan.weights import weights_folder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 OWN = ("k_proj",)
 """Projections that make keys only."""
@@ -83,7 +86,7 @@ def _names(folder: Path) -> dict[Path, list[str]]:
     return found
 
 
-def of_model(vllm_config: Any) -> Mapping[int, float]:
+def of_model(vllm_config: VllmConfig) -> Mapping[int, float]:
     """`key_biases` of the model that is served; empty where its weights don't lie here, or aren't those of its files.
 
     Files that can't be read as weights must never stop a server that would start without.
@@ -101,7 +104,7 @@ def of_model(vllm_config: Any) -> Mapping[int, float]:
         return {}
 
 
-def usually_biased(vllm_config: Any) -> bool:
+def usually_biased(vllm_config: VllmConfig) -> bool:
     """By the type of the model, where its weights don't lie here and can't be asked."""
     model = vllm_config.model_config
     folder = weights_folder(model.model, model.revision)

@@ -8,11 +8,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.advice.hints import large
 from vllm_kvq.integration.advice.key_biases import of_model, usually_biased
 from vllm_kvq.integration.plan.served import Served
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def measured() -> list[Measured]:
     return [Measured(m, int(d), b == "yes", int(context), kl) for (m, d, b, context), kl in found.items()]
 
 
-def nearest(served: Served, vllm_config: Any) -> Measured:
+def nearest(served: Served, vllm_config: VllmConfig) -> Measured:
     """The measured model that is most like this one: key biases first, then the head size."""
     size = served.format.geometry.head_size
     biases = of_model(vllm_config)

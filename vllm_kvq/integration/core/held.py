@@ -11,11 +11,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from vllm_kvq.integration import metrics
 from vllm_kvq.integration.core.manager import PackedManager, SidecarManager, SinkManager
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 SECONDS = 1.0
 LARGEST_SHARE = 0.0025
@@ -36,7 +40,7 @@ class Held:
 class Census:
     """Counts what one scheduler's requests hold. The groups of packed layers are alike, so one of them is looked at."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         self.sidecars = next(m for m in managers if type(m) is SidecarManager)
         self.sinks = next((m for m in managers if type(m) is SinkManager), None)
@@ -44,7 +48,7 @@ class Census:
         self.series = metrics.Series.of(scheduler.vllm_config)
         self.next = 0.0
 
-    def take(self, scheduler: Any) -> None:
+    def take(self, scheduler: Scheduler) -> None:
         """Export the counts if it is time."""
         now = time.monotonic()
         if scheduler.running and now < self.next:
@@ -77,17 +81,17 @@ class Census:
         return Held(packed, tokens - packed, round(beside * spec.mean_page_bytes * spec.copies), bits)
 
 
-def _distinct(blocks: Iterable[list[Any]]) -> tuple[int, int]:
+def _distinct(blocks: Iterable[list[KVCacheBlock]]) -> tuple[int, int]:
     """How many blocks requests hold, and how many more they would hold if none were shared."""
     every = [id(block) for block in chain.from_iterable(blocks)]
     found = len(set(every))
     return found, len(every) - found
 
 
-_censuses: WeakKeyDictionary[Any, Census | None] = WeakKeyDictionary()
+_censuses: WeakKeyDictionary[Scheduler, Census | None] = WeakKeyDictionary()
 
 
-def take_census(scheduler: Any) -> None:
+def take_census(scheduler: Scheduler) -> None:
     """After a step of vLLM's scheduler; nothing for one without a low-bit cache."""
     if scheduler not in _censuses:
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers

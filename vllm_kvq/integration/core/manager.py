@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, FullAttentionManager
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+    from vllm.v1.request import Request
 
 NO_LIMIT = 1 << 62
 
@@ -21,9 +26,9 @@ class PackedManager(FullAttentionManager):
 
     @classmethod
     def find_longest_cache_hit(
-        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
-        *args: Any, **kwargs: Any,
-    ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
+        cls, block_hashes: BlockHashList, max_length: int, kv_cache_group_ids: list[int], block_pool: BlockPool,
+        kv_cache_spec: Any, *args: Any, **kwargs: Any,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:  # fmt: skip
         # Another group may have found less than the whole request already; the hashes tell how long it is at least.
         whole = len(block_hashes) * block_pool.hash_block_size - 1
         limit = max(min(max_length, whole - kv_cache_spec.recomputed), max_length - kv_cache_spec.recomputed, 0)
@@ -50,7 +55,7 @@ class SidecarManager(CircularBufferManager):
             )
         return True
 
-    def _claim_ring_block(self, request_id: str, record_for_zeroing: bool = True) -> list[Any]:
+    def _claim_ring_block(self, request_id: str, record_for_zeroing: bool = True) -> list[KVCacheBlock]:
         blocks = self.req_to_blocks[request_id]
         if blocks:
             if len(blocks) != self.blocks_per_request:
@@ -92,7 +97,7 @@ class SinkManager(SidecarManager):
         return [group_id + i * cls.KEY_STRIDE for i in range(pages)]
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any, **kwargs: Any
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> int:
         if self.req_to_blocks.get(request_id):
             return 0
@@ -103,18 +108,18 @@ class SinkManager(SidecarManager):
     @classmethod
     def find_longest_cache_hit(
         cls,
-        block_hashes: Any,
+        block_hashes: BlockHashList,
         max_length: int,
         kv_cache_group_ids: list[int],
-        block_pool: Any,
+        block_pool: BlockPool,
         kv_cache_spec: Any,
         drop_eagle_block: bool,
         alignment_tokens: int,
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
-    ) -> tuple[tuple[list[Any], ...], int]:
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         size, pages = kv_cache_spec.block_size, kv_cache_spec.blocks_per_request
-        miss: tuple[tuple[list[Any], ...], int] = tuple([] for _ in kv_cache_group_ids), 0
+        miss: tuple[tuple[list[KVCacheBlock], ...], int] = tuple([] for _ in kv_cache_group_ids), 0
         length = max_length - size if drop_eagle_block else max_length
         length -= length % math.lcm(size, alignment_tokens)
         if cls.behind_hit:
@@ -133,7 +138,7 @@ class SinkManager(SidecarManager):
     def add_local_computed_blocks(
         self,
         request_id: str,
-        new_computed_blocks: Sequence[Any],
+        new_computed_blocks: Sequence[KVCacheBlock],
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
@@ -148,7 +153,7 @@ class SinkManager(SidecarManager):
 
     def cache_blocks(
         self,
-        request: Any,
+        request: Request,
         num_tokens: int,
         retention_interval: int | None = None,
         *,

@@ -10,7 +10,7 @@ A companion has its packed layer's block size and page bytes, so that vLLM has n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec
@@ -20,6 +20,7 @@ from vllm_kvq.integration.core.manager import PackedManager, SidecarManager, Sin
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class CompanionSpec(CircularBufferSpec):
         # blocks_per_request entries are used, but the V1 runner indexes every group's row by position // block size
         return max(self.blocks_per_request, cdiv(max_len, self.block_size))
 
-    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Companions of one kind share a block table, whatever the size of their pages."""
         others = kv_cache_specs.values()
         return all(type(s) is type(self) and s.blocks_per_request == self.blocks_per_request for s in others)

@@ -26,7 +26,7 @@ def _are_registered() -> bool:
 BUILTIN = Patch(
     what="builtin specs registered first",
     why="KVCacheSpecRegistry skips its builtin ones when it is not empty",
-    until="the registry merges",
+    until="the registry merges builtin and registered specs",
     needs=(
         "vllm.v1.core.single_type_kv_cache_manager:register_all_kvcache_specs",
         "vllm.v1.kv_cache_spec_registry:_REGISTRY_KVCACHESPEC_LIST",

@@ -95,7 +95,7 @@ def hide_test_formats(_: Hooks) -> None:
 WIDENED = Patch(
     what="CacheDType literal widened",
     why="0.32 has no way to add a KV cache dtype",
-    until="vLLM 0.33",
+    until="vLLM 0.32 is no longer supported",
     needs=(
         "vllm.config.cache:CacheDType",
         "vllm.config:CacheConfig",
@@ -109,7 +109,7 @@ WIDENED = Patch(
 REGISTERED = Patch(
     what="register_kv_cache_dtype",
     why="the official way to add a KV cache dtype",
-    until="it stays",
+    until="never",
     needs=(
         "vllm.config.cache:KV_CACHE_DTYPES",
         "vllm.config.cache:register_kv_cache_dtype",

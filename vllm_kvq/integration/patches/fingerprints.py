@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import CONNECTORS, Hooks, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 KEY = "kvq_fingerprint"
 """Where a connector's extra configuration has the fingerprint (plan/connectors.py)."""
@@ -34,7 +37,7 @@ class _Engine:
 def seed_hashes(hooks: Hooks) -> None:
     def make_scheduler(own: Callable[..., None]) -> Any:
         @functools.wraps(own)
-        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        def init(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
             transfer = vllm_config.kv_transfer_config
             _Engine.fingerprint = None if transfer is None else transfer.kv_connector_extra_config.get(KEY)
             own(self, vllm_config, *args, **kwargs)

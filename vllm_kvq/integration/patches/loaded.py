@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Moment, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 GPU = "vllm.v1.worker.gpu_worker:Worker.determine_available_memory"
 CPU = "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory"
@@ -32,7 +35,7 @@ def _tell_layers(own: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def _patch(name: str, cpu_only: bool) -> Patch:
-    def tell_layers(_: Any) -> None:
+    def tell_layers(_: VllmConfig) -> None:
         once(name, _tell_layers)
 
     return Patch(

@@ -15,10 +15,13 @@ import signal
 import threading
 import time
 from multiprocessing import current_process
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once, own
 from vllm_kvq.integration.patches.patch import Moment, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 ENGINE = "vllm.v1.engine.core:EngineCoreProc.run_engine_core"
 COORDINATOR = "vllm.v1.engine.coordinator:DPCoordinatorProc.run_coordinator"
@@ -29,7 +32,7 @@ API_SERVER = "ApiServer_"
 """Several API servers of one `vllm serve` are processes of this name, and make the configuration again."""
 
 
-def guard(_: Any) -> None:
+def guard(_: VllmConfig) -> None:
     """What this process starts from now on watches it, and so does this process if it is one of several API servers."""
     # functions of this module and no wrappers: vLLM pickles them for the processes that it spawns
     once(ENGINE, lambda _: run_engine_core)

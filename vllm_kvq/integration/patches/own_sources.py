@@ -37,7 +37,7 @@ def _is_our_folder(folder: Path) -> bool:
 HIDDEN = Patch(
     what=f'sys.modules["{NAME}"] = None in a checkout',
     why=f"Python takes our folder {NAME}/ in a checkout for the package of that name that vLLM looks for",
-    until="it asks for a module in it",
+    until="vLLM looks for a module inside the folder",
     install=hide_own_sources,
     active=lambda: not _is_visible(),
 )

@@ -37,7 +37,7 @@ def keep_pages_apart(hooks: Hooks) -> None:
 APART = Patch(
     what="Platform._align_heterogeneous_kv_block_size and _align_hybrid_block_size wrapped",
     why="they pad the pages of skipped layers, states and packed layers to one size; side by side they need none",
-    until="it asks for the layout first",
+    until="they ask for the layout first",
     needs=NAMES,
     install=keep_pages_apart,
     replaces=NAMES,

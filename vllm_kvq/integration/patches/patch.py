@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.names import SUPPORTED, UNAVAILABLE, lacks, missing, release
 from vllm_kvq.integration.patches.once import is_loaded, is_replaced
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class Moment(Enum):
@@ -42,15 +47,15 @@ class Kind(Enum):
 class Hooks:
     """What patches call in the rest of the integration, which stands above them."""
 
-    configure: Callable[[Any], None]
+    configure: Callable[[VllmConfig], None]
     """Sees every VllmConfig after the platform."""
-    backend_of: Callable[[Any], str | None]
+    backend_of: Callable[[AttentionSelectorConfig], str | None]
     """The backend of a layer, by vLLM's AttentionSelectorConfig; None: the platform's own choice."""
-    serves: Callable[[Any], bool]
+    serves: Callable[[VllmConfig], bool]
     """Whether a format of ours serves a VllmConfig."""
-    window_block: Callable[[Any], int | None]
+    window_block: Callable[[VllmConfig], int | None]
     """Tokens of a page in layers with a window or chunks, by VllmConfig; None: no format of ours."""
-    after_step: Callable[[Any], None]
+    after_step: Callable[[Scheduler], None]
     """Sees a scheduler after each step."""
     behind_hit: Callable[[bool], None]
     """Hears whether a KV connector asks for what follows a hit."""
@@ -62,7 +67,7 @@ class Only:
 
     who: str
     """Completes "its KV cache formats do not serve ..."."""
-    needs: Callable[[Any], bool]
+    needs: Callable[[VllmConfig], bool]
     """Whether the server with this VllmConfig does."""
 
 
@@ -125,7 +130,7 @@ class Patch:
     def of_this_vllm(self) -> bool:
         return release() in self.versions
 
-    def wanted(self, vllm_config: Any) -> bool:
+    def wanted(self, vllm_config: VllmConfig) -> bool:
         """Whether this server needs it."""
         if not self.of_this_vllm or (self.cpu_only and vllm_config.device_config.device_type != "cpu"):
             return False

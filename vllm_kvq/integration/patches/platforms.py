@@ -15,6 +15,7 @@ from vllm_kvq.integration.patches.patch import Hooks, Patch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
 BACKEND = "vllm.platforms:current_platform.get_attn_backend_cls"
 CONFIG = "vllm.platforms:current_platform.check_and_update_config"
@@ -23,7 +24,9 @@ CONFIG = "vllm.platforms:current_platform.check_and_update_config"
 def choose_backends(hooks: Hooks) -> None:
     def make(choose: Any) -> Any:
         @functools.wraps(choose)
-        def get_attn_backend_cls(c: Any, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
+        def get_attn_backend_cls(
+            c: Any, selected_backend: Any, attn_selector_config: AttentionSelectorConfig, **kwargs: Any
+        ) -> str:
             ours = hooks.backend_of(attn_selector_config)
             return ours or choose(c, selected_backend, attn_selector_config, **kwargs)
 

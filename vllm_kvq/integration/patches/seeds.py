@@ -11,18 +11,21 @@ prompt is longer than a chunk; docs/upstream.md has a reproduction.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Moment, Patch
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner"
 SAMPLE, BOOKKEEPING = f"{RUNNER}._sample", f"{RUNNER}._bookkeeping_sync"
 
 
-def keep_seeds(_: Any) -> None:
+def keep_seeds(_: VllmConfig) -> None:
     def make_sample(sample: Any) -> Any:
         @functools.wraps(sample)
         def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:

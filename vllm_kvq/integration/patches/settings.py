@@ -10,8 +10,8 @@ from vllm_kvq.integration.patches.patch import CONNECTORS, HYBRIDS, Kind, Moment
 SETTINGS = (
     Patch(
         what="cache_dtype set to a format's name",
-        why="the user may name a budget, which is one format or another by model and server",
-        until="a dtype may be resolved by the one who registers it",
+        why="the user may name a budget, whose format depends on model and server",
+        until="whoever registers a dtype may resolve it",
         needs=("vllm.config:CacheConfig.cache_dtype",),
         moment=Moment.CONFIGURED,
         kind=Kind.SETTING,
@@ -19,8 +19,8 @@ SETTINGS = (
     ),
     Patch(
         what="block_size and user_specified_block_size set",
-        why="0.33 asks the backend for a block size once the model is loaded, when formats are bound to one already",
-        until="it asks before",
+        why="0.33 asks the backend for a block size after the model is loaded, when formats are already bound to one",
+        until="it asks before the model is loaded",
         needs=("vllm.config:CacheConfig.user_specified_block_size",),
         moment=Moment.CONFIGURED,
         kind=Kind.SETTING,
@@ -38,7 +38,7 @@ SETTINGS = (
     Patch(
         what="mamba_block_size set",
         why="it is read from the block size before ours is known",
-        until="it is read later",
+        until="it is read once the block size is known",
         needs=("vllm.config:CacheConfig.mamba_block_size",),
         moment=Moment.CONFIGURED,
         only=HYBRIDS,
@@ -48,7 +48,7 @@ SETTINGS = (
     Patch(
         what='speculative_config.kv_cache_dtype set to "auto"',
         why="vLLM's proposer builds metadata only for a draft's own layers, so a draft keeps 16 bits",
-        until="companions are handed on",
+        until="the proposer builds metadata for companions, too",
         moment=Moment.CONFIGURED,
         kind=Kind.SETTING,
         where="plan/plan.py",
@@ -67,7 +67,7 @@ SETTINGS = (
         what="companions put into static_forward_context",
         why="vLLM plans and allocates a cache for each layer that it finds there, and one per layer; "
         "a packed layer has two or three",
-        until="a backend may ask for more caches than one",
+        until="a backend may ask for several caches per layer",
         moment=Moment.LOADED,
         kind=Kind.SETTING,
         where="worker/layer.py",

@@ -8,10 +8,13 @@ function depends on the model runner, so those that are loaded are changed.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import is_loaded, once
 from vllm_kvq.integration.patches.patch import SHARING, Moment, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 ADD = "add_kv_sharing_layers_to_kv_cache_groups"
 RUNNERS = (f"vllm.v1.worker.gpu_model_runner:{ADD}", f"vllm.v1.worker.gpu.attn_utils:{ADD}")
@@ -29,7 +32,7 @@ class _WithSharing(dict[str, Any]):
         return self[self.shared[name]]
 
 
-def find_specs_of_sharing_layers(_: Any) -> None:
+def find_specs_of_sharing_layers(_: VllmConfig) -> None:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     def make(add: Any) -> Any:
@@ -50,7 +53,7 @@ def find_specs_of_sharing_layers(_: Any) -> None:
 FOUND = Patch(
     what="add_kv_sharing_layers_to_kv_cache_groups wrapped in the model runners",
     why="a layer that shares a cache is put into its group, and not into the spec around the layers of that group",
-    until="it is put into both",
+    until="such a layer is put into both",
     needs=(f"vllm.v1.worker.utils:{ADD}", "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs.kv_cache_specs"),
     moment=Moment.LOADED,
     install=find_specs_of_sharing_layers,

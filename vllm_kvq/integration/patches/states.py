@@ -39,7 +39,7 @@ def _have_started() -> bool:
     return ssu_dispatch._mamba_ssu_backend is not None
 
 
-def leave_checkpoints_out(_: Any = None) -> None:
+def leave_checkpoints_out(_: VllmConfig | None = None) -> None:
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     def make(own: Any) -> Any:
@@ -54,8 +54,8 @@ def leave_checkpoints_out(_: Any = None) -> None:
 
 STARTED = Patch(
     what="initialize_mamba_ssu_backend called",
-    why="it overlooks groups whose layers have one spec around them",
-    until="it looks into them",
+    why="it overlooks groups whose layers' specs are wrapped in one",
+    until="it looks into wrapped specs",
     needs=(f"{DISPATCH}:initialize_mamba_ssu_backend", BASE_SPEC),
     moment=Moment.BUILT,
     install=start_kernels,

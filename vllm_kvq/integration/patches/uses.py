@@ -35,7 +35,7 @@ USES = (
     Patch(
         what="rotary_embedding._ROPE_DICT read",
         why="an attention layer can't see which channels RoPE pairs, and by which angles it turns them",
-        until="it can",
+        until="an attention layer can see that",
         needs=("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",),
         moment=Moment.LOADED,
         kind=Kind.USE,
@@ -43,8 +43,8 @@ USES = (
     ),
     Patch(
         what="CPUAttentionBackend and its builder subclassed",
-        why="it does not say that it reads pages that lie side by side, and takes a model's dtype for every layer's",
-        until="it says so, and asks the layer",
+        why="it does not declare that it can read interleaved pages, and takes the model's dtype for every layer's",
+        until="it declares that, and asks each layer for its dtype",
         needs=(
             f"{CPU_ATTENTION}:CPUAttentionBackend.get_builder_cls",
             f"{CPU_ATTENTION}:CPUAttentionBackend.supported_kv_cache_layouts",

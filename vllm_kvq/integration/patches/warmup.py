@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import V2_RUNNER, Moment, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 COUNTER = "vllm.v1.worker.gpu.warmup:_warmup_block_counter"
 COUNT = "blocks_per_request"
 """What only our companions and their specs have (sidecar.py, spec.py)."""
 
 
-def serve_warmup(_: Any) -> None:
+def serve_warmup(_: VllmConfig) -> None:
     def make(counter: Any) -> Any:
         @functools.wraps(counter)
         def _warmup_block_counter(model_runner: Any) -> Callable[[int, Any], int]:

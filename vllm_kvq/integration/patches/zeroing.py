@@ -8,15 +8,18 @@ another, and what a window layer finds behind a request's end must not be NaN al
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Moment, Patch
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 ZERO = "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids"
 
 
-def zero_all_groups(_: Any) -> None:
+def zero_all_groups(_: VllmConfig) -> None:
     from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
     def make(zero: Any) -> Any:
@@ -37,8 +40,8 @@ def zero_all_groups(_: Any) -> None:
 
 ZEROED = Patch(
     what="CPUModelRunner._zero_block_ids wrapped",
-    why="it overlooks groups whose layers have one spec around them, where pages of several sizes lie side by side",
-    until="it looks into them",
+    why="it overlooks groups whose layers' specs are wrapped in one, as they are for pages of several sizes",
+    until="it looks into wrapped specs",
     needs=(
         ZERO,
         "vllm.v1.kv_cache_interface:AttentionSpec",

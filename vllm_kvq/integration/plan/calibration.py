@@ -25,7 +25,8 @@ import torch
 from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.plan.fingerprint import DIGITS, digest, model_meaning
 from vllm_kvq.integration.plan.problem import Problem
-from vllm_kvq.integration.plan.weights import weights_folder
+from vllm_kvq.integration.plan.weights import weight_files, weights_folder
+from vllm_kvq.kernels.folders import named_folder, user_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,10 +35,8 @@ if TYPE_CHECKING:
 
 VERSION = "1"
 """The version of how constants are fitted and written: files of another version are refused."""
-CACHE = "VLLM_KVQ_CACHE"
 SAMPLE = 1 << 16
 """Bytes at each end of a file of weights that tell it from another one."""
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 WRITTEN_ON_LOADING = ("attn_temperature_tuning",)
 """What a model's class changes in its configuration (Llama 4's, by --max-model-len), so that a file would have one name
 before the model is loaded and another one afterwards."""
@@ -113,7 +112,7 @@ def _identity(vllm_config: VllmConfig) -> str | None:
     folder = weights_folder(model.model, model.revision)
     if folder is None or vllm_config.load_config.load_format == "dummy":
         return None
-    files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
+    files = weight_files(folder)
     # not under which name: a copy in another folder is the same model
     *meaning, config = model_meaning(model)[2:]
     config = {name: value for name, value in config.items() if name not in WRITTEN_ON_LOADING}
@@ -130,12 +129,8 @@ def _sample(file: Path) -> str:
 
 def _folder() -> Path | None:
     """Created by whoever writes. None for a user without a home who has named no other folder."""
-    if named := os.environ.get(CACHE):
-        return Path(named) / "calibration"
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvq" / "calibration"
-    except RuntimeError:
-        return None
+    folder = named_folder() or user_folder()
+    return None if folder is None else folder / "calibration"
 
 
 # -- reading and writing ---------------------------------------------------------------------------------------------

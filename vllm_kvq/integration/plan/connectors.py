@@ -17,6 +17,7 @@ from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.platforms import Platform
 
 logger = init_logger("vllm.kvq")
 
@@ -109,6 +110,6 @@ def mark_connector(vllm_config: VllmConfig, fingerprint: str) -> None:
         transfer.kv_connector_extra_config[fingerprints.KEY] = fingerprint
 
 
-def can_copy(platform: Any) -> bool:
+def can_copy(platform: Platform) -> bool:
     """Whether vLLM's copier runs there."""
     return bool(platform.is_cuda())

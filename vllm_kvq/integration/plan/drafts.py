@@ -8,14 +8,14 @@ layers, where our companions would be missing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.plan.layers import layer_types
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa")
 WITH_CACHE = ("draft_model", "eagle", "eagle3", "mtp")
@@ -48,7 +48,7 @@ class Draft:
         return 2 * self.heads * self.head_size * self.itemsize
 
 
-def _layers(spec: Any) -> int:
+def _layers(spec: SpeculativeConfig) -> int:
     config = spec.draft_model_config.hf_text_config
     return getattr(config, "n_predict", None) or 1 if spec.method == "mtp" else config.num_hidden_layers
 

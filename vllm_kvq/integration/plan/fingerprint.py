@@ -22,7 +22,7 @@ from vllm_kvq.integration.plan.drafts import WITH_CACHE
 from vllm_kvq.integration.plan.layers import Layers
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 DIGITS = 12
 ABOUT_THE_FILE = ("_name_or_path", "transformers_version")
@@ -76,7 +76,7 @@ def _constants(constants: Constants) -> list[str | None]:
     return [None if x is None else hashlib.sha256(x.contiguous().cpu().numpy().tobytes()).hexdigest() for x in halves]
 
 
-def model_meaning(model: Any) -> list[Any]:
+def model_meaning(model: ModelConfig) -> list[Any]:
     """Its name as the user wrote it, and its configuration; nobody reads the weights for this."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in ABOUT_THE_FILE}
     return [model.model, model.revision, model.dtype, model.quantization, config]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 WINDOWS = "sliding_window"
 """All layers with a sliding window, in vLLM's list of layers to skip."""
@@ -85,19 +85,19 @@ def has_attention(kind: str) -> bool:
     return kind in ("attention", "full_attention", "hybrid")
 
 
-def sharing_layers(model: Any) -> frozenset[int]:
+def sharing_layers(model: ModelConfig) -> frozenset[int]:
     """Indices of the layers that share an earlier layer's KV cache: the last ones."""
     total = model.get_total_num_hidden_layers()
     return frozenset(range(total - (getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0), total))
 
 
-def layer_types(model: Any) -> list[str]:
+def layer_types(model: ModelConfig) -> list[str]:
     """The kind of each layer, for models that say it."""
     text = model.hf_text_config
     return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
 
 
-def window_problem(model: Any) -> Problem | None:
+def window_problem(model: ModelConfig) -> Problem | None:
     """Why this model's window layers can't be served next to packed ones."""
     kinds, chunks = layer_types(model), model.attention_chunk_size
     local = [kind for kind in kinds if "sliding" in kind or "chunked" in kind]

@@ -10,10 +10,10 @@ import functools
 import math
 import multiprocessing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.integration.plan.weights import checkpoint_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,7 +22,6 @@ GIB = 1 << 30
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
 OVERHEAD = GIB
 """What a worker's process takes in addition to weights and cache: Python, torch, and vLLM's buffers. Roughly."""
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
     from vllm.platforms import current_platform
 
     explicit, share = vllm_config.cache_config.kv_cache_memory_bytes, vllm_config.cache_config.gpu_memory_utilization
-    weights = weight_bytes(vllm_config.model_config) // vllm_config.parallel_config.world_size
+    weights = checkpoint_bytes(vllm_config.model_config) // vllm_config.parallel_config.world_size
     if current_platform.is_cpu():
         total = Machine.here().total  # that it is free, memory_problem has asked
     else:
@@ -98,23 +97,6 @@ def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
     if left <= 0:
         problem = Problem(f"nothing is left for the cache: {because}", "serve a smaller model, or use a larger machine")
     return CacheMemory(max(left, 0), because, problem)
-
-
-def weight_bytes(model: Any) -> int:
-    """Size of the checkpoint, as far as it is on this machine."""
-    folder = Path(model.model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-        except (LocalEntryNotFoundError, ValueError):
-            return 0
-    for pattern in WEIGHTS:
-        if found := [path.stat().st_size for path in folder.glob(pattern)]:
-            return sum(found)
-    return 0
 
 
 def gib(nbytes: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.by_layer import written
@@ -34,7 +34,7 @@ from vllm_kvq.kernels.paths import Path, Wish, path_for
 from vllm_kvq.kernels.slots import SlotGeometry
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 CPU_BLOCK = 128
 LEAST_WINDOW_BLOCK = 16
@@ -157,7 +157,7 @@ def _parts(vllm_config: VllmConfig, options: Options, layers: Layers, block: int
     return tuple(parts)
 
 
-def _capped(model: Any) -> bool:
+def _capped(model: ModelConfig) -> bool:
     """Whether attention scores have a soft cap."""
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 

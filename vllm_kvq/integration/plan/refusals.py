@@ -24,7 +24,9 @@ from vllm_kvq.kernels.gpu.step import kernels_of
 from vllm_kvq.kernels.variables import variables_problem
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.platforms import Platform
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
 LEAST_CAPABILITY = (8, 0)
 
@@ -154,14 +156,14 @@ def capability_problem(capability: tuple[int, int]) -> Problem | None:
     )
 
 
-def _gpu_problem(platform: Any) -> Problem | None:
+def _gpu_problem(platform: Platform) -> Problem | None:
     if not platform.is_cuda():
         return None
     found = platform.get_device_capability()
     return None if found is None else capability_problem((found.major, found.minor))
 
 
-def _only_text(model: Any) -> str:
+def _only_text(model: ModelConfig) -> str:
     """What to do with a model whose image tokens see later ones. vLLM has them see none where requests can't hold any;
     those may come as embeddings, too."""
     config = model.multimodal_config
@@ -196,8 +198,8 @@ _ASKED = {
 }
 
 
-def check_selection(asked: Any) -> None:
-    """vLLM's AttentionSelectorConfig of a layer with our dtype."""
+def check_selection(asked: AttentionSelectorConfig) -> None:
+    """`asked`: what vLLM asks for a layer with our dtype."""
     for name, what in _ASKED.items():
         if getattr(asked, name, False):
             raise Refused(f"--kv-cache-dtype {asked.kv_cache_dtype} does not support {what}; use --kv-cache-dtype auto")

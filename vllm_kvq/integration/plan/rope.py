@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.problem import Problem
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
-def no_rope(model: Any) -> str | None:
+
+def no_rope(model: ModelConfig) -> str | None:
     """Why the configuration of this model tells nothing of RoPE."""
     config = model.hf_text_config.to_dict()
     rotated = any(value for key, value in config.items() if "rope" in key or "rotary" in key)
@@ -22,7 +25,7 @@ def no_rope(model: Any) -> str | None:
     return None
 
 
-def rope_problem(name: str, model: Any, windows: bool) -> Problem | None:
+def rope_problem(name: str, model: ModelConfig, windows: bool) -> Problem | None:
     """Why a format of this name can't take RoPE off this model's keys, as far as the configuration says.
 
     `windows`: whether some layers have a window; the others may then have another RoPE, or none.
@@ -35,7 +38,7 @@ def rope_problem(name: str, model: Any, windows: bool) -> Problem | None:
     return None if reason is None else not_before_rope(name, reason)
 
 
-def pairing_problem(options: Options, model: Any) -> Problem | None:
+def pairing_problem(options: Options, model: ModelConfig) -> Problem | None:
     """Why the format can't know which channels RoPE pairs, as far as the configuration says."""
     settings = options.settings
     if not settings.keys.pairs_channels or settings.get("pairing") is not None:

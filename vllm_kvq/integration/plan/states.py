@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.plan.layers import layer_types
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 MAMBA_2, DELTA_NETS = "Mamba-2", "gated delta nets"
 HYBRIDS = {
@@ -62,7 +62,7 @@ def has_state(kind: str) -> bool:
     return kind in ("mamba", "linear_attention", "hybrid")
 
 
-def hybrid_problem(model: Any) -> Problem | None:
+def hybrid_problem(model: ModelConfig) -> Problem | None:
     """Why a model with such layers can't be served."""
     plain, kind = "use --kv-cache-dtype auto", model.hf_text_config.model_type
     if not model.is_hybrid:

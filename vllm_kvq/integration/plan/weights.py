@@ -1,8 +1,12 @@
-"""Where a checkpoint's files lie."""
+"""Where a checkpoint's files lie, and which of them are weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+"""Names of files of weights, those first that vLLM prefers."""
 
 
 def weights_folder(name: str, revision: str | None) -> Path | None:
@@ -16,3 +20,22 @@ def weights_folder(name: str, revision: str | None) -> Path | None:
     except ValueError:  # no name of a model on the hub
         return None
     return Path(config).parent if isinstance(config, str) else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """All of them: a folder may hold the same weights in files of several kinds."""
+    return sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
+
+
+def weight_bytes(folder: Path) -> int:
+    """The size of what vLLM loads: the files of the first kind that is there."""
+    for pattern in WEIGHTS:
+        if found := [path.stat().st_size for path in folder.glob(pattern)]:
+            return sum(found)
+    return 0
+
+
+def checkpoint_bytes(model: Any) -> int:
+    """`weight_bytes` of a model's configuration, as far as the files are on this machine."""
+    folder = weights_folder(model.model, model.revision)
+    return 0 if folder is None else weight_bytes(folder)

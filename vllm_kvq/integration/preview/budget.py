@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvq.integration.plan.memory import OVERHEAD, gib, weight_bytes
+from vllm_kvq.integration.plan.memory import OVERHEAD, gib
 from vllm_kvq.integration.plan.served import Served
+from vllm_kvq.integration.plan.weights import checkpoint_bytes
 from vllm_kvq.integration.worker.report import Capacity
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def weights(vllm_config: VllmConfig) -> Weights | None:
     """None where neither files nor the configuration tell: a quantized checkpoint that is not here, or a model that
     Transformers does not know."""
     model = vllm_config.model_config
-    if found := weight_bytes(model):
+    if found := checkpoint_bytes(model):
         return Weights(found, False)
     if getattr(model.hf_config, "quantization_config", None) is not None:
         return None

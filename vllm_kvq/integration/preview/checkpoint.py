@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_kvq.integration.plan.memory import WEIGHTS, Machine, gib, weight_bytes
+from vllm_kvq.integration.plan.memory import Machine, gib
 from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.integration.plan.weights import WEIGHTS, checkpoint_bytes, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,7 +23,7 @@ def checkpoint_problem(vllm_config: VllmConfig) -> Problem | None:
     """Files that are missing; only folders are looked at, for a model's name vLLM downloads what it needs."""
     model = vllm_config.model_config
     if vllm_config.load_config.load_format not in WITHOUT_FILES and (folder := Path(model.model)).is_dir():
-        if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        if not weight_files(folder):
             return Problem(f"{folder} has no weights ({', '.join(WEIGHTS)})", "download them, or name another model")
         if missing := _missing_shards(folder):
             more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
@@ -57,7 +58,7 @@ def weights_problem(vllm_config: VllmConfig, cache_bytes: int) -> Problem | None
     if not current_platform.is_cpu():
         return None
     ranks, machine = vllm_config.parallel_config.world_size, Machine.here()
-    weights = weight_bytes(vllm_config.model_config)
+    weights = checkpoint_bytes(vllm_config.model_config)
     if weights + ranks * cache_bytes <= machine.available:
         return None
     return Problem(

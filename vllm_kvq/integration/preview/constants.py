@@ -18,6 +18,8 @@ from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start, wit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm.config import VllmConfig
+
 LENGTH = 256
 """Tokens of the requests that a start is for which serves none."""
 CACHE_BYTES = 1 << 29
@@ -143,7 +145,7 @@ def _fitted(server: Server, texts: Sequence[str] | None) -> Fitted:
     return Fitted(constants, source.path, source.belongs, 0 if own is None else own.tokens)
 
 
-def _packed(config: Any) -> Iterator[tuple[int, Any]]:
+def _packed(config: VllmConfig) -> Iterator[tuple[int, Any]]:
     """The constants of each packed layer."""
     for layer in config.compilation_config.static_forward_context.values():
         if (packed := getattr(getattr(layer, "impl", None), "packed", None)) is not None:

@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm_kvq.integration.advice.hints import hints
 from vllm_kvq.integration.plan.memory import cache_memory, gib
 from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.preview.checkpoint import checkpoint_problem, weights_problem
 from vllm_kvq.integration.preview.dry_start import DryStart
 from vllm_kvq.integration.worker.report import Capacity, capacity_warning, part_lines
@@ -68,7 +69,7 @@ def instructions(path: Path) -> str | None:
     return f"sm_{found.to_int()}" if found is not None and path.name.startswith("GPU/") else None
 
 
-def request_blocks(served: Any) -> dict[str, int]:
+def request_blocks(served: Served) -> dict[str, int]:
     """Blocks of the pool that a request of the maximum length takes, by purpose."""
     full = served.kinds[0].blocks
     return {

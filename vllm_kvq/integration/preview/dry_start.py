@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.budgets import BUDGETS
@@ -24,6 +24,10 @@ from vllm_kvq.integration.preview.hub import hub_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.entrypoints.cli.types import CLISubcommand
+
+    from vllm_kvq.integration.plan.budgets import Chosen
+    from vllm_kvq.integration.plan.served import Served
 
 PLUGIN = "kvq"
 
@@ -61,13 +65,13 @@ def check_problem() -> str | None:
 @dataclass(frozen=True)
 class DryStart:
     vllm_config: VllmConfig
-    served: Any
-    """The `Served` that a server would have."""
-    chosen: Any = None
-    """The `Chosen` format, where the arguments name a budget."""
+    served: Served
+    """What a server would have."""
+    chosen: Chosen | None = None
+    """The format, where the arguments name a budget."""
 
 
-def serve_parser() -> tuple[argparse.ArgumentParser, Any]:
+def serve_parser() -> tuple[argparse.ArgumentParser, CLISubcommand]:
     """vLLM's parser with `serve` as its only command, and that command."""
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -42,6 +42,8 @@ from vllm_kvq.kernels.step import StepBatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 
 @dataclass
@@ -76,7 +78,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
     _cudagraph_support = AttentionCGSupport.NEVER
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        self, kv_cache_spec: PackedSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if kv_cache_spec.block_size != kv_cache_spec.tokens_per_state:
@@ -88,7 +90,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         registry.install(Moment.BUILT, vllm_config)
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: PackedSpec) -> AttentionCGSupport:
         """On the GPU's path decode and verification steps decide everything on the device; prompts are attended outside
         of graphs."""
         return AttentionCGSupport.UNIFORM_BATCH if plan(vllm_config).path.on_gpu else AttentionCGSupport.NEVER
@@ -106,7 +108,9 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         for watch in self.watches:
             watch.poll()
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KVQMetadata:
         m = common_attn_metadata
         self._watch()
         return KVQMetadata(m.query_start_loc_cpu, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.max_query_len)
@@ -136,7 +140,7 @@ class KVQBackend(AttentionBackend):
         return KVQMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         return [MultipleOf(SLAB)]
 
     @classmethod
@@ -152,7 +156,7 @@ class KVQBackend(AttentionBackend):
         return True
 
     @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """One opaque record per block and KV head instead of K and V per token."""
         if not isinstance(spec, FullAttentionSpec):
             raise Refused(
@@ -232,7 +236,7 @@ class KVQImpl(AttentionImpl):
 
     def forward(
         self,
-        layer: Any,
+        layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

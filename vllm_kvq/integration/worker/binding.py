@@ -22,12 +22,12 @@ from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.rope import no_rope, not_before_rope, unknown_pairs
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.attention.backend import AttentionImpl
 
 
-def bind_layer(options: Options, model: Any, geometry: Geometry) -> PageFormat:
-    """`geometry`: the layer's, except for RoPE. `model`: vLLM's ModelConfig. ValueError where the model's RoPE is not
-    what the format needs."""
+def bind_layer(options: Options, model: ModelConfig, geometry: Geometry) -> PageFormat:
+    """`geometry`: the layer's, except for RoPE. ValueError where the model's RoPE is not what the format needs."""
     settings = options.at(geometry.layer)
     if settings.keys.pairs_channels:
         pairing, rotary = _pairing(options.name, settings.get("pairing"), model, geometry.head_size)
@@ -38,13 +38,13 @@ def bind_layer(options: Options, model: Any, geometry: Geometry) -> PageFormat:
     return fmt
 
 
-def layer_of(vllm_config: VllmConfig, impl: Any) -> tuple[str, Any]:
+def layer_of(vllm_config: VllmConfig, impl: AttentionImpl) -> tuple[str, Any]:
     """The layer that this attention implementation works for, and its name; vLLM hands it neither."""
     layers = vllm_config.compilation_config.static_forward_context
     return next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is impl)
 
 
-def _pairing(name: str, wanted: str | None, model: Any, head_size: int) -> tuple[str, int | None]:
+def _pairing(name: str, wanted: str | None, model: ModelConfig, head_size: int) -> tuple[str, int | None]:
     styles = compat.rope_styles(head_size)
     if wanted is not None:
         dims = {dim for style, dim in styles if style == wanted}

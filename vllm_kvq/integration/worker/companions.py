@@ -22,6 +22,8 @@ from vllm_kvq.kernels.slots import SlotGeometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
+    from vllm.v1.worker.worker_base import WorkerBase
 
 __all__ = ["Sidecar", "Sinks", "SlotGeometry"]
 
@@ -38,11 +40,13 @@ class CompanionBuilder(AttentionMetadataBuilder):
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        self, kv_cache_spec: CompanionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CompanionMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CompanionMetadata:
         return CompanionMetadata(common_attn_metadata.block_table_tensor[:, : self.kv_cache_spec.blocks_per_request])
 
 
@@ -54,7 +58,7 @@ class CompanionBackend(AttentionBackend):
         return "KVQ_COMPANION"
 
     @staticmethod
-    def get_impl_cls() -> Any:
+    def get_impl_cls() -> type[AttentionImpl]:
         raise NotImplementedError("a companion layer has no attention of its own")
 
     @staticmethod
@@ -113,7 +117,7 @@ class Sidecar(Companion):
         slots: SlotGeometry,
         served: Served,
         report: Callable[[int], None] | None = None,
-        when_loaded: Callable[[Any], None] | None = None,
+        when_loaded: Callable[[WorkerBase], None] | None = None,
     ) -> None:
         """`report` hears how many blocks there are; `when_loaded` the worker, once the model's weights are loaded."""
         super().__init__(fmt, slots, served.sidecar_blocks)

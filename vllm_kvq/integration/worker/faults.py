@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ class FaultWatch:
     step: GPUStep
     damage: Damage = field(default_factory=lambda: Damage("packed layers"))
     seen: torch.Tensor = field(init=False)
-    copied: Any = None
+    copied: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
         self.seen = torch.zeros(2, dtype=torch.int32, pin_memory=self.step.faults.is_cuda)

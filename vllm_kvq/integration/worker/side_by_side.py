@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -11,13 +11,17 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_kvq.integration.worker.layout import SIDE_BY_SIDE
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 
 class SideBySideBuilder(CPUAttentionMetadataBuilder):
     """It is told the dtype of these layers, not the model's: vLLM 0.33 would look for a processor that reads fp8."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         told = copy.copy(vllm_config)
         told.cache_config = copy.copy(vllm_config.cache_config)
         told.cache_config.cache_dtype = "auto"

@@ -15,27 +15,19 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from vllm_kvq.kernels import build as shared
 from vllm_kvq.kernels import compiled
 from vllm_kvq.kernels.build import BuildError
+from vllm_kvq.kernels.folders import CACHE
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities, as in 90, that are compiled and checked in CI."""
 
 FLAGS = ["-std=c++17", "-O3", "-lineinfo"]
 EMULATION_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-Wall", "-DKVQ_EMULATE"]
-
-
-def source_dir() -> Path:
-    package = Path(__file__).resolve().parents[1]
-    for path in (package / "csrc" / "cuda", package.parent / "csrc" / "cuda"):
-        if path.is_dir():
-            return path
-    raise BuildError("the CUDA sources (csrc/cuda) are not installed")
 
 
 def nvcc() -> str | None:
@@ -58,31 +50,33 @@ def architecture_for(capability: tuple[int, int]) -> int:
 
 def _digest(*more: object) -> str:
     """A hash of the sources and whatever else affects the result, but not of nvcc's version: nvcc may be absent."""
-    digest = hashlib.sha256(repr((*more, shared._ffi()[2])).encode())
-    directory = source_dir()
-    for path in sorted(directory.iterdir()):
+    digest = hashlib.sha256(repr((*more, shared.ffi()[2])).encode())
+    for path in sorted(shared.source_dir("cuda").iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
+def _source() -> str:
+    return str(shared.source_dir("cuda") / "api.cu")
+
+
 def run_compiler(command: list[str], target: Path) -> Path:
-    """The target, which appears only when it is complete."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as tmp:
-        done = subprocess.run([*command, "-o", f"{tmp}/out"], capture_output=True, text=True)
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)}\n{(done.stderr or done.stdout).strip()[-4000:]}")
-        compiled.publish(Path(tmp, "out"), target)
+    """The target, which appears only when it is complete. One process compiles it while the others wait."""
+    with shared.alone(target.parent) as made:
+        if not compiled.is_there(target):  # another process may have made it meanwhile
+            shared.run([*command, "-o", str(made / "out")])
+            compiled.publish(made / "out", target)
     return target
 
 
 def _target(architecture: int) -> Path:
     """The path of the library for one architecture. BuildError if it does not exist and can't be built."""
-    target = shared._cache_dir() / f"cuda-sm{architecture}-{_digest(FLAGS)}.so"
+    target = shared.place(f"cuda-sm{architecture}-{_digest(FLAGS)}.so")
     if compiled.is_there(target) or nvcc() is not None:
         return target
     raise BuildError(
         f"no CUDA kernels for sm_{architecture}: no built library in {target.parent} and no nvcc on the path "
-        "(install the CUDA toolkit, set CUDA_HOME, or build elsewhere and set VLLM_KVQ_CACHE)"
+        f"(install the CUDA toolkit, set CUDA_HOME, or build elsewhere and set {CACHE})"
     )
 
 
@@ -102,10 +96,10 @@ def build(architecture: int) -> Path:
         if compiled.is_there(target):
             return target
         compiler = nvcc() or ""
-        includes, library, _ = shared._ffi()
+        includes, library, _ = shared.ffi()
         command = [compiler, *FLAGS, "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
         command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
-        command += [f"-I{i}" for i in includes] + [str(source_dir() / "api.cu"), library]
+        command += [f"-I{i}" for i in includes] + [_source(), library]
         return run_compiler(command, target)
     except (OSError, ImportError, subprocess.SubprocessError, BuildError) as error:
         raise shared.advised(error) from error
@@ -114,12 +108,12 @@ def build(architecture: int) -> Path:
 def build_emulation() -> Path:
     """The same source for CPU tensors (csrc/cuda/emulate.h): slow, only for tests."""
     compiler = shared.compiler()
-    target = shared._cache_dir() / f"cuda-emulated-{_digest(EMULATION_FLAGS, compiler)}.so"
+    target = shared.place(f"cuda-emulated-{_digest(EMULATION_FLAGS, compiler)}.so")
     if compiled.is_there(target):
         return target
-    includes, library, _ = shared._ffi()
+    includes, library, _ = shared.ffi()
     command = [*compiler, *EMULATION_FLAGS, "-shared", *(f"-isystem{i}" for i in includes)]
-    return run_compiler([*command, "-x", "c++", str(source_dir() / "api.cu"), "-x", "none", library], target)
+    return run_compiler([*command, "-x", "c++", _source(), "-x", "none", library], target)
 
 
 def _load(path: Path) -> Any:

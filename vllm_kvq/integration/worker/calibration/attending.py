@@ -38,11 +38,11 @@ class Attending:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: Any,
+        kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        output_scale: Any = None,
-        output_block_scale: Any = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.target is not None:
             key, value = self.kept[self.target]

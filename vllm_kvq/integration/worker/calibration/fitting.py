@@ -21,6 +21,8 @@ from vllm_kvq.integration.worker.calibration.text import Pieces, bundled, pieces
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.worker.worker_base import WorkerBase
 
 logger = init_logger("vllm.kvq")
 
@@ -48,7 +50,7 @@ def fitting_to(texts: Sequence[str]) -> Iterator[OwnTexts]:
         _own.reset(before)
 
 
-def calibrate(worker: Any) -> None:
+def calibrate(worker: WorkerBase) -> None:
     """Give all packed layers of this worker their constants. Called once the weights are loaded."""
     config: VllmConfig = worker.vllm_config
     served = plan(config)
@@ -95,7 +97,7 @@ def _agreed(source: Source) -> tuple[dict[int, Constants], str] | None:
     return found
 
 
-def _fitted(worker: Any, packed: Mapping[str, Any], source: Source) -> tuple[dict[int, Constants], str]:
+def _fitted(worker: WorkerBase, packed: Mapping[str, Any], source: Source) -> tuple[dict[int, Constants], str]:
     config: VllmConfig = worker.vllm_config
     started = time.monotonic()
     first = _group().rank_in_group == 0
@@ -149,7 +151,7 @@ def _text(config: VllmConfig) -> Pieces:
 
 
 @torch.inference_mode()
-def _run(worker: Any, packed: Mapping[str, Any], text: Pieces) -> dict[str, Moments]:
+def _run(worker: WorkerBase, packed: Mapping[str, Any], text: Pieces) -> dict[str, Moments]:
     """The sums of this rank's heads, by layer, on the host."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
@@ -204,7 +206,7 @@ def _keep(source: Source, constants: Mapping[int, Constants]) -> None:
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
-def _group() -> Any:
+def _group() -> GroupCoordinator:
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group()

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.tokenizers import TokenizerLike
 
 TEXTS = Path(__file__).parent / "texts"
 TOKENS = 4096
@@ -40,7 +43,7 @@ def texts() -> list[str]:
     return [path.read_text("utf-8") for path in sorted(TEXTS.glob("*.txt"))]
 
 
-def bundled(tokenizer: Any, longest: int) -> Pieces:
+def bundled(tokenizer: TokenizerLike, longest: int) -> Pieces:
     """One piece of each text, for a model of at most `longest` positions."""
     found = texts()
     first = list(tokenizer("").input_ids)[:1]
@@ -53,7 +56,7 @@ def bundled(tokenizer: Any, longest: int) -> Pieces:
     return Pieces(ids, order * room // max(1, len(found) - 1))
 
 
-def pieces(tokenizer: Any, texts: Sequence[str], longest: int) -> Pieces:
+def pieces(tokenizer: TokenizerLike, texts: Sequence[str], longest: int) -> Pieces:
     """Evenly spread over all these texts. ValueError, with a sentence, if they are too short."""
     first = list(tokenizer("").input_ids)[:1]
     ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False).input_ids]

@@ -1,0 +1,216 @@
+"""Faults in what a server is configured to be: the plan, pages' meaning, budgets, calibrated formats and constants."""
+
+from __future__ import annotations
+
+from proof.mutants.fault import Fault
+
+PLAN = "vllm_kvq/integration/plan"
+FITTED = "vllm_kvq/integration/worker/calibration"
+FORMATS = "vllm_kvq/formats"
+FINGERPRINT = "tests/engine/test_fingerprint.py -k"
+CONSTANTS = "tests/engine/test_constants_files.py -k"
+BUDGETS = "tests/engine/test_budgets.py -k"
+REFUSALS = "tests/engine/test_refusals.py -k"
+OWN_TEXT = "tests/test_own_text.py -k"
+KLT = "tests/formats/test_klt.py -k"
+KITTY = "tests/formats/test_kitty.py -k"
+
+MEANING = (
+    Fault(
+        "pages that a draft was served with mean what they mean without it",
+        f"{PLAN}/fingerprint.py",
+        "model_meaning(spec.draft_model_config) if cached_draft else None",
+        "None",
+        f"{FINGERPRINT} other_pages",
+    ),
+    Fault(
+        "the fingerprint forgets how many tokens are sinks",
+        f"{PLAN}/fingerprint.py",
+        "[fmt.N, fmt.W, fmt.W_keys, fmt.S]",
+        "[fmt.N, fmt.W, fmt.W_keys]",
+        f"{FINGERPRINT} other_pages",
+    ),
+    Fault(
+        "weights that vLLM quantizes give the pages of those that it does not",
+        f"{PLAN}/fingerprint.py",
+        "model.dtype, model.quantization, config]",
+        "model.dtype, config]",
+        f"{FINGERPRINT} other_pages",
+    ),
+    Fault(
+        "only the first of several connectors is looked at",
+        f"{PLAN}/connectors.py",
+        "return next(filter(None, found), None)",
+        "return next(found, None)",
+        "tests/models/test_offload.py -k hides",
+    ),
+    Fault(
+        "a connector is given gigabytes of a thousand megabytes",
+        f"{PLAN}/connectors.py",
+        "cache.kv_offloading_size * (1 << 30)",
+        "cache.kv_offloading_size * 10**9",
+        f"{FINGERPRINT} connector",
+    ),
+    Fault(
+        "a draft may have layers with a window if it does not say how long",
+        f"{PLAN}/drafts.py",
+        'if model.get_sliding_window() is not None or "sliding_attention" in layer_types(model):',
+        "if model.get_sliding_window() is not None:",
+        f"{REFUSALS} cache_is_another",
+    ),
+    Fault(
+        "a draft's cache holds keys only",
+        f"{PLAN}/drafts.py",
+        "return 2 * self.heads * self.head_size * self.itemsize",
+        "return self.heads * self.head_size * self.itemsize",
+        "tests/engine/test_served.py -k 'written and draft'",
+    ),
+    Fault(
+        "a checkpoint weighs what its largest file weighs",
+        f"{PLAN}/weights.py",
+        "            return sum(found)\n",
+        "            return max(found)\n",
+        f"{REFUSALS} shards",
+    ),
+    Fault(
+        "layers without RoPE are believed to have it",
+        f"{PLAN}/rope.py",
+        '(windows or 0 in (getattr(model.hf_text_config, "no_rope_layers", None) or ()))',
+        "windows",
+        "tests/engine/test_keys_before_rope.py -k configuration_says",
+    ),
+)
+FILES = (
+    Fault(
+        "constants of other layers are read",
+        f"{PLAN}/calibration.py",
+        '        "layers": "other layers",\n',
+        "",
+        f"{CONSTANTS} of_others",
+    ),
+    Fault(
+        "constants of random weights are kept for the model's own",
+        f"{PLAN}/calibration.py",
+        'if folder is None or vllm_config.load_config.load_format == "dummy":',
+        "if folder is None:",
+        f"{CONSTANTS} random_weights",
+    ),
+    Fault(
+        "weights that only end otherwise are the same",
+        f"{PLAN}/calibration.py",
+        "hashlib.sha256(first + opened.read(SAMPLE))",
+        "hashlib.sha256(first)",
+        f"{CONSTANTS} both_ends",
+    ),
+    Fault(
+        "constants are fitted to keys that are not finite",
+        f"{FITTED}/fitting.py",
+        "if not (moments.keys.isfinite().all() and moments.queries.isfinite().all()):",
+        "if not moments.keys.isfinite().any():",
+        f"{CONSTANTS} not_finite",
+    ),
+    Fault(
+        "bundled texts stand behind the model's last position",
+        f"{FITTED}/text.py",
+        "room = max(0, min(longest, FARTHEST) - length)",
+        "room = min(longest, FARTHEST)",
+        f"{OWN_TEXT} bundled",
+    ),
+    Fault(
+        "bundled texts begin without what a tokenizer begins with",
+        f"{FITTED}/text.py",
+        "encoded = [first + list(",
+        "encoded = [list(",
+        f"{OWN_TEXT} bundled",
+    ),
+    Fault(
+        "constants of one server's layers are another's",
+        "vllm_kvq/integration/preview/constants.py",
+        "json.dumps([name, dict(options)], sort_keys=True)",
+        "json.dumps([name])",
+        "tests/eval/test_served_constants.py -k its_own",
+    ),
+    Fault(
+        "formats that skip other layers have one file",
+        "vllm_kvq/cli/constants.py",
+        'json.dumps([codecs, choice.options.get("skip_layers")])',
+        "json.dumps([codecs])",
+        f"{OWN_TEXT} share_constants",
+    ),
+)
+NAMES = (
+    Fault(
+        "a budget begins with its second format",
+        f"{FORMATS}/budgets.py",
+        '("klt3", "kitty2")',
+        '("kitty2", "klt3")',
+        f"{BUDGETS} most_precise",
+    ),
+    Fault(
+        "a budget is refused for its first format's reason",
+        f"{PLAN}/budgets.py",
+        "name, sentence = refused.popitem()",
+        "name, sentence = next(iter(refused.items()))",
+        f"{BUDGETS} refusals",
+    ),
+    Fault(
+        "where nothing is fast, nobody says what was passed over",
+        f"{PLAN}/budgets.py",
+        "{name: refused[name] for name in before if name in refused}",
+        "{name: slow[name] for name in before if name in slow}",
+        f"{BUDGETS} nothing_is_fast",
+    ),
+    Fault(
+        "a third party's format may be called what a budget is",
+        f"{FORMATS}/table.py",
+        "    if fmt.name in BUDGETS:\n        return",
+        "    if fmt is BUDGETS:\n        return",
+        "tests/formats/test_third_party.py -k taken",
+    ),
+)
+CODECS = (
+    Fault(
+        "klt: what keys have in common counts as variance",
+        f"{FORMATS}/constants.py",
+        " - self.mean[:, :, None] * self.mean[:, None]",
+        "",
+        f"{KLT} sums_of_pieces",
+    ),
+    Fault(
+        "klt: directions that keys do not have are stretched without end",
+        f"{FORMATS}/klt.py",
+        "s.clamp_min(SHORTEST * s.amax(-1, keepdim=True).clamp_min(1e-6))",
+        "s.clamp_min(1e-9)",
+        f"{KLT} stretched_without_end",
+    ),
+    Fault(
+        "klt: a key that is read may be larger than any that is stored",
+        f"{FORMATS}/klt.py",
+        "(y @ t.backward + t.mean).clamp(-LIMIT, LIMIT)",
+        "(y @ t.backward + t.mean)",
+        f"{KLT} larger_than_all",
+    ),
+    Fault(
+        "kitty: channels are boosted by their magnitude",
+        f"{FORMATS}/kitty.py",
+        "span = x.amax(-2, keepdim=True) - x.amin(-2, keepdim=True)",
+        "span = x.abs().amax(-2, keepdim=True)",
+        f"{KITTY} widest",
+    ),
+    Fault(
+        "kitty: codes of plain channels run over",
+        f"{FORMATS}/kitty.py",
+        "affine_codes(x, scale, zero, WHOLE).minimum(top)",
+        "affine_codes(x, scale, zero, WHOLE)",
+        f"{KITTY} each_channel",
+    ),
+    Fault(
+        "a process without AMX asks Linux for it",
+        "vllm_kvq/integration/cpu_attention.py",
+        "if torch.cpu._is_amx_tile_supported() and not",
+        "if not",
+        "tests/test_amx.py -k without_amx",
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (*MEANING, *FILES, *NAMES, *CODECS)
