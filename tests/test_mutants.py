@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -319,7 +320,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ):
         assert main.main(arguments) == status
         assert line in capsys.readouterr().out
-    for wrong in (["--only", "no such fault"], ["--jobs", "0"], ["--only", "sleeps"], ["--report", "page.md"]):
+    no_page = ["--only", "halves", "--report", "page.md"]
+    for wrong in (["--only", "no such fault"], ["--jobs", "0"], ["--only", "sleeps"], no_page):
         with pytest.raises(SystemExit) as stop:
             main.main(wrong)
         assert stop.value.code == 2
@@ -352,8 +354,13 @@ def test_the_page(tree: Path) -> None:
     lines = main.page((FAULT, triples, gone), outcome, "1 caught").splitlines()
     assert "    .                             3      1" in lines
     assert [line for line in lines if line.startswith("* ")] == ["* survived: triples", "* unusable: gone"]
-    outcome, _ = planted(tree, ends_with(1), FAULT)
-    assert not [line for line in main.page((FAULT,), outcome, "1 caught").splitlines() if line.startswith("* ")]
+    assert "    python -m proof mutants" in lines
+    assert any("were left out" in line for line in lines)
+    slow = replace(FAULT, slow=True)
+    outcome, _ = planted(tree, ends_with(1), slow)
+    lines = main.page((slow,), outcome, "1 caught").splitlines()
+    assert "    python -m proof mutants --all" in lines
+    assert not [line for line in lines if line.startswith("* ") or "left out" in line]
 
 
 def test_the_copy_has_what_git_knows(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
     python -m proof mutants --all              with those that compile C++ or start engines, hours
     python -m proof mutants --only "rescale"   those with this text in their name
     python -m proof mutants --all --kept FILE  goes on where a run that was stopped has left off
-    python -m proof mutants --all --report FILE   the findings go to FILE, a page of docs/results
+    python -m proof mutants --report FILE      the findings go to FILE, a page of docs/results
 
 Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests
 fail without it.
@@ -157,6 +157,8 @@ def folder_of(fault: Fault) -> str:
 
 
 def page(chosen: Sequence[Fault], outcome: Outcome, found: str) -> str:
+    everything = any(fault.slow for fault in chosen)
+    left_out = "" if everything else "\nThose that compile C++ or start engines, a minute and more each, were left out."
     planted = Counter(map(folder_of, chosen))
     rows = [f"    {'planted in':24} {'faults':>6} {'caught':>6}"]
     rows += [f"    {folder:24} {planted[folder]:6} {outcome.noticed_in[folder]:6}" for folder in sorted(planted)]
@@ -164,9 +166,9 @@ def page(chosen: Sequence[Fault], outcome: Outcome, found: str) -> str:
     return f"""# Planted faults
 
 Each fault of `proof/mutants` was planted on its own in a copy of the checkout, where the tests that must notice it ran;
-the same tests had passed without it (docs/testing.md).
+the same tests had passed without it ([how it is tested](../testing.md)).{left_out}
 
-    python -m proof mutants --all
+    python -m proof mutants{" --all" * everything}
 
 {found}
 on {processor_name()}.
@@ -191,10 +193,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="faults caught, which are not planted again until they, the file or the tests change",
     )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for the findings; needs --all")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for the findings; not with --only")
     options = parser.parse_args(argv)
-    if options.report and (options.only or not options.all):
-        parser.error("--report is for all faults: --all, without --only")
+    if options.report and options.only:
+        parser.error("--report is for all faults, without --only")
     chosen = [f for f in FAULTS if (options.all or not f.slow) and options.only in f"{f.name} {f.file}"]
     chosen.sort(key=lambda fault: fault.slow)  # a run that is stopped has found most
     if not chosen or options.jobs < 1:
