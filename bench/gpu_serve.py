@@ -79,8 +79,8 @@ def model(shape: LlamaShape, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     made_up_tokenizer(VOCAB).save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "bos_token": "<bos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    (folder / "config.json").write_text(json.dumps(shape.config(torch.bfloat16)))
+    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(shape.config(torch.bfloat16)), encoding="utf-8")
     return folder
 
 

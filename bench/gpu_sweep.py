@@ -76,7 +76,7 @@ def main() -> int:
         problems = list(pool.map(compiled, *zip(*variants, strict=True)))
     loading.load()
     device = torch.device("cuda")
-    with args.out.open("w", newline="") as file:
+    with args.out.open("w", newline="", encoding="utf-8") as file:
         write = csv.writer(file, lineterminator="\n")
         write.writerow(["format", "slabs", "registers", "programs", "batch", "context", "us", "of_copy_gbs"])
         for (name, turn, registers), problem in zip(variants, problems, strict=True):

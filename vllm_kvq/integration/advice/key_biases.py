@@ -42,6 +42,8 @@ def key_biases(folder: Path, layers: int, kv_heads: int, head_size: int) -> dict
     """
     width, found = kv_heads * head_size, {}
     for layer, module, bias in _biases(folder, layers):
+        if bias.dim() != 1:
+            return {}
         if module in FUSED:
             bias = bias[-2 * width : -width] if len(bias) >= 3 * width else bias[:0]
         if len(bias) != width:
@@ -77,7 +79,11 @@ def _names(folder: Path) -> dict[Path, list[str]]:
     index = folder / "model.safetensors.index.json"
     found: dict[Path, list[str]] = {}
     if index.exists():
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        listed = json.loads(index.read_text(encoding="utf-8"))
+        places = listed.get("weight_map") if isinstance(listed, dict) else None
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ValueError(f"{index} is no index")
+        for name, file in places.items():
             found.setdefault(folder / file, []).append(name)
         return found
     for file in sorted(folder.glob("*.safetensors")):
@@ -100,7 +106,7 @@ def of_model(vllm_config: VllmConfig) -> Mapping[int, float]:
     try:
         heads, size = model.get_total_num_kv_heads(), model.get_head_size()
         return key_biases(folder, model.get_total_num_hidden_layers(), heads, size)
-    except (SafetensorError, OSError, ValueError, KeyError):  # damaged files, which vLLM names better than we could
+    except (SafetensorError, OSError, ValueError):  # damaged files, which vLLM names better than we could
         return {}
 
 
