@@ -11,7 +11,7 @@ from proof.kernels.exact import relative_error
 from proof.oracle.reference import ReferenceCache
 from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.kernels.step import Step
 
 DRAFTS = 2

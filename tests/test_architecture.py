@@ -37,7 +37,8 @@ def test_every_file_and_folder_exists() -> None:
     named = set(re.findall(r"[\w./-]+/(?:[\w-]+\.(?:py|md))?", DOC)) | set(re.findall(r"\]\(([^)#]+)\)", DOC))
     assert len(named) > 15
     package = ROOT / "vllm_kvq"
-    places = (ROOT, ROOT / "docs", package, *(package / room for room in ("kernels", "integration", "cli", "eval")))
+    rooms = ("kernels", "integration", "cli", "eval", "formats")
+    places = (ROOT, ROOT / "docs", package, *(package / room for room in rooms))
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
 
 
@@ -60,8 +61,10 @@ def test_the_boxes_are_the_contract() -> None:
     floors = {wing["containers"][0].split(".")[-1]: wing["layers"] for wing in wings}
     text = DOC[DOC.index("## Layers within the packages") : DOC.index("## Key to bytes")]
     integration, rest = text.split("So is `cli`")
-    command_line, evaluation = rest.split("And so is `eval`")
-    for part, name in ((integration, "integration"), (command_line, "cli"), (evaluation, "eval")):
+    command_line, rest = rest.split("And so is `eval`")
+    evaluation, formats = rest.split("And so is `formats`")
+    parts = ((integration, "integration"), (command_line, "cli"), (evaluation, "eval"), (formats, "formats"))
+    for part, name in parts:
         packages = [floor for layer in floors[name] for floor in layer.split(" | ")]
         drawn = re.findall(r"(?<=    )(?:\w+\.py|\w+/)(?:  ?(?:\w+\.py|\w+/))*", part)
         rooms = [room.removesuffix(".py").removesuffix("/") for line in drawn for room in line.split()]

@@ -13,7 +13,7 @@ USERS = {
     "vllm_kvq/formats/budgets.py",
     "vllm_kvq/formats/constants.py",
     "vllm_kvq/formats/option.py",
-    "vllm_kvq/formats/squat.py",
+    "vllm_kvq/formats/methods/squat.py",
 }
 """They use the codec or only mention it."""
 

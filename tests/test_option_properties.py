@@ -15,10 +15,10 @@ from proof.options.draw import draw
 from proof.options.judge import judge
 from proof.options.main import SERVED, main
 from vllm_kvq.formats import FORMATS, PageFormat
-from vllm_kvq.formats.fields import Packed
-from vllm_kvq.formats.innerq import HybridKeys
-from vllm_kvq.formats.kivi import ChannelKeys
+from vllm_kvq.formats.methods.innerq import HybridKeys
+from vllm_kvq.formats.methods.kivi import ChannelKeys
 from vllm_kvq.formats.option import Option
+from vllm_kvq.formats.parts.fields import Packed
 from vllm_kvq.formats.table import declared_options
 
 PUBLIC = [name for name, fmt in FORMATS.items() if fmt.public]

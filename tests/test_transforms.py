@@ -7,7 +7,7 @@ import torch
 
 from proof.tables.transforms import ROWS, Row, alike, documentation, first, in_sixteens
 from vllm_kvq.eval.heads.capture import Captured, Layer
-from vllm_kvq.formats import klt
+from vllm_kvq.formats.methods import klt
 
 VARIANCE = torch.logspace(0, -4, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))].tolist()
 

@@ -19,7 +19,7 @@ import torch
 from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import calibrated, outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.squat import SQuatKeys
+from vllm_kvq.formats.methods.squat import SQuatKeys
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import ISAS, isa
 from vllm_kvq.kernels.paths import Wish, kernels_for

@@ -193,8 +193,8 @@ def signed_pair(
     (8 R, 16) of products, times 2^(signed_low - 24).
 
     words, others, signs (32, R). Bit 8 b + FIRST + t of signs[4 g + t] is the sign of byte b of `words`, and the bit
-    four higher that of `others` (formats/planes.py, pack_sign_words): both fields of two bits lie in one byte, four
-    apart, and one shift and one merge give them their signs. `full` is -1: see `_merge`.
+    four higher that of `others` (formats/parts/planes.py, pack_sign_words): both fields of two bits lie in one byte,
+    four apart, and one shift and one merge give them their signs. `full` is -1: see `_merge`.
     """
     t = lane_quads()
     if BITS == 2:

@@ -56,7 +56,7 @@ def query_channel(
             inside = 2 * pair + INDEX // chunks
         else:
             inside = pair + INDEX // chunks * (ROTARY // 2)
-        # pairs outside RoPE, as in formats/polar.py
+        # pairs outside RoPE, as in formats/methods/polar.py
         outside = ROTARY // 2 + pair + INDEX // chunks * ((D - ROTARY) // 2)
         return tl.where(pair < ROTARY // 2, inside, outside)
     else:

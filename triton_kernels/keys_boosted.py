@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Adds the high digits of Kitty's boosted channels to the scores of one slab (formats/kitty.py).
+"""Adds the high digits of Kitty's boosted channels to the scores of one slab (formats/methods/kitty.py).
 
     s = sum_c (q_c |scale_c|) low_ct + sum_c q_c zero_c + sum_j (4 q_b |scale_b|) high_jt,   b the j-th boosted channel
 

@@ -1,6 +1,6 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Transformed keys (formats/klt.py). Which numbers of a query belong to a head's slots is a product with the head's
-constants, which is computed once per step before `attend` (kernels/gpu/transformed.py): a row of queries is here
+"""Transformed keys (formats/methods/klt.py). Which numbers of a query belong to a head's slots is a product with the
+head's constants, which is computed once per step before `attend` (kernels/gpu/transformed.py): a row of queries is here
 
     f_1 ... f_SLOTS   the slots' numbers       f_(SLOTS + 1) = q . mu
 

@@ -16,7 +16,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 SUBNORMAL: tl.constexpr = tl.constexpr(16777216.0)  # 2^24
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
-LIMIT: tl.constexpr = tl.constexpr(32768.0)  # formats/quant.py
+LIMIT: tl.constexpr = tl.constexpr(32768.0)  # formats/parts/quant.py
 TINY: tl.constexpr = tl.constexpr(2.0**-24)
 ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to even
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -72,7 +72,7 @@ def column_sum(x):
 
 @triton.jit
 def clean(x):
-    """Finite float32 within +-LIMIT, as formats/quant.py's `sanitize`."""
+    """Finite float32 within +-LIMIT, as formats/parts/quant.py's `sanitize`."""
     x = tl.where(x == x, x, 0.0)
     return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
 

@@ -1,4 +1,4 @@
-"""Scales and zeros with less squared error than those of the range: `fitted_parameters` of formats/quant.py."""
+"""Scales and zeros with less squared error than those of the range: `fitted_parameters` of formats/parts/quant.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
 """Packs the keys of one slab: SQuat or KIVI per channel, and InnerQ per token.
 
-SQuat quantizes block by block, and each block first corrects what the blocks before it did (formats/squat.py):
+SQuat quantizes block by block, and each block first corrects what the blocks before it did (formats/methods/squat.py):
 
     x_t = k_t - U_t^T M_{t-1} z,   z += U_t (y_t - k_t),   M = (I rho + U_R U_R^T)^-1 in float64, here
 
@@ -273,7 +273,7 @@ def _norm(
         place, there = state_offset(side_table, head * D + channel, channel < D, side_blocks, side_words, SPB, WORDS)
         norm = tl.load(side_floats_ptr + place, mask=there, other=0.0)
         stored = tl.minimum(norm, 65504.0).to(tl.float16).to(tl.float32)
-        norm = tl.where(norm > 0, tl.maximum(stored, 0.015625), 1.0)  # formats/innerq.py, usable_norm
+        norm = tl.where(norm > 0, tl.maximum(stored, 0.015625), 1.0)  # formats/methods/innerq.py, usable_norm
         norm = tl.where(follows, tl.load(norm_ptr + channel).to(tl.float32), norm)
     else:
         norm = tl.full((WIDTH,), 1.0, tl.float32)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""Packs the keys of one page as PolarQuant: radius and angle of channel pairs, see formats/polar.py.
+"""Packs the keys of one page as PolarQuant: radius and angle of channel pairs, see formats/methods/polar.py.
 
     grouped   phi = phi0 + (a + 1/2) dphi,  r = r0 + (c + 1/2) dr;  phi0 is the first angle after the widest gap
     paper     phi = 2 pi a / 2^m,           r = c s

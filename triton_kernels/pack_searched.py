@@ -1,4 +1,4 @@
-"""Packs what has one searched scale per token (formats/search.py, formats/klt.py): transformed keys, rotated values.
+"""Packs what has one searched scale per token (formats/parts/search.py): transformed keys, rotated values.
 
 A slab is one tile, as in pack_tile.py.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.formats import search
+from vllm_kvq.formats.parts import search
 from vllm_kvq.triton_kernels.lang import ROUND, clean, lost, row_sum
 from vllm_kvq.triton_kernels.pack_keys import store_keys
 from vllm_kvq.triton_kernels.pack_tile import lanes, plane_bytes

@@ -35,7 +35,7 @@ def lanes(width):
 @triton.jit
 def plane_bytes(codes, place, there, WIDTH: tl.constexpr, BITS: tl.constexpr):
     """Codes (32, COLUMNS) that belong to `place` (COLUMNS,), where they are `there` -> bytes (32, lanes(WIDTH)) of
-    planes of WIDTH bytes (formats/planes.py)."""
+    planes of WIDTH bytes (formats/parts/planes.py)."""
     column = tl.arange(0, lanes(WIDTH))
     mine = there[:, None] & ((place % WIDTH)[:, None] == column[None, :])
     weight = tl.where(mine, (1 << (place // WIDTH * BITS))[:, None], 0)
@@ -109,7 +109,7 @@ def boosted_keys(
     SPB: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Kitty (formats/kitty.py) and, with a RANK, SQuat's correction (formats/squat.py), whose blocks of UPDATE channels
+    """Kitty (formats/methods/kitty.py) and, with a RANK, SQuat's correction (squat.py), whose blocks of UPDATE channels
     are taken from the whole tile: it is quantized once per block, usually twice. Returns how many values were
     replaced."""
     raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
@@ -164,7 +164,7 @@ def tile_values(
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """Per token over GROUP channels (formats/values.py). Returns how many values were replaced."""
+    """Per token over GROUP channels (formats/methods/values.py). Returns how many values were replaced."""
     width: tl.constexpr = D * BITS // 8
     raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
     damage, x = lost(raw), clean(raw)

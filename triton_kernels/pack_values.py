@@ -132,7 +132,7 @@ def token_values(
 
 @triton.jit
 def hybrid_choice(x, AXIS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
-    """InnerQ's mode of each group along AXIS: (scale, float32 zero, symmetric), see formats/innerq.py.
+    """InnerQ's mode of each group along AXIS: (scale, float32 zero, symmetric), see formats/methods/innerq.py.
 
     MODE 0 takes the better one of each group, 1 is symmetric, 2 asymmetric.
     """

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""The Hadamard matrix of formats/rotation.py, without its 1 / sqrt(b)."""
+"""The Hadamard matrix of formats/parts/rotation.py, without its 1 / sqrt(b)."""
 
 from __future__ import annotations
 

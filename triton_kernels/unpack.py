@@ -114,7 +114,7 @@ def unpack_kernel(
 
 @triton.jit
 def _key_codes(codes_ptr, index, there, COUNT: tl.constexpr, BITS: tl.constexpr):
-    """Codes (32 tokens, indices) of keys (formats/planes.py): of `index`, one per column, below COUNT."""
+    """Codes (32 tokens, indices) of keys (formats/parts/planes.py): of `index`, one per column, below COUNT."""
     plane: tl.constexpr = COUNT * BITS // 8
     place = index % plane
     words = tl.load(codes_ptr + (place // 4 * 32)[None, :] + tl.arange(0, 32)[:, None], mask=there[None, :], other=0)
@@ -215,7 +215,7 @@ def _token_values(
 
 @triton.jit
 def _hybrid(codes, mode, slot, element, BITS: tl.constexpr):
-    """InnerQ's groups: `mode` and `slot` of each code's group, `element` its place there (formats/innerq.py)."""
+    """InnerQ's groups (formats/methods/innerq.py): `mode` and `slot` of each code's group, `element` its place."""
     symmetric = mode.to(tl.int16, bitcast=True) < 0
     sign = (slot >> (element % 4 * 8 + element // 4)) & 1
     signed = codes + tl.where(symmetric, (sign - 1) * (1 << BITS), 0)
@@ -292,7 +292,7 @@ def _polar_keys(
         pair, second = channel // 2, channel % 2
     else:
         pair, second = channel % half, channel // half
-    if ROTARY < D:  # pairs outside RoPE, as in formats/polar.py
+    if ROTARY < D:  # pairs outside RoPE, as in formats/methods/polar.py
         rest: tl.constexpr = (D - ROTARY) // 2
         beyond = channel - ROTARY
         pair = tl.where(beyond < 0, pair, half + beyond % rest)

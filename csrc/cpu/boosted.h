@@ -1,4 +1,4 @@
-// Which channels of a slab of Kitty's keys (formats/kitty.py) have 4 bits. The unnamed namespace: see half.h.
+// Which channels of a slab of Kitty's keys (formats/methods/kitty.py) have 4 bits. The unnamed namespace: see half.h.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The rotation of formats/rotation.py, times sqrt(b). The unnamed namespace: see half.h.
+// The rotation of formats/parts/rotation.py, times sqrt(b). The unnamed namespace: see half.h.
 #pragma once
 
 #include <cstdint>

@@ -28,7 +28,7 @@ inline float half_to_float(uint16_t h) {
 
 inline float half_or_nan(uint16_t h) { return (h & 0x7fff) > 0x7c00 ? bits_to_float(0x7fc00000) : half_to_float(h); }
 
-// Round to nearest even, as formats/quant.py's `half`: clamped to the largest finite number. x is no NaN.
+// Round to nearest even, as formats/parts/quant.py's `half`: clamped to the largest finite number. x is no NaN.
 inline uint16_t float_to_half(float x) {
   const float magnitude = __builtin_fabsf(x), top = 65504.0f;
   const uint32_t bits = float_to_bits(magnitude < top ? magnitude : top);

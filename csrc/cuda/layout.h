@@ -1,4 +1,4 @@
-// Where the bytes of a QJL slab lie (vllm_kvq/formats/qjl.py, values.py), and the arguments of a launch.
+// Where the bytes of a QJL slab lie (vllm_kvq/formats/methods/qjl.py, values.py), and the arguments of a launch.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Packs the slabs of 32 tokens that a step completes (vllm_kvq/formats/qjl.py, values.py): one block per slab and KV head.
+// Packs the slabs of 32 tokens that a step completes (vllm_kvq/formats/methods/qjl.py, values.py): one block per slab and KV head.
 //
 //   k_bits = sign(S k_in), k_norm = |k_in|, ko_bits = sign(S' k_out), ko_norm = |k_out|
 //   v: zero = min, scale = (max - min) / 3, code = round((x - zero) / scale)     per token and group of 32 channels

@@ -2,15 +2,15 @@
 
 A few channels of the keys are far larger than the others, and a group that holds one spends all its codes on it. After
 k' = H k every channel has a part of every outlier, so that groups of one token hold numbers of like size. H
-(vllm_kvq/formats/rotation.py) is orthonormal, and keys are never rotated back: the query is rotated instead, once per
-step.
+(vllm_kvq/formats/parts/rotation.py) is orthonormal, and keys are never rotated back: the query is rotated instead, once
+per step.
 
     q . k = (H q) . (H k)
     zero = min, scale = (max - min) / 15, code = round((x - zero) / scale)      over `hadamard_group` channels of H k
 
 Slab of the keys (32 tokens; d = 128, groups of 32 channels): 2560 bytes, 5 bits per element
 
-    k_codes  u8   [d / 8 quads][32][4]      2048   plane-quad (vllm_kvq/formats/planes.py)
+    k_codes  u8   [d / 8 quads][32][4]      2048   plane-quad (vllm_kvq/formats/parts/planes.py)
     k_scale  f16  [d / group][32 tokens]     256   token-minor: scales of 16 tokens in one load
     k_zero   f16  [d / group][32 tokens]     256
 
@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.methods.values import TokenValues
 from vllm_kvq.formats.option import Option
-from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
-from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.planes import SLAB, key_code_shape, pack_keys, unpack_keys
+from vllm_kvq.formats.parts.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.parts.rotation import hadamard
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import TokenValues
 
 BITS = 4
 

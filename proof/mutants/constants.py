@@ -200,14 +200,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "all heads have the first one's allocation",
-        "vllm_kvq/formats/klt.py",
+        "vllm_kvq/formats/methods/klt.py",
         "for of_head in s[:, 0].cpu()])",
         "for of_head in s[:1, 0].cpu().expand(len(s), -1)])",
         f"{KLT} -k all_heads",
     ),
     Fault(
         "constants of heads of another size are bound",
-        "vllm_kvq/formats/klt.py",
+        "vllm_kvq/formats/methods/klt.py",
         "constants.shape[1:] != (2 + 2 * self.d, self.d)",
         "False",
         f"{KLT} -k other_heads",
@@ -257,7 +257,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "slots come by channels, not by digits",
-        "vllm_kvq/formats/klt.py",
+        "vllm_kvq/formats/methods/klt.py",
         "order = digit.argsort(dim=-1, descending=True, stable=True)",
         "order = torch.arange(slots).expand_as(digit)",
         f"{KLT} -k formula",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from proof.mutants.fault import Fault
 
+ROOT = Path(__file__).resolve().parents[2]
 HOME = "vllm_kvq/formats"
 TESTS = "tests/formats"
 PAPERS = f"{TESTS}/test_papers.py"
@@ -13,7 +16,8 @@ BEFORE = "before_rotation.py"
 def _fault(name: str, module: str, before: str, after: str, tests: str) -> Fault:
     """`tests`: of tests/formats, or of test_papers.py where it is an option."""
     where = f"{PAPERS} {tests}" if tests.startswith("-k") else f"{TESTS}/test_{tests}"
-    return Fault(name, f"{HOME}/{module}.py", before, after, where)
+    (file,) = (ROOT / HOME).rglob(f"{module}.py")
+    return Fault(name, str(file.relative_to(ROOT)), before, after, where)
 
 
 QUANT = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.rope import Rope
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -18,7 +18,7 @@ from proof.options.case import Case
 from proof.options.trace import HEADS, Trace
 from vllm_kvq.bench.pools import calibrated, outlier_data, state_for
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.qjl import SketchKeys
+from vllm_kvq.formats.methods.qjl import SketchKeys
 from vllm_kvq.kernels.paths import Wish, path_for
 
 WISHES = {

@@ -15,7 +15,7 @@ from proof.oracle.reference import ReferenceCache, Unit
 from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.constants import Moments
-from vllm_kvq.formats.fields import round_up
+from vllm_kvq.formats.parts.fields import round_up
 from vllm_kvq.kernels.paths import Path, step_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, StepBatch

@@ -20,7 +20,7 @@ from proof.oracle.reference import ExactCache, ReferenceCache, StateCache
 from proof.oracle.trace import Request
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.rope import Rope
 
 NOISE = 1e-6
 """Relative size of what float32 sums in another order change."""

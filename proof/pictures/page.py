@@ -10,9 +10,9 @@ import torch
 
 from proof.pictures.canvas import picture
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.fields import ALIGN
 from vllm_kvq.formats.page import HEADER_BYTES
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.parts.fields import ALIGN
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.naming import OTHERS, OURS
 

@@ -1,9 +1,10 @@
 """What bits by channel are worth to transformed keys: `python -m proof spectrum MODEL --out DIR`.
 
-Every KV head's keys are transformed as formats/klt.py does it, with constants of the evaluation's calibration texts,
-and stored twice at three bits per channel: with as many bits as the format gives each channel, and with three for each.
-Other texts are measured. For each head the error is that of scores: of q . k over all queries and the keys they may
-see, relative to how much q . k varies. The head in the middle, by what it gains, is also written channel by channel.
+Every KV head's keys are transformed as formats/methods/klt.py does it, with constants of the evaluation's calibration
+texts, and stored twice at three bits per channel: with as many bits as the format gives each channel, and with three
+for each. Other texts are measured. For each head the error is that of scores: of q . k over all queries and the keys
+they may see, relative to how much q . k varies. The head in the middle, by what it gains, is also written channel by
+channel.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.reading.reader import Reader
 from vllm_kvq.eval.tasks.samples import texts
 from vllm_kvq.formats.constants import Calibration, grouped
-from vllm_kvq.formats.klt import DIGIT, Transform, TransformedKeys
-from vllm_kvq.formats.search import levels, searched, widths
+from vllm_kvq.formats.methods.klt import DIGIT, Transform, TransformedKeys
+from vllm_kvq.formats.parts.search import levels, searched, widths
 
 PROG = "python -m proof spectrum"
 BITS, CONTEXT, SINKS = 3, 1024, 4

@@ -1,7 +1,7 @@
 """What was tried for transform coding: `python -m proof transforms MODEL`.
 
-Each row changes one thing of formats/klt.py; its keys are measured with exact values, unless it says otherwise. Texts
-are read as in `vllm-kvq eval --regimes reading`: the last tokens read the earlier ones' pages.
+Each row changes one thing of formats/methods/klt.py; its keys are measured with exact values, unless it says otherwise.
+Texts are read as in `vllm-kvq eval --regimes reading`: the last tokens read the earlier ones' pages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm_kvq.eval.reading.reader import Past, Reader
 from vllm_kvq.eval.run.reading import compared
 from vllm_kvq.eval.tasks.samples import texts
 from vllm_kvq.eval.tasks.texts import can_chat
-from vllm_kvq.formats import klt
 from vllm_kvq.formats.constants import Constants, Moments
-from vllm_kvq.formats.klt import TransformedKeys, allocated
+from vllm_kvq.formats.methods import klt
+from vllm_kvq.formats.methods.klt import TransformedKeys, allocated
 
 PROG = "python -m proof transforms"
 CONTEXT, READERS = 1024, 128
@@ -70,7 +70,7 @@ class Row:
     about: str
     options: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, Any] = field(default_factory=dict)
-    """Names of formats/klt.py."""
+    """Names of formats/methods/klt.py."""
     calibrate: Calibrate = together
     name: str = "klt3"
     keys_only: bool = True

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.kernels.cpu.step import CPUStep
 from vllm_kvq.kernels.step import Caches, StepBatch
 from vllm_kvq.kernels.torch.plan import Requests

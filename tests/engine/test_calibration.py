@@ -19,7 +19,7 @@ from proof.oracle.forked import EngineFailed
 from proof.oracle.trace import Trace
 from vllm_kvq.eval.heads.capture import capture
 from vllm_kvq.formats.constants import Constants, Moments
-from vllm_kvq.formats.klt import TransformedKeys
+from vllm_kvq.formats.methods.klt import TransformedKeys
 from vllm_kvq.integration.plan.calibration import Source, read
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.plan import plan

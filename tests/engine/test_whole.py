@@ -14,7 +14,7 @@ from proof.oracle.lives import Historian, Life, Part
 from proof.oracle.replay import Replay, ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
 from proof.oracle.whole import Whole
-from vllm_kvq.formats.squat import PLAIN
+from vllm_kvq.formats.methods.squat import PLAIN
 
 DRAFTS = 3
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 CODE = '''
 import torch
-from vllm_kvq.formats.lossless import RawKeys
+from vllm_kvq.formats.methods.lossless import RawKeys
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import RawValues
+from vllm_kvq.formats.methods.values import RawValues
 from vllm_kvq.kernels.torch.step import PlannedStep
 
 HEADS = 2

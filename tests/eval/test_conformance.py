@@ -17,10 +17,10 @@ from vllm_kvq.eval.conformance.trial import Trial
 from vllm_kvq.formats import FORMATS, Geometry, contract
 from vllm_kvq.formats.constants import Calibration
 from vllm_kvq.formats.contract import broken_promise
-from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.lossless import RawKeys
+from vllm_kvq.formats.methods.lossless import RawKeys
+from vllm_kvq.formats.methods.values import RawValues
+from vllm_kvq.formats.parts.fields import Field, Packed
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import RawValues
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -15,9 +15,9 @@ from vllm_kvq.eval.heads.synthetic import attention_data
 from vllm_kvq.eval.peers.oscar import OscarKeys
 from vllm_kvq.formats import Geometry, get_format, roundtrip
 from vllm_kvq.formats.constants import Calibration, Constants, Moments
-from vllm_kvq.formats.klt import TransformedKeys
-from vllm_kvq.formats.rope import Rope
-from vllm_kvq.formats.squat import PLAIN
+from vllm_kvq.formats.methods.klt import TransformedKeys
+from vllm_kvq.formats.methods.squat import PLAIN
+from vllm_kvq.formats.parts.rope import Rope
 
 TOKENS = 256 + READERS
 HEADS, GROUP, SIZE = 2, 2, 64

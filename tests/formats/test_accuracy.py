@@ -11,10 +11,10 @@ from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats.codec import HEAD_SIZES, Geometry
-from vllm_kvq.formats.innerq import HybridKeys
-from vllm_kvq.formats.qjl import MOST_NAMED, sketch, sphere_constant
+from vllm_kvq.formats.methods.innerq import HybridKeys
+from vllm_kvq.formats.methods.qjl import MOST_NAMED, sketch, sphere_constant
+from vllm_kvq.formats.methods.squat import PLAIN
 from vllm_kvq.formats.roundtrip import through_pages
-from vllm_kvq.formats.squat import PLAIN
 
 # format: (least, most) relative error of q . K, and of the values, over all head sizes without RoPE
 BOUNDS = {

@@ -8,9 +8,9 @@ import torch
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import attention_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format, roundtrip
+from vllm_kvq.formats.methods.squat import PLAIN
 from vllm_kvq.formats.page import FLAGS_AT, HEADER_BYTES
-from vllm_kvq.formats.rope import Rope
-from vllm_kvq.formats.squat import PLAIN
+from vllm_kvq.formats.parts.rope import Rope
 
 HEADS = 2
 

@@ -11,7 +11,7 @@ from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.klt import TransformedKeys
+from vllm_kvq.formats.methods.klt import TransformedKeys
 from vllm_kvq.formats.table import declared_options, key_codecs, value_codecs
 from vllm_kvq.kernels.slots import SlotGeometry
 

@@ -12,7 +12,7 @@ import torch
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
+from vllm_kvq.formats.parts.quant import affine_codes, affine_parameters
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvq.formats.fields import Field, Region, round_up
+from vllm_kvq.formats.parts.fields import Field, Region, round_up
 
 DTYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.int32, torch.float32]
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)

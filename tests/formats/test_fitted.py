@@ -8,9 +8,9 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import Geometry
-from vllm_kvq.formats.fields import Packed
-from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters, fitted_parameters
+from vllm_kvq.formats.methods.kivi import ChannelKeys
+from vllm_kvq.formats.parts.fields import Packed
+from vllm_kvq.formats.parts.quant import affine_codes, affine_parameters, fitted_parameters
 from vllm_kvq.formats.table import suite
 
 

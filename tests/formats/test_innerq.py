@@ -11,8 +11,15 @@ from hypothesis.extra import numpy as hnp
 
 from vllm_kvq.cli.eval.error import symmetric_share
 from vllm_kvq.formats import FORMATS, Geometry
-from vllm_kvq.formats.innerq import MODES, HybridKeys, HybridValues, hybrid_dequantize, hybrid_quantize, usable_norm
-from vllm_kvq.formats.planes import unpack_sign_words
+from vllm_kvq.formats.methods.innerq import (
+    MODES,
+    HybridKeys,
+    HybridValues,
+    hybrid_dequantize,
+    hybrid_quantize,
+    usable_norm,
+)
+from vllm_kvq.formats.parts.planes import unpack_sign_words
 
 GROUPS = hnp.arrays(np.float32, (3, 32), elements=st.floats(-1000, 1000, width=32))
 TWO_BITS = {"key_bits": 2, "value_bits": 2, "quant_mode": "hybrid", "key_norm": "prompt"}

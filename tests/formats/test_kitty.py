@@ -9,8 +9,8 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.kitty import PARTS, BoostedKeys
-from vllm_kvq.formats.planes import unpack_keys
+from vllm_kvq.formats.methods.kitty import PARTS, BoostedKeys
+from vllm_kvq.formats.parts.planes import unpack_keys
 
 
 def keys(tokens: int = 32, d: int = 64, seed: int = 0) -> torch.Tensor:

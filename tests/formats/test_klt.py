@@ -10,11 +10,11 @@ import torch
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
 from vllm_kvq.formats.codec import round_up
 from vllm_kvq.formats.constants import Calibration, Constants, Moments
-from vllm_kvq.formats.klt import ERROR, RATE, REGULAR, SHORTEST, SearchedValues, TransformedKeys, allocated
-from vllm_kvq.formats.quant import LIMIT
-from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.methods.klt import ERROR, RATE, REGULAR, SHORTEST, SearchedValues, TransformedKeys, allocated
+from vllm_kvq.formats.parts.quant import LIMIT
+from vllm_kvq.formats.parts.rotation import hadamard
+from vllm_kvq.formats.parts.search import FACTORS, HALF_WIDTH, levels, searched, widths
 from vllm_kvq.formats.roundtrip import roundtrip
-from vllm_kvq.formats.search import FACTORS, HALF_WIDTH, levels, searched, widths
 
 NAMES = tuple(name for name, fmt in FORMATS.items() if fmt.keys is TransformedKeys)
 HEADS = 2

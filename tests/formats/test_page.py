@@ -7,8 +7,8 @@ import torch
 
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.fields import round_up
 from vllm_kvq.formats.page import MAGIC
+from vllm_kvq.formats.parts.fields import round_up
 
 HEADS = 2
 

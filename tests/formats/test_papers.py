@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.qjl import SketchKeys, sphere_constant
-from vllm_kvq.formats.rope import Rope
-from vllm_kvq.formats.squat import PLAIN
+from vllm_kvq.formats.methods.qjl import SketchKeys, sphere_constant
+from vllm_kvq.formats.methods.squat import PLAIN
+from vllm_kvq.formats.parts.rope import Rope
 
 Array = np.ndarray
 HEADS = 2

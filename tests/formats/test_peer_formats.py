@@ -16,7 +16,7 @@ from vllm_kvq.eval.peers.turbo import levels
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.constants import Calibration
-from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.parts.rotation import hadamard
 from vllm_kvq.formats.roundtrip import through_pages
 from vllm_kvq.formats.table import VLLM_DTYPES, key_codecs, public_formats, value_codecs
 

@@ -13,7 +13,7 @@ from vllm_kvq.eval.peers.int4_token import signed_hadamard
 from vllm_kvq.eval.peers.turbo import levels
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.constants import Calibration, Constants
-from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.parts.rotation import hadamard
 from vllm_kvq.formats.roundtrip import through_pages
 
 VECTORS = Path(__file__).parent / "vectors"

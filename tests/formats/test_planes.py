@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvq.formats import planes
+from vllm_kvq.formats.parts import planes
 
 # every count of codes that a codec packs: channels, pairs (d / 2) and sketch rows
 SIZES = {

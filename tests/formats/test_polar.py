@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys, pair_order, shortest_arc
+from vllm_kvq.formats.methods.polar import PaperPolarKeys, PolarKeys, pair_order, shortest_arc
 
 TURN = 2 * math.pi
 PI = float(np.float32(math.pi))

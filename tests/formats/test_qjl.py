@@ -12,7 +12,7 @@ import torch
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.qjl import MOST_NAMED, SketchKeys, sketch, sphere_constant
+from vllm_kvq.formats.methods.qjl import MOST_NAMED, SketchKeys, sketch, sphere_constant
 
 
 def codec(d: int = 128, layer: int = 0, seed: int = 42, **options: int | str) -> SketchKeys:
@@ -41,7 +41,7 @@ def test_rows_are_uniform_on_the_sphere(d: int) -> None:
     assert s.diagonal(dim1=1, dim2=2).mean().abs() < 6 / math.sqrt(300 * d)
 
 
-HASH = "import numpy as np, hashlib; from vllm_kvq.formats.qjl import sketch; s = sketch(256, 128, 7).numpy(); "
+HASH = "import numpy as np, hashlib; from vllm_kvq.formats.methods.qjl import sketch; s = sketch(256, 128, 7).numpy(); "
 
 
 def test_the_same_in_every_process() -> None:

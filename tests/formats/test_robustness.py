@@ -13,8 +13,8 @@ from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.constants import Calibration
-from vllm_kvq.formats.qjl import MOST_NAMED
-from vllm_kvq.formats.quant import LIMIT
+from vllm_kvq.formats.methods.qjl import MOST_NAMED
+from vllm_kvq.formats.parts.quant import LIMIT
 
 LOSSY = [n for n, f in FORMATS.items() if n != "lossless" and not f.keys.calibrated]
 OURS = [n for n in FORMATS if n not in PEERS]

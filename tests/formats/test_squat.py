@@ -7,9 +7,9 @@ import torch
 
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
-from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters
-from vllm_kvq.formats.squat import PLAIN, SQuatKeys
+from vllm_kvq.formats.methods.kivi import ChannelKeys
+from vllm_kvq.formats.methods.squat import PLAIN, SQuatKeys
+from vllm_kvq.formats.parts.quant import affine_codes, affine_parameters
 
 LAMBDA = 1e-3
 FLOOR = 4

@@ -8,10 +8,10 @@ import torch
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, roundtrip
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.kitty import PARTS
-from vllm_kvq.formats.planes import unpack_keys
-from vllm_kvq.formats.quant import affine_codes, affine_parameters, fitted_parameters
-from vllm_kvq.formats.squat import PLAIN, BoostedSQuatKeys, SQuatKeys
+from vllm_kvq.formats.methods.kitty import PARTS
+from vllm_kvq.formats.methods.squat import PLAIN, BoostedSQuatKeys, SQuatKeys
+from vllm_kvq.formats.parts.planes import unpack_keys
+from vllm_kvq.formats.parts.quant import affine_codes, affine_parameters, fitted_parameters
 
 LAMBDA, RANK = 1e-3, 5
 

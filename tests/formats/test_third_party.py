@@ -23,10 +23,10 @@ Install = Callable[..., None]
 BUILT_IN = list(FORMATS)
 
 IMPORTS = """
-from vllm_kvq.formats.kivi import ChannelKeys
+from vllm_kvq.formats.methods.kivi import ChannelKeys
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.formats.methods.values import TokenValues
 
 class Keys(ChannelKeys):
     name = "twice"

@@ -9,8 +9,8 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error, scores
 from vllm_kvq.formats import Geometry
-from vllm_kvq.formats.balance import balanced
-from vllm_kvq.formats.kitty import BoostedKeys
+from vllm_kvq.formats.methods.kitty import BoostedKeys
+from vllm_kvq.formats.parts.balance import balanced
 from vllm_kvq.formats.table import suite
 
 

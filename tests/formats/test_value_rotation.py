@@ -9,7 +9,7 @@ import torch
 from vllm_kvq import FORMATS, roundtrip
 from vllm_kvq.formats import Geometry
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.rotation import block, hadamard
+from vllm_kvq.formats.parts.rotation import block, hadamard
 
 
 def error(value: torch.Tensor, **options: object) -> float:

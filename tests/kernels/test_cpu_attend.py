@@ -13,8 +13,8 @@ from cpu_fuzzing import IN_CPP
 from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
-from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.formats.quant import LIMIT
+from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.quant import LIMIT
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import attend
@@ -203,7 +203,7 @@ def test_a_dropped_cap_is_noticed(cap: float) -> None:
 def test_half_precision_queries(dtype: torch.dtype) -> None:
     fmt, (query, *rest), _ = case("kivi4", 80, 4, 64, (100,), 2, 2, 0, 0, torch.bfloat16, ())
     query = query.to(dtype)
-    query[0, 0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])  # replaced as formats/quant.py says
+    query[0, 0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])  # replaced as formats/parts/quant.py says
     got, want = (cpu.attend_packed(fmt, x, *rest) for x in (query, fmt.widen(query)[0][..., :80]))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.fields import Field
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.parts.fields import Field
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.kernels.cpu.layout import bind
 from vllm_kvq.kernels.cpu.library import library
 

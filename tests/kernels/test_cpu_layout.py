@@ -10,8 +10,8 @@ import torch
 from cpu_fuzzing import IN_CPP
 
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.fields import Field
-from vllm_kvq.formats.squat import ChannelKeys
+from vllm_kvq.formats.methods.squat import ChannelKeys
+from vllm_kvq.formats.parts.fields import Field
 from vllm_kvq.kernels.cpu import layout
 from vllm_kvq.kernels.cpu.library import ISAS, library
 

@@ -11,7 +11,7 @@ from one_each import METHODS
 
 from vllm_kvq.bench.pools import calibrated, outlier_data, state_for
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.squat import PLAIN
+from vllm_kvq.formats.methods.squat import PLAIN
 from vllm_kvq.kernels.cpu import pack as cpu_pack
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import pack as reference

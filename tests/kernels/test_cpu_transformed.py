@@ -1,4 +1,4 @@
-"""Keys with constants of their own for each KV head (formats/klt.py), as the C++ kernels get them."""
+"""Keys with constants of their own for each KV head (formats/methods/klt.py), as the C++ kernels get them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_kvq.bench.pools import calibrated, outlier_data, random_pages
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.constants import Constants
-from vllm_kvq.formats.klt import BITS, RATE
+from vllm_kvq.formats.methods.klt import BITS, RATE
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu import layout
 from vllm_kvq.kernels.cpu import pack as cpu_pack

@@ -10,9 +10,9 @@ import torch
 
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.codec import KeyCodec
-from vllm_kvq.formats.fields import Packed
-from vllm_kvq.formats.lossless import RawKeys
-from vllm_kvq.formats.squat import SQuatKeys
+from vllm_kvq.formats.methods.lossless import RawKeys
+from vllm_kvq.formats.methods.squat import SQuatKeys
+from vllm_kvq.formats.parts.fields import Packed
 from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.step import CPU, CPUStep
 from vllm_kvq.kernels.gpu.step import kernels_of

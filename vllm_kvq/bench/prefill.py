@@ -23,7 +23,7 @@ import torch
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.table import label
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry

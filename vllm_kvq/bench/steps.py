@@ -17,7 +17,7 @@ import torch
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.kernels.cpu.processor import last_level_cache
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.torch.lists import PageList, TokenList

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from vllm_kvq.formats.constants import Calibration, Constants, Moments
-from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.option import Option
-from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.formats.rope import PAIRINGS, Rope
+from vllm_kvq.formats.parts.fields import Field, Packed, round_up
+from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.rope import PAIRINGS, Rope
 
 LARGEST_BLOCK = 1024
 """Tokens of a page; a record's header has a byte for each of its slabs."""

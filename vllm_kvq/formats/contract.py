@@ -10,9 +10,9 @@ import torch
 
 from vllm_kvq.formats.codec import Codec
 from vllm_kvq.formats.constants import by_head
-from vllm_kvq.formats.fields import Packed
 from vllm_kvq.formats.page import PageFormat
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.parts.fields import Packed
+from vllm_kvq.formats.parts.planes import SLAB
 
 FEATURES_BOUND = 1e-3
 """Relative error of f(q) . g(page) against q . unpack(page), which differ only by rounding in float32."""

@@ -19,10 +19,10 @@ import torch
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import Calibration, Constants, Moments
-from vllm_kvq.formats.fields import Packed, Region, round_up
-from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.formats.quant import sanitize
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.fields import Packed, Region, round_up
+from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.quant import sanitize
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.settings import Settings
 
 MAGIC = 0x3151564B  # "KVQ1"

@@ -8,9 +8,9 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.constants import Calibration, grouped
-from vllm_kvq.formats.fields import round_up
 from vllm_kvq.formats.page import PageFormat
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.fields import round_up
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.settings import BLOCK, COMMON
 from vllm_kvq.formats.table import DEFAULT_N, get_format
 

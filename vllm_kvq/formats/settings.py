@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, KeyCodec, ValueCodec
 from vllm_kvq.formats.option import LayerList, Option
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.parts.planes import SLAB
 
 SKIP_LAYERS = LayerList("skip_layers", "layers that are not packed", ())
 BLOCK = Option("N", "tokens per page, the same as --block-size", low=SLAB, high=LARGEST_BLOCK, multiple=SLAB)

@@ -33,7 +33,7 @@ PLAIN = "auto"
 GROUP = "vllm_kvq.formats"
 METHODS = ("squat", "qjl", "polar", "innerq", "kivi", "kitty", "klt", "lossless")
 BUILT_IN = (
-    *(EntryPoint(name, f"vllm_kvq.formats.{name}:FORMATS", GROUP) for name in METHODS),
+    *(EntryPoint(name, f"vllm_kvq.formats.methods.{name}:FORMATS", GROUP) for name in METHODS),
     EntryPoint("peers", "vllm_kvq.eval.peers:FORMATS", GROUP),
 )
 VLLM_DTYPES = (

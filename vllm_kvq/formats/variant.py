@@ -10,7 +10,7 @@ import functools
 from typing import TypeVar, cast
 
 from vllm_kvq.formats.codec import Codec
-from vllm_kvq.formats.quant import fitted_parameters
+from vllm_kvq.formats.parts.quant import fitted_parameters
 
 C = TypeVar("C", bound=Codec)
 

@@ -24,7 +24,7 @@ namespace kvq {
 namespace {
 
 constexpr float LN_2 = 0.69314718056f;
-constexpr float LIMIT = 32768.0f;        // as formats/quant.py clamps queries, and rotated values when they are read
+constexpr float LIMIT = 32768.0f;        // as formats/parts/quant.py clamps queries, and rotated values when they are read
 constexpr int64_t TASKS_PER_THREAD = 8; // so that a late thread costs little
 constexpr int64_t MIN_TASK_TOKENS = 512;
 constexpr int64_t MANY_ROWS = 1024;     // for a task that unpacks its pages, or gathers its tokens, once for all rows
@@ -161,7 +161,7 @@ class Driver {
         x = half_or_nan(static_cast<const uint16_t*>(a_.query)[at + c]);
       else
         x = bfloat_to_float(static_cast<const uint16_t*>(a_.query)[at + c]);
-      // as formats/quant.py does: NaN is 0, everything else within +-LIMIT
+      // as formats/parts/quant.py does: NaN is 0, everything else within +-LIMIT
       x = x != x ? 0.0f : std::min(std::max(x, -LIMIT), LIMIT);
       to[c] = x * factor;
     }
@@ -264,7 +264,7 @@ class Driver {
   }
 
   // Rotated values add up to rotated outputs, so a row is rotated once, not every token. The reference clamps each token
-  // that it rotates back (formats/values.py), which a sum can't undo; a mean of clamped tokens is within the same
+  // that it rotates back (formats/methods/values.py), which a sum can't undo; a mean of clamped tokens is within the same
   // limit, so that is what the sum of all weights times the limit bounds here. For one token it is the same.
   void rotate_back(const Task& task) const {
     for (int r = 0; r < task.rows; ++r) {

@@ -1,7 +1,7 @@
 //     code = round(clamp((x - zero) / scale, 0, 2^bits - 1))        x ~ zero + code scale
 //
-// Affine codes: SQuat's and KIVI's keys (formats/squat.py), values per token (formats/values.py), and the arithmetic of
-// formats/quant.py that all packers share. `top` is 2^bits - 1 of each lane's group.
+// Affine codes: SQuat's and KIVI's keys (formats/methods/squat.py), values per token (formats/methods/values.py), and the arithmetic of
+// formats/parts/quant.py that all packers share. `top` is 2^bits - 1 of each lane's group.
 #pragma once
 
 #include "../hadamard.h"
@@ -15,7 +15,7 @@ namespace float32 {
 
 using namespace kvq;
 
-constexpr float TINY = 0x1p-24f, LIMIT = 32768;  // as formats/quant.py
+constexpr float TINY = 0x1p-24f, LIMIT = 32768;  // as formats/parts/quant.py
 
 // float16 with infinities and NaN, which a raw token may hold
 inline float half_exactly(uint16_t h) {
@@ -89,7 +89,7 @@ struct Affine {
   Floats scale, zero;
 };
 
-// `fitted_parameters` of formats/quant.py for LANES groups; element i of a group lies at x[i * stride].
+// `fitted_parameters` of formats/parts/quant.py for LANES groups; element i of a group lies at x[i * stride].
 inline Affine fitted(const float* x, int64_t n, int64_t stride, Floats lo, Floats hi, Floats top) {
   const Floats count = splat(float(n)), part = Ints(top == splat(3.0f)) ? splat(0.8f) : splat(1.0f);
   Floats mean{};
@@ -120,7 +120,7 @@ inline Affine parameters(const float* x, int64_t n, int64_t stride, Floats lo, F
   return {positive_half((hi - lo) / top), half(lo)};
 }
 
-// Codes [32][n] of keys to bytes (formats/planes.py).
+// Codes [32][n] of keys to bytes (formats/parts/planes.py).
 inline void put_key_codes(const int32_t* codes, int64_t n, int bits, uint8_t* to) {
   const int planes = 8 / bits;
   const int64_t stride = n / planes;
@@ -185,7 +185,7 @@ inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t
 }
 
 // All channels of a unit: parameters to their fields, codes [32][d] to the start of `work`; the space after these is
-// free again. With a state the recursion of formats/squat.py: x_t = k_t - pull_t^T z, z += U_t (y_t - k_t). The state's
+// free again. With a state the recursion of formats/methods/squat.py: x_t = k_t - pull_t^T z, z += U_t (y_t - k_t). The state's
 // last row is the noise.
 template <class Tops>
 inline int32_t* quantize_channels(const PackUnit& u, Tops tops) {

@@ -1,7 +1,7 @@
 //     code = round(clamp((x - zero) / scale, 0, 2^b - 1))        b = 4 if boosted, else 2
 //
-// Kitty's keys (formats/kitty.py): a slab's channels with the widest range are boosted. SQuat's keys are the same,
-// corrected (formats/squat.py); which channels are boosted is decided before that.
+// Kitty's keys (formats/methods/kitty.py): a slab's channels with the widest range are boosted. SQuat's keys are the same,
+// corrected (formats/methods/squat.py); which channels are boosted is decided before that.
 #pragma once
 
 #include "../boosted.h"

@@ -1,6 +1,6 @@
 //     asymmetric:  x ~ lo + code scale        symmetric:  x ~ n scale, |n| < 2^bits
 //
-// InnerQ's hybrid groups (formats/innerq.py) of 32 elements, each with the mode of the smaller error unless all have the
+// InnerQ's hybrid groups (formats/methods/innerq.py) of 32 elements, each with the mode of the smaller error unless all have the
 // same mode: 32 groups side by side in lanes.
 #pragma once
 

@@ -25,7 +25,7 @@ void inside(int64_t i, int64_t limit, const char* what) {
     throw std::out_of_range(std::string(what) + " " + std::to_string(i) + " is not one of " + std::to_string(limit));
 }
 
-// M U_t with M = (I rho + U_R U_R^T)^-1, R = channels from block t on (formats/squat.py), for one KV head.
+// M U_t with M = (I rho + U_R U_R^T)^-1, R = channels from block t on (formats/methods/squat.py), for one KV head.
 void pull_of(const float* u, int64_t rank, int64_t d, int64_t block, double rho, float* pull) {
   double m[MAX_RANK][MAX_RANK] = {};
   for (int64_t start = (d - 1) / block * block, end = d; start > 0; end = start, start -= block) {

@@ -41,7 +41,7 @@ void store(const Store& s);
 int64_t unpacked_page(const Layout& l, const uint8_t* records, int64_t page_stride, int64_t listed,
                       const int64_t* page_ids, const int64_t* low, const int64_t* high);
 
-// Returns how many elements were replaced, as formats/quant.py's `sanitize` counts them. Throws std::out_of_range
+// Returns how many elements were replaced, as formats/parts/quant.py's `sanitize` counts them. Throws std::out_of_range
 // before anything is written if an index leaves its tensor.
 int64_t pack(const Pack& p);
 

@@ -1,7 +1,7 @@
 //     (x, y) = r (cos phi, sin phi)
 //     angle code:  floor((phi - angle0) / angle_step)        radius code:  floor((r - radius0) / radius_step)
 //
-// PolarQuant's keys (formats/polar.py): a whole page, as many pairs of channels as there are lanes at a time.
+// PolarQuant's keys (formats/methods/polar.py): a whole page, as many pairs of channels as there are lanes at a time.
 #pragma once
 
 #include "affine.h"

@@ -1,4 +1,4 @@
-// The lossless codecs (formats/lossless.py, values.py): elements in the model's own type.
+// The lossless codecs (formats/methods/lossless.py, values.py): elements in the model's own type.
 #pragma once
 
 #include "../half.h"

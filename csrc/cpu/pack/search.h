@@ -1,6 +1,6 @@
 //     code = round(clamp(y / (scale step) + most / 2, 0, most))        y ~ (code - most / 2) step scale
 //
-// One scale per token, found by trying some (formats/search.py): transformed keys and the values that go with them.
+// One scale per token, found by trying some (formats/parts/search.py): transformed keys and the values that go with them.
 #pragma once
 
 #include "affine.h"
@@ -8,7 +8,7 @@
 namespace {
 namespace float32 {
 
-constexpr float FACTORS[] = {0.7f, 0.85f, 1.0f, 1.2f, 1.45f, 1.75f, 2.1f, 2.6f, 3.2f, 4.0f};  // as formats/search.py
+constexpr float FACTORS[] = {0.7f, 0.85f, 1.0f, 1.2f, 1.45f, 1.75f, 2.1f, 2.6f, 3.2f, 4.0f};  // as formats/parts/search.py
 
 // By channel: the step, the largest code (0: not stored), and the weight of an error.
 struct Levels {

@@ -1,6 +1,6 @@
 //     bits = sign(S x_in), sign(S' x_out)        norms |x_in|, |x_out|
 //
-// QJL's keys (formats/qjl.py): the outlier channels of a slab, and the signs and norms of two sketches.
+// QJL's keys (formats/methods/qjl.py): the outlier channels of a slab, and the signs and norms of two sketches.
 #pragma once
 
 #include "affine.h"

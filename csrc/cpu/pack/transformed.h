@@ -1,6 +1,6 @@
 //     y = T / s (k - mean)        codes of y, in digits of base 4
 //
-// Transformed keys (formats/klt.py): each slot is a digit of one channel's code.
+// Transformed keys (formats/methods/klt.py): each slot is a digit of one channel's code.
 #pragma once
 
 #include "search.h"

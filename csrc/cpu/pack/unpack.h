@@ -59,7 +59,7 @@ inline void read_raw(const uint8_t* from, Dtype dtype, int count, float* to) {
   }
 }
 
-// InnerQ's groups of 32 elements: k = (code + (sign ? 0 : -2^b)) |scale| or zero + code scale (see formats/innerq.py).
+// InnerQ's groups of 32 elements: k = (code + (sign ? 0 : -2^b)) |scale| or zero + code scale (see formats/methods/innerq.py).
 struct HybridGroups {
   static constexpr int MOST = LARGEST_HEAD + LANES;  // a vector may begin at the last but one
   float scale[MOST], zero[MOST];
@@ -199,7 +199,7 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
   }
 }
 
-// g(k) of formats/klt.py, [projected(l)][32]: every slot's code times the token's scale, the scale, 1, and zeros.
+// g(k) of formats/methods/klt.py, [projected(l)][32]: every slot's code times the token's scale, the scale, 1, and zeros.
 inline void unpack_transformed(const Layout& l, const Slab& slab, float* k) {
   float scale[SLAB];
   read_halves(slab.data + l.k_scale, SLAB, scale);

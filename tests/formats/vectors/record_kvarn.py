@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.parts.rotation import hadamard
 
 HERE = Path(__file__).parent
 SOURCE = "ascend_kernel/kvarn_store_tile_k/api_test.py"

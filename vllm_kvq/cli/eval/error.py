@@ -20,8 +20,8 @@ from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import FORMATS, Geometry, roundtrip
 from vllm_kvq.formats.constants import Calibration
-from vllm_kvq.formats.rope import Rope
-from vllm_kvq.formats.squat import PLAIN
+from vllm_kvq.formats.methods.squat import PLAIN
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.table import public_formats
 
 Row = tuple[str, str, Mapping[str, Any]]

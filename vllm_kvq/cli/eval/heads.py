@@ -23,7 +23,7 @@ from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results import plots
 from vllm_kvq.eval.tasks.samples import sequence
 from vllm_kvq.formats.by_layer import all_options
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.formats.table import get_format
 from vllm_kvq.integration.preview.apart import Failed
 from vllm_kvq.integration.preview.constants import Known

@@ -12,8 +12,8 @@ import torch
 from vllm_kvq.eval.conformance.trial import GROUP, Trial
 from vllm_kvq.formats import contract
 from vllm_kvq.formats.page import FLAGS_AT
-from vllm_kvq.formats.planes import SLAB
-from vllm_kvq.formats.quant import LIMIT
+from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.quant import LIMIT
 from vllm_kvq.kernels.paths import Wish, kernels_for, path_for
 from vllm_kvq.kernels.torch.lists import PageList
 

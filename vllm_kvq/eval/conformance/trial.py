@@ -12,8 +12,8 @@ import torch
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import Geometry, PageFormat
 from vllm_kvq.formats.constants import Calibration
-from vllm_kvq.formats.fields import Packed
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.fields import Packed
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.roundtrip import fitted, through_pages
 from vllm_kvq.formats.table import DEFAULT_N, Format
 

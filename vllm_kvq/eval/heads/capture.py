@@ -14,7 +14,7 @@ import torch
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.constants import Calibration, Constants
 from vllm_kvq.formats.page import PageFormat
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.settings import Settings
 from vllm_kvq.integration.preview.apart import apart
 

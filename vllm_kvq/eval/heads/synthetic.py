@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.rope import Rope
 
 RANK = 4
 OUTLIERS_PER_HEAD = 16

@@ -17,8 +17,8 @@ import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import by_head
-from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.quant import LIMIT
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.quant import LIMIT
 
 
 class Coding(ABC):

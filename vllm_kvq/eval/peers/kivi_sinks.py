@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_kvq.formats.kivi import FORMATS as KIVI
+from vllm_kvq.formats.methods.kivi import FORMATS as KIVI
 
 FORMATS = tuple(
     replace(

@@ -18,8 +18,8 @@ import torch
 
 from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
-from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.planes import SLAB, key_code_shape, pack_keys, unpack_keys
 from vllm_kvq.formats.table import Format
 
 BITS = 4

@@ -17,10 +17,10 @@ import torch
 
 from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
-from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import TINY, half
-from vllm_kvq.formats.rotation import hadamard
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.planes import SLAB, key_code_shape, pack_keys, unpack_keys
+from vllm_kvq.formats.parts.quant import TINY, half
+from vllm_kvq.formats.parts.rotation import hadamard
 from vllm_kvq.formats.table import Format
 
 BITS = 4

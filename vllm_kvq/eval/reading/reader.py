@@ -18,7 +18,7 @@ import torch
 
 from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.eval.reading.attention import Packed, Scores, attend
-from vllm_kvq.formats.rope import PAIRINGS, Rope
+from vllm_kvq.formats.parts.rope import PAIRINGS, Rope
 
 NAME = "kvq_reading"
 INSTEAD = "use the teacher-forced regime, which runs vLLM"

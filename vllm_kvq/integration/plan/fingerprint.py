@@ -16,8 +16,8 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.constants import Constants
-from vllm_kvq.formats.fields import Region
 from vllm_kvq.formats.page import MAGIC
+from vllm_kvq.formats.parts.fields import Region
 from vllm_kvq.integration.plan.drafts import WITH_CACHE
 from vllm_kvq.integration.plan.layers import Layers
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
 from vllm_kvq.formats.codec import HEAD_SIZES
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.integration import compat
 from vllm_kvq.integration.core.spec import PackedSpec
 from vllm_kvq.integration.patches import registry

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvq.formats import Geometry, PageFormat
-from vllm_kvq.formats.rope import Rope
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.integration import compat
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.rope import no_rope, not_before_rope, unknown_pairs

@@ -21,16 +21,16 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.codec import KeyCodec
-from vllm_kvq.formats.innerq import HybridKeys, HybridValues
-from vllm_kvq.formats.kitty import LOW, BoostedKeys
-from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.klt import DIGIT, SearchedValues, TransformedKeys
-from vllm_kvq.formats.lossless import RawKeys
-from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys, ThirdBit
-from vllm_kvq.formats.qjl import OneSketchKeys, SketchKeys
-from vllm_kvq.formats.search import widths
-from vllm_kvq.formats.squat import BoostedSQuatKeys, SQuatKeys, WideSubspace
-from vllm_kvq.formats.values import RawValues, Rotated, TokenValues
+from vllm_kvq.formats.methods.innerq import HybridKeys, HybridValues
+from vllm_kvq.formats.methods.kitty import LOW, BoostedKeys
+from vllm_kvq.formats.methods.kivi import ChannelKeys
+from vllm_kvq.formats.methods.klt import DIGIT, SearchedValues, TransformedKeys
+from vllm_kvq.formats.methods.lossless import RawKeys
+from vllm_kvq.formats.methods.polar import PaperPolarKeys, PolarKeys, ThirdBit
+from vllm_kvq.formats.methods.qjl import OneSketchKeys, SketchKeys
+from vllm_kvq.formats.methods.squat import BoostedSQuatKeys, SQuatKeys, WideSubspace
+from vllm_kvq.formats.methods.values import RawValues, Rotated, TokenValues
+from vllm_kvq.formats.parts.search import widths
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu import transformed
 from vllm_kvq.kernels.cpu.library import library

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_kvq.formats import PageFormat, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES, Codec
-from vllm_kvq.formats.qjl import SketchKeys
+from vllm_kvq.formats.methods.qjl import SketchKeys
 from vllm_kvq.kernels.blame import chosen_codecs
 from vllm_kvq.kernels.cpu.layout import bind
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library

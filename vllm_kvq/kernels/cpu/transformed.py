@@ -1,4 +1,4 @@
-"""What transformed keys' constants (formats/klt.py) are to the C++ kernels: tables with a part for each KV head.
+"""What the constants of transformed keys (formats/methods/klt.py) are in C++: tables with a part for each KV head.
 
 The score of a token is linear in the query, so each head has one matrix, and a query one product with it per step:
 
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from vllm_kvq.formats.fields import round_up
-from vllm_kvq.formats.klt import DIGIT, TransformedKeys
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.methods.klt import DIGIT, TransformedKeys
+from vllm_kvq.formats.parts.fields import round_up
+from vllm_kvq.formats.parts.planes import SLAB
 
 TABLES = ("features", "forward", "channels", "places")
 

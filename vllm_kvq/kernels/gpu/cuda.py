@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.qjl import OneSketchKeys, SketchKeys
-from vllm_kvq.formats.values import TokenValues
+from vllm_kvq.formats.methods.qjl import OneSketchKeys, SketchKeys
+from vllm_kvq.formats.methods.values import TokenValues
 from vllm_kvq.kernels.build import BuildError
 from vllm_kvq.kernels.gpu import build as build_cuda
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.squat import Corrected
+from vllm_kvq.formats.methods.squat import Corrected
 from vllm_kvq.kernels.gpu.cuda import CUDA
 from vllm_kvq.kernels.gpu.history import History
 from vllm_kvq.kernels.gpu.history import attend as attend_history

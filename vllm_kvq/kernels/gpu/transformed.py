@@ -1,4 +1,4 @@
-"""What transformed keys' constants (formats/klt.py) are to the Triton kernels, with a part for each KV head.
+"""What transformed keys' constants (formats/methods/klt.py) are to the Triton kernels, with a part for each KV head.
 
 A query's numbers for the slots are a product with its head's matrix, which PyTorch computes once per step. CUDA graphs
 hold the tables' addresses, so they are made when a layer's step is, and live as long as its codec.
@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.fields import round_up
-from vllm_kvq.formats.klt import DIGIT, TransformedKeys
+from vllm_kvq.formats.methods.klt import DIGIT, TransformedKeys
+from vllm_kvq.formats.parts.fields import round_up
 
 ALIGNED = 16
 """Numbers of a query are padded to a multiple of this."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.klt import TransformedKeys
+from vllm_kvq.formats.methods.klt import TransformedKeys
 from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.gpu import loading
 from vllm_kvq.kernels.gpu.launch import unpack_launch

@@ -33,16 +33,16 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.codec import KeyCodec
-from vllm_kvq.formats.innerq import GROUP, HybridKeys, HybridValues
-from vllm_kvq.formats.kitty import LOW, BoostedKeys
-from vllm_kvq.formats.kivi import ChannelKeys
-from vllm_kvq.formats.klt import DIGIT, SearchedValues, TransformedKeys
-from vllm_kvq.formats.polar import PaperPolarKeys, PolarKeys
-from vllm_kvq.formats.qjl import SketchKeys
-from vllm_kvq.formats.rotation import block
-from vllm_kvq.formats.search import widths
-from vllm_kvq.formats.squat import BoostedSQuatKeys, Corrected, SQuatKeys
-from vllm_kvq.formats.values import Rotated, TokenValues
+from vllm_kvq.formats.methods.innerq import GROUP, HybridKeys, HybridValues
+from vllm_kvq.formats.methods.kitty import LOW, BoostedKeys
+from vllm_kvq.formats.methods.kivi import ChannelKeys
+from vllm_kvq.formats.methods.klt import DIGIT, SearchedValues, TransformedKeys
+from vllm_kvq.formats.methods.polar import PaperPolarKeys, PolarKeys
+from vllm_kvq.formats.methods.qjl import SketchKeys
+from vllm_kvq.formats.methods.squat import BoostedSQuatKeys, Corrected, SQuatKeys
+from vllm_kvq.formats.methods.values import Rotated, TokenValues
+from vllm_kvq.formats.parts.rotation import block
+from vllm_kvq.formats.parts.search import widths
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, power_of_two
 from vllm_kvq.triton_kernels.kinds import CHANNEL, HYBRID, HYBRID_VALUES, POLAR, TOKEN, TRANSFORMED

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from vllm_kvq.formats import PageFormat
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.kernels.torch.lists import Between, PageList, TokenList
 from vllm_kvq.kernels.torch.pack import gather
 

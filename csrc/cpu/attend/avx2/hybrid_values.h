@@ -1,6 +1,6 @@
 //     sum_t p_t v_tc = |scale_c| sum_t p_t u_tc + zero_c sum_t p_t         per slab
 //
-// InnerQ's values with 2 bits (formats/innerq.py): per channel and slab a scale, and either a zero or 32 sign bits; u
+// InnerQ's values with 2 bits (formats/methods/innerq.py): per channel and slab a scale, and either a zero or 32 sign bits; u
 // as in integer/hybrid_keys.h. Each slab is added to the output: AVX2 has no registers for its sums over slabs.
 //
 // This kernel has a twin in ../vnni. As one source, g++ 12 spilled the sums of the VNNI kernel: innerq2 rose from 0.455

@@ -1,6 +1,6 @@
 //     q . k_t = sum_p q_p . k_pt,    k_pt = r_pt (cos phi_pt, sin phi_pt)
 //
-// PolarQuant's keys (formats/polar.py), 4-bit angles with 4- or 2-bit radii, unpacked to 16-bit integers once per slab
+// PolarQuant's keys (formats/methods/polar.py), 4-bit angles with 4- or 2-bit radii, unpacked to 16-bit integers once per slab
 // for all rows.
 //
 // A page has 16 cosines, 16 sines and up to 16 radii per pair of channels. They are looked up for 32 tokens at a time

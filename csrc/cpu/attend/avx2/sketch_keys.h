@@ -1,6 +1,6 @@
 //     q . k_t = c/m |k_in| <f, bits> + c'/m' |k_out| <f', bits'>,   f = S q - S_out q_out,  f' = S' q_out
 //
-// QJL's keys (formats/qjl.py): sign bits of a sketch, with features of the query in fixed point (sign_sums.h). Every
+// QJL's keys (formats/methods/qjl.py): sign bits of a sketch, with features of the query in fixed point (sign_sums.h). Every
 // slab names its outlier channels. f is recomputed when they change, which is rare: those of a request are chosen
 // once.
 #pragma once

@@ -1,6 +1,6 @@
 //     q . k_t = sum_c (q_c |scale_c|) low_ct + sum_b (4 q_b |scale_b|) high_bt + sum_c q_c zero_c       b: the boosted
 //
-// Kitty's keys (formats/kitty.py). The high digits follow the low ones in separate planes, so both are the words
+// Kitty's keys (formats/methods/kitty.py). The high digits follow the low ones in separate planes, so both are the words
 // of one product (dot_keys.h) with a row that has the plane of the low digits and then that of the high ones, four
 // times. They share a fixed-point unit: four steps of a boosted channel are about one step of 2 bits.
 #pragma once

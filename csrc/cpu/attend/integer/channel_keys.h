@@ -1,6 +1,6 @@
 //     q . k_t = sum_c (q_c scale_c) code_ct + sum_c q_c zero_c
 //
-// SQuat's and KIVI's keys (formats/squat.py): one scale and one zero per channel and slab. The scales are multiplied
+// SQuat's and KIVI's keys (formats/methods/squat.py): one scale and one zero per channel and slab. The scales are multiplied
 // into the query once per slab, which is then rounded to fixed point; the zeros add up to one number per row.
 #pragma once
 

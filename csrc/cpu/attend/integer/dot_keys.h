@@ -1,6 +1,6 @@
 //     sum_c codes[c][t] q8[r][c]         for the 32 tokens t of a slab
 //
-// The inner product of key codes, stored in planes (formats/planes.py), with rows in fixed point.
+// The inner product of key codes, stored in planes (formats/parts/planes.py), with rows in fixed point.
 #pragma once
 
 #include "../../dispatch/attend_kernels.h"

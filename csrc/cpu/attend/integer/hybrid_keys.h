@@ -1,7 +1,7 @@
 //     q . k_t = sum_g ( |scale_gt| sum_c q'_c u_ct + zero_gt sum_c q'_c ),    q' = q * norm
 //     symmetric:  u = code + 4 sign,  zero = -4 |scale|        asymmetric:  u = code
 //
-// InnerQ's keys with 2 bits (formats/innerq.py): per token and group g of 32 channels a scale, and either a zero or 32
+// InnerQ's keys with 2 bits (formats/methods/innerq.py): per token and group g of 32 channels a scale, and either a zero or 32
 // sign bits. So the sign is one more bit of an unsigned code. q' is rounded to fixed point once per norm, which changes
 // at most from page to page. Scales multiply the partial scores of a vector of tokens.
 #pragma once

@@ -1,7 +1,7 @@
 //     q . k_t = sum_p r_pt (x_p cos phi_pt + y_p sin phi_pt),    (x_p, y_p) the query's pair p
 //     r T = (r_hi + r_lo / 256) (256 T_hi + T_lo) ~ r_hi (256 T_hi + T_lo) + r_lo T_hi
 //
-// PolarQuant's keys (formats/polar.py), 4-bit angles with 4- or 2-bit radii, by tables. Per page and row, T holds the
+// PolarQuant's keys (formats/methods/polar.py), 4-bit angles with 4- or 2-bit radii, by tables. Per page and row, T holds the
 // 16 values x_p cos + y_p sin of every pair in fixed point, in two bytes; the 16 radii are unsigned numbers of 16 bits,
 // in a unit of their pair that goes into T.
 //

@@ -1,6 +1,6 @@
 //     q . k_t = c/m |k_in| <f, bits> + c'/m' |k_out| <f', bits'>,   f = S q - S_out q_out,  f' = S' q_out
 //
-// QJL's keys (formats/qjl.py): sign bits of a sketch, with features of the query in 8 bits.
+// QJL's keys (formats/methods/qjl.py): sign bits of a sketch, with features of the query in 8 bits.
 //
 // Four signs are one nibble, and their part of <f, bits> is one of 16 sums +-f_1 +-f_2 +-f_3 +-f_4. A byte shuffle
 // looks up 64 of them, and a dot product with their units adds those of a token. So 128 products cost one instruction,

@@ -1,6 +1,6 @@
 //     sum_t p_t v_tc = sum_t (p_t scale_tg) code_tc + sum_t p_t zero_tg          g: the group of channel c
 //
-// Values per token (formats/values.py): one scale and one zero per token and group of channels. The scales are
+// Values per token (formats/methods/values.py): one scale and one zero per token and group of channels. The scales are
 // multiplied into the softmax weights once per block, which are then rounded to fixed point per row and group. 32
 // channels are taken at a time, as two vectors that share their weights because groups are multiples of 32.
 //

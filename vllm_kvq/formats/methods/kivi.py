@@ -20,14 +20,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from vllm_kvq.formats.balance import balanced
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.methods.values import TokenValues
 from vllm_kvq.formats.option import KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
-from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import Quantized, affine_codes, affine_parameters
+from vllm_kvq.formats.parts.balance import balanced
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.planes import SLAB, key_code_shape, pack_keys, unpack_keys
+from vllm_kvq.formats.parts.quant import Quantized, affine_codes, affine_parameters
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.formats.variant import fitted, variant
 
 BALANCE_ROUNDS = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvq.formats.quant import positive_half
+from vllm_kvq.formats.parts.quant import positive_half
 
 FLAT = 1e-6
 """Rows and columns that vary by less than this fraction of the tile stay as they are: equal tokens, dead channels."""

@@ -23,7 +23,7 @@ Slab of the keys (32 tokens; d = 128, 3 bits): 1600 bytes, 3.125 bits per elemen
 
 Values are `SearchedValues`: their covariance says little about the next text's, so they are only mixed and scaled.
 
-    y = v H / sqrt(b)   H the Hadamard matrix, b the size of its blocks (rotation.py);   a as above, equal weights
+    y = v H / sqrt(b)   H the Hadamard matrix, b the size of its blocks (parts/rotation.py);   a as above, equal weights
 
     v_codes  u8   [8 token quads][d b / 8][4]   1024   b = 2 (low bits if b = 3) or 4; d = 128, b = 2
     v_high   u8   [8 token quads][d / 8][4]      512   only if b = 3: the highest bits
@@ -43,9 +43,9 @@ from torch.nn.functional import pad
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import Calibration, Moments, by_head, known
-from vllm_kvq.formats.fields import Field, Packed, round_up
 from vllm_kvq.formats.option import Option
-from vllm_kvq.formats.planes import (
+from vllm_kvq.formats.parts.fields import Field, Packed, round_up
+from vllm_kvq.formats.parts.planes import (
     SLAB,
     key_code_shape,
     pack_keys,
@@ -54,9 +54,9 @@ from vllm_kvq.formats.planes import (
     unpack_values,
     value_code_shape,
 )
-from vllm_kvq.formats.quant import LIMIT
-from vllm_kvq.formats.rotation import block, hadamard
-from vllm_kvq.formats.search import levels, searched, widths
+from vllm_kvq.formats.parts.quant import LIMIT
+from vllm_kvq.formats.parts.rotation import block, hadamard
+from vllm_kvq.formats.parts.search import levels, searched, widths
 from vllm_kvq.formats.table import Format
 
 DIGIT = 2

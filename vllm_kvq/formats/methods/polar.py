@@ -34,12 +34,12 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.fields import Field, Packed, round_up
+from vllm_kvq.formats.methods.values import RawValues, TokenValues
 from vllm_kvq.formats.option import PAIRING, Option
-from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import half, positive_half
+from vllm_kvq.formats.parts.fields import Field, Packed, round_up
+from vllm_kvq.formats.parts.planes import SLAB, key_code_shape, pack_keys, unpack_keys
+from vllm_kvq.formats.parts.quant import half, positive_half
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import RawValues, TokenValues
 from vllm_kvq.formats.variant import variant
 
 TURN = 2 * math.pi

@@ -49,12 +49,12 @@ import numpy as np
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.fields import Field, Packed
+from vllm_kvq.formats.methods.values import TokenValues
 from vllm_kvq.formats.option import Option
-from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import half
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.planes import SLAB, key_code_shape, pack_keys, unpack_keys
+from vllm_kvq.formats.parts.quant import half
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import TokenValues
 
 
 def sphere_constant(d: int) -> float:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.fields import Field, Packed
-from vllm_kvq.formats.planes import SLAB
+from vllm_kvq.formats.methods.values import RawValues
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import RawValues
 
 
 class RawKeys(KeyCodec):

@@ -32,9 +32,9 @@ from typing import Any, Self, cast
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
-from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS, Option
-from vllm_kvq.formats.planes import (
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.planes import (
     SLAB,
     key_code_shape,
     pack_keys,
@@ -45,7 +45,7 @@ from vllm_kvq.formats.planes import (
     unpack_values,
     value_code_shape,
 )
-from vllm_kvq.formats.quant import affine_codes, affine_parameters, half, positive_half
+from vllm_kvq.formats.parts.quant import affine_codes, affine_parameters, half, positive_half
 from vllm_kvq.formats.table import Format
 from vllm_kvq.formats.variant import variant
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvq.formats.quant import positive_half
+from vllm_kvq.formats.parts.quant import positive_half
 
 HALF_WIDTH = (0.0, 0.798, 1.494, 2.05, 2.52, 3.0, 3.4)
 """By bits."""

@@ -29,12 +29,12 @@ from typing import Any, ClassVar, Self
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.fields import Field, Packed, round_up
+from vllm_kvq.formats.methods.values import TokenValues
 from vllm_kvq.formats.option import BOOST, KEY_SCALES, Option
-from vllm_kvq.formats.planes import SLAB, key_code_shape, pack_keys, unpack_keys
-from vllm_kvq.formats.quant import Quantized, affine_codes, affine_parameters
+from vllm_kvq.formats.parts.fields import Field, Packed, round_up
+from vllm_kvq.formats.parts.planes import SLAB, key_code_shape, pack_keys, unpack_keys
+from vllm_kvq.formats.parts.quant import Quantized, affine_codes, affine_parameters
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.formats.variant import fitted, variant
 
 LOW, WHOLE = 2, 4

@@ -49,12 +49,12 @@ from typing import Any, ClassVar, Self, cast
 import torch
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec
-from vllm_kvq.formats.kitty import LOW, USUAL, BoostedKeys
-from vllm_kvq.formats.kivi import ChannelKeys
+from vllm_kvq.formats.methods.kitty import LOW, USUAL, BoostedKeys
+from vllm_kvq.formats.methods.kivi import ChannelKeys
+from vllm_kvq.formats.methods.values import TokenValues
 from vllm_kvq.formats.option import BOOST, KEY_BITS, KEY_SCALES, TOKEN_SCALE, Option
-from vllm_kvq.formats.quant import LIMIT, Quantized
+from vllm_kvq.formats.parts.quant import LIMIT, Quantized
 from vllm_kvq.formats.table import Format
-from vllm_kvq.formats.values import TokenValues
 from vllm_kvq.formats.variant import variant
 
 NARROW = 16

@@ -8,7 +8,7 @@ Slab (32 tokens; d = 128, b = 2, G = 32):
     v_scale  f16  [d / G][32 tokens]             256   token-minor: a kernel folds 16 tokens' scales into the
     v_zero   f16  [d / G][32 tokens]             256     softmax weights with one load
 
-The last group is smaller if G does not divide d. With `value_rotation: hadamard` the same is done to v H (rotation.py).
+The last group is smaller if G does not divide d. With `value_rotation: hadamard` the same is done to v H (parts/rotation.py).
 
 Uncompressed (PolarQuant's main setting in float16 and bfloat16, and `lossless` in any dtype):
 
@@ -23,11 +23,11 @@ from typing import Any, Self
 import torch
 
 from vllm_kvq.formats.codec import Geometry, ValueCodec
-from vllm_kvq.formats.fields import Field, Packed
 from vllm_kvq.formats.option import VALUE_BITS, VALUE_SCALES, Option
-from vllm_kvq.formats.planes import SLAB, pack_values, unpack_values, value_code_shape
-from vllm_kvq.formats.quant import LIMIT, affine_codes, affine_parameters
-from vllm_kvq.formats.rotation import block, hadamard
+from vllm_kvq.formats.parts.fields import Field, Packed
+from vllm_kvq.formats.parts.planes import SLAB, pack_values, unpack_values, value_code_shape
+from vllm_kvq.formats.parts.quant import LIMIT, affine_codes, affine_parameters
+from vllm_kvq.formats.parts.rotation import block, hadamard
 from vllm_kvq.formats.variant import fitted, variant
 
 

@@ -1,0 +1,1 @@
+"""The methods: one file each, which begins with its byte layout."""

@@ -1,0 +1,1 @@
+"""What methods are made of: fields, codes and the arithmetic that they share."""
