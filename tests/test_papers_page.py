@@ -78,7 +78,7 @@ def test_would_be_served(command: list[str]) -> None:
 
 
 def test_modules_and_functions_that_it_names_exist() -> None:
-    files = [*(ROOT / "vllm_kvq" / "formats").glob("*.py"), *(ROOT / "tests" / "formats").glob("*.py")]
+    files = [*(ROOT / "vllm_kvq" / "formats").rglob("*.py"), *(ROOT / "tests" / "formats").glob("*.py")]
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
     for path in re.findall(r"`((?:vllm_kvq|csrc|triton_kernels|tests)/[^`]*)`", PAGE):
         assert (ROOT / path).exists(), path

@@ -111,8 +111,8 @@ def token_values(
         o_c = sum_t (w_t scale_tg) code_tc + sum_t w_t zero_tg
 
     Searched values (formats/methods/klt.py) are the same with one group: v = STEP (MIDDLE zero_t + scale_t code) with
-    the scale as zero, too. A code of three bits has its highest one in a plane of its own, from HIGH on: d / 8 channels of
-    one bit, so that each block of channels is in one plane there and in one here.
+    the scale as zero, too. A code of three bits has its highest one in a plane of its own, from HIGH on: d / 8 channels
+    of one bit, so that each block of channels is in one plane there and in one here.
 
     `acc` holds the sums over codes by block, `extra` (16, M) the sums over zeros by group; if it has eight rows to
     spare, the last ones are the sums of the weights, the softmax's denominators.

@@ -8,7 +8,8 @@ Slab (32 tokens; d = 128, b = 2, G = 32):
     v_scale  f16  [d / G][32 tokens]             256   token-minor: a kernel folds 16 tokens' scales into the
     v_zero   f16  [d / G][32 tokens]             256     softmax weights with one load
 
-The last group is smaller if G does not divide d. With `value_rotation: hadamard` the same is done to v H (parts/rotation.py).
+The last group is smaller if G does not divide d. With `value_rotation: hadamard` the same is done to v H
+(parts/rotation.py).
 
 Uncompressed (PolarQuant's main setting in float16 and bfloat16, and `lossless` in any dtype):
 
