@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from vllm_kvq import cli, roundtrip
 from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration.plan import weights
+from vllm_kvq.integration.plan.model import weights
 from vllm_kvq.integration.preview import hub
 from vllm_kvq.integration.worker.report import Capacity, capacity_warning
 from vllm_kvq.kernels.variables import VARIABLES, variables_problem

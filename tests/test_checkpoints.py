@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from vllm_kvq.eval.model import Model
 from vllm_kvq.integration.plan import calibration
-from vllm_kvq.integration.plan.weights import WEIGHTS, checkpoint_bytes
+from vllm_kvq.integration.plan.model.weights import WEIGHTS, checkpoint_bytes
 
 
 def config(name: str) -> Any:

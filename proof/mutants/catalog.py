@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-from proof.mutants import (
+from proof.mutants.fault import Fault
+from proof.mutants.faults import (
     benches,
     blocks,
     command_line,
@@ -23,7 +24,6 @@ from proof.mutants import (
     tools,
     views,
 )
-from proof.mutants.fault import Fault
 
 PLACES = (
     formats,

@@ -10,8 +10,8 @@ import torch
 
 from vllm_kvq.formats import Geometry
 from vllm_kvq.integration import compat
+from vllm_kvq.integration.plan.model.rope import rope_problem
 from vllm_kvq.integration.plan.options import Options
-from vllm_kvq.integration.plan.rope import rope_problem
 from vllm_kvq.integration.worker.binding import bind_layer, rope_of, table_of
 
 pytestmark = pytest.mark.engine

@@ -13,8 +13,9 @@ import torch
 import vllm
 from engine_arguments import kvq
 
-from vllm_kvq.integration.plan import memory, weights
+from vllm_kvq.integration.plan import memory
 from vllm_kvq.integration.plan.drafts import draft_problem
+from vllm_kvq.integration.plan.model import weights
 from vllm_kvq.integration.plan.problem import Problem, Refused
 
 pytestmark = pytest.mark.engine

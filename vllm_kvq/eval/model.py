@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq.eval.demo import demo_model
-from vllm_kvq.integration.plan.weights import weight_bytes
+from vllm_kvq.integration.plan.model.weights import weight_bytes
 
 DEMO = "demo"
 SUFFIXES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")

@@ -16,7 +16,7 @@ from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.patch import Moment
 from vllm_kvq.integration.plan import budgets, refusals
 from vllm_kvq.integration.plan.drafts import is_draft
-from vllm_kvq.integration.plan.layers import WINDOWS
+from vllm_kvq.integration.plan.model.layers import WINDOWS
 from vllm_kvq.integration.plan.plan import apply, plan
 from vllm_kvq.integration.plan.problem import Refused
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvq.integration.plan.weights import weights_folder
+from vllm_kvq.integration.plan.model.weights import weights_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

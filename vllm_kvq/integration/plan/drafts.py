@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_kvq.formats import FORMATS
-from vllm_kvq.integration.plan.layers import layer_types
+from vllm_kvq.integration.plan.model.layers import layer_types
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from vllm_kvq.formats.constants import Constants
 from vllm_kvq.formats.page import MAGIC
 from vllm_kvq.formats.parts.fields import Region
 from vllm_kvq.integration.plan.drafts import WITH_CACHE
-from vllm_kvq.integration.plan.layers import Layers
+from vllm_kvq.integration.plan.model.layers import Layers
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -12,8 +12,8 @@ import multiprocessing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_kvq.integration.plan.model.weights import checkpoint_bytes
 from vllm_kvq.integration.plan.problem import Problem
-from vllm_kvq.integration.plan.weights import checkpoint_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

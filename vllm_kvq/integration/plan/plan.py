@@ -25,11 +25,11 @@ from vllm_kvq.integration.plan.calibration import Source, fitting_problem
 from vllm_kvq.integration.plan.connectors import choose_connector, mark_connector
 from vllm_kvq.integration.plan.drafts import Draft
 from vllm_kvq.integration.plan.fingerprint import fingerprint
-from vllm_kvq.integration.plan.heads import Heads
-from vllm_kvq.integration.plan.layers import Layers, chunk_problem
+from vllm_kvq.integration.plan.model.heads import Heads
+from vllm_kvq.integration.plan.model.layers import Layers, chunk_problem
+from vllm_kvq.integration.plan.model.states import States
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.served import Part, Served
-from vllm_kvq.integration.plan.states import States
 from vllm_kvq.kernels.paths import Path, Wish, path_for
 from vllm_kvq.kernels.slots import SlotGeometry
 

@@ -12,14 +12,14 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.contract import broken_promise
 from vllm_kvq.integration.plan.connectors import connector_problem
 from vllm_kvq.integration.plan.drafts import draft_problem
-from vllm_kvq.integration.plan.heads import Heads
-from vllm_kvq.integration.plan.layers import Layers, window_problem
 from vllm_kvq.integration.plan.memory import memory_problem
+from vllm_kvq.integration.plan.model.heads import Heads
+from vllm_kvq.integration.plan.model.layers import Layers, window_problem
+from vllm_kvq.integration.plan.model.rope import pairing_problem, rope_problem
+from vllm_kvq.integration.plan.model.states import drafts_problem, hybrid_problem
 from vllm_kvq.integration.plan.options import Options, unread_options
 from vllm_kvq.integration.plan.plan import plan
 from vllm_kvq.integration.plan.problem import Problem, Refused
-from vllm_kvq.integration.plan.rope import pairing_problem, rope_problem
-from vllm_kvq.integration.plan.states import drafts_problem, hybrid_problem
 from vllm_kvq.kernels.gpu.step import kernels_of
 from vllm_kvq.kernels.variables import variables_problem
 

@@ -10,11 +10,11 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.table import changed, label
 from vllm_kvq.integration.plan.calibration import Source
 from vllm_kvq.integration.plan.drafts import Draft
-from vllm_kvq.integration.plan.groups import Kind, Pool
-from vllm_kvq.integration.plan.heads import Heads
-from vllm_kvq.integration.plan.layers import Layers
+from vllm_kvq.integration.plan.model.groups import Kind, Pool
+from vllm_kvq.integration.plan.model.heads import Heads
+from vllm_kvq.integration.plan.model.layers import Layers
+from vllm_kvq.integration.plan.model.states import States
 from vllm_kvq.integration.plan.options import Options
-from vllm_kvq.integration.plan.states import States
 from vllm_kvq.kernels.paths import Path
 from vllm_kvq.kernels.slots import SlotGeometry
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.plan.memory import OVERHEAD, gib
+from vllm_kvq.integration.plan.model.weights import checkpoint_bytes
 from vllm_kvq.integration.plan.served import Served
-from vllm_kvq.integration.plan.weights import checkpoint_bytes
 from vllm_kvq.integration.worker.report import Capacity
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.plan.memory import Machine, gib
+from vllm_kvq.integration.plan.model.weights import WEIGHTS, checkpoint_bytes, weight_files
 from vllm_kvq.integration.plan.problem import Problem
-from vllm_kvq.integration.plan.weights import WEIGHTS, checkpoint_bytes, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

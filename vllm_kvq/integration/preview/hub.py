@@ -32,7 +32,7 @@ def hub_problem(name: str, revision: str | None = None) -> str | None:
         return problem
     from huggingface_hub import constants
 
-    from vllm_kvq.integration.plan.weights import weights_folder
+    from vllm_kvq.integration.plan.model.weights import weights_folder
 
     # stores, hubs and files that vLLM reads by itself, and proxies that reach what we can't
     by_vllm = ":" in name or name.endswith(".gguf") or os.environ.get("VLLM_USE_MODELSCOPE")

@@ -18,8 +18,8 @@ import torch
 from vllm_kvq.formats import Geometry, PageFormat
 from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.integration import compat
+from vllm_kvq.integration.plan.model.rope import no_rope, not_before_rope, unknown_pairs
 from vllm_kvq.integration.plan.options import Options
-from vllm_kvq.integration.plan.rope import no_rope, not_before_rope, unknown_pairs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

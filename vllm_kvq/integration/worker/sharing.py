@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvq.integration.plan.layers import Layers
+from vllm_kvq.integration.plan.model.layers import Layers
 from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.worker.layer import PackedLayer, step_of

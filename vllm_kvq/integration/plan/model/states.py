@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from vllm_kvq.integration.plan.layers import layer_types
+from vllm_kvq.integration.plan.model.layers import layer_types
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from proof.mutants.fault import Fault
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HOME = "vllm_kvq/formats"
 TESTS = "tests/formats"
 PAPERS = f"{TESTS}/test_papers.py"

@@ -67,14 +67,14 @@ MEANING = (
     ),
     Fault(
         "a checkpoint weighs what its largest file weighs",
-        f"{PLAN}/weights.py",
+        f"{PLAN}/model/weights.py",
         "            return sum(found)\n",
         "            return max(found)\n",
         f"{REFUSALS} shards",
     ),
     Fault(
         "layers without RoPE are believed to have it",
-        f"{PLAN}/rope.py",
+        f"{PLAN}/model/rope.py",
         '(windows or 0 in (getattr(model.hf_text_config, "no_rope_layers", None) or ()))',
         "windows",
         "tests/engine/test_keys_before_rope.py -k configuration_says",

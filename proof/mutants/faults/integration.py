@@ -49,14 +49,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the kinds of layers are asked of the whole checkpoint, not of its text part",
-        f"{ROOM}/plan/layers.py",
+        f"{ROOM}/plan/model/layers.py",
         "    text = model.hf_text_config\n",
         "    text = model.hf_config\n",
         "tests/models/test_works.py -k 'Gemma-3 and vision'",
     ),
     Fault(
         "a layer beyond the model's last may be skipped",
-        f"{ROOM}/plan/layers.py",
+        f"{ROOM}/plan/model/layers.py",
         "beyond := sorted(i for i in self.skipped if i >= self.total)",
         "beyond := sorted(i for i in self.skipped if i > self.total)",
         REFUSALS,
@@ -233,7 +233,7 @@ FAULTS: tuple[Fault, ...] = (
         "if turned is not None else None",
         ROPE,
     ),
-    Fault("M-RoPE counts as RoPE", f"{ROOM}/plan/rope.py", "model.uses_mrope", "False", ROPE),
+    Fault("M-RoPE counts as RoPE", f"{ROOM}/plan/model/rope.py", "model.uses_mrope", "False", ROPE),
     Fault("one of several kinds of RoPE", f"{ROOM}/worker/binding.py", "if len(found) != 1:", "if not found:", ROPE),
     Fault("RoPE is left on", f"{ROOM}/worker/binding.py", "if fmt.keys.before_rope:", "if False:", ROPE),
     Fault(

@@ -1,0 +1,1 @@
+"""The faults, by the code in which they are planted."""
