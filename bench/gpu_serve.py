@@ -30,11 +30,11 @@ from pathlib import Path
 
 import torch
 
-from vllm_kvq.bench.capacity import PREEMPTIONS, read_metrics
-from vllm_kvq.bench.checkpoint import LlamaShape
-from vllm_kvq.bench.serve import Turn, stream
-from vllm_kvq.bench.server import Server, ServerError, watched, with_cache
-from vllm_kvq.bench.tokenizer import made_up_tokenizer
+from vllm_kvq.bench.models.checkpoint import LlamaShape
+from vllm_kvq.bench.models.tokenizer import made_up_tokenizer
+from vllm_kvq.bench.servers.capacity import PREEMPTIONS, read_metrics
+from vllm_kvq.bench.servers.serve import Turn, stream
+from vllm_kvq.bench.servers.server import Server, ServerError, watched, with_cache
 
 VOCAB = 4096
 START_SECONDS = 300

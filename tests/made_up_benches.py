@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from vllm_kvq import cli
-from vllm_kvq.bench import capacity, decode, prefill, serve, slow, vllm_build
-from vllm_kvq.bench.capacity import Found
+from vllm_kvq.bench import decode, prefill, slow, vllm_build
 from vllm_kvq.bench.gpu import chunks, table
 from vllm_kvq.bench.gpu.results import Results
+from vllm_kvq.bench.servers import capacity, serve
+from vllm_kvq.bench.servers.capacity import Found
 from vllm_kvq.bench.timing import Row
 from vllm_kvq.cli.bench import slow as slow_command
 from vllm_kvq.cli.bench.report import Report

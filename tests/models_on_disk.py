@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 
 Written = Callable[..., Path]
 

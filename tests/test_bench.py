@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.bench import serve, slow
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench import slow
+from vllm_kvq.bench.models.random_model import random_model
+from vllm_kvq.bench.servers import serve
 from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import no_fp8

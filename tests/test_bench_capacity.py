@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from vllm_kvq.bench import capacity
-from vllm_kvq.bench.capacity import Found, Load, in_flight, judged, load_command, read_metrics
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers import capacity
+from vllm_kvq.bench.servers.capacity import Found, Load, in_flight, judged, load_command, read_metrics
+from vllm_kvq.bench.servers.server import ServerError
 from vllm_kvq.cli.bench import capacity as command
 
 LOAD = Load(prompt=96, answer=32, requests=6, concurrency=4, cache_bytes=1 << 20)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from vllm_kvq.bench import capacity, serve, server
-from vllm_kvq.bench.capacity import in_flight
-from vllm_kvq.bench.server import HOST, Server, ServerError, free_port, watched
+from vllm_kvq.bench.servers import capacity, serve, server
+from vllm_kvq.bench.servers.capacity import in_flight
+from vllm_kvq.bench.servers.server import HOST, Server, ServerError, free_port, watched
 
 ROOT = Path(__file__).parent.parent
 LOAD = capacity.Load(prompt=96, answer=32, requests=6, concurrency=4, cache_bytes=1 << 20)

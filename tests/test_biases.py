@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from proof.demo.biases import PARTS, Hardness, Profile, cached, main, masked_pairs, read, rewritten
 from proof.demo.llama import forward
-from vllm_kvq.bench.checkpoint import LlamaShape
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.checkpoint import LlamaShape
+from vllm_kvq.bench.models.random_model import random_model
 
 CHANNELS = Profile.only("channels")
 BIASES = Profile.only("biases")

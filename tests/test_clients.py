@@ -18,7 +18,7 @@ from proof.clients.case import Case, Endpoint, Row, Wrong, failed, run_case
 from proof.clients.chats import CAPITAL, CHATS, CODE, TOOLS
 from proof.clients.main import main
 from proof.clients.servers import FULL, SETUPS, Setup
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers.server import ServerError
 
 CASES = (*CHATS, *TOOLS, *ADAPTER, *crowd.CROWD)
 

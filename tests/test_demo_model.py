@@ -20,9 +20,9 @@ from proof.demo.model import SHAPE
 from proof.demo.texts import MIXTURE, WEIGHTS, Batches, chat_text, conversation, encode, targets
 from proof.demo.train import FREE_PAIRS, Phase, Plan, Training
 from vllm_kvq import FORMATS, roundtrip
-from vllm_kvq.bench.checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS
-from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.bench.tokenizer import made_up_tokenizer
+from vllm_kvq.bench.models.checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS
+from vllm_kvq.bench.models.random_model import random_model
+from vllm_kvq.bench.models.tokenizer import made_up_tokenizer
 from vllm_kvq.eval.demo import DEMO, demo_model
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.eval.tasks.tasks import TASKS, hidden

@@ -12,7 +12,7 @@ import pytest
 
 from proof.demo import serve
 from proof.demo.capacity import parse_capacity
-from vllm_kvq.bench.server import Server, ServerError, free_port
+from vllm_kvq.bench.servers.server import Server, ServerError, free_port
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 ROOT = Path(__file__).parent.parent

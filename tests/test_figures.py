@@ -14,10 +14,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from vllm_kvq.bench import decode, prefill, serve, slow, steps, timing
+from vllm_kvq.bench import decode, prefill, slow, steps, timing
 from vllm_kvq.bench.gpu import table as gpu
 from vllm_kvq.bench.gpu.decode import Shape as GPUShape
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers import serve
+from vllm_kvq.bench.servers.server import ServerError
 from vllm_kvq.bench.steps import Candidate, Shape
 from vllm_kvq.bench.timing import Row
 from vllm_kvq.cli.bench import attention

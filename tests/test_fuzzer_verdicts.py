@@ -32,7 +32,7 @@ def fuzz(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     """fuzz(what the session finds, ...) -> exit status and report."""
     for name in ("OMP_NUM_THREADS", "PYTHONWARNINGS"):
         monkeypatch.setenv(name, "1" if name.startswith("OMP") else "ignore")
-    monkeypatch.setattr("vllm_kvq.bench.random_model.random_model", lambda path, **_: path)
+    monkeypatch.setattr("vllm_kvq.bench.models.random_model.random_model", lambda path, **_: path)
     monkeypatch.setattr("vllm_kvq.kernels.cpu.library.library", lambda: None)
     threads = torch.get_num_threads()
 

@@ -15,7 +15,7 @@ from proof.models.architecture import Architecture
 from proof.models.checkpoints import write_config
 from proof.models.served import SERVED
 from vllm_kvq import cli
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 from vllm_kvq.cli.constants import _by_file, _hybrid
 from vllm_kvq.eval.choice import choices
 from vllm_kvq.integration.worker.calibration.text import FARTHEST, LEAST, MOST, PIECE, TOKENS, bundled, pieces, texts

@@ -12,7 +12,7 @@ import pytest
 from proof.kernels import sanitize, sanitized_server
 from proof.soak.client import Answer, BadAnswer
 from proof.soak.load import Order
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers.server import ServerError
 
 ASAN = "==7==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x7\n"
 
@@ -29,7 +29,7 @@ class World:
 def status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[World], int]:
     """status(world) -> the exit status."""
     monkeypatch.setattr(os, "environ", {**os.environ})
-    monkeypatch.setattr("vllm_kvq.bench.random_model.random_model", lambda path, **_: path)
+    monkeypatch.setattr("vllm_kvq.bench.models.random_model.random_model", lambda path, **_: path)
 
     def run(world: World) -> int:
         class Server:

@@ -15,8 +15,8 @@ from pathlib import Path
 import clean_environment
 import pytest
 
-from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.bench.server import Server, free_port
+from vllm_kvq.bench.models.random_model import random_model
+from vllm_kvq.bench.servers.server import Server, free_port
 from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.kernels import build
 

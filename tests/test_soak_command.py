@@ -17,7 +17,7 @@ from proof.soak import main
 from proof.soak.client import Answer, BadAnswer
 from proof.soak.load import Order
 from proof.soak.watch import Metrics
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers.server import ServerError
 
 PASSED = Metrics(99, 0, 0, 0, 7, 64, 1000, 500)
 
@@ -112,7 +112,7 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         monkeypatch.setattr(main, "_arguments", lambda *_: [])
         for name in ("place", "metrics", "tree_rss"):
             monkeypatch.setattr(main, name, getattr(world, name))
-        monkeypatch.setattr("vllm_kvq.bench.random_model.random_model", lambda path, **_: path)
+        monkeypatch.setattr("vllm_kvq.bench.models.random_model.random_model", lambda path, **_: path)
         return main.main(["--minutes", "1", "--clients", "2", *arguments])
 
     return run

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from proof.fuzz import main as fuzz
 from proof.fuzz.case import MAX_LEN, MODEL, Case
 from proof.oracle.trace import Picture, Request, Trace
-from vllm_kvq.bench import serve
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers import serve
+from vllm_kvq.bench.servers.server import ServerError
 from vllm_kvq.formats import FORMATS
 
 SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=9)

@@ -17,7 +17,7 @@ from proof.oracle.judge import MANY, judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
 from proof.oracle.verdict import Verdict, leaks
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 from vllm_kvq.formats import Geometry, get_format
 
 TRACE = Trace((Request("good", (10, 11), 3), Request("short", (12,), 3, abort_after=1)), reset=True)

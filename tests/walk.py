@@ -19,7 +19,7 @@ from pathlib import Path
 import pip_settings
 from pages import ROOT, Command, commands
 
-from vllm_kvq.bench.server import free_port
+from vllm_kvq.bench.servers.server import free_port
 from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.kernels import build
 

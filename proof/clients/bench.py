@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from proof.clients.case import Case, Endpoint, Wrong
-from vllm_kvq.bench.server import vllm_command
+from vllm_kvq.bench.servers.server import vllm_command
 
 REQUESTS = 16
 ANSWER = 32

@@ -25,7 +25,7 @@ from proof.clients.adapters import trained
 from proof.clients.case import Endpoint, Row, Wrong, failed, run_case
 from proof.clients.servers import MODEL, SETUPS, Setup
 from proof.demo.capacity import parse_capacity
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers.server import ServerError
 from vllm_kvq.kernels.cpu.processor import processor_name
 
 START_SECONDS = 600

@@ -12,7 +12,7 @@ from proof.clients.bench import BENCH
 from proof.clients.case import Case
 from proof.clients.chats import CHATS, SHORT, TOOLS
 from proof.clients.crowd import CROWD
-from vllm_kvq.bench.server import Server, free_port
+from vllm_kvq.bench.servers.server import Server, free_port
 
 HOST, MODEL = "127.0.0.1", "real"
 MAX_LEN = 8192

@@ -40,7 +40,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from proof.demo.llama import forward, shape_of
-from vllm_kvq.bench.checkpoint import LlamaShape
+from vllm_kvq.bench.models.checkpoint import LlamaShape
 
 TEXT = Path(__file__).parents[2] / "README.md"
 PARTS = ("biases", "channels", "both")

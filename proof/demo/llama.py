@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_kvq.bench.checkpoint import LlamaShape
+from vllm_kvq.bench.models.checkpoint import LlamaShape
 
 Weights = Mapping[str, Tensor]
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from proof.demo.texts import tokenizer_texts
 from proof.demo.tokenizer import train_tokenizer
 from proof.demo.train import PLAN, Training, train
-from vllm_kvq.bench.checkpoint import LlamaShape, save_checkpoint
+from vllm_kvq.bench.models.checkpoint import LlamaShape, save_checkpoint
 from vllm_kvq.eval.demo import DEMO
 
 VOCAB = 2048

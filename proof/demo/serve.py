@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proof.demo.capacity import Capacity, parse_capacity
-from vllm_kvq.bench.server import Server, ServerError
+from vllm_kvq.bench.servers.server import Server, ServerError
 from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.eval.tasks.tasks import TASKS
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from vllm_kvq.bench.checkpoint import BOS_ID, SPECIAL_TOKENS
-from vllm_kvq.bench.tokenizer import byte_level
+from vllm_kvq.bench.models.checkpoint import BOS_ID, SPECIAL_TOKENS
+from vllm_kvq.bench.models.tokenizer import byte_level
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:

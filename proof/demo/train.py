@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from proof.demo.llama import Watch, forward
 from proof.demo.texts import WEIGHTS, Batches, Rows
-from vllm_kvq.bench.checkpoint import LlamaShape
+from vllm_kvq.bench.models.checkpoint import LlamaShape
 
 BEFORE = (0, 1, 2, 3)
 """Head h of the first layer looks h + 1 tokens back."""

@@ -54,7 +54,7 @@ def judge_listed(cases: Sequence[tuple[str, Case]], jobs: int) -> Judged:
     from transformers.utils.logging import disable_progress_bar
 
     from proof.fuzz.attempt import Runner
-    from vllm_kvq.bench.random_model import random_model
+    from vllm_kvq.bench.models.random_model import random_model
     from vllm_kvq.kernels.cpu.library import library
 
     library()  # compiles if the sources have changed: the engines' time limits do not allow for that

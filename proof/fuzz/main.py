@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="kvq-fuzz-") as folder:
-        from vllm_kvq.bench.random_model import random_model
+        from vllm_kvq.bench.models.random_model import random_model
 
         model = str(random_model(Path(folder) / "model", **(case.setup.llama if case else MODEL)))
         return replay(model, case) if case else fuzz(model, options)

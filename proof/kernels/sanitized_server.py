@@ -19,7 +19,7 @@ import psutil
 from proof.soak.client import BadAnswer, place, problem
 from proof.soak.load import MAX_LEN, MODEL, Load, Order
 from proof.soak.main import ENVIRONMENT, HOST, SHAPE
-from vllm_kvq.bench.server import Server, ServerError, free_port
+from vllm_kvq.bench.servers.server import Server, ServerError, free_port
 
 REPORT = re.compile(r"^.*(?:AddressSanitizer|ThreadSanitizer|runtime error:).*$", re.MULTILINE)
 START_SECONDS = 1200
@@ -29,7 +29,7 @@ CLIENTS, ORDERS = 4, 40
 
 def serve(environment: Mapping[str, str], library: Path, formats: Sequence[str]) -> int:
     """The exit status: 1 if there was a report, an answer was wrong or missing, or another library served."""
-    from vllm_kvq.bench.random_model import random_model
+    from vllm_kvq.bench.models.random_model import random_model
 
     os.environ.update({**ENVIRONMENT, **environment})
     with tempfile.TemporaryDirectory(prefix="kvq-sanitize-") as folder:

@@ -30,7 +30,7 @@ from proof.soak.client import BadAnswer, place
 from proof.soak.load import MAX_LEN, MODEL, VOCAB, Load, Order
 from proof.soak.report import TOTAL, Report, Tally
 from proof.soak.watch import Trend, metrics, tree_rss, trend
-from vllm_kvq.bench.server import Server, ServerError, free_port
+from vllm_kvq.bench.servers.server import Server, ServerError, free_port
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import PLAIN
 
@@ -87,7 +87,7 @@ def _interrupt(*_: object) -> None:
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Report:
-    from vllm_kvq.bench.random_model import random_model
+    from vllm_kvq.bench.models.random_model import random_model
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -15,7 +15,7 @@ import traces
 from test_http import complete
 
 from proof.demo.capacity import parse_capacity
-from vllm_kvq.bench.server import Server
+from vllm_kvq.bench.servers.server import Server
 from vllm_kvq.eval import peers
 
 pytestmark = pytest.mark.engine

@@ -15,7 +15,7 @@ import pytest
 
 from proof.demo.capacity import parse_capacity
 from vllm_kvq import cli
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.plan import memory
 from vllm_kvq.integration.preview import checkpoint, dry_start

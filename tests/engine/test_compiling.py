@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.bench.server import Server, free_port
+from vllm_kvq.bench.servers.server import Server, free_port
 from vllm_kvq.kernels import build
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide]

@@ -12,7 +12,7 @@ from proof.contexts import main
 from proof.contexts.cases import ANSWER, LENGTHS, LONG_ANSWER, SHORT, cases
 from proof.fuzz.attempt import Runner
 from proof.fuzz.case import LONG_MODEL, MODEL, Case
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 
 pytestmark = pytest.mark.engine
 N = 64

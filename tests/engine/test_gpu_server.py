@@ -19,7 +19,7 @@ from test_http import complete
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
-from vllm_kvq.bench.server import Server, free_port
+from vllm_kvq.bench.servers.server import Server, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide]
 N, DRAFTS, BUDGET = 32, 2, 64

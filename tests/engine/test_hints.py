@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_kvq import cli
-from vllm_kvq.bench.checkpoint import LlamaShape, save_checkpoint
-from vllm_kvq.bench.tokenizer import made_up_tokenizer
+from vllm_kvq.bench.models.checkpoint import LlamaShape, save_checkpoint
+from vllm_kvq.bench.models.tokenizer import made_up_tokenizer
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.advice import hints, key_biases
 from vllm_kvq.integration.plan import memory

@@ -14,7 +14,7 @@ from proof.demo.capacity import parse_capacity
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
-from vllm_kvq.bench.server import Server
+from vllm_kvq.bench.servers.server import Server
 from vllm_kvq.formats import FORMATS
 
 pytestmark = pytest.mark.engine

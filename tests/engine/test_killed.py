@@ -22,7 +22,7 @@ import pytest
 from proof.soak.client import BadAnswer, place, problem
 from proof.soak.load import MODEL, Order
 from proof.soak.main import ENVIRONMENT
-from vllm_kvq.bench.server import Server, ServerError, free_port
+from vllm_kvq.bench.servers.server import Server, ServerError, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
 from proof.demo.capacity import parse_capacity
-from vllm_kvq.bench.server import Server, free_port
+from vllm_kvq.bench.servers.server import Server, free_port
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.integration.core.held import SECONDS
 from vllm_kvq.integration.metrics import METRICS

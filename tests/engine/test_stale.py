@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvq.bench.server import Server, ServerError, free_port
+from vllm_kvq.bench.servers.server import Server, ServerError, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide]
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_kvq.bench.server import Server, free_port
+from vllm_kvq.bench.servers.server import Server, free_port
 
 pytestmark = pytest.mark.engine
 HOST = "127.0.0.1"

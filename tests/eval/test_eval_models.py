@@ -12,7 +12,7 @@ from plans import evaluate, plan
 from proof.models import named
 from proof.models.architecture import VOCAB
 from proof.models.checkpoints import write_model
-from vllm_kvq.bench.tokenizer import made_up_tokenizer
+from vllm_kvq.bench.models.tokenizer import made_up_tokenizer
 from vllm_kvq.eval.results.result import DECODING, TEACHER_FORCED
 from vllm_kvq.formats import FORMATS, Geometry
 from vllm_kvq.kernels.slots import SlotGeometry

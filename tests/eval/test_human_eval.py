@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 from vllm_kvq.eval.choice import choices
 from vllm_kvq.eval.engine.engines import EngineFailed
 from vllm_kvq.eval.engine.jobs import Complete, Completed, EngineArguments, Started

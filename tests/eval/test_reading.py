@@ -12,7 +12,7 @@ import torch
 from one_each import METHODS
 from plans import plan
 
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.heads.capture import Layer
 from vllm_kvq.eval.reading import reader as reader_module

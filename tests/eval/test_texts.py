@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 from vllm_kvq.eval.tasks import texts
 from vllm_kvq.eval.tasks.texts import KINDS, LENGTHS, Piece, Texts
 

@@ -13,7 +13,7 @@ from proof.models import named
 from proof.models.architecture import Architecture
 from proof.oracle.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
-from vllm_kvq.bench.server import free_port
+from vllm_kvq.bench.servers.server import free_port
 
 pytestmark = pytest.mark.engine
 N = 64

@@ -17,7 +17,7 @@ from proof.oracle.engine import ENVIRONMENT
 from proof.oracle.judge import judge
 from proof.oracle.replay import ReplayModel
 from proof.oracle.trace import Request, Result, Trace
-from vllm_kvq.bench.random_model import random_model
+from vllm_kvq.bench.models.random_model import random_model
 
 HERE = Path(__file__).parent
 N = 32

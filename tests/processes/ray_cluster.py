@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.bench.server import free_port
+from vllm_kvq.bench.servers.server import free_port
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600

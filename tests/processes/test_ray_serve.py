@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ray_cluster import ENGINE, PATIENCE, ROOT, Cluster
 
-from vllm_kvq.bench.server import free_port
+from vllm_kvq.bench.servers.server import free_port
 
 RAYS_OWN = "ignore:Support for class-based `config`|Pydantic V1 style|The `dict` method:DeprecationWarning"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings(RAYS_OWN)]

@@ -14,7 +14,7 @@ import events
 import pytest
 import zmq
 
-from vllm_kvq.bench.server import Server, free_port
+from vllm_kvq.bench.servers.server import Server, free_port
 from vllm_kvq.formats.table import suite
 
 pytestmark = pytest.mark.engine

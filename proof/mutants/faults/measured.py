@@ -176,21 +176,21 @@ CONFORM = (
 SHOWN = (
     Fault(
         "a load's prompts are those of seed 0",
-        "vllm_kvq/bench/capacity.py",
+        "vllm_kvq/bench/servers/capacity.py",
         '"--seed", str(load.seed)]',
         '"--seed", "0"]',
         f"{CAPACITY} has_a_seed",
     ),
     Fault(
         "clients open all requests at once",
-        "vllm_kvq/bench/capacity.py",
+        "vllm_kvq/bench/servers/capacity.py",
         '"--max-concurrency", str(load.concurrency)',
         '"--max-concurrency", str(load.requests)',
         f"{CAPACITY} has_a_seed",
     ),
     Fault(
         "of several engines the last one counts",
-        "vllm_kvq/bench/capacity.py",
+        "vllm_kvq/bench/servers/capacity.py",
         "found.get(match[1], 0.0) + float(match[2])",
         "float(match[2])",
         f"{CAPACITY} added_up",

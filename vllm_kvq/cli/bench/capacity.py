@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvq import console
-from vllm_kvq.bench import capacity, figures
-from vllm_kvq.bench.capacity import Found, Load
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench import figures
+from vllm_kvq.bench.servers import capacity
+from vllm_kvq.bench.servers.capacity import Found, Load
+from vllm_kvq.bench.servers.server import ServerError
 from vllm_kvq.cli.arguments import add_formats, add_out, from_zero, size, whole_number
 from vllm_kvq.cli.bench import servers
 from vllm_kvq.cli.bench.arguments import CHECKPOINT, add_eager, checkpoint

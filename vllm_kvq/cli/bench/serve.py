@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.bench import figures, serve
+from vllm_kvq.bench import figures
 from vllm_kvq.bench.figures import Curves
-from vllm_kvq.bench.serve import Load, Row
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers import serve
+from vllm_kvq.bench.servers.serve import Load, Row
+from vllm_kvq.bench.servers.server import ServerError
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, whole_number
 from vllm_kvq.cli.bench import servers
 from vllm_kvq.cli.bench.arguments import CHECKPOINT, OWN, add_batch, add_eager, add_rounds, checkpoint, recommended

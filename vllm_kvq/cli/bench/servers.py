@@ -7,7 +7,7 @@ import signal
 import sys
 
 from vllm_kvq import console
-from vllm_kvq.bench.server import ServerError
+from vllm_kvq.bench.servers.server import ServerError
 
 
 def prepare() -> None:

@@ -32,8 +32,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_kvq.bench import vllm_build
-from vllm_kvq.bench.random_model import random_model
-from vllm_kvq.bench.server import START_SECONDS, Server, ServerError, vllm_command, watched, with_cache
+from vllm_kvq.bench.models.random_model import random_model
+from vllm_kvq.bench.servers.server import START_SECONDS, Server, ServerError, vllm_command, watched, with_cache
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
 from vllm_kvq.formats.table import label

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_kvq.bench.checkpoint import SPECIAL_TOKENS, LlamaShape, save_checkpoint
-from vllm_kvq.bench.tokenizer import made_up_tokenizer
+from vllm_kvq.bench.models.checkpoint import SPECIAL_TOKENS, LlamaShape, save_checkpoint
+from vllm_kvq.bench.models.tokenizer import made_up_tokenizer
 
 # Weight of attention's contribution to the residual stream, relative to the token's own embedding (1.0).
 _ATTENTION_GAIN = 2.0

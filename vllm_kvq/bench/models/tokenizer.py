@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from vllm_kvq.bench.checkpoint import SPECIAL_TOKENS
+from vllm_kvq.bench.models.checkpoint import SPECIAL_TOKENS
 
 _SPACE = "Ġ"  # byte-level BPE's spelling of a leading space
 

@@ -23,7 +23,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from vllm_kvq.bench.server import START_SECONDS, Server, ServerError, vllm_command, watched, with_cache
+from vllm_kvq.bench.servers.server import START_SECONDS, Server, ServerError, vllm_command, watched, with_cache
 from vllm_kvq.formats.table import PLAIN, label
 
 SAMPLE_SECONDS = 1.0

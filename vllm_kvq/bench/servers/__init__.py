@@ -1,0 +1,1 @@
+"""Real servers under load: what a user of them would notice."""
