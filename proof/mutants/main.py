@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = Kept(options.kept, ROOT) if options.kept else None
     before_this_run = sum(fault in kept for fault in chosen) if kept else 0
     start = time.monotonic()
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with tempfile.TemporaryDirectory(prefix="kvq-mutants-") as folder, Pytests(Path(folder)) as pytests:
             roots = [Path(folder) / str(i) for i in range(min(options.jobs, len(chosen)))]

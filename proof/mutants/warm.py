@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 
 AFRESH = {"__main__", "vllm", "vllm_kvq", "proof", "triton"}
@@ -49,6 +50,7 @@ def main() -> None:
             os.close(orders.fileno())
             os.close(answers.fileno())
             os.setpgid(0, 0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
             arguments, variables = json.loads(line)
             os.environ.update(variables)
             sys.argv = ["pytest", *arguments]
