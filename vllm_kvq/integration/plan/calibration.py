@@ -156,16 +156,20 @@ def _metadata(path: Path) -> Mapping[str, str]:
 def _content(path: Path, tensors: bool = True) -> tuple[Mapping[str, str], dict[str, torch.Tensor]]:
     """Metadata and, if they are wanted, tensors, all of one file: another server may put a new one in its place."""
     from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load
 
     if not path.is_file():
         raise ValueError(
             f"there is no calibration {path}; leave the option 'calibration' out, and one is made at start"
         )
     try:
-        with safe_open(path, "pt") as file:
-            found = file.metadata() or {}
-            names = file.keys() if tensors else []
-            content = {name: file.get_tensor(name) for name in names}
+        if tensors:
+            written = path.read_bytes()  # at once: safe_open opens a file a second time for its tensors
+            content = load(written)
+            found = json.loads(written[8 : 8 + int.from_bytes(written[:8], "little")]).get("__metadata__", {})
+        else:
+            with safe_open(path, "pt") as file:
+                found, content = file.metadata() or {}, {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"the calibration {path} can't be read ({error}); {_instead(path)}") from None
     if "digest" not in found:
