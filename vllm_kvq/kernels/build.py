@@ -230,7 +230,7 @@ def _cause(said: str) -> str:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[Path]:
+def workspace(folder: Path) -> Iterator[Path]:
     """A new folder in this one, to compile in, under a lock between processes. The lock is released when its process
     exits, even after a crash."""
     with open(folder / "lock", "w", encoding="utf-8") as file:
@@ -307,21 +307,21 @@ def build(name: str = "cpu") -> Path:
         if compiled.is_there(target):
             return target
         includes, library, _ = ffi()
-        with alone(target.parent) as made:
+        with workspace(target.parent) as work:
             if compiled.is_there(target):
                 return target
             if target.exists():
                 logger.warning("kvq: %s %s; it is compiled again", target, compiled.problem(target))
             include = [f"-isystem{i}" for i in includes]
             every = sources(directory)
-            objects = [str(made / f"{source.parent.name}-{source.stem}.o") for source in every]
+            objects = [str(work / f"{source.parent.name}-{source.stem}.o") for source in every]
             lines = [
                 [*command, *flags_of(source), *include, "-c", str(source), "-o", target]
                 for source, target in zip(every, objects, strict=True)
             ]
             _compile(lines, len(os.sched_getaffinity(0)))
-            run([*command, *extra_flags(), "-shared", "-o", str(made / "out.so"), *objects, library])
-            compiled.publish(made / "out.so", target)
+            run([*command, *extra_flags(), "-shared", "-o", str(work / "out.so"), *objects, library])
+            compiled.publish(work / "out.so", target)
         return target
     except (OSError, ImportError, subprocess.SubprocessError, BuildError) as error:
         raise advised(error) from error

@@ -62,10 +62,10 @@ def _source() -> str:
 
 def run_compiler(command: list[str], target: Path) -> Path:
     """The target, which appears only when it is complete. One process compiles it while the others wait."""
-    with shared.alone(target.parent) as made:
+    with shared.workspace(target.parent) as work:
         if not compiled.is_there(target):  # another process may have made it meanwhile
-            shared.run([*command, "-o", str(made / "out")])
-            compiled.publish(made / "out", target)
+            shared.run([*command, "-o", str(work / "out")])
+            compiled.publish(work / "out", target)
     return target
 
 
