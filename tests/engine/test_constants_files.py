@@ -172,3 +172,17 @@ def test_a_file_that_several_servers_write_is_always_one_of_theirs(tmp_path: Pat
     assert len(mine) == 3
     assert seen <= mine
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_metadata_and_tensors_are_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although another server puts its file in this one's place meanwhile: safetensors opens a file twice."""
+    path, from_file = tmp_path / "constants.safetensors", torch.UntypedStorage.from_file
+    write(path, constants(1), BELONGS)
+    digest = read(path)[1]
+
+    def replaced(*args: Any, **kwargs: Any) -> torch.UntypedStorage:
+        write(path, constants(2), BELONGS)
+        return from_file(*args, **kwargs)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced)
+    assert read(path)[1] == digest

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 """Names of files of weights, those first that vLLM prefers."""
@@ -35,7 +38,7 @@ def weight_bytes(folder: Path) -> int:
     return 0
 
 
-def checkpoint_bytes(model: Any) -> int:
+def checkpoint_bytes(model: ModelConfig) -> int:
     """`weight_bytes` of a model's configuration, as far as the files are on this machine."""
     folder = weights_folder(model.model, model.revision)
     return 0 if folder is None else weight_bytes(folder)
