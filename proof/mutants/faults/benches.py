@@ -199,4 +199,32 @@ FAULTS: tuple[Fault, ...] = (
         "/ scores(query, key_hat).norm()",
         FIGURES,
     ),
+    Fault(
+        "bench gpu --compile --json says nothing",
+        "vllm_kvq/cli/bench/gpu.py",
+        'console.show_json({"device": name, "compiled": names})',
+        "pass",
+        "tests/cuda/test_gpu_scripts.py -k compiled_is_a_document",
+    ),
+    Fault(
+        "an answer without a token is one that took no time",
+        "vllm_kvq/bench/servers/serve.py",
+        'raise ServerError("the server answered without a token")',
+        "return Turn(0.0, 0.0)",
+        "tests/test_bench_server.py -k ends_early",
+    ),
+    Fault(
+        "an error in the middle of an answer is no token",
+        "vllm_kvq/bench/servers/serve.py",
+        "raise ServerError(f\"the server answered: {line[6:306].decode(errors='replace').strip()}\") from None",
+        "return 0",
+        "tests/test_bench_server.py -k ends_early",
+    ),
+    Fault(
+        "no memory at all is a size",
+        "vllm_kvq/cli/arguments.py",
+        "if nbytes < 1:",
+        "if nbytes < 0:",
+        "tests/engine/test_plan.py -k 'said_of_sizes or bad_input'",
+    ),
 )
