@@ -164,7 +164,8 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
 PROSE: Mapping[str, tuple[str, ...]] = {
     "README.md": ("from vllm_kvq import",),
     "docs/architecture.md": (
-        "vllm_kvq/cli/", "plugin.py ", "calibrate.py ", "humaneval/ ", "KVQImpl.forward ", "--kv-cache-dtype squat2 ",
+        "vllm_kvq/cli/", "plugin.py ", "calibrate.py ", "humaneval/ ", "roundtrip.py ", "KVQImpl.forward ",
+        "--kv-cache-dtype squat2 ",
     ),
     "docs/cpu.md": ("library/ ",),
     "docs/formats.md": ("--additional-config ",),
