@@ -8,7 +8,7 @@ import torch
 from layer import Layer
 
 from proof.kernels.exact import relative_error
-from proof.oracle.reference import ReferenceCache
+from proof.oracle.reference.reference import ReferenceCache
 from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.parts.rope import Rope

@@ -9,7 +9,7 @@ import torch
 from layer import Layer
 
 from proof.kernels.exact import relative_error
-from proof.oracle.reference import ReferenceCache
+from proof.oracle.reference.reference import ReferenceCache
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels.step import Step
 from vllm_kvq.kernels.torch.step import TORCH, Kernels, PlannedStep

@@ -16,7 +16,7 @@ import torch
 from proof.fuzz import attempt, main, session
 from proof.fuzz.case import Case, Setup
 from proof.fuzz.session import Finding, Session, minimal
-from proof.oracle.forked import EngineFailed
+from proof.oracle.engines.forked import EngineFailed
 from proof.oracle.trace import Request, Result, Trace
 from proof.oracle.verdict import Verdict
 from vllm_kvq.kernels.cpu.processor import processor_name

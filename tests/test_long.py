@@ -13,7 +13,7 @@ import pytest
 
 from proof.long import main
 from proof.long.prompts import AT_ONCE, SHORTEST, traces_of
-from proof.oracle.forked import EngineFailed
+from proof.oracle.engines.forked import EngineFailed
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.eval.demo import demo_model
 from vllm_kvq.eval.model import Model

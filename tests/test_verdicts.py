@@ -14,7 +14,7 @@ from proof.fuzz.case import Case, Setup
 from proof.oracle import judge as judging
 from proof.oracle.compare import Difference, compare, compare_all, differences
 from proof.oracle.judge import MANY, judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
 from proof.oracle.verdict import Verdict, leaks
 from vllm_kvq.bench.models.random_model import random_model

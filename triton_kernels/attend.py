@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from vllm_kvq.triton_kernels.fragments import fragment_index, lanes_of_columns, mma_order
-from vllm_kvq.triton_kernels.keys import (
+from vllm_kvq.triton_kernels.keys.boosted import boosted_scores
+from vllm_kvq.triton_kernels.keys.channel import (
     CHANNEL,
     HYBRID,
     POLAR,
@@ -26,9 +27,8 @@ from vllm_kvq.triton_kernels.keys import (
     key_shift,
     query_channel,
 )
-from vllm_kvq.triton_kernels.keys_boosted import boosted_scores
-from vllm_kvq.triton_kernels.keys_polar import polar_scores
-from vllm_kvq.triton_kernels.keys_transformed import transformed_middle, transformed_scores
+from vllm_kvq.triton_kernels.keys.polar import polar_scores
+from vllm_kvq.triton_kernels.keys.transformed import transformed_middle, transformed_scores
 from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, capped, column_max, column_sum
 from vllm_kvq.triton_kernels.rotation import rotated_back
 from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, sums_weights, token_values, value_shift
@@ -106,7 +106,7 @@ def attend_kernel(
     V_STEP: tl.constexpr,
 ):
     """See the module. Grid: (requests * heads * row tiles, splits). With SLOTS, a row of query_ptr is what
-    keys_transformed.py says."""
+    keys/transformed.py says."""
     numbers: tl.constexpr = SLOTS if KEYS == TRANSFORMED else HEAD  # of a query, that are operands
     k_codes: tl.constexpr = SLOTS if KEYS == TRANSFORMED else D  # codes of a key
     tiles = (queries * SHARE + M - 1) // M

@@ -7,10 +7,10 @@
              and its sinks
     commit   the newest min(q, R) tokens into the ring, and the header
 
-`begin` runs before packing and attention (pack.py, attend.py, full_precision.py and csrc/cuda/pack.h read its plan),
-`commit` after them: what it overwrites in the ring is still read by a long chunk. Nothing is decided on the host. A
-request is ignored when it has no new tokens, when one of its sidecar blocks is block 0 or out of range, and when its
-header belongs to other tokens, which is counted as a fault.
+`begin` runs before packing and attention (packing/kernel.py, attend.py, full_precision.py and csrc/cuda/pack.h read its
+plan), `commit` after them: what it overwrites in the ring is still read by a long chunk. Nothing is decided on the
+host. A request is ignored when it has no new tokens, when one of its sidecar blocks is block 0 or out of range, and
+when its header belongs to other tokens, which is counted as a fault.
 
 A slot of a companion is one token's raw keys and values [2][HEADS][HEAD]; slot s of a request lies in its block
 s // SPB. Slot 0 holds the header, then the state in float32, from RING_AT on the ring, position p at p % RING.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys import CHANNEL, HYBRID, TRANSFORMED
-from vllm_kvq.triton_kernels.keys_polar import CIRCLE
+from vllm_kvq.triton_kernels.keys.channel import CHANNEL, HYBRID, TRANSFORMED
+from vllm_kvq.triton_kernels.keys.polar import CIRCLE
 from vllm_kvq.triton_kernels.lang import LIMIT, MAGIC, cos_sin
 from vllm_kvq.triton_kernels.rotation import rotated
 from vllm_kvq.triton_kernels.values import TOKEN

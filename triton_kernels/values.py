@@ -197,8 +197,8 @@ def hybrid_values(
 
         o_c = scale_c (sum_t w_t code'_tc - 2^b sum_t w_t) + zero_c sum_t w_t
 
-    code' and zero as in keys.py. Returns the accumulators and -2^b sum_t w_t, whose sums over the slabs are also the
-    softmax's denominators. `live` is 0 for a slab that is not packed, else 1.
+    code' and zero as in keys/channel.py. Returns the accumulators and -2^b sum_t w_t, whose sums over the slabs are
+    also the softmax's denominators. `live` is 0 for a slab that is not packed, else 1.
     """
     width: tl.constexpr = D * BITS // 8
     first: tl.constexpr = signed_low(0, BITS)

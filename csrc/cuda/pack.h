@@ -3,9 +3,9 @@
 //   k_bits = sign(S k_in), k_norm = |k_in|, ko_bits = sign(S' k_out), ko_norm = |k_out|
 //   v: zero = min, scale = (max - min) / 3, code = round((x - zero) / scale)     per token and group of 32 channels
 //
-// Decides here what triton_kernels/pack.py decides for other formats: which slabs end in (context, context + count],
-// that a prefix hit's pages are not touched, that block 0 and blocks out of range belong to no request, and whether a
-// token lies in the ring or among the step's own.
+// Decides here what triton_kernels/packing/kernel.py decides for other formats: which slabs end in
+// (context, context + count], that a prefix hit's pages are not touched, that block 0 and blocks out of range belong to
+// no request, and whether a token lies in the ring or among the step's own.
 #pragma once
 
 #include "read.h"

@@ -38,7 +38,7 @@ class Setup:
             arguments += ["--enable-lora", "--lora-modules", f"{NAME}={adapter}"]
         server = Server(str(checkpoint), arguments, HOST, free_port(HOST), log)
         if self.v2:
-            server.command[:1] = [sys.executable, "-m", "proof.oracle.vllm_v2"]
+            server.command[:1] = [sys.executable, "-m", "proof.oracle.engines.vllm_v2"]
         return server
 
 

@@ -11,9 +11,9 @@ from proof.fuzz.case import LLAMA, MAX_LEN, Case, Setup
 from proof.models.checkpoints import written_beside
 from proof.models.draft import random_draft
 from proof.oracle.compare import differences
-from proof.oracle.forked import EngineFailed, EngineProcess, Prepare
+from proof.oracle.engines.forked import EngineFailed, EngineProcess, Prepare
 from proof.oracle.judge import GREEDY, NEVER, distance, judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict, leaks
 from vllm_kvq.formats.table import PLAIN

@@ -9,7 +9,7 @@ from typing import Any
 
 from proof.models import SERVED, named
 from proof.models.architecture import Architecture
-from proof.oracle.interpreted import RUNNER
+from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.trace import Trace, whole
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.table import PLAIN

@@ -9,8 +9,8 @@ from random import Random
 
 from proof.fuzz.case import LLAMA, MAX_LEN, Setup
 from proof.models import named
-from proof.oracle.kinds import exact_layers
-from proof.oracle.replay import sharing_layers
+from proof.oracle.reference.kinds import exact_layers
+from proof.oracle.reference.replay import sharing_layers
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import get_format
 

@@ -14,7 +14,7 @@ from proof.fuzz.attempt import Runner, Runners
 from proof.fuzz.case import LLAMA, Case
 from proof.fuzz.draw import Drawer, draw_model, draw_setup, judged
 from proof.fuzz.shrink import Shrinker, last_good
-from proof.oracle.forked import Prepare
+from proof.oracle.engines.forked import Prepare
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
 

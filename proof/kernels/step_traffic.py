@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from proof.kernels.exact import relative_error
-from proof.oracle.reference import ReferenceCache
+from proof.oracle.reference.reference import ReferenceCache
 from vllm_kvq.bench.pools import outlier_data
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.gpu.step import GPUStep

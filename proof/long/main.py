@@ -21,7 +21,7 @@ from pathlib import Path
 
 from proof.long.prompts import LONGEST, SHORTEST, traces_of
 from proof.oracle.compare import compare_all
-from proof.oracle.forked import EngineFailed, EngineProcess
+from proof.oracle.engines.forked import EngineFailed, EngineProcess
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
 from vllm_kvq.eval.model import Model

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from proof.oracle.compare import Difference
-from proof.oracle.lives import Historian, Life
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.lives import Historian, Life
+from proof.oracle.reference.replay import ReplayModel
+from proof.oracle.reference.whole import Whole
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
-from proof.oracle.whole import Whole
 
 BRIEF, SOME, MANY = 6, 24, 200
 """Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others, the rest of it by itself."""

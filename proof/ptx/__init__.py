@@ -6,10 +6,9 @@ This package runs the compiler's output. What it can't show: timing, caches, wha
 which a GPU's warps run (all warps of a block step together; races in shared memory are looked for and fail).
 
     parser.py       PTX text -> a program (program.py)
-    translate.py    its instructions -> steps that a block of threads runs, by kind:
-                    arithmetic.py, accesses.py, collective.py (a warp), wgmma.py (a warp group); operands.py for all
+    translate.py    its instructions -> steps that a block of threads runs
+    instructions/   what each of them does, by kind
     types.py        registers as numpy arrays, an entry per thread, and their bits as numbers
-    functions.py    an instruction's results for such numbers; integers.py, warp.py (lanes together)
     machine.py      one block of threads: branches, barriers, asynchronous copies
     memory.py       tensors (bounds, alignment), shared memory (races)
     grid.py         a launch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from proof.ptx.instructions.operands import SPECIALS
 from proof.ptx.machine import Block, Step
 from proof.ptx.memory import Tensors
-from proof.ptx.operands import SPECIALS
 from proof.ptx.program import Program
 from proof.ptx.types import Array
 

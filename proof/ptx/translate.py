@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from proof.ptx.accesses import ACCESSES
-from proof.ptx.arithmetic import ARITHMETIC, plain
-from proof.ptx.collective import COLLECTIVE
+from proof.ptx.instructions.accesses import ACCESSES
+from proof.ptx.instructions.arithmetic import ARITHMETIC, plain
+from proof.ptx.instructions.collective import COLLECTIVE
+from proof.ptx.instructions.operands import Operands, Pure
+from proof.ptx.instructions.wgmma import wgmma
 from proof.ptx.machine import Step
-from proof.ptx.operands import Operands, Pure
 from proof.ptx.program import Immediate, Instruction, Program, Symbol, Unsupported
-from proof.ptx.wgmma import wgmma
 
 KNOWN = ARITHMETIC | ACCESSES | COLLECTIVE | {"wgmma": wgmma}
 

@@ -169,7 +169,7 @@ def step_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.kernels.gpu.triton_layout import pack_launch
     from vllm_kvq.kernels.slots import SlotGeometry
     from vllm_kvq.triton_kernels.full_precision import full_precision_kernel
-    from vllm_kvq.triton_kernels.pack import pack_kernel
+    from vllm_kvq.triton_kernels.packing.kernel import pack_kernel
     from vllm_kvq.triton_kernels.step import begin_kernel, commit_kernel
 
     one_per_state, most_sinks = attended.one_per_state(), attended.most_sinks()

@@ -23,7 +23,7 @@ from typing import Any
 
 from proof.models import named
 from proof.models.checkpoints import PROMPT_TOKENS, write_model
-from proof.oracle.forked import EngineProcess
+from proof.oracle.engines.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
 from vllm_kvq import console
 

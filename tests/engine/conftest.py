@@ -13,8 +13,8 @@ import traces
 from models_on_disk import SMALL, Written
 
 from proof.models import named
-from proof.oracle.forked import EngineProcess
-from proof.oracle.interpreted import RUNNER
+from proof.oracle.engines.forked import EngineProcess
+from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.trace import Result, Trace
 
 MEMORY = {"kv_cache_memory_bytes": 1 << 30}

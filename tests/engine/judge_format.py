@@ -11,9 +11,9 @@ from dataclasses import asdict
 
 import traces
 
-from proof.oracle.forked import EngineProcess
+from proof.oracle.engines.forked import EngineProcess
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 
 N = 64
 

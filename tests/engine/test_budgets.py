@@ -12,7 +12,7 @@ from models_on_disk import SMALL, Written
 
 from proof.models import named
 from proof.models.checkpoints import write_model
-from proof.oracle import forked
+from proof.oracle.engines import forked
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.budgets import BUDGETS, Budget
 from vllm_kvq.integration.advice import losses
@@ -147,6 +147,6 @@ def answered(model: str, cache: str, name: str) -> Any:
     os.environ["XDG_CACHE_HOME"] = cache
     import traces
 
-    from proof.oracle.engine import TracedEngine
+    from proof.oracle.engines.engine import TracedEngine
 
     return TracedEngine(model, kv_cache_dtype=name, **LIMITS).run(traces.all_traces(32)[0]).outputs

@@ -15,7 +15,7 @@ import traces
 from engine_arguments import kvq
 
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from vllm_kvq.integration.plan.plan import plan
 from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker import report

@@ -14,8 +14,8 @@ from models_on_disk import SMALL, Written
 
 from proof.models import named
 from proof.models.checkpoints import write_model
-from proof.oracle import forked
-from proof.oracle.forked import EngineFailed
+from proof.oracle.engines import forked
+from proof.oracle.engines.forked import EngineFailed
 from proof.oracle.trace import Trace
 from vllm_kvq.eval.heads.capture import capture
 from vllm_kvq.formats.constants import Constants, Moments
@@ -37,7 +37,7 @@ def start(model: Path, cache: Path, given: dict[str, Any], tokens: bool = False,
 def started(model: str, cache: str, given: dict[str, Any], tokens: bool, traces: Sequence[Trace]) -> Any:
     """In a process of its own: what its packed layers have, its fingerprint, and its answers."""
     os.environ["XDG_CACHE_HOME"] = cache
-    from proof.oracle.engine import TracedEngine
+    from proof.oracle.engines.engine import TracedEngine
     from vllm_kvq.integration.worker import report
     from vllm_kvq.integration.worker.calibration import fitting
     from vllm_kvq.integration.worker.calibration.text import Pieces

@@ -20,7 +20,7 @@ from engine_arguments import kvq
 from proof.demo.capacity import parse_capacity
 from proof.models import named
 from proof.models.draft import random_draft
-from proof.oracle.forked import EngineProcess
+from proof.oracle.engines.forked import EngineProcess
 from vllm_kvq.eval.bits import bits_at
 from vllm_kvq.integration.plan.plan import apply, plan
 from vllm_kvq.integration.plan.served import Served

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from proof.oracle.forked import EngineProcess, call
+from proof.oracle.engines.forked import EngineProcess, call
 
 pytestmark = pytest.mark.engine
 NAME = "VLLM_KVQ_ISA"

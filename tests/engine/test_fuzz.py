@@ -17,7 +17,7 @@ from proof.fuzz.case import Case, Setup
 from proof.fuzz.draw import Drawer
 from proof.fuzz.main import default
 from proof.fuzz.session import Finding, Session, minimal
-from proof.oracle.engine import packed_pools
+from proof.oracle.engines.engine import packed_pools
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]

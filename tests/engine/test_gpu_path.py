@@ -13,7 +13,7 @@ import torch
 import traces
 
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.integration.plan import refusals
 from vllm_kvq.integration.worker import prompts

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_http import complete
 
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
 from vllm_kvq.bench.servers.server import Server, free_port
 
@@ -36,7 +36,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     arguments += ["--num-gpu-blocks-override", str(BLOCKS), "--speculative-config", json.dumps(NGRAM)]
     arguments += ["--async-scheduling", "--served-model-name", "tiny", "--skip-tokenizer-init"]
     started = Server(str(model), arguments, "127.0.0.1", free_port("127.0.0.1"), tmp_path_factory.mktemp("log") / "log")
-    started.command[:1] = [sys.executable, "-m", "proof.oracle.vllm_v2"]
+    started.command[:1] = [sys.executable, "-m", "proof.oracle.engines.vllm_v2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         for name, value in (("VLLM_KVQ_GPU_PATH", "1"), ("VLLM_KVQ_KERNELS", "torch")):

@@ -12,7 +12,7 @@ import traces
 
 from proof.demo.capacity import parse_capacity
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Chunk, Request, Result, Trace
 from vllm_kvq.bench.servers.server import Server
 from vllm_kvq.formats import FORMATS

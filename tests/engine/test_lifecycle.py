@@ -13,7 +13,7 @@ import traces
 from models_on_disk import SMALL, Written
 
 from proof.oracle.compare import compare_all
-from proof.oracle.forked import EngineProcess
+from proof.oracle.engines.forked import EngineProcess
 from proof.oracle.trace import Result
 
 pytestmark = pytest.mark.engine

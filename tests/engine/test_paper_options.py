@@ -9,7 +9,7 @@ import pytest
 import traces
 
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 
 pytestmark = pytest.mark.engine
 N = 32

@@ -15,7 +15,7 @@ import pytest
 import traces
 from patches_here import WRAPS, everything, named
 
-from proof.oracle.forked import EngineProcess
+from proof.oracle.engines.forked import EngineProcess
 from vllm_kvq.integration import plugin
 from vllm_kvq.integration.patches import once, variables
 from vllm_kvq.integration.patches.patch import Moment, Patch

@@ -10,7 +10,7 @@ import torch
 import traces
 
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.eval.peers.int4_token import signed_hadamard
 from vllm_kvq.formats import FORMATS

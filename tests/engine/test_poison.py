@@ -13,7 +13,7 @@ import pytest
 from proof.fuzz.attempt import Runner
 from proof.fuzz.case import Setup
 from proof.fuzz.draw import Drawer
-from proof.oracle.forked import EngineFailed, EngineProcess
+from proof.oracle.engines.forked import EngineFailed, EngineProcess
 from proof.oracle.judge import judge
 from proof.oracle.trace import Request, Trace
 

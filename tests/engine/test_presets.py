@@ -80,7 +80,7 @@ def test_a_preset_is_what_was_measured(preset: str) -> None:
 def test_a_preset_serves(preset: str, model: Path) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from proof.oracle.forked import EngineProcess
+    from proof.oracle.engines.forked import EngineProcess
     from proof.oracle.trace import Request, Trace
 
     arguments = FlexibleArgumentParser().load_config_file(str(PRESETS / f"{preset}.yaml"))

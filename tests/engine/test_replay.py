@@ -10,7 +10,7 @@ import traces
 from one_each import KINDS
 
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
 from vllm_kvq.formats.table import suite

@@ -9,9 +9,9 @@ import faults
 import pytest
 import traces
 
-from proof.oracle.forked import EngineProcess
+from proof.oracle.engines.forked import EngineProcess
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Trace
 
 pytestmark = pytest.mark.engine

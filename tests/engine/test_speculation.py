@@ -12,7 +12,7 @@ from drafts import mtp_model
 from proof.models.draft import METHODS, random_draft
 from proof.oracle.compare import compare_all
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("runner")]
 N, DRAFTS = 32, 3

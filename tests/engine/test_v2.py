@@ -21,10 +21,10 @@ from test_poison import told
 
 from proof.models.draft import random_draft
 from proof.oracle.compare import compare_all
-from proof.oracle.forked import EngineProcess
-from proof.oracle.interpreted import RUNNER
+from proof.oracle.engines.forked import EngineProcess
+from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.integration.patches import warmup
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from proof.oracle.judge import choices_of
-from proof.oracle.kinds import Sight
-from proof.oracle.lives import Historian, Life, Part
-from proof.oracle.replay import Replay, ReplayModel
+from proof.oracle.reference.kinds import Sight
+from proof.oracle.reference.lives import Historian, Life, Part
+from proof.oracle.reference.replay import Replay, ReplayModel
+from proof.oracle.reference.whole import Whole
 from proof.oracle.trace import Chunk, Request, Result, Trace
-from proof.oracle.whole import Whole
 from vllm_kvq.formats.methods.squat import PLAIN
 
 DRAFTS = 3

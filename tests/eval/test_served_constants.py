@@ -12,7 +12,7 @@ import pytest
 import torch
 from plans import evaluate, plan
 
-from proof.oracle import forked
+from proof.oracle.engines import forked
 from vllm_kvq import cli
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.reading import caches
@@ -30,7 +30,7 @@ LONG = "Pack my box with five dozen liquor jugs. The quick brown fox jumps over 
 def started(model: str, cache: str, dtype: str, options: dict[str, Any]) -> tuple[str, int]:
     """In a process of its own: the constants in a server's start-up line, and how often it fitted any."""
     os.environ["XDG_CACHE_HOME"] = cache
-    from proof.oracle.engine import TracedEngine
+    from proof.oracle.engines.engine import TracedEngine
     from vllm_kvq.integration.worker import report
     from vllm_kvq.integration.worker.calibration import fitting
 

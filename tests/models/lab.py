@@ -11,7 +11,7 @@ from images import without_torchvision
 
 from proof.models import checkpoints
 from proof.models.architecture import Architecture
-from proof.oracle import forked
+from proof.oracle.engines import forked
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.integration.patches.states import leave_checkpoints_out
 from vllm_kvq.integration.plan import plan

@@ -9,7 +9,7 @@ from test_works import ENGINE, PACKED, TRACE, N
 
 from proof.models import named
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 
 pytestmark = pytest.mark.engine
 

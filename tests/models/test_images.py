@@ -20,14 +20,14 @@ from test_works import ENGINE, LOSSLESS, PACKED, N
 
 from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.compare import compare_all
-from proof.oracle.interpreted import RUNNER
+from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.judge import judge
-from proof.oracle.lives import Life, Part
 from proof.oracle.pictures import drawn
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.lives import Life, Part
+from proof.oracle.reference.replay import ReplayModel
+from proof.oracle.reference.whole import Whole
 from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
-from proof.oracle.whole import Whole
 
 pytestmark = pytest.mark.engine
 both = pytest.mark.parametrize("seeing", [LLAVA, QWEN2_VL], ids=["LLaVA", "Qwen2-VL"])

@@ -12,9 +12,9 @@ from test_hits import ENGINE, lossless, words
 
 from proof.models import SERVED, named
 from proof.oracle.compare import compare_all
-from proof.oracle.interpreted import RUNNER
+from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Request, Trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide]

@@ -11,7 +11,7 @@ from lab import Lab
 
 from proof.models import named
 from proof.models.architecture import Architecture
-from proof.oracle.forked import EngineProcess
+from proof.oracle.engines.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.bench.servers.server import free_port
 

@@ -14,7 +14,7 @@ from lab import Lab, smallest_pages
 from offload import Store, copied, copy_at_once
 
 from proof.models import named
-from proof.oracle.forked import EngineFailed, EngineProcess
+from proof.oracle.engines.forked import EngineFailed, EngineProcess
 from proof.oracle.trace import Request, Trace
 from vllm_kvq.formats import get_format
 from vllm_kvq.integration.plan.connectors import KNOWN, LAYER_BY_LAYER, ONE_TABLE, REFUSED, SEVERAL

@@ -11,7 +11,7 @@ from lab import Lab
 
 from proof.models import named
 from proof.models.checkpoints import PROMPT_TOKENS
-from proof.oracle.forked import EngineProcess
+from proof.oracle.engines.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
 
 pytestmark = pytest.mark.engine

@@ -12,9 +12,9 @@ from test_works import ENGINE, LOSSLESS, TRACE, N
 
 from proof.models import named
 from proof.oracle.compare import compare
-from proof.oracle.interpreted import RUNNER
+from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
 
 pytestmark = pytest.mark.engine

@@ -12,8 +12,8 @@ from proof.models import named
 from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle import judge as judging
 from proof.oracle.judge import judge
-from proof.oracle.kinds import Sight
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.kinds import Sight
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Request, Trace
 
 pytestmark = pytest.mark.engine

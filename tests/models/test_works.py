@@ -16,7 +16,7 @@ from proof.models.architecture import Architecture
 from proof.models.checkpoints import PROMPT_TOKENS
 from proof.oracle.compare import compare
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Request, Result, Trace
 
 pytestmark = pytest.mark.engine

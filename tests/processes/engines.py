@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from proof.oracle.warm import warm
+from proof.oracle.engines.warm import warm
 
 
 def caches(worker: Any) -> dict[str, dict[str, Any]]:
@@ -42,7 +42,7 @@ def caches(worker: Any) -> dict[str, dict[str, Any]]:
 
 
 def serve(job: dict[str, Any]) -> Any:
-    from proof.oracle import engine as oracle
+    from proof.oracle.engines import engine as oracle
 
     if job["ray"]:
         import ray_on_cpus

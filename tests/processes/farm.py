@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from proof.oracle.compare import compare_all
-from proof.oracle.engine import ENVIRONMENT
+from proof.oracle.engines.engine import ENVIRONMENT
 from proof.oracle.judge import judge
-from proof.oracle.replay import ReplayModel
+from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Request, Result, Trace
 from vllm_kvq.bench.models.random_model import random_model
 

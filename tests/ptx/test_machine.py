@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from proof.ptx.grid import launch
+from proof.ptx.instructions.wgmma import places
 from proof.ptx.memory import Fault, Tensors
 from proof.ptx.parser import parse
 from proof.ptx.program import Unsupported
 from proof.ptx.translate import translate
-from proof.ptx.wgmma import places
 
 HEAD = """
 .version 8.0

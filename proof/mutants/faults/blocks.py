@@ -128,7 +128,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "Triton packs units of a hit again",
-        "triton_kernels/pack.py::pack_kernel",
+        "triton_kernels/packing/kernel.py::pack_kernel",
         "context /",
         "tl.maximum(context - 1, 0) /",
         "tests/triton/test_step.py -k 'random_traffic and polar4'",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 TRITON = "tests/triton"
-KEYS = "triton_kernels/keys_transformed.py"
-PACKING = "triton_kernels/pack_searched.py"
+KEYS = "triton_kernels/keys/transformed.py"
+PACKING = "triton_kernels/packing/searched.py"
 TABLES = "vllm_kvq/kernels/gpu/transformed.py"
 ATTEND = f"{TRITON}/test_attend.py -k klt3-64"
 HEADS = f"{TRITON}/test_attend.py -k constants_of"
@@ -57,7 +57,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "all heads have the slots of the first",
-        "triton_kernels/pack.py::pack_kernel",
+        "triton_kernels/packing/kernel.py::pack_kernel",
         "* SLOTS",
         "* 0",
         SLOTS,

@@ -164,7 +164,7 @@ PROOFS = (
     ),
     Fault(
         "narrow tiles are shuffled as wide ones",
-        "proof/ptx/wgmma.py::places",
+        "proof/ptx/instructions/wgmma.py::places",
         "(width // 16 - 1)",
         "7",
         f"{MACHINE} swizzled",

@@ -189,7 +189,7 @@ FAULTS: tuple[Fault, ...] = (
     # oracle
     Fault(
         "the oracle's pages are those of any image",
-        "proof/oracle/lives.py::_Sample.keys",
+        "proof/oracle/reference/lives.py::_Sample.keys",
         "if p.at < (i + 1) * n)",
         "if False)",
         f"{IMAGES} -k not_in_keys",

@@ -24,7 +24,7 @@ def load() -> None:
     if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and emulated is None:
         os.environ["TRITON_INTERPRET"] = "1"
     try:
-        for name in ("step", "pack", "attend", "full_precision", "merge", "unpack"):
+        for name in ("step", "packing.kernel", "attend", "full_precision", "merge", "unpack"):
             importlib.import_module(f"vllm_kvq.triton_kernels.{name}")
     finally:
         if before is None:

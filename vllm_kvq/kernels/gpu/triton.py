@@ -130,7 +130,7 @@ class TritonKernels(PagedKernels):
         pages: torch.Tensor,
         faults: torch.Tensor,
     ) -> None:
-        from vllm_kvq.triton_kernels.pack import pack_kernel
+        from vllm_kvq.triton_kernels.packing.kernel import pack_kernel
 
         plan, table, side_table, side, key, value, units = source
         n, floats = plan.shape[1], side.view(torch.float32)

@@ -188,7 +188,7 @@ def _slab_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
 
 
 def _tile_launch(fmt: PageFormat, k: KeyCodec, chip: int) -> Launch:
-    """Launch of the kernel that packs a slab as one tile (triton_kernels/pack_tile.py)."""
+    """Launch of the kernel that packs a slab as one tile (triton_kernels/packing/tile.py)."""
     return Launch(TILE_WARPS, stages=3, fused=False)
 
 

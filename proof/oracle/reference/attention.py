@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from proof.oracle.kinds import in_vllms_order
+from proof.oracle.reference.kinds import in_vllms_order
 
 NAME = "kvq_reference"
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys import CHANNEL, HYBRID, POLAR
+from vllm_kvq.triton_kernels.keys.channel import CHANNEL, HYBRID, POLAR
 from vllm_kvq.triton_kernels.lang import MAGIC
-from vllm_kvq.triton_kernels.pack_keys import channel_keys, hybrid_keys
-from vllm_kvq.triton_kernels.pack_polar import polar_keys
-from vllm_kvq.triton_kernels.pack_searched import searched_values, transformed_keys
-from vllm_kvq.triton_kernels.pack_tile import boosted_keys, tile_values
-from vllm_kvq.triton_kernels.pack_values import hybrid_values, token_values
+from vllm_kvq.triton_kernels.packing.keys import channel_keys, hybrid_keys
+from vllm_kvq.triton_kernels.packing.polar import polar_keys
+from vllm_kvq.triton_kernels.packing.searched import searched_values, transformed_keys
+from vllm_kvq.triton_kernels.packing.tile import boosted_keys, tile_values
+from vllm_kvq.triton_kernels.packing.values import hybrid_values, token_values
 from vllm_kvq.triton_kernels.step import CONTEXT, COUNT, load_token
 from vllm_kvq.triton_kernels.values import TOKEN
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from proof.oracle.interpreted import RUNNER
+from proof.oracle.engines.interpreted import RUNNER
 from vllm_kvq.formats import PageFormat, get_format
 from vllm_kvq.formats.by_layer import options_at
 from vllm_kvq.formats.constants import Constants

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from proof.ptx.instructions.operands import Effect, Operands, slots
 from proof.ptx.machine import Block
-from proof.ptx.operands import Effect, Operands, slots
 from proof.ptx.program import Immediate, Instruction, Register, Unsupported, Vector
 from proof.ptx.types import UNSIGNED, Array, bits_of, typed, untyped
 

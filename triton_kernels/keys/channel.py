@@ -84,7 +84,7 @@ def channel_scores(
         s = sum_c (q_c scale_c) code_c + sum_c q_c zero_c
 
     The scale goes into the query once per slab, the zero into one number per row. With BOOSTED channels a
-    scale's sign has another meaning (keys_boosted.py).
+    scale's sign has another meaning (boosted.py).
     """
     tl.static_assert(SLABS <= 2)
     width: tl.constexpr = D * BITS // 8

@@ -14,8 +14,15 @@ import triton
 import triton.language as tl
 
 from vllm_kvq.triton_kernels.lang import clean, lost
-from vllm_kvq.triton_kernels.pack_fitted import fitted_parameters
-from vllm_kvq.triton_kernels.pack_values import affine, hybrid_choice, hybrid_codes, load_channels, parameters, top_of
+from vllm_kvq.triton_kernels.packing.fitted import fitted_parameters
+from vllm_kvq.triton_kernels.packing.values import (
+    affine,
+    hybrid_choice,
+    hybrid_codes,
+    load_channels,
+    parameters,
+    top_of,
+)
 from vllm_kvq.triton_kernels.step import state_offset
 
 RANKS: tl.constexpr = tl.constexpr(16)  # rows of U as a matrix operand; those beyond the rank are zero

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from proof.oracle.interpreted import RUNNER
+from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.trace import Result, Trace
 
 TIMEOUT, V2_TIMEOUT = 300.0, 1800.0
@@ -42,7 +42,7 @@ def _server(preload: str) -> forkserver.ForkServer:
     return server
 
 
-_servers = {False: _server("proof.oracle.preload"), True: _server("proof.oracle.preload_v2")}
+_servers = {False: _server("proof.oracle.engines.preload"), True: _server("proof.oracle.engines.preload_v2")}
 """By whether it is for the V2 runner: vLLM, once imported, has one model runner or the other. Neither is the server of
 multiprocessing itself, which imports what its first user asked for."""
 _starting = threading.Lock()
@@ -151,7 +151,7 @@ def _begin(
 
 
 def _serve_engine(pipe: Any, model: str, arguments: dict[str, Any], prepare: Prepare | None) -> None:
-    from proof.oracle.engine import TracedEngine
+    from proof.oracle.engines.engine import TracedEngine
 
     engine = TracedEngine(model, **arguments)
     if prepare is not None:

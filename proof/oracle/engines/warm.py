@@ -6,7 +6,7 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-from proof.oracle.interpreted import keep_async_scheduling, v2_asked_for
+from proof.oracle.engines.interpreted import keep_async_scheduling, v2_asked_for
 
 
 def warm() -> None:

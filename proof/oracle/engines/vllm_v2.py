@@ -1,11 +1,13 @@
-"""vLLM's command line with its V2 model runner on a CPU (`interpreted`): python -m proof.oracle.vllm_v2 serve MODEL ...
+"""vLLM's command line with its V2 model runner on a CPU (`interpreted`).
+
+    python -m proof.oracle.engines.vllm_v2 serve MODEL ...
 
 Processes that vLLM spawns import this module again, before vLLM.
 """
 
 from __future__ import annotations
 
-from proof.oracle.interpreted import keep_async_scheduling, serve_v2
+from proof.oracle.engines.interpreted import keep_async_scheduling, serve_v2
 
 serve_v2()
 

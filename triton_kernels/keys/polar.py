@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
-"""PolarQuant's scores of one slab, as in keys.py:
+"""PolarQuant's scores of one slab, as in channel.py:
 
     s = sum_pairs r (q_x cos phi + q_y sin phi),   phi = phi0 + (a + 1/2) dphi,   r = r0 + (c + 1/2) dr
 

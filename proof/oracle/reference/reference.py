@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from proof.oracle.attention import Mixer
-from proof.oracle.kinds import Sight
+from proof.oracle.reference.attention import Mixer
+from proof.oracle.reference.kinds import Sight
 from vllm_kvq.formats.page import PageFormat
 
 Unit = tuple[torch.Tensor, torch.Tensor]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 
-from proof.oracle.engine import ENVIRONMENT
-from proof.oracle.warm import warm
+from proof.oracle.engines.engine import ENVIRONMENT
+from proof.oracle.engines.warm import warm
 
 
 def _silently() -> None:

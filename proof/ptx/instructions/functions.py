@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from proof.ptx import integers
-from proof.ptx.integers import Function
+from proof.ptx.instructions import integers
+from proof.ptx.instructions.integers import Function
 from proof.ptx.program import Unsupported
 from proof.ptx.types import SIGNED, UNSIGNED, Array, bits_of
 

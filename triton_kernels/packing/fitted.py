@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from vllm_kvq.triton_kernels.lang import TINY
-from vllm_kvq.triton_kernels.pack_values import affine_to, positive_half, range_parameters
+from vllm_kvq.triton_kernels.packing.values import affine_to, positive_half, range_parameters
 
 
 @triton.jit

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from proof.ptx.collective import together
+from proof.ptx.instructions.collective import together
+from proof.ptx.instructions.operands import Effect, Operands
+from proof.ptx.instructions.warp import operands
 from proof.ptx.machine import Block
-from proof.ptx.operands import Effect, Operands
 from proof.ptx.program import Immediate, Instruction, Unsupported, Vector
 from proof.ptx.types import Array, float_of_bf16
-from proof.ptx.warp import operands
 
 WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}
 

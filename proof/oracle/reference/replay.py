@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from proof.oracle.attention import Mixer, attending, load
-from proof.oracle.constants import constants_of, with_constants
-from proof.oracle.kinds import Sight, exact_layers
 from proof.oracle.pictures import Shown
-from proof.oracle.reference import ExactCache, ReferenceCache, StateCache
+from proof.oracle.reference.attention import Mixer, attending, load
+from proof.oracle.reference.constants import constants_of, with_constants
+from proof.oracle.reference.kinds import Sight, exact_layers
+from proof.oracle.reference.reference import ExactCache, ReferenceCache, StateCache
 from proof.oracle.trace import Request
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at

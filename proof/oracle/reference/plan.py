@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from proof.oracle.lives import Life
+from proof.oracle.reference.lives import Life
 from vllm_kvq.formats import PageFormat
 
 

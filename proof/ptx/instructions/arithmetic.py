@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from proof.ptx import functions
-from proof.ptx.operands import Operands, Pure, slots
+from proof.ptx.instructions import functions
+from proof.ptx.instructions.operands import Operands, Pure, slots
 from proof.ptx.program import Instruction, Operand, Vector
 from proof.ptx.types import PACKED, UNSIGNED, Array, bits_of, is_type, untyped, writer
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys import POLAR, query_channel
+from vllm_kvq.triton_kernels.keys.channel import POLAR, query_channel
 from vllm_kvq.triton_kernels.lang import ROUND, clean, lost
-from vllm_kvq.triton_kernels.pack_values import levels, positive_half
+from vllm_kvq.triton_kernels.packing.values import levels, positive_half
 
 PI: tl.constexpr = tl.constexpr(3.141592653589793)
 FULL: tl.constexpr = tl.constexpr(6.283185307179586)

@@ -46,7 +46,7 @@ def transformed_scores(
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """As in keys.py. q: right operands; middle and mean (M,), the sum above and q . mu, in the scores' unit."""
+    """As in channel.py. q: right operands; middle and mean (M,), the sum above and q . mu, in the scores' unit."""
     width: tl.constexpr = SLOTS * BITS // 8
     chunks: tl.constexpr = width // CHUNK
     scores = ()

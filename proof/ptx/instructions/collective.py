@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from proof.ptx import warp
+from proof.ptx.instructions import warp
+from proof.ptx.instructions.operands import Effect, Operands, slots
 from proof.ptx.machine import Block
-from proof.ptx.operands import Effect, Operands, slots
 from proof.ptx.program import Instruction, Register, Unsupported, Vector
 from proof.ptx.types import Array, untyped
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from proof.oracle.attention import Mixer, attending
-from proof.oracle.kinds import Sight
-from proof.oracle.lives import Life
-from proof.oracle.plan import Plan, Reads
-from proof.oracle.reference import capped
-from proof.oracle.replay import NOISE, ReplayModel
+from proof.oracle.reference.attention import Mixer, attending
+from proof.oracle.reference.kinds import Sight
+from proof.oracle.reference.lives import Life
+from proof.oracle.reference.plan import Plan, Reads
+from proof.oracle.reference.reference import capped
+from proof.oracle.reference.replay import NOISE, ReplayModel
 from vllm_kvq.formats import PageFormat
 
 PACK_UNITS, SCORES = 512, 1 << 24

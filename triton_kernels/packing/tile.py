@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from vllm_kvq.triton_kernels.lang import clean, lost
-from vllm_kvq.triton_kernels.pack_fitted import fitted_parameters
-from vllm_kvq.triton_kernels.pack_keys import RANKS, pull, store_keys, subspace
-from vllm_kvq.triton_kernels.pack_values import (
+from vllm_kvq.triton_kernels.packing.fitted import fitted_parameters
+from vllm_kvq.triton_kernels.packing.keys import RANKS, pull, store_keys, subspace
+from vllm_kvq.triton_kernels.packing.values import (
     affine,
     affine_to,
     load_channels,

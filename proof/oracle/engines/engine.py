@@ -11,11 +11,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from proof.oracle.computed import Computed
-from proof.oracle.far import POOL_BYTES, far_ids, hand_out_only, sparse_zeros
-from proof.oracle.groups import groups_of
+from proof.oracle.engines.computed import Computed
+from proof.oracle.engines.far import POOL_BYTES, far_ids, hand_out_only, sparse_zeros
+from proof.oracle.engines.groups import groups_of
+from proof.oracle.engines.shared import SharedPages
 from proof.oracle.pictures import prompt_of
-from proof.oracle.shared import SharedPages
 from proof.oracle.trace import Chunk, Request, Result, Trace
 
 ENVIRONMENT = {

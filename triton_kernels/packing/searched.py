@@ -1,6 +1,6 @@
 """Packs what has one searched scale per token (formats/parts/search.py): transformed keys, rotated values.
 
-A slab is one tile, as in pack_tile.py.
+A slab is one tile, as in tile.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton.language as tl
 
 from vllm_kvq.formats.parts import search
 from vllm_kvq.triton_kernels.lang import ROUND, clean, lost, row_sum
-from vllm_kvq.triton_kernels.pack_keys import store_keys
-from vllm_kvq.triton_kernels.pack_tile import lanes, plane_bytes
-from vllm_kvq.triton_kernels.pack_values import load_channels, positive_half, store_values
+from vllm_kvq.triton_kernels.packing.keys import store_keys
+from vllm_kvq.triton_kernels.packing.tile import lanes, plane_bytes
+from vllm_kvq.triton_kernels.packing.values import load_channels, positive_half, store_values
 from vllm_kvq.triton_kernels.rotation import rotated
 
 FACTORS: tl.constexpr = tl.constexpr(search.FACTORS)
