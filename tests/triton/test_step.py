@@ -106,9 +106,10 @@ def test_subspace_and_noise_of_one_token() -> None:
     assert relative_error(got, u.double()) < 1e-4
 
 
-def test_a_corrected_key_is_finite_in_float16() -> None:
+@pytest.mark.parametrize("options", [{}, {"boost": "none"}], ids=["boosted", "plain"])
+def test_a_corrected_key_is_finite_in_float16(options: dict[str, str]) -> None:
     """Near the clamp a correction points beyond it."""
-    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float32), {"W": 32, "S": 0, "r": 16, "g": 16})
+    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float32), {"W": 32, "S": 0, "r": 16, "g": 16, **options})
     rng = torch.Generator().manual_seed(4)
     key = 32768 * torch.rand(64, 1, 64, generator=rng)
     query = 100 * torch.randn(64, 1, 16, generator=rng) @ torch.randn(16, 64, generator=rng) * torch.logspace(1, -1, 64)

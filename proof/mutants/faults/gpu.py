@@ -305,7 +305,14 @@ FAULTS: tuple[Fault, ...] = (
         "triton_kernels/packing/keys.py::channel_keys",
         'clean(x - tl.dot(z, u, input_precision="ieee"))',
         'x - tl.dot(z, u, input_precision="ieee")',
-        f"{STEP_TRITON} -k float16",
+        f"{STEP_TRITON} -k 'float16 and plain'",
+    ),
+    Fault(
+        "Triton stores corrected keys with boosted channels of any size",
+        "triton_kernels/packing/tile.py::boosted_keys",
+        'clean(x - tl.dot(tl.dot(z, m, input_precision="ieee"), u, input_precision="ieee"))',
+        'x - tl.dot(tl.dot(z, m, input_precision="ieee"), u, input_precision="ieee")',
+        f"{STEP_TRITON} -k 'float16 and boosted'",
     ),
     Fault(
         "FaultWatch raises at no stale header",
