@@ -41,6 +41,10 @@ def config(model: Path, **arguments: Any) -> Any:
         ({"additional_config": {"kvq": 3}}, "additional config 'kvq' is 3; it must be an object"),
         (kvq(skip_layers=[2]), "option 'skip_layers' names layer 2; the model has layers 0 to 1"),
         (kvq(skip_layers=[-3]), "option 'skip_layers' names layer -3; the model has layers 0 to 1 (-1 to -2 counted"),
+        (
+            {"kv_cache_dtype_skip_layers": ["2"]},
+            "--kv-cache-dtype-skip-layers names layer 2; the model has layers 0 to 1",
+        ),
         ({"kv_cache_dtype": "e4m3_calibrated"}, "e4m3_calibrated has constants that are fitted to the tensors of a"),
         ({"block_size": 48}, "block size 48 is not a multiple of 32; use --block-size 128"),
         ({"block_size": 1536}, "block size 1536 is too large; the largest is 1024"),

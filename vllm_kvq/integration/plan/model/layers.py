@@ -73,7 +73,9 @@ class Layers:
         """ValueError where these layers can't be skipped."""
         named = "option 'skip_layers' names layer"
         if beyond := sorted(i for i in self.skipped if i >= self.total):
-            raise ValueError(f"{named} {beyond[0]}; the model has layers 0 to {self.total - 1}")
+            # the option's own have been checked where they were resolved
+            flag = "--kv-cache-dtype-skip-layers"
+            raise ValueError(f"{flag} names layer {beyond[0]}; the model has layers 0 to {self.total - 1}")
         if without := sorted(self.skipped - self.attention):
             raise ValueError(f"{named} {without[0]}, which has no attention")
         if shared := sorted(self.skipped & self.sharing):
