@@ -142,10 +142,10 @@ FAULTS: tuple[Fault, ...] = (
         slow=True,
     ),
     Fault(
-        "C++ packs units of a hit again in a decode step",
+        "C++ packs every unit since the hit again in a decode step",
         "csrc/cpu/step/decode.cpp",
         "r.context /",
-        "std::max<int64_t>(r.context - 1, 0) /",
+        "r.start /",
         TRAFFIC,
         slow=True,
     ),
