@@ -19,6 +19,8 @@ from vllm_kvq.integration.advice import losses
 from vllm_kvq.integration.plan.budgets import Chosen, choose
 from vllm_kvq.integration.plan.plan import plan
 from vllm_kvq.integration.plan.problem import Refused
+from vllm_kvq.kernels.cpu import slow as slow_on_cpu
+from vllm_kvq.kernels.cpu import step as cpu
 from vllm_kvq.kernels.gpu import slow as slow_on_gpu
 
 LIMITS = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
@@ -91,6 +93,13 @@ def test_the_next_one_where_the_first_has_no_fast_kernels(model: Path, monkeypat
     assert chosen(model, "kvq4")[0] == Chosen("kvq4", "klt4", {})
     monkeypatch.setattr(slow_on_gpu, "slow", lambda fmt: "slow here" if fmt.calibrated else None)
     assert chosen(model, "kvq4")[0] == Chosen("kvq4", "polar4", {"klt4": "slow here"})
+
+
+@pytest.mark.engine
+def test_the_next_one_where_the_first_has_no_kernels(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "why_not", lambda fmt: "no kernels here" if fmt.calibrated else None)
+    monkeypatch.setattr(slow_on_cpu, "slow", lambda fmt: None)
+    assert chosen(model, "kvq4")[0] == Chosen("kvq4", "polar4", {"klt4": "no kernels here"})
 
 
 @pytest.mark.engine
