@@ -56,7 +56,8 @@ class Fault:
     def _extent(self, text: str) -> tuple[int, int]:
         if "::" not in self.where:
             return 0, len(text)
-        places = [extent(text, node) for name, node in definitions(ast.parse(text)) if self.where.endswith(f"::{name}")]
+        function = self.where.partition("::")[2]
+        places = [_place(text, node) for name, node in _definitions(ast.parse(text)) if name == function]
         if len(places) != 1:
             raise Stale(f"{self.where} is defined {len(places)} times")
         return places[0]
@@ -79,17 +80,17 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(of(first) + "".join((r"\s*,?\s*" if t in ")]}" else r"\s*") + of(t) for t in rest))
 
 
-def definitions(node: ast.AST, within: str = "") -> Iterator[tuple[str, Definition]]:
+def _definitions(node: ast.AST, within: str = "") -> Iterator[tuple[str, Definition]]:
     """(qualified name, function or class) of all that are defined in it, the outer ones first."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Definition):
             yield within + child.name, child
-            yield from definitions(child, f"{within}{child.name}.")
+            yield from _definitions(child, f"{within}{child.name}.")
         else:
-            yield from definitions(child, within)
+            yield from _definitions(child, within)
 
 
-def extent(text: str, node: Definition) -> tuple[int, int]:
+def _place(text: str, node: Definition) -> tuple[int, int]:
     """Where it begins, decorators included, and ends."""
     lines = text.splitlines(keepends=True)
     first = min(part.lineno for part in (node, *node.decorator_list))
