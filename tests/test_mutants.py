@@ -126,10 +126,13 @@ def test_each_tree_holds_one_fault_at_a_time(tmp_path: Path) -> None:
     assert sorted(seen) == sorted([TEXT, *(TEXT.replace("2 * x", f.after) for f in faults)])
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it chooses, and its exit status. The copies hold only one file."""
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it chooses, what it plants again, and its exit status. The copies hold only one file."""
+    (tmp_path / "double.py").write_text(TEXT)
+    kept = ["--kept", str(tmp_path / "caught.txt")]
     slow = Fault("sleeps", "double.py", "2 * x", "4 * x", FAULT.tests, slow=True)
     monkeypatch.setattr(main, "FAULTS", (FAULT, slow))
+    monkeypatch.setattr(main, "ROOT", tmp_path)
     monkeypatch.setattr(main, "copy_checkout", lambda root: root.mkdir() or (root / "double.py").write_text(TEXT))
     monkeypatch.setattr(Pytests, "__call__", lambda self, root, words: ends_with(1)(root, words))
     for status, arguments, line in (
@@ -137,14 +140,23 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         (1, ["--all"], "1 caught, 1 survived, 0 unusable of 2 faults"),
         (1, ["--all", "--only", "sleeps"], "0 caught, 1 survived, 0 unusable of 1 faults"),
         (0, ["--only", "halves", "--jobs", "1"], "1 caught, 0 survived, 0 unusable of 1 faults"),
+        (0, ["--only", "halves", "--afresh"], "1 caught, 0 survived, 0 unusable of 1 faults"),
     ):
-        assert main.main(arguments) == status
-        assert line in capsys.readouterr().out
+        before = kept_lines(tmp_path / "caught.txt")
+        assert main.main([*arguments, *kept]) == status
+        assert line in (said := capsys.readouterr().out)
+        again = before and "sleeps" not in arguments and "--afresh" not in arguments
+        assert ("not caught in earlier runs (1)" in said) == bool(again)
+        assert [name for _, name in kept_lines(tmp_path / "caught.txt")] == ["halves"]
     no_page = ["--only", "halves", "--report", "page.md"]
     for wrong in (["--only", "no such fault"], ["--jobs", "0"], ["--only", "sleeps"], no_page):
         with pytest.raises(SystemExit) as stop:
             main.main(wrong)
         assert stop.value.code == 2
+
+
+def kept_lines(path: Path) -> list[tuple[str, ...]]:
+    return [tuple(line.split(" ", 1)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_a_run_goes_on_where_it_was_stopped(tree: Path) -> None:
@@ -162,8 +174,13 @@ def test_a_run_goes_on_where_it_was_stopped(tree: Path) -> None:
         if change is not None:
             change.write_text(change.read_text() + "\n")
         runs.clear()
-        outcome = main.plant((FAULT, triples), [tree], run, lambda _: None, kept=Kept(tree / "kept", tree))
+        kept = Kept(tree / "kept", tree, (FAULT, triples))
+        outcome = main.plant((FAULT, triples), [tree], run, lambda _: None, kept=kept)
         assert (outcome.caught, outcome.survived, len(runs)) == (["halves"], ["triples"], times)
+    (_, name), *others = kept_lines(tree / "kept")
+    assert (name, others) == ("halves", [])
+    Kept(tree / "kept", tree, (triples,)).keep(triples)
+    assert [name for _, name in kept_lines(tree / "kept")] == ["triples"], "it is no longer among the faults"
 
 
 def test_the_page(tree: Path) -> None:

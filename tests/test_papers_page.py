@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from one_thread import one_thread
 
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.cli.eval import heads as heads_command
 from vllm_kvq.eval.choice import choices
+
+__all__ = ["one_thread"]
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
@@ -21,12 +23,6 @@ ERROR, HEADS = ["vllm-kvq", "eval", "error"], ["vllm-kvq", "eval", "heads", "dem
 COMMANDS = [shlex.split(text) for text in dict.fromkeys(re.findall(r"`(vllm-kvq [^`]*)`", PAGE)) if "MODEL" not in text]
 ERRORS = [command[3:] for command in COMMANDS if command[:3] == ERROR]
 ON_A_MODEL = [command[4:] for command in COMMANDS if command[:4] == HEADS]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Small tensors; more threads only wait for each other."""
-    torch.set_num_threads(1)
 
 
 CHECKS = [command[2:] for command in COMMANDS if command[:2] == ["vllm-kvq", "check"]]

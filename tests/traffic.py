@@ -50,7 +50,6 @@ class Request:
     sinks: list[int]
     pages: list[int]
     tokens: int = 0
-    goal: int = 0
     hit: int = 0
     rejected: int = 0
     seed: int = 0
@@ -112,7 +111,6 @@ class World:
             self.take(self.slots.sidecar_blocks, True),
             of.sinks if of else self.take(self.slots.sink_blocks, False),
             list(of.pages[:shared]) if of else [],
-            goal=length + self.rng.randrange(4, 12),
             seed=of.seed if of else self.rng.randrange(1 << 30),
         )
         request.hit = shared * n

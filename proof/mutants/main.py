@@ -3,8 +3,11 @@
     python -m proof mutants                    the cheap ones, minutes
     python -m proof mutants --all              with those that compile C++ or start engines, hours
     python -m proof mutants --only "rescale"   those with this text in their name
-    python -m proof mutants --all --kept FILE  goes on where a run that was stopped has left off
+    python -m proof mutants --all --afresh     those that were caught before, too
     python -m proof mutants --report FILE      the findings go to FILE, a page of docs/results
+
+A fault that was caught is recorded (caught.txt) and not planted again until it, its file or its tests change, so a run
+that was stopped goes on where it left off.
 
 Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests
 fail without it.
@@ -32,7 +35,7 @@ from queue import Queue
 
 from proof.mutants.catalog import FAULTS
 from proof.mutants.fault import Fault, Stale
-from proof.mutants.kept import Kept
+from proof.mutants.kept import RECORD, Kept
 from proof.mutants.pytests import FAILED, PASSED, Pytests
 from vllm_kvq.kernels.cpu.processor import processor_name
 
@@ -187,12 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="the slow ones, too")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their name or file")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies at a time (cores)")
-    parser.add_argument(
-        "--kept",
-        type=Path,
-        metavar="FILE",
-        help="faults caught, which are not planted again until they, the file or the tests change",
-    )
+    parser.add_argument("--afresh", action="store_true", help="plants what was caught before, too")
+    parser.add_argument("--kept", type=Path, default=RECORD, metavar="FILE", help="the record (proof/mutants/caught.txt)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for the findings; not with --only")
     options = parser.parse_args(argv)
     if options.report and options.only:
@@ -201,8 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen.sort(key=lambda fault: fault.slow)  # a run that is stopped has found most
     if not chosen or options.jobs < 1:
         parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
-    kept = Kept(options.kept, ROOT) if options.kept else None
-    before_this_run = sum(fault in kept for fault in chosen) if kept else 0
+    kept = Kept(options.kept, ROOT, FAULTS)
+    if options.afresh:
+        kept.forget(chosen)
+    before_this_run = sum(fault in kept for fault in chosen)
     start = time.monotonic()
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

@@ -8,26 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import traces
 from models_on_disk import SMALL, Written
+from one_thread import one_thread
 
 from proof.models import named
 from proof.oracle.engines.forked import EngineProcess
 from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.trace import Result, Trace
 
+__all__ = ["one_thread"]
+
 MEMORY = {"kv_cache_memory_bytes": 1 << 30}
 """For configurations that are made while other tests run: the memory of vLLM's default may not be free."""
 
 Run = Callable[..., list[Result]]
 Bare = Callable[..., Any]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """For the replay's tiny matrices; more threads only wait for each other."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

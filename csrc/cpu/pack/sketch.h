@@ -8,8 +8,6 @@
 namespace {
 namespace float32 {
 
-constexpr int MAX_OUTLIERS = 32;
-
 // inner [32][d], outer [32][32], features [32][32], a panel of the sketch [d][32], signs [32][m]
 inline size_t sketch_work_bytes(const Layout& l) {
   const int64_t most = l.sketch_rows > l.outer_rows ? l.sketch_rows : l.outer_rows;

@@ -367,9 +367,23 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "what was caught counts for a file that has changed",
-        "proof/mutants/kept.py::Kept._line",
+        "proof/mutants/kept.py::Kept._mark",
         "fault.planted(self.root)",
         "fault.before",
         "tests/test_mutants.py -k where_it_was_stopped",
+    ),
+    Fault(
+        "a fault that is no longer in the list stays recorded",
+        "proof/mutants/kept.py::Kept.__init__",
+        " if name in known",
+        "",
+        "tests/test_mutants.py -k where_it_was_stopped",
+    ),
+    Fault(
+        "--afresh plants nothing again",
+        "proof/mutants/main.py::main",
+        "kept.forget(chosen)",
+        "kept.forget(())",
+        "tests/test_mutants.py::test_the_command",
     ),
 )

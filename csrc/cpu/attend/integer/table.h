@@ -1,0 +1,39 @@
+// The integer kernels of an instruction set. Its own table.h includes this after what only it has: HybridValues2,
+// PolarKeys, SketchKeys and TokenValues.
+#pragma once
+
+#include "choose.h"
+#include "boosted_keys.h"
+#include "channel_keys.h"
+#include "hybrid_keys.h"
+#include "transformed_keys.h"
+
+namespace {
+namespace integer {
+
+struct Set {
+  static constexpr int LANES = WIDTH;
+  template <int D, int BITS>
+  using Channel = ChannelKeys<D, BITS>;
+  template <int D>
+  using Boosted = BoostedKeys<D>;
+  template <int D>
+  using Hybrid = HybridKeys2<D>;
+  template <int D>
+  using Sketch = SketchKeys<D>;
+  template <int D, int RADIUS_BITS>
+  using Polar = PolarKeys<D, RADIUS_BITS>;
+  template <int PLANE>
+  using Transformed = TransformedKeys<PLANE>;
+  template <int BITS>
+  using Token = TokenValues<BITS>;
+  template <int BITS>
+  using Searched = TokenValues<BITS, true>;
+  using HybridValues = HybridValues2;
+};
+
+inline KeyKernel keys(const Layout& l, int rows) { return unrolled::choose_keys<Set>(l, rows); }
+inline ValueKernel values(const Layout& l, int rows) { return unrolled::choose_values<Set>(l, rows); }
+
+}  // namespace integer
+}  // namespace
