@@ -1,11 +1,11 @@
-"""What the charts of others say of examples/kubernetes, for tests/test_kubernetes.py, which has no charts and no Helm.
+"""What charts of others say of examples/kubernetes, for tests/shipping/test_kubernetes.py, which has no charts or Helm.
 
     pip install helm-python-sdk==0.2.2 pyyaml      # Helm's own library, 250 MB, in an environment of its own
-    python scripts/charts.py FOLDER                # writes tests/charts
+    python scripts/charts.py FOLDER                # writes tests/shipping/charts
 
 FOLDER has clones of vllm-project/production-stack, llm-d-incubation/llm-d-modelservice and ray-project/kuberay. A file
-of tests/charts has the schema of a chart's values, or of KubeRay's RayService, cut down to what our file sets, and
-closed: charts pass over a field that they do not know, and a mistyped one must be noticed. For a chart it also has
+of tests/shipping/charts has the schema of a chart's values, or of KubeRay's RayService, cut down to what our file sets,
+and closed: charts pass over a field that they do not know, and a mistyped one must be noticed. For a chart it also has
 what Helm makes of our values, so that tests see the very pods that a cluster would get.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES, CHARTS = ROOT / "examples" / "kubernetes", ROOT / "tests" / "charts"
+EXAMPLES, CHARTS = ROOT / "examples" / "kubernetes", ROOT / "tests" / "shipping" / "charts"
 KEPT = {"type", "enum", "required", "pattern", "minimum", "maximum", "minItems", "additionalProperties"}
 """Keywords that are kept as they are. Descriptions and defaults check nothing."""
 WIDTH = 120
@@ -156,7 +156,7 @@ class Helm:
 
 
 def described(chart: Chart, clones: Path) -> dict[str, Any]:
-    """A file of tests/charts."""
+    """A file of tests/shipping/charts."""
     clone, text = clones / chart.repository.rpartition("/")[2], (EXAMPLES / f"{chart.name}.yaml").read_text("utf-8")
     values = yaml.safe_load(text)
     commit = subprocess.run(["git", "-C", str(clone), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         head = f"# {chart.repository} under its licence, changed and cut down by scripts/charts.py, which says how.\n"
         made = yaml.safe_dump(described(chart, clones), sort_keys=False, width=WIDTH)
         (CHARTS / f"{chart.name}.yaml").write_text(head + made, encoding="utf-8")
-        print(f"tests/charts/{chart.name}.yaml")
+        print(f"tests/shipping/charts/{chart.name}.yaml")
     return 0
 
 

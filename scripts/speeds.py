@@ -20,6 +20,7 @@ RESULTS = ROOT / "docs" / "results"
 WRITTEN = ROOT / "vllm_kvq" / "integration" / "advice" / "speeds.csv"
 PROCESSORS = {
     "cpu-attention-zen3.csv": "AMD EPYC (Zen 3)",
+    "cpu-attention-zen4.csv": "AMD EPYC (Zen 4)",
     "cpu-attention.csv": "AMD Zen 5",
     "cpu-attention-avx512bw.csv": "Intel Skylake server",
     "cpu-attention-cascadelake.csv": "Intel Cascade Lake",

@@ -74,7 +74,7 @@ LONGEST = (
     "processes/test_ray_batch.py",
     "engine/test_lossless.py",
     "models/test_hits.py",
-    "engine/test_metrics.py",
+    "servers/test_metrics.py",
     "engine/test_calibration.py",
     "triton/test_attend.py",
 )

@@ -33,7 +33,7 @@ GROUPS = (
         "each is installed once and takes effect in an engine",
         (
             "tests/engine/test_patches_in_effect.py",
-            "tests/engine/test_compat.py::test_the_removal_of_a_hook_is_one_sentence",
+            "tests/planning/test_compat.py::test_the_removal_of_a_hook_is_one_sentence",
         ),
     ),
     Group(
@@ -60,12 +60,12 @@ GROUPS = (
     Group(
         "refusals",
         "what can't be served is refused in one sentence, before weights load",
-        ("tests/engine/test_refusals.py", "tests/models/test_refused.py"),
+        ("tests/planning/test_refusals.py", "tests/models/test_refused.py"),
     ),
 )
 """Without --all: up to an hour on two cores."""
 ALL = (
-    Group("engine", "all tests with engines", ("tests/engine",)),
+    Group("engine", "all tests with engines", ("tests/engine", "tests/planning", "tests/servers")),
     Group("models", "all tests of models", ("tests/models",)),
     Group("processes", "all tests with several processes", ("tests/processes",)),
 )

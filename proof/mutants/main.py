@@ -191,7 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their name or file")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies at a time (cores)")
     parser.add_argument("--afresh", action="store_true", help="plants what was caught before, too")
-    parser.add_argument("--kept", type=Path, default=RECORD, metavar="FILE", help="the record (proof/mutants/caught.txt)")
+    parser.add_argument(
+        "--kept", type=Path, default=RECORD, metavar="FILE", help="the record (proof/mutants/caught.txt)"
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for the findings; not with --only")
     options = parser.parse_args(argv)
     if options.report and options.only:

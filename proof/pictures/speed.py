@@ -11,6 +11,7 @@ from proof.pictures.canvas import picture
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 PROCESSORS = {
     "cpu-attention-zen3.csv": "AMD EPYC (Zen 3, AVX2)",
+    "cpu-attention-zen4.csv": "AMD EPYC (Zen 4, AVX-512 with VNNI)",
     "cpu-attention-cascadelake.csv": "Intel Xeon at 2.5 GHz (Cascade Lake, AVX-512 with VNNI)",
 }
 """Where caches exceeded the processor's, as those of a model's layers do."""
@@ -33,7 +34,7 @@ def times(path: Path) -> bars.Times:
 
 def draw(path: Path) -> None:
     found = data()
-    with picture(path, found, 1, (9.5, 6.2), lines=len(PROCESSORS)) as panels:
+    with picture(path, found, 1, (9.5, 9.0), lines=len(PROCESSORS)) as panels:
         for axes, (name, processor) in zip(panels, PROCESSORS.items(), strict=True):
             bars.draw(axes, found[name], f"{processor}, two threads")
             axes.set_ylabel("times vLLM's bf16 attention")

@@ -16,14 +16,14 @@ import pytest
 
 pytestmark = pytest.mark.engine
 NAME = "int4_hadamard"
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 def judged(installed: Path, model: Path) -> dict[str, Any]:
     """The oracle's verdict on traces of an engine that serves the format."""
     environment = example_format.environment(installed)
-    environment["PYTHONPATH"] += os.pathsep + str(HERE)
-    command = [sys.executable, str(HERE / "judge_format.py"), NAME, str(model)]
+    environment["PYTHONPATH"] += os.pathsep + str(HELPERS)
+    command = [sys.executable, str(HELPERS / "judge_format.py"), NAME, str(model)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])

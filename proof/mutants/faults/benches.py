@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-FIGURES = "tests/test_figures.py"
-CAPACITY = "tests/test_bench_capacity.py -k 'not real'"
-SERVER = "tests/test_bench_server.py"
+FIGURES = "tests/commands/test_figures.py"
+CAPACITY = "tests/commands/test_bench_capacity.py -k 'not real'"
+SERVER = "tests/commands/test_bench_server.py"
 GPU = "tests/cuda/test_gpu_scripts.py"
 
 FAULTS: tuple[Fault, ...] = (
@@ -29,14 +29,14 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/bench/timing.py::compare",
         "candidates[base].nbytes / candidate.nbytes",
         "candidate.nbytes / candidates[base].nbytes",
-        "tests/test_figures.py -k times_as_fast",
+        "tests/commands/test_figures.py -k times_as_fast",
     ),
     Fault(
         "bench reads one cache that fits the processor's",
         "vllm_kvq/bench/steps.py::Shape.caches",
         "-(-2 * last_level_cache() // nbytes)",
         "1",
-        "tests/test_figures.py -k exceed",
+        "tests/commands/test_figures.py -k exceed",
     ),
     Fault("a copy's bytes are counted once", "vllm_kvq/bench/timing.py::copy_bandwidth", "2 *", "", FIGURES),
     Fault("decoding counts its prompt", "vllm_kvq/bench/decode.py::_row", "- _seconds(llm, prompts, 1)", "", FIGURES),
@@ -179,7 +179,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/cli/arguments.py",
         "10**9",
         "1 << 30",
-        "tests/engine/test_plan.py -k sizes",
+        "tests/planning/test_plan.py -k sizes",
     ),
     Fault(
         "errors of queries that were fitted",
@@ -207,20 +207,20 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/bench/servers/serve.py::stream",
         'raise ServerError("the server answered without a token")',
         "return Turn(0.0, 0.0)",
-        "tests/test_bench_server.py -k ends_early",
+        "tests/commands/test_bench_server.py -k ends_early",
     ),
     Fault(
         "an error in the middle of an answer is no token",
         "vllm_kvq/bench/servers/serve.py::counted",
         "raise ServerError(f\"the server answered: {line[6:306].decode(errors='replace').strip()}\") from None",
         "return 0",
-        "tests/test_bench_server.py -k ends_early",
+        "tests/commands/test_bench_server.py -k ends_early",
     ),
     Fault(
         "no memory at all is a size",
         "vllm_kvq/cli/arguments.py::size",
         "1",
         "0",
-        "tests/engine/test_plan.py -k 'said_of_sizes or bad_input'",
+        "tests/planning/test_plan.py -k 'said_of_sizes or bad_input'",
     ),
 )

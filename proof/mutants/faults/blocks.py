@@ -5,8 +5,8 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 ROOM = "vllm_kvq/integration"
-CAPACITY = "tests/engine/test_capacity.py -k vllms_count"
-DAMAGE = "tests/engine/test_damage.py"
+CAPACITY = "tests/planning/test_capacity.py -k vllms_count"
+DAMAGE = "tests/servers/test_damage.py"
 COMPANIONS = "tests/engine/test_companions.py"
 TRAFFIC = "tests/kernels/test_cpu_decode.py -k 'random_traffic and squat2'"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-CLI = "tests/test_cli.py"
-CHECK_ALL = "tests/engine/test_check_all.py"
-CHECK = "tests/engine/test_check.py -k 'not process and not verbose'"
-DOCTOR = "tests/engine/test_doctor.py"
+CLI = "tests/commands/test_cli.py"
+CHECK_ALL = "tests/planning/test_check_all.py"
+CHECK = "tests/planning/test_check.py -k 'not process and not verbose'"
+DOCTOR = "tests/planning/test_doctor.py"
 BUDGET = "vllm_kvq/integration/preview/budget.py"
-PLAN = "tests/engine/test_plan.py tests/engine/test_capacity.py -k 'not real'"
-PLAIN = "tests/engine/test_plain_server.py"
+PLAN = "tests/planning/test_plan.py tests/planning/test_capacity.py -k 'not real'"
+PLAIN = "tests/servers/test_plain_server.py"
 PLATFORM = "vllm_kvq/integration/platform.py"
 SLOW = "tests/kernels/test_slow.py"
 
@@ -77,7 +77,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/worker/report.py::path_warnings",
         "return why + ([path.slow] if path.slow is not None else [])",
         "return why",
-        "tests/engine/test_served.py -k said_at_start",
+        "tests/planning/test_served.py -k said_at_start",
     ),
     Fault(
         "a slow option is not timed",
@@ -203,7 +203,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/bench/vllm_build.py::no_fp8",
         "32",
         "16",
-        "tests/test_bench.py -k no_fp8_cache",
+        "tests/commands/test_bench.py -k no_fp8_cache",
     ),
     Fault(
         "a plan gives each stage of a pipeline all layers",
@@ -217,14 +217,14 @@ FAULTS: tuple[Fault, ...] = (
         f"{BUDGET}::_row",
         "=request",
         "=need.first",
-        "tests/engine/test_plan.py -k ranks_share_heads",
+        "tests/planning/test_plan.py -k ranks_share_heads",
     ),
     Fault(
         "a plan is wider than a terminal",
         "vllm_kvq/cli/plan.py::_number",
         'f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"',
         'f"{value:,.2f}"',
-        "tests/engine/test_plan.py -k fits_the_terminal",
+        "tests/planning/test_plan.py -k fits_the_terminal",
     ),
     Fault("a plan hands out vLLM's own block", f"{BUDGET}::packed", "NULL_BLOCK * size)", "0)", PLAN),
     Fault(
@@ -269,27 +269,27 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/preview/dry_start.py::dry_start",
         "name is not None and (problem := hub_problem(name, revision))",
         "(problem := None)",
-        "tests/engine/test_check.py -k wrong_usage",
+        "tests/planning/test_check.py -k wrong_usage",
     ),
     Fault(
         "a hub that only a proxy reaches does not answer",
         "vllm_kvq/integration/preview/hub.py::hub_problem",
         "or urllib.request.getproxies()",
         "",
-        "tests/test_bad_input.py -k hub",
+        "tests/commands/test_bad_input.py -k hub",
     ),
     Fault(
         "an unknown flag is not compared with those of vllm serve",
         "vllm_kvq/integration/preview/dry_start.py::_wrong",
         "difflib.get_close_matches(word, flags, n=1)",
         "[]",
-        "tests/engine/test_check.py -k wrong_usage",
+        "tests/planning/test_check.py -k wrong_usage",
     ),
     Fault(
         "the recommended format is somewhere in the table",
         "vllm_kvq/cli/check/every.py::main",
         "!= recommended",
         '== ""',
-        "tests/engine/test_check_all.py -k each_format",
+        "tests/planning/test_check_all.py -k each_format",
     ),
 )

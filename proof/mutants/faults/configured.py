@@ -7,11 +7,11 @@ from proof.mutants.fault import Fault
 PLAN = "vllm_kvq/integration/plan"
 FITTED = "vllm_kvq/integration/worker/calibration"
 FORMATS = "vllm_kvq/formats"
-FINGERPRINT = "tests/engine/test_fingerprint.py -k"
-CONSTANTS = "tests/engine/test_constants_files.py -k"
-BUDGETS = "tests/engine/test_budgets.py -k"
-REFUSALS = "tests/engine/test_refusals.py -k"
-OWN_TEXT = "tests/test_own_text.py -k"
+FINGERPRINT = "tests/planning/test_fingerprint.py -k"
+CONSTANTS = "tests/planning/test_constants_files.py -k"
+BUDGETS = "tests/planning/test_budgets.py -k"
+REFUSALS = "tests/planning/test_refusals.py -k"
+OWN_TEXT = "tests/commands/test_own_text.py -k"
 KLT = "tests/formats/test_klt.py -k"
 KITTY = "tests/formats/test_kitty.py -k"
 
@@ -63,7 +63,7 @@ MEANING = (
         f"{PLAN}/drafts.py::Draft.token_bytes",
         "2 *",
         "",
-        "tests/engine/test_served.py -k 'written and draft'",
+        "tests/planning/test_served.py -k 'written and draft'",
     ),
     Fault(
         "a checkpoint weighs what its largest file weighs",
@@ -77,7 +77,7 @@ MEANING = (
         f"{PLAN}/model/rope.py::rope_problem",
         '(windows or 0 in (getattr(model.hf_text_config, "no_rope_layers", None) or ()))',
         "windows",
-        "tests/engine/test_keys_before_rope.py -k configuration_says",
+        "tests/planning/test_keys_before_rope.py -k configuration_says",
     ),
 )
 FILES = (
@@ -209,7 +209,7 @@ CODECS = (
         "vllm_kvq/integration/cpu_attention.py::prepare",
         "if torch.cpu._is_amx_tile_supported() and not",
         "if not",
-        "tests/test_amx.py -k without_amx",
+        "tests/kernels/test_amx.py -k without_amx",
     ),
 )
 

@@ -9,9 +9,9 @@ KLT = "tests/formats/test_klt.py"
 ATTENDING = "vllm_kvq/integration/worker/calibration/attending.py"
 FITTING = "vllm_kvq/integration/worker/calibration/fitting.py"
 BUDGETS = "vllm_kvq/integration/plan/budgets.py"
-OF_BUDGETS = "tests/engine/test_budgets.py -k 'not an_engine'"
+OF_BUDGETS = "tests/planning/test_budgets.py -k 'not an_engine'"
 FILE = "vllm_kvq/integration/plan/calibration.py"
-OWN_TEXT, SERVED = "tests/test_own_text.py", "tests/eval/test_served_constants.py"
+OWN_TEXT, SERVED = "tests/commands/test_own_text.py", "tests/eval/test_served_constants.py"
 TEXT = "vllm_kvq/integration/worker/calibration/text.py"
 COMMAND = "vllm_kvq/cli/constants.py"
 
@@ -105,7 +105,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/plan/plan.py::_fingerprint",
         "if calibration is None else calibration.meaning",
         "",
-        "tests/engine/test_fingerprint.py -k constants",
+        "tests/planning/test_fingerprint.py -k constants",
     ),
     Fault(
         "a format that can be served is fitted to an evaluation's own texts",
@@ -267,20 +267,20 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/plan/calibration.py::write",
         "temporary.write_bytes(content)\n        os.replace(temporary, path)",
         "path.write_bytes(content)",
-        "tests/engine/test_constants_files.py -k 'full_disk_is_an_error or always_one_of_theirs'",
+        "tests/planning/test_constants_files.py -k 'full_disk_is_an_error or always_one_of_theirs'",
     ),
     Fault(
         "a full disk stops a start that would keep its constants",
         f"{FITTING}::_keep",
         "OSError",
         "PermissionError",
-        "tests/engine/test_constants_files.py -k stops_no_start",
+        "tests/planning/test_constants_files.py -k stops_no_start",
     ),
     Fault(
         "a user without a home can't serve calibrated formats",
         "vllm_kvq/integration/plan/calibration.py::Source.of",
         "or folder is None",
         "",
-        "tests/engine/test_constants_files.py -k without_a_home",
+        "tests/planning/test_constants_files.py -k without_a_home",
     ),
 )

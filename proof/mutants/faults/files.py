@@ -100,7 +100,7 @@ FAULTS: tuple[Fault, ...] = (
         "examples/batch.py::answered",
         "os.truncate(path, sum(map(len, whole)))",
         "pass",
-        "tests/engine/test_batch.py -k killed",
+        "tests/servers/test_batch.py -k killed",
         slow=True,
     ),
     Fault(

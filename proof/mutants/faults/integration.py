@@ -6,15 +6,15 @@ from proof.mutants.fault import Fault
 
 ROOM = "vllm_kvq/integration"
 PATCHES = f"{ROOM}/patches"
-REFUSALS = "tests/engine/test_refusals.py"
+REFUSALS = "tests/planning/test_refusals.py"
 IMAGES = "tests/models/test_refused.py -k text_alone"
-COMPAT = "tests/engine/test_compat.py -k 'not vllm_starts'"
-PATCHED = "tests/engine/test_compat.py"
+COMPAT = "tests/planning/test_compat.py -k 'not vllm_starts'"
+PATCHED = "tests/planning/test_compat.py"
 IN_EFFECT = "tests/engine/test_patches_in_effect.py"
 REPLICAS = "tests/engine/test_replicas.py"
-ORPHANS = "tests/engine/test_orphans.py -k 'not spawned'"
-SETUP = "tests/engine/test_setup.py"
-ROPE = "tests/engine/test_keys_before_rope.py"
+ORPHANS = "tests/servers/test_orphans.py -k 'not spawned'"
+SETUP = "tests/planning/test_setup.py"
+ROPE = "tests/planning/test_keys_before_rope.py"
 WARM = "tests/engine/test_v2.py -k warm_up"
 
 FAULTS: tuple[Fault, ...] = (
@@ -138,7 +138,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/preview/environment.py::_of_patch",
         ".in_effect()",
         "",
-        "tests/engine/test_doctor.py -k not_installed",
+        "tests/planning/test_doctor.py -k not_installed",
     ),
     Fault(
         "a release that is only tried is served in silence",
@@ -210,7 +210,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/worker/prompts.py::_cpu",
         "BLOCK * blocks",
         "q",
-        "tests/engine/test_prompt.py",
+        "tests/planning/test_prompt.py",
     ),
     Fault(
         "a layer's options are the first one's for all",
@@ -224,7 +224,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/plan/plan.py::plan",
         "and known[0] == basis",
         "",
-        "tests/engine/test_served.py -k once",
+        "tests/planning/test_served.py -k once",
     ),
     Fault(
         "another table than the one by which the model turns keys",

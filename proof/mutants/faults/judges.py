@@ -146,7 +146,7 @@ PROOFS = (
         "proof/options/judge.py::_errors_that_do_not_fall",
         "not errors[1] <",
         "errors[1] >",
-        "tests/test_option_properties.py -k buy_nothing",
+        "tests/instruments/test_option_properties.py -k buy_nothing",
     ),
     Fault(
         "a warp's barrier orders other warps",

@@ -9,9 +9,9 @@ STATISTICS = "tests/eval/test_statistics.py -k"
 RESULTS = "tests/eval/test_results.py -k"
 READING = "tests/eval/test_reading.py -k"
 CONFORMANCE = "tests/eval/test_conformance.py -k"
-CAPACITY = "tests/test_bench_capacity.py -k"
-REPORTS = "tests/test_bench_reports.py -k"
-PAGES = "tests/test_result_pages.py -k"
+CAPACITY = "tests/commands/test_bench_capacity.py -k"
+REPORTS = "tests/commands/test_bench_reports.py -k"
+PAGES = "tests/commands/test_result_pages.py -k"
 
 FIGURES = (
     Fault(

@@ -49,7 +49,7 @@ PLANNER = (
         "vllm_kvq/kernels/torch/plan.py::Planner._units",
         "~",
         "",
-        "tests/test_option_properties.py -k decode_step",
+        "tests/instruments/test_option_properties.py -k decode_step",
     ),
     Fault(
         "planner: one damaged header among sound ones is accepted",
@@ -275,14 +275,14 @@ LAYOUTS = (
         "vllm_kvq/kernels/gpu/triton_layout.py::_hybrid_pack",
         "k.mode",
         "0",
-        "tests/test_option_properties.py -k gpus",
+        "tests/instruments/test_option_properties.py -k gpus",
     ),
     Fault(
         "Triton layout: InnerQ's keys always have a norm",
         "vllm_kvq/kernels/gpu/triton_layout.py::_hybrid_pack",
         "bool(k.state_rows)",
         "True",
-        "tests/test_option_properties.py -k gpus",
+        "tests/instruments/test_option_properties.py -k gpus",
     ),
     Fault(
         "CPU layout: the two sketches' sizes are swapped",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 ROOM = "vllm_kvq/integration"
-SERVED = "tests/engine/test_served.py"
-CAPACITY = "tests/engine/test_capacity.py -k vllms_count"
-SETUP = "tests/engine/test_setup.py"
+SERVED = "tests/planning/test_served.py"
+CAPACITY = "tests/planning/test_capacity.py -k vllms_count"
+SETUP = "tests/planning/test_setup.py"
 LAYERED = "tests/engine/test_by_layer.py"
 
 FAULTS: tuple[Fault, ...] = (
@@ -107,14 +107,14 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/cli/formats.py::_cell",
         "{bits:.4f} {factor:.2f}x",
         "{factor:.4f} {bits:.2f}x",
-        "tests/test_cli.py",
+        "tests/commands/test_cli.py",
     ),
     Fault(
         "head sizes and block sizes are mixed up in the table of formats",
         "vllm_kvq/cli/formats.py::_cell",
         "bits_per_element(head_size, block_size)",
         "bits_per_element(block_size, head_size)",
-        "tests/test_cli.py",
+        "tests/commands/test_cli.py",
     ),
     Fault(
         "hits in models with windows leave the window to be computed",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-SOAK = "tests/test_soak.py tests/test_soak_command.py -k 'not short'"
-CLIENTS = "tests/test_clients.py"
-ADMIT = "tests/test_admit.py"
-FUZZER = "tests/test_fuzzer_verdicts.py"
+SOAK = "tests/instruments/test_soak.py tests/instruments/test_soak_command.py -k 'not short'"
+CLIENTS = "tests/instruments/test_clients.py"
+ADMIT = "tests/instruments/test_admit.py"
+FUZZER = "tests/instruments/test_fuzzer_verdicts.py"
 IMAGES = "tests/models/test_images.py"
-VERDICTS = "tests/test_verdicts.py -k 'not by_the_reference'"
-COMMANDS = "tests/test_commands.py"
-KUBERNETES = "tests/test_kubernetes.py"
+VERDICTS = "tests/instruments/test_verdicts.py -k 'not by_the_reference'"
+COMMANDS = "tests/documents/test_commands.py"
+KUBERNETES = "tests/shipping/test_kubernetes.py"
 
 FAULTS: tuple[Fault, ...] = (
     # admit
@@ -41,7 +41,7 @@ FAULTS: tuple[Fault, ...] = (
         "proof/admit/release.py::get",
         'if folder.exists() and any(folder.iterdir()) and not (folder / "vllm").is_dir():',
         "if False:",
-        "tests/test_admit_releases.py -k something_else",
+        "tests/instruments/test_admit_releases.py -k something_else",
     ),
     Fault(
         "a release is tried with another release's variable",
@@ -123,7 +123,7 @@ FAULTS: tuple[Fault, ...] = (
         "proof/long/main.py::main",
         "return int(bool(verdict.mismatches))",
         "return 0",
-        "tests/test_long.py",
+        "tests/instruments/test_long.py",
     ),
     # fuzz
     Fault(
@@ -276,7 +276,7 @@ FAULTS: tuple[Fault, ...] = (
         "proof/oracle/judge.py::_behind",
         "amax",
         "amin",
-        "tests/test_verdicts.py -k by_the_reference",
+        "tests/instruments/test_verdicts.py -k by_the_reference",
     ),
     # documents and examples
     Fault(
@@ -321,69 +321,69 @@ FAULTS: tuple[Fault, ...] = (
         "proof/mutants/main.py::plant",
         "stop()",
         "",
-        "tests/test_mutants_pytests.py -k 'stopped and 15'",
+        "tests/instruments/test_mutants_pytests.py -k 'stopped and 15'",
     ),
     Fault(
         "a run that is stopped leaves the servers of its tests",
         "proof/mutants/pytests.py::end",
         "(recursive=True)",
         "()[1:]",
-        "tests/test_mutants_pytests.py -k 'stopped and 15'",
+        "tests/instruments/test_mutants_pytests.py -k 'stopped and 15'",
     ),
     Fault(
         "a fault's tests run with the code that was imported before it was planted",
         "proof/mutants/warm.py",
         '", "vllm_kvq", "',
         '", "',
-        "tests/test_mutants_pytests.py -k others_have_made",
+        "tests/instruments/test_mutants_pytests.py -k others_have_made",
     ),
     Fault(
         "a compiler's kept objects forget its flags",
         "proof/mutants/objects.py::main",
         "repr(flags).encode() +",
         "",
-        "tests/test_mutants_pytests.py -k objects_are_kept",
+        "tests/instruments/test_mutants_pytests.py -k objects_are_kept",
     ),
     Fault(
         "a copy's compiled modules are judged by their time",
         "proof/mutants/main.py::compile_modules",
         "CHECKED_HASH",
         "TIMESTAMP",
-        "tests/test_mutants.py -k valid_by_its_contents",
+        "tests/instruments/test_mutants.py -k valid_by_its_contents",
     ),
     Fault(
         "a fault is planted wherever its text is",
         "proof/mutants/fault.py::Fault._extent",
         "return places[0]",
         "return 0, len(text)",
-        "tests/test_mutants_faults.py -k named_function",
+        "tests/instruments/test_mutants_faults.py -k named_function",
     ),
     Fault(
         "a fault that is no Python is caught by every test",
         "proof/mutants/fault.py::_differ",
         "return False",
         "return True",
-        "tests/test_mutants_faults.py -k no_longer_applies",
+        "tests/instruments/test_mutants_faults.py -k no_longer_applies",
     ),
     Fault(
         "what was caught counts for a file that has changed",
         "proof/mutants/kept.py::Kept._mark",
         "fault.planted(self.root)",
         "fault.before",
-        "tests/test_mutants.py -k where_it_was_stopped",
+        "tests/instruments/test_mutants.py -k where_it_was_stopped",
     ),
     Fault(
         "a fault that is no longer in the list stays recorded",
         "proof/mutants/kept.py::Kept.__init__",
         " if name in known",
         "",
-        "tests/test_mutants.py -k where_it_was_stopped",
+        "tests/instruments/test_mutants.py -k where_it_was_stopped",
     ),
     Fault(
         "--afresh plants nothing again",
         "proof/mutants/main.py::main",
         "kept.forget(chosen)",
         "kept.forget(())",
-        "tests/test_mutants.py::test_the_command",
+        "tests/instruments/test_mutants.py::test_the_command",
     ),
 )

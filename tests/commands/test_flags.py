@@ -1,0 +1,124 @@
+"""Every flag of `vllm-kvq` has one form and one meaning, whichever command takes it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq import cli
+from vllm_kvq.cli import arguments
+
+NOT_OURS = {"--kv-cache-dtype", "--additional-config", "--max-model-len"}
+"""Flags of `vllm serve`, which `check` only hands on."""
+LISTS = {"--formats", "--tasks", "--regimes", "--context", "--batch", "--head-size", "--block-size", "--lm-eval"}
+"""What may be a list, everywhere or in some of the commands."""
+ONE_WORD = {
+    "--longest": "--tokens",
+    "--behind": "--context",
+    "--model": "MODEL",
+    "--format": "--formats",
+} | dict.fromkeys(("--csv", "--plot", "--plots", "--folder", "--output"), "--out")
+"""Words that flags had, and the ones that they have instead."""
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for command in cli.COMMANDS:
+        yield " ".join(command.words), importlib.import_module(command.module).parser()
+
+
+PARSERS = dict(parsers())
+OPTIONS = [
+    (name, flag, action)
+    for name, parser in PARSERS.items()
+    for action in parser._actions
+    for flag in action.option_strings
+    if flag not in NOT_OURS and flag not in ("-h", "--help")
+]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_flag_is_guessed_from_its_beginning(name: str) -> None:
+    assert not PARSERS[name].allow_abbrev
+    if name == "check":  # its arguments are read by vLLM's parser
+        return
+    with pytest.raises(SystemExit) as exited:
+        cli.main([*name.split(), "--js", "--hel"])
+    assert exited.value.code == 2
+
+
+@pytest.mark.parametrize("flag", sorted({flag for _, flag, _ in OPTIONS}))
+def test_one_form_and_one_meaning(flag: str) -> None:
+    """The metavar may be a list's in one command and a single value's in another."""
+    same = [(name, action) for name, found, action in OPTIONS if found == flag]
+    metavars = {str(action.metavar).removesuffix(",...") for _, action in same}
+    meanings = {" ".join((action.help or "").replace(",", "").split()[:2]) for _, action in same}
+    assert len(metavars) == 1, same
+    assert len(meanings) == 1, same
+
+
+def test_the_control_notices_another_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = argparse.ArgumentParser().add_argument("--seed", metavar="SEED", help="another thing")
+    monkeypatch.setitem(globals(), "OPTIONS", [*OPTIONS, ("other", "--seed", other)])
+    with pytest.raises(AssertionError):
+        test_one_form_and_one_meaning("--seed")
+
+
+def test_words_that_flags_had() -> None:
+    assert {(name, flag) for name, flag, _ in OPTIONS if flag in ONE_WORD} == set()
+
+
+@pytest.mark.parametrize(("name", "flag", "action"), OPTIONS, ids=[f"{name} {flag}" for name, flag, _ in OPTIONS])
+def test_a_list_is_written_with_commas_and_a_default_is_said(name: str, flag: str, action: argparse.Action) -> None:
+    assert action.nargs in (None, 0)
+    metavar = str(action.metavar)
+    assert (flag in LISTS) or not metavar.endswith(",...")
+    assert metavar.endswith(",...") or not (flag.endswith("s") and isinstance(action.default, (list, tuple)))
+    if action.nargs == 0:
+        return
+    parser = PARSERS[name]
+    formatter = parser._get_formatter()
+    formatter.add_argument(action)
+    said = " ".join(formatter.format_help().split())
+    assert "(default: " in said or "; default: " in said
+    if action.default is not None:
+        assert f"default: {action.default}" in said
+
+
+def test_every_list_is_one() -> None:
+    found = {flag for _, flag, action in OPTIONS if str(action.metavar).endswith(",...")}
+    assert found == LISTS
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PARSERS if name.startswith(("bench decode", "bench serve", "eval "))]
+)
+def test_a_model_has_no_flag(name: str) -> None:
+    models = [action for action in PARSERS[name]._actions if action.dest == "model"]
+    assert all(not action.option_strings for action in models)
+
+
+def test_a_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert arguments.folder(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    for bad in ("file", "file/below"):
+        with pytest.raises(argparse.ArgumentTypeError, match="name a"):
+            arguments.folder(str(tmp_path / bad))
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("x", "'x' is not a whole number"), ("0", "0 is below 1"), ("", "''")])
+def test_whole_numbers(text: str, sentence: str) -> None:
+    assert arguments.whole_numbers("1,2048") == [1, 2048]
+    with pytest.raises(argparse.ArgumentTypeError, match=sentence):
+        arguments.whole_numbers(f"1,{text}")
+
+
+def test_instruments_guess_no_flag_either() -> None:
+    root = Path(__file__).parents[2]
+    files = [path for folder in ("proof", "scripts", "vllm_kvq") for path in (root / folder).glob("**/*.py")]
+    made = [line for path in files for line in path.read_text(encoding="utf-8").split("argparse.ArgumentParser(")[1:]]
+    assert made
+    assert [line[:60] for line in made if "allow_abbrev=False" not in line[:200]] == []

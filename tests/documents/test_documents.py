@@ -1,0 +1,90 @@
+"""What documents promise: links lead somewhere, messages that they explain are the product's own, commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_kvq.formats.budgets import RECOMMENDED
+from vllm_kvq.formats.table import suite
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *ROOT.glob("docker/*.md"),
+    *ROOT.glob("examples/*/*.md"),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if not link.startswith(("http", "#"))]
+    assert [link for link in local if not (page.parent / link.partition("#")[0]).exists()] == []
+    for link in local:
+        path, _, anchor = link.partition("#")
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", (page.parent / path).read_text(encoding="utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+FIRST_EXAMPLES = (
+    *("README.md", "docker/README.md"),
+    *(f"docs/{name}.md" for name in ("quickstart", "serving", "operating", "troubleshooting")),
+)
+
+
+@pytest.mark.parametrize("page", FIRST_EXAMPLES)
+def test_first_examples_are_what_is_recommended(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"(?:vllm serve|vllm-kvq check) \S+ --kv-cache-dtype (\w+)|--kv-cache-dtype (\w+)$", text, re.M)
+    named = [first or second for first, second in named]
+    assert {*named} <= {RECOMMENDED, suite("usual")[0], "auto", "F"}
+    assert named[0] == RECOMMENDED
+
+
+@pytest.mark.parametrize(
+    ("file", "default"),
+    [
+        ("docker/compose.yaml", r"\$\{FORMAT:-(\w+)\}"),
+        ("docker/vllm-kvq.service", r"FORMAT=(\w+)"),
+        ("docs/operating.md", r"^FORMAT=(\w+)"),
+        *((f"examples/{name}.py", r"--kv-cache-dtype (\w+)") for name in ("batch", "ray_batch", "ray_serve")),
+    ],
+)
+def test_what_runs_elsewhere_has_the_same_default(file: str, default: str) -> None:
+    assert {*re.findall(default, (ROOT / file).read_text(encoding="utf-8"), re.M)} == {RECOMMENDED}
+
+
+FOREIGN = ("argument --kv-cache-dtype", "PackageNotFoundError", "Available memory", "No available memory", "... needed",
+           "Not enough allowed NUMA", "libtcmalloc", "kill -9", "CPU Generator", "--enforce-eager",
+           "--kv-cache-dtype auto")  # fmt: skip
+"""vLLM's words, Python's, and flags."""
+
+
+def test_troubleshooting_explains_messages_that_exist() -> None:
+    """Word by word between what a message fills in."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").replace("\n", " ")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "vllm_kvq").glob("**/*.py"))
+    said = re.sub(r'"\n\s*f?"', "", sources)  # a sentence may go on in the next line
+    headings = [m for heading in re.findall(r"\*\*(.*?)\*\*", text) for m in re.findall(r"`([^`]*)`", heading)]
+    ours = [message for message in headings if not message.startswith(FOREIGN)]
+    assert len(ours) > 6
+    pieces = [p.strip() for m in ours for p in re.split(r"\.\.\.|'\w+'|\b(?:auto|squat2|PyTorch|0\.\d\d)\b", m)]
+    assert [piece for piece in pieces if len(piece) > 3 and piece not in said] == []
+
+
+def test_the_tables_of_quality_are_what_was_measured() -> None:
+    """`python scripts/quality_tables.py` prints the lines of the pages."""
+    command = [sys.executable, str(ROOT / "scripts" / "quality_tables.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in printed.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    page = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("quality.md", "papers.md"))
+    assert len(lines) > 80
+    assert [line for line in lines if line not in page] == []
