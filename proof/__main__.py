@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "models": ("proof.models.document", "prints docs/models.md"),
     "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
-    "site": ("proof.pictures.site", "builds the documents' site, and looks at its pages in a browser"),
+    "site": ("proof.site.main", "builds the documents' site, and looks at its pages in a browser"),
     "pictures": ("proof.pictures.main", "draws docs/pictures from recorded results and from the formats"),
 }
 """Command -> its module, whose `main(arguments)` gives the exit status, and what it does."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from made_up_benches import MODEL, REFUSED, RUNS, run
 
-from proof.pictures.browser import DARK, DESKTOP, LIGHT, NONE, PHONE, Browser, chromium
+from proof.site.browser import DARK, DESKTOP, LIGHT, NONE, PHONE, Browser, chromium
 from vllm_kvq import __version__, cli
 from vllm_kvq.bench import figures
 from vllm_kvq.bench.steps import Shape

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from proof.pictures import site
-from proof.pictures.browser import DARK, DESKTOP, LIGHT, NONE, PHONE, Browser, BrowserError, chromium
-from proof.pictures.site import PAGES, Seen, build, main, see, see_all, served
+from proof.site import main as site
+from proof.site.browser import DARK, DESKTOP, LIGHT, NONE, PHONE, Browser, BrowserError, chromium
+from proof.site.main import PAGES, Seen, build, main, see, see_all, served
 
 pytest.importorskip("material", reason="mkdocs-material is not installed: python3 scripts/bootstrap.py brings it")
 pytestmark = pytest.mark.wide

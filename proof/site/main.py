@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from proof.pictures.browser import DARK, DESKTOP, LIGHT, PHONE, Browser, BrowserError
+from proof.site.browser import DARK, DESKTOP, LIGHT, PHONE, Browser, BrowserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("quickstart.html", "choosing.html", "how-it-works.html", "quality.html")

@@ -1,0 +1,1 @@
+"""The documents as a site, and its pages in a real browser."""
