@@ -14,7 +14,8 @@
     models/     tiny checkpoints of every architecture that is served or refused
     tables/     instructions, registers, traffic: the numbers of the documents' tables
     admit/      a release of vLLM: has it what the patches need, and do the tests pass?
-    pictures/   the documents' pictures, from recorded results and from the formats; pages in a browser
+    pictures/   the documents' pictures, from recorded results and from the formats
+    site/       the documents as a site, and its pages in a browser
     weights/    real pretrained models, from packages that ship their weights
     demo/       the model in models/demo, which `make run` asks and `python -m proof train` made
 

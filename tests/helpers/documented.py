@@ -65,7 +65,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "make lint": Account("tests/documents/test_architecture.py::test_commands"),
     },
     "docs/benchmarks.md": {
-        "vllm-kvq bench attention": Account(ATTENTION, 2),
+        "vllm-kvq bench attention": Account(ATTENTION, 3),
         "python -m vllm_kvq bench attention": Account(ATTENTION),
         "python -m vllm_kvq bench slow": Account("tests/commands/test_bench.py::test_the_slow_ones_are_timed"),
         "python -m proof instructions": Account(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from serve_arguments import parse_serve
 
 from vllm_kvq import FORMATS
 
@@ -42,14 +43,9 @@ def test_vllm_reads_it_as_our_options() -> None:
 def test_it_joins_a_file_of_the_users_own(tmp_path: Path) -> None:
     """As docs/serving.md says: one after the other, in either order, and flags take precedence."""
     pytest.importorskip("vllm")
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    (tmp_path / "mine.yaml").write_text("max-model-len: 2048\nseed: 7\n")
-    mine, ours = (tmp_path / "mine.yaml").read_text(), (CONFIGS / "kitty2.yaml").read_text()
+    mine, ours = "max-model-len: 2048\nseed: 7\n", (CONFIGS / "kitty2.yaml").read_text(encoding="utf-8")
     for text in (mine + ours, ours + mine):
-        (tmp_path / "both.yaml").write_text(text)
-        words = ["model", "--config", str(tmp_path / "both.yaml"), "--seed", "8"]
-        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(["serve", *words])
+        (both := tmp_path / "both.yaml").write_text(text, encoding="utf-8")
+        parsed = parse_serve(["vllm", "serve", "model", "--config", str(both), "--seed", "8"])
         assert (parsed.kv_cache_dtype, parsed.max_model_len, parsed.seed) == ("kitty2", 2048, 8)
         assert FORMATS["kitty2"].settings(parsed.additional_config["kvq"]) == FORMATS["kitty2"].settings()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE, BENCH, NAMING = (
-    f"tests/{name}.py" for name in ("test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
-                                    "eval/test_lm_eval", "test_result_pages", "test_bench_reports", "test_naming")
+    f"tests/{name}.py" for name in ("instruments/test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
+                                    "eval/test_lm_eval", "commands/test_result_pages", "commands/test_bench_reports",
+                                    "commands/test_naming")
 )  # fmt: skip
 
 
