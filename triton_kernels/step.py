@@ -51,6 +51,15 @@ def state_offset(table_ptr, index, inside, blocks, block_stride, SPB: tl.constex
     return offset + index % SLOT, there
 
 
+@triton.jit
+def load_state(state, index, inside, SPB: tl.constexpr, WORDS: tl.constexpr):
+    """Float32 numbers of a request's state, 0 outside. `state`: its sidecar's table, the pool, its blocks, and the
+    float32 elements from one to the next."""
+    table, floats, blocks, stride = state
+    place, there = state_offset(table, index, inside, blocks, stride, SPB, WORDS)
+    return tl.load(floats + place, mask=there, other=0.0)
+
+
 @triton.jit(do_not_specialize=["requests"])
 def begin_kernel(
     query_start_ptr,

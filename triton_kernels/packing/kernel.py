@@ -131,16 +131,17 @@ def pack_kernel(
                 SPB, SLOT, RING, RING_AT,
             )  # fmt: skip
             real = tl.arange(0, TOKENS) < UNIT
+            all_old, all_new = side_ptr + all_ring + head * HEAD, key_ptr + all_row * key_token + head * key_head
             damage += polar_keys(
-                side_ptr + all_ring + head * HEAD, all_ringed & real, key_ptr + all_row * key_token + head * key_head,
-                (all_ringed == 0) & real, words_ptr + record, halves_ptr + record * 2,
+                (all_old, all_ringed & real, all_new, (all_ringed == 0) & real),
+                words_ptr + record, halves_ptr + record * 2,
                 HEAD, D, SLABS, SLABS_AT, SLAB_WORDS, K_BITS, RADIUS_BITS, PAPER, ROTARY, INTERLEAVED, K_BLOCK,
                 K_CODES, K_RADIUS, K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP, TOKENS,
             )  # fmt: skip
         for i in range(UNIT // 32):
-            slab = (unit * (UNIT // 32) + i) % SLABS
-            base = words_ptr + record + SLABS_AT + slab * SLAB_WORDS
-            base16 = halves_ptr + (record + SLABS_AT + slab * SLAB_WORDS) * 2
+            nth = (unit * (UNIT // 32) + i) % SLABS
+            base = record + SLABS_AT + nth * SLAB_WORDS
+            slab = words_ptr + base, halves_ptr + base * 2
             position = unit * UNIT + i * 32 + tl.arange(0, 32)
             ringed, ring, row = load_token(
                 request, position, plan_ptr, requests, side_table_ptr, side_row, side_blocks, side_elements,
@@ -149,55 +150,48 @@ def pack_kernel(
             fresh = position >= context
             k_ring, k_new = side_ptr + ring + head * HEAD, key_ptr + row * key_token + head * key_head
             v_ring, v_new = k_ring + HEADS * HEAD, value_ptr + row * value_token + head * value_head
-            side_table = side_table_ptr + request * side_row
+            keys, values = (k_ring, ringed, k_new, fresh), (v_ring, ringed, v_new, fresh)
+            state = side_table_ptr + request * side_row, side_floats_ptr, side_blocks, side_words
             if BOOSTED > 0:
                 damage += boosted_keys(
-                    k_ring, ringed, k_new, fresh, base, base16,
-                    side_table, side_floats_ptr, side_blocks, side_words, head,
+                    keys, slab, state, head,
                     HEAD, D, COLUMNS, BOOSTED, K_FITTED, K_CODES, K_HIGH, K_SCALE, K_ZERO, RANK, UPDATE, LAMBDA, FLOOR,
                     SPB, WORDS,
                 )  # fmt: skip
             elif KEYS == CHANNEL:
                 damage += channel_keys(
-                    k_ring, ringed, k_new, fresh, base, base16,
-                    side_table, side_floats_ptr, side_blocks, side_words, head,
+                    keys, slab, state, head,
                     HEAD, D, K_BITS, K_BLOCK, K_FITTED, K_CODES, K_SCALE, K_ZERO, RANK, UPDATE, LAMBDA, FLOOR,
                     SPB, WORDS,
                 )  # fmt: skip
             elif KEYS == HYBRID:
                 damage += hybrid_keys(
-                    k_ring, ringed, k_new, fresh, base, base16, halves_ptr + record * 2 + K_NORM, follows,
-                    side_table, side_floats_ptr, side_blocks, side_words, head,
+                    keys, slab, halves_ptr + record * 2 + K_NORM, follows, state, head,
                     HEAD, D, K_BITS, K_BLOCK, K_CODES, K_SCALE, K_SLOT, SPB, WORDS,
                     K_MODE, K_NORMED,
                 )  # fmt: skip
             elif SLOTS > 0:
                 damage += transformed_keys(
-                    k_ring, ringed, k_new, fresh, base, base16,
-                    forward_ptr + head * ((4 + D) * D), places_ptr + head * SLOTS,
+                    keys, slab, forward_ptr + head * ((4 + D) * D), places_ptr + head * SLOTS,
                     HEAD, D, COLUMNS, SLOTS, K_BITS, K_CODES, K_SCALE,
                 )  # fmt: skip
             if V_SEARCHED:
                 damage += searched_values(
-                    v_ring, ringed, v_new, fresh, base, base16,
-                    HEAD, D, COLUMNS, V_BITS, V_ROTATED, V_STEP, V_MIDDLE, V_CODES, V_HIGH, V_SCALE,
+                    values, slab, HEAD, D, COLUMNS, V_BITS, V_ROTATED, V_STEP, V_MIDDLE, V_CODES, V_HIGH, V_SCALE,
                 )  # fmt: skip
             elif V_ROTATED > 0 or V_FITTED:
                 damage += tile_values(
-                    v_ring, ringed, v_new, fresh, base, base16,
-                    HEAD, D, COLUMNS, V_BITS, V_GROUP, V_ROTATED, V_FITTED, V_CODES, V_SCALE, V_ZERO,
+                    values, slab, HEAD, D, COLUMNS, V_BITS, V_GROUP, V_ROTATED, V_FITTED, V_CODES, V_SCALE, V_ZERO,
                 )  # fmt: skip
             elif VALUES == TOKEN:
                 damage += token_values(
-                    v_ring, ringed, v_new, fresh, base, base16,
-                    HEAD, D, V_BITS, V_GROUP, V_BLOCK, V_CODES, V_SCALE, V_ZERO,
+                    values, slab, HEAD, D, V_BITS, V_GROUP, V_BLOCK, V_CODES, V_SCALE, V_ZERO,
                 )  # fmt: skip
             else:
                 damage += hybrid_values(
-                    v_ring, ringed, v_new, fresh, base, base16,
-                    HEAD, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_SLOT, V_MODE,
+                    values, slab, HEAD, D, V_BITS, V_BLOCK, V_CODES, V_SCALE, V_SLOT, V_MODE,
                 )  # fmt: skip
-            tl.store(bytes_ptr + record * 4 + 16 + slab, tl.full((), 1, tl.uint8))
+            tl.store(bytes_ptr + record * 4 + 16 + nth, tl.full((), 1, tl.uint8))
         tl.store(words_ptr + record, MAGIC)
         if damage > 0:
             tl.atomic_add(faults_ptr + 1, damage)

@@ -23,7 +23,7 @@ from vllm_kvq.triton_kernels.packing.values import (
     parameters,
     top_of,
 )
-from vllm_kvq.triton_kernels.step import state_offset
+from vllm_kvq.triton_kernels.step import load_state
 
 RANKS: tl.constexpr = tl.constexpr(16)  # rows of U as a matrix operand; those beyond the rank are zero
 
@@ -45,10 +45,7 @@ def store_keys(base, data, FIRST, CODES: tl.constexpr, QUADS: tl.constexpr = 0):
 
 @triton.jit
 def subspace(
-    side_table,
-    side_floats_ptr,
-    side_blocks,
-    side_words,
+    state,
     head,
     FIRST,
     WIDTH: tl.constexpr,
@@ -61,16 +58,12 @@ def subspace(
     row, column = tl.arange(0, RANKS), FIRST + tl.arange(0, WIDTH)
     index = (head * (RANK + 1) + row)[:, None] * D + column[None, :]
     inside = (row < RANK)[:, None] & (column < D)[None, :]
-    place, there = state_offset(side_table, index, inside, side_blocks, side_words, SPB, WORDS)
-    return tl.load(side_floats_ptr + place, mask=there, other=0.0)
+    return load_state(state, index, inside, SPB, WORDS)
 
 
 @triton.jit
 def pull(
-    side_table,
-    side_floats_ptr,
-    side_blocks,
-    side_words,
+    state,
     head,
     FIRST,
     D: tl.constexpr,
@@ -83,15 +76,11 @@ def pull(
     """M over the channels from FIRST on, by Gauss-Jordan without pivots (it is positive definite): (RANKS, RANKS)."""
     i = tl.arange(0, RANKS)
     diagonal = i[:, None] == i[None, :]
-    place, there = state_offset(
-        side_table, (head * (RANK + 1) + RANK) * D, RANK > 0, side_blocks, side_words, SPB, WORDS
-    )
-    noise = tl.load(side_floats_ptr + place, mask=there, other=0.0).to(tl.float64)
+    noise = load_state(state, (head * (RANK + 1) + RANK) * D, RANK > 0, SPB, WORDS).to(tl.float64)
     rho = tl.maximum(noise * FLOOR, 1.0 / LAMBDA)
     a = tl.where(diagonal, rho, 0.0)
     for c in range(FIRST, D, 16):
-        u = subspace(side_table, side_floats_ptr, side_blocks, side_words, head, c, 16, D, RANK, SPB, WORDS)
-        u = u.to(tl.float64)
+        u = subspace(state, head, c, 16, D, RANK, SPB, WORDS).to(tl.float64)
         a += tl.reduce(u[:, None, :] * u[None, :, :], 2, tl.standard._sum_combine)
     for k in range(RANK):
         column = tl.reduce(tl.where(i[None, :] == k, a, 0.0), 1, tl.standard._sum_combine)
@@ -108,16 +97,9 @@ def pull(
 
 @triton.jit
 def channel_keys(
-    ring,
-    ringed,
-    new,
-    fresh,
-    base,
-    base16,
-    side_table,
-    side_floats_ptr,
-    side_blocks,
-    side_words,
+    tokens,
+    slab,
+    state,
     head,
     HEAD: tl.constexpr,
     D: tl.constexpr,
@@ -135,25 +117,21 @@ def channel_keys(
     WORDS: tl.constexpr,
 ):
     """Per channel over the slab's tokens. BLOCK channels lie in one plane and one block of UPDATE channels."""
+    base, base16 = slab
     width: tl.constexpr = D * BITS // 8
     damage = tl.full((), 0, tl.int32)
     z = tl.full((32, RANKS), 0.0, tl.float32)
     newest = z
     codes = ()
     for i in tl.static_range(D // BLOCK):
-        raw = load_channels(ring, ringed, new, fresh, i * BLOCK, BLOCK, HEAD)
+        raw = load_channels(tokens, i * BLOCK + tl.arange(0, BLOCK), HEAD)
         damage += lost(raw)
         original = clean(raw)
         x = original
         if RANK > 0:
-            u = subspace(
-                side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, BLOCK, D, RANK, SPB, WORDS
-            )
+            u = subspace(state, head, i * BLOCK, BLOCK, D, RANK, SPB, WORDS)
             if i * BLOCK % UPDATE == 0 and i > 0:
-                m = pull(
-                    side_table, side_floats_ptr, side_blocks, side_words, head, i * BLOCK, D, RANK, LAMBDA, FLOOR,
-                    SPB, WORDS,
-                )  # fmt: skip
+                m = pull(state, head, i * BLOCK, D, RANK, LAMBDA, FLOOR, SPB, WORDS)
                 # the blocks before this one
                 z = tl.dot(newest, m, input_precision="ieee")
             if i * BLOCK >= UPDATE:
@@ -182,18 +160,11 @@ def channel_keys(
 
 @triton.jit
 def hybrid_keys(
-    ring,
-    ringed,
-    new,
-    fresh,
-    base,
-    base16,
+    tokens,
+    slab,
     norm_ptr,
     follows,
-    side_table,
-    side_floats_ptr,
-    side_blocks,
-    side_words,
+    state,
     head,
     HEAD: tl.constexpr,
     D: tl.constexpr,
@@ -208,28 +179,15 @@ def hybrid_keys(
     NORMED: tl.constexpr,
 ):
     """InnerQ: k / norm, per token over 32 channels. A page keeps the norm with which it was started."""
+    base, base16 = slab
     width: tl.constexpr = D * BITS // 8
     token = tl.arange(0, 32)
     damage = tl.full((), 0, tl.int32)
     scales, zeros, modes = (), (), ()
     for g in tl.static_range(D // 32):
-        raw = load_channels(ring, ringed, new, fresh, g * 32, 32, HEAD)
+        raw = load_channels(tokens, g * 32 + tl.arange(0, 32), HEAD)
         damage += lost(raw)
-        norm = _norm(
-            norm_ptr,
-            follows,
-            side_table,
-            side_floats_ptr,
-            side_blocks,
-            side_words,
-            head,
-            g * 32,
-            32,
-            D,
-            SPB,
-            WORDS,
-            NORMED,
-        )
+        norm = _norm(norm_ptr, follows, state, head, g * 32, 32, D, SPB, WORDS, NORMED)
         x, divisor = tl.broadcast(clean(raw), norm[None, :])
         x = tl.div_rn(x, divisor)
         scale, zero, symmetric = hybrid_choice(x, 1, BITS, MODE)
@@ -243,11 +201,8 @@ def hybrid_keys(
     for o in tl.static_range(0, width, BLOCK):
         data = tl.full((32, BLOCK), 0, tl.int32)
         for p in tl.static_range(8 // BITS):
-            norm = _norm(
-                norm_ptr, follows, side_table, side_floats_ptr, side_blocks, side_words, head,
-                p * width + o, BLOCK, D, SPB, WORDS, NORMED,
-            )  # fmt: skip
-            x = clean(load_channels(ring, ringed, new, fresh, p * width + o, BLOCK, HEAD))
+            norm = _norm(norm_ptr, follows, state, head, p * width + o, BLOCK, D, SPB, WORDS, NORMED)
+            x = clean(load_channels(tokens, p * width + o + tl.arange(0, BLOCK), HEAD))
             x, divisor = tl.broadcast(x, norm[None, :])
             x = tl.div_rn(x, divisor)
             scale, zero = scales[(p * width + o) // 32], zeros[(p * width + o) // 32]
@@ -262,10 +217,7 @@ def hybrid_keys(
 def _norm(
     norm_ptr,
     follows,
-    side_table,
-    side_floats_ptr,
-    side_blocks,
-    side_words,
+    state,
     head,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -277,8 +229,7 @@ def _norm(
     """The divisor of each channel, as the page stores it; 1 without NORMED, when there is no state."""
     channel = FIRST + tl.arange(0, WIDTH)
     if NORMED:
-        place, there = state_offset(side_table, head * D + channel, channel < D, side_blocks, side_words, SPB, WORDS)
-        norm = tl.load(side_floats_ptr + place, mask=there, other=0.0)
+        norm = load_state(state, head * D + channel, channel < D, SPB, WORDS)
         stored = tl.minimum(norm, 65504.0).to(tl.float16).to(tl.float32)
         norm = tl.where(norm > 0, tl.maximum(stored, 0.015625), 1.0)  # formats/methods/innerq.py, usable_norm
         norm = tl.where(follows, tl.load(norm_ptr + channel).to(tl.float32), norm)

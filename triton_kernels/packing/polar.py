@@ -14,7 +14,7 @@ import triton.language as tl
 
 from vllm_kvq.triton_kernels.keys.channel import POLAR, query_channel
 from vllm_kvq.triton_kernels.lang import ROUND, clean, lost
-from vllm_kvq.triton_kernels.packing.values import levels, positive_half
+from vllm_kvq.triton_kernels.packing.values import levels, load_channels, positive_half
 
 PI: tl.constexpr = tl.constexpr(3.141592653589793)
 FULL: tl.constexpr = tl.constexpr(6.283185307179586)
@@ -70,10 +70,7 @@ def widest_gap(phi, real, UNIT: tl.constexpr):
 
 @triton.jit
 def _chunk(
-    ring,
-    ringed,
-    new,
-    fresh,
+    tokens,
     page16,
     INDEX: tl.constexpr,
     HEAD: tl.constexpr,
@@ -93,10 +90,10 @@ def _chunk(
     """(angle codes, radius codes, replaced elements) of chunk INDEX of pairs; its parameters go to the page."""
     chunks: tl.constexpr = D // 2 // CHUNK
     at = tl.arange(0, CHUNK)
-    real = ringed | fresh
+    real = tokens[1] | tokens[3]
     cx = query_channel(INDEX, at, POLAR, D, CHUNK, ROTARY, INTERLEAVED)
     cy = query_channel(INDEX + chunks, at, POLAR, D, CHUNK, ROTARY, INTERLEAVED)
-    x, y = _channels(ring, ringed, new, fresh, cx, HEAD), _channels(ring, ringed, new, fresh, cy, HEAD)
+    x, y = load_channels(tokens, cx, HEAD), load_channels(tokens, cy, HEAD)
     damage = lost(x) + lost(y)
     x, y = clean(x), clean(y)
     phi, r = arctangent(y, x), tl.sqrt_rn(x * x + y * y)
@@ -130,14 +127,6 @@ def _chunk(
 
 
 @triton.jit
-def _channels(ring, ringed, new, fresh, channel, HEAD: tl.constexpr):
-    real = (channel < HEAD)[None, :]
-    old = tl.load(ring[:, None] + channel[None, :], mask=ringed[:, None] & real, other=0.0)
-    x = tl.load(new[:, None] + channel[None, :], mask=fresh[:, None] & real, other=0.0)
-    return tl.where(ringed[:, None], old, x).to(tl.float32)
-
-
-@triton.jit
 def _store(
     words_ptr, data, FIRST, SLABS_AT: tl.constexpr, SLAB_WORDS: tl.constexpr, CODES: tl.constexpr, UNIT: tl.constexpr
 ):
@@ -153,10 +142,7 @@ def _store(
 
 @triton.jit
 def polar_keys(
-    ring,
-    ringed,
-    new,
-    fresh,
+    tokens,
     words_ptr,
     page16,
     HEAD: tl.constexpr,
@@ -178,14 +164,14 @@ def polar_keys(
     RADIUS_STEP: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One page; `ring`, `new` and their masks are of TOKENS tokens. CHUNK pairs lie in one plane."""
+    """One page; `tokens` are TOKENS. CHUNK pairs lie in one plane."""
     unit: tl.constexpr = SLABS * 32
     chunks: tl.constexpr = D // 2 // CHUNK
     damage = tl.full((), 0, tl.int32)
     if BITS + RADIUS_BITS == 8:
         for i in tl.static_range(chunks):
             a, c, bad = _chunk(
-                ring, ringed, new, fresh, page16, i, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY, INTERLEAVED,
+                tokens, page16, i, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY, INTERLEAVED,
                 CHUNK, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP, unit,
             )  # fmt: skip
             damage += bad
@@ -197,7 +183,7 @@ def polar_keys(
             angles, radii = (), ()
             for k in tl.static_range(planes):
                 a, c, bad = _chunk(
-                    ring, ringed, new, fresh, page16, o + k * width, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY,
+                    tokens, page16, o + k * width, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY,
                     INTERLEAVED, CHUNK, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP, unit,
                 )  # fmt: skip
                 damage += bad

@@ -56,12 +56,8 @@ def _searched(y, step, most, weight):
 
 @triton.jit
 def transformed_keys(
-    ring,
-    ringed,
-    new,
-    fresh,
-    base,
-    base16,
+    tokens,
+    slab,
     table,
     slots,
     HEAD: tl.constexpr,
@@ -73,6 +69,7 @@ def transformed_keys(
     SCALE: tl.constexpr,
 ):
     """`table` and `slots`: the head's, see kernels/gpu/transformed.py. Returns how many values were replaced."""
+    base, base16 = slab
     width: tl.constexpr = SLOTS * BITS // 8
     some: tl.constexpr = min(ROWS, lanes(width))
     channel = tl.arange(0, COLUMNS)
@@ -80,9 +77,9 @@ def transformed_keys(
     damage = tl.full((), 0, tl.int32)
     y = tl.full((32, COLUMNS), 0.0, tl.float32)
     for first in range(0, D, ROWS):
-        raw = load_channels(ring, ringed, new, fresh, first, ROWS, HEAD)
-        damage += lost(raw)
         row = first + tl.arange(0, ROWS)
+        raw = load_channels(tokens, row, HEAD)
+        damage += lost(raw)
         forward = tl.load(table + (4 + row)[:, None] * D + channel[None, :], mask=real[None, :], other=0.0)
         y = tl.dot(clean(raw) - tl.load(table + row)[None, :], forward, y, input_precision="ieee")
     weight = tl.load(table + D + channel, mask=real, other=0.0)
@@ -106,12 +103,8 @@ def transformed_keys(
 
 @triton.jit
 def searched_values(
-    ring,
-    ringed,
-    new,
-    fresh,
-    base,
-    base16,
+    tokens,
+    slab,
     HEAD: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -125,8 +118,9 @@ def searched_values(
 ):
     """STEP: of the levels. MIDDLE: minus half of the largest code. HIGH: where the codes' highest bits are, if not in
     CODES. Returns how many values were replaced."""
-    raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
+    base, base16 = slab
     channel = tl.arange(0, COLUMNS)
+    raw = load_channels(tokens, channel, HEAD)
     real = channel < D
     ones = tl.where(real, 1.0, 0.0)
     code, scale = _searched(rotated(clean(raw), ROTATED), ones * STEP, ones * (-2 * MIDDLE), ones)

@@ -82,16 +82,9 @@ def _boosted_codes(x, real, top, FITTED: tl.constexpr):
 
 @triton.jit
 def boosted_keys(
-    ring,
-    ringed,
-    new,
-    fresh,
-    base,
-    base16,
-    side_table,
-    side_floats_ptr,
-    side_blocks,
-    side_words,
+    tokens,
+    slab,
+    state,
     head,
     HEAD: tl.constexpr,
     D: tl.constexpr,
@@ -112,26 +105,24 @@ def boosted_keys(
     """Kitty (formats/methods/kitty.py) and, with a RANK, SQuat's correction (squat.py), whose blocks of UPDATE channels
     are taken from the whole tile: it is quantized once per block, usually twice. Returns how many values were
     replaced."""
-    raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
-    damage, x = lost(raw), clean(raw)
+    base, base16 = slab
     channel = tl.arange(0, COLUMNS)
+    raw = load_channels(tokens, channel, HEAD)
+    damage, x = lost(raw), clean(raw)
     real = channel < D
     span = tl.reduce(x, 0, tl.standard._elementwise_max) - tl.reduce(x, 0, tl.standard._elementwise_min)
     wide = _largest(tl.where(real, span, -1.0), BOOSTED)
     top = tl.where(wide, 15.0, 3.0)
     code, scale, zero = _boosted_codes(x, real, top, FITTED)
     if RANK > 0:
-        u = subspace(side_table, side_floats_ptr, side_blocks, side_words, head, 0, COLUMNS, D, RANK, SPB, WORDS)
+        u = subspace(state, head, 0, COLUMNS, D, RANK, SPB, WORDS)
         z = tl.full((32, RANKS), 0.0, tl.float32)
         for t in tl.static_range(1, (D + UPDATE - 1) // UPDATE):
             # what the block before this one did
             before = (channel >= (t - 1) * UPDATE) & (channel < t * UPDATE)
             error = tl.where(before[None, :], zero[None, :] + code * scale[None, :] - x, 0.0)
             z = tl.dot(error, tl.trans(u), z, input_precision="ieee")
-            m = pull(
-                side_table, side_floats_ptr, side_blocks, side_words, head, t * UPDATE, D, RANK, LAMBDA, FLOOR,
-                SPB, WORDS,
-            )  # fmt: skip
+            m = pull(state, head, t * UPDATE, D, RANK, LAMBDA, FLOOR, SPB, WORDS)
             y = clean(x - tl.dot(tl.dot(z, m, input_precision="ieee"), u, input_precision="ieee"))
             own_code, own_scale, own_zero = _boosted_codes(y, real, top, FITTED)
             rest = channel >= t * UPDATE
@@ -147,12 +138,8 @@ def boosted_keys(
 
 @triton.jit
 def tile_values(
-    ring,
-    ringed,
-    new,
-    fresh,
-    base,
-    base16,
+    tokens,
+    slab,
     HEAD: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -166,11 +153,12 @@ def tile_values(
 ):
     """Per token over GROUP channels (formats/methods/values.py). Returns how many values were replaced."""
     width: tl.constexpr = D * BITS // 8
-    raw = load_channels(ring, ringed, new, fresh, 0, COLUMNS, HEAD)
+    base, base16 = slab
+    token, channel = tl.arange(0, 32), tl.arange(0, COLUMNS)
+    raw = load_channels(tokens, channel, HEAD)
     damage, x = lost(raw), clean(raw)
     if ROTATED > 0:
         x = rotated(x, ROTATED)
-    token, channel = tl.arange(0, 32), tl.arange(0, COLUMNS)
     code = tl.full((32, COLUMNS), 0.0, tl.float32)
     for g in tl.static_range((D + GROUP - 1) // GROUP):
         inside = ((channel >= g * GROUP) & (channel < min((g + 1) * GROUP, D)))[None, :]

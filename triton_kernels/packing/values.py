@@ -13,9 +13,12 @@ from vllm_kvq.triton_kernels.lang import ROUND, TINY, clean, lost
 
 
 @triton.jit
-def load_channels(ring, ringed, new, fresh, FIRST, WIDTH: tl.constexpr, HEAD: tl.constexpr):
-    """Raw float32 (tokens, WIDTH) channels from FIRST on; padding channels are zero."""
-    channel = FIRST + tl.arange(0, WIDTH)
+def load_channels(tokens, channel, HEAD: tl.constexpr):
+    """Raw float32 (tokens, channels); padding channels are zero.
+
+    `tokens`: their addresses in the ring, and whether they are there; the same of the step's new tokens.
+    """
+    ring, ringed, new, fresh = tokens
     real = (channel < HEAD)[None, :]
     old = tl.load(ring[:, None] + channel[None, :], mask=ringed[:, None] & real, other=0.0)
     x = tl.load(new[:, None] + channel[None, :], mask=fresh[:, None] & real, other=0.0)
@@ -87,12 +90,8 @@ def store_values(base, data, FIRST, PLANE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def token_values(
-    ring,
-    ringed,
-    new,
-    fresh,
-    base,
-    base16,
+    tokens,
+    slab,
     HEAD: tl.constexpr,
     D: tl.constexpr,
     BITS: tl.constexpr,
@@ -103,6 +102,7 @@ def token_values(
     ZERO: tl.constexpr,
 ):
     """Per token over GROUP channels. Returns how many values were replaced."""
+    base, base16 = slab
     width: tl.constexpr = D * BITS // 8
     token = tl.arange(0, 32)
     damage = tl.full((), 0, tl.int32)
@@ -111,7 +111,7 @@ def token_values(
         low = tl.full((32,), 65504.0, tl.float32)
         high = -low
         for c in tl.static_range(g * GROUP, min((g + 1) * GROUP, D), BLOCK):
-            raw = load_channels(ring, ringed, new, fresh, c, BLOCK, HEAD)
+            raw = load_channels(tokens, c + tl.arange(0, BLOCK), HEAD)
             damage += lost(raw)
             x = clean(raw)
             low = tl.minimum(low, tl.reduce(x, 1, tl.standard._elementwise_min))
@@ -123,7 +123,7 @@ def token_values(
     for o in tl.static_range(0, width, BLOCK):
         data = tl.full((32, BLOCK), 0, tl.int32)
         for p in tl.static_range(8 // BITS):
-            x = clean(load_channels(ring, ringed, new, fresh, p * width + o, BLOCK, HEAD))
+            x = clean(load_channels(tokens, p * width + o + tl.arange(0, BLOCK), HEAD))
             scale, zero = scales[(p * width + o) // GROUP], zeros[(p * width + o) // GROUP]
             data |= affine(x, scale[:, None], zero[:, None], BITS).to(tl.int32) << (p * BITS)
         store_values(base, data, o, width, CODES)
@@ -163,12 +163,8 @@ def hybrid_codes(x, scale, zero, symmetric, BITS: tl.constexpr):
 
 @triton.jit
 def hybrid_values(
-    ring,
-    ringed,
-    new,
-    fresh,
-    base,
-    base16,
+    tokens,
+    slab,
     HEAD: tl.constexpr,
     D: tl.constexpr,
     BITS: tl.constexpr,
@@ -179,13 +175,14 @@ def hybrid_values(
     MODE: tl.constexpr,
 ):
     """InnerQ: per channel over the slab's tokens."""
+    base, base16 = slab
     width: tl.constexpr = D * BITS // 8
     token, column = tl.arange(0, 32), tl.arange(0, BLOCK)
     damage = tl.full((), 0, tl.int32)
     for o in tl.static_range(0, width, BLOCK):
         data = tl.full((32, BLOCK), 0, tl.int32)
         for p in tl.static_range(8 // BITS):
-            raw = load_channels(ring, ringed, new, fresh, p * width + o, BLOCK, HEAD)
+            raw = load_channels(tokens, p * width + o + tl.arange(0, BLOCK), HEAD)
             damage += lost(raw)
             x = clean(raw)
             scale, zero, symmetric = hybrid_choice(x, 0, BITS, MODE)
