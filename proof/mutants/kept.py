@@ -36,7 +36,7 @@ class Kept:
     def keep(self, fault: Fault) -> None:
         with self._lock:
             self._marks[fault.name] = self._mark(fault)
-            lines = sorted(f"{mark} {name}\n" for name, mark in self._marks.items())
+            lines = [f"{mark} {name}\n" for name, mark in sorted(self._marks.items())]
             (new := self.path.with_name(f".{self.path.name}")).write_text("".join(lines), encoding="utf-8")
             new.replace(self.path)
 
