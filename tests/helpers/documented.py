@@ -72,7 +72,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
             "tests/kernels/test_cpu_probe.py::test_only_the_library_counts_and_always_alike"
         ),
         "python -m vllm_kvq bench prefill": Account("tests/commands/test_figures.py::test_prefill", 2),
-        "vllm-kvq bench capacity": Account("tests/commands/test_bench_capacity.py::test_two_real_servers"),
+        "vllm-kvq bench capacity": Account("tests/commands/test_bench_capacity.py::test_two_real_servers", 2),
         "python -m vllm_kvq bench serve": Account("tests/commands/test_bench.py::test_serve_compares_two_real_servers"),
     },
     "docs/choosing.md": {
