@@ -72,6 +72,7 @@ LONGEST = (
     "engine/test_fuzz.py",
     "processes/test_processes.py",
     "processes/test_ray_batch.py",
+    "eval/test_served_constants.py",
     "engine/test_lossless.py",
     "models/test_hits.py",
     "servers/test_metrics.py",

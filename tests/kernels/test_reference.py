@@ -19,6 +19,11 @@ FORMATS = (*METHODS, "kivi4", "polar3")
 """Codes of four bits, and values of fewer bits than the keys have, too."""
 
 
+def bound(name: str) -> float:
+    """Of the C++ kernels' error: a sum in another order moves a code now and then, and one bit of a sketch is large."""
+    return 1e-2 if name == "qjl3" else 1e-3
+
+
 @pytest.mark.parametrize("name", [*FORMATS, "squat2_pre"])
 def test_pytorch(name: str) -> None:
     def build(layer: Layer) -> PlannedStep:
@@ -55,12 +60,10 @@ def test_windows_of_keys_and_values(name: str, options: dict[str, int], learned:
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", FORMATS)
 def test_cpp(name: str) -> None:
-    """A sum in another order moves a code now and then."""
-
     def build(layer: Layer) -> CPUStep:
         return CPUStep(layer.fmt, layer.slots, layer.drafts, layer.scale)
 
-    assert worst_error(name, build) < (1e-2 if name == "qjl3" else 1e-3)
+    assert worst_error(name, build) < bound(name)
 
 
 @pytest.mark.parametrize("name", [*KINDS, "lossless"])
@@ -73,7 +76,7 @@ def test_sharing_layers(name: str) -> None:
 
     assert worst_error(name, pytorch) < 1e-5
     if library() is not None:
-        assert worst_error(name, cpp) < 1e-3
+        assert worst_error(name, cpp) < bound(name)
 
 
 @pytest.mark.parametrize("name", ["squat2", "lossless"])
