@@ -1,16 +1,11 @@
-"""For packages whose tests compute with small tensors, where more threads only wait for each other."""
+"""For folders whose tests compute with small tensors, where more threads only wait for each other."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
