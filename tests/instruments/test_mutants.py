@@ -161,9 +161,9 @@ def kept_lines(path: Path) -> list[tuple[str, ...]]:
 
 
 def test_a_run_goes_on_where_it_was_stopped(tree: Path) -> None:
-    """What was caught is not planted again, as long as it, its file and its tests are the same."""
+    """What was caught is not planted again, as long as it, its file and its tests do the same."""
     (tree / "tests").mkdir()
-    (tests := tree / "tests" / "test_double.py").write_text("first")
+    (tests := tree / "tests" / "test_double.py").write_text('"""What it is about."""\n')
     triples = Fault("triples", "double.py", "2 * x", "3 * x", FAULT.tests)
     runs: list[str] = []
 
@@ -171,9 +171,13 @@ def test_a_run_goes_on_where_it_was_stopped(tree: Path) -> None:
         runs.append((root / "double.py").read_text())
         return int("x / 2" in runs[-1])
 
-    for times, change in ((3, None), (2, None), (3, tests), (3, tree / "double.py")):
+    words, code = '# a comment\n"""and a docstring"""\n', "\nX = 1\n"
+    for times, change, more in (
+        *((3, None, ""), (2, None, ""), (2, tests, words), (3, tests, code)),
+        *((2, tree / "double.py", words), (3, tree / "double.py", code), (3, tests, "def (")),
+    ):
         if change is not None:
-            change.write_text(change.read_text() + "\n")
+            change.write_text(change.read_text() + more)
         runs.clear()
         kept = Kept(tree / "kept", tree, (FAULT, triples))
         outcome = main.plant((FAULT, triples), [tree], run, lambda _: None, kept=kept)
@@ -182,6 +186,17 @@ def test_a_run_goes_on_where_it_was_stopped(tree: Path) -> None:
     assert (name, others) == ("halves", [])
     Kept(tree / "kept", tree, (triples,)).keep(triples)
     assert [name for _, name in kept_lines(tree / "kept")] == ["triples"], "it is no longer among the faults"
+
+
+def test_what_is_recorded_is_what_was_tested(tree: Path) -> None:
+    """The checkout may change while a copy of it is tested."""
+    kept = Kept(tree / "kept", tree, (FAULT,))
+    assert FAULT not in kept
+    (tree / "double.py").write_text(TEXT + "X = 1\n")
+    kept.keep(FAULT)
+    assert FAULT not in Kept(tree / "kept", tree, (FAULT,))
+    (tree / "double.py").write_text(TEXT)
+    assert FAULT in Kept(tree / "kept", tree, (FAULT,))
 
 
 def test_the_page(tree: Path) -> None:

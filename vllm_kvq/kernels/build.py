@@ -118,7 +118,8 @@ def extra_flags() -> list[str]:
 
 
 def sources(directory: Path) -> list[Path]:
-    return sorted(directory.rglob("*.cpp"))
+    """In the order in which they are compiled: none of the longest, in library/, is left as the last."""
+    return sorted(directory.rglob("*.cpp"), reverse=True)
 
 
 def flags_of(source: Path) -> list[str]:

@@ -373,6 +373,20 @@ FAULTS: tuple[Fault, ...] = (
         "tests/instruments/test_mutants.py -k where_it_was_stopped",
     ),
     Fault(
+        "a fault counts as caught in what the checkout has become",
+        "proof/mutants/kept.py::Kept.keep",
+        "self._now.get(fault.name) or",
+        "",
+        "tests/instruments/test_mutants.py -k what_was_tested",
+    ),
+    Fault(
+        "a comment makes a fault be planted again",
+        "proof/mutants/kept.py::what_runs",
+        "return ast.dump(tree)",
+        "return text",
+        "tests/instruments/test_mutants.py -k where_it_was_stopped",
+    ),
+    Fault(
         "a fault that is no longer in the list stays recorded",
         "proof/mutants/kept.py::Kept.__init__",
         " if name in known",
