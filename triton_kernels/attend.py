@@ -17,21 +17,12 @@ import triton.language as tl
 
 from vllm_kvq.triton_kernels.fragments import fragment_index, lanes_of_columns, mma_order
 from vllm_kvq.triton_kernels.keys.boosted import boosted_scores
-from vllm_kvq.triton_kernels.keys.channel import (
-    CHANNEL,
-    HYBRID,
-    POLAR,
-    TRANSFORMED,
-    channel_scores,
-    hybrid_scores,
-    key_shift,
-    query_channel,
-)
+from vllm_kvq.triton_kernels.keys.channel import channel_scores, hybrid_scores, key_shift, query_channel
 from vllm_kvq.triton_kernels.keys.polar import polar_scores
 from vllm_kvq.triton_kernels.keys.transformed import transformed_middle, transformed_scores
 from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, capped, column_max, column_sum
 from vllm_kvq.triton_kernels.rotation import rotated_back
-from vllm_kvq.triton_kernels.values import TOKEN, hybrid_values, sums_weights, token_values, value_shift
+from vllm_kvq.triton_kernels.values import hybrid_values, sums_weights, token_values, value_shift
 
 
 @triton.jit(do_not_specialize=["queries", "out_split"])
@@ -58,57 +49,23 @@ def attend_kernel(
     table_width,
     out_split,
     cap,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     SHARE: tl.constexpr,
     M: tl.constexpr,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    SLABS: tl.constexpr,
-    SLABS_AT: tl.constexpr,
-    SLAB_WORDS: tl.constexpr,
     TURN: tl.constexpr,
     EXTRA: tl.constexpr,
     LISTED: tl.constexpr,
     RAGGED: tl.constexpr,
     CAPPED: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    OPERANDS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    PAPER: tl.constexpr,
-    K_CODES: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    K_ZERO: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    K_HIGH: tl.constexpr,
-    BOOSTED: tl.constexpr,
-    SLOTS: tl.constexpr,
-    K_RADIUS: tl.constexpr,
-    K_NORM: tl.constexpr,
-    K_ANGLE0: tl.constexpr,
-    K_ANGLE_STEP: tl.constexpr,
-    K_RADIUS0: tl.constexpr,
-    K_RADIUS_STEP: tl.constexpr,
-    VALUES: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_ROTATED: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_PLACES: tl.constexpr,
-    V_CODES: tl.constexpr,
-    V_SCALE: tl.constexpr,
-    V_ZERO: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    V_HIGH: tl.constexpr,
-    V_MIDDLE: tl.constexpr,
-    V_STEP: tl.constexpr,
 ):
-    """See the module. Grid: (requests * heads * row tiles, splits). With SLOTS, a row of query_ptr is what
+    """See the module. Grid: (requests * heads * row tiles, splits). For transformed keys, a row of query_ptr is what
     keys/transformed.py says."""
-    numbers: tl.constexpr = SLOTS if KEYS == TRANSFORMED else HEAD  # of a query, that are operands
-    k_codes: tl.constexpr = SLOTS if KEYS == TRANSFORMED else D  # codes of a key
+    operands: tl.constexpr = K.operands
+    value_blocks: tl.constexpr = R.d // V.block
+    numbers: tl.constexpr = K.slots if K.transformed else R.head  # of a query, that are operands
+    k_codes: tl.constexpr = K.slots if K.transformed else R.d  # codes of a key
     tiles = (queries * SHARE + M - 1) // M
     head = tl.program_id(0) // tiles % heads
     request = tl.program_id(0) // tiles // heads
@@ -129,29 +86,29 @@ def attend_kernel(
     at = mma_order(tl.arange(0, 16))
     top = tl.full((M,), 1.0e-30, tl.float32)
     raw = ()
-    for i in tl.static_range(OPERANDS):
-        channel = query_channel(i, at, KEYS, D, K_CHUNK, ROTARY, INTERLEAVED)
-        inside = real[None, :] & ((at < K_CHUNK) & (channel < numbers))[:, None]
+    for i in tl.static_range(operands):
+        channel = query_channel(at, R, K, i, K.chunk)
+        inside = real[None, :] & ((at < K.chunk) & (channel < numbers))[:, None]
         x = tl.load(q_row[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
         raw = raw + (x,)
         top = tl.maximum(top, column_max(tl.abs(x)))
     q = ()
-    for i in tl.static_range(OPERANDS):
-        plane_factor = 1.0 if KEYS == POLAR else 1.0 / (1 << key_shift(i * K_CHUNK, k_codes, KEYS, K_BITS))
+    for i in tl.static_range(operands):
+        plane_factor = 1.0 if K.polar else 1.0 / (1 << key_shift(i * K.chunk, k_codes, K.hybrid, K.bits))
         x = (raw[i] * plane_factor / top[None, :]).to(tl.float16)
-        if KEYS != POLAR and KEYS != TRANSFORMED:
+        if K.channel or K.hybrid:
             x = lanes_of_columns(x)
         q = q + (x,)
     unit = top * (scale * LOG2E * SUBNORMAL)
-    if KEYS == TRANSFORMED:
-        middle = transformed_middle(q, SLOTS, K_BITS, K_CHUNK)
-        mean = tl.load(q_row + SLOTS, mask=real, other=0.0) / (top * SUBNORMAL)
+    if K.transformed:
+        middle = transformed_middle(q, K)
+        mean = tl.load(q_row + K.slots, mask=real, other=0.0) / (top * SUBNORMAL)
     step = unit  # the unit of a capped score
     if CAPPED:
         step = tl.full((M,), 1.0, tl.float32)
 
     # this split's share of the request's slabs
-    low, high = 0, table_width * (SLABS * 32)
+    low, high = 0, table_width * (R.slabs * 32)
     if not LISTED:
         low = tl.maximum(tl.load(low_ptr + request).to(tl.int32), 0)
         high = tl.minimum(tl.load(high_ptr + request).to(tl.int32), high)
@@ -163,7 +120,7 @@ def attend_kernel(
     begin = first + split * share
     end = tl.minimum(begin + share, first + count)
 
-    if BOOSTED > 0:  # each lane's own row, and four times the factor of the queries in q
+    if K.boosted > 0:  # each lane's own row, and four times the factor of the queries in q
         own = tl.program_id(0) % tiles * M + tl.arange(0, 4 * M) // 4
         own = tl.minimum(own, count_rows * SHARE - 1)
         lane_query = q_first + own // SHARE * query_token + (head * SHARE + own % SHARE) * query_head
@@ -173,12 +130,12 @@ def attend_kernel(
     total = tl.full((M,), 0.0, tl.float32)
     extra = tl.full((EXTRA, M), 0.0, tl.float32)
     acc = ()
-    for _ in tl.static_range(D // V_BLOCK):
-        acc = acc + (tl.full((V_PLACES, M), 0.0, tl.float32),)
+    for _ in tl.static_range(value_blocks):
+        acc = acc + (tl.full((V.places, M), 0.0, tl.float32),)
     token = fragment_index(tl.arange(0, 32), 4)
     full = tl.where(pages > 0, -1, 0)  # always -1, which the compiler does not know
     for i in range(begin, end):
-        turns: tl.constexpr = SLABS // TURN
+        turns: tl.constexpr = R.slabs // TURN
         page = tl.load(table_ptr + request * table_row + i // turns).to(tl.int64)
         ok = (page >= 0) & (page < pages)
         # a page that does not exist is read as page 0, and none of it is seen
@@ -191,32 +148,18 @@ def attend_kernel(
             from_ = tl.load(low_ptr + place).to(tl.int32) - i % turns * (32 * TURN)
             to = tl.load(high_ptr + place).to(tl.int32) - i % turns * (32 * TURN)
         slab = i % turns * TURN
-        k_words = base + SLABS_AT + slab * SLAB_WORDS
-        k_halves = base16 + (SLABS_AT + slab * SLAB_WORDS) * 2
-        if KEYS == CHANNEL:
-            sums = channel_scores(
-                q, k_words, k_halves, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M, K_CODES, K_SCALE, K_ZERO, BOOSTED
-            )  # fmt: skip
-            if BOOSTED > 0:
-                sums = boosted_scores(
-                    sums, lane_query, lane_factor, k_words, k_halves,
-                    HEAD, D, TURN, SLAB_WORDS, M, BOOSTED, K_HIGH, K_SCALE,
-                )  # fmt: skip
-        elif KEYS == HYBRID:
-            sums = hybrid_scores(
-                q, k_words, k_halves, base16, full, D, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M,
-                K_CODES, K_SCALE, K_SLOT, K_NORM,
-            )  # fmt: skip
-        elif KEYS == TRANSFORMED:
-            sums = transformed_scores(
-                q, middle, mean, k_words, k_halves, SLOTS, TURN, SLAB_WORDS, K_BITS, K_CHUNK, M, K_CODES, K_SCALE
-            )
+        k_words = base + R.slabs_at + slab * R.slab_words
+        k_halves = base16 + (R.slabs_at + slab * R.slab_words) * 2
+        if K.channel:
+            sums = channel_scores(q, k_words, k_halves, R, K, TURN, M)
+            if K.boosted > 0:
+                sums = boosted_scores(sums, lane_query, lane_factor, k_words, k_halves, R, K, TURN, M)
+        elif K.hybrid:
+            sums = hybrid_scores(q, k_words, k_halves, base16, full, R, K, TURN, M)
+        elif K.transformed:
+            sums = transformed_scores(q, middle, mean, k_words, k_halves, R, K, TURN, M)
         else:
-            sums = polar_scores(
-                q, k_words, base16, full,
-                D, TURN, SLAB_WORDS, K_BITS, RADIUS_BITS, K_CHUNK, M, K_CODES, K_RADIUS, PAPER,
-                K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP
-            )  # fmt: skip
+            sums = polar_scores(q, k_words, base16, full, R, K, TURN, M)
         scores, live = (), ()
         for j in tl.static_range(TURN):
             flags = tl.load(base + 4 + (slab + j) // 4) >> ((slab + j) % 4 * 8)
@@ -235,59 +178,57 @@ def attend_kernel(
         new = tl.maximum(best, column_max(most) * step)
         decay = tl.exp2(best - new)
         best = new
-        if VALUES == TOKEN and not sums_weights(D, V_GROUP):
+        if V.by_token and not sums_weights(R.d, V.group):
             total *= decay
         extra *= decay[None, :]
         faded = ()
-        for b in tl.static_range(D // V_BLOCK):
+        for b in tl.static_range(value_blocks):
             faded = faded + (acc[b] * decay[None, :],)
         acc = faded
         for j in tl.static_range(TURN):
             weights = tl.exp2(scores[j] * step[None, :] - new[None, :])
-            if VALUES == TOKEN:
-                if not sums_weights(D, V_GROUP):
+            if V.by_token:
+                if not sums_weights(R.d, V.group):
                     total += column_sum(weights)
                 acc, extra = token_values(
-                    weights, acc, extra, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, live[j],
-                    D, V_BITS, V_GROUP, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_ZERO, V_HIGH,
-                )  # fmt: skip
+                    weights, acc, extra, k_words + j * R.slab_words, k_halves + j * R.slab_words * 2, live[j], R, V
+                )
             else:
                 acc, sums = hybrid_values(
-                    weights, acc, k_words + j * SLAB_WORDS, k_halves + j * SLAB_WORDS * 2, live[j], full,
-                    D, V_BITS, V_BLOCK, V_PLACES, V_CODES, V_SCALE, V_SLOT,
-                )  # fmt: skip
+                    weights, acc, k_words + j * R.slab_words, k_halves + j * R.slab_words * 2, live[j], full, R, V
+                )
                 if EXTRA == 8:
                     sums = tl.split(tl.permute(tl.reshape(sums, (2, 8, M)), (1, 2, 0)))[0]
                 extra += sums
 
-    # out (splits, requests * queries or all tokens, query heads, HEAD), dense
+    # out (splits, requests * queries or all tokens, query heads, R.head), dense
     whole = (first_row + row // SHARE) * (heads * SHARE) + head * SHARE + row % SHARE
     target = split.to(tl.int64) * out_split + whole
     group = tl.arange(0, 16)
-    if VALUES == TOKEN:
-        if sums_weights(D, V_GROUP):
+    if V.by_token:
+        if sums_weights(R.d, V.group):
             total = column_max(tl.where(group[:, None] < 8, 0.0, extra))
     else:  # the rows are equal
-        total = column_max(extra * -(SUBNORMAL / (1 << V_BITS << value_shift(0, VALUES, V_BITS))))
+        total = column_max(extra * -(SUBNORMAL / (1 << V.bits << value_shift(0, V.by_token, V.bits))))
     norm = 1.0 / tl.maximum(total, 1.0e-30)
     written = real
     if RAGGED:  # `merge` does not read what a split without tokens would write
         written = row < tl.where(begin < end, count_rows * SHARE, 0)
-    column = fragment_index(tl.arange(0, V_PLACES), V_PLACES // 8)
+    column = fragment_index(tl.arange(0, V.places), V.places // 8)
     blocks = ()
-    for b in tl.static_range(D // V_BLOCK):
+    for b in tl.static_range(value_blocks):
         # the plane of the block, and its share of the zeros
-        lift = SUBNORMAL / (1 << value_shift(b * V_BLOCK // (D * V_BITS // 8), VALUES, V_BITS))
+        lift = SUBNORMAL / (1 << value_shift(b * V.block // (R.d * V.bits // 8), V.by_token, V.bits))
         o = acc[b] * lift
-        if VALUES == TOKEN:
-            zero = column_sum(tl.where(group[:, None] == b * V_BLOCK // V_GROUP, extra, 0.0))
-            o = (o + zero[None, :] * V_MIDDLE) * V_STEP
+        if V.by_token:
+            zero = column_sum(tl.where(group[:, None] == b * V.block // V.group, extra, 0.0))
+            o = (o + zero[None, :] * V.middle) * V.step
         blocks = blocks + (o * norm[None, :],)
-    if V_ROTATED > 0:
-        blocks = rotated_back(blocks, V_ROTATED, V_BLOCK, D)
-    for b in tl.static_range(D // V_BLOCK):
-        channel = b * V_BLOCK + column
-        inside = ((column < V_BLOCK) & (channel < HEAD))[:, None] & written[None, :]
-        tl.store(out_ptr + target[None, :] * HEAD + channel[:, None], blocks[b], mask=inside)
+    if V.rotated > 0:
+        blocks = rotated_back(blocks, V.rotated, V.block, R.d)
+    for b in tl.static_range(value_blocks):
+        channel = b * V.block + column
+        inside = ((column < V.block) & (channel < R.head))[:, None] & written[None, :]
+        tl.store(out_ptr + target[None, :] * R.head + channel[:, None], blocks[b], mask=inside)
     lse = tl.where(total > 0, (best + tl.log2(tl.maximum(total, 1.0e-30))) * LN2, float("-inf"))
     tl.store(lse_ptr + target, lse, mask=real)

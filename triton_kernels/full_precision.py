@@ -46,29 +46,24 @@ def full_precision_kernel(
     value_token,
     value_head,
     cap,
-    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
     SHARE: tl.constexpr,
     M: tl.constexpr,
-    HEAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     S: tl.constexpr,
-    SPB: tl.constexpr,
-    SLOT: tl.constexpr,
-    RING: tl.constexpr,
-    RING_AT: tl.constexpr,
     NEW: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid: (requests * HEADS * tiles of M rows). `queries` is the largest number that a request has.
+    """Grid: (requests * KV heads * tiles of M rows). `queries` is the largest number that a request has.
 
     WIDE: products in float32 for any type; the interpreter can't multiply bfloat16.
     """
     tiles = (queries * SHARE + M - 1) // M
-    head = tl.program_id(0) // tiles % HEADS
-    request = tl.program_id(0) // tiles // HEADS
+    head = tl.program_id(0) // tiles % C.heads
+    request = tl.program_id(0) // tiles // C.heads
     tile = tl.program_id(0) % tiles
     first = tl.load(query_start_ptr + request).to(tl.int32)
     mine = tl.load(query_start_ptr + request + 1).to(tl.int32) - first
@@ -81,10 +76,10 @@ def full_precision_kernel(
     row = tile * M + tl.arange(0, M)
     own = row // SHARE
     real = own < mine
-    column = tl.arange(0, COLUMNS)
-    whole = (first + own).to(tl.int64) * (HEADS * SHARE) + head * SHARE + row % SHARE
+    column = tl.arange(0, R.columns)
+    whole = (first + own).to(tl.int64) * (C.heads * SHARE) + head * SHARE + row % SHARE
     q_row = query_ptr + (first + own).to(tl.int64) * query_token + (head * SHARE + row % SHARE) * query_head
-    q = tl.load(q_row[:, None] + column[None, :], mask=real[:, None] & (column < HEAD)[None, :], other=0.0)
+    q = tl.load(q_row[:, None] + column[None, :], mask=real[:, None] & (column < R.head)[None, :], other=0.0)
 
     if WIDE:
         q = q.to(tl.float32)
@@ -97,23 +92,23 @@ def full_precision_kernel(
         total_tokens = tl.where((count > 0) & (tile * M < mine * SHARE), history + last, 0)
     best = tl.full((M,), LOWEST, tl.float32)
     total = tl.full((M,), 0.0, tl.float32)
-    acc = tl.full((M, COLUMNS), 0.0, tl.float32)
+    acc = tl.full((M, R.columns), 0.0, tl.float32)
     side_table, sink_table = side_table_ptr + request * side_row, sink_table_ptr + request * sink_row
-    wide = (column < HEAD)[None, :]
+    wide = (column < R.head)[None, :]
     for at in range(0, total_tokens, TOKENS):
         token = at + tl.arange(0, TOKENS)
         in_ring = (token >= sinks) & (token < history)
-        slot = RING_AT + (boundary + token - sinks) % RING
-        ring, there = slot_offset(side_table, slot, in_ring, side_blocks, side_elements, SPB, SLOT)
-        from_ring = side_ptr + (ring[:, None] + head * HEAD + column[None, :])
+        slot = C.ring_at + (boundary + token - sinks) % C.ring
+        ring, there = slot_offset(side_table, slot, in_ring, side_blocks, side_elements, C, C.slot)
+        from_ring = side_ptr + (ring[:, None] + head * R.head + column[None, :])
         k = tl.load(from_ring, mask=there[:, None] & wide, other=0.0)
-        v = tl.load(from_ring + HEADS * HEAD, mask=there[:, None] & wide, other=0.0)
+        v = tl.load(from_ring + C.heads * R.head, mask=there[:, None] & wide, other=0.0)
         known = there
         if S > 0:
-            early, kept = slot_offset(sink_table, token, token < sinks, sink_blocks, sink_elements, SPB, SLOT)
-            from_sinks = sink_ptr + (early[:, None] + head * HEAD + column[None, :])
+            early, kept = slot_offset(sink_table, token, token < sinks, sink_blocks, sink_elements, C, C.slot)
+            from_sinks = sink_ptr + (early[:, None] + head * R.head + column[None, :])
             k = tl.where(kept[:, None], tl.load(from_sinks, mask=kept[:, None] & wide, other=0.0), k)
-            v = tl.where(kept[:, None], tl.load(from_sinks + HEADS * HEAD, mask=kept[:, None] & wide, other=0.0), v)
+            v = tl.where(kept[:, None], tl.load(from_sinks + C.heads * R.head, mask=kept[:, None] & wide, other=0.0), v)
             known = known | kept
         seen = tl.broadcast_to(known[None, :], (M, TOKENS))
         if NEW:
@@ -144,6 +139,6 @@ def full_precision_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
 
     norm = 1.0 / tl.maximum(total, 1.0e-30)
-    tl.store(out_ptr + whole[:, None] * HEAD + column[None, :], acc * norm[:, None], mask=real[:, None] & wide)
+    tl.store(out_ptr + whole[:, None] * R.head + column[None, :], acc * norm[:, None], mask=real[:, None] & wide)
     lse = tl.where(total > 0, (best + tl.log2(tl.maximum(total, 1.0e-30))) * LN2, float("-inf"))
     tl.store(lse_ptr + whole, lse, mask=real)

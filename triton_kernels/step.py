@@ -12,8 +12,8 @@ plan), `commit` after them: what it overwrites in the ring is still read by a lo
 host. A request is ignored when it has no new tokens, when one of its sidecar blocks is block 0 or out of range, and
 when its header belongs to other tokens, which is counted as a fault.
 
-A slot of a companion is one token's raw keys and values [2][HEADS][HEAD]; slot s of a request lies in its block
-s // SPB. Slot 0 holds the header, then the state in float32, from RING_AT on the ring, position p at p % RING.
+A slot of a companion is one token's raw keys and values [2][heads][head]; slot s of a request lies in its block
+s // per_block. Slot 0 holds the header, then the state in float32, from ring_at on the ring, position p at p % ring.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ FRESH: tl.constexpr = tl.constexpr(7)
 
 
 @triton.jit
-def slot_offset(table_ptr, slot, inside, blocks, block_stride, SPB: tl.constexpr, SLOT: tl.constexpr):
-    """(int64 offset of a slot, whether it may be touched)."""
-    block = tl.load(table_ptr + slot // SPB, mask=inside, other=0).to(tl.int64)
+def slot_offset(table_ptr, slot, inside, blocks, block_stride, C: tl.constexpr, SIZE: tl.constexpr):
+    """(int64 offset of a slot, whether it may be touched), in the unit of block_stride and SIZE, which is a slot's."""
+    block = tl.load(table_ptr + slot // C.per_block, mask=inside, other=0).to(tl.int64)
     there = inside & (block > 0) & (block < blocks)
-    return tl.where(there, block, 0) * block_stride + slot % SPB * SLOT, there
+    return tl.where(there, block, 0) * block_stride + slot % C.per_block * SIZE, there
 
 
 @triton.jit
-def state_offset(table_ptr, index, inside, blocks, block_stride, SPB: tl.constexpr, SLOT: tl.constexpr):
-    """Float32 number `index` of a request's state, in float32 elements of the pool; SLOT also counts these elements."""
-    offset, there = slot_offset(table_ptr, 1 + index // SLOT, inside, blocks, block_stride, SPB, SLOT)
-    return offset + index % SLOT, there
+def state_offset(table_ptr, index, inside, blocks, block_stride, C: tl.constexpr):
+    """Float32 number `index` of a request's state, in float32 elements of the pool."""
+    offset, there = slot_offset(table_ptr, 1 + index // C.words, inside, blocks, block_stride, C, C.words)
+    return offset + index % C.words, there
 
 
 @triton.jit
-def load_state(state, index, inside, SPB: tl.constexpr, WORDS: tl.constexpr):
+def load_state(state, index, inside, C: tl.constexpr):
     """Float32 numbers of a request's state, 0 outside. `state`: its sidecar's table, the pool, its blocks, and the
     float32 elements from one to the next."""
     table, floats, blocks, stride = state
-    place, there = state_offset(table, index, inside, blocks, stride, SPB, WORDS)
+    place, there = state_offset(table, index, inside, blocks, stride, C)
     return tl.load(floats + place, mask=there, other=0.0)
 
 
@@ -87,25 +87,18 @@ def begin_kernel(
     key_head,
     value_token,
     value_head,
-    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
     SHARE: tl.constexpr,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UNIT: tl.constexpr,
     W: tl.constexpr,
     S: tl.constexpr,
     SPEC: tl.constexpr,
-    SPB: tl.constexpr,
-    SLOT: tl.constexpr,
-    WORDS: tl.constexpr,
-    SIDE_BLOCKS: tl.constexpr,
     NORM: tl.constexpr,
     ENERGY: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid: (requests, HEADS). WORDS is a slot in 32-bit words, ROWS holds (1 + SPEC) SHARE queries."""
+    """Grid: (requests, KV heads). ROWS holds (1 + SPEC) SHARE queries."""
     request, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_start_ptr + request).to(tl.int32)
     count = tl.load(query_start_ptr + request + 1).to(tl.int32) - first
@@ -113,7 +106,7 @@ def begin_kernel(
     context = end - count
     side_table = side_table_ptr + request * side_row
     ok = (count > 0) & (context >= 0)
-    for i in range(SIDE_BLOCKS):
+    for i in range(C.sidecar_blocks):
         block = tl.load(side_table + i)
         ok = ok & (block > 0) & (block < side_blocks)
     header = side_words_ptr + tl.where(ok, tl.load(side_table), 0).to(tl.int64) * side_words
@@ -122,9 +115,9 @@ def begin_kernel(
     start = tl.where(fresh, context, start)
     rewound = upcoming - context
     stale = ((magic != HEADER) | (rewound < 0) | (rewound > SPEC)) & (magic != 0)
-    stale = ok & (stale | (start < 0) | (start > context) | (start % UNIT != 0))
+    stale = ok & (stale | (start < 0) | (start > context) | (start % R.unit != 0))
     ok = ok & (stale == 0)
-    boundary = tl.maximum(tl.maximum(context - W, 0) // UNIT * UNIT, start)
+    boundary = tl.maximum(tl.maximum(context - W, 0) // R.unit * R.unit, start)
     low = tl.minimum(boundary, S)
     count = tl.where(ok, count, 0)
     if head == 0:
@@ -140,23 +133,23 @@ def begin_kernel(
         if stale:
             tl.atomic_add(faults_ptr, 1)
 
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, R.columns)
     if NORM or ENERGY:
         if (count > 0) & (fresh | (count > 1 + SPEC)):
             _of_keys(
                 key_ptr + first.to(tl.int64) * key_token + head * key_head,
                 side_table, side_floats_ptr, count, fresh, head, key_token, side_blocks, side_words,
-                HEAD, D, COLUMNS, SPB, WORDS, ENERGY,
+                R, C, ENERGY,
             )  # fmt: skip
     if RANK > 0:
         if (count > 0) & (count <= 1 + SPEC) & fresh:
             row = tl.arange(0, ROWS)
-            inside = (row < count * SHARE)[:, None] & (column < HEAD)[None, :]
+            inside = (row < count * SHARE)[:, None] & (column < R.head)[None, :]
             place = (first + row // SHARE).to(tl.int64) * query_token + (head * SHARE + row % SHARE) * query_head
             x = clean(tl.load(query_ptr + place[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32))
             _subspace(
                 x, side_table, side_floats_ptr, head, side_blocks, side_words,
-                HEAD, D, COLUMNS, SPB, WORDS, RANK, ROWS,
+                R, C, RANK, ROWS,
             )  # fmt: skip
     if S > 0:
         if (start == 0) & (context < S):
@@ -165,14 +158,14 @@ def begin_kernel(
                 token = at + tl.arange(0, 16)
                 slot = context + token
                 mine = (token < count) & (slot < S)
-                target, there = slot_offset(sink_table, slot, mine, sink_blocks, sink_elements, SPB, SLOT)
-                inside = there[:, None] & (column < HEAD)[None, :]
+                target, there = slot_offset(sink_table, slot, mine, sink_blocks, sink_elements, C, C.slot)
+                inside = there[:, None] & (column < R.head)[None, :]
                 row = (first + token).to(tl.int64)[:, None]
-                target = sink_ptr + target[:, None] + head * HEAD + column[None, :]
+                target = sink_ptr + target[:, None] + head * R.head + column[None, :]
                 k = tl.load(key_ptr + row * key_token + head * key_head + column[None, :], mask=inside, other=0.0)
                 v = tl.load(value_ptr + row * value_token + head * value_head + column[None, :], mask=inside, other=0.0)
                 tl.store(target, k, mask=inside)
-                tl.store(target + HEADS * HEAD, v, mask=inside)
+                tl.store(target + C.heads * R.head, v, mask=inside)
 
 
 @triton.jit
@@ -186,20 +179,17 @@ def _of_keys(
     key_token,
     side_blocks,
     side_words,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPB: tl.constexpr,
-    WORDS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
     ENERGY: tl.constexpr,
 ):
     """State of the prompt so far: InnerQ's norm_c = sqrt(max_t |K_tc|), or QJL's sum_t K_tc^2 and its token count."""
-    column = tl.arange(0, COLUMNS)
-    found = tl.full((COLUMNS,), 0.0, tl.float32)
-    tile: tl.constexpr = 8192 // COLUMNS  # one program goes through a whole chunk: few, large steps
+    column = tl.arange(0, R.columns)
+    found = tl.full((R.columns,), 0.0, tl.float32)
+    tile: tl.constexpr = 8192 // R.columns  # one program goes through a whole chunk: few, large steps
     for at in range(0, count, tile):
         token = at + tl.arange(0, tile)
-        inside = (token < count)[:, None] & (column < HEAD)[None, :]
+        inside = (token < count)[:, None] & (column < R.head)[None, :]
         x = clean(
             tl.load(key + token.to(tl.int64)[:, None] * key_token + column[None, :], mask=inside, other=0.0).to(
                 tl.float32
@@ -210,16 +200,16 @@ def _of_keys(
         else:
             found = tl.maximum(found, tl.reduce(tl.abs(x), 0, tl.standard._elementwise_max))
     if ENERGY:
-        first = head * 2 * D + column
-        place, there = state_offset(side_table, first, column < D, side_blocks, side_words, SPB, WORDS)
+        first = head * 2 * R.d + column
+        place, there = state_offset(side_table, first, column < R.d, side_blocks, side_words, C)
         before = tl.load(side_floats_ptr + place, mask=there, other=0.0)
         tl.store(side_floats_ptr + place, tl.where(fresh, found, before + found), mask=there)
-        place, there = state_offset(side_table, first + D, column < D, side_blocks, side_words, SPB, WORDS)
+        place, there = state_offset(side_table, first + R.d, column < R.d, side_blocks, side_words, C)
         before = tl.load(side_floats_ptr + place, mask=there, other=0.0)
         tl.store(side_floats_ptr + place, tl.where(fresh, 0.0, before) + count, mask=there)
     else:
         norm = tl.sqrt_rn(found)
-        place, there = state_offset(side_table, head * D + column, column < D, side_blocks, side_words, SPB, WORDS)
+        place, there = state_offset(side_table, head * R.d + column, column < R.d, side_blocks, side_words, C)
         before = tl.load(side_floats_ptr + place, mask=there, other=0.0)
         tl.store(side_floats_ptr + place, tl.where(fresh, norm, tl.maximum(before, norm)), mask=there)
 
@@ -232,20 +222,17 @@ def _subspace(
     head,
     side_blocks,
     side_words,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPB: tl.constexpr,
-    WORDS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """SQuat's U = diag(S) V^T of a prompt that is as short as a decode step: few rows x (ROWS, COLUMNS).
+    """SQuat's U = diag(S) V^T of a prompt that is as short as a decode step: few rows x (ROWS, columns).
 
     The leading left singular vector v comes from repeated squaring of x x^T; then u = v^T x, and v u^T is subtracted
     from x. What finally remains of x is the noise.
     """
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, R.columns)
     i = tl.arange(0, ROWS)
     diagonal = i[:, None] == i[None, :]
     for rank in range(RANK):
@@ -261,13 +248,13 @@ def _subspace(
         v = v / tl.maximum(tl.sqrt_rn(tl.reduce(v * v, 0, tl.standard._sum_combine)), 1.0e-30)
         u = tl.reduce(v[:, None] * x, 0, tl.standard._sum_combine)
         x = x - v[:, None] * u[None, :]
-        index = (head * (RANK + 1) + rank) * D + column
-        place, there = state_offset(side_table, index, column < D, side_blocks, side_words, SPB, WORDS)
+        index = (head * (RANK + 1) + rank) * R.d + column
+        place, there = state_offset(side_table, index, column < R.d, side_blocks, side_words, C)
         tl.store(side_floats_ptr + place, u, mask=there)
-    noise = tl.reduce(row_sum(x * x), 0, tl.standard._sum_combine) / (HEAD - RANK)
-    index = (head * (RANK + 1) + RANK) * D + column
-    place, there = state_offset(side_table, index, column < D, side_blocks, side_words, SPB, WORDS)
-    tl.store(side_floats_ptr + place, tl.where(column < D, noise, 0.0), mask=there)
+    noise = tl.reduce(row_sum(x * x), 0, tl.standard._sum_combine) / (R.head - RANK)
+    index = (head * (RANK + 1) + RANK) * R.d + column
+    place, there = state_offset(side_table, index, column < R.d, side_blocks, side_words, C)
+    tl.store(side_floats_ptr + place, tl.where(column < R.d, noise, 0.0), mask=there)
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -287,33 +274,28 @@ def commit_kernel(
     key_head,
     value_token,
     value_head,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPB: tl.constexpr,
-    SLOT: tl.constexpr,
-    RING: tl.constexpr,
-    RING_AT: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Grid: (requests, tiles of TOKENS tokens, HEADS)."""
+    """Grid: (requests, tiles of TOKENS tokens, KV heads)."""
     request, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     plan = plan_ptr + request
     count = tl.load(plan + COUNT * requests)
     if count > 0:
         first, context = tl.load(plan + FIRST * requests), tl.load(plan + CONTEXT * requests)
         side_table = side_table_ptr + request * side_row
-        token = tl.maximum(count - RING, 0) + tile * TOKENS + tl.arange(0, TOKENS)
-        slot = RING_AT + (context + token) % RING
-        target, there = slot_offset(side_table, slot, token < count, side_blocks, side_elements, SPB, SLOT)
-        column = tl.arange(0, COLUMNS)
-        inside = there[:, None] & (column < HEAD)[None, :]
+        token = tl.maximum(count - C.ring, 0) + tile * TOKENS + tl.arange(0, TOKENS)
+        slot = C.ring_at + (context + token) % C.ring
+        target, there = slot_offset(side_table, slot, token < count, side_blocks, side_elements, C, C.slot)
+        column = tl.arange(0, R.columns)
+        inside = there[:, None] & (column < R.head)[None, :]
         row = (first + token).to(tl.int64)[:, None]
         k = tl.load(key_ptr + row * key_token + head * key_head + column[None, :], mask=inside, other=0.0)
         v = tl.load(value_ptr + row * value_token + head * value_head + column[None, :], mask=inside, other=0.0)
-        target = side_ptr + target[:, None] + head * HEAD + column[None, :]
+        target = side_ptr + target[:, None] + head * R.head + column[None, :]
         tl.store(target, k, mask=inside)
-        tl.store(target + HEADS * HEAD, v, mask=inside)
+        tl.store(target + C.heads * R.head, v, mask=inside)
         if (tile == 0) & (head == 0):
             header = side_words_ptr + tl.load(side_table).to(tl.int64) * side_words
             tl.store(header, HEADER)
@@ -331,15 +313,12 @@ def load_token(
     side_row,
     side_blocks,
     side_elements,
-    SPB: tl.constexpr,
-    SLOT: tl.constexpr,
-    RING: tl.constexpr,
-    RING_AT: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Locations of a request's tokens: (whether in the ring, offset there, row among the new tokens)."""
     context = tl.load(plan_ptr + CONTEXT * requests + request)
     first = tl.load(plan_ptr + FIRST * requests + request)
     old = position < context
-    slot = RING_AT + position % RING
-    ring, there = slot_offset(side_table_ptr + request * side_row, slot, old, side_blocks, side_elements, SPB, SLOT)
+    slot = C.ring_at + position % C.ring
+    ring, there = slot_offset(side_table_ptr + request * side_row, slot, old, side_blocks, side_elements, C, C.slot)
     return there, ring, tl.where(old, 0, first + position - context).to(tl.int64)

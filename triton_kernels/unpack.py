@@ -9,11 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys.channel import CHANNEL, HYBRID, TRANSFORMED
 from vllm_kvq.triton_kernels.keys.polar import CIRCLE
 from vllm_kvq.triton_kernels.lang import LIMIT, MAGIC, cos_sin
 from vllm_kvq.triton_kernels.rotation import rotated
-from vllm_kvq.triton_kernels.values import TOKEN
 
 
 @triton.jit(do_not_specialize=["pages", "low", "high"])
@@ -30,52 +28,19 @@ def unpack_kernel(
     high,
     page_words,
     head_words,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLABS: tl.constexpr,
-    SLABS_AT: tl.constexpr,
-    SLAB_WORDS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_BITS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    PAPER: tl.constexpr,
-    K_CODES: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    K_ZERO: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    K_HIGH: tl.constexpr,
-    BOOSTED: tl.constexpr,
-    SLOTS: tl.constexpr,
-    K_RADIUS: tl.constexpr,
-    K_NORM: tl.constexpr,
-    K_ANGLE0: tl.constexpr,
-    K_ANGLE_STEP: tl.constexpr,
-    K_RADIUS0: tl.constexpr,
-    K_RADIUS_STEP: tl.constexpr,
-    VALUES: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_ROTATED: tl.constexpr,
-    V_CODES: tl.constexpr,
-    V_SCALE: tl.constexpr,
-    V_ZERO: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    V_HIGH: tl.constexpr,
-    V_MIDDLE: tl.constexpr,
-    V_STEP: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
 ):
     """The pages of ids_ptr -> (their tokens, heads, HEAD), dense. Grid: (their slabs, heads).
 
     Slabs with a token in [low, high), counted from the first page on, must be packed: faults_ptr counts the others.
-    What was never packed becomes 0. COLUMNS is the power of two that holds D. back_ptr: transformed keys' table
+    What was never packed becomes 0. back_ptr: transformed keys' table
     (kernels/gpu/transformed.py).
     """
     at, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    slab = at % SLABS
-    page = tl.load(ids_ptr + at // SLABS).to(tl.int64)
+    slab = at % R.slabs
+    page = tl.load(ids_ptr + at // R.slabs).to(tl.int64)
     ok = (page > 0) & (page < pages)
     record = tl.where(ok, page, 0) * page_words + head * head_words
     page_halves = halves_ptr + record * 2
@@ -83,33 +48,25 @@ def unpack_kernel(
     live = ok & (tl.load(words_ptr + record) == MAGIC) & ((flags & 255) == 1)
     needed = (at * 32 < high) & (at * 32 + 32 > low)
     tl.atomic_add(faults_ptr, 1, mask=needed & (live == 0))
-    words = words_ptr + record + SLABS_AT + slab * SLAB_WORDS
-    halves = page_halves + (SLABS_AT + slab * SLAB_WORDS) * 2
-    there = tl.arange(0, COLUMNS) < tl.where(live, D, 0)
-    if KEYS == CHANNEL:
-        key = _channel_keys(words, halves, there, D, COLUMNS, K_BITS, K_CODES, K_SCALE, K_ZERO, K_HIGH, BOOSTED)
-    elif KEYS == HYBRID:
-        key = _hybrid_keys(words, halves, page_halves, there, D, COLUMNS, K_BITS, K_CODES, K_SCALE, K_SLOT, K_NORM)
-    elif KEYS == TRANSFORMED:
-        back = back_ptr + head * ((SLOTS + 1) * D)
-        key = _transformed_keys(words, halves, back, there, live, D, COLUMNS, SLOTS, K_BITS, K_CODES, K_SCALE)
+    words = words_ptr + record + R.slabs_at + slab * R.slab_words
+    halves = page_halves + (R.slabs_at + slab * R.slab_words) * 2
+    there = tl.arange(0, R.columns) < tl.where(live, R.d, 0)
+    if K.channel:
+        key = _channel_keys(words, halves, there, R, K)
+    elif K.hybrid:
+        key = _hybrid_keys(words, halves, page_halves, there, R, K)
+    elif K.transformed:
+        key = _transformed_keys(words, halves, back_ptr + head * ((K.slots + 1) * R.d), there, live, R, K)
     else:
-        key = _polar_keys(
-            words, page_halves, there,
-            D, COLUMNS, K_BITS, RADIUS_BITS, ROTARY, INTERLEAVED, PAPER, K_CODES, K_RADIUS,
-            K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP,
-        )  # fmt: skip
-    if VALUES == TOKEN:
-        value = _token_values(
-            words, halves, there,
-            D, COLUMNS, V_BITS, V_GROUP, V_ROTATED, V_CODES, V_SCALE, V_ZERO, V_HIGH, V_MIDDLE, V_STEP,
-        )  # fmt: skip
+        key = _polar_keys(words, page_halves, there, R, K)
+    if V.by_token:
+        value = _token_values(words, halves, there, R, V)
     else:
-        value = _hybrid_values(words, halves, there, D, COLUMNS, V_BITS, V_CODES, V_SCALE, V_SLOT)
-    column = tl.arange(0, COLUMNS)[None, :]
-    target = ((at * 32 + tl.arange(0, 32)).to(tl.int64) * heads + head)[:, None] * HEAD + column
-    tl.store(key_ptr + target, key, mask=column < HEAD)
-    tl.store(value_ptr + target, value, mask=column < HEAD)
+        value = _hybrid_values(words, halves, there, R, V)
+    column = tl.arange(0, R.columns)[None, :]
+    target = ((at * 32 + tl.arange(0, 32)).to(tl.int64) * heads + head)[:, None] * R.head + column
+    tl.store(key_ptr + target, key, mask=column < R.head)
+    tl.store(value_ptr + target, value, mask=column < R.head)
 
 
 @triton.jit
@@ -131,85 +88,47 @@ def _value_codes(codes_ptr, there, D: tl.constexpr, COLUMNS: tl.constexpr, BITS:
 
 
 @triton.jit
-def _channel_keys(
-    words,
-    halves,
-    there,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZERO: tl.constexpr,
-    HIGH: tl.constexpr,
-    BOOSTED: tl.constexpr,
-):
-    channel = tl.arange(0, COLUMNS)
-    codes = _key_codes(words + CODES, channel, there, D, BITS)
-    scale = tl.load(halves + SCALE + channel, mask=there, other=0.0)
-    zero = tl.load(halves + ZERO + channel, mask=there, other=0.0).to(tl.float32)
-    if BOOSTED > 0:
+def _channel_keys(words, halves, there, R: tl.constexpr, K: tl.constexpr):
+    channel = tl.arange(0, R.columns)
+    codes = _key_codes(words + K.codes, channel, there, R.d, K.bits)
+    scale = tl.load(halves + K.scale + channel, mask=there, other=0.0)
+    zero = tl.load(halves + K.zero + channel, mask=there, other=0.0).to(tl.float32)
+    if K.boosted > 0:
         boosted = tl.where(scale.to(tl.int16, bitcast=True) < 0, 1, 0)
         rank = tl.associative_scan(boosted, 0, tl.standard._sum_combine) - boosted
-        high = _key_codes(words + HIGH, rank, (boosted > 0) & (rank < BOOSTED), BOOSTED, 2)
-        codes += high << BITS
+        high = _key_codes(words + K.high, rank, (boosted > 0) & (rank < K.boosted), K.boosted, 2)
+        codes += high << K.bits
         scale = tl.abs(scale)
     return zero[None, :] + scale.to(tl.float32)[None, :] * codes.to(tl.float32)
 
 
 @triton.jit
-def _transformed_keys(
-    words,
-    halves,
-    back,
-    there,
-    live,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-):
-    channel = tl.arange(0, COLUMNS)
-    key = tl.full((32, COLUMNS), 0.0, tl.float32)
-    for first in tl.static_range(0, SLOTS, 16):
+def _transformed_keys(words, halves, back, there, live, R: tl.constexpr, K: tl.constexpr):
+    slots: tl.constexpr = K.slots
+    channel = tl.arange(0, R.columns)
+    key = tl.full((32, R.columns), 0.0, tl.float32)
+    for first in tl.static_range(0, slots, 16):
         slot = first + tl.arange(0, 16)
-        digit = _key_codes(words + CODES, slot, slot < tl.where(live, SLOTS, 0), SLOTS, BITS)
-        row = tl.load(back + slot[:, None] * D + channel[None, :], mask=there[None, :], other=0.0)
+        digit = _key_codes(words + K.codes, slot, slot < tl.where(live, K.slots, 0), K.slots, K.bits)
+        row = tl.load(back + slot[:, None] * R.d + channel[None, :], mask=there[None, :], other=0.0)
         key = tl.dot(digit.to(tl.float32) - 1.5, row, key, input_precision="ieee")
-    scale = tl.load(halves + SCALE + tl.arange(0, 32), mask=tl.arange(0, 32) < tl.where(live, 32, 0), other=0.0)
-    key = key * scale.to(tl.float32)[:, None] + tl.load(back + SLOTS * D + channel, mask=there, other=0.0)[None, :]
+    scale = tl.load(halves + K.scale + tl.arange(0, 32), mask=tl.arange(0, 32) < tl.where(live, 32, 0), other=0.0)
+    key = key * scale.to(tl.float32)[:, None] + tl.load(back + K.slots * R.d + channel, mask=there, other=0.0)[None, :]
     return tl.minimum(tl.maximum(key, -LIMIT), LIMIT)
 
 
 @triton.jit
-def _token_values(
-    words,
-    halves,
-    there,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROTATED: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZERO: tl.constexpr,
-    HIGH: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    STEP: tl.constexpr,
-):
+def _token_values(words, halves, there, R: tl.constexpr, V: tl.constexpr):
     """Searched values, too: see values.py."""
-    codes = _value_codes(words + CODES, there, D, COLUMNS, BITS)
-    if HIGH > 0:
-        codes |= _value_codes(words + HIGH, there, D, COLUMNS, 1) << BITS
-    place = halves + (tl.arange(0, COLUMNS) // GROUP * 32)[None, :] + tl.arange(0, 32)[:, None]
-    scale = tl.load(place + SCALE, mask=there[None, :], other=0.0).to(tl.float32)
-    zero = tl.load(place + ZERO, mask=there[None, :], other=0.0).to(tl.float32)
-    value = (zero * MIDDLE + scale * codes.to(tl.float32)) * STEP
-    if ROTATED > 0:
-        value = tl.minimum(tl.maximum(rotated(value, ROTATED) * ROTATED, -LIMIT), LIMIT)
+    codes = _value_codes(words + V.codes, there, R.d, R.columns, V.bits)
+    if V.high > 0:
+        codes |= _value_codes(words + V.high, there, R.d, R.columns, 1) << V.bits
+    place = halves + (tl.arange(0, R.columns) // V.group * 32)[None, :] + tl.arange(0, 32)[:, None]
+    scale = tl.load(place + V.scale, mask=there[None, :], other=0.0).to(tl.float32)
+    zero = tl.load(place + V.zero, mask=there[None, :], other=0.0).to(tl.float32)
+    value = (zero * V.middle + scale * codes.to(tl.float32)) * V.step
+    if V.rotated > 0:
+        value = tl.minimum(tl.maximum(rotated(value, V.rotated) * V.rotated, -LIMIT), LIMIT)
     return value
 
 
@@ -224,94 +143,55 @@ def _hybrid(codes, mode, slot, element, BITS: tl.constexpr):
 
 
 @triton.jit
-def _hybrid_keys(
-    words,
-    halves,
-    page_halves,
-    there,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLOT: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    channel = tl.arange(0, COLUMNS)
-    codes = _key_codes(words + CODES, channel, there, D, BITS)
+def _hybrid_keys(words, halves, page_halves, there, R: tl.constexpr, K: tl.constexpr):
+    channel = tl.arange(0, R.columns)
+    codes = _key_codes(words + K.codes, channel, there, R.d, K.bits)
     place = (channel // 32 * 32)[None, :] + tl.arange(0, 32)[:, None]
-    mode = tl.load(halves + SCALE + place, mask=there[None, :], other=0.0)
-    slot = tl.load(words + SLOT + place, mask=there[None, :], other=0)
-    norm = tl.load(page_halves + NORM + channel, mask=there, other=0.0).to(tl.float32)
-    return _hybrid(codes, mode, slot, (channel % 32)[None, :], BITS) * norm[None, :]
+    mode = tl.load(halves + K.scale + place, mask=there[None, :], other=0.0)
+    slot = tl.load(words + K.slot + place, mask=there[None, :], other=0)
+    norm = tl.load(page_halves + K.norm + channel, mask=there, other=0.0).to(tl.float32)
+    return _hybrid(codes, mode, slot, (channel % 32)[None, :], K.bits) * norm[None, :]
 
 
 @triton.jit
-def _hybrid_values(
-    words,
-    halves,
-    there,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLOT: tl.constexpr,
-):
-    channel = tl.arange(0, COLUMNS)
-    codes = _value_codes(words + CODES, there, D, COLUMNS, BITS)
-    mode = tl.load(halves + SCALE + channel, mask=there, other=0.0)
-    slot = tl.load(words + SLOT + channel, mask=there, other=0)
-    return _hybrid(codes, mode[None, :], slot[None, :], tl.arange(0, 32)[:, None], BITS)
+def _hybrid_values(words, halves, there, R: tl.constexpr, V: tl.constexpr):
+    channel = tl.arange(0, R.columns)
+    codes = _value_codes(words + V.codes, there, R.d, R.columns, V.bits)
+    mode = tl.load(halves + V.scale + channel, mask=there, other=0.0)
+    slot = tl.load(words + V.slot + channel, mask=there, other=0)
+    return _hybrid(codes, mode[None, :], slot[None, :], tl.arange(0, 32)[:, None], V.bits)
 
 
 @triton.jit
-def _polar_keys(
-    words,
-    page_halves,
-    there,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAPER: tl.constexpr,
-    CODES: tl.constexpr,
-    RADIUS: tl.constexpr,
-    ANGLE0: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    RADIUS0: tl.constexpr,
-    RADIUS_STEP: tl.constexpr,
-):
+def _polar_keys(words, page_halves, there, R: tl.constexpr, K: tl.constexpr):
     """Each pair is read by both of its channels."""
-    pairs: tl.constexpr = D // 2
-    half: tl.constexpr = ROTARY // 2
-    channel = tl.arange(0, COLUMNS)
-    if INTERLEAVED:
+    pairs: tl.constexpr = R.d // 2
+    half: tl.constexpr = K.rotary // 2
+    channel = tl.arange(0, R.columns)
+    if K.interleaved:
         pair, second = channel // 2, channel % 2
     else:
         pair, second = channel % half, channel // half
-    if ROTARY < D:  # pairs outside RoPE, as in formats/methods/polar.py
-        rest: tl.constexpr = (D - ROTARY) // 2
-        beyond = channel - ROTARY
+    if K.rotary < R.d:  # pairs outside RoPE, as in formats/methods/polar.py
+        rest: tl.constexpr = (R.d - K.rotary) // 2
+        beyond = channel - K.rotary
         pair = tl.where(beyond < 0, pair, half + beyond % rest)
         second = tl.where(beyond < 0, second, beyond // rest)
-    if BITS + RADIUS_BITS == 8:  # they share a byte
-        both = _key_codes(words + CODES, pair, there, pairs, 8)
-        angle, radius = both & ((1 << BITS) - 1), (both >> BITS) & ((1 << RADIUS_BITS) - 1)
+    if K.bits + K.radius_bits == 8:  # they share a byte
+        both = _key_codes(words + K.codes, pair, there, pairs, 8)
+        angle, radius = both & ((1 << K.bits) - 1), (both >> K.bits) & ((1 << K.radius_bits) - 1)
     else:
-        angle = _key_codes(words + CODES, pair, there, pairs, BITS)
-        radius = _key_codes(words + RADIUS, pair, there, pairs, RADIUS_BITS)
+        angle = _key_codes(words + K.codes, pair, there, pairs, K.bits)
+        radius = _key_codes(words + K.radius, pair, there, pairs, K.radius_bits)
     place = page_halves + pair
-    r_step = tl.load(place + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)[None, :]
-    if PAPER:
+    r_step = tl.load(place + K.radius_step, mask=there, other=0.0).to(tl.float32)[None, :]
+    if K.paper:
         r = radius.to(tl.float32) * r_step
-        cos, sin = cos_sin(angle.to(tl.float32) * (CIRCLE / (1 << BITS)))
+        cos, sin = cos_sin(angle.to(tl.float32) * (CIRCLE / (1 << K.bits)))
     else:
-        r_first = tl.load(place + RADIUS0, mask=there, other=0.0).to(tl.float32)[None, :]
-        a_first = tl.load(place + ANGLE0, mask=there, other=0.0).to(tl.float32)[None, :]
-        a_step = tl.load(place + ANGLE_STEP, mask=there, other=0.0).to(tl.float32)[None, :]
+        r_first = tl.load(place + K.radius0, mask=there, other=0.0).to(tl.float32)[None, :]
+        a_first = tl.load(place + K.angle0, mask=there, other=0.0).to(tl.float32)[None, :]
+        a_step = tl.load(place + K.angle_step, mask=there, other=0.0).to(tl.float32)[None, :]
         r = r_first + (radius.to(tl.float32) + 0.5) * r_step
         cos, sin = cos_sin(a_first + (angle.to(tl.float32) + 0.5) * a_step)
     return r * tl.where(second[None, :] > 0, sin, cos)

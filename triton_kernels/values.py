@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels import kinds
 from vllm_kvq.triton_kernels.fragments import (
     columns_of_lanes,
     fragment_channels,
@@ -29,14 +28,11 @@ from vllm_kvq.triton_kernels.fragments import (
 )
 from vllm_kvq.triton_kernels.lang import SUBNORMAL, product
 
-TOKEN: tl.constexpr = tl.constexpr(kinds.TOKEN)
-HYBRID: tl.constexpr = tl.constexpr(kinds.HYBRID_VALUES)
-
 
 @triton.constexpr_function
-def value_shift(p, values, bits):
+def value_shift(p, by_token, bits):
     """The number of bits by which the codes of plane p are too large where they lie."""
-    return signed_low(1, bits) if values == HYBRID else p * bits
+    return p * bits if by_token else signed_low(1, bits)
 
 
 @triton.jit
@@ -75,69 +71,54 @@ def _high_factor(channel, d, bits):
 
 
 @triton.jit
-def _zero_rows(halves_ptr, live, FIRST: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr):
+def _zero_rows(halves_ptr, live, R: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr):
     """Zeros of 16 tokens from FIRST on, (groups, tokens), as left operand (16, 16); its last rows are 1 if it has eight
     to spare."""
-    groups: tl.constexpr = (D + GROUP - 1) // GROUP
+    groups: tl.constexpr = (R.d + V.group - 1) // V.group
     g, token = lane_rows(), fragment_channels(8)
-    place = halves_ptr + ZERO + g * 32 + FIRST + token
+    place = halves_ptr + V.zero + g * 32 + FIRST + token
     zero = tl.load(place, mask=g < groups * live, other=0.0)
-    if sums_weights(D, GROUP):
+    if sums_weights(R.d, V.group):
         return left_rows(zero, tl.full((32, 4), 1.0, tl.float16))
     else:
         return left_rows(zero, tl.load(place + 8 * 32, mask=g + 8 < groups * live, other=0.0))
 
 
 @triton.jit
-def token_values(
-    weights,
-    acc,
-    extra,
-    words_ptr,
-    halves_ptr,
-    live,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZERO: tl.constexpr,
-    HIGH: tl.constexpr,
-):
+def token_values(weights, acc, extra, words_ptr, halves_ptr, live, R: tl.constexpr, V: tl.constexpr):
     """Per token and group: v = zero_tg + scale_tg code, so
 
         o_c = sum_t (w_t scale_tg) code_tc + sum_t w_t zero_tg
 
-    Searched values (formats/methods/klt.py) are the same with one group: v = STEP (MIDDLE zero_t + scale_t code) with
-    the scale as zero, too. A code of three bits has its highest one in a plane of its own, from HIGH on: d / 8 channels
-    of one bit, so that each block of channels is in one plane there and in one here.
+    Searched values (formats/methods/klt.py) are the same with one group: v = step (middle zero_t + scale_t code) with
+    the scale as zero, too. A code of three bits has its highest one in a plane of its own, from V.high on: d / 8
+    channels of one bit, so that each block of channels is in one plane there and in one here.
 
     `acc` holds the sums over codes by block, `extra` (16, M) the sums over zeros by group; if it has eight rows to
     spare, the last ones are the sums of the weights, the softmax's denominators.
     """
-    width: tl.constexpr = D * BITS // 8
+    blocks: tl.constexpr = R.d // V.block
+    width: tl.constexpr = R.d * V.bits // 8
     m: tl.constexpr = weights.shape[1]
     token = fragment_channels(m)
     there = token < 32 * live  # no part of an unpacked slab may enter a sum, not even multiplied by zero
     first, last = _by_sixteen(weights.to(tl.float16))
-    extra = tl.dot(_zero_rows(halves_ptr, live, 0, D, GROUP, ZERO), first, extra)
-    extra = tl.dot(_zero_rows(halves_ptr, live, 16, D, GROUP, ZERO), last, extra)
+    extra = tl.dot(_zero_rows(halves_ptr, live, R, V, 0), first, extra)
+    extra = tl.dot(_zero_rows(halves_ptr, live, R, V, 16), last, extra)
     out = ()
-    for i in tl.static_range(D // BLOCK):
-        if i * BLOCK % GROUP == 0:
-            place = halves_ptr + SCALE + i * BLOCK // GROUP * 32 + token
+    for i in tl.static_range(blocks):
+        if i * V.block % V.group == 0:
+            place = halves_ptr + V.scale + i * V.block // V.group * 32 + token
             scaled = product(first, columns_of_lanes(tl.load(place, mask=there, other=0.0)))
             others_scaled = product(last, columns_of_lanes(tl.load(place + 16, mask=there, other=0.0)))
-        words, others = block_words(words_ptr, i * BLOCK % width, BLOCK, PLACES, width, CODES)
-        sums = tl.dot(plane(words, i * BLOCK // width, BITS), scaled, acc[i])
-        sums = tl.dot(plane(others, i * BLOCK // width, BITS), others_scaled, sums)
-        if HIGH > 0:
-            words, others = block_words(words_ptr, i * BLOCK % (D // 8), BLOCK, PLACES, D // 8, HIGH)
-            factor = tl.full(scaled.shape, _high_factor(i * BLOCK, D, BITS), tl.float16)
-            sums = tl.dot(plane(words, i * BLOCK // (D // 8), 1), product(scaled, factor), sums)
-            sums = tl.dot(plane(others, i * BLOCK // (D // 8), 1), product(others_scaled, factor), sums)
+        words, others = block_words(words_ptr, i * V.block % width, V.block, V.places, width, V.codes)
+        sums = tl.dot(plane(words, i * V.block // width, V.bits), scaled, acc[i])
+        sums = tl.dot(plane(others, i * V.block // width, V.bits), others_scaled, sums)
+        if V.high > 0:
+            words, others = block_words(words_ptr, i * V.block % (R.d // 8), V.block, V.places, R.d // 8, V.high)
+            factor = tl.full(scaled.shape, _high_factor(i * V.block, R.d, V.bits), tl.float16)
+            sums = tl.dot(plane(words, i * V.block // (R.d // 8), 1), product(scaled, factor), sums)
+            sums = tl.dot(plane(others, i * V.block // (R.d // 8), 1), product(others_scaled, factor), sums)
         out = out + (sums,)
     return out, extra
 
@@ -151,48 +132,29 @@ def _hybrid_block(
     halves_ptr,
     live,
     full,
+    V: tl.constexpr,
     FIRST: tl.constexpr,
     PLANE: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLOT: tl.constexpr,
 ):
-    rows: tl.constexpr = PLACES // 8
+    rows: tl.constexpr = V.places // 8
     m: tl.constexpr = weights[0].shape[1]
     own = fragment_places(rows)
     # no part of an unpacked slab may enter a sum, not even multiplied by zero
-    there = own < BLOCK * live
-    mode = tl.load(halves_ptr + SCALE + FIRST + own, mask=there, other=0.0).to(tl.float32)
-    slot = tl.load(words_ptr + SLOT + FIRST + own, mask=there, other=0)
+    there = own < V.block * live
+    mode = tl.load(halves_ptr + V.scale + FIRST + own, mask=there, other=0.0).to(tl.float32)
+    slot = tl.load(words_ptr + V.slot + FIRST + own, mask=there, other=0)
     symmetric = mode < 0
     zero = tl.where(symmetric, 0.0, slot.to(tl.float32, bitcast=True))
     signs = tl.where(symmetric, slot, -1)
-    words, others = block_words(words_ptr, FIRST % PLANE, BLOCK, PLACES, PLANE, CODES)
-    first, second = signed_pair(words, others, signs, full, FIRST // PLANE, FIRST // PLANE, 0, BITS)
-    part = tl.dot(second, weights[1], tl.dot(first, weights[0], repeat_rows(total, PLACES // 16)))
+    words, others = block_words(words_ptr, FIRST % PLANE, V.block, V.places, PLANE, V.codes)
+    first, second = signed_pair(words, others, signs, full, FIRST // PLANE, FIRST // PLANE, 0, V.bits)
+    part = tl.dot(second, weights[1], tl.dot(first, weights[0], repeat_rows(total, V.places // 16)))
     acc += part * fragment_rows(tl.abs(mode), m)
-    return acc + repeat_rows(total * (-1.0 / (1 << BITS)), PLACES // 16) * fragment_rows(zero, m)
+    return acc + repeat_rows(total * (-1.0 / (1 << V.bits)), V.places // 16) * fragment_rows(zero, m)
 
 
 @triton.jit
-def hybrid_values(
-    weights,
-    acc,
-    words_ptr,
-    halves_ptr,
-    live,
-    full,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLOT: tl.constexpr,
-):
+def hybrid_values(weights, acc, words_ptr, halves_ptr, live, full, R: tl.constexpr, V: tl.constexpr):
     """InnerQ: v = zero_c + scale_c (code' - 2^b), per channel over the slab's tokens, so
 
         o_c = scale_c (sum_t w_t code'_tc - 2^b sum_t w_t) + zero_c sum_t w_t
@@ -200,33 +162,16 @@ def hybrid_values(
     code' and zero as in keys/channel.py. Returns the accumulators and -2^b sum_t w_t, whose sums over the slabs are
     also the softmax's denominators. `live` is 0 for a slab that is not packed, else 1.
     """
-    width: tl.constexpr = D * BITS // 8
-    first: tl.constexpr = signed_low(0, BITS)
-    second: tl.constexpr = signed_low(1, BITS)
+    blocks: tl.constexpr = R.d // V.block
+    width: tl.constexpr = R.d * V.bits // 8
+    first: tl.constexpr = signed_low(0, V.bits)
+    second: tl.constexpr = signed_low(1, V.bits)
     # the first operand's codes are shifted up less than the second's
     lift = tl.where(fragment_index(tl.arange(0, 32), 4) < 16, 1 << (second - first), 1)
     weights = _by_sixteen(weights.to(tl.float16) * lift.to(tl.float16)[:, None])
-    total = tl.dot(tl.full((16, 16), -(1 << BITS << first) / SUBNORMAL, tl.float16), weights[0])
-    total = tl.dot(tl.full((16, 16), -(1 << BITS << second) / SUBNORMAL, tl.float16), weights[1], total)
+    total = tl.dot(tl.full((16, 16), -(1 << V.bits << first) / SUBNORMAL, tl.float16), weights[0])
+    total = tl.dot(tl.full((16, 16), -(1 << V.bits << second) / SUBNORMAL, tl.float16), weights[1], total)
     out = ()
-    for i in tl.static_range(D // BLOCK):
-        out = out + (
-            _hybrid_block(
-                weights,
-                total,
-                acc[i],
-                words_ptr,
-                halves_ptr,
-                live,
-                full,
-                i * BLOCK,
-                width,
-                BITS,
-                BLOCK,
-                PLACES,
-                CODES,
-                SCALE,
-                SLOT,
-            ),
-        )
+    for i in tl.static_range(blocks):
+        out = out + (_hybrid_block(weights, total, acc[i], words_ptr, halves_ptr, live, full, V, i * V.block, width),)
     return out, total

@@ -139,14 +139,14 @@ def attend_variants(target: int) -> Iterator[Variant]:
 def unpack_variants() -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.launch import unpack_launch
-    from vllm_kvq.kernels.gpu.triton_layout import unpack_constants
+    from vllm_kvq.kernels.gpu.triton_layout import constants
     from vllm_kvq.triton_kernels.unpack import unpack_kernel
 
     triton = attended.by_triton()
     for name in (kernel for kernel in attended.shared() if kernel in triton):
         for d in (64, 128, 256):
             fmt = get_format(name).bind(Geometry(d, 64))
-            yield Variant(f"unpack {name} d={d}", unpack_kernel, unpack_constants(fmt), unpack_launch(fmt).options)
+            yield Variant(f"unpack {name} d={d}", unpack_kernel, constants(fmt) or {}, unpack_launch(fmt).options)
 
 
 def merge_variants() -> Iterator[Variant]:
@@ -165,8 +165,7 @@ def step_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch
     from vllm_kvq.kernels.gpu.step import GPUStep
-    from vllm_kvq.kernels.gpu.triton import pack_arguments
-    from vllm_kvq.kernels.gpu.triton_layout import pack_launch
+    from vllm_kvq.kernels.gpu.triton_layout import pack_constants, pack_launch
     from vllm_kvq.kernels.slots import SlotGeometry
     from vllm_kvq.triton_kernels.full_precision import full_precision_kernel
     from vllm_kvq.triton_kernels.packing.kernel import pack_kernel
@@ -178,7 +177,7 @@ def step_variants(target: int) -> Iterator[Variant]:
             fmt = get_format(name).bind(Geometry(d, 64))
             slots = SlotGeometry.of(fmt, 8, 2)
             step = GPUStep(fmt, slots, 2, 1.0, torch.device("cpu"))
-            packing = pack_arguments(fmt, slots)
+            packing = pack_constants(fmt, slots)
             yield Variant(f"pack {name} d={d}", pack_kernel, packing, pack_launch(fmt, target).options)
             if d != 128 and name != most_sinks:
                 continue
@@ -210,7 +209,9 @@ def build(variant: Variant, target: int) -> Any:
             signature[name] = "constexpr"
             continue
         signature[name] = POINTERS.get(name, "*fp32" if name.endswith("_ptr") else "i32")
-        if name == "query_ptr" and variant.constants.get("SLOTS"):  # transformed queries
+        if (
+            name == "query_ptr" and "K" in variant.constants and variant.constants["K"].transformed
+        ):  # transformed queries
             signature[name] = "*fp32"
         if name.endswith("_ptr") or name in ALIGNED:
             attributes[(i,)] = [["tt.divisibility", 16]]

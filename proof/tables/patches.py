@@ -49,8 +49,8 @@ private names that they need ([upstream.md](upstream.md)). So each release is te
 3. The release is added to `SUPPORTED` (`integration/patches/names.py`) and to the extras in `pyproject.toml`, and the
    page of its run to `docs/results`.
 
-Two minor releases are supported at a time. When a third is added, support for the oldest ends, as the
-[changelog](../CHANGELOG.md) then says.
+Two minor releases are supported at a time. When a third is added, support for the oldest is dropped (see the
+[changelog](../CHANGELOG.md)).
 
 ## What happens with another release
 

@@ -80,42 +80,38 @@ def boosted_scores(
     factor,
     words_ptr,
     halves_ptr,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
     SLABS: tl.constexpr,
-    SLAB_WORDS: tl.constexpr,
     M: tl.constexpr,
-    BOOSTED: tl.constexpr,
-    HIGH: tl.constexpr,
-    SCALE: tl.constexpr,
 ):
     """Adds the high digits' part to the scores of SLABS slabs.
 
     query_ptr (4 M, 1) points to the query of each lane's row, factor (4 M, 1) is its factor. The planes of
     the high digits need no factors: a lane moves its own to the lowest bits.
     """
-    quads: tl.constexpr = BOOSTED // 16  # of a plane
+    quads: tl.constexpr = K.boosted // 16  # of a plane
     different: tl.constexpr = _different(quads)
     lane = lane_quads()
     out = ()
     for s in tl.static_range(SLABS):
-        scale_ptr = halves_ptr + s * SLAB_WORDS * 2 + SCALE
-        high_ptr = words_ptr + s * SLAB_WORDS + HIGH + fragment_places(4)
-        signs = _sign_words(scale_ptr, D)
+        scale_ptr = halves_ptr + s * R.slab_words * 2 + K.scale
+        high_ptr = words_ptr + s * R.slab_words + K.high + fragment_places(4)
+        signs = _sign_words(scale_ptr, R.d)
         sums = scores[s]
         high = ()
         for n in tl.static_range(different):
             high = high + (tl.load(high_ptr + (4 * n + lane) % quads * 32),)
         for pair in tl.static_range((quads + 1) // 2):
-            channel = _place(signs, pair * 32 + tl.arange(0, 32), D)
+            channel = _place(signs, pair * 32 + tl.arange(0, 32), R.d)
             size = tl.load(scale_ptr + channel).to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
             both = tl.reshape(size << 8 | channel, (2, 16))
             halves = tl.split(tl.permute(both, (1, 0)))
             for n in tl.static_range(2 * pair, min(2 * pair + 2, quads)):
                 known = _every_row(halves[n % 2], M)
                 at = known & 255
-                if HEAD < D:  # false only for bytes that were never packed
-                    at = tl.minimum(at, HEAD - 1)
+                if R.head < R.d:  # false only for bytes that were never packed
+                    at = tl.minimum(at, R.head - 1)
                 x = tl.load(query_ptr + at).to(tl.float32) * factor
                 x *= (known >> 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
                 digits = plane(high[n % different] >> ((4 * n + lane) // quads * 2), 0, 2)

@@ -84,117 +84,66 @@ def _plane_words(
 
 
 @triton.jit
-def _words(
-    words_ptr,
-    quad,
-    token,
-    INDEX: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BITS: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    RADIUS: tl.constexpr,
-):
+def _words(words_ptr, quad, token, K: tl.constexpr, INDEX: tl.constexpr, PAIRS: tl.constexpr):
     """The words of a chunk's angles and of its radii: the same, if they share bytes."""
-    both: tl.constexpr = BITS + RADIUS_BITS
-    a_plane: tl.constexpr = plane_pairs(PAIRS, BITS, both)
-    r_plane: tl.constexpr = plane_pairs(PAIRS, RADIUS_BITS, both)
-    angles = _plane_words(words_ptr + CODES, quad, token, INDEX, CHUNK, a_plane, BITS)
+    both: tl.constexpr = K.bits + K.radius_bits
+    a_plane: tl.constexpr = plane_pairs(PAIRS, K.bits, both)
+    r_plane: tl.constexpr = plane_pairs(PAIRS, K.radius_bits, both)
+    angles = _plane_words(words_ptr + K.codes, quad, token, INDEX, K.chunk, a_plane, K.bits)
     if both == 8:
         return angles, angles
     else:
-        return angles, _plane_words(words_ptr + RADIUS, quad, token, INDEX, CHUNK, r_plane, RADIUS_BITS)
+        return angles, _plane_words(words_ptr + K.radius, quad, token, INDEX, K.chunk, r_plane, K.radius_bits)
 
 
 @triton.jit
-def _parameters(
-    page_ptr,
-    INDEX: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BITS: tl.constexpr,
-    PAPER: tl.constexpr,
-    ANGLE0: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    RADIUS0: tl.constexpr,
-    RADIUS_STEP: tl.constexpr,
-):
+def _parameters(page_ptr, K: tl.constexpr, INDEX: tl.constexpr):
     """r0, dr, phi0 and dphi of a chunk of pairs, by the byte to which they belong; zeros beyond the chunk."""
     channel = fragment_channels(8)
-    pair, there = page_ptr + INDEX * CHUNK + channel, channel < CHUNK
-    r_step = tl.load(pair + RADIUS_STEP, mask=there, other=0.0).to(tl.float32)
-    if PAPER:
-        a_step = tl.full((32, 4), CIRCLE / (1 << BITS), tl.float32)
+    pair, there = page_ptr + INDEX * K.chunk + channel, channel < K.chunk
+    r_step = tl.load(pair + K.radius_step, mask=there, other=0.0).to(tl.float32)
+    if K.paper:
+        a_step = tl.full((32, 4), CIRCLE / (1 << K.bits), tl.float32)
         r_first, a_first = r_step * -0.5, a_step * -0.5
     else:
-        r_first = tl.load(pair + RADIUS0, mask=there, other=0.0).to(tl.float32)
-        a_step = tl.load(pair + ANGLE_STEP, mask=there, other=0.0).to(tl.float32)
-        a_first = tl.load(pair + ANGLE0, mask=there, other=0.0).to(tl.float32)
+        r_first = tl.load(pair + K.radius0, mask=there, other=0.0).to(tl.float32)
+        a_step = tl.load(pair + K.angle_step, mask=there, other=0.0).to(tl.float32)
+        a_first = tl.load(pair + K.angle0, mask=there, other=0.0).to(tl.float32)
     return _by_byte(r_first), _by_byte(r_step), _by_byte(a_first), _by_byte(a_step)
 
 
 @triton.jit
-def _rebuilt(
-    words_ptr,
-    parameters,
-    one,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    INDEX: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CODES: tl.constexpr,
-    RADIUS: tl.constexpr,
-):
+def _rebuilt(words_ptr, parameters, one, R: tl.constexpr, K: tl.constexpr, INDEX: tl.constexpr):
     """The x and the y of a chunk of pairs, each a left operand (32, 16), made in the lanes that multiply them."""
-    both: tl.constexpr = BITS + RADIUS_BITS
-    a_at: tl.constexpr = first_bit(INDEX * CHUNK, D // 2, BITS, both)
-    r_at: tl.constexpr = 4 if both == 8 else first_bit(INDEX * CHUNK, D // 2, RADIUS_BITS, both)
+    both: tl.constexpr = K.bits + K.radius_bits
+    a_at: tl.constexpr = first_bit(INDEX * K.chunk, R.d // 2, K.bits, both)
+    r_at: tl.constexpr = 4 if both == 8 else first_bit(INDEX * K.chunk, R.d // 2, K.radius_bits, both)
     quad, token = lane_quads(), fragment_places(4)
-    a_words, r_words = _words(words_ptr, quad, token, INDEX, CHUNK, D // 2, BITS, RADIUS_BITS, CODES, RADIUS)
+    a_words, r_words = _words(words_ptr, quad, token, K, INDEX, R.d // 2)
     r_first, r_step, a_first, a_step = parameters
     x, y = (), ()
     for b in tl.static_range(4):
-        wide, base = _grid(r_step[b], r_first[b], 8 * b + r_at, RADIUS_BITS)
-        r = _mantissa(r_words, one, 8 * b + r_at, RADIUS_BITS) * wide + base
-        wide, base = _grid(a_step[b], a_first[b], 8 * b + a_at, BITS)
-        cos, sin = cos_sin(_mantissa(a_words, one, 8 * b + a_at, BITS) * wide + base)
+        wide, base = _grid(r_step[b], r_first[b], 8 * b + r_at, K.radius_bits)
+        r = _mantissa(r_words, one, 8 * b + r_at, K.radius_bits) * wide + base
+        wide, base = _grid(a_step[b], a_first[b], 8 * b + a_at, K.bits)
+        cos, sin = cos_sin(_mantissa(a_words, one, 8 * b + a_at, K.bits) * wide + base)
         x, y = x + ((r * cos).to(tl.float16),), y + ((r * sin).to(tl.float16),)
     return left_operand(x[0], x[1], x[2], x[3]), left_operand(y[0], y[1], y[2], y[3])
 
 
 @triton.jit
-def polar_scores(
-    q,
-    words_ptr,
-    page_ptr,
-    full,
-    D: tl.constexpr,
-    SLABS: tl.constexpr,
-    SLAB_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    M: tl.constexpr,
-    CODES: tl.constexpr,
-    RADIUS: tl.constexpr,
-    PAPER: tl.constexpr,
-    ANGLE0: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    RADIUS0: tl.constexpr,
-    RADIUS_STEP: tl.constexpr,
-):
+def polar_scores(q, words_ptr, page_ptr, full, R: tl.constexpr, K: tl.constexpr, SLABS: tl.constexpr, M: tl.constexpr):
     """With keys rebuilt, for SLABS consecutive slabs. `full` is -1, which the compiler does not know."""
-    chunks: tl.constexpr = D // 2 // CHUNK
+    chunks: tl.constexpr = R.d // 2 // K.chunk
     one = full & 0x3F800000
     sums = ()
     for _ in tl.static_range(SLABS):
         sums = sums + (tl.full((32, M), 0.0, tl.float32),)
     for i in tl.static_range(chunks):
-        parameters = _parameters(page_ptr, i, CHUNK, BITS, PAPER, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP)
+        parameters = _parameters(page_ptr, K, i)
         added = ()
         for j in tl.static_range(SLABS):
-            x, y = _rebuilt(words_ptr + j * SLAB_WORDS, parameters, one, D, BITS, RADIUS_BITS, i, CHUNK, CODES, RADIUS)
+            x, y = _rebuilt(words_ptr + j * R.slab_words, parameters, one, R, K, i)
             added = added + (tl.dot(y, q[chunks + i], tl.dot(x, q[i], sums[j])),)
         sums = added
     scores = ()

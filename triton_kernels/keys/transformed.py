@@ -2,7 +2,7 @@
 """Transformed keys (formats/methods/klt.py). Which numbers of a query belong to a head's slots is a product with the
 head's constants, which is computed once per step before `attend` (kernels/gpu/transformed.py): a row of queries is here
 
-    f_1 ... f_SLOTS   the slots' numbers       f_(SLOTS + 1) = q . mu
+    f_1 ... f_n   the n slots' numbers       f_(n + 1) = q . mu
 
 A channel's codes are centred, and so is each digit of base 4: (4^n - 1) / 2 = sum_j 4^j 3/2. So
 
@@ -19,14 +19,15 @@ from vllm_kvq.triton_kernels.lang import SUBNORMAL, column_sum
 
 
 @triton.jit
-def transformed_middle(q, SLOTS: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr):
+def transformed_middle(q, K: tl.constexpr):
     """(M,): -3/2 sum_s f_s, of the rounded operands, so that what rounding them does to codes it also does to their
     middle."""
-    chunks: tl.constexpr = SLOTS * BITS // 8 // CHUNK
+    planes: tl.constexpr = 8 // K.bits
+    chunks: tl.constexpr = K.slots * K.bits // 8 // K.chunk
     total = column_sum(q[0].to(tl.float32)) * 0.0
-    for p in tl.static_range(8 // BITS):
+    for p in tl.static_range(planes):
         for c in tl.static_range(chunks):
-            total += column_sum(q[p * chunks + c].to(tl.float32)) * (1 << BITS * p)
+            total += column_sum(q[p * chunks + c].to(tl.float32)) * (1 << K.bits * p)
     return total * (-1.5 / SUBNORMAL)
 
 
@@ -37,25 +38,22 @@ def transformed_scores(
     mean,
     words_ptr,
     halves_ptr,
-    SLOTS: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
     SLABS: tl.constexpr,
-    SLAB_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
     M: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
 ):
     """As in channel.py. q: right operands; middle and mean (M,), the sum above and q . mu, in the scores' unit."""
-    width: tl.constexpr = SLOTS * BITS // 8
-    chunks: tl.constexpr = width // CHUNK
+    planes: tl.constexpr = 8 // K.bits
+    width: tl.constexpr = K.slots * K.bits // 8
+    chunks: tl.constexpr = width // K.chunk
     scores = ()
     for j in tl.static_range(SLABS):
         sums = tl.broadcast_to(middle[None, :], (32, M))
         for c in tl.static_range(chunks):
-            words = chunk_words(words_ptr + j * SLAB_WORDS + CODES, c, width, CHUNK)
-            for p in tl.static_range(8 // BITS):
-                sums = tl.dot(plane(words, p, BITS), q[p * chunks + c], sums)
-        scale = tl.load(halves_ptr + j * SLAB_WORDS * 2 + SCALE + fragment_places(4)).to(tl.float32)
+            words = chunk_words(words_ptr + j * R.slab_words + K.codes, c, width, K.chunk)
+            for p in tl.static_range(planes):
+                sums = tl.dot(plane(words, p, K.bits), q[p * chunks + c], sums)
+        scale = tl.load(halves_ptr + j * R.slab_words * 2 + K.scale + fragment_places(4)).to(tl.float32)
         scores = scores + (sums * fragment_rows(scale, M) + mean[None, :],)
     return scores

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.keys.channel import POLAR, query_channel
+from vllm_kvq.triton_kernels.keys.channel import query_channel
 from vllm_kvq.triton_kernels.lang import ROUND, clean, lost
 from vllm_kvq.triton_kernels.packing.values import levels, load_channels, positive_half
 
@@ -69,133 +69,87 @@ def widest_gap(phi, real, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _chunk(
-    tokens,
-    page16,
-    INDEX: tl.constexpr,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    PAPER: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ANGLE0: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    RADIUS0: tl.constexpr,
-    RADIUS_STEP: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+def _chunk(tokens, page16, R: tl.constexpr, K: tl.constexpr, INDEX: tl.constexpr):
     """(angle codes, radius codes, replaced elements) of chunk INDEX of pairs; its parameters go to the page."""
-    chunks: tl.constexpr = D // 2 // CHUNK
-    at = tl.arange(0, CHUNK)
+    chunks: tl.constexpr = R.d // 2 // K.block
+    at = tl.arange(0, K.block)
     real = tokens[1] | tokens[3]
-    cx = query_channel(INDEX, at, POLAR, D, CHUNK, ROTARY, INTERLEAVED)
-    cy = query_channel(INDEX + chunks, at, POLAR, D, CHUNK, ROTARY, INTERLEAVED)
-    x, y = load_channels(tokens, cx, HEAD), load_channels(tokens, cy, HEAD)
+    cx = query_channel(at, R, K, INDEX, K.block)
+    cy = query_channel(at, R, K, INDEX + chunks, K.block)
+    x, y = load_channels(tokens, cx, R.head), load_channels(tokens, cy, R.head)
     damage = lost(x) + lost(y)
     x, y = clean(x), clean(y)
     phi, r = arctangent(y, x), tl.sqrt_rn(x * x + y * y)
     longest = tl.reduce(tl.where(real[:, None], r, 0.0), 0, tl.standard._elementwise_max)
-    pair = INDEX * CHUNK + at
-    if PAPER:
-        step = positive_half(levels(longest, RADIUS_BITS))
-        tl.store(page16 + RADIUS_STEP + pair, step.to(tl.float16))
-        cell = tl.full(phi.shape, FULL / (1 << BITS), tl.float32)
-        a = ((tl.div_rn(phi, cell) + ROUND) - ROUND).to(tl.int32) & ((1 << BITS) - 1)
+    pair = INDEX * K.block + at
+    if K.paper:
+        step = positive_half(levels(longest, K.radius_bits))
+        tl.store(page16 + K.radius_step + pair, step.to(tl.float16))
+        cell = tl.full(phi.shape, FULL / (1 << K.bits), tl.float32)
+        a = ((tl.div_rn(phi, cell) + ROUND) - ROUND).to(tl.int32) & ((1 << K.bits) - 1)
         r, step = tl.broadcast(r, step[None, :])
-        c = (tl.minimum(tl.div_rn(r, step), (1 << RADIUS_BITS) - 1) + ROUND) - ROUND
+        c = (tl.minimum(tl.div_rn(r, step), (1 << K.radius_bits) - 1) + ROUND) - ROUND
     else:
         shortest = tl.reduce(tl.where(real[:, None], r, 65504.0), 0, tl.standard._elementwise_min)
-        low, gap = widest_gap(phi, real, UNIT)
+        low, gap = widest_gap(phi, real, R.unit)
         phi0, r0 = low.to(tl.float16).to(tl.float32), tl.minimum(shortest, 65504.0).to(tl.float16).to(tl.float32)
-        arc = positive_half((FULL - gap) / (1 << BITS))
-        step = positive_half((longest - shortest) / (1 << RADIUS_BITS))
-        tl.store(page16 + ANGLE0 + pair, phi0.to(tl.float16))
-        tl.store(page16 + ANGLE_STEP + pair, arc.to(tl.float16))
-        tl.store(page16 + RADIUS0 + pair, r0.to(tl.float16))
-        tl.store(page16 + RADIUS_STEP + pair, step.to(tl.float16))
+        arc = positive_half((FULL - gap) / (1 << K.bits))
+        step = positive_half((longest - shortest) / (1 << K.radius_bits))
+        tl.store(page16 + K.angle0 + pair, phi0.to(tl.float16))
+        tl.store(page16 + K.angle_step + pair, arc.to(tl.float16))
+        tl.store(page16 + K.radius0 + pair, r0.to(tl.float16))
+        tl.store(page16 + K.radius_step + pair, step.to(tl.float16))
         # measured from the middle of the gap, so that the rounding of phi0 can't wrap an angle around the circle
         rise = phi - phi0[None, :] + gap[None, :] * 0.5
         rise = tl.where(rise < 0, rise + FULL, tl.where(rise >= FULL, rise - FULL, rise)) - gap[None, :] * 0.5
         rise, arc = tl.broadcast(rise, arc[None, :])
         r, step = tl.broadcast(r - r0[None, :], step[None, :])
-        a = tl.minimum(tl.maximum(tl.floor(tl.div_rn(rise, arc)), 0.0), (1 << BITS) - 1).to(tl.int32)
-        c = tl.minimum(tl.maximum(tl.floor(tl.div_rn(r, step)), 0.0), (1 << RADIUS_BITS) - 1)
+        a = tl.minimum(tl.maximum(tl.floor(tl.div_rn(rise, arc)), 0.0), (1 << K.bits) - 1).to(tl.int32)
+        c = tl.minimum(tl.maximum(tl.floor(tl.div_rn(r, step)), 0.0), (1 << K.radius_bits) - 1)
     return a, c.to(tl.int32), damage
 
 
 @triton.jit
-def _store(
-    words_ptr, data, FIRST, SLABS_AT: tl.constexpr, SLAB_WORDS: tl.constexpr, CODES: tl.constexpr, UNIT: tl.constexpr
-):
-    """Bytes (tokens, CHUNK) as int32 -> words of 4 pairs, from byte FIRST on, into every slab of the page."""
+def _store(words_ptr, data, FIRST, R: tl.constexpr, CODES: tl.constexpr):
+    """Bytes (tokens, pairs) as int32 -> words of 4 pairs, from byte FIRST on, into every slab of the page."""
     size: tl.constexpr = data.shape[0]
     width: tl.constexpr = data.shape[1]
     token, four, quad = tl.arange(0, size), tl.arange(0, 4), tl.arange(0, width // 4)
     data = tl.reshape(data, (size, width // 4, 4)) << (8 * four)[None, None, :]
     word = tl.reduce(data, 2, tl.standard._sum_combine)
-    slab = SLABS_AT + token // 32 * SLAB_WORDS + CODES + token % 32
-    tl.store(words_ptr + slab[:, None] + (FIRST // 4 + quad)[None, :] * 32, word, mask=(token < UNIT)[:, None])
+    slab = R.slabs_at + token // 32 * R.slab_words + CODES + token % 32
+    tl.store(words_ptr + slab[:, None] + (FIRST // 4 + quad)[None, :] * 32, word, mask=(token < R.unit)[:, None])
 
 
 @triton.jit
-def polar_keys(
-    tokens,
-    words_ptr,
-    page16,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    SLABS: tl.constexpr,
-    SLABS_AT: tl.constexpr,
-    SLAB_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    RADIUS_BITS: tl.constexpr,
-    PAPER: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CODES: tl.constexpr,
-    RADIUS: tl.constexpr,
-    ANGLE0: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    RADIUS0: tl.constexpr,
-    RADIUS_STEP: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One page; `tokens` are TOKENS. CHUNK pairs lie in one plane."""
-    unit: tl.constexpr = SLABS * 32
-    chunks: tl.constexpr = D // 2 // CHUNK
+def polar_keys(tokens, words_ptr, page16, R: tl.constexpr, K: tl.constexpr):
+    """One page, of R.tokens `tokens` with those that fill it up to a power of two. K.block pairs lie in one plane."""
+    chunks: tl.constexpr = R.d // 2 // K.block
     damage = tl.full((), 0, tl.int32)
-    if BITS + RADIUS_BITS == 8:
+    if K.bits + K.radius_bits == 8:
         for i in tl.static_range(chunks):
-            a, c, bad = _chunk(
-                tokens, page16, i, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY, INTERLEAVED,
-                CHUNK, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP, unit,
-            )  # fmt: skip
+            a, c, bad = _chunk(tokens, page16, R, K, i)
             damage += bad
-            _store(words_ptr, a | (c << 4), i * CHUNK, SLABS_AT, SLAB_WORDS, CODES, unit)
+            _store(words_ptr, a | (c << 4), i * K.block, R, K.codes)
     else:
-        planes: tl.constexpr = 8 // (BITS if BITS < RADIUS_BITS else RADIUS_BITS)
+        planes: tl.constexpr = 8 // (K.bits if K.bits < K.radius_bits else K.radius_bits)
         width: tl.constexpr = chunks // planes  # chunks in a plane of the smaller code
+        a_planes: tl.constexpr = 8 // K.bits
+        r_planes: tl.constexpr = 8 // K.radius_bits
         for o in tl.static_range(width):
             angles, radii = (), ()
             for k in tl.static_range(planes):
-                a, c, bad = _chunk(
-                    tokens, page16, o + k * width, HEAD, D, BITS, RADIUS_BITS, PAPER, ROTARY,
-                    INTERLEAVED, CHUNK, ANGLE0, ANGLE_STEP, RADIUS0, RADIUS_STEP, unit,
-                )  # fmt: skip
+                a, c, bad = _chunk(tokens, page16, R, K, o + k * width)
                 damage += bad
                 angles, radii = angles + (a,), radii + (c,)
-            for g in tl.static_range(planes * BITS // 8):
+            for g in tl.static_range(planes * K.bits // 8):
                 data = angles[g]
-                for t in tl.static_range(1, 8 // BITS):
-                    data |= angles[g + t * (planes * BITS // 8)] << (t * BITS)
-                _store(words_ptr, data, (o + g * width) * CHUNK, SLABS_AT, SLAB_WORDS, CODES, unit)
-            for g in tl.static_range(planes * RADIUS_BITS // 8):
+                for t in tl.static_range(1, a_planes):
+                    data |= angles[g + t * (planes * K.bits // 8)] << (t * K.bits)
+                _store(words_ptr, data, (o + g * width) * K.block, R, K.codes)
+            for g in tl.static_range(planes * K.radius_bits // 8):
                 data = radii[g]
-                for t in tl.static_range(1, 8 // RADIUS_BITS):
-                    data |= radii[g + t * (planes * RADIUS_BITS // 8)] << (t * RADIUS_BITS)
-                _store(words_ptr, data, (o + g * width) * CHUNK, SLABS_AT, SLAB_WORDS, RADIUS, unit)
+                for t in tl.static_range(1, r_planes):
+                    data |= radii[g + t * (planes * K.radius_bits // 8)] << (t * K.radius_bits)
+                _store(words_ptr, data, (o + g * width) * K.block, R, K.radius)
     return damage

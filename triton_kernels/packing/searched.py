@@ -38,7 +38,7 @@ def _codes(y, scale, step, most):
 
 @triton.jit
 def _searched(y, step, most, weight):
-    """Whole float32 codes of rows (32, COLUMNS), and their scales (32,) as float16 stores them. step, most and weight
+    """Whole float32 codes of rows (32, columns), and their scales (32,) as float16 stores them. step, most and weight
     are of the channels; those whose largest code, `most`, is 0 are not stored."""
     stored = most > 0
     count = tl.reduce(stored.to(tl.float32), 0, tl.standard._sum_combine)
@@ -55,79 +55,54 @@ def _searched(y, step, most, weight):
 
 
 @triton.jit
-def transformed_keys(
-    tokens,
-    slab,
-    table,
-    slots,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-):
+def transformed_keys(tokens, slab, table, slots, R: tl.constexpr, K: tl.constexpr):
     """`table` and `slots`: the head's, see kernels/gpu/transformed.py. Returns how many values were replaced."""
+    planes: tl.constexpr = 8 // K.bits
     base, base16 = slab
-    width: tl.constexpr = SLOTS * BITS // 8
+    width: tl.constexpr = K.slots * K.bits // 8
     some: tl.constexpr = min(ROWS, lanes(width))
-    channel = tl.arange(0, COLUMNS)
-    real = channel < D
+    channel = tl.arange(0, R.columns)
+    real = channel < R.d
     damage = tl.full((), 0, tl.int32)
-    y = tl.full((32, COLUMNS), 0.0, tl.float32)
-    for first in range(0, D, ROWS):
+    y = tl.full((32, R.columns), 0.0, tl.float32)
+    for first in range(0, R.d, ROWS):
         row = first + tl.arange(0, ROWS)
-        raw = load_channels(tokens, row, HEAD)
+        raw = load_channels(tokens, row, R.head)
         damage += lost(raw)
-        forward = tl.load(table + (4 + row)[:, None] * D + channel[None, :], mask=real[None, :], other=0.0)
+        forward = tl.load(table + (4 + row)[:, None] * R.d + channel[None, :], mask=real[None, :], other=0.0)
         y = tl.dot(clean(raw) - tl.load(table + row)[None, :], forward, y, input_precision="ieee")
-    weight = tl.load(table + D + channel, mask=real, other=0.0)
-    step = tl.load(table + 2 * D + channel, mask=real, other=0.0)
-    most = tl.load(table + 3 * D + channel, mask=real, other=0.0)
+    weight = tl.load(table + R.d + channel, mask=real, other=0.0)
+    step = tl.load(table + 2 * R.d + channel, mask=real, other=0.0)
+    most = tl.load(table + 3 * R.d + channel, mask=real, other=0.0)
     code, scale = _searched(y, step, most, weight)
-    tl.store(base16 + SCALE + tl.arange(0, 32), scale.to(tl.float16))
+    tl.store(base16 + K.scale + tl.arange(0, 32), scale.to(tl.float16))
     code = code.to(tl.float16)
     for first in tl.static_range(0, width, some):
         at = first + tl.arange(0, some)
         data = tl.full((32, some), 0, tl.int32)
-        for p in tl.static_range(8 // BITS):
+        for p in tl.static_range(planes):
             slot = tl.load(slots + p * width + at, mask=at < width, other=-1)
-            mine = (slot >> BITS)[None, :] == channel[:, None]
+            mine = (slot >> K.bits)[None, :] == channel[:, None]
             found = tl.dot(code, tl.where(mine, 1.0, 0.0).to(tl.float16)).to(tl.int32)
-            digit = (found >> ((slot & ((1 << BITS) - 1)) * BITS)[None, :]) & ((1 << BITS) - 1)
-            data |= digit << (p * BITS)
-        store_keys(base, data, first, CODES, min(some, width - first) // 4)
+            digit = (found >> ((slot & ((1 << K.bits) - 1)) * K.bits)[None, :]) & ((1 << K.bits) - 1)
+            data |= digit << (p * K.bits)
+        store_keys(base, data, first, K.codes, min(some, width - first) // 4)
     return damage
 
 
 @triton.jit
-def searched_values(
-    tokens,
-    slab,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    STEP: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    CODES: tl.constexpr,
-    HIGH: tl.constexpr,
-    SCALE: tl.constexpr,
-):
-    """STEP: of the levels. MIDDLE: minus half of the largest code. HIGH: where the codes' highest bits are, if not in
-    CODES. Returns how many values were replaced."""
+def searched_values(tokens, slab, R: tl.constexpr, V: tl.constexpr):
+    """Returns how many values were replaced."""
     base, base16 = slab
-    channel = tl.arange(0, COLUMNS)
-    raw = load_channels(tokens, channel, HEAD)
-    real = channel < D
+    channel = tl.arange(0, R.columns)
+    raw = load_channels(tokens, channel, R.head)
+    real = channel < R.d
     ones = tl.where(real, 1.0, 0.0)
-    code, scale = _searched(rotated(clean(raw), ROTATED), ones * STEP, ones * (-2 * MIDDLE), ones)
-    tl.store(base16 + SCALE + tl.arange(0, 32), scale.to(tl.float16))
+    code, scale = _searched(rotated(clean(raw), V.rotated), ones * V.step, ones * (-2 * V.middle), ones)
+    tl.store(base16 + V.scale + tl.arange(0, 32), scale.to(tl.float16))
     digits = code.to(tl.int32)
-    low: tl.constexpr = D * BITS // 8
-    store_values(base, plane_bytes(digits & ((1 << BITS) - 1), channel, real, low, BITS), 0, low, CODES)
-    if HIGH > 0:
-        store_values(base, plane_bytes(digits >> BITS, channel, real, D // 8, 1), 0, D // 8, HIGH)
+    low: tl.constexpr = R.d * V.bits // 8
+    store_values(base, plane_bytes(digits & ((1 << V.bits) - 1), channel, real, low, V.bits), 0, low, V.codes)
+    if V.high > 0:
+        store_values(base, plane_bytes(digits >> V.bits, channel, real, R.d // 8, 1), 0, R.d // 8, V.high)
     return lost(raw)

@@ -89,44 +89,36 @@ def store_values(base, data, FIRST, PLANE: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
-def token_values(
-    tokens,
-    slab,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZERO: tl.constexpr,
-):
+def token_values(tokens, slab, R: tl.constexpr, V: tl.constexpr):
     """Per token over GROUP channels. Returns how many values were replaced."""
+    groups: tl.constexpr = (R.d + V.group - 1) // V.group
+    planes: tl.constexpr = 8 // V.bits
+    block: tl.constexpr = V.block
     base, base16 = slab
-    width: tl.constexpr = D * BITS // 8
+    width: tl.constexpr = R.d * V.bits // 8
     token = tl.arange(0, 32)
     damage = tl.full((), 0, tl.int32)
     scales, zeros = (), ()
-    for g in tl.static_range((D + GROUP - 1) // GROUP):
+    for g in tl.static_range(groups):
         low = tl.full((32,), 65504.0, tl.float32)
         high = -low
-        for c in tl.static_range(g * GROUP, min((g + 1) * GROUP, D), BLOCK):
-            raw = load_channels(tokens, c + tl.arange(0, BLOCK), HEAD)
+        for c in tl.static_range(g * V.group, min((g + 1) * V.group, R.d), block):
+            raw = load_channels(tokens, c + tl.arange(0, block), R.head)
             damage += lost(raw)
             x = clean(raw)
             low = tl.minimum(low, tl.reduce(x, 1, tl.standard._elementwise_min))
             high = tl.maximum(high, tl.reduce(x, 1, tl.standard._elementwise_max))
-        scale, zero = parameters(low, high, BITS)
+        scale, zero = parameters(low, high, V.bits)
         scales, zeros = scales + (scale,), zeros + (zero,)
-        tl.store(base16 + SCALE + g * 32 + token, scale.to(tl.float16))
-        tl.store(base16 + ZERO + g * 32 + token, zero.to(tl.float16))
-    for o in tl.static_range(0, width, BLOCK):
-        data = tl.full((32, BLOCK), 0, tl.int32)
-        for p in tl.static_range(8 // BITS):
-            x = clean(load_channels(tokens, p * width + o + tl.arange(0, BLOCK), HEAD))
-            scale, zero = scales[(p * width + o) // GROUP], zeros[(p * width + o) // GROUP]
-            data |= affine(x, scale[:, None], zero[:, None], BITS).to(tl.int32) << (p * BITS)
-        store_values(base, data, o, width, CODES)
+        tl.store(base16 + V.scale + g * 32 + token, scale.to(tl.float16))
+        tl.store(base16 + V.zero + g * 32 + token, zero.to(tl.float16))
+    for o in tl.static_range(0, width, block):
+        data = tl.full((32, block), 0, tl.int32)
+        for p in tl.static_range(planes):
+            x = clean(load_channels(tokens, p * width + o + tl.arange(0, block), R.head))
+            scale, zero = scales[(p * width + o) // V.group], zeros[(p * width + o) // V.group]
+            data |= affine(x, scale[:, None], zero[:, None], V.bits).to(tl.int32) << (p * V.bits)
+        store_values(base, data, o, width, V.codes)
     return damage
 
 
@@ -162,36 +154,27 @@ def hybrid_codes(x, scale, zero, symmetric, BITS: tl.constexpr):
 
 
 @triton.jit
-def hybrid_values(
-    tokens,
-    slab,
-    HEAD: tl.constexpr,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLOT: tl.constexpr,
-    MODE: tl.constexpr,
-):
+def hybrid_values(tokens, slab, R: tl.constexpr, V: tl.constexpr):
     """InnerQ: per channel over the slab's tokens."""
+    planes: tl.constexpr = 8 // V.bits
+    block: tl.constexpr = V.block
     base, base16 = slab
-    width: tl.constexpr = D * BITS // 8
-    token, column = tl.arange(0, 32), tl.arange(0, BLOCK)
+    width: tl.constexpr = R.d * V.bits // 8
+    token, column = tl.arange(0, 32), tl.arange(0, block)
     damage = tl.full((), 0, tl.int32)
-    for o in tl.static_range(0, width, BLOCK):
-        data = tl.full((32, BLOCK), 0, tl.int32)
-        for p in tl.static_range(8 // BITS):
-            raw = load_channels(tokens, p * width + o + tl.arange(0, BLOCK), HEAD)
+    for o in tl.static_range(0, width, block):
+        data = tl.full((32, block), 0, tl.int32)
+        for p in tl.static_range(planes):
+            raw = load_channels(tokens, p * width + o + tl.arange(0, block), R.head)
             damage += lost(raw)
             x = clean(raw)
-            scale, zero, symmetric = hybrid_choice(x, 0, BITS, MODE)
-            code, sign = hybrid_codes(x, scale[None, :], zero[None, :], symmetric[None, :], BITS)
-            data |= code << (p * BITS)
+            scale, zero, symmetric = hybrid_choice(x, 0, V.bits, V.mode)
+            code, sign = hybrid_codes(x, scale[None, :], zero[None, :], symmetric[None, :], V.bits)
+            data |= code << (p * V.bits)
             # element e at bit 8 (e % 4) + e / 4
             signs = tl.reduce(sign << (8 * (token % 4) + token // 4)[:, None], 0, tl.standard._sum_combine)
             channel = p * width + o + column
-            tl.store(base16 + SCALE + channel, tl.where(symmetric, -scale, scale).to(tl.float16))
-            tl.store(base + SLOT + channel, tl.where(symmetric, signs, zero.to(tl.int32, bitcast=True)))
-        store_values(base, data, o, width, CODES)
+            tl.store(base16 + V.scale + channel, tl.where(symmetric, -scale, scale).to(tl.float16))
+            tl.store(base + V.slot + channel, tl.where(symmetric, signs, zero.to(tl.int32, bitcast=True)))
+        store_values(base, data, o, width, V.codes)
     return damage

@@ -79,15 +79,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Triton unpacks what was never packed",
         "triton_kernels/unpack.py::unpack_kernel",
-        "< tl.where(live, D, 0)",
-        "< D",
+        "< tl.where(live, R.d, 0)",
+        "< R.d",
         f"{UNPACK} -k not_packed",
     ),
     Fault(
         "Triton unpacks the high digits of Kitty's keys by channel",
         "triton_kernels/unpack.py::_channel_keys",
         "rank,",
-        "channel % BOOSTED,",
+        "channel % K.boosted,",
         f"{UNPACK} -k 'codecs and kitty2'",
     ),
     Fault(
@@ -212,7 +212,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Triton takes the boosted channels of another slab",
         "triton_kernels/keys/boosted.py::boosted_scores",
-        "s * SLAB_WORDS * 2 +",
+        "s * R.slab_words * 2 +",
         "",
         KITTY_TRITON,
     ),
@@ -233,7 +233,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Triton leaves values rotated",
         "triton_kernels/attend.py::attend_kernel",
-        "blocks = rotated_back(blocks, V_ROTATED, V_BLOCK, D)",
+        "blocks = rotated_back(blocks, V.rotated, V.block, R.d)",
         "blocks = blocks + ()",
         KITTY_TRITON,
     ),
@@ -289,16 +289,23 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Triton packs SQuat's keys without the floor",
         "triton_kernels/packing/keys.py::pull",
-        "tl.maximum(noise * FLOOR, 1.0 / LAMBDA)",
-        "0 * noise + 1.0 / LAMBDA",
+        "tl.maximum(noise * K.floor, 1.0 / K.lam)",
+        "0 * noise + 1.0 / K.lam",
         f"{STEP_TRITON} -k reference_cache",
     ),
     Fault(
         "Triton spreads the noise over a head's padding",
         "triton_kernels/step.py::_subspace",
-        "HEAD -",
-        "D -",
+        "R.head -",
+        "R.d -",
         f"{STEP_TRITON} -k noise",
+    ),
+    Fault(
+        "Triton finds a state in elements of the cache's dtype",
+        "triton_kernels/step.py::state_offset",
+        "C, C.words",
+        "C, C.slot",
+        f"{PACK_TRITON} -k corrected_as",
     ),
     Fault(
         "Triton stores corrected keys of any size",

@@ -22,12 +22,12 @@ def _fault(name: str, file: str, code: str, fault: str, tests: str) -> Fault:
 FAULTS: tuple[Fault, ...] = (
     _fault("scores without the mean", f"{KEYS}::transformed_scores", "+ mean[None, :]", "", ATTEND),
     _fault("the middle of two codes", f"{KEYS}::transformed_middle", "5", "0", ATTEND),
-    _fault("the middle of the first plane's codes", f"{KEYS}::transformed_middle", "< BITS", "< 0", ATTEND),
+    _fault("the middle of the first plane's codes", f"{KEYS}::transformed_middle", "< K.bits", "< 0", ATTEND),
     _fault(
         "a slab has the scales of the first",
         f"{KEYS}::transformed_scores",
-        "j * SLAB_WORDS *",
-        "0 * SLAB_WORDS *",
+        "j * R.slab_words *",
+        "0 * R.slab_words *",
         HEADS,
     ),
     _fault(
@@ -51,28 +51,28 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "digits of the lowest place",
         f"{PACKING}::transformed_keys",
-        "slot & ((1 << BITS) - 1)",
+        "slot & ((1 << K.bits) - 1)",
         "slot & 0",
         PACK,
     ),
     _fault(
         "all heads have the slots of the first",
         "triton_kernels/packing/kernel.py::pack_kernel",
-        "* SLOTS",
+        "* K.slots",
         "* 0",
         SLOTS,
     ),
     _fault(
         "all heads are transformed back as the first",
         "triton_kernels/unpack.py::unpack_kernel",
-        "((SLOTS + 1) * D)",
+        "((K.slots + 1) * R.d)",
         "0",
         UNPACK,
     ),
     _fault(
         "values without their middle",
         "triton_kernels/unpack.py::_token_values",
-        "* MIDDLE",
+        "* V.middle",
         "* 0.0",
         UNPACK,
     ),

@@ -27,8 +27,8 @@ from vllm_kvq.kernels.gpu.history import attend as attend_history
 from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch, full_precision_rows, power_of_two
 from vllm_kvq.kernels.gpu.loading import interpreted, load
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged, merge_parts
-from vllm_kvq.kernels.gpu.triton import TRITON, slots_constants
-from vllm_kvq.kernels.gpu.triton_layout import state_constants
+from vllm_kvq.kernels.gpu.triton import TRITON
+from vllm_kvq.kernels.gpu.triton_layout import companion, record, state_constants
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Prompts, StepBatch, Whole
 
@@ -85,11 +85,7 @@ class GPUStep:
         kernels.prepare(fmt, device)
         self.fmt, self.slots, self.num_spec, self.scale, self.kernels = fmt, slots, num_spec, scale, kernels
         self.prompts, self.all_queries, self.cap = prompts, all_queries, cap
-        cut = slots_constants(slots)
-        self._cut = {name: cut[name] for name in ("SPB", "SLOT")}
-        self._words = {"WORDS": cut["WORDS"]}
-        self._ring = {name: cut[name] for name in ("RING", "RING_AT")}
-        self._columns = {"HEAD": fmt.geometry.head_size, "COLUMNS": power_of_two(fmt.geometry.d)}
+        self._sizes = {"R": record(fmt), "C": companion(slots)}
         self._state = state_constants(fmt)
         self.interpreted = interpreted()
         self.faults = torch.zeros(2, dtype=torch.int32, device=device)
@@ -172,13 +168,9 @@ class GPUStep:
 
     def begin_constants(self, share: int) -> dict[str, Any]:
         fmt = self.fmt
-        heads = {"HEADS": self.slots.heads, "SHARE": share, "D": fmt.geometry.d}
-        rules = {"UNIT": fmt.unit, "W": fmt.W, "S": fmt.S, "SPEC": self.num_spec}
-        sizes = {
-            "SIDE_BLOCKS": self.slots.sidecar_blocks,
-            "ROWS": max(16, power_of_two(self.decode_queries * share)),
-        }
-        return self._columns | self._cut | self._words | heads | rules | sizes | self._state
+        rules = {"W": fmt.W, "S": fmt.S, "SPEC": self.num_spec}
+        rows = {"SHARE": share, "ROWS": max(16, power_of_two(self.decode_queries * share))}
+        return self._sizes | rules | rows | self._state
 
     def _fit(self, batch: StepBatch, caches: Caches, plan: torch.Tensor, query: torch.Tensor, first: int) -> None:
         """SQuat's subspace after one more chunk of a prompt, in float64. Called only in prefill steps."""
@@ -347,13 +339,13 @@ class GPUStep:
         )
 
     def full_precision_constants(self, share: int, longest: int, new: bool = True) -> dict[str, Any]:
-        own = {"HEADS": self.slots.heads, "SHARE": share, "S": self.fmt.S, "NEW": new, "WIDE": self.interpreted}
+        own = {"SHARE": share, "S": self.fmt.S, "NEW": new, "WIDE": self.interpreted}
         own["CAPPED"] = self.cap > 0
         # float32 is exact: its products do not go through tf32
         exact = self.fmt.geometry.dtype == torch.float32
         rows = full_precision_rows(self.fmt, longest * share)
         tile = {"M": rows, "TOKENS": 32, "PRECISION": "ieee" if exact else "tf32"}
-        return self._columns | self._cut | self._ring | own | tile
+        return self._sizes | own | tile
 
     def _commit(
         self, batch: StepBatch, caches: Caches, plan: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -372,7 +364,7 @@ class GPUStep:
         )
 
     def commit_constants(self, tokens: int) -> dict[str, Any]:
-        return self._columns | self._cut | self._ring | {"HEADS": self.slots.heads, "TOKENS": tokens}
+        return self._sizes | {"TOKENS": tokens}
 
 
 def _or(x: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ On CPU tensors they run under Triton's interpreter. Their knowledge of each code
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ from vllm_kvq.kernels.gpu.triton_layout import (
     pack_constants,
     pack_launch,
     rows_for,
-    unpack_constants,
 )
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.torch.attend import Partial
@@ -141,7 +139,7 @@ class TritonKernels(PagedKernels):
             *(plan, table, side_table, side, floats, key, value, words, halves, pages, faults, *transform, n, units),
             *(table.stride(0), table.shape[1], side_table.stride(0), pages.shape[0], side.shape[0]),
             *(floats.stride(0), side.stride(0), *key.stride()[:2], *value.stride()[:2], *words.stride()[:2]),
-            **pack_arguments(fmt, slots),
+            **pack_constants(fmt, slots),
             **pack_launch(fmt, capability(pages.device)).options,
         )
 
@@ -161,23 +159,12 @@ class TritonKernels(PagedKernels):
         back = into[0] if of is None else of.back
         unpack_kernel[(len(ids) * fmt.slabs, pages.shape[1])](
             *(words, halves, ids, *into, faults, back, pages.shape[0], *seen, *words.stride()[:2]),
-            **unpack_constants(fmt),
+            **(constants(fmt) or {}),
             **unpack_launch(fmt).options,
         )
 
 
 TRITON = TritonKernels()
-
-
-def slots_constants(slots: SlotGeometry) -> dict[str, int]:
-    """The layout of a companion's blocks: slots per block, a slot in elements and in 32-bit words, the ring."""
-    slot = {"SPB": slots.slots_per_block, "SLOT": slots.slot_bytes // slots.itemsize, "WORDS": slots.slot_bytes // 4}
-    return slot | {"RING": slots.ring, "RING_AT": slots.ring_at}
-
-
-def pack_arguments(fmt: PageFormat, slots: SlotGeometry) -> dict[str, Any]:
-    """The pack kernel's compile-time constants."""
-    return slots_constants(slots) | pack_constants(fmt) | {"HEADS": slots.heads}
 
 
 def typed(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,22 +3,7 @@
 One table for keys, one for values and one for the states that prompts leave, by the exact class of the codec: a
 subclass may store something else. A format whose codecs are in the first two is packed and attended by Triton.
 
-Each constant of the kernels has one meaning. Offsets of a slab's fields are counted in 32-bit words or float16 numbers
-from the slab's first byte, those of a page's fields in float16 numbers from the page's first byte:
-
-    K_CODES   words    codes; PolarQuant's angles, or angles and radii where they share a byte
-    K_SCALE   halves   scales of SQuat, KIVI, Kitty, InnerQ        V_CODES   words    codes
-    K_ZERO    halves   zeros of SQuat, KIVI and Kitty              V_SCALE   halves   scales
-    K_SLOT    words    InnerQ's zeros or signs                     V_ZERO    halves   zeros per token
-    K_RADIUS  words    PolarQuant's radii                          V_SLOT    words    InnerQ's zeros or signs
-    K_HIGH    words    high digits of the BOOSTED boosted channels
-    V_HIGH    words    the highest bits of searched values of three bits
-    K_NORM    halves   of the page: InnerQ's norm
-    K_ANGLE0, K_ANGLE_STEP, K_RADIUS0, K_RADIUS_STEP   of the page, halves: PolarQuant's grid
-
-V_ROTATED is the size of the blocks in which values are rotated, SLOTS the number of slots of a transformed key.
-Searched values are V_STEP times those of one group, with V_MIDDLE times their scale as zero. A constant that a kind
-does not have is 0.
+What the kernels take is declared in triton_kernels/layout.py.
 """
 
 from __future__ import annotations
@@ -45,7 +30,19 @@ from vllm_kvq.formats.parts.rotation import block
 from vllm_kvq.formats.parts.search import widths
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, power_of_two
-from vllm_kvq.triton_kernels.kinds import CHANNEL, HYBRID, HYBRID_VALUES, POLAR, TOKEN, TRANSFORMED
+from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.triton_kernels.layout import (
+    CHANNEL,
+    HYBRID,
+    HYBRID_VALUES,
+    POLAR,
+    TOKEN,
+    TRANSFORMED,
+    Companion,
+    Keys,
+    Record,
+    Values,
+)
 from vllm_kvq.triton_kernels.version import old_triton
 
 Constants = dict[str, Any]
@@ -72,8 +69,8 @@ def _page_halves(fmt: PageFormat, name: str) -> int:
 
 def _per_channel(fmt: PageFormat, d: int, bits: int) -> Constants:
     chunk = next(c for c in STEPS if d * bits // 8 % c == 0)  # in one plane
-    codes = {"K_BITS": bits, "K_CHUNK": chunk, "OPERANDS": d // chunk, "K_CODES": _words(fmt, "k_codes")}
-    return codes | {"K_SCALE": _halves(fmt, "k_scale"), "K_ZERO": _halves(fmt, "k_zero")}
+    codes = {"bits": bits, "chunk": chunk, "operands": d // chunk, "codes": _words(fmt, "k_codes")}
+    return codes | {"scale": _halves(fmt, "k_scale"), "zero": _halves(fmt, "k_zero")}
 
 
 def _channel_attend(fmt: PageFormat, k: ChannelKeys) -> Constants:
@@ -81,56 +78,56 @@ def _channel_attend(fmt: PageFormat, k: ChannelKeys) -> Constants:
 
 
 def _boosted_attend(fmt: PageFormat, k: BoostedKeys) -> Constants:
-    return _per_channel(fmt, k.d, LOW) | {"BOOSTED": k.boosted, "K_HIGH": _words(fmt, "k_high")}
+    return _per_channel(fmt, k.d, LOW) | {"boosted": k.boosted, "high": _words(fmt, "k_high")}
 
 
 def _hybrid_attend(fmt: PageFormat, k: HybridKeys) -> Constants:
     chunk = math.gcd(k.d * k.bits // 8, 16)  # in one plane and in one group
-    codes = {"K_BITS": k.bits, "K_CHUNK": chunk, "OPERANDS": k.d // chunk, "K_CODES": _words(fmt, "k_codes")}
-    slot = {"K_SCALE": _halves(fmt, "k_scale"), "K_SLOT": _words(fmt, "k_slot")}
-    return codes | slot | {"K_NORM": _page_halves(fmt, "k_inner_norm")}
+    codes = {"bits": k.bits, "chunk": chunk, "operands": k.d // chunk, "codes": _words(fmt, "k_codes")}
+    slot = {"scale": _halves(fmt, "k_scale"), "slot": _words(fmt, "k_slot")}
+    return codes | slot | {"norm": _page_halves(fmt, "k_inner_norm")}
 
 
 def _polar_attend(fmt: PageFormat, k: PolarKeys) -> Constants:
     # in one plane, or in whole ones
     planes = [k.pairs] if k.nibbles else [k.pairs * k.m // 8, k.pairs * k.n // 8]
     chunk = next(c for c in STEPS if all(p % c == 0 or c % p == 0 for p in planes))
-    codes = {"K_BITS": k.m, "RADIUS_BITS": k.n, "K_CHUNK": chunk, "OPERANDS": 2 * k.pairs // chunk}
+    codes = {"bits": k.m, "radius_bits": k.n, "chunk": chunk, "operands": 2 * k.pairs // chunk}
     if k.nibbles:
-        codes |= {"K_CODES": _words(fmt, "k_polar")}
+        codes |= {"codes": _words(fmt, "k_polar")}
     else:
-        codes |= {"K_CODES": _words(fmt, "k_angle"), "K_RADIUS": _words(fmt, "k_radius")}
-    pairing = {"ROTARY": fmt.geometry.rotary, "INTERLEAVED": fmt.geometry.pairing == "interleaved"}
-    return codes | pairing | {f"K_{f.name[2:].upper()}": _page_halves(fmt, f.name) for f in k.page_fields}
+        codes |= {"codes": _words(fmt, "k_angle"), "radius": _words(fmt, "k_radius")}
+    pairing = {"rotary": fmt.geometry.rotary, "interleaved": fmt.geometry.pairing == "interleaved"}
+    return codes | pairing | {f.name[2:]: _page_halves(fmt, f.name) for f in k.page_fields}
 
 
 def _paper_attend(fmt: PageFormat, k: PaperPolarKeys) -> Constants:
-    return _polar_attend(fmt, k) | {"PAPER": True}
+    return _polar_attend(fmt, k) | {"paper": True}
 
 
 def _transformed_attend(fmt: PageFormat, k: TransformedKeys) -> Constants:
     plane = k.slots * DIGIT // 8
     chunk = next(c for c in STEPS if plane % c == 0)
-    codes = {"K_BITS": DIGIT, "K_CHUNK": chunk, "OPERANDS": k.slots // chunk, "K_CODES": _words(fmt, "k_codes")}
-    return codes | {"SLOTS": k.slots, "K_SCALE": _halves(fmt, "k_scale")}
+    codes = {"bits": DIGIT, "chunk": chunk, "operands": k.slots // chunk, "codes": _words(fmt, "k_codes")}
+    return codes | {"slots": k.slots, "scale": _halves(fmt, "k_scale")}
 
 
 # -- what packing takes in addition ------------------------------------------------------------------------------------
 def _channel_pack(k: ChannelKeys) -> Constants:
-    return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, k.d))}
+    return {"block": _largest_power(math.gcd(k.d * k.bits // 8, k.d))}
 
 
 def _tile_pack(k: KeyCodec) -> Constants:
     """A slab is one tile."""
-    return {"K_BLOCK": 0}
+    return {"block": 0}
 
 
 def _correction(k: Corrected) -> Constants:
-    return {"RANK": k.rank, "UPDATE": k.block, "LAMBDA": k.lam, "FLOOR": float(k.floor)}
+    return {"rank": k.rank, "update": k.block, "lam": k.lam, "floor": float(k.floor)}
 
 
 def _squat_pack(k: SQuatKeys) -> Constants:
-    return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, k.block))} | _correction(k)
+    return {"block": _largest_power(math.gcd(k.d * k.bits // 8, k.block))} | _correction(k)
 
 
 def _boosted_squat_pack(k: BoostedSQuatKeys) -> Constants:
@@ -138,12 +135,12 @@ def _boosted_squat_pack(k: BoostedSQuatKeys) -> Constants:
 
 
 def _hybrid_pack(k: HybridKeys) -> Constants:
-    rule = {"K_MODE": k.mode, "K_NORMED": bool(k.state_rows)}
-    return {"K_BLOCK": _largest_power(math.gcd(k.d * k.bits // 8, GROUP))} | rule
+    rule = {"mode": k.mode, "normed": bool(k.state_rows)}
+    return {"block": _largest_power(math.gcd(k.d * k.bits // 8, GROUP))} | rule
 
 
 def _polar_pack(k: PolarKeys) -> Constants:
-    return {"K_BLOCK": _largest_power(math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16))}
+    return {"block": _largest_power(math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16))}
 
 
 def _largest_power(n: int) -> int:
@@ -256,23 +253,23 @@ KEYS: dict[type, KeyEntry] = {
 
 
 def _token_values(fmt: PageFormat, v: TokenValues) -> Constants:
-    return {"V_GROUP": v.group, "V_ZERO": _halves(fmt, "v_zero")}
+    return {"group": v.group, "zero": _halves(fmt, "v_zero")}
 
 
 def _rotated_values(fmt: PageFormat, v: Rotated) -> Constants:
-    return _token_values(fmt, v) | {"V_ROTATED": block(v.d)}
+    return _token_values(fmt, v) | {"rotated": block(v.d)}
 
 
 def _searched_values(fmt: PageFormat, v: SearchedValues) -> Constants:
     step, most = (float(x) for x in widths(torch.tensor(v.bits)))
     # the one scale also stands for the zero
-    whole = {"V_GROUP": v.d, "V_ZERO": _halves(fmt, "v_scale"), "V_MIDDLE": -most / 2, "V_STEP": step}
-    high = {"V_HIGH": _words(fmt, "v_high")} if v.bits > v.low else {}
-    return whole | high | {"V_BITS": v.low, "V_ROTATED": block(v.d)}
+    whole = {"group": v.d, "zero": _halves(fmt, "v_scale"), "middle": -most / 2, "step": step}
+    high = {"high": _words(fmt, "v_high")} if v.bits > v.low else {}
+    return whole | high | {"bits": v.low, "rotated": block(v.d)}
 
 
 def _hybrid_values(fmt: PageFormat, v: HybridValues) -> Constants:
-    return {"V_GROUP": GROUP, "V_SLOT": _words(fmt, "v_slot")}
+    return {"group": GROUP, "slot": _words(fmt, "v_slot")}
 
 
 VALUES: dict[type, tuple[int, Callable[[PageFormat, Any], Constants]]] = {
@@ -307,63 +304,70 @@ STATES: dict[type, State] = {
 
 
 # -- what the launches read --------------------------------------------------------------------------------------------
-NONE = dict.fromkeys(
-    (
-        *("K_SCALE", "K_ZERO", "K_SLOT", "K_HIGH", "K_RADIUS", "K_NORM", "BOOSTED", "V_ROTATED"),
-        *("K_ANGLE0", "K_ANGLE_STEP", "K_RADIUS0", "K_RADIUS_STEP", "ROTARY", "RADIUS_BITS", "V_ZERO", "V_SLOT"),
-        *("SLOTS", "V_HIGH"),
-    ),
-    0,
-) | {"INTERLEAVED": False, "PAPER": False, "V_MIDDLE": 1.0, "V_STEP": 1.0}
+@functools.lru_cache(maxsize=64)
+def record(fmt: PageFormat) -> Record:
+    return Record(
+        head=fmt.geometry.head_size,
+        d=fmt.geometry.d,
+        columns=power_of_two(fmt.geometry.d),
+        slabs=fmt.slabs,
+        slabs_at=fmt.slabs_at // 4,
+        slab_words=fmt.slab_region.nbytes // 4,
+        unit=fmt.unit,
+        tokens=power_of_two(fmt.unit),
+    )
+
+
+def companion(slots: SlotGeometry) -> Companion:
+    return Companion(
+        heads=slots.heads,
+        per_block=slots.slots_per_block,
+        slot=slots.slot_bytes // slots.itemsize,
+        words=slots.slot_bytes // 4,
+        ring=slots.ring,
+        ring_at=slots.ring_at,
+        sidecar_blocks=slots.sidecar_blocks,
+    )
+
+
+def _keys(fmt: PageFormat) -> Keys:
+    entry = KEYS[type(fmt.keys)]
+    return Keys(entry.kind, **entry.attend(fmt, fmt.keys))
+
+
+def _values(fmt: PageFormat) -> Values:
+    (kind, of_values), v = VALUES[type(fmt.values)], cast(Any, fmt.values)
+    found: Constants = {"bits": v.bits, "high": 0} | of_values(fmt, v)
+    planes = v.d * found["bits"] // 8, v.d // 8 if found["high"] else 0
+    block = min(32, _largest_power(math.gcd(*planes, found["group"])))
+    found |= {"codes": _words(fmt, "v_codes"), "scale": _halves(fmt, "v_scale")}
+    return Values(kind, block=block, places=max(16, block), **found)
 
 
 @functools.lru_cache(maxsize=64)
 def constants(fmt: PageFormat) -> Constants | None:
-    """Compile-time constants of attention: this record's layout. None for a codec that the kernels do not know."""
+    """What attention and unpacking are compiled for. None for a codec that the kernels do not know."""
     if type(fmt.keys) not in KEYS or type(fmt.values) not in VALUES:
         return None
-    keys, (kind, of_values), v = KEYS[type(fmt.keys)], VALUES[type(fmt.values)], cast(Any, fmt.values)
-    shape = {
-        "HEAD": fmt.geometry.head_size,
-        "D": fmt.geometry.d,
-        "SLABS": fmt.slabs,
-        "SLABS_AT": fmt.slabs_at // 4,
-        "SLAB_WORDS": fmt.slab_region.nbytes // 4,
-        "KEYS": keys.kind,
-        "VALUES": kind,
-        "V_BITS": v.bits,
-        "V_CODES": _words(fmt, "v_codes"),
-        "V_SCALE": _halves(fmt, "v_scale"),
-    }
-    found = NONE | shape | keys.attend(fmt, fmt.keys) | of_values(fmt, v)
-    # channels of a block that lies in one plane and in one group, at most four per lane
-    planes = v.d * found["V_BITS"] // 8, v.d // 8 if found["V_HIGH"] else 0
-    block = min(32, _largest_power(math.gcd(*planes, found["V_GROUP"])))
-    return found | {"V_BLOCK": block, "V_PLACES": max(16, block)}
+    return {"R": record(fmt), "K": _keys(fmt), "V": _values(fmt)}
 
 
 @functools.lru_cache(maxsize=64)
-def pack_constants(fmt: PageFormat) -> Constants:
-    """Compile-time constants of packing. ValueError for a codec that the kernels do not know."""
+def _packed(fmt: PageFormat) -> Constants:
     known = constants(fmt)
     if known is None:
         raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
-    own = {name: x for name, x in known.items() if name not in ("K_CHUNK", "OPERANDS", "V_PLACES")}
-    none = {"RANK": 0, "UPDATE": fmt.geometry.d, "LAMBDA": 1.0, "FLOOR": 0.0}
-    none |= {"K_MODE": 0, "K_NORMED": False}
-    rules = {"V_MODE": fmt.values.mode if isinstance(fmt.values, HybridValues) else 0}
-    rules |= {"K_FITTED": isinstance(fmt.keys, Fitted), "V_FITTED": isinstance(fmt.values, Fitted)}
-    rules |= {"V_SEARCHED": isinstance(fmt.values, SearchedValues)}
-    unit = {"UNIT": fmt.unit, "TOKENS": power_of_two(fmt.unit), "COLUMNS": power_of_two(fmt.geometry.d)}
-    return own | none | KEYS[type(fmt.keys)].pack(fmt.keys) | rules | unit
+    keys, values = fmt.keys, fmt.values
+    own = {"update": fmt.geometry.d} | KEYS[type(keys)].pack(keys)
+    mode = values.mode if isinstance(values, HybridValues) else 0
+    kind = {"fitted": isinstance(values, Fitted), "searched": isinstance(values, SearchedValues), "mode": mode}
+    k, v = replace(known["K"], fitted=isinstance(keys, Fitted), **own), replace(known["V"], **kind)
+    return known | {"K": k, "V": v}
 
 
-@functools.lru_cache(maxsize=64)
-def unpack_constants(fmt: PageFormat) -> Constants:
-    """Compile-time constants of unpacking, for a codec that the kernels know."""
-    of_operands = ("K_CHUNK", "OPERANDS", "V_BLOCK", "V_PLACES")
-    own = {name: x for name, x in (constants(fmt) or {}).items() if name not in of_operands}
-    return own | {"COLUMNS": power_of_two(fmt.geometry.d)}
+def pack_constants(fmt: PageFormat, slots: SlotGeometry) -> Constants:
+    """What packing is compiled for. ValueError for a codec that the kernels do not know."""
+    return _packed(fmt) | {"C": companion(slots)}
 
 
 def state_constants(fmt: PageFormat) -> Constants:
