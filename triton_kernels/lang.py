@@ -11,12 +11,15 @@ import os
 import triton
 import triton.language as tl
 
-MAGIC: tl.constexpr = tl.constexpr(0x3151564B)  # formats/page.py
+from vllm_kvq.formats import page
+from vllm_kvq.formats.parts import quant
+
+MAGIC: tl.constexpr = tl.constexpr(page.MAGIC)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 SUBNORMAL: tl.constexpr = tl.constexpr(16777216.0)  # 2^24
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
-LIMIT: tl.constexpr = tl.constexpr(32768.0)  # formats/parts/quant.py
+LIMIT: tl.constexpr = tl.constexpr(quant.LIMIT)
 TINY: tl.constexpr = tl.constexpr(2.0**-24)
 ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to even
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")

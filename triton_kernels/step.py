@@ -21,9 +21,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvq.kernels import slots
 from vllm_kvq.triton_kernels.lang import clean, row_sum
 
-HEADER: tl.constexpr = tl.constexpr(0x4B565153)  # kernels/slots.py
+HEADER: tl.constexpr = tl.constexpr(slots.MAGIC)
 
 # rows of the plan, (8, requests) int32, which packing, attention and `commit` read
 FIRST: tl.constexpr = tl.constexpr(0)

@@ -14,6 +14,18 @@ constexpr int SLAB = 32;        // tokens that are packed together
 constexpr int BLOCK_SLABS = 4;  // slabs between two updates of the running softmax
 constexpr int BLOCK = BLOCK_SLABS * SLAB;
 
+// NUMBER(name, value): what Python also says, in formats/page.py, formats/parts/quant.py and kernels/slots.py. The
+// library exports them, and kernels/cpu/layout.py compares.
+#define KVQ_NUMBERS(NUMBER)                                            \
+  NUMBER(PAGE_MAGIC, 0x3151564B)                                       \
+  NUMBER(FLAGS_AT, 16)           /* a page's flags, one per slab */    \
+  NUMBER(SIDE_MAGIC, 0x4B565153)                                       \
+  NUMBER(LIMIT, 32768)           /* of what is packed, in magnitude */
+
+#define KVQ_NUMBER(name, value) constexpr int32_t name = value;
+KVQ_NUMBERS(KVQ_NUMBER)
+#undef KVQ_NUMBER
+
 // KIND(name)
 #define KVQ_KEY_KINDS(KIND)        \
   KIND(channel) /* SQuat, KIVI */  \

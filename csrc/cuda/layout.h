@@ -9,6 +9,7 @@ constexpr int SLAB = 32;
 constexpr int HEADER_BYTES = 64;
 constexpr int FLAGS_AT = 16;
 constexpr uint32_t MAGIC = 0x3151564B;
+constexpr float LIMIT = 32768.0f;  // formats/parts/quant.py
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float LOWEST = -1.0e30f;
 constexpr uint32_t MINUS_INFINITY = 0xFF800000u;

@@ -6,8 +6,6 @@
 
 namespace kvq {
 
-constexpr float LIMIT = 32768.0f;  // formats/parts/quant.py
-
 KVQ_DEV float load_float(const void* p, Type type, int64_t at) {
   if (type == Type::f32) return load(static_cast<const float*>(p) + at);
   const uint16_t bits = load(static_cast<const uint16_t*>(p) + at);

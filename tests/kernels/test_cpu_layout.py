@@ -47,6 +47,8 @@ def bound(name: str) -> PageFormat:
         ("values", "hybrid ", "", "kinds of values"),
         ("values", "hybrid", "token", "kinds of values"),
         ("dtypes", "f16 ", "", "types are"),
+        ("numbers", "LIMIT:32768", "LIMIT:32767", "numbers are .*LIMIT:32767, and not .*LIMIT:32768"),
+        ("numbers", "FLAGS_AT:16 ", "", "numbers are"),
     ],
 )
 def test_names_that_only_one_side_knows(what: str, old: str, new: str, says: str) -> None:

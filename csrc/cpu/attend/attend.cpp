@@ -24,7 +24,6 @@ namespace kvq {
 namespace {
 
 constexpr float LN_2 = 0.69314718056f;
-constexpr float LIMIT = 32768.0f;        // as formats/parts/quant.py clamps queries, and rotated values when they are read
 constexpr int64_t TASKS_PER_THREAD = 8; // so that a late thread costs little
 constexpr int64_t MIN_TASK_TOKENS = 512;
 constexpr int64_t MANY_ROWS = 1024;     // for a task that unpacks its pages, or gathers its tokens, once for all rows
@@ -162,7 +161,7 @@ class Driver {
       else
         x = bfloat_to_float(static_cast<const uint16_t*>(a_.query)[at + c]);
       // as formats/parts/quant.py does: NaN is 0, everything else within +-LIMIT
-      x = x != x ? 0.0f : std::min(std::max(x, -LIMIT), LIMIT);
+      x = x != x ? 0.0f : std::min(std::max(x, -float(LIMIT)), float(LIMIT));
       to[c] = x * factor;
     }
     std::fill(to + l_.head_size, to + l_.d, 0.0f);

@@ -17,6 +17,7 @@ std::string names(const std::string& of) {
   using namespace kvq;
   std::string text;
 #define KVQ_NAME(name) text += #name " ";
+#define KVQ_NUMBER(name, value) text += #name ":" + std::to_string(value) + " ";
 #define KVQ_FIELD(type, name)                                       \
   static_assert(sizeof(type) == 8);                                 \
   text += std::is_same_v<type, double> ? #name ":d " : #name ":q ";
@@ -30,6 +31,8 @@ std::string names(const std::string& of) {
     KVQ_VALUE_KINDS(KVQ_NAME)
   } else if (of == "dtypes") {
     KVQ_DTYPES(KVQ_NAME)
+  } else if (of == "numbers") {
+    KVQ_NUMBERS(KVQ_NUMBER)
   } else if (of == "isas") {
     for (int level = 0; level < kvq::ISAS; ++level) text += std::string(kvq::isa(level).name) + " ";
   } else {

@@ -15,7 +15,7 @@ namespace float32 {
 
 using namespace kvq;
 
-constexpr float TINY = 0x1p-24f, LIMIT = 32768;  // as formats/parts/quant.py
+constexpr float TINY = 0x1p-24f;  // as formats/parts/quant.py
 
 // float16 with infinities and NaN, which a raw token may hold
 inline float half_exactly(uint16_t h) {

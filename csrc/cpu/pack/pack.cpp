@@ -17,9 +17,6 @@
 namespace kvq {
 namespace {
 
-constexpr int32_t MAGIC = 0x3151564B;  // as formats/page.py
-constexpr int FLAGS_AT = 16;
-
 void inside(int64_t i, int64_t limit, const char* what) {
   if (i < 0 || i >= limit)
     throw std::out_of_range(std::string(what) + " " + std::to_string(i) + " is not one of " + std::to_string(limit));
@@ -127,7 +124,7 @@ class Packer {
     u.follows = p_.state && p_.follows[i];
     u.work = reinterpret_cast<char*>(value + tokens * d);
     kernels_.pack(u);
-    std::memcpy(u.record, &MAGIC, 4);
+    std::memcpy(u.record, &PAGE_MAGIC, 4);
     std::memset(u.record + FLAGS_AT + p_.unit[i] * slabs, 1, slabs);
   }
 
@@ -181,7 +178,7 @@ int64_t unpacked_page(const Layout& l, const uint8_t* records, int64_t page_stri
   for (int64_t i = 0; i < listed; ++i) {
     const uint8_t* header = records + page_ids[i] * page_stride;
     const int64_t first = std::max<int64_t>(low[i], 0), last = std::min<int64_t>(high[i], l.tokens);
-    bool packed = first >= last || std::memcmp(header, &MAGIC, 4) == 0;
+    bool packed = first >= last || std::memcmp(header, &PAGE_MAGIC, 4) == 0;
     for (int64_t slab = first / SLAB; slab * SLAB < last; ++slab) packed = packed && header[FLAGS_AT + slab] == 1;
     if (!packed) return i;
   }

@@ -17,7 +17,7 @@ namespace float32 {
 template <class T, class Widen>
 inline int64_t read_clean(const T* from, int64_t head_size, int64_t d, float* to, Widen widen) {
   Ints replaced{};
-  const Floats limit = splat(32768.0f);  // LIMIT in formats/parts/quant.py
+  const Floats limit = splat(LIMIT);
   for (int64_t c = 0; c < head_size; c += LANES) {
     float raw[LANES];
     for (int i = 0; i < LANES; ++i) raw[i] = widen(from[c + i]);

@@ -18,8 +18,6 @@
 namespace kvq {
 namespace {
 
-constexpr int32_t SIDE_MAGIC = 0x4B565153;  // as kernels/slots.py
-
 struct Header {
   int32_t magic, start, next;
 };

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats import PageFormat, page
 from vllm_kvq.formats.codec import KeyCodec
 from vllm_kvq.formats.methods.innerq import HybridKeys, HybridValues
 from vllm_kvq.formats.methods.kitty import LOW, BoostedKeys
@@ -30,11 +30,16 @@ from vllm_kvq.formats.methods.polar import PaperPolarKeys, PolarKeys, ThirdBit
 from vllm_kvq.formats.methods.qjl import OneSketchKeys, SketchKeys
 from vllm_kvq.formats.methods.squat import BoostedSQuatKeys, SQuatKeys, WideSubspace
 from vllm_kvq.formats.methods.values import RawValues, Rotated, TokenValues
+from vllm_kvq.formats.parts import quant
 from vllm_kvq.formats.parts.search import widths
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu import transformed
 from vllm_kvq.kernels.cpu.library import library
+from vllm_kvq.kernels.slots import MAGIC as SIDE_MAGIC
 from vllm_kvq.kernels.slots import SlotGeometry
+
+NUMBERS = {"PAGE_MAGIC": page.MAGIC, "FLAGS_AT": page.FLAGS_AT, "SIDE_MAGIC": SIDE_MAGIC, "LIMIT": int(quant.LIMIT)}
+"""What both sides say, in the library's order."""
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -262,6 +267,7 @@ class Names:
     keys: tuple[str, ...]
     values: tuple[str, ...]
     dtypes: tuple[str, ...]
+    numbers: tuple[str, ...]
 
     HEAD: ClassVar[frozenset[str]] = frozenset(
         ["bytes", "head_size", "d", "tokens", "record_bytes", "slabs_at", "slab_bytes", "raw_dtype", "keys", "values"]
@@ -274,6 +280,8 @@ class Names:
         for table, known, what in ((KEYS, self.keys, "keys"), (VALUES, self.values, "values")):
             if {kind.name for kind in table.values()} != {*known} or len({*known}) < len(known):
                 raise ValueError(f"the library's kinds of {what} are {', '.join(known)}")
+        if self.numbers != (said := tuple(f"{name}:{number}" for name, number in NUMBERS.items())):
+            raise ValueError(f"the library's numbers are {', '.join(self.numbers)}, and not {', '.join(said)}")
         if {*DTYPES.values()} != {*self.dtypes}:
             raise ValueError(f"the library's types are {', '.join(self.dtypes)}")
 
@@ -282,7 +290,7 @@ class Names:
         def words(what: str) -> str:
             return str(lib.names(what))
 
-        kinds = (tuple(words(what).split()) for what in ("keys", "values", "dtypes"))
+        kinds = (tuple(words(what).split()) for what in ("keys", "values", "dtypes", "numbers"))
         return cls(Fields.parse(words("layout")), Fields.parse(words("companions")), *kinds)
 
 
