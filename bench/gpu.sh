@@ -2,9 +2,9 @@
 # All that needs a GPU, in one or two runs of 9 minutes: the first decode times, build, kernel tests, the table of decode
 # times, then, in the time that is left, compute-sanitizer on the CUDA kernels.
 #
-# A GPU may be lent for minutes only. Every number goes to docs/results/gpu-DEVICE.csv as soon as it is measured, with a page
-# and, where there is matplotlib, a figure, and every test that passed is noted in .gpu-passed: another run goes on where this one ended, and measures and
-# tests nothing again. `rm -r .gpu-passed docs/results/gpu-DEVICE.csv` starts over. $RESULTS and $PASSED are other folders.
+# A GPU may be lent for minutes only. Every number goes to docs/results/gpu-DEVICE.csv as soon as it is measured, with a
+# page and, where there is matplotlib, a figure, and every test that passed is noted in .gpu-passed: the next run resumes
+# and repeats nothing. `rm -r .gpu-passed docs/results/gpu-DEVICE.csv` starts over. $RESULTS and $PASSED are other folders.
 #
 #   bash bench/gpu.sh [PART...]       needs python3 with torch >= 2.11, Triton >= 3.6, apache-tvm-ffi and numpy, nvcc,
 #                                     and a GPU; no vLLM, whose FlashAttention 3 is measured, too, where it is. A PART is

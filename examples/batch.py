@@ -1,4 +1,4 @@
-"""Answers a file of questions with a low-bit KV cache, and goes on where it was stopped.
+"""Answers a file of questions with a low-bit KV cache, and resumes where it stopped.
 
     python examples/batch.py questions.jsonl answers.jsonl --model MODEL --kv-cache-dtype kvq3
 

@@ -1,4 +1,4 @@
-"""Answers a data set with a low-bit KV cache on every engine of a Ray cluster, and goes on where it was stopped.
+"""Answers a data set with a low-bit KV cache on every engine of a Ray cluster, and resumes where it stopped.
 
     python examples/ray_batch.py questions.jsonl answers --model MODEL --kv-cache-dtype kvq3 --engines 4
     python examples/ray_batch.py questions.jsonl answers --model MODEL --kv-cache-dtype kvq3 --engines 2 --cpus 8

@@ -52,7 +52,7 @@ def arguments() -> tuple[argparse.Namespace, AsyncEngineArgs, dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Of a configuration what was given, as a dictionary: Ray looks into some of them, and makes the rest again."""
+    """What was given of a configuration, as a dictionary: Ray looks into some of them, and makes the rest again."""
     if not dataclasses.is_dataclass(value):
         return value
     fresh = type(value)()

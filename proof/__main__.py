@@ -41,10 +41,7 @@ COMMANDS = {
     ),
     "transforms": ("proof.tables.transforms", "what was tried for transform coding, on a real model"),
     "spectrum": ("proof.tables.spectrum", "what bits by channel are worth to transformed keys, on a real model"),
-    "admit": (
-        "proof.admit.main",
-        "a release of vLLM: installed, its names looked for, tests run; what broke, by patch",
-    ),
+    "admit": ("proof.admit.main", "installs a vLLM release, checks the names patches need, runs tests"),
     "models": ("proof.models.document", "prints docs/models.md"),
     "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
     "site": ("proof.site.main", "builds the documents' site, and looks at its pages in a browser"),

@@ -29,13 +29,13 @@ KEPT = {"type", "enum", "required", "pattern", "minimum", "maximum", "minItems",
 """Keywords that are kept as they are. Descriptions and defaults check nothing."""
 WIDTH = 120
 Place = tuple[str | int, ...]
-"""Of a field: names, and numbers in lists."""
+"""The path to a field: names, and numbers in lists."""
 
 
 @dataclass(frozen=True)
 class Chart:
     name: str
-    """Of the file in examples/kubernetes."""
+    """The name of the file in examples/kubernetes."""
     repository: str
     schema: str
     """Where the schema is in the repository; a chart's is in the folder of its Chart.yaml."""
@@ -52,7 +52,7 @@ ALL = (
 
 
 def fingerprint(text: str) -> str:
-    """Of a file of examples/kubernetes without its comments."""
+    """A hash of a file of examples/kubernetes without its comments."""
     return hashlib.sha256(repr(yaml.safe_load(text)).encode()).hexdigest()
 
 
@@ -81,7 +81,7 @@ def reduced(schema: dict[str, Any], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """Of every field, also of those that hold others."""
+    """The path to every field, also to those that hold others."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in inside:
         if isinstance(name, str):

@@ -99,7 +99,7 @@ def real(path: Path) -> Iterator[str]:
 
 PAPERS = (
     ("SQuat", "squat4", "kivi4"),
-    ("SQuat behind Kitty's keys", "squat2", "kitty2"),
+    ("SQuat on top of Kitty's keys", "squat2", "kitty2"),
     ("Kitty", "kitty2", "kivi2"),
     ("PolarQuant", "polar4", "kivi4"),
     ("InnerQ", "innerq2", "kivi2"),

@@ -1,6 +1,6 @@
-"""Low-bit KV caches for vLLM: SQuat, QJL, PolarQuant, InnerQ, KIVI and Kitty as attention backends.
+"""Low-bit KV caches for vLLM: transform coding (klt), SQuat, QJL, PolarQuant, InnerQ, KIVI and Kitty.
 
-    vllm serve MODEL --kv-cache-dtype squat2
+    vllm serve MODEL --kv-cache-dtype kvq3
 
 This module is usable without vllm installed: `roundtrip` shows what a format does to keys and values, and
 `FORMATS[name].bits_per_element(head_size, block_size)` what it costs.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 import textwrap
@@ -11,8 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+from vllm_kvq.meant import SURE, meant
+
 DONE, FOUND, USAGE = 0, 1, 2
 """What commands exit with."""
+
+FORMATS = "--formats"
+FORMERLY = {
+    "--longest": "--tokens",
+    "--behind": "--context",
+    "--prompt": "--context",
+    "--answer": "--tokens",
+    "--concurrency": "--batch",
+    "--model": "MODEL",
+    "--format": FORMATS,
+} | dict.fromkeys(("--csv", "--plot", "--plots", "--folder", "--output"), "--out")
+"""Words that flags had, and the ones that they have instead."""
 
 
 def parser(prog: str, about: str, examples: Sequence[str], found: str) -> Parser:
@@ -35,8 +48,14 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return text if said else f"{text} (default: %(default)s)"
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Lines stay lines, and those that are too wide for the terminal are folded; examples are not."""
-        return "\n".join(folded(line, width) if not line.startswith("  vllm") else line for line in text.splitlines())
+        """Folds paragraphs as a whole, and indented lines by themselves; examples are not folded."""
+        lines: list[str] = []
+        for line in text.splitlines():
+            if lines and line and lines[-1] and not line.startswith(" ") and not lines[-1].startswith(" "):
+                lines[-1] += f" {line}"
+            else:
+                lines.append(line)
+        return "\n".join(folded(line, width) if not line.startswith("  vllm") else line for line in lines)
 
 
 def folded(line: str, width: int) -> str:
@@ -57,11 +76,27 @@ class Parser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             word = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
-            close = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            self.error(
-                f"unknown argument {word}; " + (f"did you mean {close[0]}?" if close else f"see {self.prog} --help")
-            )
+            self.error(f"unknown argument {word}; {self._hint(word)}")
         return found
+
+    def _hint(self, word: str) -> str:
+        """What to write instead of an argument that is not known."""
+        flags = self._option_string_actions
+        now = FORMERLY.get(word)
+        if now in flags:
+            return f"it is {now} here"
+        if now is not None and now in [action.metavar for action in self._actions if not action.option_strings]:
+            return f"{now} is given without a flag"
+        if close := meant(word, flags, SURE):
+            return f"did you mean {close}?"
+        if not word.startswith("-") and (taken := flags.get(FORMATS)) is not None and callable(taken.type):
+            try:
+                taken.type(word)
+            except argparse.ArgumentTypeError:
+                pass
+            else:
+                return f"did you mean {FORMATS} {word}?"
+        return f"see {self.prog} --help"
 
     def error(self, message: str) -> NoReturn:
         raise SystemExit(fail(self.prog, message, self.as_json, USAGE))
@@ -85,6 +120,10 @@ def help_end(examples: Sequence[str], found: str) -> str:
 
 def add_json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+GAP = 2
+"""Blanks between a table's columns."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +152,7 @@ class Table:
                 cell.rjust(width) if i >= self.right else cell.ljust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
-            text.append((pad + "  ".join(cells)).rstrip())
+            text.append((pad + (" " * GAP).join(cells)).rstrip())
         return "\n".join(text)
 
     def show(self) -> None:
@@ -130,15 +169,34 @@ class Table:
             title=rich.text.Text(self.title) if self.title else None,
             title_justify="left",
             show_header=any(self.head),
+            show_edge=False,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
         )
-        for i, head in enumerate(self.head):
+        there = rich.console.Console().width
+        widths = self.widths(there)
+        for i, (head, width) in enumerate(zip(self.head, widths, strict=True)):
             justify: Literal["left", "right"] = "right" if i >= self.right else "left"
-            drawn.add_column(
-                rich.text.Text(head), justify=justify, overflow="fold", no_wrap=i == 0 and len(self.head) > 2
-            )
+            drawn.add_column(rich.text.Text(head), justify=justify, width=width, overflow="fold")
         for row in self.rows:
             drawn.add_row(*map(rich.text.Text, row))
-        rich.console.Console().print(drawn)
+        # a terminal that is too narrow for the words themselves folds whole lines
+        rich.console.Console(width=max(there, sum(widths) + GAP * (len(widths) - 1))).print(drawn)
+
+    def widths(self, most: int) -> list[int]:
+        """Of the columns, in lines of `most` characters: the widest ones are folded at blanks, and no word or number is
+        broken. The first column is not folded unless it is one of two."""
+        columns = [
+            [part for cell in cells for part in cell.split("\n")] for cells in zip(self.head, *self.rows, strict=True)
+        ]
+        widths = [max(map(len, cells)) for cells in columns]
+        least = [max((len(word) for cell in cells for word in cell.split()), default=0) for cells in columns]
+        if len(columns) > 2:
+            least[0] = widths[0]
+        while sum(widths) + GAP * (len(widths) - 1) > most and widths != least:
+            widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])
+            widths[widest] -= 1
+        return widths
 
 
 def show_json(document: Any) -> None:

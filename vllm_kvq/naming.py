@@ -16,7 +16,7 @@ OURS, OTHERS, QUIET = "#1f5fa8", "#c2571a", "#767c86"
 
 @dataclass(frozen=True)
 class Name:
-    """Of a point, or of a curve, which then ends at that point."""
+    """The name of a point, or of a curve, which then ends at that point."""
 
     text: str
     at: tuple[float, float]
@@ -27,7 +27,7 @@ class Name:
 
 
 SIZE = 8.5
-"""Of a name's letters, in points."""
+"""The size of a name's letters, in points."""
 Box = tuple[float, float, float, float]
 """Left, bottom, right, top, in pixels."""
 

@@ -17,7 +17,7 @@ NO_PATCH = "names that no patch is about"
 
 @dataclass(frozen=True)
 class Need:
-    """Of one patch, or of all that is no patch."""
+    """The names that one patch needs, or everything that is not a patch."""
 
     what: str
     place: str

@@ -61,7 +61,7 @@ class Release:
 
 
 def get(version: str, folder: Path) -> Release:
-    """That version, made in `folder` unless it is there or is the installed one."""
+    """The release of that version, made in `folder` unless it is there or is the installed one."""
     if not installed_package():
         raise NoRelease("this Python has no vLLM whose libraries could be used; run it with .venv/bin/python")
     if importlib.metadata.version("vllm").partition("+")[0] == version:

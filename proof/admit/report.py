@@ -81,7 +81,7 @@ class Report:
             [
                 f"# vLLM {self.release.version}, tried",
                 "",
-                "Has this release what the patches need, and do the tests of each kind pass with it? "
+                "Does this release have what the patches need, and do the tests of each kind pass with it? "
                 "([Compatibility](../compatibility.md))",
                 "",
                 f"{seconds / 60:.0f} minutes on {processor_name()}, {datetime.date.today()}.",

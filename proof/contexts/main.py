@@ -32,9 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--formats", type=words(sorted(FORMATS)), default=default(), metavar="NAME,...")
-    parser.add_argument("--lengths", type=lengths, default=LENGTHS, metavar="TOKENS,...", help="(%(default)s)")
-    parser.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens of a page (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="engines at a time (%(default)s): gigabytes each")
+    usual = f"maximum tokens per prompt (default: {','.join(map(str, LENGTHS))})"
+    parser.add_argument("--lengths", type=lengths, default=LENGTHS, metavar="TOKENS,...", help=usual)
+    text = "tokens per page (default: %(default)s)"
+    parser.add_argument("--block-size", type=int, default=64, metavar="N", help=text)
+    text = "concurrent engines, of gigabytes each (default: %(default)s)"
+    parser.add_argument("--jobs", type=int, default=1, help=text)
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and table")
     options = parser.parse_args(argv)
     if options.jobs < 1:
@@ -55,7 +58,7 @@ def lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < SHORTEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths from {SHORTEST} on; write 8192,16384")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of lengths from {SHORTEST} on; write 8192,16384")
     return found
 
 

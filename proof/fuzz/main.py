@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="kinds of models, by their names in docs/models.md, of which each engine has one",
     )  # fmt: skip
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner (drawn)")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="engines at a time (cores)")
+    text = "concurrent engines (default: the number of cores)"
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help=text)
     parser.add_argument(
         "--shrink-minutes", type=float, default=3.0, help="maximum minutes of shrinking after a mismatch"
     )

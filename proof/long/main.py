@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder")
-    parser.add_argument("--prompts", type=int, default=50, help="how many (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="per answer (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=50, help="number of prompts (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="maximum tokens per answer (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and findings")
     options = parser.parse_args(argv)

@@ -53,14 +53,14 @@ do not grow for that. Such models have not run on a GPU yet, where PyTorch would
 
 A window layer's page of N tokens takes as much memory as the pages of several packed layers, so that blocks of the pool
 would waste space. Pages of windows may therefore have fewer tokens, at least 16 and on a CPU 32: the largest number
-with which a request takes hardly more memory than with any other. The table shows for Gemma-3, N = 128, `squat2` and
-requests of 32,768 tokens how many times as many tokens as in 16 bits a pool holds, and in how many of vLLM's KV cache
-groups (`python -m proof scheduler`):
+with which a request takes almost no more memory than with any other size. The table shows, for Gemma-3, N = 128,
+`squat2` and requests of 32,768 tokens, how many times as many tokens a pool holds as in 16 bits, and in how many of
+vLLM's KV cache groups (`python -m proof scheduler`):
 
-| Gemma-3 | pages of N tokens | groups | pages of fewer tokens | groups |
+| Gemma-3 | pages of N tokens | groups | smaller pages | groups |
 | --- | --- | --- | --- | --- |
 | 1B | 3.01 times | 24 | 3.73 times, of 32 | 10 |
-| 4B | 2.91 times | 31 | none is better | 31 |
+| 4B | 2.91 times | 31 | no gain | 31 |
 | 12B | 2.54 times | 42 | 3.16 times, of 64 | 16 |
 | 27B | 2.16 times | 54 | 3.00 times, of 32 | 10 |
 
@@ -68,9 +68,9 @@ For 27B and 16 decoding requests, the time of vLLM's scheduler per step falls fr
 AVX2).
 
 While its prompt is computed, a request holds not only its window but all tokens of the step. vLLM's own line "KV cache
-size" counts that for every request. The line that starts with `kvq:` counts it only once, because all requests share
+size" counts that for every request. The `kvq:` line counts it only once, because all requests share
 the tokens of a step. A pool really holds the number of requests that the line says, and one that is 2 % smaller does
-not (`tests/models/test_pool.py`).
+not (`tests/models/test_pool.py`). `vllm-kvq plan` has both numbers.
 """
 
 SHARING = """\

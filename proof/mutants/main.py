@@ -7,7 +7,7 @@
     python -m proof mutants --report FILE      the findings go to FILE, a page of docs/results
 
 A fault that was caught is recorded (caught.txt) and not planted again until it, its file or its tests change, so a run
-that was stopped goes on where it left off.
+that was stopped resumes where it left off.
 
 Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests
 fail without it.
@@ -187,10 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--all", action="store_true", help="the slow ones, too")
+    parser.add_argument("--all", action="store_true", help="include slow faults")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their name or file")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies at a time (cores)")
-    parser.add_argument("--afresh", action="store_true", help="plants what was caught before, too")
+    text = "concurrent copies (default: the number of cores)"
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help=text)
+    parser.add_argument("--afresh", action="store_true", help="also replant faults already caught")
     parser.add_argument(
         "--kept", type=Path, default=RECORD, metavar="FILE", help="the record (proof/mutants/caught.txt)"
     )

@@ -54,7 +54,7 @@ class Verdict:
     refused: str | None = None
     """The sentence with which the format refuses the combination."""
     paths: list[str] = field(default_factory=list)
-    """That it was judged on."""
+    """The paths that it was judged on."""
     findings: list[str] = field(default_factory=list)
 
 

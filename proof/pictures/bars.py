@@ -15,7 +15,7 @@ Times = Mapping[str, Mapping[int, tuple[float, float]]]
 
 
 def top(panels: Iterable[Times]) -> float:
-    """Of the axes of all panels: room for a legend above the largest limit."""
+    """The top of all panels' axes: room for a legend above the largest limit."""
     return 1.3 * max(max(pair) for found in panels for at in found.values() for pair in at.values())
 
 

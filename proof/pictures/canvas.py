@@ -25,7 +25,7 @@ STYLE = {
 
 
 def fingerprint(data: Any) -> str:
-    """Of what a picture shows, as it stands in the file: whether a picture is up to date is asked by it."""
+    """A hash of what a picture shows, kept in its file: it tells whether the picture is up to date."""
     return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
 
 

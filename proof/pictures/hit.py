@@ -15,7 +15,7 @@ INK = "#5b626d"
 REQUEST, ALIKE = 540, 300
 """Tokens of each request, and those with which the last one begins like the first."""
 HEIGHT, APART, MARGIN = 0.46, 1.15, 118
-"""Of a row, and of rows; and tokens' widths that the names of rows take on the left."""
+"""The height of a row and the distance of rows; the width, in tokens, of the rows' names on the left."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from proof.pictures import capacity, generated, given, gpu, hit, page, quality, recording, speed, transform
+from proof.pictures import capacity, generated, given, gpu, hit, in_flight, page, quality, recording, speed, transform
 from vllm_kvq.cli.logs import be_quiet
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
-PICTURES: tuple[ModuleType, ...] = (quality, given, generated, speed, gpu, page, hit, capacity, transform)
+PICTURES: tuple[ModuleType, ...] = (quality, given, generated, speed, gpu, in_flight, page, hit, capacity, transform)
 """Each has `data()`, what it shows, and `draw(path)`."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from proof.pictures.canvas import picture
 from vllm_kvq.eval.choice import choices
-from vllm_kvq.eval.results.frontier import frontier
+from vllm_kvq.eval.results.frontier import MOST_NAMES, frontier
 from vllm_kvq.eval.results.result import Estimate, Row
 from vllm_kvq.formats.table import PLAIN
 from vllm_kvq.naming import name_points
@@ -38,12 +38,17 @@ Panel = tuple[str, str, Sequence[Row]]
 """Its title, its metric, and what it shows."""
 
 
-def draw(path: Path, data: Any, panels: Sequence[Panel], label: str, alike: bool = True) -> None:
-    """Quality against bits in panels side by side, which share their scales if they are `alike`."""
+def draw(
+    path: Path, data: Any, panels: Sequence[Panel], label: str, alike: bool = True, most: int = MOST_NAMES
+) -> None:
+    """Quality against bits in panels side by side, which share their scales if they are `alike`.
+
+    `most`: how many points of a panel have names.
+    """
     with picture(path, data, len(panels), (10.5, 3.9)) as places:
         named = []
         for axes, (title, metric, shown) in zip(places, panels, strict=True):
-            names, others = frontier(axes, shown, metric)
+            names, others = frontier(axes, shown, metric, most)
             named.append((axes, names, others))
             axes.set_title(title, fontsize=9, loc="left")
         if alike:

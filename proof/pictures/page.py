@@ -1,5 +1,5 @@
 """A page drawn to scale: its header and slabs, the fields of one slab, a request that consists of such pages, and what
-it holds besides them."""
+it holds in addition to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Part = tuple[str, float, str]
 IN_BLOCKS = 3
 """The rows from this one on have the same scale."""
 APART = 1.2
-"""Of rows."""
+"""The distance of rows."""
 GAP = "gap"
 """The kind of what is left out between two blocks."""
 
@@ -43,7 +43,7 @@ def data() -> list[tuple[str, list[Part]]]:
         (f"A request of {REQUEST} tokens, and where each token is read from", request_parts(fmt)),
         (f"One page: {fmt.N} tokens of one KV head, {fmt.record_bytes:,} bytes", page_parts(fmt)),
         (f"One slab: {SLAB} tokens, {slab:,} bytes; keys blue, values green", slab_parts(fmt)),
-        ("What a request holds besides pages, in blocks as large as a page: sidecar and sinks of one KV head", [
+        ("What a request holds in addition to pages, in blocks as large as a page: sidecar and sinks of one KV head", [
             *companion_parts(companion_blocks(fmt))
         ]),
         (f"The same with {WITH_STATE}, whose sidecar also has the subspace that is fitted to the prompt", [

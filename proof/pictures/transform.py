@@ -16,9 +16,9 @@ from vllm_kvq.naming import OTHERS, OURS
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 MODEL = "SmolLM2-135M"
 SHADES = {0: "#c9ccd2", 2: "#a8c4e2", 4: "#5b8fc7", 6: "#1a4a80"}
-"""By a channel's bits."""
+"""Colours by a channel's bits."""
 LEAST = 1e-5
-"""Of the variance: what is smaller is not shown."""
+"""The least share of the variance that is shown."""
 
 
 def recorded(name: str) -> list[dict[str, str]]:
@@ -55,7 +55,7 @@ def _spectrum(axes: Any, of_head: list[Channel]) -> None:
         if some:
             axes.bar(*zip(*some, strict=True), 0.9, color=color, label=f"{bits} bits ({len(some)})")
     axes.legend(fontsize=8, frameon=False, loc="upper right")
-    _by_channel(axes, "variance, and the bits that it gets")
+    _by_channel(axes, "variance, and the bits that it gets", "share of variance")
 
 
 def _errors(axes: Any, of_head: list[Channel]) -> None:
@@ -66,13 +66,14 @@ def _errors(axes: Any, of_head: list[Channel]) -> None:
     ):
         axes.plot(numbers, of_channels, "o", color=color, markersize=3, label=f"{name}: {sum(of_channels):.1%} in all")
     axes.legend(fontsize=8, frameon=False, handletextpad=0.2, loc="upper right")
-    _by_channel(axes, "squared error")
+    _by_channel(axes, "squared error", "squared error, share of variance")
 
 
-def _by_channel(axes: Any, title: str) -> None:
+def _by_channel(axes: Any, title: str, label: str) -> None:
     axes.set_yscale("log")
     axes.set_ylim(LEAST, 1)
     axes.set_xlabel("channels after the transform")
+    axes.set_ylabel(label)
     axes.set_title(title, fontsize=10, loc="left")
 
 
@@ -84,6 +85,6 @@ def _scores(axes: Any, found: list[Head]) -> None:
     label(axes, "the head on the left", (shown.equal, shown.by_channel), (-45, -45), OTHERS)
     axes.set_xlim(0, most)
     axes.set_ylim(0, most)
-    axes.set_xlabel(f"{BITS} bits each")
-    axes.set_ylabel("bits by variance")
+    axes.set_xlabel(f"relative error, {BITS} bits each")
+    axes.set_ylabel("relative error, bits by variance")
     axes.set_title(f"error of scores, {len(found)} heads", fontsize=10, loc="left")

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens of a page (%(default)s)")
     parser.add_argument("--stride", type=int, default=1, help="from one length to the next (%(default)s)")
     parser.add_argument("--runner", choices=("V1", "V2"), default="V1", help="vLLM's model runner (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="engines at a time (cores)")
+    text = "concurrent engines (default: the number of cores)"
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help=text)
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and table")
     options = parser.parse_args(argv)
     if options.jobs < 1 or options.stride < 1:

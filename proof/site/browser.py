@@ -128,7 +128,7 @@ class Browser:
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Of the tab."""
+        """The tab's answer."""
         return self._ask(method, self._session, **parameters)
 
     # -- the protocol -------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--format", choices=[*sorted(FORMATS), PLAIN], default="squat2", metavar="NAME")
-    parser.add_argument("--clients", type=int, default=6, help="requests at a time")
+    parser.add_argument("--clients", type=int, default=6, help="concurrent requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="start sooner: no compilation")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's log")

@@ -65,7 +65,7 @@ class Metrics:
     """The metrics of one engine in /metrics."""
 
     blocks: int
-    """That vLLM can hand out: all but block 0."""
+    """Blocks that vLLM can hand out: all but block 0."""
     used_blocks: int
     running: int
     waiting: int

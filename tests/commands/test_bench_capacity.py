@@ -148,9 +148,10 @@ def test_a_server_that_fails_is_said(
     ("words", "sentence"),
     [
         (["demo", "--cache-bytes", "much"], "'much' is not a size such as 80G or 512M"),
-        (["demo", "--formats", "auto"], "--formats auto is bf16, which is measured in any case; name a cache"),
+        (["demo", "--formats", "auto"], "--formats auto is bf16, which is always measured; name a cache"),
         (["demo", "--requests", "4"], "4 requests are fewer than the 32 that are to run at once"),
-        (["demo", "--prompt", "9000"], "positions, and requests take"),
+        (["demo", "--concurrency", "8"], "--concurrency; it is --batch here"),
+        (["demo", "--context", "9000"], "positions, and requests take"),
         (["/nowhere"], "there is no folder '/nowhere'"),
     ],
 )
@@ -167,7 +168,7 @@ def test_bad_input(
 @pytest.mark.engine
 @pytest.mark.wide
 def test_two_real_servers(tmp_path: Path) -> None:
-    words = ["--prompt", "96", "--answer", "32", "--requests", "6", "--concurrency", "4", "--eager"]
+    words = ["--context", "96", "--tokens", "32", "--requests", "6", "--batch", "4", "--eager"]
     assert command.main(["demo", *words, "--cache-bytes", "1M", "--formats", "kitty2", "--out", str(tmp_path)]) == 0
     plain, packed = csv.DictReader((tmp_path / "capacity.csv").open())
     assert (plain["cache"], packed["cache"]) == ("bf16", "kitty2")

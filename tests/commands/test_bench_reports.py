@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_up_benches import H200, MODEL, NINE, REFUSED, RUNS, run, speed
@@ -163,14 +164,22 @@ def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) ->
     assert panels["batch 4"]["kitty2"] == [(64, 1.75), (256, 1.75)]
 
 
-def test_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> None:
+def test_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A point for each cache, eight of them with names."""
+    shown: list[tuple[dict[str, tuple[float, float]], str, str]] = []
+    points = figures.points
+
+    def spied(axes: Any, found: dict[str, tuple[float, float]], across: str, up: str) -> None:
+        shown.append((found, across, up))
+        points(axes, found, across, up)
+
+    monkeypatch.setattr(figures, "points", spied)
     ran = run("capacity", tmp_path, monkeypatch)
     assert len(rows(ran.out / "capacity.csv")) == 1 + len(NAMES)
-    ((panels, scale),) = drawn
-    assert [*panels] == ["output tokens per second", "requests at the same time"]
-    for curves in panels.values():
-        assert curves == {name: [(1024, speed(name) / speed("bf16"))] for name in NAMES}
-    assert (scale.label, scale.base) == ("times bf16's", "bf16")
+    found = {name: (2 * speed(name), 50 * speed(name)) for name in ("bf16", *NAMES)}
+    assert shown == [(found, "requests in flight", "output tokens per second")]
+    (picture,) = ran.drawn
+    assert [texts(picture).count(name) for name in found] == [1] * 8 + [0] * (len(found) - 8)
 
 
 def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> None:
@@ -249,7 +258,7 @@ def test_curves_are_named_where_they_end_and_are_eight_at_most(tmp_path: Path) -
     curves: Curves = {name: [(1024, 1.0 + n), (4096, 2.0)] for n, name in enumerate(names)}
     picture = figures.draw(tmp_path / "a.png", {"above": curves}, "title", figures.MILLISECONDS)
     said = texts(picture)
-    shown = ["bf16", "fp8", "kitty2", "squat2", "polar4", "innerq2", "kivi2", "klt4"]
+    shown = ["klt4", "bf16", "klt3", "fp8", "kivi4", "kitty2", "squat2", "kivi2"]
     assert {name: said.count(name) for name in names} == {name: int(name in shown) for name in names}
     assert {"1k", "4k", "above", "tokens in the cache, per request", "ms per decode step and layer"} <= {*said}
     assert picture.title.startswith("title\n8 of 10 are drawn")

@@ -26,6 +26,7 @@ from vllm_kvq.cli.bench import decode as decode_command
 from vllm_kvq.cli.bench import prefill as prefill_command
 from vllm_kvq.cli.bench import serve as serve_command
 from vllm_kvq.cli.bench import slow as slow_command
+from vllm_kvq.cli.bench.arguments import recommended
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import score_error
 
@@ -131,11 +132,11 @@ def test_decode(
     monkeypatch.setattr("sys.argv", ["bench", "m", "--batch", "4", "--min-ratio", str(least)])
     assert decode_command.main() == status
     printed = capsys.readouterr().out
-    assert printed.startswith("kitty2: 16 tokens/s, bf16 8 tokens/s, ratio 2.00 ")
-    assert (f"slower than {least} of bf16: kitty2" in printed) == bool(status)
+    assert printed.startswith(f"{recommended()}: 16 tokens/s, bf16 8 tokens/s, ratio 2.00 ")
+    assert (f"slower than {least} of bf16: {recommended()}" in printed) == bool(status)
     assert decode_command.main(["m", "--batch", "4", "--min-ratio", str(least), "--json"]) == status
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row == {"format": "kitty2", "tokens_per_second": 16.0, "bf16_tokens_per_second": 8.0, "ratio": 2.0}
+    assert row == {"format": recommended(), "tokens_per_second": 16.0, "bf16_tokens_per_second": 8.0, "ratio": 2.0}
 
 
 def test_decode_holds_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:

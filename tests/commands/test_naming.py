@@ -24,7 +24,7 @@ def axes() -> Iterator[Any]:
 
 
 def boxes(axes: Any) -> dict[str, Any]:
-    """Of the names' letters, without lines that lead to them; in pixels."""
+    """The boxes of the names' letters in pixels, without the lines that lead to them."""
     from matplotlib.text import Text
 
     axes.figure.draw_without_rendering()

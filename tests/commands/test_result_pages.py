@@ -251,6 +251,7 @@ def test_text_is_text() -> None:
 # -- the commands -----------------------------------------------------------------------------------------------------
 def test_eval_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "evaluate", lambda args, chosen: results())
+    monkeypatch.setattr(command, "check_model", lambda *_: None)
     monkeypatch.setattr(plots, "draw_all", lambda rows, folder: [])
     assert cli.main(["eval", "a <model>", "--formats", "squat2", "--out", str(tmp_path)]) == 0
     read = Read((tmp_path / FILE).read_text())
@@ -260,6 +261,7 @@ def test_eval_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_matplotlib_it_has_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "evaluate", lambda args, chosen: results())
+    monkeypatch.setattr(command, "check_model", lambda *_: None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["eval", "a <model>", "--formats", "squat2", "--out", str(tmp_path)]) == 0
     read = Read((tmp_path / FILE).read_text())

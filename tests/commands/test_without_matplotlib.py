@@ -26,8 +26,9 @@ def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [Row("bf16", 16.0, 1 << 20, 8192.0, None, None), Row("kitty2", 3.0, 1 << 18, 2048.0, None, None)]
-    found = plan.Outcome("model", Wanted(1024), None, rows, {}, {}, "a model", {"kitty2": [(256, 2.0), (512, 4.0)]})
+    rows = [Row("bf16", 16.0, 1 << 20, 8192.0, *[None] * 3), Row("kitty2", 3.0, 1 << 18, 2048.0, *[None] * 3)]
+    found = plan.Outcome("model", Wanted(1024), None, rows, {}, {}, "a model", "", {"kitty2": [(256, 2.0), (512, 4.0)]})
+    monkeypatch.setattr(plan, "models_problem", lambda _: None)
     monkeypatch.setattr(plan, "planned", lambda *_: found)
     monkeypatch.setattr(plan, "be_quiet", lambda: None)
     assert cli.main(["plan", "model", "--out", str(tmp_path)]) == 0
@@ -40,6 +41,7 @@ def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_eval_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     errors = {"squat2": [HeadError(0, 0, 0.125, 0.25, 0.375)]}
+    monkeypatch.setattr(heads, "check_model", lambda *_: None)
     monkeypatch.setattr(heads.Model, "of", lambda *_: None)
     monkeypatch.setattr(heads, "captured_text", lambda *_: SimpleNamespace(windows=()))
     monkeypatch.setattr(heads, "measured", lambda *_: (errors, {}))

@@ -156,7 +156,7 @@ def test_no_seconds_start_no_measurement(
     assert json.loads(capsys.readouterr().out)["rows"] == []
     written = [file.name for file in tmp_path.glob("new/*")]
     assert written == ["gpu-dry-run-times-mean-nothing.md"] * out
-    assert not out or "there was no time for more" in (tmp_path / "new" / written[0]).read_text()
+    assert not out or "ran out of time" in (tmp_path / "new" / written[0]).read_text()
 
 
 def test_what_was_measured_before_is_shown_when_there_is_no_time(

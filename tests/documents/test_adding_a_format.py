@@ -11,12 +11,14 @@ from pathlib import Path
 import example_format
 import pages
 import pytest
+import torch
 import traces
 from completions import complete
 
 from proof.demo.capacity import parse_capacity
 from vllm_kvq.bench.servers.server import Server
 from vllm_kvq.eval import peers
+from vllm_kvq.formats.parts import planes
 
 pytestmark = pytest.mark.engine
 PAGE = "docs/adding-a-format.md"
@@ -56,6 +58,23 @@ def test_excerpts() -> None:
 def test_the_peers_are_listed() -> None:
     (listed,) = re.findall(r"other projects' methods, as they ship: (.*?)\.\n", DOC, flags=re.S)
     assert re.findall(r"`(\w+)`", listed) == [peer.name for peer in peers.FORMATS]
+
+
+def test_codes_lie_in_planes_as_the_page_says() -> None:
+    """The bytes of keys and of values in which each channel's code is, and where there."""
+    sentence = r"At d = (\d+) and (\d) bits, the first byte of a token has the codes of channels (.*?), from"
+    (said,) = re.findall(sentence, " ".join(DOC.split()))
+    d, bits, channels = int(said[0]), int(said[1]), [*map(int, re.findall(r"\d+", said[2]))]
+    codes = torch.zeros(planes.SLAB, d, dtype=torch.uint8)
+    codes[0, channels] = torch.tensor(range(len(channels)), dtype=torch.uint8)
+    expected = sum(plane << bits * plane for plane in range(len(channels)))
+    packed = planes.pack_keys(codes, bits)
+    assert packed[0, 0, 0] == expected
+    assert packed.sum() == expected
+    assert planes.pack_values(codes, bits)[0, 0, 0] == expected
+    named = re.findall(r"`((?:csrc|triton_kernels|vllm_kvq)/[\w./]+)`", DOC)
+    assert "vllm_kvq/formats/parts/planes.py" in named
+    assert [path for path in named if not (pages.ROOT / path).exists()] == []
 
 
 @pytest.mark.wide

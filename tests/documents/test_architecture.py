@@ -27,7 +27,7 @@ def test_commands(command: str) -> None:
     if words[0] == "make":  # CI has run it before the tests: here only that there is such a target
         words.insert(1, "--dry-run")
     else:
-        words[0] = sys.executable
+        words[:1] = [sys.executable, "-m", "vllm_kvq"] if words[0] == "vllm-kvq" else [sys.executable]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()

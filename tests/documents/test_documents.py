@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.formats.budgets import RECOMMENDED
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import suite
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +45,25 @@ def test_first_examples_are_what_is_recommended(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     named = re.findall(r"(?:vllm serve|vllm-kvq check) \S+ --kv-cache-dtype (\w+)|--kv-cache-dtype (\w+)$", text, re.M)
     named = [first or second for first, second in named]
-    assert {*named} <= {RECOMMENDED, suite("usual")[0], "auto", "F"}
+    assert {*named} <= {RECOMMENDED, *BUDGETS[RECOMMENDED].formats, "auto", "F"}
     assert named[0] == RECOMMENDED
+
+
+@pytest.mark.parametrize("page", [*FIRST_EXAMPLES, "docs/choosing.md", "docs/evaluation.md"])
+def test_what_is_compared_first_is_what_is_recommended(page: str) -> None:
+    """Evaluations begin with the recommended format, or with the default, which is compared with it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    commands = re.findall(r"vllm-kvq eval (?:answers |heads |humaneval )?MODEL\b[^`\n]*", text)
+    named = [found[1].split(",") for command in commands if (found := re.search(r"--formats (\S+)", command))]
+    assert {name.partition(":")[0] for names in named for name in names} <= {*suite("usual"), "fp8"}
+    assert [names[0] for names in named[:1]] in ([], [BUDGETS[RECOMMENDED].formats[0]])
+
+
+def test_the_first_format_in_python_is_one_that_is_recommended() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r'(?:roundtrip\(|FORMATS\[)"(\w+)"', text)
+    assert len(named) == 2
+    assert {*named} <= {*BUDGETS[RECOMMENDED].formats}
 
 
 @pytest.mark.parametrize(

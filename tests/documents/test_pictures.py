@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import html
+import itertools
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pages
 import pytest
 
-from proof.pictures import bars, capacity, gpu, hit, measured, page, quality, speed
+from proof.pictures import bars, capacity, gpu, hit, in_flight, measured, page, quality, speed
 from proof.pictures.canvas import fingerprint
 from proof.pictures.main import FOLDER, PICTURES, RECORDING, file_name, main
 from proof.pictures.page import bound
-from vllm_kvq.cli.check.every import HEAD, ranked
-from vllm_kvq.formats.budgets import BUDGETS
+from vllm_kvq import console
+from vllm_kvq.cli.bench import capacity as capacity_command
+from vllm_kvq.cli.check.every import HEAD, notes, ranked
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import FORMATS, suite
+from vllm_kvq.integration.advice import losses, speeds
 from vllm_kvq.kernels.slots import SlotGeometry
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +62,39 @@ def shown(path: Path) -> list[str]:
     return re.findall(r"<text [^>]*>([^<]+)</text>", path.read_text(encoding="utf-8"))
 
 
+def recorded_lines() -> list[str]:
+    """What `check` printed, as the picture has it."""
+    lines: dict[float, str] = {}
+    drawn = (FOLDER / RECORDING).read_text(encoding="utf-8")
+    for y, text in re.findall(r'<text [^>]* y="([\d.]+)" textLength[^>]*>([^<]+)</text>', drawn):
+        lines[float(y)] = lines.get(float(y), "") + html.unescape(text).replace("\xa0", " ").rstrip("\n")
+    return [line for _, line in sorted(lines.items())]
+
+
 def test_the_recording_shows_check_as_it_is() -> None:
-    drawn = (FOLDER / RECORDING).read_text().replace("&#160;", " ")
-    for word in (*HEAD, *ranked(), "switch on", "go back"):
-        assert word in drawn, f"{word!r}: run python -m proof pictures --check MODEL"
-    assert "url(" not in drawn.replace("url(#", ""), "a picture loads nothing from the network"
+    """Its rows in their order, the measured losses and speeds, and the notes. If not: pictures --check MODEL."""
+    lines = recorded_lines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(HEAD[0]))
+    assert lines[start].split() == " ".join(HEAD).split()
+    rows = [line.split() for line in itertools.takewhile(str.strip, lines[start + 1 :])]
+    recommended = BUDGETS[RECOMMENDED].formats[0]
+    assert rows[0][0] == recommended
+    assert [row[0] for row in rows] == sorted(ranked(), key=lambda name: name != recommended)
+
+    said = " ".join(" ".join(lines[start + 1 + len(rows) :]).split())
+    (loss,) = (found for found in losses.measured() if found.where in said)
+    (speed,) = (found for found in speeds.measured() if found.where in said)
+    for name, *_, kl, times, kernels in (row[:7] for row in rows):
+        slow = kernels.endswith(",")
+        assert kl == (console.short(loss.kl[name]) if name in loss.kl else "-"), name
+        assert times == (f"{speed.times_bf16[name]:.1f}" if name in speed.times_bf16 and not slow else "-"), name
+    shown = {"loss": {"where": loss.where}, "speed": {"where": speed.where}, "warnings": []}
+    for note in (*notes([shown]), f"--kv-cache-dtype {RECOMMENDED}", "switch on", "go back"):
+        assert note in said
+
+
+def test_the_recording_loads_nothing_from_the_network() -> None:
+    assert "url(" not in (FOLDER / RECORDING).read_text().replace("url(#", "")
 
 
 def test_each_picture_is_in_a_document() -> None:
@@ -79,7 +114,7 @@ def test_each_picture_is_one_that_is_drawn_from_what_is_recorded() -> None:
 
 # -- quality against bits ---------------------------------------------------------------------------------------------
 def test_formats_that_were_measured_later_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In files of their own. Those of budgets get a name in each panel, and no panel has more than eight."""
+    """In files of their own. Those of budgets get a name in each panel, and no panel has more than six."""
     before = {row.label for row in measured.rows("real-qwen2.5-1.5b-4096", quality.METRIC)}
     new = sorted({name for budget in BUDGETS.values() for name in budget.formats} - before)
     assert new
@@ -93,12 +128,14 @@ def test_formats_that_were_measured_later_are_in_it(tmp_path: Path, monkeypatch:
     quality.draw(tmp_path / "quality.svg")
     words = shown(tmp_path / "quality.svg")
     named = [word for word in words if word in FORMATS or word == "fp8"]
-    panels, left = len(quality.MODELS), len(before) + len(new) - 8
+    panels, left = len(quality.MODELS), len(before) + len(new) - 6
     assert left > 0
     assert all(named.count(name) == panels for name in new)
-    assert len(named) == 8 * panels
+    assert len(named) == 6 * panels
     assert words.count(f"grey: {left} more") == panels
-    assert {*new} <= {*shown(FOLDER / "quality.svg")}
+    drawn = shown(FOLDER / "quality.svg")
+    assert {*new} <= {*drawn}
+    assert [drawn.count(name) for name in ("fp8", *FORMATS) if name in drawn] == 6 * [panels]
 
 
 @pytest.mark.parametrize("name", ["quality", "given", "generated"])
@@ -108,12 +145,36 @@ def test_quality_has_units(name: str) -> None:
     assert "bits per number, everything counted" in words
 
 
+def test_axes_of_the_transform_say_what_they_show() -> None:
+    words = shown(FOLDER / "transform.svg")
+    assert {"share of variance", "squared error, share of variance", "relative error, bits by variance"} <= {*words}
+
+
 # -- capacity and speed -----------------------------------------------------------------------------------------------
 def test_capacity_has_the_formats_of_budgets() -> None:
     found = capacity.formats()
     assert {name for budget in BUDGETS.values() for name in budget.formats} <= {*found}
     assert len(found) == len({*found}) <= 6
     assert {*found, "fp8", "bf16"} <= {*shown(FOLDER / "capacity.svg")}
+
+
+def test_requests_in_flight_name_the_processor_and_every_cache() -> None:
+    words = shown(FOLDER / "in_flight.svg")
+    assert {in_flight.WHERE, "requests in flight", "output tokens per second", *in_flight.LOADS.values()} <= {*words}
+    for found in in_flight.data().values():
+        assert 2 <= len(found) <= 8
+        assert {*found} <= {*words}
+
+
+def test_the_loads_in_a_picture_are_those_of_the_documents_commands() -> None:
+    page = "docs/benchmarks.md"
+    assert in_flight.WHERE in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    start = "vllm-kvq bench capacity "
+    commands = [command.text.replace("\\\n", "") for command in pages.commands(page) if command.text.startswith(start)]
+    loads = [capacity_command.parser().parse_args(shlex.split(text.removeprefix(start))) for text in commands]
+    assert [*in_flight.LOADS.values()] == [
+        f"{a.requests} requests of {a.context} + {a.tokens} tokens, {a.cache_bytes >> 20} MiB of cache" for a in loads
+    ]
 
 
 def test_bars_name_the_processor_and_every_format() -> None:

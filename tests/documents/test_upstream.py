@@ -21,7 +21,7 @@ from vllm_kvq.integration.preview.known_faults import KNOWN_FAULTS
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
 KNOWN = {
-    "sampling-beside-speculation": "With drafts, a sampled request spoils its batch on a CPU",
+    "sampling-with-drafts": "With drafts, a sampled request spoils its batch on a CPU",
     "slow-stop": "After SIGTERM a server stays as long as clients keep streams open",
     "eager-pipeline": "Pipeline parallelism without a compiled model crashes on a CPU",
 }

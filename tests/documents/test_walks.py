@@ -56,7 +56,7 @@ RESEARCHER = Walk(
         "pip install 'vllm-kvq[humaneval]'": DOWNLOADS,
         "vllm-kvq eval humaneval": MISSING,
         "pip install 'vllm-kvq[lm_eval]'": DOWNLOADS,
-        "vllm-kvq eval MODEL --formats squat2,innerq2 --lm-eval": MISSING,
+        "vllm-kvq eval MODEL --formats klt3,kitty2 --lm-eval": MISSING,
         "vllm-kvq eval MODEL --lm-eval": MISSING,
         "lm_eval run": MISSING,
         "objdump": "only vLLM's library for AVX-512 has the function",
@@ -77,7 +77,7 @@ CPU_BOX = Walk(
     },
     prose={"library/": "folders"},
     python={
-        "from vllm_kvq import FORMATS, roundtrip": "import torch; key = value = query = torch.randn(64, 2, 64)",
+        "from vllm_kvq import FORMATS, roundtrip": "import torch; key = value = torch.randn(64, 2, 64)",
     },
 )
 WALKS = {"operator": OPERATOR, "researcher": RESEARCHER, "CPU box": CPU_BOX}

@@ -143,7 +143,7 @@ def test_a_damaged_file_is_refused(fitted: Fitted, tmp_path: Path) -> None:
     content = bytearray(kept_in(cache).read_bytes())
     content[-5] ^= 64
     damaged.write_bytes(content)
-    with pytest.raises(EngineFailed, match=r"the calibration \S+ is damaged; delete it, and another one is made at st"):
+    with pytest.raises(EngineFailed, match=r"the calibration \S+ is damaged; delete it, and the server will create"):
         start(model, tmp_path, ARGUMENTS)
     damaged.write_bytes(content[:1000])
     with pytest.raises(EngineFailed, match=r"the calibration \S+ can't be read \(.+\); delete it, and another one"):

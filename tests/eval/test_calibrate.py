@@ -87,7 +87,9 @@ def test_wrong_formats_are_wrong_usage(more: list[str], sentence: str, capsys: p
 def test_lengths_that_the_model_has_not(
     model: Path, more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["calibrate", str(model), *more]) == 1
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["calibrate", str(model), *more])
+    assert exited.value.code == 2
     assert sentence in capsys.readouterr().err
 
 

@@ -42,16 +42,22 @@ def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "status", "sentence"),
     [
-        (["--context", "4096"], "has 512 positions; --context 4096 is beyond them"),
-        (["--context", "16", "--tasks", "needles"], "task needles has no text as short as 16 tokens"),
+        (["--context", "4096"], 2, "has 512 positions; --context 4096 is beyond them"),
+        (["--context", "16", "--tasks", "needles", "--formats", "fp8"], 1, "task needles has no text as short as 16"),
     ],
 )
 def test_what_the_model_can_not_do(
-    model: Path, tmp_path: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, arguments: list[str], status: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["eval", str(model), "--cache", str(tmp_path / "cache"), *arguments]) == 1
+    command = ["eval", str(model), "--cache", str(tmp_path / "cache"), *arguments]
+    if status == 2:
+        with pytest.raises(SystemExit) as exited:
+            cli.main(command)
+        assert exited.value.code == status
+    else:
+        assert cli.main(command) == status
     said = capsys.readouterr()
     assert said.out == ""
     (line,) = said.err.splitlines()
@@ -60,6 +66,7 @@ def test_what_the_model_can_not_do(
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
     assert cli.main(["eval", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -95,11 +102,13 @@ def made_up(*refused: str) -> Any:
 def test_it_ends_well_if_a_named_format_was_evaluated(
     formats: str, refused: tuple[str, ...], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(command, "check_model", lambda *_: None)
     monkeypatch.setattr(command, "evaluate", made_up(*refused))
     assert cli.main(["eval", "model", "--formats", formats]) == status
 
 
 def test_json_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "check_model", lambda *_: None)
     monkeypatch.setattr(command, "evaluate", made_up())
     assert cli.main(["eval", "model", "--formats", "squat2", "--json", "--out", str(tmp_path / "new" / "folder")]) == 0
     printed = json.loads(capsys.readouterr().out)

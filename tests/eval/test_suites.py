@@ -11,6 +11,7 @@ import pytest
 
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, table
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import Format, suite
 
 DEFAULTS = {
@@ -55,8 +56,22 @@ def new(monkeypatch: pytest.MonkeyPatch) -> Callable[[Format], None]:
 
 @pytest.mark.parametrize(("module", "which"), DEFAULTS.items())
 def test_a_default_is_a_suite(module: str, which: str) -> None:
-    assert named(module) == [*suite(which)]
+    baselines = ["fp8"] if which == "usual" else []
+    assert named(module) == [*suite(which), *baselines]
     assert "kitty2" in named(module)
+
+
+def test_the_usual_formats_are_those_that_are_recommended() -> None:
+    """The first is the one, which `bench` takes by default; KIVI is the baseline."""
+    usual = suite("usual")
+    recommended = BUDGETS[RECOMMENDED].formats
+    assert usual[0] == recommended[0]
+    assert {*recommended} <= {*usual}
+    of_budgets = {name for budget in BUDGETS.values() for name in budget.formats}
+    assert {FORMATS[name].keys.name for name in {*usual} - of_budgets} == {"kivi"}
+    for name in BENCHES:
+        action = formats_of(f"bench.{name}")
+        assert chosen(action, action.default) == [usual[0]]
 
 
 @pytest.mark.parametrize(("module", "which"), DEFAULTS.items())

@@ -125,7 +125,7 @@ def test_null(option: str) -> None:
 def test_unknown_options(option: Any) -> None:
     message = refusal("squat2", {option: 1})
     assert f"unknown kvq option {option!r}" in message
-    assert all(known in message for known in OPTIONS)
+    assert "did you mean '" in message or all(known in message for known in OPTIONS)
 
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.public])
@@ -289,5 +289,5 @@ def test_every_option_is_a_name_that_python_takes() -> None:
 
 
 def test_an_option_that_was_meant() -> None:
-    with pytest.raises(ValueError, match="unknown kvq option 'lambda'; did you mean 'lam'\\? known options are"):
+    with pytest.raises(ValueError, match=r"unknown kvq option 'lambda'; did you mean 'lam'\?$"):
         get_format("squat2").settings({"lambda": 0.01})

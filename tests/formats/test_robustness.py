@@ -136,7 +136,7 @@ def test_an_outlier_stays_in_its_pack_unit(name: str, value: float) -> None:
 
 
 def values_in_groups_of_32(name: str) -> bool:
-    """Of channels as they are: rotated, an outlier would be in all of them."""
+    """Groups of channels as they are: rotated, an outlier would be in all of them."""
     settings = FORMATS[name].settings()
     return (settings.get("group"), settings.get("value_rotation")) == (32, "none")
 

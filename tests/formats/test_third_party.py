@@ -110,7 +110,7 @@ BROKEN = {
     "OTHER = 1": "AttributeError: module 'kvq_bad' has no attribute 'FORMAT'",
     "FORMAT = 1": "is neither a Format nor a tuple of them",
     "FORMAT = ()": "is neither a Format nor a tuple of them",
-    IMPORTS + "FORMAT = Format('Bad-Name', '', Keys, TokenValues)": "is not made of small letters",
+    IMPORTS + "FORMAT = Format('Bad-Name', '', Keys, TokenValues)": "is not made of lowercase letters",
     IMPORTS + "FORMAT = Format('bad', '', Keys, TokenValues, {'r': 5})": "sets option 'r', which its codecs don't",
     IMPORTS + "FORMAT = Format('bad', '', Keys, TokenValues, {'times': 99})": "option 'times' is 99",
     IMPORTS + "Keys.options = (Option('W', ''),)\nFORMAT = Format('bad', '', Keys, TokenValues)": "another meaning",
@@ -200,5 +200,5 @@ def test_the_names_that_vllm_has() -> None:
 
 @pytest.mark.parametrize("bad", ["Squat2", "", "a b", "2x", "a-b"])
 def test_names_of_formats(bad: str) -> None:
-    with pytest.raises(ValueError, match="small letters"):
+    with pytest.raises(ValueError, match="lowercase letters"):
         Format(bad, "", FORMATS["squat2"].keys, FORMATS["squat2"].values)

@@ -37,7 +37,7 @@ def configured(model: Path, tmp_path: Path) -> Bare:
             config = replace(arch, numbers={**arch.numbers, **arguments.pop("numbers", {})}).build()
             config.architectures = [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
             config.save_pretrained(where := tmp_path / "model")
-            arguments |= {"skip_tokenizer_init": True, "dtype": "float32"}
+            arguments = {"skip_tokenizer_init": True, "dtype": "float32", **arguments}
         if method := arguments.pop("draft", None):
             from proof.models.draft import random_draft
 

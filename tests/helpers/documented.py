@@ -60,20 +60,19 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "docker run": Account(DOCKER),
     },
     "docs/architecture.md": {
-        "python -m vllm_kvq formats": Account("tests/documents/test_architecture.py::test_commands"),
+        "vllm-kvq formats": Account("tests/documents/test_architecture.py::test_commands"),
         "python -m proof --help": Account("tests/documents/test_architecture.py::test_commands"),
         "make lint": Account("tests/documents/test_architecture.py::test_commands"),
     },
     "docs/benchmarks.md": {
-        "vllm-kvq bench attention": Account(ATTENTION, 3),
-        "python -m vllm_kvq bench attention": Account(ATTENTION),
-        "python -m vllm_kvq bench slow": Account("tests/commands/test_bench.py::test_the_slow_ones_are_timed"),
+        "vllm-kvq bench attention": Account(ATTENTION, 4),
+        "vllm-kvq bench slow": Account("tests/commands/test_bench.py::test_the_slow_ones_are_timed"),
         "python -m proof instructions": Account(
             "tests/kernels/test_cpu_probe.py::test_only_the_library_counts_and_always_alike"
         ),
-        "python -m vllm_kvq bench prefill": Account("tests/commands/test_figures.py::test_prefill", 2),
+        "vllm-kvq bench prefill": Account("tests/commands/test_figures.py::test_prefill", 2),
         "vllm-kvq bench capacity": Account("tests/commands/test_bench_capacity.py::test_two_real_servers", 2),
-        "python -m vllm_kvq bench serve": Account("tests/commands/test_bench.py::test_serve_compares_two_real_servers"),
+        "vllm-kvq bench serve": Account("tests/commands/test_bench.py::test_serve_compares_two_real_servers"),
     },
     "docs/choosing.md": {
         "vllm serve MODEL --config configs/presets/": Account(

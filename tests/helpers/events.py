@@ -37,7 +37,7 @@ def stored(events: list[Any]) -> list[Any]:
 
 
 def vllms_hashes(tokens: Sequence[int], block_size: int) -> list[Any]:
-    """Of the whole blocks of these tokens, as vLLM calculates and publishes them."""
+    """The hashes of the whole blocks of these tokens, as vLLM calculates and publishes them."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash, maybe_convert_block_hash
 

@@ -37,7 +37,7 @@ class Example:
 
 
 def entry_point() -> list[str]:
-    """Of the image that docker/Dockerfile.gpu makes."""
+    """The entry point of the image that docker/Dockerfile.gpu makes."""
     lines = (ROOT / "docker" / "Dockerfile.gpu").read_text(encoding="utf-8").splitlines()
     (line,) = [line for line in lines if line.startswith("ENTRYPOINT ")]
     return json.loads(line.removeprefix("ENTRYPOINT "))

@@ -32,7 +32,7 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
 
 
 def commands(page: str) -> list[Command]:
-    """Of a block that is not for a shell, whatever bash takes for commands."""
+    """A page's commands; in a block that is not for a shell, whatever bash takes for one."""
     return [Command(page, line + at, text, block) for line, block in blocks(page) for at, text in split(block)]
 
 

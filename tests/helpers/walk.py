@@ -55,7 +55,7 @@ class Walk:
     """How a block of Python begins -> what its reader has before it."""
 
     def shown(self) -> list[Command]:
-        """Of a block of Python only the first line, for all of it."""
+        """Commands of the pages; a block of Python counts as one, by its first line."""
         found = [c for page in self.pages for c in commands(page) if not c.block.startswith(tuple(self.prose))]
         return [c for c in found if c.block.startswith(c.text) or not c.block.startswith(tuple(self.python))]
 

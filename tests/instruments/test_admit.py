@@ -281,7 +281,7 @@ from vllm_kvq.integration.patches import names
 def test_it_is_tried():
     assert vllm.__version__ == "0.99.0"
     assert names.release() == names.SUPPORTED[-1]
-    assert "unset it to serve" in names.trial()
+    assert "unset the variable to serve" in names.trial()
     assert "support" not in (names.version_problem() or "")
 """
 

@@ -17,7 +17,7 @@ from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 ROOT = Path(__file__).parents[2]
 LINE = (
-    "(Worker pid=7) INFO kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=73728 exempt=none "
+    "(Worker pid=7) INFO kvq: format=squat2 bits=3.062 N=128 W=32 S=0 sidecar_bytes=73728 not_packed=none "
     "capacity_tokens=12345 bf16_tokens=2345 ratio=5.26"
 )
 

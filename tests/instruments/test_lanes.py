@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shlex
 import subprocess
 import sys
@@ -69,3 +70,26 @@ def test_arguments_are_read_as_pytest_reads_them() -> None:
     assert of("tests/a/test_x.py tests/a/test_xy.py -k one[q") == ids[2:]
     assert of("tests/a/test_x.py -k 'not one' -k nothing") == []
     assert of("tests/a -k test_xy") == ids[2:]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "made"),
+    [
+        ([], 0, [["--jobs=2", "kernels", "lint", "types"], ["test"]]),
+        (["wide"], 0, [["test", "PYTEST_ARGS=-m wide"]]),
+        (["wider"], 2, []),
+    ],
+)
+def test_what_ci_runs(words: list[str], status: int, made: list[list[str]], tmp_path: Path) -> None:
+    """`make` only writes down what it is asked for."""
+    make, asked = tmp_path / "make", tmp_path / "asked"
+    make.write_text(f"#!/bin/sh\nprintf '%s\\t' \"$@\" >> {asked}; echo >> {asked}\n")
+    make.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", ROOT / ".ci" / "run", *words], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == status, done.stderr
+    lines = asked.read_text().splitlines() if asked.exists() else []
+    assert [line.rstrip("\t").split("\t") for line in lines] == [["--no-print-directory", *one] for one in made]
+    assert ("no lane 'wider'" in done.stderr) == (status == 2)

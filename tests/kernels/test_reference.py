@@ -20,7 +20,7 @@ FORMATS = (*METHODS, "kivi4", "polar3")
 
 
 def bound(name: str) -> float:
-    """Of the C++ kernels' error: a sum in another order moves a code now and then, and one bit of a sketch is large."""
+    """The C++ kernels' largest error: sums in another order now and then move a code, and a sketch's bit is large."""
     return 1e-2 if name == "qjl3" else 1e-3
 
 

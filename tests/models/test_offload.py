@@ -149,7 +149,7 @@ def test_what_a_connector_hides_is_refused_too(name: str, lab: Lab) -> None:
 
 
 def test_the_reasons_are_true() -> None:
-    """Of those that can be imported here."""
+    """The reasons for those that can be imported here."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
@@ -283,7 +283,7 @@ def test_a_store_that_servers_share_gives_nobody_pages_of_other_options(lab: Lab
 
 
 def block_hashes(traced: Any) -> set[bytes]:
-    """Of all blocks that the pool of an engine finds again."""
+    """The hashes of all blocks that the pool of an engine finds again."""
     core = traced.engine.engine_core.engine_core
     found = core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
     return {bytes(key[:-4]) for key in found}

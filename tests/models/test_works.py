@@ -137,7 +137,7 @@ def test_blocks_that_do_not_divide_chunks_are_refused(lab: Lab) -> None:
     arch = replace(arch, name="chunks of 80", numbers={**arch.numbers, "attention_chunk_size": 80})
     sentence = lab.refusal(lab.model(arch), kv_cache_dtype="squat2", block_size=96)
     assert sentence is not None
-    why = "attends in chunks of 80 tokens, which no page in blocks of 96 divides; choose another --block-size"
+    why = "attends in chunks of 80 tokens, which no page size within blocks of 96 divides; choose another --block-size"
     assert why in sentence
 
 

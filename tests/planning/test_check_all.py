@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from vllm_kvq import cli
+from vllm_kvq.cli.check import every
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import FORMATS, suite
 from vllm_kvq.integration.advice import losses, speeds
+from vllm_kvq.integration.plan.memory import GIB, Machine, _problem
 from vllm_kvq.integration.preview import description
 from vllm_kvq.kernels.cpu.library import ISAS, isa
 
@@ -36,7 +38,8 @@ def test_each_format_is_what_check_says_of_it(model: Path, capsys: pytest.Captur
     names = [one["format"] for one in found]
     assert status == 0
     recommended = BUDGETS[RECOMMENDED].formats[0]
-    assert names[: 1 + len(suite("usual"))] == [recommended, *suite("usual")]
+    assert names[0] == recommended
+    assert tuple(names[: len(suite("usual"))]) == suite("usual")
     assert sorted(names) == sorted(suite("public"))
     one = next(one for one in found if one["format"] == "polar4")
     arguments = ["check", str(model), "--max-model-len", "1024", "--kv-cache-dtype", "polar4", "--json"]
@@ -68,13 +71,36 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     first = suite("usual")[0]
     line = next(line for line in said.splitlines() if line.startswith(first))
-    assert line.split()[1] == "3.06"
+    assert line.split()[1] == f"{FORMATS[first].bits_per_element(64, 128):.2f}" == "3.31"
     assert "\nbudgets      kvq4 is klt4, kvq3 is klt3, kvq2 is klt2\n" in said
-    assert f"switch on    vllm serve {model} --kv-cache-dtype {RECOMMENDED}\n" in said
+    assert f"switch on    vllm serve {model} --max-model-len 1024 --kv-cache-dtype {RECOMMENDED}\n" in said
+    assert f"details      vllm-kvq check {model} --max-model-len 1024 --kv-cache-dtype {RECOMMENDED}\n" in said
     assert line.split()[5] == known_speed(first)
     assert "KL: nats per token, on SmolLM2-135M at 1,024 tokens (head size 64, no large key biases); fp8 has" in said
     table = said[said.index("\nformat ") : said.index("\nbits: ")]
     assert max(map(len, table.splitlines())) <= 80
+
+
+def test_memory_that_is_not_free(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's default takes nearly all of it: what is counted instead is named, and what serving needs."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    monkeypatch.setattr(Machine, "here", lambda: Machine(100 * GIB, 8 * GIB))
+    _problem.cache_clear()
+    assert cli.main(["check", str(model), "--max-model-len", "1024"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("vLLM would take 92% of this machine's memory (92.0 GiB), but 8.0 GiB of 100.0 GiB are free")
+    flags = "--max-model-len 1024 --kv-cache-memory-bytes 4G --kv-cache-dtype"
+    assert f"vllm serve {model} {flags} {RECOMMENDED}\n" in said
+    assert f"vllm-kvq check {model} {flags} {RECOMMENDED}\n" in said
+    assert "\nkitty2 " in said
+    assert every.memory_wanted(["M"]) is not None
+    assert every.memory_wanted(["M", "--gpu_memory_utilization=0.05"]) is None
+    assert every.memory_wanted(["M", "--kv-cache-memory-bytes", "1G"]) is None
+    monkeypatch.setattr(Machine, "here", lambda: Machine(100 * GIB, 95 * GIB))
+    assert every.memory_wanted(["M"]) is None
+    _problem.cache_clear()
 
 
 def known_speed(name: str) -> str:

@@ -125,7 +125,7 @@ def test_patches_that_are_none(wrong: dict[str, Any]) -> None:
 
 
 def test_patches_stand_below_the_rest() -> None:
-    below = ("vllm_kvq.formats", "vllm_kvq.kernels.variables", "vllm_kvq.integration.patches")
+    below = ("vllm_kvq.formats", "vllm_kvq.kernels.variables", "vllm_kvq.meant", "vllm_kvq.integration.patches")
     for path in (INTEGRATION / "patches").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_kvq"):
@@ -273,8 +273,8 @@ def test_a_release_that_is_only_tried(
         assert names.release() == nearest
         assert [p for p in PATCHES if p.of_this_vllm] == [p for p in PATCHES if nearest in p.versions]
         assert errors == [
-            f"VLLM_KVQ_ADMIT={named}: vllm-kvq does not support this vLLM and tries it with the patches for {nearest}; "
-            "unset it to serve, because answers may be wrong"
+            f"VLLM_KVQ_ADMIT={named}: vllm-kvq does not support this vLLM and uses the patches for {nearest}; "
+            "unset the variable to serve, because answers may be wrong"
         ]
 
 

@@ -71,7 +71,7 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        ("VLLM_CPU_KVCACHE_SPACE", "200", "the cache is to have 200.0 GiB, but 99.0 GiB of 100.0 GiB are free; say"),
+        ("VLLM_CPU_KVCACHE_SPACE", "200", "the cache is set to 200.0 GiB, but 99.0 GiB of 100.0 GiB are free; set"),
         ("VLLM_CPU_KVCACHE_SPACE", "lots", "VLLM_CPU_KVCACHE_SPACE is 'lots'; it takes whole GiB"),
         ("VLLM_KVQ_ISA", "mmx", "VLLM_KVQ_ISA is 'mmx'; it takes one of portable, avx2"),
         ("VLLM_KVQ_KERNELS", "cpp", "VLLM_KVQ_KERNELS is 'cpp'; it is 'auto' or 'torch'"),
@@ -88,12 +88,12 @@ def test_what_keeps_a_server_from_working(
     (bad,) = (f for f in document["findings"] if f["status"] == BAD)
     assert bad["text"].startswith(text)
     assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().out.startswith("what keeps serving from working: 1 marked BAD\n\n")
+    assert capsys.readouterr().out.startswith("serving does not work here: 1 problem, marked BAD\n\n")
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.memory()[0].status == NOTE
-    assert "to choose, say how much it may take, --kv-cache-memory-bytes 49G" in environment.memory()[0].text
+    assert "to change that, set a limit, for example --kv-cache-memory-bytes 49G" in environment.memory()[0].text
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert environment.memory() == [
         Finding("memory", FINE, "VLLM_CPU_KVCACHE_SPACE=4 GiB for the cache; 99.0 GiB of 100.0 GiB are free")
@@ -104,7 +104,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.status, found.text) == (
         NOTE,
         "vLLM would take 92% of this machine's memory (14.7 GiB), but 10.0 GiB of 16.0 GiB are free; "
-        "say how much it may take, --kv-cache-memory-bytes 5G",
+        "set a limit, for example --kv-cache-memory-bytes 5G",
     )
 
 
@@ -145,7 +145,11 @@ raise SystemExit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("command", [["doctor", "--json"], ["check", "MODEL", "--kv-cache-dtype", "squat2", "--json"]])
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+CHECK = ["check", str(DEMO), "--kv-cache-dtype", "kitty2", "--json"]
+
+
+@pytest.mark.parametrize("command", [["doctor", "--json"], CHECK])
 def test_without_vllm(command: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_VLLM, *command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
@@ -168,7 +172,7 @@ def test_gpus(major: int, on_cpu: bool, status: str, monkeypatch: pytest.MonkeyP
     _, found = environment.hardware()
     assert found.status == status
     assert found.text.startswith(f"a card, 80.0 GiB, {major}.0")
-    assert ("8.0, Ampere, is the least" in found.text) == (status == BAD)
+    assert ("at least 8.0, Ampere, is needed" in found.text) == (status == BAD)
 
 
 def test_a_release_that_is_only_tried_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:

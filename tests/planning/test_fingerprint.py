@@ -15,8 +15,11 @@ from engine_arguments import kvq
 
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.constants import Constants
+from vllm_kvq.integration import platform
 from vllm_kvq.integration.plan import fingerprint
+from vllm_kvq.integration.plan.connectors import store_problem
 from vllm_kvq.integration.plan.plan import apply, plan, with_calibration
+from vllm_kvq.integration.plan.problem import Refused
 
 pytestmark = pytest.mark.engine
 Bare = Callable[..., Any]
@@ -133,6 +136,84 @@ def test_a_connector_is_told(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> Non
     without = bare(**SQUAT)
     apply(plan(without), without)
     assert without.kv_transfer_config is None
+
+
+def transfer(named: str | None = None, nested: bool = False) -> Any:
+    from vllm.config import KVTransferConfig
+
+    one = {"cpu_bytes_to_use": 1 << 28, **({"kvq_fingerprint": named} if named else {})}
+    known = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": one}
+    if nested:
+        known |= {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [dict(known)]}}
+    return KVTransferConfig(**known)
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_kvq.integration.plan import connectors
+
+    monkeypatch.setattr(connectors, "can_copy", lambda platform: True)
+
+
+def test_it_can_be_named_next_to_the_flag(configured: Bare, copying: None) -> None:
+    """As docs/serving.md has it."""
+    from vllm.config import KVTransferConfig
+
+    def named(fingerprint: str) -> Any:
+        extra = {"kvq_fingerprint": fingerprint}
+        return {"kv_offloading_size": 0.25, "kv_transfer_config": KVTransferConfig(kv_connector_extra_config=extra)}
+
+    mine = plan(configured(**SQUAT)).fingerprint
+    how = configured(**SQUAT, **named(mine)).kv_transfer_config
+    assert how.kv_connector == "SimpleCPUOffloadConnector"
+    assert how.kv_connector_extra_config["kvq_fingerprint"] == mine
+    with pytest.raises(Refused, match="of fingerprint 0000"):
+        configured(**SQUAT, **named("0" * 12))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_store_of_others_is_refused(nested: bool, configured: Bare, copying: None) -> None:
+    """Before weights load: the sentence has both fingerprints and the way out."""
+    ours = configured(**SQUAT, kv_transfer_config=transfer(nested=nested))
+    mine = ours.kv_transfer_config.kv_connector_extra_config["kvq_fingerprint"]
+    other = configured(**SQUAT, **kvq(W=64), kv_transfer_config=transfer(nested=nested))
+    theirs = other.kv_transfer_config.kv_connector_extra_config["kvq_fingerprint"]
+    assert mine == plan(ours).fingerprint != theirs
+    with pytest.raises(Refused) as caught:
+        configured(**SQUAT, kv_transfer_config=transfer(theirs, nested=nested))
+    assert str(caught.value) == (
+        f"the store holds pages of fingerprint {theirs} (kvq_fingerprint in kv_connector_extra_config), and this "
+        f"server writes pages of {mine}: it would read none of those; serve with the format, options, model and "
+        "revision of the servers that wrote them, or drop kvq_fingerprint"
+    )
+    # its own passes, also in the copies that vLLM makes
+    again = configured(**SQUAT, kv_transfer_config=transfer(mine, nested=nested))
+    for copied in (again, pickle.loads(pickle.dumps(again)), replace(again)):
+        platform.configure(copied)
+        assert copied.kv_transfer_config.kv_connector_extra_config["kvq_fingerprint"] == mine
+    # without a format of ours nothing is compared
+    configured(kv_transfer_config=transfer(theirs, nested=nested))
+
+
+def test_what_a_server_has_marked_itself_is_not_compared(configured: Bare, copying: None) -> None:
+    """A copy that is made late may have another block size, vLLM's, and so another fingerprint; the user named none."""
+    vllm_config = configured(**SQUAT, kv_transfer_config=transfer())
+    assert store_problem(vllm_config, "0" * 12) is None
+
+
+def test_the_log_says_whose_pages_are_found(configured: Bare, copying: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_kvq.integration.plan import connectors
+
+    said: list[str] = []
+    monkeypatch.setattr(connectors.logger, "info_once", lambda text, *values: said.append(text % values))
+    fingerprint = plan(configured(**SQUAT, kv_transfer_config=transfer())).fingerprint
+    assert {*said} == {
+        f"kvq: SimpleCPUOffloadConnector keeps pages under the fingerprint {fingerprint}; "
+        "pages with other fingerprints are not found"
+    }
+    said.clear()
+    configured(**SQUAT)
+    assert said == []
 
 
 def test_it_covers_constants(bare: Bare) -> None:

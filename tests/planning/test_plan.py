@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, OPTConfig, Qwen2Config
 from vllm.engine.arg_utils import human_readable_int
 
 from proof.models import named
@@ -133,6 +133,63 @@ def test_windows_take_less_once_a_prompt_is_computed(planned: Planned, tmp_path:
         assert two[name]["needed"] - one[name]["needed"] < one[name]["request_bytes"]
 
 
+def test_vllms_own_line(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it says something else than the plan, the table says so, and why."""
+    config = named("Gemma-3").build()
+    config.architectures = ["Gemma3ForCausalLM"]
+    config.save_pretrained(where := tmp_path / "gemma")
+    flags = ("--formats", "kitty2", "--context", "2048", "--max-num-batched-tokens", "1024", "--cache-bytes", "64M")
+    rows = caches(planned(*flags, where=where))
+    assert all(row["vllm_tokens"] < row["tokens"] for row in rows.values())
+    assert cli.main(["plan", str(where), *flags]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    lines = ", ".join(f"{name} {row['vllm_tokens']:,}" for name, row in rows.items())
+    assert f"vLLM's own line 'KV cache size' will say {lines}, because it counts for every request all that" in said
+    assert "that windows take while a prompt is computed" in said
+
+
+def test_a_dense_model_needs_no_footnote(planned: Planned, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--formats", "kitty2", "--cache-bytes", "1G")
+    assert all(row["vllm_tokens"] == row["tokens"] for row in caches(planned(*flags)).values())
+    assert cli.main(["plan", str(folder), *flags]) == 0
+    assert "vLLM" not in capsys.readouterr().out
+    assert caches(planned("--formats", "kitty2"))["kitty2"]["vllm_tokens"] is None
+
+
+def test_vllm_keeps_a_block(planned: Planned, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 blocks of 128 tokens hold no request of 8,192."""
+    flags = ("--formats", "kitty2", "--cache-bytes", "64M", "--block-size", "128")
+    bf16 = caches(planned(*flags))["bf16"]
+    assert (bf16["tokens"], bf16["vllm_tokens"]) == (8064, None)
+    assert cli.main(["plan", str(folder), *flags]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "bf16: vLLM will not start, because no request of 8,192 tokens fits next to the block" in said
+
+
+def test_blocks_of_a_plain_cache(planned: Planned) -> None:
+    """On a GPU they have 16 tokens, or what the flag says: a request takes whole ones."""
+    flags = ("--gpu-memory", "8G", "--formats", "kitty2", "--context", "8130")
+    usual, asked = (caches(planned(*flags, *more))["bf16"]["request_bytes"] for more in ((), ("--block-size", "128")))
+    token = 4 * 2 * 4 * 128 * 2
+    assert (usual // token, asked // token) == (8144, 8192)
+
+
+def test_what_is_refused_and_why(planned: Planned, tmp_path: Path) -> None:
+    """A model without RoPE: the other format is planned all the same."""
+    OPTConfig(
+        architectures=["OPTForCausalLM"], hidden_size=512, num_attention_heads=8, num_hidden_layers=2, vocab_size=1000,
+        ffn_dim=1024, max_position_embeddings=2048, word_embed_proj_dim=512, dtype="bfloat16",
+    ).save_pretrained(where := tmp_path / "opt")  # fmt: skip
+    found = planned("--formats", "polar4,kitty2", "--cache-bytes", "64M", where=where)
+    assert [*caches(found)] == ["bf16", "fp8", "kitty2"]
+    assert [*found["refused"]] == ["polar4"]
+    assert "RoPE" in found["refused"]["polar4"]
+    assert "'pairing'" in found["refused"]["polar4"]
+    assert [*found["times_bf16_by_context"]] == ["kitty2"]
+    alone = planned("--formats", "polar4", where=where, status=1)
+    assert f"{alone['error']}; {alone['instead']}" == found["refused"]["polar4"]
+
+
 def test_what_the_requests_need_holds_them(planned: Planned) -> None:
     needed = caches(planned("--concurrency", "50", "--formats", "polar4"))["polar4"]["needed"]
     fits, lacks = (
@@ -237,7 +294,10 @@ def test_sizes_that_vllm_does_not_take(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("1.5G", "has a fraction, which K, M, G and T, the powers of 1024, do not take"), ("0", "no memory")],
+    [
+        ("1.5G", "has a fraction, which K, M, G and T, the powers of 1024, do not take"),
+        ("0", "must be greater than zero"),
+    ],
 )
 def test_what_is_said_of_sizes(text: str, said: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=said):

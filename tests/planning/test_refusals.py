@@ -51,9 +51,9 @@ def config(model: Path, **arguments: Any) -> Any:
         # options that nothing would read
         (
             {"additional_config": {"r": 8}},
-            "kvq option 'r' stands outside of 'kvq'; write --additional-config '{\"kvq\": {",
+            "kvq option 'r' is outside 'kvq'; write --additional-config '{\"kvq\": {",
         ),
-        ({"additional_config": {"KVQ": {"r": 8}}}, "additional config 'KVQ' is not read; the options stand in 'kvq'"),
+        ({"additional_config": {"KVQ": {"r": 8}}}, "additional config 'KVQ' is not read; put options under 'kvq'"),
         ({"additional_config": {"KVQ": {"r": 8}}, "kv_cache_dtype": "auto"}, "additional config 'KVQ' is not read"),
         (kvq(r=8) | {"kv_cache_dtype": "auto"}, "kvq options are given, and --kv-cache-dtype auto reads none of them"),
         (kvq(r=8) | {"kv_cache_dtype": "fp8"}, "kvq options are given, and --kv-cache-dtype fp8 reads none of them"),
@@ -147,7 +147,7 @@ def test_memory_that_is_not_free(model: Path, monkeypatch: pytest.MonkeyPatch) -
         config(model, kv_cache_memory_bytes=None)
     assert str(caught.value) == (
         "vLLM would take 92% of this machine's memory (92.0 GiB), but 9.0 GiB of 100.0 GiB are free; "
-        "say how much it may take, --kv-cache-memory-bytes 4G"
+        "set a limit, for example --kv-cache-memory-bytes 4G"
     )
     config(model)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 600
 """Seconds: other test processes share the cores."""
 CORES = 4
-"""That the cluster counts, however many there are."""
+"""Cores that the cluster counts, however many there are."""
 ENGINE = ("--kv-cache-dtype", "kitty2", "--enforce-eager", "--max-model-len", "512", "--cpus", "0.1",
           "--kv-cache-memory-bytes", "64M", "--max-num-seqs", "4")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""examples/ray_batch.py: whatever is killed, every row is answered once."""
+"""examples/ray_batch.py: every row is answered once, even if processes are killed."""
 
 from __future__ import annotations
 

@@ -15,10 +15,9 @@ import pytest
 import zmq
 
 from vllm_kvq.bench.servers.server import Server, free_port
-from vllm_kvq.formats.table import suite
 
 pytestmark = pytest.mark.engine
-FORMAT, MOST = suite("usual")[0], 1024
+FORMAT, MOST = "kitty2", 1024
 Heard = tuple[Server, "zmq.Socket[bytes]"]
 
 

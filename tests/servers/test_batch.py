@@ -1,4 +1,4 @@
-"""examples/batch.py: a job that is killed goes on, and every question is answered once."""
+"""examples/batch.py: a job that is killed resumes, and every question is answered once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "batch.py"
 QUESTIONS: list[dict[str, Any]] = [{"id": i, "prompt": f"count from {i % 4} to"} for i in range(7)]
-"""The last three are the first three once more: a job that goes on must give the answers of the one that was killed."""
+"""The last three are the first three once more: a job that resumes must give the answers of the one that was killed."""
 LINES = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
 
 
@@ -96,7 +96,7 @@ def test_refusals(
 def test_there_is_at_least_one(
     tmp_path: Path, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of questions at a time and of tokens; this is known before the questions are looked for."""
+    """Questions in a piece, and tokens; this is checked before the questions are looked for."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["batch.py", "questions.jsonl", "answers.jsonl", option, value])
     with pytest.raises(SystemExit) as stop:

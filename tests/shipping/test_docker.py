@@ -1,4 +1,4 @@
-"""docker/, as far as it can be tested without a container engine. install.sh is tested in test_shipping.py."""
+"""docker/, mostly as far as it can be tested without a container engine. install.sh is tested in test_shipping.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -88,6 +89,28 @@ def test_the_first_stage_has_our_pins(name: str) -> None:
     known = project["dependencies"] + project["optional-dependencies"]["dev"]
     assert len(pins) == 4
     assert set(pins) <= set(known)
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(shutil.which("buildah") is None, reason="buildah is not installed")
+def test_the_cpu_image_is_built(tmp_path: Path) -> None:
+    """Without root and without a daemon, in a storage of its own."""
+    storage = ("--root", str(tmp_path / "images"), "--runroot", str(tmp_path / "running"), "--storage-driver", "vfs")
+
+    def buildah(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["buildah", *storage, *words], cwd=ROOT, capture_output=True, text=True)
+
+    bases = [line.split()[0] for what, line in instructions("Dockerfile.cpu") if what == "FROM"]
+    for base in bases:
+        if (pulled := buildah("pull", f"docker.io/library/{base}")).returncode:
+            pytest.skip(f"{base} can't be downloaded: {pulled.stderr.strip().splitlines()[-1]}")
+    how = ("--isolation", "chroot", "--format", "docker")
+    built = buildah("bud", *how, "--file", "docker/Dockerfile.cpu", "--tag", "kvq:cpu", ".")
+    assert built.returncode == 0, built.stderr[-4000:]
+    config = json.loads(buildah("inspect", "--type", "image", "kvq:cpu").stdout)["Docker"]["config"]
+    assert config["User"] == "10001"
+    assert config["Entrypoint"] == entry_point("Dockerfile.cpu")
 
 
 def test_the_gpu_image_has_a_vllm_that_we_support() -> None:

@@ -21,7 +21,7 @@ from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 MODEL = "Qwen/Qwen3-8B"
 VERSION = "1.34"
-"""Of Kubernetes."""
+"""The version of Kubernetes."""
 FILES = sorted(path.name for path in examples.FOLDER.glob("*.yaml"))
 CHARTS = sorted(path.name for path in examples.CHARTS.glob("*.yaml"))
 specification = importlib.util.spec_from_file_location("charts", examples.ROOT / "scripts" / "charts.py")

@@ -12,6 +12,7 @@ from vllm_kvq.bench.steps import Shape
 from vllm_kvq.bench.timing import Row
 from vllm_kvq.drawing import Picture, name_ends, pyplot, save
 from vllm_kvq.formats.table import suite
+from vllm_kvq.naming import OTHERS, OURS, QUIET, Name, name_points
 
 Measured = list[tuple[Shape, list[Row]]]
 Curves = dict[str, list[tuple[int, float]]]
@@ -20,6 +21,7 @@ STYLES = {"bf16": "--o", "fp8": ":o"}
 """The caches that store 16 or 8 bits; they are black."""
 MOST_CURVES = 8
 """More of them in a panel can't be told apart."""
+IN_FLIGHT, OUTPUT = "requests in flight", "output tokens per second"
 
 
 def records(measured: Measured, threads: int, isa: str) -> list[dict[str, Any]]:
@@ -63,7 +65,7 @@ class Scale:
     digits: str = ".2f"
     """How a bar's figure is written."""
     base: str | None = None
-    """What stands at 1, if anything does."""
+    """The baseline drawn at 1, if any."""
     log: bool = False
 
 
@@ -111,6 +113,25 @@ def draw(path: Path, panels: Mapping[str, Curves], title: str, scale: Scale) -> 
         mark = ";" if "\n" in title else ""  # lines after the first may become one
         title += f"{mark}\n{MOST_CURVES} of {cut} are drawn: vLLM's own caches and the usual formats first"
     return save(figure, path, title)
+
+
+def points(axes: Any, found: Mapping[str, tuple[float, float]], across: str, up: str) -> None:
+    """A point for each name, from zero on; as many as a panel takes have their names next to them."""
+    shown = few(found)
+    names = [Name(name, found[name], OTHERS if name in STYLES else OURS) for name in shown]
+    others = [at for name, at in found.items() if name not in shown]
+    for name in names:
+        axes.plot(*name.at, "s" if name.text in STYLES else "o", color=name.color, markersize=5)
+    for at in others:
+        axes.plot(*at, "o", color=QUIET, markersize=3)
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.grid(True, alpha=0.25)
+    axes.margins(0.3)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    name_points(axes, names, others)
 
 
 def is_bars(curves: Curves) -> bool:

@@ -82,7 +82,7 @@ def compare(candidates: dict[str, Candidate], rounds: int, bandwidth: float) -> 
 
 
 def slopes(milliseconds: dict[int, float]) -> list[float]:
-    """The cost of a further token between neighbouring contexts from LONG on, relative to the cost over the whole
+    """The cost of an extra token between neighbouring contexts from LONG on, relative to the cost over the whole
     range: 1.0 everywhere is a straight line."""
     contexts = sorted(c for c in milliseconds if c >= LONG)
     if len(contexts) < 3:

@@ -6,17 +6,21 @@ such as exit codes, is in console.py.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_kvq import __version__, console
 from vllm_kvq.kernels.variables import variables_problem
+from vllm_kvq.meant import SURE, meant
 
 PROG = "vllm-kvq"
+FLAGS = ("--version", "--help")
+"""What is taken without a command."""
 VERSION = f"\n       {PROG} help [COMMAND]\n       {PROG} --version"
 
 
@@ -34,6 +38,8 @@ class Command:
     words: tuple[str, ...]
     about: str
     module: str
+    refuses: bool = False
+    """Whether it refuses an environment that others only warn of."""
 
 
 GROUPS = (
@@ -48,13 +54,14 @@ COMMANDS = (
         ("check",),
         "what each format would gain and lose with MODEL here",
         "vllm_kvq.cli.check.one",
+        refuses=True,
     ),
-    Command(("plan",), "what each format would hold on another machine", "vllm_kvq.cli.plan"),
+    Command(("plan",), "what each format would hold on another machine", "vllm_kvq.cli.plan", refuses=True),
     Command(("conformance",), "whether a format does what every format must, in seconds", "vllm_kvq.cli.conformance"),
-    Command(("doctor",), "whether everything that serving needs is here", "vllm_kvq.cli.doctor"),
+    Command(("doctor",), "whether this machine can serve", "vllm_kvq.cli.doctor"),
     Command(("bench", "attention"), "one layer's attention in a decode step", "vllm_kvq.cli.bench.attention"),
     Command(("bench", "slow"), "the same for head sizes and options that are slow", "vllm_kvq.cli.bench.slow"),
-    Command(("bench", "prefill"), "the cost of a prompt on top of its attention", "vllm_kvq.cli.bench.prefill"),
+    Command(("bench", "prefill"), "packing cost of a prompt, in addition to attention", "vllm_kvq.cli.bench.prefill"),
     Command(("bench", "decode"), "tokens per second of two engines side by side", "vllm_kvq.cli.bench.decode"),
     Command(("bench", "serve"), "two servers side by side, over HTTP", "vllm_kvq.cli.bench.serve"),
     Command(("bench", "capacity"), "servers with equal bytes of cache under a load", "vllm_kvq.cli.bench.capacity"),
@@ -72,9 +79,17 @@ COMMANDS = (
         "problems of HumanEval that a model solves with each format",
         "vllm_kvq.cli.eval.humaneval",
     ),
-    Command(("eval", "show"), "an evaluation's results again, with hurt tokens and plots", "vllm_kvq.cli.eval.show"),
+    Command(("eval", "show"), "show saved evaluation results, worst tokens and plots", "vllm_kvq.cli.eval.show"),
     Command(("eval",), "whether a model still answers correctly with each format", "vllm_kvq.cli.eval.model"),
 )
+
+
+def _meant_below(command: Command, rest: Sequence[str]) -> Command | None:
+    """The longer command that a model's name is too much like: `eval eror` evaluates no model."""
+    at = len(command.words)
+    below = {c.words[at]: c for c in COMMANDS if c.words[:at] == command.words and len(c.words) > at}
+    close = meant(rest[0], below, SURE) if rest and not Path(rest[0]).exists() else None
+    return None if close is None else below[close]
 
 
 def group_help(group: Group) -> str:
@@ -83,9 +98,7 @@ def group_help(group: Group) -> str:
     names = [" ".join(c.words[len(group.words) :]) for c in below]
     width = max(map(len, names)) + 2
     commands = "\n".join(f"  {n:{width}}{c.about}" for n, c in zip(names, below, strict=True))
-    end = console.help_end(
-        [f"{PROG} {e}" for e in group.examples], "a problem was found, or something could not be done"
-    )
+    end = console.help_end([f"{PROG} {e}" for e in group.examples], "a problem was found, or the command failed")
     return (
         f"usage: {name} COMMAND ...{VERSION if not group.words else ''}\n\n{group.about}\n\ncommands:\n{commands}\n\n"
         f"Each has --help, with its own examples.\n\n{end}\n"
@@ -93,6 +106,29 @@ def group_help(group: Group) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        try:
+            return run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _unread():
+            raise
+        return console.DONE
+
+
+def _unread() -> bool:
+    """Whether nobody reads standard output any more, as behind `| head`, who has then seen enough."""
+    asked = select.poll()
+    asked.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in asked.poll(0)):
+        return False
+    # Python itself flushes once more as it exits
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def run(argv: Sequence[str] | None = None) -> int:
     # vLLM's log would otherwise be mixed with the output on standard output
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -101,11 +137,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return console.DONE
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
-    if problem := variables_problem(os.environ):
+    command = next((c for c in COMMANDS if tuple(arguments[: len(c.words)]) == c.words), None)
+    if (command is None or not command.refuses) and (problem := variables_problem(os.environ)):
         print(f"{PROG}: warning: {problem}", file=sys.stderr)
-    for command in COMMANDS:
-        if tuple(arguments[: len(command.words)]) == command.words:
-            return int(importlib.import_module(command.module).main(arguments[len(command.words) :]))
+    if command is not None:
+        rest = arguments[len(command.words) :]
+        if (below := _meant_below(command, rest)) is not None:
+            name = " ".join((PROG, *command.words))
+            sentence = f"there is no model or command {rest[0]!r}; did you mean {PROG} {' '.join(below.words)}?"
+            return console.fail(name, sentence, "--json" in rest, console.USAGE)
+        return int(importlib.import_module(command.module).main(rest))
     group = next(g for g in reversed(GROUPS) if tuple(arguments[: len(g.words)]) == g.words)
     rest = arguments[len(group.words) :]
     if rest and rest[0] in ("-h", "--help"):
@@ -115,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         own, at = group.words, len(group.words)
         known = dict.fromkeys(c.words[at] for c in COMMANDS if c.words[:at] == own and len(c.words) > at)
-        close = difflib.get_close_matches(rest[0], known, n=1)
-        meant = f"did you mean {name} {close[0]}?" if close else f"{name} --help lists them"
-        return console.fail(name, f"there is no command {rest[0]!r}; {meant}", "--json" in rest, console.USAGE)
+        close = meant(rest[0], FLAGS if rest[0].startswith("-") else known)
+        hint = f"did you mean {name} {close}?" if close else f"{name} --help lists them"
+        return console.fail(name, f"there is no command {rest[0]!r}; {hint}", "--json" in rest, console.USAGE)
     print(group_help(group), end="", file=sys.stderr)
     return console.USAGE

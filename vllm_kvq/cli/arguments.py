@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import os
+import contextlib
+import itertools
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_kvq.formats.table import suite
+from vllm_kvq.meant import meant
 
 if TYPE_CHECKING:
     from vllm_kvq.eval.choice import Choice
@@ -59,11 +61,11 @@ def head_sizes(text: str) -> list[int]:
 
 def add_context(p: argparse.ArgumentParser, default: str | None, of: str, several: bool = False) -> None:
     kind, metavar = (whole_numbers, "TOKENS,...") if several else (whole_number, "TOKENS")
-    p.add_argument("--context", type=kind, default=default, metavar=metavar, help=f"tokens in the cache, {of}")
+    p.add_argument("--context", type=kind, default=default, metavar=metavar, help=f"cached tokens {of}")
 
 
 def add_tokens(p: argparse.ArgumentParser, default: str | None, of: str) -> None:
-    p.add_argument("--tokens", type=whole_number, default=default, metavar="TOKENS", help=f"tokens generated, {of}")
+    p.add_argument("--tokens", type=whole_number, default=default, metavar="TOKENS", help=f"tokens to generate {of}")
 
 
 def add_out(p: argparse.ArgumentParser, what: str) -> None:
@@ -95,9 +97,9 @@ def words(known: Sequence[str]) -> Callable[[str], list[str]]:
     def some(text: str) -> list[str]:
         for word in text.split(","):
             if word not in known:
-                close = difflib.get_close_matches(word, known, n=1)
-                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-                raise argparse.ArgumentTypeError(f"there is no {word!r}; {meant}")
+                close = meant(word, known)
+                hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
+                raise argparse.ArgumentTypeError(f"there is no {word!r}; {hint}")
         return text.split(",")
 
     return some
@@ -110,7 +112,7 @@ def size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all")
+        raise argparse.ArgumentTypeError(f"{text!r} must be greater than zero")
     return nbytes
 
 
@@ -138,7 +140,23 @@ def folder(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a file; name a folder")
-    there = next(above for above in (path, *path.absolute().parents) if above.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} can't be written; name another folder")
+    missing: list[Path] = []
+    try:
+        missing += itertools.takewhile(lambda above: not above.exists(), (path, *path.absolute().parents))
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise argparse.ArgumentTypeError(f"{path} can't be written ({why}); name another folder") from None
+    finally:  # whatever else is wrong with the arguments then leaves no folder behind
+        for made in missing:
+            with contextlib.suppress(OSError):
+                made.rmdir()
     return path
+
+
+def check_file(p: argparse.ArgumentParser, path: Path, what: str) -> None:
+    """That it is there; `what` says which file is meant."""
+    if not path.is_file():
+        is_it = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        p.error(f"{is_it}; name {what}")

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from vllm_kvq import console
 from vllm_kvq.cli import constants
-from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out
-from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
-from vllm_kvq.cli.eval.heads import captured_text, measured, too_short
+from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
+from vllm_kvq.cli.eval.arguments import NO_REFERENCE, WrongUsage, add_model, add_text, check_model, too_short
+from vllm_kvq.cli.eval.heads import captured_text, measured
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import of_texts
 from vllm_kvq.eval.heads.assign import Candidate, best, by_layer, servable
+from vllm_kvq.eval.heads.heads import READERS
 from vllm_kvq.eval.model import Model
 from vllm_kvq.integration.preview.apart import Failed
 
@@ -27,12 +28,12 @@ YAML = "kvq.yaml"
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         PROG,
-        "The format and options that do least harm within a limit of bits, as YAML for `vllm serve MODEL --config`.\n"
+        "The least lossy format and options within a bit budget, as YAML for `vllm serve MODEL --config`.\n"
         "They are compared by the relative error of attention's output on one text, which says little about answers:\n"
         "see `vllm-kvq eval`. One format serves all layers; if bits are left, its worst layers are not packed.\n"
         "Takes minutes: the model runs once, and each format is measured.\n"
-        "With --text nothing is chosen: constants of formats that have some, which servers fit to texts of ours, are\n"
-        "fitted to yours, and written where servers look. --bits, --context and --seed do not go with it.",
+        "With --text nothing is chosen: the constants of calibrated formats are fitted to your text instead of the\n"
+        "bundled one, and written where servers look. It is not valid with --bits, --context or --seed.",
         (
             "MODEL --bits 4",
             "MODEL --bits 3.5 --formats kitty2,kitty2:S=8 --out configs",
@@ -56,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         type=constants.text_file,
         metavar="FILE",
-        help="text in UTF-8 to which constants of --formats are fitted, instead of choosing (default: none, or with "
-        "--text all formats that have constants)",
+        help="UTF-8 text to fit the constants of --formats to; no format is chosen (default: none; with --text, "
+        "--formats defaults to all that have constants)",
     )
     add_out(p, f"{YAML}, or {constants.FILE} (default: standard output, or where servers look)")
     console.add_json(p)
@@ -82,10 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             p.error(problem)
         return constants.main(PROG, args)
     chosen = args.formats
-    if problem := too_short(chosen, args.context):
+    if problem := too_short(chosen, args.context, READERS, list(chosen) == formats()(ALL)):
         p.error(problem)
     if any("skip_layers" in choice.options for choice in chosen):
         p.error("--formats: calibrate itself chooses the layers not to pack; leave skip_layers out")
+    check_model(p, args.model)
     try:
         model = Model.of(args.model, args.dtype)
         bits = _Bits(model, args.context)
@@ -100,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / YAML).write_text(yaml(args, kept), encoding="utf-8")
+    except WrongUsage as error:
+        p.error(str(error))
     except (ValueError, OSError, Failed) as error:
         return console.fail(PROG, error, args.json)
     if args.json:

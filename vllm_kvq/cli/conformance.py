@@ -8,14 +8,16 @@ from dataclasses import asdict
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_formats, add_head_sizes
-from vllm_kvq.eval.choice import Choice
+from vllm_kvq.eval.choice import FP8, Choice
 from vllm_kvq.eval.conformance.checks import CHECKS
 from vllm_kvq.eval.conformance.report import Report, conform
-from vllm_kvq.formats.table import get_format, suite
+from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
+from vllm_kvq.formats.table import get_format
 
 USUAL_HEADS = "64,80,128"
-NEIGHBOURS = (suite("usual")[0], "kivi4", "fp8")
-"""What a format is compared with on a real model: the first of the usual formats, KIVI's 4 bits and vLLM's own 8."""
+NEIGHBOURS = (BUDGETS[RECOMMENDED].formats[-1], "kivi4", FP8)
+"""What a format is compared with on a real model: the recommended one that needs no fitting to it, KIVI's 4 bits and
+vLLM's own 8."""
 NOTES = """
 bits: per cached number in packed pages. q . K, V: relative errors of synthetic keys with wide channels and of values,
 every token packed. The next step is the format's loss on a real model, next to others:

@@ -126,7 +126,7 @@ def _text_problem(model: str, texts: Sequence[Text]) -> str | None:
 
     file = folder_of(model) / "tokenizer.json"
     if sum(len(text.content.encode()) for text in texts) < LEAST or not file.is_file():
-        # hardly a tokenizer makes more tokens than bytes
+        # almost no tokenizer produces more tokens than bytes
         return too_short(sum(len(text.content.encode()) for text in texts))
     from tokenizers import Tokenizer
 

@@ -13,11 +13,11 @@ from vllm_kvq.cli.logs import be_quiet
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq doctor",
-        "Versions, hardware, kernels and compilers, memory for the cache, known faults of this vLLM, faulty patches.",
+        "Versions, hardware, kernels and compilers, cache memory, known vLLM faults, broken patches.",
         ("", "--patches", "--json"),
-        "something keeps serving from working",
+        "a problem prevents serving",
     )
-    p.add_argument("--patches", action="store_true", help="list what is changed in vLLM, too")
+    p.add_argument("--patches", action="store_true", help="also list the changes made to vLLM")
     console.add_json(p)
     return p
 
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json:
         console.show_json({"works": not bad, "findings": [asdict(f) for f in found]})
     else:
-        print(("serving works here" if not bad else f"what keeps serving from working: {len(bad)} marked {BAD}") + "\n")
+        problems = f"{len(bad)} problem{'s' * (len(bad) > 1)}, marked {BAD}"
+        print((f"serving does not work here: {problems}" if bad else "serving works here") + "\n")
         console.Table(("topic", "", "finding"), [(f.topic, f.status, f.text) for f in found], 3).show()
     return console.FOUND if bad else console.DONE

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "vllm-kvq formats",
         "Exact bits per element and capacity factor of every format, counted from its byte layout.",
         ("", "--head-size 96,128 --block-size 128", "--options", "--json"),
-        "could not be done",
+        "the command failed",
     )
     text = f"{CHANNELS} (default: {HEADS})"
     p.add_argument("--head-size", type=head_sizes, metavar="D,...", help=text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, UNITS, add_context, add_formats, add_out, formats, size, whole_number
-from vllm_kvq.cli.check.words import values, words_problem
+from vllm_kvq.cli.check.words import models_problem, values, words_problem
 from vllm_kvq.cli.logs import be_quiet
 from vllm_kvq.cli.page.plots import IF_INSTALLED, pictures
 from vllm_kvq.formats.table import DEFAULT_N
@@ -31,7 +32,7 @@ LENGTHS = tuple(1 << n for n in range(8, 21))
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         "vllm-kvq plan",
-        "What each format would hold on a machine that need not be this one: tokens, requests at a time, and bytes.\n"
+        "What each format would hold on any machine, not necessarily this one: tokens, concurrent requests, bytes.\n"
         "Reads the model's config.json only. Takes half a minute. All other flags are those of vllm serve.",
         (
             "MODEL --gpu-memory 80G --context 32768 --concurrency 64",
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.usage = "vllm-kvq plan MODEL [options] [any flag of vllm serve]"
     p.add_argument("model", metavar="MODEL", help="model name, or a folder with its config.json")
-    add_formats(p, ALL, "is counted next to ours in any case")
+    add_formats(p, ALL, "is always included")
     memory = p.add_mutually_exclusive_group()
     memory.add_argument("--gpu-memory", metavar="SIZE", type=size, help="memory of one GPU, as in 80G (default: none)")
     memory.add_argument(
@@ -54,8 +55,8 @@ def parser() -> argparse.ArgumentParser:
         type=size,
         help="bytes of the model's weights (default: its files' or its parameters')",
     )
-    add_context(p, None, "of each request (default: the most that the model takes)")
-    p.add_argument("--concurrency", metavar="N", type=whole_number, help="requests at the same time (default: none)")
+    add_context(p, None, "per request (default: the model's maximum)")
+    p.add_argument("--concurrency", metavar="N", type=whole_number, help="concurrent requests (default: none)")
     p.add_argument("--tp", metavar="N", type=whole_number, default=1, help="ranks that share the heads")
     p.add_argument("--pp", metavar="N", type=whole_number, default=1, help="ranks that share the layers")
     add_out(p, f"plan.json, and plan.png, a plot by context, {IF_INSTALLED}")
@@ -91,7 +92,7 @@ def names(p: argparse.ArgumentParser, chosen: Sequence[Choice]) -> list[str]:
     if chosen == formats()(ALL):
         return ranked()
     if options := [choice.label for choice in chosen if choice.options]:
-        p.error(f"--formats {options[0]}: options count for all formats here; say them with --additional-config")
+        p.error(f"--formats {options[0]}: options apply to all formats here; set them with --additional-config")
     return [choice.format for choice in chosen]
 
 
@@ -108,6 +109,8 @@ class Outcome:
     losses: Mapping[str, float]
     where: str
     """Where the losses were measured."""
+    briefly: str
+    """What requests take only while a prompt is computed, in words; none for dense models."""
     by_context: Mapping[str, Sequence[tuple[int, float]]]
     """How many times as many requests fit as with bf16, by their tokens."""
 
@@ -127,9 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     p = parser()
     options, more = p.parse_known_args(given)
-    if problem := words_problem([options.model, *more]):
-        p.error(problem)
-    if problem := ignored(options, more):
+    words = [options.model, *more]
+    if problem := words_problem(words) or ignored(options, more) or models_problem(words):
         p.error(problem)
     be_quiet()
     found = planned(p, options, more)
@@ -179,11 +181,24 @@ def planned(p: argparse.ArgumentParser, options: argparse.Namespace, more: Seque
     if not starts:
         sentences = dict.fromkeys(refused.values())
         return "; ".join(sentences)
-    return _outcome(p, options, starts, refused)
+    return _outcome(p, options, more, starts, refused)
+
+
+def _plain_block(options: argparse.Namespace, more: Sequence[str]) -> int | None:
+    """Tokens of a block of vLLM's own cache; None: as many as vLLM takes on this machine."""
+    from vllm_kvq.integration.preview.plain import USUAL_BLOCK
+
+    if given := values(more, "--block-size"):
+        return int(given[-1])
+    return USUAL_BLOCK if options.gpu_memory else None
 
 
 def _outcome(
-    p: argparse.ArgumentParser, options: argparse.Namespace, starts: Mapping[str, DryStart], refused: Mapping[str, str]
+    p: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    more: Sequence[str],
+    starts: Mapping[str, DryStart],
+    refused: Mapping[str, str],
 ) -> Outcome | str:
     from vllm_kvq.integration.advice.losses import nearest
     from vllm_kvq.integration.preview import budget
@@ -194,12 +209,13 @@ def _outcome(
     if options.gpu_memory:
         model = budget.Weights(options.weights, False) if options.weights else budget.weights(config)
         if model is None:
-            p.error("the size of the model's weights is not known without its files; say it with --weights 140G")
+            p.error("the size of the model's weights is not known without its files; set it with --weights 140G")
         cache, because = budget.cache_of(options.gpu_memory, config, model)
         if cache <= 0:
             return budget.too_small(because)
     wanted = budget.Wanted(served.max_len, options.concurrency, cache, options.pp)
-    rows = [budget.plain(served, wanted, bits) for bits in (16, 8)]
+    block = _plain_block(options, more)
+    rows = [budget.plain(served, config, wanted, bits, block) for bits in (16, 8)]
     rows += [budget.packed(start.served, wanted) for start in starts.values()]
     like = nearest(served, config)
     losses = {
@@ -209,7 +225,8 @@ def _outcome(
     curves = {
         start.served.label: [(n, budget.times_plain(start.served, n)) for n in lengths] for start in starts.values()
     }
-    return Outcome(config.model_config.model, wanted, because, rows, refused, losses, like.where, curves)
+    briefly = " and ".join(["windows"] * bool(served.layers.windows) + ["states"] * bool(served.states))
+    return Outcome(config.model_config.model, wanted, because, rows, refused, losses, like.where, briefly, curves)
 
 
 def show(found: Outcome) -> None:
@@ -226,8 +243,27 @@ def show(found: Outcome) -> None:
     print()
     console.Table(aligned, [_cells(row, found) for row in found.rows]).show()
     print(f"\nKL: on {found.where}")
+    for sentence in _vllms_words(found):
+        print(console.folded(sentence, shutil.get_terminal_size().columns))
     for name, sentence in found.refused.items():
         print(f"{name}: {sentence}")
+
+
+def _vllms_words(found: Outcome) -> list[str]:
+    """What vLLM's own lines will say of the same caches, where that is something else."""
+    if found.wanted.cache_bytes is None:
+        return []
+    others = [f"{row.name} {row.vllm_tokens:,}" for row in found.rows if row.vllm_tokens not in (None, row.tokens)]
+    short = [row.name for row in found.rows if row.vllm_tokens is None]
+    counted = (
+        f"vLLM's own line 'KV cache size' will say {', '.join(others)}, because it counts for every request all that "
+        f"{found.briefly} take while a prompt is computed"
+    )
+    refused = (
+        f"{', '.join(short)}: vLLM will not start, because no request of {found.wanted.context:,} tokens fits next to "
+        "the block that it reserves; lower --context or give the cache more memory"
+    )
+    return [counted] * bool(others) + [refused] * bool(short)
 
 
 def _cells(row: Row, found: Outcome) -> tuple[str, ...]:

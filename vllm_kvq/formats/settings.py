@@ -6,7 +6,6 @@ module declares those that every format has. All others are declared by the code
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, KeyCodec, ValueCodec
 from vllm_kvq.formats.option import LayerList, Option
 from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.meant import meant
 
 SKIP_LAYERS = LayerList("skip_layers", "layers that are not packed", ())
 BLOCK = Option("N", "tokens per page, the same as --block-size", low=SLAB, high=LARGEST_BLOCK, multiple=SLAB)
@@ -98,9 +98,9 @@ def check_names(
     read = {option.name for option in (*COMMON, *keys.options, *values.options)}
     for name, value in chosen.items():
         if name not in read and name not in readers():
-            close = difflib.get_close_matches(str(name), readers(), n=1)
-            meant = f"did you mean {close[0]!r}? known" if close else "known"
-            raise ValueError(f"unknown kvq option {name!r}; {meant} options are {', '.join(readers())}")
+            close = meant(name, readers())
+            known = f"did you mean {close!r}?" if close else f"known options are {', '.join(readers())}"
+            raise ValueError(f"unknown kvq option {name!r}; {known}")
         if value is None:
             raise ValueError(f"option {name!r} is null; leave it out to get the default")
         if name not in read:

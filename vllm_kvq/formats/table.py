@@ -61,7 +61,7 @@ class Format:
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
-            raise ValueError(f"format name {self.name!r} is not made of small letters, digits and underscores")
+            raise ValueError(f"format name {self.name!r} is not made of lowercase letters, digits and underscores")
         unread = set(self.defaults) - {option.name for option in (*COMMON, *self._own)}
         if unread:
             raise ValueError(f"format {self.name!r} sets option {min(unread)!r}, which its codecs don't declare")

@@ -107,6 +107,12 @@ NEEDED_BY_CHECK: Names = {
     "vllm.usage.usage_lib": ("UsageContext.OPENAI_API_SERVER",),
     "vllm.utils.argparse_utils": ("FlexibleArgumentParser",),
     "vllm.utils.cpu_resource_utils": ("get_allowed_cpu_list", "get_memory_node_info"),
+    "vllm.v1.core.kv_cache_utils": ("get_max_concurrency_for_kv_cache_config",),
+    "vllm.v1.kv_cache_interface": (
+        "ChunkedLocalAttentionSpec.max_admission_blocks_per_request",
+        "MambaSpec.num_prefill_checkpoint_blocks",
+        "SlidingWindowSpec.max_admission_blocks_per_request",
+    ),
 }
 """The same for `vllm-kvq check` and `doctor`; a server does without these."""
 

@@ -35,6 +35,7 @@ def hooks() -> Hooks:
     from vllm_kvq.integration import platform
     from vllm_kvq.integration.core import held, manager
     from vllm_kvq.integration.patches.patch import Hooks
+    from vllm_kvq.integration.plan import memory
 
     return Hooks(
         configure=platform.configure,
@@ -43,4 +44,5 @@ def hooks() -> Hooks:
         window_block=platform.window_block,
         after_step=held.take_census,
         behind_hit=manager.SinkManager.look_behind_hit,
+        environment_problem=memory.space_here_problem,
     )

@@ -26,6 +26,8 @@ from vllm_kvq.kernels.step import Prompts, Step
 from vllm_kvq.kernels.torch.step import TORCH, Kernels, PlannedStep
 
 CPP, PYTORCH = "C++", "PyTorch"
+WISHES = ("auto", "torch")
+"""What $VLLM_KVQ_KERNELS takes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Wish:
     Slow, for tests."""
 
     def __post_init__(self) -> None:
-        if self.kernels not in ("auto", "torch"):
+        if self.kernels not in WISHES:
             raise ValueError(f"VLLM_KVQ_KERNELS is {self.kernels!r}; it is 'auto' or 'torch'")
 
     @classmethod

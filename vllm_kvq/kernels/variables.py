@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
+
+from vllm_kvq.meant import meant
 
 PREFIX = "VLLM_KVQ_"
 VARIABLES = {
@@ -19,7 +20,22 @@ VARIABLES = {
 def variables_problem(environment: Mapping[str, str]) -> str | None:
     for name in environment:
         if name.startswith(PREFIX) and name not in VARIABLES:
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
-            known = f"did you mean {close[0]}?" if close else f"there are {', '.join(VARIABLES)}"
+            close = meant(name, VARIABLES)
+            known = f"did you mean {close}?" if close else f"there are {', '.join(VARIABLES)}"
             return f"the environment has {name}, which nothing reads; {known}"
+    return None
+
+
+def values_problem(environment: Mapping[str, str]) -> str | None:
+    """A variable that takes one of a few words, and has another one."""
+    from vllm_kvq.kernels.cpu.library import ISAS
+    from vllm_kvq.kernels.paths import WISHES
+
+    known = {"VLLM_KVQ_KERNELS": WISHES, "VLLM_KVQ_ISA": ("", *ISAS), "VLLM_KVQ_GPU_PATH": ("", "0", "1")}
+    for name, words in known.items():
+        if (value := environment.get(name)) is not None and value not in words:
+            close = meant(value, words)
+            return f"{name} is {value!r}; " + (
+                f"did you mean {close}?" if close else f"it takes one of {', '.join(filter(None, words))}"
+            )
     return None

@@ -105,7 +105,7 @@ FAULTS: tuple[Fault, ...] = (
         SERVER,
     ),
     Fault(
-        "a server that does not answer ends in a traceback",
+        "a server that does not answer causes a traceback",
         "vllm_kvq/bench/servers/server.py::watched",
         ", HTTPException",
         "",

@@ -8,8 +8,10 @@ CLI = "tests/commands/test_cli.py"
 CHECK_ALL = "tests/planning/test_check_all.py"
 CHECK = "tests/planning/test_check.py -k 'not process and not verbose'"
 DOCTOR = "tests/planning/test_doctor.py"
-BUDGET = "vllm_kvq/integration/preview/budget.py"
-PLAN = "tests/planning/test_plan.py tests/planning/test_capacity.py -k 'not real'"
+PREVIEW = "vllm_kvq/integration/preview"
+BUDGET = f"{PREVIEW}/budget.py"
+PLAN_COMMAND, CAPACITY = "tests/planning/test_plan.py", "tests/planning/test_capacity.py"
+PLAN = f"{PLAN_COMMAND} {CAPACITY} -k 'not real'"
 PLAIN = "tests/servers/test_plain_server.py"
 PLATFORM = "vllm_kvq/integration/platform.py"
 SLOW = "tests/kernels/test_slow.py"
@@ -88,7 +90,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a group without a command is not wrong usage",
-        "vllm_kvq/cli/__init__.py::main",
+        "vllm_kvq/cli/__init__.py::run",
         "return console.USAGE",
         "return console.DONE",
         CLI,
@@ -207,7 +209,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a plan gives each stage of a pipeline all layers",
-        f"{BUDGET}::packed",
+        f"{BUDGET}::_tokens",
         "* wanted.stages",
         "",
         PLAN,
@@ -216,7 +218,7 @@ FAULTS: tuple[Fault, ...] = (
         "a token of a plan has the bytes of all ranks",
         f"{BUDGET}::_row",
         "=request",
-        "=need.first",
+        "=first",
         "tests/planning/test_plan.py -k ranks_share_heads",
     ),
     Fault(
@@ -226,13 +228,96 @@ FAULTS: tuple[Fault, ...] = (
         'f"{value:,.2f}"',
         "tests/planning/test_plan.py -k fits_the_terminal",
     ),
-    Fault("a plan hands out vLLM's own block", f"{BUDGET}::packed", "NULL_BLOCK * size)", "0)", PLAN),
+    Fault(
+        "a plan hands out vLLM's own block",
+        f"{BUDGET}::_row",
+        "NULL_BLOCK * blocks.nbytes + first",
+        "first",
+        f"{CAPACITY} -k vllms_own",
+    ),
+    Fault(
+        "a plan fills vLLM's own block with a request's tokens",
+        f"{BUDGET}::_tokens",
+        "pool - NULL_BLOCK < blocks.most",
+        "pool < blocks.most",
+        f"{CAPACITY} -k vllms_own",
+    ),
+    Fault(
+        "a plan says of vLLM's line what ours says",
+        f"{BUDGET}::_tokens",
+        "int(pool / blocks.most * wanted.context)",
+        "int(fit * wanted.context)",
+        f"{CAPACITY} -k on_paper",
+    ),
     Fault(
         "windows of a plain cache never free anything",
-        f"{BUDGET}::plain_need",
-        "first - (freed - fixed * freed_blocks) * bits // 16",
-        "first",
-        PLAN,
+        f"{PREVIEW}/plain.py::plain_blocks",
+        "sum(held) - sum(kept)",
+        "0",
+        f"{PLAN_COMMAND} -k windows_take_less",
+    ),
+    Fault(
+        "a plain hybrid's blocks are as small as a dense model's",
+        f"{PREVIEW}/plain.py::_whole_states",
+        "block if served.states is None else",
+        "block if served else",
+        f"{CAPACITY} -k 'plain_cache and hybrid'",
+    ),
+    Fault(
+        "vLLM keeps no state more of Mamba-2 while it computes a prompt",
+        f"{PREVIEW}/plain.py::_specs",
+        "int(HYBRIDS.get(model.hf_text_config.model_type) == MAMBA_2)",
+        "0",
+        f"{CAPACITY} -k 'plain_cache and hybrid'",
+    ),
+    Fault(
+        "layers with chunks are windows to plain vLLM",
+        f"{PREVIEW}/plain.py::_specs",
+        "elif model.attention_chunk_size:",
+        "elif not model.attention_chunk_size:",
+        f"{CAPACITY} -k 'plain_cache and chunks'",
+    ),
+    Fault(
+        "layers that share caches are counted in a plain cache",
+        f"{PREVIEW}/plain.py::_specs",
+        "layers.attention - layers.sharing",
+        "layers.attention",
+        f"{CAPACITY} -k 'plain_cache and sharing'",
+    ),
+    Fault(
+        "a draft's plain layers are forgotten",
+        f"{PREVIEW}/plain.py::_specs",
+        "range(served.draft.layers if served.draft else 0)",
+        "range(0)",
+        f"{CAPACITY} -k 'plain_cache and draft'",
+    ),
+    Fault(
+        "a plain cache on a GPU has a CPU's blocks",
+        "vllm_kvq/cli/plan.py::_plain_block",
+        "USUAL_BLOCK if options.gpu_memory else None",
+        "None",
+        f"{PLAN_COMMAND} -k blocks_of_a_plain",
+    ),
+    Fault(
+        "a table does not say that vLLM's line will differ",
+        "vllm_kvq/cli/plan.py::_vllms_words",
+        "[counted] * bool(others)",
+        "[]",
+        f"{PLAN_COMMAND} -k own_line",
+    ),
+    Fault(
+        "a table does not say that vLLM will not start",
+        "vllm_kvq/cli/plan.py::_vllms_words",
+        "[refused] * bool(short)",
+        "[]",
+        f"{PLAN_COMMAND} -k keeps_a_block",
+    ),
+    Fault(
+        "a plan does not say what it refuses",
+        "vllm_kvq/cli/plan.py::Outcome.document",
+        '"refused": dict(self.refused)',
+        '"refused": {}',
+        f"{PLAN_COMMAND} -k refused_and_why",
     ),
     Fault(
         "a plan puts all weights on each GPU",
@@ -274,15 +359,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a hub that only a proxy reaches does not answer",
         "vllm_kvq/integration/preview/hub.py::hub_problem",
-        "or urllib.request.getproxies()",
-        "",
+        "urllib.request.getproxies()",
+        "None",
         "tests/commands/test_bad_input.py -k hub",
     ),
     Fault(
         "an unknown flag is not compared with those of vllm serve",
         "vllm_kvq/integration/preview/dry_start.py::_wrong",
-        "difflib.get_close_matches(word, flags, n=1)",
-        "[]",
+        "meant(word, flags, SURE)",
+        "None",
         "tests/planning/test_check.py -k wrong_usage",
     ),
     Fault(
@@ -291,5 +376,47 @@ FAULTS: tuple[Fault, ...] = (
         "!= recommended",
         '== ""',
         "tests/planning/test_check_all.py -k each_format",
+    ),
+    Fault(
+        "a file that is not there is looked for on the hub",
+        "vllm_kvq/integration/preview/hub.py::hub_problem",
+        'if ":" in name or',
+        'if ":" in name or name.endswith(GGUF) or',
+        "tests/commands/test_bad_input.py -k 'gguf or not_asked'",
+    ),
+    Fault(
+        "an options file that is two loses one of them",
+        "vllm_kvq/cli/check/config_file.py::_refuse_twins",
+        "!= line",
+        "> line",
+        "tests/commands/test_bad_input.py -k 'twin'",
+    ),
+    Fault(
+        "a word in other letters is not the one that was meant",
+        "vllm_kvq/meant.py::meant",
+        "str(word).casefold()",
+        "str(word)",
+        "tests/commands/test_bad_input.py -k meant",
+    ),
+    Fault(
+        "a folder that was only tried is left behind",
+        "vllm_kvq/cli/arguments.py::folder",
+        "made.rmdir()",
+        "made.exists()",
+        "tests/commands/test_bad_input.py -k left_behind",
+    ),
+    Fault(
+        "a narrow table breaks its numbers",
+        "vllm_kvq/console.py::Table.widths",
+        "> least[i]",
+        "> 1",
+        f"{CLI} -k no_terminal",
+    ),
+    Fault(
+        "check asks for less memory than the user has given",
+        "vllm_kvq/cli/check/every.py::memory_wanted",
+        "given or not",
+        "not",
+        f"{CHECK_ALL} -k not_free",
     ),
 )

@@ -127,7 +127,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{RAY} -k template",
     ),
     Fault(
-        "a row that vLLM refuses ends a batch job on Ray",
+        "a row that vLLM refuses stops a batch job on Ray",
         "examples/ray_batch.py::config",
         "should_continue_on_error=True,",
         "",

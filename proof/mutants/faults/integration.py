@@ -164,8 +164,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a private name is used and not listed",
         f"{ROOM}/compat.py",
-        "kv_cache_utils",
-        "kv_cache_util",
+        '"vllm.v1.core.kv_cache_utils": ("KVCacheBlock.block_id"',
+        '"vllm.v1.core.kv_cache_util": ("KVCacheBlock.block_id"',
         COMPAT,
     ),
     Fault(

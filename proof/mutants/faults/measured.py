@@ -196,10 +196,10 @@ SHOWN = (
         f"{CAPACITY} added_up",
     ),
     Fault(
-        "bars show how many more requests bf16 has",
+        "a picture has a load's requests and tokens the wrong way round",
         "vllm_kvq/cli/bench/capacity.py::plot",
-        "r.in_flight / plain",
-        "plain.in_flight / r",
+        "(row.in_flight, row.tokens_per_second)",
+        "(row.tokens_per_second, row.in_flight)",
         f"{REPORTS} test_capacity",
     ),
     Fault(

@@ -62,7 +62,7 @@ class Found:
 
     cache: str
     tokens: int
-    """That fit, as vLLM says at start-up."""
+    """Tokens that fit, as vLLM says at start-up."""
     in_flight: float
     tokens_per_second: float
     first: tuple[float, float]

@@ -13,7 +13,7 @@ from vllm_kvq.cli.arguments import CHANNELS, whole_number, whole_numbers
 from vllm_kvq.formats.table import suite
 
 CHECKPOINT = "checkpoint folder, or `demo` for the repository's model"
-OWN = "is measured next to ours in any case"
+OWN = "is always measured next to ours"
 """Why --formats takes none of vLLM's caches."""
 
 
@@ -30,7 +30,7 @@ def add_shape(p: argparse.ArgumentParser) -> None:
 
 def add_batch(p: argparse.ArgumentParser, default: str | None, note: str = "", several: bool = False) -> None:
     kind, metavar = (whole_numbers, "REQUESTS,...") if several else (whole_number, "REQUESTS")
-    p.add_argument("--batch", type=kind, default=default, metavar=metavar, help=f"requests at the same time{note}")
+    p.add_argument("--batch", type=kind, default=default, metavar=metavar, help=f"concurrent requests{note}")
 
 
 def add_threads(p: argparse.ArgumentParser, default: int | None = None) -> None:

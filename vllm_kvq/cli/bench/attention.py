@@ -33,7 +33,7 @@ REPORT = Report(
     ),
 )
 ROTATE = """caches to read in turn, as the layers of a model do (1: one cache, which may stay in the processor's
-last-level cache; default: 0, as many as exceed that twice)"""
+last-level cache; default: 0, enough to exceed it twice over)"""
 
 
 def caches(rotate: int) -> str:
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "there are no C++ kernels here to measure",
     )
     add_formats(p, recommended(), OWN)
-    add_context(p, "32768", "of each request", several=True)
+    add_context(p, "32768", "per request", several=True)
     add_batch(p, "1")
     add_threads(p)
     add_shape(p)
@@ -155,5 +155,5 @@ def slope_lines(measured: Measured) -> list[str]:
         times = {shape.context: row.ms for shape, rows in measured for row in rows if row.name == name}
         if shares := slopes(times):
             text = ", ".join(f"{share:.2f}" for share in shares)
-            lines.append(f"{name:8} cost of a further token between the contexts from 4k on, 1.00 is linear: {text}")
+            lines.append(f"{name:8} cost per extra token from 4k on (1.00 = linear): {text}")
     return lines

@@ -12,11 +12,11 @@ from vllm_kvq.bench import figures
 from vllm_kvq.bench.servers import capacity
 from vllm_kvq.bench.servers.capacity import Found, Load
 from vllm_kvq.bench.servers.server import ServerError
-from vllm_kvq.cli.arguments import add_formats, add_out, from_zero, size, whole_number
+from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, from_zero, size, whole_number
 from vllm_kvq.cli.bench import servers
-from vllm_kvq.cli.bench.arguments import CHECKPOINT, add_eager, checkpoint
+from vllm_kvq.cli.bench.arguments import CHECKPOINT, add_batch, add_eager, checkpoint
 from vllm_kvq.cli.bench.report import Report
-from vllm_kvq.drawing import Picture
+from vllm_kvq.drawing import Picture, pyplot, save
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 
 PROG = "vllm-kvq bench capacity"
@@ -26,7 +26,7 @@ REPORT = Report(
     PROG,
     "capacity",
     "Servers with equal bytes of cache, one after the other, under the same load of vllm bench serve.",
-    "Against bf16",
+    "Tokens per second against requests in flight",
     (
         "fit: the tokens that vLLM says fit in the cache. in flight: requests that ran at the same time, the median of "
         "the whole load. Tokens are those of answers. First token and token: the middle and the slowest hundredth of "
@@ -44,22 +44,21 @@ def parser() -> argparse.ArgumentParser:
     p = console.parser(
         PROG,
         "Servers with equal bytes of cache, one after the other, under the same load of\n"
-        "`vllm bench serve`: requests at the same time, tokens per second, and waiting.\n"
+        "`vllm bench serve`: concurrent requests, tokens per second, and waiting.\n"
         "Takes minutes for each cache.",
         (
             "MODEL --cache-bytes 64M",
-            "MODEL --formats fp8,kitty2 --prompt 4096 --answer 200",
+            "MODEL --formats fp8,kitty2 --context 4096 --tokens 200",
         ),
         "a server failed; the end of its log says why",
     )
     p.add_argument("model", metavar="MODEL", help=CHECKPOINT)
     add_formats(p, ",".join(("fp8", *BUDGETS[RECOMMENDED].formats)))
     p.add_argument("--cache-bytes", metavar="SIZE", type=size, default="64M", help="memory of each server's cache")
-    for name, default, what in (("prompt", 512, "of each prompt"), ("answer", 512, "of each answer")):
-        p.add_argument(f"--{name}", metavar="TOKENS", type=whole_number, default=default, help=f"tokens {what}")
+    add_context(p, "512", "of each request's prompt")
+    add_tokens(p, "512", "per request")
     p.add_argument("--requests", metavar="N", type=whole_number, default=32, help="requests in all")
-    text = "requests at the same time that clients have open"
-    p.add_argument("--concurrency", metavar="N", type=whole_number, default=32, help=text)
+    add_batch(p, "32", " that clients keep open")
     p.add_argument("--seed", metavar="SEED", type=from_zero, default=0, help="seed of the prompts")
     add_eager(p)
     logs = "each server's log and what `vllm bench serve` said of it"
@@ -71,9 +70,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    numbers = (args.prompt, args.answer, args.requests, args.concurrency, args.cache_bytes, args.seed, args.eager)
+    numbers = (args.context, args.tokens, args.requests, args.batch, args.cache_bytes, args.seed, args.eager)
     if all(choice.format == capacity.PLAIN for choice in args.formats):
-        p.error(f"--formats {capacity.PLAIN} is bf16, which is measured in any case; name a cache to compare it with")
+        p.error(f"--formats {capacity.PLAIN} is bf16, which is always measured; name a cache to compare it with")
     try:
         load = Load(*numbers)
     except ValueError as error:
@@ -140,13 +139,9 @@ def cells(row: Found, plain: Found) -> list[str]:
 
 
 def plot(path: Path, rows: Sequence[Found], load: Load) -> Picture:
-    """Bars: what each cache has, times bf16's."""
-    plain, *others = rows
-    tokens = load.prompt + load.answer
-    panels = {
-        "output tokens per second": {
-            r.cache: [(tokens, r.tokens_per_second / plain.tokens_per_second)] for r in others
-        },
-        "requests at the same time": {r.cache: [(tokens, r.in_flight / plain.in_flight)] for r in others},
-    }
-    return figures.draw(path, panels, heading(load), figures.Scale("times bf16's", base="bf16"))
+    """Each cache's tokens per second against the requests that it had in flight."""
+    title, found = heading(load), {row.cache: (row.in_flight, row.tokens_per_second) for row in rows}
+    figure, axes = pyplot().subplots(figsize=(8, 4.6), dpi=120, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    figures.points(axes, found, figures.IN_FLIGHT, figures.OUTPUT)
+    return save(figure, path, title)

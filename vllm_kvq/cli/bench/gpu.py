@@ -32,17 +32,17 @@ def parser() -> argparse.ArgumentParser:
         PROG,
         "Decode times of the Triton and CUDA kernels on a GPU, against attention over bf16 and fp8 and against the\n"
         "copy bandwidth: 32 query heads on 8 KV heads of 128 channels. Needs PyTorch and Triton, but not vLLM.\n"
-        "Takes minutes, about as many as --seconds allows.",
+        "Takes minutes: about as long as --seconds allows.",
         ("--out docs/results", "--formats klt3,kitty2 --context 65536 --batch 1,8", "--dry-run"),
         "there is no GPU here",
     )
     add_formats(p, ALL, OWN)
-    add_context(p, None, f"of each request (default: {','.join(map(str, decode.CONTEXTS))})", several=True)
+    add_context(p, None, f"per request (default: {','.join(map(str, decode.CONTEXTS))})", several=True)
     batches = ",".join(map(str, decode.BATCHES))
     add_batch(p, None, f" (default: {batches})", several=True)
     text = "time after which no measurement is started"
     p.add_argument("--seconds", type=float, default=300, metavar="SECONDS", help=text)
-    kept = "gpu-DEVICE.csv, from which no number is measured again, gpu-DEVICE.md"
+    kept = "gpu-DEVICE.csv (whose measurements are reused), gpu-DEVICE.md"
     add_out(p, f"report.html, {kept}, and gpu-DEVICE.png {IF_INSTALLED}")
     p.add_argument("--dry-run", action="store_true", help="use tiny shapes, without a GPU: the times mean nothing")
     p.add_argument("--compile", action="store_true", help="only launch everything once, to compile it")
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with suppress(NoTime):
         chunks.run(device, names, results)
     if results.late:
-        results.note("there was no time for more: what is not here was not measured")
+        results.note("ran out of time; missing rows were not measured")
     if (numbers := results.path) is not None and results.known("copy", 0, 0):
         kept = Kept(name, torch.__version__, [*results.rows.values()])
         notes, facts = [gpu_report.KEPT, *results.notes], [("device", name), ("numbers", numbers.name)]

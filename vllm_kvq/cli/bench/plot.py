@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.bench.gpu.kept import Kept
-from vllm_kvq.cli.arguments import add_out
+from vllm_kvq.cli.arguments import add_out, check_file
 from vllm_kvq.cli.bench import gpu_report
 from vllm_kvq.cli.page.made import NOT_MEASURED
 
@@ -29,7 +29,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    p = parser()
+    args = p.parse_args(arguments)
+    for path in args.files:
+        check_file(p, path, "a CSV that vllm-kvq bench gpu --out has written")
     devices: list[Kept] = []
     written: list[Path] = []
     for path in args.files:

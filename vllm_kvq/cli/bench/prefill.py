@@ -58,14 +58,14 @@ def line(row: PromptRow | ChunkRow) -> str:
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         PROG,
-        "The cost of a prompt on top of its attention: fit, pack, and a later chunk's attention over packed history.\n"
+        "What packing adds to a prompt's attention: fit, pack, and a later chunk's attention over packed history.\n"
         "Takes minutes with several formats or long contexts.",
         ("--formats all --context 4096", "--formats kitty2 --context 4096 --chunk 512 --json"),
-        "could not be done",
+        "the command failed",
     )
     add_formats(p, recommended(), OWN)
     add_context(p, "4096", "of the prompt, or before the chunk", several=True)
-    text = "tokens per step after the context, measured instead of a prompt (default: 0, a prompt)"
+    text = "tokens per chunk to measure after the context; 0 measures a whole prompt"
     p.add_argument("--chunk", type=from_zero, default=0, metavar="TOKENS", help=text)
     add_shape(p)
     add_threads(p)

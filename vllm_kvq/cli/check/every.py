@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvq import console
+from vllm_kvq.cli.check.words import listed_words, normal, values
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import public_formats
+from vllm_kvq.integration.plan.memory import SPACE, Machine
 from vllm_kvq.integration.preview.description import describe
 from vllm_kvq.integration.preview.dry_start import WouldNotStart, dry_start
 
+MEMORY = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+"""Flags of vllm serve that say how much memory the cache gets."""
 HEAD = ("format", "bits", "tokens", "x bf16", "KL", "speed", "kernels")
 
 
 def main(arguments: Sequence[str], as_json: bool) -> int:
+    memory = memory_wanted(arguments)
+    if memory is not None:
+        arguments = [*arguments, *memory.flag]
     found = survey(arguments)
     recommended = budgets(found).get(RECOMMENDED)
     found.sort(key=lambda one: one["format"] != recommended)
     if as_json:
-        console.show_json({"formats": found, "budgets": budgets(found)})
+        needed = {} if memory is None else {"needed": {"flag": list(memory.flag), "sentence": memory.sentence}}
+        console.show_json({"formats": found, "budgets": budgets(found)} | needed)
     else:
-        show(found)
+        if memory is not None:
+            print(f"{memory.sentence}; this counts with {' '.join(memory.flag)}, which serving needs, too")
+        show(found, arguments)
     return console.DONE if any(one["starts"] for one in found) else console.FOUND
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a server needs where vLLM's default takes more memory than is free."""
+
+    sentence: str
+    flag: tuple[str, str]
+
+
+def memory_wanted(arguments: Sequence[str]) -> Limit | None:
+    """None where the user has said how much the cache may take, or the default is free."""
+    from vllm.config import CacheConfig
+    from vllm.platforms import current_platform
+
+    words = normal(arguments)
+    words = [*listed_words(words), *words]
+    given = os.environ.get(SPACE) or any(values(words, flag) for flag in MEMORY)
+    if given or not current_platform.is_cpu():
+        return None
+    machine = Machine.here()
+    problem = machine.problem(None, CacheConfig().gpu_memory_utilization)
+    return None if problem is None else Limit(problem.what, machine.limit)
 
 
 def ranked() -> list[str]:
@@ -63,7 +99,8 @@ def slow(one: dict[str, Any]) -> bool:
     return bool(one["kernels"]["slow"] or one["kernels"]["why_not_faster"])
 
 
-def show(found: Sequence[dict[str, Any]]) -> None:
+def show(found: Sequence[dict[str, Any]], arguments: Sequence[str]) -> None:
+    """`arguments`: those of `vllm serve`, which the next steps repeat."""
     served = [one for one in found if "capacity" in one]
     problems = {one["sentence"] for one in found}
     if len(problems) == 1 and None not in problems:
@@ -87,9 +124,9 @@ def show(found: Sequence[dict[str, Any]]) -> None:
     print()
     if meant:
         print(f"budgets      {', '.join(f'{budget} is {fmt}' for budget, fmt in meant.items())}")
-    print(f"switch on    vllm serve {first['model']} --kv-cache-dtype {name}")
+    print(f"switch on    vllm serve {shlex.join(arguments)} --kv-cache-dtype {name}")
     print("go back      leave --kv-cache-dtype out")
-    print(f"look closer  vllm-kvq check {first['model']} --kv-cache-dtype {name}")
+    print(f"details      vllm-kvq check {shlex.join(arguments)} --kv-cache-dtype {name}")
     print(f"measure      vllm-kvq eval {first['model']} --quick")
 
 
@@ -110,12 +147,12 @@ def notes(served: Sequence[dict[str, Any]]) -> list[str]:
     """Where the losses and the speeds come from, and the warnings of each format."""
     where = next((one["loss"]["where"] for one in served if one["loss"]), None)
     said = [
-        "bits: of packed pages; the tokens that fit are counted with everything that a request holds",
-        f"KL: nats per token, on {where}" if where else "KL: nothing like this model is measured",
+        "bits: of packed pages; the token count includes everything a request stores",
+        f"KL: nats per token, on {where}" if where else "KL: not measured on a model like this",
     ]
     fast = next((one["speed"]["where"] for one in served if one["speed"]), None)
     said.append(
-        f"speed: times bf16's, of attention in a decode step, whose other parts stay as they are; on {fast}"
+        f"speed: decode attention only, relative to bf16; on {fast}"
         if fast
         else "speed: not measured on this kind of processor; vllm-kvq bench attention measures it"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.check.words import words_problem
+from vllm_kvq.cli.check.words import models_problem, words_problem
 from vllm_kvq.cli.logs import be_quiet, let_kernels_log
 from vllm_kvq.formats.budgets import RECOMMENDED
 from vllm_kvq.integration.preview.dry_start import NoFormat, WouldNotStart, WrongUsage, dry_start
@@ -33,9 +33,12 @@ def parser() -> console.Parser:
         metavar="FORMAT",
         help="one of `vllm-kvq formats`, or a budget such as kvq3 (default: all formats, in half a minute)",
     )
-    p.add_argument("--additional-config", metavar="JSON", help='options, as in {"kvq": {"W": 64}}')
+    text = """options, as in {"kvq": {"W": 64}} (default: the format's own)"""
+    p.add_argument("--additional-config", metavar="JSON", help=text)
     p.add_argument(
-        "--max-model-len", metavar="TOKENS", help="maximum request length; like all other flags, as for vllm serve"
+        "--max-model-len",
+        metavar="TOKENS",
+        help="maximum request length; like all other flags, as for vllm serve (default: the model's)",
     )
     p.add_argument("--verbose", action="store_true", help="show vLLM's log on standard error")
     console.add_json(p)
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in given if word not in ("--json", "--verbose")]
     p = parser()
     p.as_json = as_json
-    if problem := words_problem(words):
+    if problem := words_problem(words) or models_problem(words):
         p.error(problem)
     if not verbose:
         be_quiet()
@@ -93,12 +96,12 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     shares = [f"{n} for {what.replace('_', ' ')}" for what, n in blocks.items() if n]
     text = [
         ("packed", f"{layers['packed']} of {layers['all']} layers, as {found['label']}"),
-        ("in 16 bits", ", ".join(layers["in_16_bits"]) or "nothing"),
+        ("not packed", ", ".join(layers["not_packed"]) or "none"),
         (
             "bits per element",
             f"{found['bits_per_element']:.3f} with all parameters, in pages of N={found['N']} tokens",
         ),
-        ("full precision", f"the newest W={found['W']} tokens and the first S={found['S']}"),
+        ("full precision", f"newest {found['W']} tokens (W), first {found['S']} (S)"),
         ("a request takes", f"{sum(blocks.values())} blocks of the pool: {', '.join(shares)}"),
         ("kernels", path),
         ("memory, about", f"{gib(memory['bytes'])}: {memory['because']}"),

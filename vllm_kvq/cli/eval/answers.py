@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_context, add_formats, add_tokens
-from vllm_kvq.cli.eval.arguments import add_model, add_tasks, add_text, usual_formats
+from vllm_kvq.cli.eval.arguments import add_model, add_tasks, add_text, check_model, usual_formats
 from vllm_kvq.eval.engine.engines import Engine, EngineFailed
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results.result import DECODING
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add_formats(p, usual_formats())
     add_tasks(p, TASKS)
     add_context(p, "2048", "of each text")
-    add_tokens(p, "32", "at most, per answer")
+    add_tokens(p, "32", "per answer, at most")
     add_text(p)
     console.add_json(p)
     return p
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
+    check_model(p, args.model)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         chosen = (REFERENCE, *(c for c in args.formats if c != REFERENCE))

@@ -124,9 +124,9 @@ def parser() -> argparse.ArgumentParser:
         "vllm-kvq eval error",
         "Score errors of formats on synthetic data, every token quantized. Takes minutes with all formats.",
         ("", "--formats squat2:r=40,floor=0,innerq2:quant_mode=symmetric", "--json"),
-        "could not be done",
+        "the command failed",
     )
-    text = f"{HELP} (default: all, and some variants)"
+    text = f"{HELP} (default: all formats and selected variants)"
     p.add_argument("--formats", type=formats("has no error here to measure"), metavar="FORMAT,...", help=text)
     text = "number of data sets to average over"
     p.add_argument("--seeds", type=whole_number, default=SEEDS, metavar="N", help=text)

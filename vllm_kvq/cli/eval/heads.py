@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, add_context, add_formats, add_out, formats
-from vllm_kvq.cli.eval.arguments import NO_REFERENCE, add_model, add_text
+from vllm_kvq.cli.eval.arguments import NO_REFERENCE, WrongUsage, add_model, add_text, check_model, too_short
 from vllm_kvq.cli.page.document import Page, Section
 from vllm_kvq.cli.page.made import command
 from vllm_kvq.cli.page.plots import IF_INSTALLED, NO_PLOT, Drawn, pictures
@@ -22,9 +22,6 @@ from vllm_kvq.eval.heads.heads import READERS, HeadError, head_errors
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.results import plots
 from vllm_kvq.eval.tasks.samples import sequence
-from vllm_kvq.formats.by_layer import all_options
-from vllm_kvq.formats.parts.planes import SLAB
-from vllm_kvq.formats.table import get_format
 from vllm_kvq.integration.preview.apart import Failed
 from vllm_kvq.integration.preview.constants import Known
 
@@ -64,13 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     chosen = args.formats
-    if problem := too_short(chosen, args.context):
+    if problem := too_short(chosen, args.context, READERS, list(chosen) == formats()(ALL)):
         p.error(problem)
+    check_model(p, args.model)
     try:
         model = Model.of(args.model, args.dtype)
         captured = captured_text(model, args.context, args.seed, any(map(of_texts, chosen)))
         errors, problems = measured(captured, chosen)
         drawn = drawn_to(args.out, errors, args.measure) if args.out else None
+    except WrongUsage as error:
+        p.error(str(error))
     except (ValueError, OSError, Failed) as error:
         return console.fail(PROG, error, args.json)
     notes = list(problem_lines(problems))
@@ -108,22 +108,6 @@ def problem_lines(problems: Mapping[str, str]) -> Iterator[str]:
     return (f"{label}: {problem}" for label, problem in problems.items())
 
 
-def too_short(chosen: Sequence[Choice], tokens: int) -> str | None:
-    """Why nothing of such a text would be packed, known without a model; pages may take more."""
-    least = {}
-    for choice in chosen:
-        of = [get_format(choice.format).settings(options) for options in all_options(choice.options)]
-        newest = min(s.W if s.W_keys is None else min(s.W, s.W_keys) for s in of)
-        least[choice.label] = newest + (min(s.S for s in of) // SLAB + 1) * SLAB + READERS
-    label, needed = (min if list(chosen) == formats()(ALL) else max)(least.items(), key=lambda item: item[1])
-    if tokens >= needed:
-        return None
-    return (
-        f"--context {tokens}: {label} packs nothing of so short a text, because the newest and the first tokens are in "
-        f"full precision and the last {READERS} read the others; it takes at least {needed}"
-    )
-
-
 def measured(captured: Captured, chosen: Sequence[Choice]) -> tuple[dict[str, list[HeadError]], dict[str, str]]:
     """Each choice's errors; and a sentence for each one that can't be measured on this model.
 
@@ -150,7 +134,7 @@ def captured_text(model: Model, tokens: int, seed: int, calibration: bool = Fals
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not READERS < tokens < model.longest:
-        raise ValueError(f"a text of {tokens} tokens is not between {READERS + 1} and {model.longest - 1}")
+        raise WrongUsage(f"a text of {tokens} tokens is not between {READERS + 1} and {model.longest - 1}")
     text = sequence(model.tokenizer, "text", tokens, tokens, 0, seed)
     captured = capture(str(model.folder), [text.tokens], model.dtype)
     captured = replace(captured, of_server=Known(str(model.folder), model.dtype).constants)

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_formats, add_out, add_tokens, from_zero, whole_number
-from vllm_kvq.cli.eval.arguments import add_cache, add_text, usual_formats
+from vllm_kvq.cli.eval.arguments import add_cache, add_text, check_model, usual_formats
 from vllm_kvq.cli.eval.model import compile_kernels
 from vllm_kvq.cli.page.document import Page, Section
 from vllm_kvq.cli.page.made import command
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         PROG,
         "HumanEval's pass@1, greedy: an instruct model writes functions with each format's cache and with bf16's, and "
         "their\ntests are run, each in a child process without network and with limits. Needs the extra `humaneval`.\n"
-        "Takes minutes to hours: try --limit 8 first. Answers are kept, so that a stopped run goes on.",
+        "Takes minutes to hours: try --limit 8 first. Answers are saved, so an interrupted run resumes.",
         (
             "MODEL --formats klt3,kitty2",
             "MODEL --formats kitty2 --context 4096 --out results",
@@ -50,10 +50,10 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", metavar="MODEL", help="checkpoint folder, or model name; it needs a chat template")
     add_formats(p, usual_formats())
-    text = "tokens in the cache, of solved problems before each question"
+    text = "cached tokens of solved problems, placed before each question"
     p.add_argument("--context", type=from_zero, default=0, metavar="TOKENS", help=text)
     p.add_argument("--limit", type=whole_number, default=COUNT, metavar="N", help="number of problems, from the first")
-    add_tokens(p, "768", "at most, per answer")
+    add_tokens(p, "768", "per answer, at most")
     add_text(p)
     add_out(p, "report.html, humaneval.json and humaneval.csv, with answers")
     add_cache(p)
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     if args.limit > COUNT:
         p.error(f"--limit {args.limit} is more than the {COUNT} problems that there are")
+    check_model(p, args.model)
     chosen = (REFERENCE, *(c for c in args.formats if c != REFERENCE))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:

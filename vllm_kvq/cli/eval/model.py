@@ -13,7 +13,17 @@ from typing import Any
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import add_context, add_formats, add_out, add_tokens, whole_number, words
 from vllm_kvq.cli.eval import lm_eval
-from vllm_kvq.cli.eval.arguments import add_baseline, add_cache, add_model, add_tasks, add_text, usual_formats
+from vllm_kvq.cli.eval.arguments import (
+    WrongUsage,
+    add_baseline,
+    add_cache,
+    add_model,
+    add_tasks,
+    add_text,
+    check_model,
+    too_short,
+    usual_formats,
+)
 from vllm_kvq.cli.eval.hurt import MOST
 from vllm_kvq.cli.eval.page import page
 from vllm_kvq.cli.page.made import command
@@ -47,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "Does it still answer correctly? Each format against the 16-bit cache on the same texts, in real vLLM: the\n"
         "probabilities of given tokens (teacher-forced), and generated answers (decoding). `vllm-kvq eval error`\n"
         "needs no model.\n"
-        "Takes minutes with --quick, and longer without. Measurements are kept, so that a stopped run goes on.",
+        "Takes minutes with --quick, and longer without. Measurements are saved, so an interrupted run resumes.",
         (
             "demo --quick",
             "MODEL --tasks recall,needle --context 1024,4096",
@@ -70,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--readers", type=whole_number, metavar="N", help=text)
     add_baseline(p, "fp8")
     p.add_argument("--answers", type=whole_number, metavar="N", help="maximum generated answers per text (default: 4)")
-    add_tokens(p, None, "at most, per answer (default: 1024)")
+    add_tokens(p, None, "per answer, at most (default: 1024)")
     p.add_argument("--chunk", type=_chunk, default=32, metavar="TOKENS", help="tokens per step, when teacher-forced")
     text = f"compare the K most probable tokens, and the rest as one (default: {TOP}, or a small vocabulary in full)"
     p.add_argument("--top", type=whole_number, metavar="K", help=text)
@@ -104,8 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.baseline = named_baseline(args.baseline, chosen)
     except ValueError as error:
         p.error(str(error))
+    if not args.lm_eval and (problem := too_short(chosen, min(args.context))):
+        p.error(problem)
+    check_model(p, args.model)
     try:
         results = harness(args, chosen) if args.lm_eval else evaluate(args, chosen)
+    except WrongUsage as error:
+        p.error(str(error))
     except EvaluationFailed as error:
         return console.fail(PROG, error, args.json)
     results = replace(results, claims=claims(results.rows, args.baseline))
@@ -156,7 +171,7 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
     from vllm_kvq.eval.model import Model
     from vllm_kvq.eval.reading.reader import Unreadable
     from vllm_kvq.eval.run.harness import Run
-    from vllm_kvq.eval.run.plan import Plan
+    from vllm_kvq.eval.run.plan import Plan, PlanRefused
     from vllm_kvq.eval.run.rows import rows
 
     try:
@@ -180,6 +195,8 @@ def evaluate(args: argparse.Namespace, chosen: list[Choice]) -> Results:
         if any(choice.ours for choice in chosen) and args.regimes != [READING]:
             compile_kernels()
         steps = len(plan.sequences) * len(plan.choices) * len(plan.regimes)
+    except PlanRefused as error:
+        raise WrongUsage(str(error)) from error
     except (ValueError, OSError) as error:
         raise EvaluationFailed(str(error)) from error
     with Bar(steps) as progress:

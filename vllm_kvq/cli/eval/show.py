@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_kvq import console
-from vllm_kvq.cli.arguments import add_out, from_zero
+from vllm_kvq.cli.arguments import add_out, check_file, from_zero
 from vllm_kvq.cli.eval.arguments import add_baseline
 from vllm_kvq.cli.eval.hurt import MOST, hurt_tables
 from vllm_kvq.cli.eval.page import page
@@ -23,14 +23,13 @@ PROG = "vllm-kvq eval show"
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         PROG,
-        "Shows what `vllm-kvq eval MODEL --out DIR` has written: tables, the tokens that were hurt most, plots.",
+        "Shows what `vllm-kvq eval MODEL --out DIR` has written: tables, the worst tokens, plots.",
         ("results/results.json", "results/results.json --hurt 3 --out results"),
         "there are no results, or plots can't be drawn",
     )
     p.add_argument("results", type=Path, metavar="RESULTS", help="results.json file")
-    p.add_argument(
-        "--hurt", type=from_zero, default=MOST, metavar="N", help="number of hurt tokens per format and task"
-    )
+    text = "number of worst tokens to show per format and task"
+    p.add_argument("--hurt", type=from_zero, default=MOST, metavar="N", help=text)
     add_baseline(p, "as in the results")
     add_out(p, "report.html, and plots, PNG files named after what they show (needs matplotlib)")
     console.add_json(p)
@@ -38,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    p = parser()
+    args = p.parse_args(arguments)
+    check_file(p, args.results, "a results.json of vllm-kvq eval MODEL --out")
     try:
         results = Results.load(args.results)
         if args.baseline or not results.claims:

@@ -58,12 +58,14 @@ def best(points: Iterable[tuple[float, float]], less_is_better: bool) -> list[tu
     return kept
 
 
-def frontier(axes: Any, rows: Sequence[Row], metric: str) -> tuple[list[Name], list[tuple[float, float]]]:
-    """Draws a point for each row, and the line along ours that have names.
+def frontier(
+    axes: Any, rows: Sequence[Row], metric: str, most: int = MOST_NAMES
+) -> tuple[list[Name], list[tuple[float, float]]]:
+    """Draws a point for each row, at most that many of them with names, and the line along ours that have one.
 
     Returns the names, for `name_points`, and the points that have none.
     """
-    named, less = chosen(rows, MOST_NAMES), metric in DIVERGENCES
+    named, less = chosen(rows, most), metric in DIVERGENCES
     if ours := [(row.bits or 0.0, row.metrics[metric].value) for row in named if not is_peer(row)]:
         axes.plot(*zip(*best(ours, less), strict=True), "-", color=OURS, linewidth=1)
     names, others = [], []

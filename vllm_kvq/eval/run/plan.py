@@ -22,6 +22,10 @@ READERS = 512
 """Tokens of a text that read the cache of the earlier ones, but no more than half of the text."""
 
 
+class PlanRefused(ValueError):
+    """The model has no room for what is planned."""
+
+
 @dataclass(frozen=True)
 class Plan(Comparison):
     tasks: tuple[str, ...]
@@ -47,7 +51,7 @@ class Plan(Comparison):
         if self.choices[0] != REFERENCE or len({choice.label for choice in self.choices}) < len(self.choices):
             raise ValueError("a plan's formats must differ from each other, and the plain cache must be the first")
         if max(self.contexts) > self.model.longest:
-            raise ValueError(
+            raise PlanRefused(
                 f"{self.model.name} has {self.model.longest} positions; --context {max(self.contexts)} is beyond them"
             )
 

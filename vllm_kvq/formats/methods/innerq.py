@@ -217,4 +217,4 @@ class HybridValues(ValueCodec):
         return x.transpose(-2, -1).flatten(1, 2)
 
 
-FORMATS = (Format("innerq2", "InnerQ, hybrid", HybridKeys, HybridValues, {"S": 32, "W": 96}, usual=4),)
+FORMATS = (Format("innerq2", "InnerQ, hybrid", HybridKeys, HybridValues, {"S": 32, "W": 96}),)

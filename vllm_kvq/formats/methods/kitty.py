@@ -108,6 +108,6 @@ FORMATS = (
         BoostedKeys,
         TokenValues,
         {"key_scales": "fitted", "value_scales": "fitted", "value_rotation": "hadamard", "group": 256, "W": 32},
-        usual=1,
+        usual=4,
     ),
 )

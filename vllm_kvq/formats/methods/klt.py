@@ -266,9 +266,9 @@ class SearchedValues(ValueCodec):
         return (y @ self._mixing(y.device) * block(self.d) ** 0.5).clamp(-LIMIT, LIMIT)
 
 
-def _klt(bits: int, rate: float) -> Format:
+def _klt(bits: int, rate: float, usual: int) -> Format:
     title, defaults = f"Transform coding, {bits}-bit", {RATE.name: rate, BITS.name: bits, "W": 32}
-    return Format(f"klt{bits}", title, TransformedKeys, SearchedValues, defaults)
+    return Format(f"klt{bits}", title, TransformedKeys, SearchedValues, defaults, usual=usual)
 
 
-FORMATS = (_klt(2, 2.5), _klt(3, 3.0), _klt(4, 4.0))
+FORMATS = (_klt(2, 2.5, usual=3), _klt(3, 3.0, usual=1), _klt(4, 4.0, usual=2))

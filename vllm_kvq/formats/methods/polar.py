@@ -197,7 +197,7 @@ def shortest_arc(phi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 FORMATS = (
-    Format("polar4", "PolarQuant m4n4", PolarKeys, TokenValues, {"value_bits": 4, "group": 128, "W": 128}, usual=3),
+    Format("polar4", "PolarQuant m4n4", PolarKeys, TokenValues, {"value_bits": 4, "group": 128, "W": 128}),
     Format("polar4_v16", "PolarQuant m4n4, values as they are", PolarKeys, RawValues, {"mode": "paper", "W": 128}),
     Format("polar3", "PolarQuant m4n2", PolarKeys, TokenValues, {"radius_bits": 2, "W": 128}),
 )

@@ -250,7 +250,6 @@ FORMATS = (
             "group": 256,
             "W": 32,
         },
-        usual=2,
     ),
     Format("squat2_pre", "SQuat, 2-bit keys, before RoPE", SQuatKeys, TokenValues, {"W": 32, "rope": "before"}),
     Format("squat4", "SQuat, 4-bit keys", SQuatKeys, TokenValues, {"key_bits": 4, "value_bits": 4, "W": 32}),

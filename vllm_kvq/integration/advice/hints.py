@@ -1,4 +1,4 @@
-"""What is known to fail with a model, in a sentence: the weights tell before anything is served.
+"""Known failures for a model, found from its weights before serving.
 
 A codec declares whether large key biases spoil what it stores (`KeyCodec.hurt_by_biases`). What large means was
 measured on Qwen2.5-Coder-0.5B (all layers, heads of 64 channels) and 1.5B (seven layers, 128), head by head, as the
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from vllm_kvq.formats.codec import KeyCodec
 from vllm_kvq.formats.table import FORMATS, suite
 from vllm_kvq.integration.advice.key_biases import of_model
 from vllm_kvq.integration.plan.served import Served
@@ -60,11 +61,16 @@ def bias_hints(served: Served, biases: Mapping[int, float]) -> list[str]:
 
 
 def _way_out(served: Served, hurt: set[int]) -> str:
-    other = next(name for name in suite("usual") if FORMATS[name].keys.hurt_by_biases is None)
+    other = next(name for name in suite("usual") if _unhurt(FORMATS[name].keys))
     if len(hurt) > FEW * served.layers.total:
         return f"use {other}"
     kept = sorted(hurt | served.layers.skipped)
     return f"use {other}, or keep these layers in 16 bits with the kvq option 'skip_layers': {kept}"
+
+
+def _unhurt(keys: type[KeyCodec]) -> bool:
+    """Whether every model can have them: its biases do no harm, and nothing is fitted to it."""
+    return keys.hurt_by_biases is None and not keys.calibrated
 
 
 def _layers(numbers: set[int]) -> str:

@@ -93,7 +93,7 @@ def _names(folder: Path) -> dict[Path, list[str]]:
 
 
 def of_model(vllm_config: VllmConfig) -> Mapping[int, float]:
-    """`key_biases` of the model that is served; empty where its weights don't lie here, or aren't those of its files.
+    """`key_biases` of the model that is served; empty when its weights are not here, or not those of its files.
 
     Files that can't be read as weights must never stop a server that would start without.
     """
@@ -111,7 +111,7 @@ def of_model(vllm_config: VllmConfig) -> Mapping[int, float]:
 
 
 def usually_biased(vllm_config: VllmConfig) -> bool:
-    """By the type of the model, where its weights don't lie here and can't be asked."""
+    """By the type of the model, when its weights are not on this machine."""
     model = vllm_config.model_config
     folder = weights_folder(model.model, model.revision)
     here = folder is not None and any(folder.glob("*.safetensors"))

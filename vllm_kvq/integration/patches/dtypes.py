@@ -7,6 +7,7 @@ and error messages; the formats that only tests use are accepted there and not l
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.integration.patches.once import once
 from vllm_kvq.integration.patches.patch import Hooks, Patch
+from vllm_kvq.meant import meant
 
 ARGUMENTS = "vllm.engine.arg_utils:EngineArgs.add_cli_args"
 
@@ -71,16 +73,26 @@ def _are_registered() -> bool:
 
 
 class _Choices(list[str]):
-    """All are accepted, and those that no list for users names are not listed."""
+    """All are accepted, and those that no list for users names are not listed. One that is like a listed one is refused
+    here, because argparse would name all of them."""
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in super().__iter__() if name not in FORMATS or FORMATS[name].public)
 
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        if close := meant(name, self):
+            raise argparse.ArgumentError(None, f"--kv-cache-dtype: there is no format {name!r}; did you mean {close}?")
+        return False
 
-def hide_test_formats(_: Hooks) -> None:
+
+def hide_test_formats(hooks: Hooks) -> None:
     def make(add: Any) -> Any:
         @functools.wraps(add)
         def add_cli_args(parser: Any) -> Any:
+            if problem := hooks.environment_problem():
+                parser.error(problem)
             parser = add(parser)
             for action in parser._actions:
                 if action.dest == "kv_cache_dtype" and action.choices is not None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 KEY = "kvq_fingerprint"
 """Where a connector's extra configuration has the fingerprint (plan/connectors.py)."""
+MARKED = "kvq_marked"
+"""In it where the server has written the fingerprint, and not its user."""
 SEED = "vllm.v1.core.kv_cache_utils:resolve_none_hash_seed"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler.__init__"
 

@@ -48,8 +48,8 @@ def trial() -> str | None:
     if installed() in SUPPORTED or os.environ.get(ADMIT) != installed():
         return None
     return (
-        f"{ADMIT}={installed()}: vllm-kvq does not support this vLLM and tries it with the patches for {release()}; "
-        "unset it to serve, because answers may be wrong"
+        f"{ADMIT}={installed()}: vllm-kvq does not support this vLLM and uses the patches for {release()}; "
+        "unset the variable to serve, because answers may be wrong"
     )
 
 

@@ -3,8 +3,8 @@
 This runs only in processes that vLLM itself starts for a server or for `LLM`, and only where one of our formats is
 served: an engine inside the user's own process, and Ray's actors, have no such parent.
 
-It has nothing to do with compression. It is here because a server that is killed, by the kernel for want of memory for
-example, would leave a cache behind for which the next one finds no room; docs/upstream.md has a reproduction.
+It has nothing to do with compression. It is here because a server that is killed, for example by the kernel's OOM
+killer, would leave a cache behind that takes the next one's memory; docs/upstream.md has a reproduction.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ class Hooks:
     after_step: Callable[[Scheduler], None]
     """Sees a scheduler after each step."""
     behind_hit: Callable[[bool], None]
-    """Hears whether a KV connector asks for what follows a hit."""
+    """Told whether a KV connector asks about tokens after a hit."""
+    environment_problem: Callable[[], str | None]
+    """What no server could make of the environment, before its arguments are read."""
 
 
 @dataclass(frozen=True)

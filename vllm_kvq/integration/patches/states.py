@@ -1,6 +1,6 @@
 """Two places where vLLM's handling of Mamba states does not fit a hybrid with packed layers.
 
-vLLM starts the kernels that compute Mamba states when it meets a Mamba group, and overlooks groups whose layers it has
+vLLM starts the kernels that compute Mamba states when it meets a Mamba group, and skips groups whose layers it has
 wrapped in one spec (layout.py). And on a CPU it crashes at the first long prompt of a Mamba-2 model: it takes a state
 out of the middle of a chunk with a Triton kernel that a CPU does not have. There a prompt is cut where a state is to be
 kept, as vLLM does for other kinds of states.
@@ -54,7 +54,7 @@ def leave_checkpoints_out(_: VllmConfig | None = None) -> None:
 
 STARTED = Patch(
     what="initialize_mamba_ssu_backend called",
-    why="it overlooks groups whose layers' specs are wrapped in one",
+    why="it skips groups with wrapped specs",
     until="it looks into wrapped specs",
     needs=(f"{DISPATCH}:initialize_mamba_ssu_backend", BASE_SPEC),
     moment=Moment.BUILT,

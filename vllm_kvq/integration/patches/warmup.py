@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 COUNTER = "vllm.v1.worker.gpu.warmup:_warmup_block_counter"
 COUNT = "blocks_per_request"
-"""What only our companions and their specs have (sidecar.py, spec.py)."""
+"""What only our companions and their specs have (worker/companions.py, core/spec.py)."""
 
 
 def serve_warmup(_: VllmConfig) -> None:
     def make(counter: Any) -> Any:
         @functools.wraps(counter)
         def _warmup_block_counter(model_runner: Any) -> Callable[[int, Any], int]:
-            """Called once before each set of requests: nobody else's are there yet."""
+            """Called once before each set of requests, when there are no others yet."""
             for layer in model_runner.vllm_config.compilation_config.static_forward_context.values():
                 if hasattr(layer, COUNT):
                     layer.blocks.zero_()

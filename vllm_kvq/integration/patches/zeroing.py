@@ -40,7 +40,7 @@ def zero_all_groups(_: VllmConfig) -> None:
 
 ZEROED = Patch(
     what="CPUModelRunner._zero_block_ids wrapped",
-    why="it overlooks groups whose layers' specs are wrapped in one, as they are for pages of several sizes",
+    why="it skips groups with wrapped specs, which pages of several sizes have",
     until="it looks into wrapped specs",
     needs=(
         ZERO,

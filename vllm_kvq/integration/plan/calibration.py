@@ -87,7 +87,7 @@ def fitting_problem(vllm_config: VllmConfig, source: Source) -> Problem | None:
         return Problem("constants are not fitted to hybrid models", "use --kv-cache-dtype kitty2")
     if source.found is not None:
         return None
-    once = "start the model once without {}, which leaves a file of constants for all later starts"
+    once = "start the model once without {}, which saves the constants for later starts"
     checks = (
         (parallel.pipeline_parallel_size > 1, "of one pipeline stage", "--pipeline-parallel-size"),
         (parallel.data_parallel_size > 1, "without data parallelism", "--data-parallel-size"),
@@ -179,7 +179,7 @@ def _content(path: Path, tensors: bool = True) -> tuple[Mapping[str, str], dict[
 
 def _instead(path: Path) -> str:
     named = path.parent != _folder()
-    return f"{'leave the option out' if named else 'delete it'}, and another one is made at start"
+    return f"{'leave the option out' if named else 'delete it'}, and the server will create a new one"
 
 
 def read(path: Path) -> tuple[dict[int, Constants], str]:

@@ -7,7 +7,7 @@ never sidecars.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -36,7 +36,8 @@ REFUSED = {
     "HF3FSKVConnector": ONE_TABLE,
     "HiSparseConnector": "is for models with sparse attention",
     "LMCacheConnectorV1": ONE_TABLE,
-    "LMCacheMPConnector": "looks prompts up by tokens and the model's name, so it would find pages of other options",
+    "LMCacheMPConnector": "identifies prompts only by tokens and model name, so it would return pages written with "
+    "other options",
     "MoRIIOConnector": f"{HANDS_OVER}; it is for AMD's GPUs and has not been tried",
     "MooncakeConnector": LAYER_BY_LAYER,
     "MooncakeStoreConnector": "stores a block before all its tokens are packed, and wants every cache group to have "
@@ -103,11 +104,42 @@ def choose_connector(vllm_config: VllmConfig) -> None:
     logger.info("kvq: --kv-offloading-size is served by %s", KNOWN)
 
 
+def store_problem(vllm_config: VllmConfig, fingerprint: str) -> Problem | None:
+    """A store whose pages the user knows to have another fingerprint than this server's: it would find none of them."""
+    transfer = vllm_config.kv_transfer_config
+    # the workers' configuration, and every copy that vLLM makes, has been marked already
+    if transfer is None or fingerprints.MARKED in transfer.kv_connector_extra_config:
+        return None
+    others = [named for named in _named(transfer.kv_connector_extra_config) if named != fingerprint]
+    if not others:
+        return None
+    return Problem(
+        f"the store holds pages of fingerprint {others[0]} ({fingerprints.KEY} in kv_connector_extra_config), and this "
+        f"server writes pages of {fingerprint}: it would read none of those",
+        "serve with the format, options, model and revision of the servers that wrote them, or drop "
+        f"{fingerprints.KEY}",
+    )
+
+
+def _named(extra: Mapping[str, Any]) -> Iterator[str]:
+    """The fingerprints that a connector's extra configuration names, and those of the connectors that it lists."""
+    if fingerprints.KEY in extra:
+        yield str(extra[fingerprints.KEY])
+    for one in extra.get("connectors") or ():
+        yield from _named(one.get("kv_connector_extra_config") or {})
+
+
 def mark_connector(vllm_config: VllmConfig, fingerprint: str) -> None:
     """Hand the fingerprint to whoever makes a connector's keys (patches/fingerprints.py)."""
     transfer = vllm_config.kv_transfer_config
-    if transfer is not None:
-        transfer.kv_connector_extra_config[fingerprints.KEY] = fingerprint
+    if transfer is None:
+        return
+    transfer.kv_connector_extra_config.update({fingerprints.KEY: fingerprint, fingerprints.MARKED: True})
+    logger.info_once(
+        "kvq: %s keeps pages under the fingerprint %s; pages with other fingerprints are not found",
+        transfer.kv_connector,
+        fingerprint,
+    )
 
 
 def can_copy(platform: Platform) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import multiprocessing
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,19 @@ GIB = 1 << 30
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
 OVERHEAD = GIB
 """What a worker's process takes in addition to weights and cache: Python, torch, and vLLM's buffers. Roughly."""
+
+
+def space_problem(environment: Mapping[str, str]) -> str | None:
+    """vLLM reads a whole number of GiB, and ends in a traceback on any other word."""
+    given = environment.get(SPACE)
+    return f"{SPACE} is {given!r}; it takes whole GiB, as in {SPACE}=4" if given and not given.isdigit() else None
+
+
+def space_here_problem() -> str | None:
+    """The same where it is read: on a CPU."""
+    from vllm.platforms import current_platform
+
+    return space_problem(os.environ) if current_platform.is_cpu() else None
 
 
 @dataclass(frozen=True)
@@ -46,13 +61,18 @@ class Machine:
             return None
         free = f"{gib(self.available)} of {gib(self.total)} are free"
         if explicit is not None:
-            return Problem(f"the cache is to have {gib(explicit)}, but {free}", self.advice())
+            return Problem(f"the cache is set to {gib(explicit)}, but {free}", self.advice())
         return Problem(
             f"vLLM would take {share:.0%} of this machine's memory ({gib(wanted)}), but {free}", self.advice()
         )
 
     def advice(self) -> str:
-        return f"say how much it may take, --kv-cache-memory-bytes {max(1, self.available // 2 // GIB)}G"
+        return f"set a limit, for example {' '.join(self.limit)}"
+
+    @property
+    def limit(self) -> tuple[str, str]:
+        """A flag of `vllm serve`, and how much of what is free it may give the cache."""
+        return "--kv-cache-memory-bytes", f"{max(1, self.available // 2 // GIB)}G"
 
 
 def memory_problem(vllm_config: VllmConfig) -> Problem | None:

@@ -35,10 +35,16 @@ class Options:
     def of(cls, vllm_config: VllmConfig) -> Options:
         """ValueError, with a sentence, for options that no layer could have."""
         extra = vllm_config.additional_config
-        given = extra.get("kvq", {}) if isinstance(extra, Mapping) else {}
+        return cls.checked(
+            vllm_config.cache_config.cache_dtype, extra.get("kvq", {}) if isinstance(extra, Mapping) else {}
+        )
+
+    @classmethod
+    def checked(cls, name: str, given: Any) -> Options:
+        """The same of a format's name and of what is under "kvq"."""
         if not isinstance(given, Mapping):
             raise ValueError(f"additional config 'kvq' is {given!r}; it must be an object of options")
-        fmt, given = get_format(vllm_config.cache_config.cache_dtype), dict(given)
+        fmt, given = get_format(name), dict(given)
         calibration = given.pop(CALIBRATION, None)
         for options in all_options(given):
             settings = fmt.settings(options)
@@ -76,7 +82,7 @@ def _bind(name: str, options: str, geometry: Geometry) -> PageFormat:
 
 
 def unread_options(vllm_config: VllmConfig) -> Problem | None:
-    """Options that nobody would read: they stand outside of "kvq", or no format of ours is chosen.
+    """Options that nobody would read: they are outside "kvq", or no format of ours is chosen.
 
     A key that is none of our options may belong to another plugin.
     """
@@ -90,7 +96,7 @@ def unread_options(vllm_config: VllmConfig) -> Problem | None:
     for key, value in extra.items():
         if key in readers():
             right = json.dumps({"kvq": {key: value}})
-            return Problem(f"kvq option {key!r} stands outside of 'kvq'", f"write --additional-config '{right}'")
+            return Problem(f"kvq option {key!r} is outside 'kvq'", f"write --additional-config '{right}'")
     return None
 
 
@@ -98,7 +104,7 @@ def misspelled(extra: Mapping[str, Any], ours: bool) -> Problem | None:
     """A key that was meant to be "kvq". One that is only like it may be another plugin's, unless a format is `ours`."""
     for key in extra:
         if key != "kvq" and _letters(key) in ("kvq", "vllmkvq"):
-            return Problem(f"additional config {key!r} is not read", "the options stand in 'kvq', in small letters")
+            return Problem(f"additional config {key!r} is not read", "put options under 'kvq' (lowercase)")
         if ours and "kvq" not in extra and _like_kvq(key):
             return Problem(f"additional config {key!r} is not read", "did you mean 'kvq'?")
     return None

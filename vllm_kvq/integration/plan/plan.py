@@ -212,7 +212,7 @@ def _window_blocks(chunk: int | None, block: int) -> list[int]:
 
 
 def _window_block(served: Served, sizes: Sequence[int]) -> int:
-    """The most tokens with which a request takes hardly more memory than with any other number.
+    """The most tokens with which a request takes almost no more memory than with any other number.
 
     The fewer, the better they fill the blocks of the pool, and the more blocks vLLM's scheduler has to hand out.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.contract import broken_promise
-from vllm_kvq.integration.plan.connectors import connector_problem
+from vllm_kvq.integration.plan.connectors import connector_problem, store_problem
 from vllm_kvq.integration.plan.drafts import draft_problem
 from vllm_kvq.integration.plan.memory import memory_problem
 from vllm_kvq.integration.plan.model.heads import Heads
@@ -61,6 +61,8 @@ def check(vllm_config: VllmConfig) -> None:
         raise Refused(f"--kv-cache-dtype {options.name} does not support {all_of_them}; {problems[0].instead}")
     if sentence := _format_problem(vllm_config, options, layers):
         raise Refused(f"--kv-cache-dtype {options.name}: {sentence}")
+    if problem := store_problem(vllm_config, plan(vllm_config, options, layers).fingerprint):
+        raise Refused(str(problem))
     if problem := memory_problem(vllm_config):
         raise Refused(str(problem))
 
@@ -124,7 +126,7 @@ def _problems(vllm_config: VllmConfig, layers: Layers) -> list[Problem]:
         window_problem(model),
         _unless(not model.is_mm_prefix_lm, "attention in both directions among image tokens", _only_text(model)),
         _unless(not model.uses_alibi, "ALiBi", plain),
-        _unless(not falcon, "Falcon models, whose layers vLLM does not tell the KV cache dtype", plain),
+        _unless(not falcon, "Falcon models, to which vLLM does not pass the KV cache dtype", plain),
         _unless(not cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
         _gpu_problem(current_platform),
         connector_problem(vllm_config),
@@ -151,7 +153,7 @@ def capability_problem(capability: tuple[int, int]) -> Problem | None:
     if tuple(capability) >= LEAST_CAPABILITY:
         return None
     return Problem(
-        f"GPUs of compute capability {capability[0]}.{capability[1]} (8.0, Ampere, is the least)",
+        f"GPUs of compute capability {capability[0]}.{capability[1]} (at least 8.0, Ampere, is needed)",
         "use --kv-cache-dtype auto",
     )
 

@@ -54,7 +54,7 @@ class Served:
     window_block: int
     """Tokens of a page in these layers."""
     ranks: int
-    """That share the heads of a layer."""
+    """Ranks that share the heads of a layer."""
     path: Path
     """Which kernels serve the packed layers, and why faster ones do not."""
     calibration: Source | None
@@ -114,7 +114,7 @@ class Served:
         return bool(self.layers.kept) or self.draft is not None or self.states is not None or self.sizes > 1
 
     @property
-    def exempt(self) -> tuple[str, ...]:
+    def not_packed(self) -> tuple[str, ...]:
         """What stays in 16 bits, as the start-up line names it."""
         return (*self.layers.kept, *(("draft",) if self.draft else ()))
 

@@ -31,7 +31,7 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
             problem: str | None = ours.recv()
         except (EOFError, ConnectionError):
             said = last_line(Path(folder, "log"))
-            end = f"the last line of its log: {said}" if said else "its log is empty"
+            end = f"last log line: {said}" if said else "its log is empty"
             problem = f"vLLM's process exited without an error message; {end}"
         finally:
             process.join()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvq.integration.plan.memory import OVERHEAD, gib
 from vllm_kvq.integration.plan.model.weights import checkpoint_bytes
 from vllm_kvq.integration.plan.served import Served
-from vllm_kvq.integration.worker.report import Capacity
+from vllm_kvq.integration.preview.plain import Blocks, plain_blocks, usual_block
+from vllm_kvq.integration.worker.report import requests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,75 +42,67 @@ class Row:
 
     name: str
     bits: float
-    """Per number over a whole request, everything counted."""
+    """Bits per number over a whole request, everything counted."""
     request_bytes: int
     token_bytes: float
-    """Of each token of such a request: windows, states, sidecars and sinks are shared out over all of them."""
+    """Bytes per token of such a request: windows, states, sidecars and sinks are shared out over all of them."""
     tokens: int | None
-    """That fit into the cache, in requests of this length."""
+    """Tokens that fit into the cache, in requests of this length."""
+    vllm_tokens: int | None
+    """What vLLM's own line "KV cache size" will say; None where vLLM would not start, because no such request fits."""
     needed: int | None
-    """Bytes for the requests that are wanted at a time."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes, of all stages together."""
-
-    first: int
-    """A request, while its prompt is computed."""
-    others: int
-    """Each of the others: windows and states take less once a prompt is computed."""
+    """Bytes for the concurrent requests that are wanted."""
 
 
 def packed(served: Served, wanted: Wanted) -> Row:
     """A format of ours; `served` is planned for requests of the same length."""
-    pool, size = served.pool, served.pool.block_bytes
-    need = Need(pool.per_request * size, (pool.per_request - pool.freed) * size)
-    tokens = None
-    if wanted.cache_bytes is not None:
-        tokens = max(0, Capacity.of(served, wanted.cache_bytes * wanted.stages // size).tokens)
-    return _row(served.label, need, plain_need(served, 16), tokens, wanted, NULL_BLOCK * size)
+    pool = served.pool
+    return _row(served.label, Blocks(pool.block_bytes, pool.per_request, pool.freed), served, wanted)
+
+
+def plain(served: Served, vllm_config: VllmConfig, wanted: Wanted, bits: int, block: int | None = None) -> Row:
+    """vLLM's own cache with this model, in 16 bits or in fp8's 8, in blocks of so many tokens."""
+    blocks = plain_blocks(served, vllm_config, bits, block or usual_block())
+    return _row("bf16" if bits == 16 else "fp8", blocks, served, wanted)
 
 
 def times_plain(served: Served, context: int) -> float:
-    """How many times as many requests of `context` tokens fit as with 16 bits."""
+    """How many times as many requests of `context` tokens fit as with 16 bits, these counted without blocks."""
     served = replace(served, max_len=context)
-    need = served.pool.per_request * served.pool.block_bytes
-    return plain_need(served, 16).first / need
+    return _in_16_bits(served) / (served.pool.per_request * served.pool.block_bytes)
 
 
-def plain(served: Served, wanted: Wanted, bits: int) -> Row:
-    """vLLM's own cache with this model, in 16 bits or in fp8's 8, counted without blocks."""
-    need, tokens = plain_need(served, bits), None
-    if wanted.cache_bytes is not None:
-        room = wanted.cache_bytes * wanted.stages
-        requests = 1 + (room - need.first) / need.others if room > need.first else room / need.first
-        tokens = int(requests * wanted.context)
-    return _row("bf16" if bits == 16 else "fp8", need, plain_need(served, 16), tokens, wanted, 0)
+def _in_16_bits(served: Served) -> int:
+    """Bytes of a request, without blocks. The states of a hybrid stay as they are."""
+    return sum(kind.layers * kind.plain_bytes for kind in served.kinds)
 
 
-def plain_need(served: Served, bits: int) -> Need:
-    """The states of a hybrid stay as they are."""
-    first = sum(kind.layers * kind.plain_bytes for kind in served.kinds)
-    freed = sum(kind.layers * kind.plain_freed for kind in served.kinds)
-    states = served.states
-    fixed = states.layers * states.nbytes if states else 0
-    blocks, freed_blocks = (states.blocks, states.blocks - states.kept) if states else (0, 0)
-    first = (first - fixed * blocks) * bits // 16 + fixed * blocks
-    return Need(first, first - (freed - fixed * freed_blocks) * bits // 16 - fixed * freed_blocks)
-
-
-def _row(name: str, need: Need, in_16_bits: Need, tokens: int | None, wanted: Wanted, unused: int) -> Row:
-    """`unused`: bytes of the pool that no request gets."""
-    several = wanted.concurrency and unused + need.first + (wanted.concurrency - 1) * need.others
+def _row(name: str, blocks: Blocks, served: Served, wanted: Wanted) -> Row:
+    first, others = blocks.most * blocks.nbytes, (blocks.most - blocks.freed) * blocks.nbytes
+    several = wanted.concurrency and NULL_BLOCK * blocks.nbytes + first + (wanted.concurrency - 1) * others
+    tokens, vllm_tokens = _tokens(blocks, wanted)
     return Row(
         name,
-        bits=16 * need.first / in_16_bits.first,
-        request_bytes=(request := -(-need.first // wanted.stages)),
+        bits=16 * first / _in_16_bits(served),
+        request_bytes=(request := -(-first // wanted.stages)),
         token_bytes=request / wanted.context,
         tokens=tokens,
+        vllm_tokens=vllm_tokens,
         needed=several and -(-several // wanted.stages),
     )
+
+
+def _tokens(blocks: Blocks, wanted: Wanted) -> tuple[int | None, int | None]:
+    """Those that fit, and those of vLLM's own line, which counts for every request what only one at a time takes.
+
+    Where no whole request fits, vLLM does not start: what fits is then the part of one for which there are blocks."""
+    if wanted.cache_bytes is None:
+        return None, None
+    pool = wanted.cache_bytes * wanted.stages // blocks.nbytes
+    if pool - NULL_BLOCK < blocks.most:
+        return int(max(0, pool - NULL_BLOCK) / blocks.most * wanted.context), None
+    fit = requests(pool, blocks.most, blocks.freed)
+    return int(fit * wanted.context), int(pool / blocks.most * wanted.context)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

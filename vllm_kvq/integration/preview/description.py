@@ -42,7 +42,7 @@ def describe(start: DryStart) -> dict[str, Any]:
         "fingerprint": served.fingerprint,
         "bits_per_element": served.bits_per_element,
         **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
-        "layers": {"packed": served.layers.packed, "all": served.layers.total, "in_16_bits": list(served.exempt)},
+        "layers": {"packed": served.layers.packed, "all": served.layers.total, "not_packed": list(served.not_packed)},
         "by_layer": by_layer,
         "warnings": hints(served, config) + capacity_warning(capacity, served.max_len),
         "kernels": {

@@ -6,7 +6,6 @@ vLLM's own parser and configuration, and so the product's own refusals, which st
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.integration import compat
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.preview.hub import hub_problem
+from vllm_kvq.meant import SURE, meant
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,9 +92,9 @@ def _wrong(flags: Sequence[str], message: str) -> NoReturn:
     if what != "unrecognized arguments":
         raise WrongUsage(message)
     word = words.split()[0].partition("=")[0]
-    close = difflib.get_close_matches(word, flags, n=1)
-    meant = f"did you mean {close[0]}?" if close else "vllm serve --help=all lists them"
-    raise WrongUsage(f"unknown argument {word}; {meant}")
+    close = meant(word, flags, SURE)
+    hint = f"did you mean {close}?" if close else "vllm serve --help=all lists them"
+    raise WrongUsage(f"unknown argument {word}; {hint}")
 
 
 def dry_start(arguments: Sequence[str]) -> DryStart:
@@ -118,7 +118,7 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
         raise WrongUsage("name a model")
     budget, none = BUDGETS.get(args.kv_cache_dtype), args.kv_cache_dtype == "auto"
     if not none and budget is None and args.kv_cache_dtype not in FORMATS:
-        raise WrongUsage(f"--kv-cache-dtype is {args.kv_cache_dtype!r}, which is none of this plugin's formats")
+        raise WrongUsage(f"--kv-cache-dtype is {args.kv_cache_dtype!r}, which is not one of this plugin's formats")
     for name, revision in ((args.model, args.revision), (args.tokenizer, args.tokenizer_revision)):
         if name is not None and (problem := hub_problem(name, revision)):
             raise WrongUsage(problem)

@@ -17,7 +17,7 @@ import torch
 
 from vllm_kvq.integration.patches import names, registry
 from vllm_kvq.integration.patches.patch import Moment, Patch
-from vllm_kvq.integration.plan.memory import GIB, SPACE, Machine, gib
+from vllm_kvq.integration.plan.memory import GIB, SPACE, Machine, gib, space_problem
 from vllm_kvq.integration.plugin import register
 from vllm_kvq.integration.preview.dry_start import plugin_problem
 from vllm_kvq.integration.preview.known_faults import faults_of
@@ -78,7 +78,7 @@ def plugin() -> list[Finding]:
     if problem is None and (trial := names.trial()):
         return [Finding("plugin", BAD, trial)]
     if problem is None:
-        return [Finding("plugin", FINE, "vLLM finds it, and has all that it needs")]
+        return [Finding("plugin", FINE, "found by vLLM; nothing is missing")]
     return [Finding("plugin", BAD, str(problem))]
 
 
@@ -173,8 +173,8 @@ def memory() -> list[Finding]:
     from vllm.config import CacheConfig
 
     given = os.environ.get(SPACE, "")
-    if given and not given.isdigit():
-        return [Finding("memory", BAD, f"{SPACE} is {given!r}; it takes whole GiB, as in {SPACE}=4")]
+    if sentence := space_problem(os.environ):
+        return [Finding("memory", BAD, sentence)]
     share = CacheConfig().gpu_memory_utilization
     machine = Machine.here()
     explicit = int(given) * GIB if given else None
@@ -185,7 +185,7 @@ def memory() -> list[Finding]:
     if explicit is not None:
         return [Finding("memory", FINE, f"{SPACE}={given} GiB for the cache; {free}")]
     text = f"vLLM takes {share:.0%} of all memory for the cache and the model; {free}"
-    return [Finding("memory", NOTE, f"{text}; to choose, {machine.advice()}")]
+    return [Finding("memory", NOTE, f"{text}; to change that, {machine.advice()}")]
 
 
 def known_faults() -> list[Finding]:

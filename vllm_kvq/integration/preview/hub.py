@@ -13,16 +13,36 @@ from urllib.parse import urlsplit
 SECONDS = 5.0
 """The time that a hub has to accept a connection."""
 PATHS = ("/", "./", "../", "~")
+GGUF = ".gguf"
+CONFIGS = ("config.json", "params.json")
+"""What a checkpoint's folder has one of: Hugging Face's name of a model's description, and Mistral's."""
+NAME = "name a checkpoint's folder, or a model on the hub"
 
 
 def name_problem(name: str) -> str | None:
-    """What can be no name of a model: a file, and a path that does not exist."""
+    """What can be no name of a model: nothing, a file, and a path that does not exist."""
+    if not name.strip():
+        return f"the model's name is empty; {NAME}"
     path = Path(name)
     if path.is_file():
         return f"{name} is a file; name the folder that holds the checkpoint's config.json"
     if name.startswith(PATHS) and not path.expanduser().exists():
-        return f"there is no folder {name}; name a checkpoint's folder, or a model on the hub"
+        return f"there is no folder {name}; {NAME}"
+    if not path.is_dir() and path.suffix == GGUF and path.parent == Path():
+        return f"there is no file {name}; name a checkpoint's folder, or a file on the hub as in OWNER/MODEL/{name}"
     return None
+
+
+def folder_problem(name: str) -> str | None:
+    """Why this folder is no checkpoint's; None for whatever is no folder."""
+    if not (path := Path(name)).is_dir() or any((path / config).is_file() for config in CONFIGS):
+        return None
+    return f"the folder {name} has no {CONFIGS[0]}, so it holds no checkpoint; {NAME}"
+
+
+def model_problem(name: str, revision: str | None = None) -> str | None:
+    """Why `name` is no model that can be had: all that is known before it is read."""
+    return name_problem(name) or folder_problem(name) or hub_problem(name, revision)
 
 
 @functools.cache
@@ -31,12 +51,23 @@ def hub_problem(name: str, revision: str | None = None) -> str | None:
     if problem := name_problem(name):
         return problem
     from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     from vllm_kvq.integration.plan.model.weights import weights_folder
 
-    # stores, hubs and files that vLLM reads by itself, and proxies that reach what we can't
-    by_vllm = ":" in name or name.endswith(".gguf") or os.environ.get("VLLM_USE_MODELSCOPE")
-    if by_vllm or urllib.request.getproxies() or weights_folder(name, revision) is not None:
+    # stores and hubs that vLLM reads by itself
+    if ":" in name or os.environ.get("VLLM_USE_MODELSCOPE"):
+        return None
+    model = str(Path(name).parent) if name.endswith(GGUF) else name
+    if weights_folder(model, revision) is not None:
+        return None
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return f"there is no folder {name}, and no model on the hub can have that name; {NAME}"
+    # a proxy reaches what we can't
+    if urllib.request.getproxies():
         return None
     nowhere = f"there is no folder {name}, and no such model in the hub's cache"
     if constants.HF_HUB_OFFLINE:

@@ -1,4 +1,4 @@
-"""Faults of vLLM itself that users meet and that this plugin does not mend: for `vllm-kvq doctor`, docs and tests."""
+"""Faults of vLLM itself that users meet and that this plugin does not fix: for `vllm-kvq doctor`, docs and tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CPU, ANY = "CPU", "any"
 @dataclass(frozen=True)
 class KnownFault:
     name: str
-    """For programs and links: small letters and dashes."""
+    """For programs and links: lowercase letters and dashes."""
     platform: str
     versions: tuple[str, ...]
     """Releases of vLLM that have been seen to have it, as in 0.32."""
@@ -25,7 +25,7 @@ class KnownFault:
 
 KNOWN_FAULTS = (
     KnownFault(
-        "sampling-beside-speculation",
+        "sampling-with-drafts",
         CPU,
         ("0.32", "0.33"),
         "with --speculative-config, once a request of a batch samples, wrong tokens take the place of rejected drafts",
@@ -35,8 +35,8 @@ KNOWN_FAULTS = (
         "slow-stop",
         ANY,
         ("0.32",),
-        "after SIGTERM the API process stays as long as clients keep streams open, which nothing answers any more",
-        "start with --shutdown-timeout 20, so that requests finish, and let SIGKILL follow",
+        "after SIGTERM the API process keeps running while clients hold streams open, although nothing serves them",
+        "start with --shutdown-timeout 20, so that requests finish, and send SIGKILL afterwards",
     ),
     KnownFault(
         "eager-pipeline",

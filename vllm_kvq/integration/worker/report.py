@@ -41,13 +41,13 @@ class Capacity:
     def of(cls, served: Served, blocks: int) -> Capacity:
         pool = served.pool
         kinds, size, per_request, freed = pool.kinds, pool.block_bytes, pool.per_request, pool.freed
-        tokens = _requests(blocks, per_request, freed) * served.max_len
+        tokens = requests(blocks, per_request, freed) * served.max_len
         whole, part = sum(k.layers * k.plain_bytes for k in kinds), sum(k.layers * k.plain_freed for k in kinds)
-        plain = _requests(blocks * size, whole, part) * served.max_len
+        plain = requests(blocks * size, whole, part) * served.max_len
         return cls(int(tokens), int(plain), tokens / plain if blocks else 0.0, per_request)
 
 
-def _requests(pool: int, most: int, freed: int) -> float:
+def requests(pool: int, most: int, freed: int) -> float:
     """How many requests share a pool, each of which takes `most` while its prompt is computed and then `freed` less."""
     return 1 + (pool - 1 - most) / (most - freed) if freed and pool > most else pool / most
 
@@ -61,7 +61,7 @@ def start_line(served: Served, blocks: int) -> str:
     return (
         f"kvq: format={served.label} bits={served.bits_per_element:.3f} "
         f"N={fmt.N} W={fmt.W} {keys}S={fmt.S} "
-        f"sidecar_bytes={sidecar} (per request and layer) exempt={','.join(served.exempt) or 'none'} "
+        f"sidecar_bytes={sidecar} (per request and layer) not_packed={','.join(served.not_packed) or 'none'} "
         f"path={served.path.name} "
         f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "
         f"(requests of {served.max_len} tokens) {constants}fingerprint={served.fingerprint}"
@@ -97,7 +97,7 @@ def capacity_warning(capacity: Capacity, max_len: int) -> list[str]:
     if capacity.tokens >= FEWER * capacity.plain_tokens:
         return []
     return [
-        f"requests of {max_len} tokens are so short that fewer of them fit than with bf16 "
+        f"requests of {max_len} tokens are so short that fewer fit than with bf16 "
         f"({capacity.tokens} tokens against {capacity.plain_tokens}); use --kv-cache-dtype auto, or a smaller 'W'"
     ]
 
@@ -160,7 +160,7 @@ class Damage:
             self.said = self.total
             logger.warning(
                 "kvq: %s: %d keys or values were inf, nan or beyond +-32768 so far and were replaced before packing; "
-                "the model's activations are broken or need --kv-cache-dtype auto",
+                "the model's activations overflow; use --dtype bfloat16 or --kv-cache-dtype auto",
                 self.layer,
                 self.total,
             )

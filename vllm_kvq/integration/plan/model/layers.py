@@ -117,6 +117,6 @@ def chunk_problem(chunk: int | None, sizes: Sequence[int], block: int) -> Proble
     if chunk is None or sizes:
         return None
     return Problem(
-        f"the model attends in chunks of {chunk} tokens, which no page in blocks of {block} divides",
+        f"the model attends in chunks of {chunk} tokens, which no page size within blocks of {block} divides",
         "choose another --block-size",
     )

@@ -36,7 +36,7 @@ class States:
     blocks: int
     """The most blocks that a request takes in each group of such layers, and what vLLM counts."""
     kept: int
-    """What it takes but where its prompt is computed, or a page's end is reached."""
+    """What it takes, except while its prompt is computed or a page is completed."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> States | None:
