@@ -3,6 +3,7 @@
     python -m proof sanitize address,undefined -- python -m pytest tests/kernels/test_cpu_fuzz.py
     python -m proof sanitize thread -- python -m pytest tests/kernels/test_cpu_fuzz.py
     python -m proof sanitize address --server                  # decode steps inside a real server
+    python -m proof sanitize --without avx2,avx512bw address -- COMMAND      # compiles in half the time
 
 A process that loads such a library must have had the sanitizer's run-time library from its start, so the command
 runs with it preloaded and finds the build through $VLLM_KVQ_CXXFLAGS. The first error stops the process.

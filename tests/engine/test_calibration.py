@@ -146,7 +146,9 @@ def test_a_damaged_file_is_refused(fitted: Fitted, tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"the calibration \S+ is damaged; delete it, and the server will create"):
         start(model, tmp_path, ARGUMENTS)
     damaged.write_bytes(content[:1000])
-    with pytest.raises(EngineFailed, match=r"the calibration \S+ can't be read \(.+\); delete it, and another one"):
+    with pytest.raises(
+        EngineFailed, match=r"the calibration \S+ can't be read \(.+\); delete it, and the server will create"
+    ):
         start(model, tmp_path, ARGUMENTS)
 
 

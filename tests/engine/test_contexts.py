@@ -42,7 +42,7 @@ def test_lengths_that_are_none(wrong: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as exited:
         main.main(["--lengths", wrong])
     assert exited.value.code == 2
-    assert "is no list of lengths from 2048 on" in capsys.readouterr().err
+    assert "is not a list of lengths from 2048 on" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -231,7 +231,8 @@ def test_show(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_show_says_what_it_lacks(
     results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["eval", "show", str(results.with_name("other.json"))]) == 1
+    (damaged := results.with_name("other.json")).write_text("{")
+    assert cli.main(["eval", "show", str(damaged)]) == 1
     assert "can't be read as results" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["eval", "show", str(results), "--out", str(results.parent)]) == 1

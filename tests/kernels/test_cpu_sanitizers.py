@@ -21,10 +21,10 @@ pytestmark = [
 
 
 def sanitized(*command: str, without: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    build = [sys.executable, "-m", "proof", "sanitize", "address,undefined"]
-    build += ["--without", ",".join(without)] if without else []
+    left_out = ["--without", ",".join(without)] if without else []
+    build = [sys.executable, "-m", "proof", "sanitize", *left_out, "address,undefined", "--"]
     return subprocess.run(
-        [*build, "--", sys.executable, *command],
+        [*build, sys.executable, *command],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

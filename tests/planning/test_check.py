@@ -18,7 +18,7 @@ from vllm_kvq import cli
 from vllm_kvq.bench.models.random_model import random_model
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.plan import memory
-from vllm_kvq.integration.preview import checkpoint, dry_start
+from vllm_kvq.integration.preview import dry_start
 from vllm_kvq.integration.worker import report
 
 pytestmark = pytest.mark.engine
@@ -144,15 +144,15 @@ def test_too_little_memory(checked: Check, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_weights_that_do_not_fit(checked: Check, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Next to a cache that would fit by itself."""
+    """Next to a cache that would fit by itself. float32 is loaded in 16 bits."""
     arguments = ("--kv-cache-dtype", "kitty2", "--max-model-len", "256")
     monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 * GIB, 3 * GIB))
-    monkeypatch.setattr(checkpoint, "checkpoint_bytes", lambda model: 5 * GIB // 2)
+    monkeypatch.setattr(memory, "checkpoint_bytes", lambda model: 5 * GIB)
     assert checked(*arguments)["sentence"] == (
-        "2.5 GiB of weights and 1.0 GiB of cache do not fit into the 3.0 GiB that are free; "
+        "2.5 GiB of weights and 1.0 GiB of cache do not fit, because 3.0 GiB of 100.0 GiB are free; "
         "give the cache less with --kv-cache-memory-bytes, or serve a smaller model"
     )
-    monkeypatch.setattr(checkpoint, "checkpoint_bytes", lambda model: 2 * GIB)
+    monkeypatch.setattr(memory, "checkpoint_bytes", lambda model: 4 * GIB)
     assert checked(*arguments)["starts"]
 
 

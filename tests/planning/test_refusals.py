@@ -155,6 +155,23 @@ def test_memory_that_is_not_free(model: Path, monkeypatch: pytest.MonkeyPatch) -
     memory._problem.cache_clear()
 
 
+def test_weights_that_do_not_fit_next_to_the_caches(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would kill the server while it loads them. Each rank has a cache, all of them the weights once, and
+    float32 is loaded in the dtype that is served."""
+    monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 << 30, 9 << 30))
+    monkeypatch.setattr(memory, "checkpoint_bytes", lambda model: 12 << 30)
+    memory._problem.cache_clear()
+    config(model, kv_cache_memory_bytes=3 << 30, dtype="bfloat16")
+    for given in ({"kv_cache_memory_bytes": 4 << 30}, {"kv_cache_memory_bytes": 2 << 30, "tensor_parallel_size": 2}):
+        with pytest.raises(Refused) as caught:
+            config(model, dtype="bfloat16", **given)
+        assert str(caught.value) == (
+            "6.0 GiB of weights and 4.0 GiB of cache do not fit, because 9.0 GiB of 100.0 GiB are free; "
+            "give the cache less with --kv-cache-memory-bytes, or serve a smaller model"
+        )
+    memory._problem.cache_clear()
+
+
 def test_weights_are_those_of_all_shards(tmp_path: Path) -> None:
     """And of one kind of files, where a checkpoint has two."""
     for name, size in (("model-1.safetensors", 300), ("model-2.safetensors", 200), ("pytorch_model.bin", 700)):

@@ -132,9 +132,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "check counts the cache without the weights",
-        "vllm_kvq/integration/preview/checkpoint.py::weights_problem",
-        "weights +",
-        "",
+        "vllm_kvq/integration/plan/memory.py::Machine.problem",
+        "wanted + weights >",
+        "wanted >",
         f"{CHECK} -k weights",
     ),
     Fault(

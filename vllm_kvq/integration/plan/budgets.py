@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.budgets import BUDGETS, Budget
 from vllm_kvq.formats.settings import COMMON
-from vllm_kvq.integration.plan.options import CALIBRATION
+from vllm_kvq.integration.plan.options import CALIBRATION, under_kvq
 from vllm_kvq.integration.plan.plan import plan
 from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.plan.refusals import check
@@ -44,7 +44,9 @@ def choose(vllm_config: VllmConfig, budget: Budget) -> Chosen:
     """Raises Refused, with what the last format says, where none can be served."""
     refused: dict[str, str] = {}
     slow: dict[str, str] = {}
-    for name in _that_read(_given(vllm_config), budget):
+    given = under_kvq(vllm_config)
+    names = {*map(str, given)} if isinstance(given, Mapping) else set()
+    for name in _that_read(names, budget):
         with _as(vllm_config, name):
             try:
                 check(vllm_config)
@@ -62,13 +64,6 @@ def choose(vllm_config: VllmConfig, budget: Budget) -> Chosen:
     first = next(iter(slow))
     before = budget.formats[: budget.formats.index(first)]
     return Chosen(budget.name, first, {name: refused[name] for name in before if name in refused})
-
-
-def _given(vllm_config: VllmConfig) -> set[str]:
-    """The names of the user's options."""
-    extra = vllm_config.additional_config
-    given = extra.get("kvq", {}) if isinstance(extra, Mapping) else {}
-    return {*map(str, given)} if isinstance(given, Mapping) else set()
 
 
 def _that_read(given: set[str], budget: Budget) -> list[str]:

@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm_kvq.integration.plan.model.weights import checkpoint_bytes
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 GIB = 1 << 30
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -54,12 +56,18 @@ class Machine:
         memory = get_memory_node_info(node if node in nodes else nodes[0])
         return cls(memory.total_memory, memory.available_memory)
 
-    def problem(self, explicit: int | None, share: float) -> Problem | None:
-        """Why vLLM would exit at its start: `explicit` bytes for the cache, or that `share` of all memory."""
+    def problem(self, explicit: int | None, share: float, weights: int = 0) -> Problem | None:
+        """Why vLLM would exit at its start, or the system kill it: `explicit` bytes for the caches, or that `share` of
+        all memory, and the bytes of the weights."""
         wanted = math.ceil(self.total * share) if explicit is None else explicit
+        free = f"{gib(self.available)} of {gib(self.total)} are free"
+        if explicit is not None and wanted + weights > self.available >= wanted:
+            return Problem(
+                f"{gib(weights)} of weights and {gib(explicit)} of cache do not fit, because {free}",
+                "give the cache less with --kv-cache-memory-bytes, or serve a smaller model",
+            )
         if wanted <= self.available:
             return None
-        free = f"{gib(self.available)} of {gib(self.total)} are free"
         if explicit is not None:
             return Problem(f"the cache is set to {gib(explicit)}, but {free}", self.advice())
         return Problem(
@@ -76,20 +84,30 @@ class Machine:
 
 
 def memory_problem(vllm_config: VllmConfig) -> Problem | None:
-    """Why vLLM's CPU worker would not get the memory that it asks for."""
+    """Why vLLM's CPU workers would not get the memory that they ask for."""
     from vllm.platforms import current_platform
 
-    cache = vllm_config.cache_config
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     # Workers make copies of the configuration, too, when the cache is there and the memory is gone.
     if not current_platform.is_cpu() or multiprocessing.parent_process():
         return None
-    return _problem(cache.kv_cache_memory_bytes, cache.gpu_memory_utilization)
+    weights, ranks = loaded_bytes(vllm_config.model_config), parallel.world_size
+    if parallel.distributed_executor_backend == "ray":  # other ranks may be on other machines
+        weights, ranks = weights // ranks, 1
+    explicit = cache.kv_cache_memory_bytes
+    return _problem(None if explicit is None else ranks * explicit, cache.gpu_memory_utilization, weights)
 
 
 @functools.cache
-def _problem(explicit: int | None, share: float) -> Problem | None:
+def _problem(explicit: int | None, share: float, weights: int) -> Problem | None:
     """Asked once: later on memory may be missing that our own cache takes."""
-    return Machine.here().problem(explicit, share)
+    return Machine.here().problem(explicit, share, weights)
+
+
+def loaded_bytes(model: ModelConfig) -> int:
+    """What a checkpoint takes in memory, as far as its files are on this machine: float32 becomes the model's dtype."""
+    stored = getattr(model.hf_config, "dtype", None)
+    return checkpoint_bytes(model) * (model.dtype.itemsize if stored == torch.float32 else 4) // 4
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,7 @@ def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
     from vllm.platforms import current_platform
 
     explicit, share = vllm_config.cache_config.kv_cache_memory_bytes, vllm_config.cache_config.gpu_memory_utilization
-    weights = checkpoint_bytes(vllm_config.model_config) // vllm_config.parallel_config.world_size
+    weights = loaded_bytes(vllm_config.model_config) // vllm_config.parallel_config.world_size
     if current_platform.is_cpu():
         total = Machine.here().total  # that it is free, memory_problem has asked
     else:

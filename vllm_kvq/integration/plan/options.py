@@ -34,10 +34,7 @@ class Options:
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Options:
         """ValueError, with a sentence, for options that no layer could have."""
-        extra = vllm_config.additional_config
-        return cls.checked(
-            vllm_config.cache_config.cache_dtype, extra.get("kvq", {}) if isinstance(extra, Mapping) else {}
-        )
+        return cls.checked(vllm_config.cache_config.cache_dtype, under_kvq(vllm_config))
 
     @classmethod
     def checked(cls, name: str, given: Any) -> Options:
@@ -79,6 +76,12 @@ class Options:
 @functools.cache
 def _bind(name: str, options: str, geometry: Geometry) -> PageFormat:
     return get_format(name).bind(geometry, json.loads(options))
+
+
+def under_kvq(vllm_config: VllmConfig) -> Any:
+    """As the user wrote it, of any type; an empty object if there is nothing."""
+    extra = vllm_config.additional_config
+    return extra.get("kvq", {}) if isinstance(extra, Mapping) else {}
 
 
 def unread_options(vllm_config: VllmConfig) -> Problem | None:

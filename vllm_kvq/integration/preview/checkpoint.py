@@ -1,4 +1,4 @@
-"""What a checkpoint's folder lacks, and whether its weights fit: `check` loads nothing, a server would notice late."""
+"""What a checkpoint's folder lacks: `check` loads nothing, and a server would notice late."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_kvq.integration.plan.memory import Machine, gib
-from vllm_kvq.integration.plan.model.weights import WEIGHTS, checkpoint_bytes, weight_files
+from vllm_kvq.integration.plan.model.weights import WEIGHTS, weight_files
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
@@ -49,20 +48,3 @@ def _named(index: Path) -> list[str]:
         return sorted({str(name) for name in weights.values()})
     except (ValueError, LookupError, TypeError, AttributeError):
         return []
-
-
-def weights_problem(vllm_config: VllmConfig, cache_bytes: int) -> Problem | None:
-    """Weights and cache that do not fit into the memory that is free; on a GPU vLLM itself says so at once."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return None
-    ranks, machine = vllm_config.parallel_config.world_size, Machine.here()
-    weights = checkpoint_bytes(vllm_config.model_config)
-    if weights + ranks * cache_bytes <= machine.available:
-        return None
-    return Problem(
-        f"{gib(weights)} of weights and {gib(ranks * cache_bytes)} of cache do not fit into the "
-        f"{gib(machine.available)} that are free",
-        "give the cache less with --kv-cache-memory-bytes, or serve a smaller model",
-    )

@@ -119,7 +119,6 @@ def _fitted(server: Server, texts: Sequence[str] | None) -> Fitted:
     os.environ |= {"VLLM_KVQ_KERNELS": "torch", "TORCHDYNAMO_DISABLE": "1"}
     from vllm import LLM
 
-    from vllm_kvq.integration.plan.options import Options
     from vllm_kvq.integration.plan.plan import plan
     from vllm_kvq.integration.worker.calibration import fitting
 
@@ -138,7 +137,8 @@ def _fitted(server: Server, texts: Sequence[str] | None) -> Fitted:
         )
     config = llm.llm_engine.vllm_config
     formats = dict(_packed(config))
-    source = Source.of(config, Options.of(config), sorted(plan(config).layers.packed_layers))
+    served = plan(config)
+    source = Source.of(config, served.options, sorted(served.layers.packed_layers))
     if source is None:
         raise ValueError(f"{server.format} has no constants; use a calibrated format")
     constants = {layer: of.each(lambda x: x.cpu()) for layer, of in sorted(formats.items())}

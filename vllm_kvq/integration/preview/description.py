@@ -10,7 +10,7 @@ from vllm_kvq.integration.advice.hints import hints
 from vllm_kvq.integration.plan.memory import cache_memory, gib
 from vllm_kvq.integration.plan.problem import Problem
 from vllm_kvq.integration.plan.served import Served
-from vllm_kvq.integration.preview.checkpoint import checkpoint_problem, weights_problem
+from vllm_kvq.integration.preview.checkpoint import checkpoint_problem
 from vllm_kvq.integration.preview.dry_start import DryStart
 from vllm_kvq.integration.worker.report import Capacity, capacity_warning, part_lines
 from vllm_kvq.kernels.cpu.library import ISAS, isa
@@ -31,7 +31,6 @@ def describe(start: DryStart) -> dict[str, Any]:
             f"are {gib(memory.nbytes)} ({memory.because})",
             "lower --max-model-len or give the cache more memory",
         )
-    problem = problem or weights_problem(config, memory.nbytes)
     return {
         "starts": problem is None,
         "sentence": None if problem is None else str(problem),
