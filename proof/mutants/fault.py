@@ -39,6 +39,14 @@ class Fault:
 
     def planted(self, root: Path) -> str:
         """The text of the file in the tree at `root`, with the fault in it."""
+        before, function, after = self._parts(root)
+        return before + function + after
+
+    def function(self, root: Path) -> str:
+        """Only the function or class with the fault in it; the file, if the fault names none."""
+        return self._parts(root)[1]
+
+    def _parts(self, root: Path) -> tuple[str, str, str]:
         path = root / self.file
         if not path.is_file():
             raise Stale(f"{self.file} does not exist")
@@ -51,7 +59,7 @@ class Fault:
         changed = text[start:first] + self.after + text[last:end]
         if path.suffix == ".py" and not _differ(text[start:end], changed):
             raise Stale(f"{self.where} is as before with the text replaced, or no Python")
-        return text[:start] + changed + text[end:]
+        return text[:start], changed, text[end:]
 
     def _extent(self, text: str) -> tuple[int, int]:
         if "::" not in self.where:

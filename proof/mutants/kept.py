@@ -1,8 +1,8 @@
 """The record of the faults that were caught: the next run plants only what has changed since.
 
-A line is a fault's name, after a hash of its file with the fault in it, and of the tests and their modules: once one of
-these changes, the fault is planted again. Of a Python file only what runs counts, not its comments and docstrings. What
-else the tests use is not in the hash, which is what --afresh is for.
+A line is a fault's name, after a hash of the function with the fault in it (in C++: of the file), and of the tests and
+their modules: once one of these changes, the fault is planted again. Of Python only what runs counts, not its comments
+and docstrings. What else the tests use is not in the hash, which is what --afresh is for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import textwrap
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,7 +52,7 @@ class Kept:
             self._marks.pop(fault.name, None)
 
     def _mark(self, fault: Fault) -> str:
-        planted = what_runs(fault.file, fault.planted(self.root))
+        planted = what_runs(fault.file, fault.function(self.root))
         digest = hashlib.sha256(repr((fault.file, planted, fault.tests)).encode())
         for module in (self.root / word.partition("::")[0] for word in fault.tests.split()):
             if module.is_file():
@@ -61,11 +62,11 @@ class Kept:
 
 @functools.lru_cache(maxsize=256)
 def what_runs(name: str, text: str) -> str:
-    """A Python file without its comments and docstrings; any other as it is, and a file that is no Python."""
+    """Python without its comments and docstrings; anything else as it is."""
     if not name.endswith(".py"):
         return text
     try:
-        tree = ast.parse(text)
+        tree = ast.parse(textwrap.dedent(text))
     except SyntaxError:
         return text
     for node in ast.walk(tree):

@@ -6,8 +6,8 @@
     python -m proof mutants --all --afresh     those that were caught before, too
     python -m proof mutants --report FILE      the findings go to FILE, a page of docs/results
 
-A fault that was caught is recorded (caught.txt) and not planted again until it, its file or its tests change, so a run
-that was stopped resumes where it left off.
+A fault that was caught is recorded (caught.txt) and not planted again until it, its function (in C++: its file) or its
+tests change, so a run that was stopped resumes where it left off.
 
 Each set of tests must pass without a fault first. Exits with 1 if a fault survives, no longer applies, or its tests
 fail without it.

@@ -188,6 +188,21 @@ def test_a_run_goes_on_where_it_was_stopped(tree: Path) -> None:
     assert [name for _, name in kept_lines(tree / "kept")] == ["triples"], "it is no longer among the faults"
 
 
+def test_another_function_changes_nothing(tree: Path) -> None:
+    """Only the function with the fault counts, where the fault names one, whatever its indentation."""
+    one = replace(FAULT, where="double.py::double")
+    Kept(tree / "kept", tree, (one,)).keep(one)
+    (tree / "double.py").write_text(f"X = 1\n\n\n{TEXT}\n\ndef other():\n    return 1\n")
+    assert one in Kept(tree / "kept", tree, (one,))
+    (tree / "double.py").write_text(TEXT.replace("(x)", "(x, y=1)"))
+    assert one not in Kept(tree / "kept", tree, (one,))
+    method = replace(FAULT, where="double.py::Of.double", after="3 * x")
+    (tree / "double.py").write_text("class Of:\n    def double(x):\n        return 2 * x\n")
+    Kept(tree / "kept", tree, (method,)).keep(method)
+    (tree / "double.py").write_text('class Of:\n    def double(x):\n        """Of x."""\n        return 2 * x\n')
+    assert method in Kept(tree / "kept", tree, (method,))
+
+
 def test_what_is_recorded_is_what_was_tested(tree: Path) -> None:
     """The checkout may change while a copy of it is tested."""
     kept = Kept(tree / "kept", tree, (FAULT,))

@@ -368,7 +368,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what was caught counts for a file that has changed",
         "proof/mutants/kept.py::Kept._mark",
-        "fault.planted(self.root)",
+        "fault.function(self.root)",
         "fault.before",
         "tests/instruments/test_mutants.py -k where_it_was_stopped",
     ),
