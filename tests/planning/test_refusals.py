@@ -160,6 +160,7 @@ def test_weights_that_do_not_fit_next_to_the_caches(model: Path, monkeypatch: py
     float32 is loaded in the dtype that is served."""
     monkeypatch.setattr(memory.Machine, "here", lambda: memory.Machine(100 << 30, 9 << 30))
     monkeypatch.setattr(memory, "checkpoint_bytes", lambda model: 12 << 30)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     memory._problem.cache_clear()
     config(model, kv_cache_memory_bytes=3 << 30, dtype="bfloat16")
     for given in ({"kv_cache_memory_bytes": 4 << 30}, {"kv_cache_memory_bytes": 2 << 30, "tensor_parallel_size": 2}):
