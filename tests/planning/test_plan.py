@@ -186,8 +186,8 @@ def test_what_is_refused_and_why(planned: Planned, tmp_path: Path) -> None:
     assert "RoPE" in found["refused"]["polar4"]
     assert "'pairing'" in found["refused"]["polar4"]
     assert [*found["times_bf16_by_context"]] == ["kitty2"]
-    alone = planned("--formats", "polar4", where=where, status=1)
-    assert f"{alone['error']}; {alone['instead']}" == found["refused"]["polar4"]
+    only_polar = planned("--formats", "polar4", where=where, status=1)
+    assert f"{only_polar['error']}; {only_polar['instead']}" == found["refused"]["polar4"]
 
 
 def test_what_the_requests_need_holds_them(planned: Planned) -> None:

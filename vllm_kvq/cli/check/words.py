@@ -42,8 +42,8 @@ def words_problem(words: Sequence[str], environment: Mapping[str, str] = os.envi
         return str(error)
     checks = (_valueless, _dtype, _options, _lengths, _memory, _model)
     if problem := next(filter(None, (check([*listed, *words]) for check in checks)), None):
-        alone = listed and problem not in [check(words) for check in checks]
-        return f"in {values(words, CONFIG)[-1]}, {problem}" if alone else problem
+        only_there = listed and problem not in [check(words) for check in checks]
+        return f"in {values(words, CONFIG)[-1]}, {problem}" if only_there else problem
     return environment_problem(environment)
 
 

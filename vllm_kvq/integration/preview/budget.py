@@ -61,7 +61,7 @@ def packed(served: Served, wanted: Wanted) -> Row:
 
 
 def plain(served: Served, vllm_config: VllmConfig, wanted: Wanted, bits: int, block: int | None = None) -> Row:
-    """vLLM's own cache with this model, in 16 bits or in fp8's 8, in blocks of so many tokens."""
+    """vLLM's own cache with this model, in 16 bits or in fp8's 8, in blocks of `block` tokens."""
     blocks = plain_blocks(served, vllm_config, bits, block or usual_block())
     return _row("bf16" if bits == 16 else "fp8", blocks, served, wanted)
 

@@ -93,7 +93,7 @@ def _token(config: VllmConfig, dtype: torch.dtype) -> int:
 
 
 def _whole_states(served: Served, config: VllmConfig, dtype: torch.dtype, block: int) -> int:
-    """Tokens of a block: in a hybrid vLLM takes so many times more that a page is at least as large as a state."""
+    """Tokens of a block: in a hybrid vLLM takes a multiple, so that a page is at least as large as a state."""
     return block if served.states is None else block * -(-served.states.nbytes // (block * _token(config, dtype)))
 
 
