@@ -160,7 +160,7 @@ class Setup:
 
 def mend_prompts() -> None:
     """Plain vLLM 0.32 crashes on a long prompt of a Mamba-2 model on a CPU; with our formats that is fixed."""
-    from vllm_kvq.integration.patches.states import leave_checkpoints_out
+    from vllm_kvq.integration.patches.served.states import leave_checkpoints_out
 
     leave_checkpoints_out()
 

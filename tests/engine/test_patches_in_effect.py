@@ -17,8 +17,9 @@ from patches_here import WRAPS, everything, named
 
 from proof.oracle.engines.forked import EngineProcess
 from vllm_kvq.integration import plugin
-from vllm_kvq.integration.patches import once, variables
+from vllm_kvq.integration.patches import once
 from vllm_kvq.integration.patches.patch import Moment, Patch
+from vllm_kvq.integration.patches.registered import variables
 from vllm_kvq.integration.patches.registry import PATCHES
 from vllm_kvq.kernels.variables import VARIABLES
 

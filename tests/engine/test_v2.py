@@ -26,7 +26,7 @@ from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.judge import judge
 from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Result, Trace
-from vllm_kvq.integration.patches import warmup
+from vllm_kvq.integration.patches.served import warmup
 
 pytestmark = pytest.mark.engine
 N, DRAFTS = 32, 2

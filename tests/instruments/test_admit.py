@@ -16,10 +16,10 @@ import pytest
 
 from proof.admit import blame, groups, main, names, release
 from proof.admit.report import Report, need_lines, output_of
-from vllm_kvq.integration.patches import seeds, warmup, zeroing
 from vllm_kvq.integration.patches.names import ADMIT, SUPPORTED
 from vllm_kvq.integration.patches.patch import Patch
 from vllm_kvq.integration.patches.registry import PATCHES
+from vllm_kvq.integration.patches.served import seeds, warmup, zeroing
 from vllm_kvq.integration.patches.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -27,11 +27,11 @@ RESULTS = sorted((ROOT / "docs" / "results").glob("admit-*.md"))
 SEED_FRAMES = """
 vllm_kvq/integration/worker/backend.py:30: in forward
     step()
-/home/somebody/vllm_kvq/integration/patches/seeds.py:28: in _sample
+/home/somebody/vllm_kvq/integration/patches/served/seeds.py:28: in _sample
     output = sample(self, *args, **kwargs)
 E   AttributeError: no discard_request_mask
 """
-ZERO_FRAMES = """(EngineCore pid=7)   File "/x/vllm_kvq/integration/patches/zeroing.py", line 27, in _zero_block_ids
+ZERO_FRAMES = """(Worker pid=7)   File "/vllm_kvq/integration/patches/served/zeroing.py", line 27, in _zero_block_ids
 (EngineCore pid=7)     zero(self, block_ids)
 """
 
@@ -44,7 +44,10 @@ ZERO_FRAMES = """(EngineCore pid=7)   File "/x/vllm_kvq/integration/patches/zero
         (ZERO_FRAMES, [zeroing.ZEROED.what]),
         (ZERO_FRAMES + SEED_FRAMES, [seeds.SEEDS.what, zeroing.ZEROED.what]),
         (f'vllm-kvq needs x for the setting "{SETTINGS[0].what}", and this vLLM', [SETTINGS[0].what]),
-        ("vllm_kvq/integration/patches/seeds.py:28: in other", ["no patch, last of ours in it: patches/seeds.py"]),
+        (
+            "vllm_kvq/integration/patches/served/seeds.py:28: in other",
+            ["no patch, last of ours in it: patches/served/seeds.py"],
+        ),
         ("tests/engine/test_x.py:3: in test_x\nE   assert 1 == 2", ["no patch"]),
     ],
     ids=["pytest's form", "Python's form", "two", "a sentence", "another function", "none"],
@@ -62,13 +65,12 @@ def test_a_patchs_functions(patch: Patch) -> None:
     assert patch.install.__code__.co_name in found
     assert found <= {*re.findall(r"def (\w+)\(", source), "<lambda>", "<genexpr>", "<dictcomp>", "<listcomp>"}
     wraps = {*re.findall(r"        def (\w+)\(", source)}
-    assert (
-        not patch.replaces or found & wraps or patch.place == "patches/orphans.py" or patch.place.endswith("loaded.py")
-    )
+    named_otherwise = {"patches/served/orphans.py", "patches/served/loaded.py"}
+    assert not patch.replaces or found & wraps or patch.place in named_otherwise
 
 
 def test_two_patches_of_one_file_are_told_apart() -> None:
-    from vllm_kvq.integration.patches import platforms
+    from vllm_kvq.integration.patches.registered import platforms
 
     assert "choose_backends" in blame.functions(platforms.BACKENDS) - blame.functions(platforms.CONFIGURATIONS)
 
@@ -80,7 +82,7 @@ def test_good(): pass
 @pytest.mark.skip
 def test_left_out(): pass
 def test_bad():
-    print("vllm_kvq/integration/patches/seeds.py:28: in _sample")
+    print("vllm_kvq/integration/patches/served/seeds.py:28: in _sample")
     assert 1 == 2
 @pytest.fixture
 def broken(): raise ValueError("no fixture")

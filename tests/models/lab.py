@@ -13,7 +13,7 @@ from proof.models import checkpoints
 from proof.models.architecture import Architecture
 from proof.oracle.engines import forked
 from proof.oracle.trace import Result, Trace
-from vllm_kvq.integration.patches.states import leave_checkpoints_out
+from vllm_kvq.integration.patches.served.states import leave_checkpoints_out
 from vllm_kvq.integration.plan import plan
 
 

@@ -288,7 +288,7 @@ def plain_specs(vllm_config: Any, served: Served, kinds: str, dtype: torch.dtype
         current_platform._align_hybrid_block_size(vllm_config, CPUAttentionBackend)
     for i, kind in enumerate(kinds):
         if kind == "m":
-            # MambaMixer2 has a state more, which patches/states.py takes away where we serve
+            # MambaMixer2 has a state more, which patches/served/states.py takes away where we serve
             found[f"layers.{i}"] = replace(state_spec(vllm_config), num_prefill_checkpoint_blocks=1)
             continue
         of, how, arch = model, vllm_config.parallel_config, model.model_arch_config[i]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import vllm_kvq
-from vllm_kvq.integration.patches import own_sources
+from vllm_kvq.integration.patches.registered import own_sources
 
 pytestmark = pytest.mark.engine
 ROOT = Path(vllm_kvq.__file__).resolve().parents[1]

@@ -18,9 +18,10 @@ import pytest
 from patches_here import HERE, everything, named
 
 from vllm_kvq.integration import compat, plugin
-from vllm_kvq.integration.patches import names, registry, warmup
+from vllm_kvq.integration.patches import names, registry
 from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
 from vllm_kvq.integration.patches.registry import PATCHES
+from vllm_kvq.integration.patches.served import warmup
 from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.preview import dry_start
 
@@ -126,7 +127,9 @@ def test_patches_that_are_none(wrong: dict[str, Any]) -> None:
 
 def test_patches_stand_below_the_rest() -> None:
     below = ("vllm_kvq.formats", "vllm_kvq.kernels.variables", "vllm_kvq.meant", "vllm_kvq.integration.patches")
-    for path in (INTEGRATION / "patches").glob("*.py"):
+    paths = [*(INTEGRATION / "patches").rglob("*.py")]
+    assert {path.parent.name for path in paths} == {"patches", "registered", "served"}
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_kvq"):
                 assert (node.module or "").startswith(below), f"{path.name} imports {node.module}"

@@ -1,8 +1,8 @@
 """A process of a server is killed, or gets no memory, while clients are served: each client gets an error, and nothing
 of the server is left.
 
-vLLM's own part is that the others notice (docs/serving.md); ours is `integration/patches/orphans.py`, that an engine
-does not outlive its server.
+vLLM's own part is that the others notice (docs/serving.md); ours is that an engine does not outlive its server
+(`integration/patches/served/orphans.py`).
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import pytest
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 
-from vllm_kvq.integration.patches import orphans
 from vllm_kvq.integration.patches.once import own
+from vllm_kvq.integration.patches.served import orphans
 
 pytestmark = pytest.mark.engine
 LOOK, GRACE = 0.05, 0.5

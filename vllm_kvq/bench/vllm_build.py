@@ -12,7 +12,7 @@ import os
 import torch
 
 from vllm_kvq.integration import cpu_attention
-from vllm_kvq.integration.patches.own_sources import hide_own_sources
+from vllm_kvq.integration.patches.registered.own_sources import hide_own_sources
 
 BASELINES = {"bf16": "auto", "fp8": "fp8"}
 """Name -> vLLM's cache dtype."""

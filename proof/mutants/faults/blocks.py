@@ -152,7 +152,7 @@ FAULTS: tuple[Fault, ...] = (
     # -- real engines
     Fault(
         "blocks that move from one kind of layers to another keep their contents, in an engine",
-        f"{ROOM}/patches/zeroing.py::zero_all_groups.make._zero_block_ids",
+        f"{ROOM}/patches/served/zeroing.py::zero_all_groups.make._zero_block_ids",
         "[block_ids]",
         "[block_ids[:0]]",
         "tests/models/test_hits.py",

@@ -106,7 +106,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "vLLM's compile cache depends on variables that are not set",
-        f"{PATCHES}/variables.py::make_known",
+        f"{PATCHES}/registered/variables.py::make_known",
         ".keys() & os.environ.keys()",
         "",
         f"{IN_EFFECT} -k known_to_vllm",
@@ -246,21 +246,21 @@ FAULTS: tuple[Fault, ...] = (
     # -- engines without a server
     Fault(
         "an engine stays when its server is gone",
-        f"{PATCHES}/orphans.py::end_after",
+        f"{PATCHES}/served/orphans.py::end_after",
         "os.getppid() ==",
         "",
         ORPHANS,
     ),
     Fault(
         "an engine exits although its server is running",
-        f"{PATCHES}/orphans.py::end_after",
+        f"{PATCHES}/served/orphans.py::end_after",
         "==",
         "!=",
         ORPHANS,
     ),
     Fault(
         "an engine that warms up stays when its server is gone",
-        f"{PATCHES}/orphans.py::end_after",
+        f"{PATCHES}/served/orphans.py::end_after",
         "os.kill(os.getpid(), signal.SIGKILL)",
         "",
         ORPHANS,
@@ -274,7 +274,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "one of several API servers stays when its server is gone",
-        f"{PATCHES}/orphans.py::guard",
+        f"{PATCHES}/served/orphans.py::guard",
         "if current_process().name.startswith(API_SERVER):",
         "if not API_SERVER:",
         ORPHANS,
@@ -324,7 +324,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a chunk of a seeded prompt crashes the engine",
-        f"{PATCHES}/seeds.py::keep_seeds.make_bookkeeping._bookkeeping_sync",
+        f"{PATCHES}/served/seeds.py::keep_seeds.make_bookkeeping._bookkeeping_sync",
         "del self.input_batch.generators[i]",
         "pass",
         "tests/engine/test_seeds.py",
@@ -332,7 +332,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a chunk of a seeded prompt draws a number",
-        f"{PATCHES}/seeds.py::keep_seeds.make_sample._sample",
+        f"{PATCHES}/served/seeds.py::keep_seeds.make_sample._sample",
         "self.input_batch.generators[i].set_state(state)",
         "pass",
         "tests/engine/test_seeds.py",
@@ -341,7 +341,7 @@ FAULTS: tuple[Fault, ...] = (
     # -- vLLM's V2 model runner
     Fault(
         "a GPU's warm-up gives companions one block",
-        f"{PATCHES}/warmup.py::serve_warmup.make._warmup_block_counter.blocks",
+        f"{PATCHES}/served/warmup.py::serve_warmup.make._warmup_block_counter.blocks",
         "spec.blocks_per_request",
         "1",
         WARM,
@@ -349,7 +349,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a GPU's warm-up takes companions as the last one left them",
-        f"{PATCHES}/warmup.py::serve_warmup.make._warmup_block_counter",
+        f"{PATCHES}/served/warmup.py::serve_warmup.make._warmup_block_counter",
         "zero_",
         "mean",
         WARM,

@@ -289,7 +289,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "vLLM plans windows in pages of packed layers' tokens",
-        f"{ROOM}/patches/windows.py::cut_windows.make.of_window",
+        f"{ROOM}/patches/registered/windows.py::cut_windows.make.of_window",
         "return spec if block is None else replace(spec, block_size=block)",
         "return spec",
         CAPACITY,
@@ -303,7 +303,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a chunk's layer forgets half of it",
-        f"{ROOM}/patches/windows.py::plan_chunks_as_windows.make_spec.of_chunks",
+        f"{ROOM}/patches/registered/windows.py::plan_chunks_as_windows.make_spec.of_chunks",
         "attention_chunk_size",
         "attention_chunk_size // 2",
         "tests/models/test_hits.py",
@@ -333,7 +333,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the hashes of a server with a connector do not say what pages mean",
-        f"{ROOM}/patches/fingerprints.py::seed_hashes.make_seed.resolve_none_hash_seed",
+        f"{ROOM}/patches/registered/fingerprints.py::seed_hashes.make_seed.resolve_none_hash_seed",
         'return seed if _Engine.fingerprint is None else f"{seed} kvq {_Engine.fingerprint}"',
         "return seed",
         "tests/models/test_offload.py -k share_gives",

@@ -83,7 +83,7 @@ class SinkManager(SidecarManager):
 
     KEY_STRIDE = 1 << 16
     behind_hit = False
-    """Whether a KV connector asks for what follows a hit, which has its sinks (patches/connectors.py)."""
+    """Whether a KV connector asks for what follows a hit, which has its sinks (patches/registered/connectors.py)."""
 
     def _wants_zeroing(self, available: bool) -> bool:
         return False

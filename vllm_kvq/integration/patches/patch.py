@@ -126,7 +126,7 @@ class Patch:
         """The file in vllm_kvq/integration that does it, `where` or `install`'s."""
         if self.install is None:
             return self.where
-        return f"patches/{self.install.__module__.rpartition('.')[2]}.py"
+        return f"patches/{self.install.__module__.partition('.patches.')[2].replace('.', '/')}.py"
 
     @property
     def of_this_vllm(self) -> bool:

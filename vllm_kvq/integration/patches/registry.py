@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_kvq.integration.patches import (
+from vllm_kvq.integration.patches import settings, uses
+from vllm_kvq.integration.patches.patch import Hooks, Moment, Patch
+from vllm_kvq.integration.patches.registered import (
     builtin_specs,
     census,
     connectors,
     dtypes,
     fingerprints,
-    loaded,
-    orphans,
     own_sources,
     page_sizes,
     platforms,
-    seeds,
-    settings,
-    shared_caches,
-    states,
-    uses,
     variables,
-    warmup,
     windows,
-    zeroing,
 )
-from vllm_kvq.integration.patches.patch import Hooks, Moment, Patch
+from vllm_kvq.integration.patches.served import loaded, orphans, seeds, shared_caches, states, warmup, zeroing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

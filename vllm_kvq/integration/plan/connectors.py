@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_kvq.integration.patches import fingerprints
+from vllm_kvq.integration.patches.registered import fingerprints
 from vllm_kvq.integration.plan.problem import Problem
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _named(extra: Mapping[str, Any]) -> Iterator[str]:
 
 
 def mark_connector(vllm_config: VllmConfig, fingerprint: str) -> None:
-    """Hand the fingerprint to whoever makes a connector's keys (patches/fingerprints.py)."""
+    """Hand the fingerprint to whoever makes a connector's keys (patches/registered/fingerprints.py)."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return

@@ -1,8 +1,9 @@
 """How vLLM lays out a pool that layers of several kinds share: their pages lie side by side in each of its blocks.
 
 With the layers' dimension inside of the blocks' (BLHNC) vLLM needs pages of one size neither by padding nor by larger
-blocks. It then wraps the layers of a group in one spec, which some of its places overlook: patches/zeroing.py,
-patches/shared_caches.py and patches/states.py mend them. That it adds no padding all the same: patches/page_sizes.py.
+blocks. It then wraps the layers of a group in one spec, which some of its places overlook: zeroing.py, shared_caches.py
+and states.py in patches/served mend them. patches/registered/page_sizes.py makes sure that it adds no padding all the
+same.
 """
 
 from __future__ import annotations

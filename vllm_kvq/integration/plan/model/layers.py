@@ -34,7 +34,8 @@ class Layers:
     """Indices of the layers that have no cache of their own, but share an earlier layer's (sharing.py). In what follows
     they count for nothing."""
     windows: frozenset[int]
-    """Indices of the layers that have a sliding window, or chunks, which vLLM plans as windows (patches/windows.py)."""
+    """Indices of the layers with a sliding window, or with chunks, which vLLM plans as windows
+    (patches/registered/windows.py)."""
     skipped: frozenset[int]
     """Indices of the layers with full attention that the user keeps in 16 bits."""
     kept: tuple[str, ...]

@@ -1,7 +1,8 @@
 """Hybrids: layers that keep a state of one size per request (Mamba-2, gated delta nets) next to packed ones.
 
 The states stay as vLLM keeps them. They lie in KV cache groups of their own, whose pages are a whole state each, side
-by side with the packed pages in a block of the pool (layout.py). What vLLM overlooks about them: patches/states.py.
+by side with the packed pages in a block of the pool (layout.py). patches/served/states.py mends what vLLM overlooks
+about them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class States:
         blocks = kept = 1 + vllm_config.num_speculative_tokens
         if cache.mamba_cache_mode == "align":  # with prefix caching a state is copied from block to block
             checkpoint = HYBRIDS.get(model.hf_text_config.model_type) == MAMBA_2 and not current_platform.is_cpu()
-            blocks += 1 + checkpoint  # which patches/states.py takes away
+            blocks += 1 + checkpoint  # which patches/served/states.py takes away
         return cls(sum(map(has_state, layer_types(model))), nbytes, blocks, kept)
 
 

@@ -1,0 +1,1 @@
+"""Patches that are installed later, and only where one of our formats is served."""
