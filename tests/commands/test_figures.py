@@ -257,7 +257,7 @@ def test_serve_refuses_before_anything_starts(
 ) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": head_dim}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    monkeypatch.setattr("vllm_kvq.bench.vllm_build.problem", lambda: missing)
+    monkeypatch.setattr("vllm_kvq.bench.vllm_build.why_not", lambda: missing)
     monkeypatch.setattr(serve, "compare", lambda *_: pytest.fail("a kernel was measured"))
     monkeypatch.setattr(serve, "server", lambda *_: pytest.fail("a server was started"))
     with pytest.raises(ServerError, match=sentence) as caught:

@@ -48,7 +48,7 @@ def test_without_nvcc_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build_cuda, "nvcc", lambda: None)
     with pytest.raises(build.BuildError, match="no nvcc on the path"):
         build_cuda.build(90)
-    assert "no nvcc on the path" in (build_cuda.problem((9, 0)) or "")
+    assert "no nvcc on the path" in (build_cuda.why_not((9, 0)) or "")
     # an existing library there serves without it
     path = tmp_path / f"cuda-sm90-{build_cuda._digest(build_cuda.FLAGS)}.so"
     path.touch()
@@ -56,5 +56,5 @@ def test_without_nvcc_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPat
         build_cuda.build(90)  # an empty file is none
     shutil.copy(A_LIBRARY, path)
     assert build_cuda.build(90) == path
-    assert build_cuda.problem((9, 0)) is None
-    assert "compute capability 7.5" in (build_cuda.problem((7, 5)) or "")
+    assert build_cuda.why_not((9, 0)) is None
+    assert "compute capability 7.5" in (build_cuda.why_not((7, 5)) or "")

@@ -17,8 +17,8 @@ from engine_arguments import kvq
 from proof.oracle.judge import judge
 from proof.oracle.reference.replay import ReplayModel
 from vllm_kvq.integration.plan.plan import plan
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker import report
+from vllm_kvq.problem import Refused
 
 pytestmark = pytest.mark.engine
 N = 64

@@ -201,7 +201,7 @@ def test_a_file_has_one_name_before_the_model_is_loaded_and_after(tmp_path: Path
     ],
 )
 def test_refused(configured: Callable[..., Any], arguments: dict[str, Any], sentence: str) -> None:
-    from vllm_kvq.integration.plan.problem import Refused
+    from vllm_kvq.problem import Refused
 
     with pytest.raises(Refused) as caught:
         configured(**{"kv_cache_dtype": "klt3", **arguments})

@@ -69,8 +69,8 @@ def test_qjl_without_nvcc_is_refused_before_weights_load(monkeypatch: pytest.Mon
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
     monkeypatch.setattr(build_cuda, "nvcc", lambda: None)
     qjl, squat = (get_format(name).bind(Geometry(64, 32)) for name in ("qjl3", "squat2"))
-    assert "no nvcc on the path" in (refusals.kernels_problem(qjl, (9, 0)) or "")
-    assert refusals.kernels_problem(squat, (9, 0)) is None
+    assert "no nvcc on the path" in (refusals.why_no_kernels(qjl, (9, 0)) or "")
+    assert refusals.why_no_kernels(squat, (9, 0)) is None
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -93,9 +93,9 @@ def test_prompts_under_a_soft_cap(merged: bool) -> None:
 def test_prompts_by_sdpa() -> None:
     """The last entry of the table serves any device; its log-sum-exp is what the merge needs."""
     asked = Asked(torch.device("cpu"), torch.float32, 64, merged=True)
-    assert [c.problem(asked) is None for c in prompts.CHOICES] == [False, False, False, True]
+    assert [c.why_not(asked) is None for c in prompts.CHOICES] == [False, False, False, True]
     alone = replace(asked, merged=False)
-    assert [c.problem(alone) is None for c in prompts.CHOICES] == [True, False, False, True]
+    assert [c.why_not(alone) is None for c in prompts.CHOICES] == [True, False, False, True]
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(9, h, 64, generator=rng) for h in (4, 2, 2))
     lengths = (5, 0, 3)

@@ -69,7 +69,7 @@ def _on_one_layer(patch: pytest.MonkeyPatch) -> None:
         name = _label((name, options))
         return prefill.ChunkRow(name, len(q), at, 100.0, 100 / speed(name), speed(name))
 
-    patch.setattr(vllm_build, "problem", lambda: None)
+    patch.setattr(vllm_build, "why_not", lambda: None)
     patch.setattr(prefill, "Plain", lambda *_: None)
     patch.setattr(prefill, "prompt_row", prompt)
     patch.setattr(prefill, "chunk_row", chunk)
@@ -92,7 +92,7 @@ def _slow(within: Path, patch: pytest.MonkeyPatch) -> Words:
 
     patch.setattr(slow, "measure", measure)
     patch.setattr(slow_command, "library", lambda: "there is one")
-    patch.setattr(vllm_build, "problem", lambda: None)
+    patch.setattr(vllm_build, "why_not", lambda: None)
     return ["slow", "--context", "256"]
 
 

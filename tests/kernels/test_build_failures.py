@@ -123,11 +123,11 @@ def test_a_library_for_another_processor(cache: Path, monkeypatch: pytest.Monkey
     data = bytearray(compiled.unsealed(path.read_bytes()))
     struct.pack_into("<H", data, compiled.MACHINE_AT, 0xF3 if compiled._machine() != 0xF3 else 0x3E)
     path.write_bytes(data)
-    assert compiled.problem(path) == "is for another kind of processor"
+    assert compiled.why_not(path) == "is for another kind of processor"
     assert build.built() is None
     with pytest.raises(ValueError, match="the file is for another kind of processor"):
         compiled.load(path)
-    assert compiled.problem(build.build()) is None
+    assert compiled.why_not(build.build()) is None
 
 
 @pytest.mark.parametrize("at", [70, 1000, -compiled.SEAL_BYTES - 1, -1])
@@ -138,16 +138,16 @@ def test_a_changed_byte(at: int, cache: Path) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-    assert compiled.problem(path) == "is damaged"
+    assert compiled.why_not(path) == "is damaged"
     assert build.built() is None
-    assert compiled.problem(build.build()) is None
+    assert compiled.why_not(build.build()) is None
 
 
 def test_a_changed_byte_of_cuda_kernels(cache: Path) -> None:
     """Nor is one for a GPU loaded that someone else can write to."""
     compiles(cache.parent, size=5000)
     path = build_cuda.run_compiler([str(cache.parent / "compiler")], cache / "cuda.so")
-    assert compiled.problem(path) is None
+    assert compiled.why_not(path) is None
     path.chmod(0o777)
     with pytest.raises(
         build.BuildError, match=r"cuda\.so can't be loaded: the file is not trusted, because every user"

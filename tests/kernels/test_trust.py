@@ -179,16 +179,16 @@ def test_what_the_owner_has_compiled_serves_other_users(tmp_path: Path, monkeypa
     monkeypatch.setattr(build_cuda, "nvcc", lambda: None)
     real = os.access
     monkeypatch.setattr(os, "access", lambda at, mode: at != build.BUILT and real(at, mode))
-    assert "no built library in" in (build_cuda.problem((9, 0)) or "")
+    assert "no built library in" in (build_cuda.why_not((9, 0)) or "")
     library = build.BUILT / f"cuda-sm90-{build_cuda._digest(build_cuda.FLAGS)}.so"
     library.parent.mkdir(exist_ok=True)
     shutil.copy(A_LIBRARY, library)
-    assert build_cuda.problem((9, 0)) is None
+    assert build_cuda.why_not((9, 0)) is None
     assert build_cuda.build(90) == library
     assert not [*(tmp_path / "user").rglob("*.so")]
     # but not what others than the owner can have written
     library.chmod(0o777)
-    assert "no built library in" in (build_cuda.problem((9, 0)) or "")
+    assert "no built library in" in (build_cuda.why_not((9, 0)) or "")
 
 
 def test_what_is_compiled_here_is_only_ours_to_write(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def test_a_layer_that_does_not_get_the_dtype_is_refused() -> None:
     """The second check, after the configuration's: models that do not pass on the dtype, such as Falcon."""
     from types import SimpleNamespace
 
-    from vllm_kvq.integration.plan.problem import Refused
     from vllm_kvq.integration.platform import check_other_layer
+    from vllm_kvq.problem import Refused
 
     def cache(*skip: str) -> SimpleNamespace:
         return SimpleNamespace(cache_dtype="squat2", kv_cache_dtype_skip_layers=list(skip))

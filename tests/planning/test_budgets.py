@@ -18,10 +18,10 @@ from vllm_kvq.formats.budgets import BUDGETS, Budget
 from vllm_kvq.integration.advice import losses
 from vllm_kvq.integration.plan.budgets import Chosen, choose
 from vllm_kvq.integration.plan.plan import plan
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.kernels.cpu import slow as slow_on_cpu
 from vllm_kvq.kernels.cpu import step as cpu
 from vllm_kvq.kernels.gpu import slow as slow_on_gpu
+from vllm_kvq.problem import Refused
 
 LIMITS = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
 

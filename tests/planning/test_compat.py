@@ -22,8 +22,8 @@ from vllm_kvq.integration.patches import names, registry
 from vllm_kvq.integration.patches.patch import Kind, Moment, Patch
 from vllm_kvq.integration.patches.registry import PATCHES
 from vllm_kvq.integration.patches.served import warmup
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.preview import dry_start
+from vllm_kvq.problem import Refused
 
 pytestmark = pytest.mark.engine
 INTEGRATION = Path(compat.__file__).parent
@@ -126,7 +126,13 @@ def test_patches_that_are_none(wrong: dict[str, Any]) -> None:
 
 
 def test_patches_stand_below_the_rest() -> None:
-    below = ("vllm_kvq.formats", "vllm_kvq.kernels.variables", "vllm_kvq.meant", "vllm_kvq.integration.patches")
+    below = (
+        "vllm_kvq.integration.patches",
+        "vllm_kvq.formats",
+        "vllm_kvq.kernels.variables",
+        "vllm_kvq.meant",
+        "vllm_kvq.problem",
+    )
     paths = [*(INTEGRATION / "patches").rglob("*.py")]
     assert {path.parent.name for path in paths} == {"patches", "registered", "served"}
     for path in paths:
@@ -162,8 +168,8 @@ def test_a_missing_name_is_noticed(module: str, name: str, monkeypatch: pytest.M
     monkeypatch.setitem(compat.NEEDED, module, (f"{owner}.no_such_member" if member else "no_such_name",))
     problem = compat.names_problem()
     assert problem
-    assert problem.startswith(f"vllm-kvq needs {module}.{owner if member else 'no_such_name'}")
-    assert problem.endswith(WAY_OUT)
+    assert str(problem).startswith(f"vllm-kvq needs {module}.{owner if member else 'no_such_name'}")
+    assert str(problem).endswith(WAY_OUT)
 
 
 NEEDS = [(patch, name) for patch in HERE for name in patch.needs]
@@ -190,9 +196,9 @@ def test_a_missing_name_of_a_patch_refuses(patch: Patch, name: str, monkeypatch:
     monkeypatch.setattr(registry, "PATCHES", tuple(broken if p is patch else p for p in PATCHES))
     problem = broken.problem()
     assert problem
-    assert problem.startswith(f"vllm-kvq needs {name.replace(':', '.')}_no_longer for ")
-    assert f'"{patch.what}", and this vLLM 0.3' in problem
-    assert problem.endswith(WAY_OUT)
+    assert str(problem).startswith(f"vllm-kvq needs {name.replace(':', '.')}_no_longer for ")
+    assert f'"{patch.what}", and this vLLM 0.3' in str(problem)
+    assert str(problem).endswith(WAY_OUT)
     said = {
         "everybody": compat.plugin_problem(),
         "server": compat.server_problem(everything()),
@@ -209,7 +215,7 @@ def test_a_missing_name_of_a_patch_refuses(patch: Patch, name: str, monkeypatch:
     assert {*said.values()} == {problem, None}
     # a server that does not need it starts
     if patch.only is not None or patch.cpu_only:
-        assert patch.only is None or f"do not serve {patch.only.who}; " in problem
+        assert patch.only is None or f"do not serve {patch.only.who}; " in str(problem)
         monkeypatch.setattr(compat, "NEEDED_ON_GPUS", {})
         assert compat.server_problem(nothing()) is compat.worker_problem(nothing()) is None
 
@@ -264,11 +270,11 @@ def test_a_release_that_is_only_tried(
     if named is not None:
         monkeypatch.setenv(names.ADMIT, named)
     problem = names.version_problem()
-    assert (problem or "").startswith(said or "")
+    assert str(problem or "").startswith(said or "")
     assert (problem is None) == (said is None)
     plugin.register()
     if problem is not None:
-        assert errors == [problem]
+        assert errors == [str(problem)]
     elif named is None:
         assert errors == []
     else:
@@ -291,7 +297,7 @@ def test_a_missing_module_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(compat.NEEDED, "vllm.no_such_module", ("name",))
     problem = compat.names_problem()
     assert problem
-    assert problem.startswith("vllm-kvq needs the module vllm.no_such_module (No module named")
+    assert str(problem).startswith("vllm-kvq needs the module vllm.no_such_module (No module named")
 
 
 def test_what_only_some_need_is_left_out(errors: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

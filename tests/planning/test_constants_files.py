@@ -19,8 +19,8 @@ from vllm_kvq.integration.plan import calibration
 from vllm_kvq.integration.plan.calibration import Source, read, write
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.plan import plan
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker.calibration import fitting
+from vllm_kvq.problem import Refused
 
 BELONGS = {"version": "1"}
 TIMES = 30

@@ -156,10 +156,10 @@ def test_without_vllm(command: list[str]) -> None:
     document = json.loads(done.stdout)
     if command[0] == "check":
         assert not document["starts"]
-        assert document["sentence"].startswith("vLLM is not installed: pip install 'vllm-kvq[cpu]'")
+        assert document["sentence"].startswith("vLLM is not installed; install vllm-kvq[cpu]")
         return
     (bad,) = (f for f in document["findings"] if f["status"] == BAD)
-    assert bad["text"].startswith("vLLM is not installed: pip install 'vllm-kvq[cpu]'")
+    assert bad["text"].startswith("vLLM is not installed; install vllm-kvq[cpu]")
 
 
 @pytest.mark.parametrize(("major", "on_cpu", "status"), [(7, False, BAD), (9, False, FINE), (9, True, NOTE)])

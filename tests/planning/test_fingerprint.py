@@ -19,7 +19,7 @@ from vllm_kvq.integration import platform
 from vllm_kvq.integration.plan import fingerprint
 from vllm_kvq.integration.plan.connectors import store_problem
 from vllm_kvq.integration.plan.plan import apply, plan, with_calibration
-from vllm_kvq.integration.plan.problem import Refused
+from vllm_kvq.problem import Refused
 
 pytestmark = pytest.mark.engine
 Bare = Callable[..., Any]

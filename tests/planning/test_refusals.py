@@ -16,7 +16,7 @@ from engine_arguments import kvq
 from vllm_kvq.integration.plan import memory
 from vllm_kvq.integration.plan.drafts import draft_problem
 from vllm_kvq.integration.plan.model import weights
-from vllm_kvq.integration.plan.problem import Problem, Refused
+from vllm_kvq.problem import Problem, Refused
 
 pytestmark = pytest.mark.engine
 

@@ -17,10 +17,10 @@ from engine_arguments import kvq
 from proof.demo.capacity import parse_capacity
 from vllm_kvq.integration.plan import refusals
 from vllm_kvq.integration.plan.plan import apply, plan
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker import report
 from vllm_kvq.integration.worker.sharing import SharingLayer, check_sharing
 from vllm_kvq.kernels.paths import Path as KernelPath
+from vllm_kvq.problem import Refused
 
 pytestmark = pytest.mark.engine
 Bare = Callable[..., Any]

@@ -31,7 +31,7 @@ def load() -> None:
     cpu_attention.prepare()
 
 
-def problem() -> str | None:
+def why_not() -> str | None:
     """Why vLLM's attention can't be measured here."""
     try:
         load()

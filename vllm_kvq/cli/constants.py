@@ -105,7 +105,8 @@ def _model_problem(model: str) -> str | None:
 
     folder = folder_of(model)
     if not folder.is_dir():
-        return hub_problem(model)
+        problem = hub_problem(model)
+        return None if problem is None else str(problem)
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.names import lacks, missing, version_problem
 from vllm_kvq.integration.patches.patch import Moment
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -117,23 +118,23 @@ NEEDED_BY_CHECK: Names = {
 """The same for `vllm-kvq check` and `doctor`; a server does without these."""
 
 
-def names_problem(needed: Names = NEEDED) -> str | None:
-    """The sentence about the first of these that this vLLM lacks."""
+def names_problem(needed: Names = NEEDED) -> Problem | None:
+    """The first of these that this vLLM lacks."""
     what = missing(f"{module}:{name}" for module, names in needed.items() for name in names)
     return None if what is None else lacks(what)
 
 
-def plugin_problem() -> str | None:
+def plugin_problem() -> Problem | None:
     """Why no server could be served with this vLLM, whatever its configuration is."""
     return version_problem() or names_problem() or registry.registration_problem()
 
 
-def server_problem(vllm_config: VllmConfig) -> str | None:
+def server_problem(vllm_config: VllmConfig) -> Problem | None:
     """Why this vLLM does not have what this configuration needs, as far as the server's own process can say."""
     return registry.problem(vllm_config, Moment.REGISTERED, Moment.CONFIGURED)
 
 
-def worker_problem(vllm_config: VllmConfig) -> str | None:
+def worker_problem(vllm_config: VllmConfig) -> Problem | None:
     """The rest, which takes modules that only workers import."""
     platforms = {"cpu": NEEDED_ON_CPUS, "cuda": NEEDED_ON_GPUS}
     needed = platforms.get(vllm_config.device_config.device_type, {})

@@ -18,7 +18,7 @@ from vllm_kvq.integration.plan import budgets, refusals
 from vllm_kvq.integration.plan.drafts import is_draft
 from vllm_kvq.integration.plan.model.layers import WINDOWS
 from vllm_kvq.integration.plan.plan import apply, plan
-from vllm_kvq.integration.plan.problem import Refused
+from vllm_kvq.problem import Refused
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -58,7 +58,7 @@ def check_patches(vllm_config: VllmConfig) -> None:
     """Raise where vLLM lacks a name that this server needs."""
     served = ours(vllm_config) and vllm_config.model_config is not None
     if served and (problem := compat.server_problem(vllm_config)):
-        raise Refused(problem)
+        raise Refused(str(problem))
 
 
 def ours(vllm_config: VllmConfig) -> bool:

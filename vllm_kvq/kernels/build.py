@@ -278,7 +278,7 @@ def _target(name: str) -> Path:
     return place(f"{name}-{_key(compiler(), source_dir(name))}.so")
 
 
-def folder_problem() -> str | None:
+def why_no_folder() -> str | None:
     """Why libraries can be neither compiled nor loaded here; None: there is a folder for them."""
     try:
         _cache_dir()
@@ -312,7 +312,7 @@ def build(name: str = "cpu") -> Path:
             if compiled.is_there(target):
                 return target
             if target.exists():
-                logger.warning("kvq: %s %s; it is compiled again", target, compiled.problem(target))
+                logger.warning("kvq: %s %s; it is compiled again", target, compiled.why_not(target))
             include = [f"-isystem{i}" for i in includes]
             every = sources(directory)
             objects = [str(work / f"{source.parent.name}-{source.stem}.o") for source in every]

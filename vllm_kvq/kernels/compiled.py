@@ -28,7 +28,7 @@ SEAL = b"kvq-sha256"
 SEAL_BYTES = len(SEAL) + hashlib.sha256().digest_size
 
 
-def problem(path: Path, shipped: bool = False) -> str | None:
+def why_not(path: Path, shipped: bool = False) -> str | None:
     """Why an existing file is not loaded, to be put after its name; None: it is as it was compiled, for this processor,
     and nobody else can have changed it. `shipped`: it is a part of the installed package, which is trusted."""
     try:
@@ -53,7 +53,7 @@ def problem(path: Path, shipped: bool = False) -> str | None:
 
 def is_there(path: Path) -> bool:
     """Whether the file exists and can be loaded."""
-    return os.path.exists(path) and problem(path) is None  # False also where the folder can't be entered
+    return os.path.exists(path) and why_not(path) is None  # False also where the folder can't be entered
 
 
 @functools.cache
@@ -86,6 +86,6 @@ def load(path: Path, shipped: bool = False) -> Any:
     import tvm_ffi
 
     path = path.resolve()
-    if (why := problem(path, shipped)) is not None:
+    if (why := why_not(path, shipped)) is not None:
         raise ValueError(f"the file {why}")
     return tvm_ffi.load_module(str(path))

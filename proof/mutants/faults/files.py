@@ -13,7 +13,7 @@ RAY = "tests/processes/test_ray_batch.py"
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a truncated library counts as whole",
-        "vllm_kvq/kernels/compiled.py::problem",
+        "vllm_kvq/kernels/compiled.py::why_not",
         "if len(whole) < sections + size * count:",
         "if False:",
         f"{BUILD} -k truncated",
@@ -34,14 +34,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a library with a changed byte is loaded",
-        "vllm_kvq/kernels/compiled.py::problem",
+        "vllm_kvq/kernels/compiled.py::why_not",
         "not data.endswith(hashlib.sha256(whole).digest())",
         "False",
         f"{FAILURES} -k changed_byte",
     ),
     Fault(
         "a library for another processor is kept",
-        "vllm_kvq/kernels/compiled.py::problem",
+        "vllm_kvq/kernels/compiled.py::why_not",
         "not in (ANY_MACHINE, _machine())",
         "is None",
         f"{FAILURES} -k processor",
@@ -55,7 +55,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a library is loaded that somebody else can write",
-        "vllm_kvq/kernels/compiled.py::problem",
+        "vllm_kvq/kernels/compiled.py::why_not",
         "not shipped",
         "False",
         f"{TRUST} -k became",

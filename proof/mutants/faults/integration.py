@@ -93,7 +93,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a worker does not look for names",
         f"{ROOM}/worker/backend.py::KVQImpl.__init__",
-        "if problem := compat.worker_problem(self.vllm_config):\n            raise Refused(problem)",
+        "if problem := compat.worker_problem(self.vllm_config):\n            raise Refused(str(problem))",
         "",
         f"{PATCHED} -k worker_is",
     ),
@@ -200,7 +200,7 @@ FAULTS: tuple[Fault, ...] = (
     # -- prompts and setup
     Fault(
         "vLLM's CPU attention serves where its log-sum-exp is needed",
-        f"{ROOM}/worker/prompts.py::_cpu_problem",
+        f"{ROOM}/worker/prompts.py::_cpu_why_not",
         '"it returns no log-sum-exp" if asked.merged else',
         "",
         "tests/engine/test_gpu_path.py -k by_sdpa",
@@ -289,7 +289,7 @@ FAULTS: tuple[Fault, ...] = (
     # -- the start
     Fault(
         "a refusal inside LLM() is wrapped by pydantic",
-        f"{ROOM}/plan/problem.py::Refused",
+        "vllm_kvq/problem.py::Refused",
         "Exception",
         "ValueError",
         REFUSALS,

@@ -202,7 +202,7 @@ def checkpoint_shape(model: Path, context: int, batch: int) -> Shape:
 def check(formats: Formats, model: Path, load: Load) -> None:
     """ServerError if the attention of this model can't be measured here, by vLLM's kernel or by ours."""
     vllm_command()  # refuses if there is no vLLM
-    if why_not := vllm_build.problem():
+    if why_not := vllm_build.why_not():
         raise ServerError(why_not)
     shape = checkpoint_shape(model, min(load.contexts), 1)
     if why_not := vllm_build.no_kernel(shape.head_size):

@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
         return console.fail(PROG, why, args.json)
     name, baseline = ISAS[isa()], not args.no_baseline
-    if baseline and (why_not := vllm_build.problem()):
+    if baseline and (why_not := vllm_build.why_not()):
         return console.fail(PROG, why_not, args.json)
     bandwidth = copy_bandwidth()
     notes = [

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(str(error))
     check_memory(p, max(args.context) + args.chunk, 8 * args.kv_heads * args.head_size)
     torch.set_num_threads(args.threads)
-    if why := vllm_build.problem():
+    if why := vllm_build.why_not():
         return console.fail(PROG, why, args.json)
     shape = f"heads {args.query_heads}/{args.kv_heads}  d {args.head_size}  threads {args.threads}"
     if not args.json:

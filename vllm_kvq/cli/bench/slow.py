@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if library() is None:
         why = "there are no C++ kernels here to measure; vllm-kvq doctor says what is missing"
         return console.fail(PROG, why, args.json)
-    if why_not := vllm_build.problem():
+    if why_not := vllm_build.why_not():
         return console.fail(PROG, why_not, args.json)
     public: slow.Wanted = [(fmt.name, {}) for fmt in public_formats()]
     by_head = {d: slow.measure(args.context, args.rounds, d, public) for d in slow.HEAD_SIZES}

@@ -49,7 +49,7 @@ def words_problem(words: Sequence[str], environment: Mapping[str, str] = os.envi
 
 def environment_problem(environment: Mapping[str, str]) -> str | None:
     found = (check(environment) for check in (variables_problem, values_problem, space_problem))
-    return next(filter(None, found), None)
+    return next((str(problem) for problem in found if problem), None)
 
 
 def models_problem(words: Sequence[str]) -> str | None:
@@ -62,7 +62,7 @@ def models_problem(words: Sequence[str]) -> str | None:
         for name in values(words, flag):
             looked = flag == "--model" and not described and folder_problem(name)
             if problem := looked or hub_problem(name, at[-1] if at else None):
-                return problem
+                return str(problem)
     return None
 
 
@@ -208,7 +208,7 @@ def _model(words: Sequence[str]) -> str | None:
     named = [*values(words, "--model"), *values(words, "--tokenizer")]
     if not named and not _beside(words):
         return NO_MODEL
-    return next(filter(None, map(name_problem, named)), None)
+    return next((str(problem) for problem in map(name_problem, named) if problem), None)
 
 
 def _beside(words: Sequence[str]) -> list[str]:

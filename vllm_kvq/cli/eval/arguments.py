@@ -36,7 +36,7 @@ class WrongUsage(ValueError):
 def check_model(p: argparse.ArgumentParser, name: str) -> None:
     """Before anything is loaded."""
     if name != DEMO and (problem := model_problem(name)):
-        p.error(problem)
+        p.error(str(problem))
 
 
 def too_short(chosen: Sequence[Choice], tokens: int, readers: int = 0, any_of_them: bool = False) -> str | None:

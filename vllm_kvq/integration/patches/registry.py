@@ -20,6 +20,7 @@ from vllm_kvq.integration.patches.registered import (
     windows,
 )
 from vllm_kvq.integration.patches.served import loaded, orphans, seeds, shared_caches, states, warmup, zeroing
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,13 +78,13 @@ def install(moment: Moment, vllm_config: VllmConfig) -> None:
             patch.install(vllm_config)
 
 
-def registration_problem() -> str | None:
-    """Why no server could be served: the first sentence about a missing name."""
+def registration_problem() -> Problem | None:
+    """Why no server could be served: the first name that is missing."""
     everybodys = (patch for patch in at(Moment.REGISTERED) if patch.only is None)
     return next(filter(None, (patch.problem() for patch in everybodys)), None)
 
 
-def problem(vllm_config: VllmConfig, *moments: Moment) -> str | None:
+def problem(vllm_config: VllmConfig, *moments: Moment) -> Problem | None:
     """Why this server can't be served: the same of what it needs at these moments."""
     needed = (patch for patch in at(*moments) if patch.wanted(vllm_config))
     return next(filter(None, (patch.problem() for patch in needed)), None)

@@ -15,8 +15,8 @@ from vllm_kvq.formats.budgets import BUDGETS, Budget
 from vllm_kvq.formats.settings import COMMON
 from vllm_kvq.integration.plan.options import CALIBRATION, under_kvq
 from vllm_kvq.integration.plan.plan import plan
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.plan.refusals import check
+from vllm_kvq.problem import Refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -25,8 +25,8 @@ import torch
 from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.plan.fingerprint import DIGITS, digest, model_meaning
 from vllm_kvq.integration.plan.model.weights import weight_files, weights_folder
-from vllm_kvq.integration.plan.problem import Problem
 from vllm_kvq.kernels.folders import named_folder, user_folder
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.plan.model.layers import layer_types
-from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig

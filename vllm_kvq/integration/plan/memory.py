@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvq.integration.plan.model.weights import checkpoint_bytes
-from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -28,13 +28,15 @@ OVERHEAD = GIB
 """What a worker's process takes in addition to weights and cache: Python, torch, and vLLM's buffers. Roughly."""
 
 
-def space_problem(environment: Mapping[str, str]) -> str | None:
-    """vLLM reads a whole number of GiB, and ends in a traceback on any other word."""
+def space_problem(environment: Mapping[str, str]) -> Problem | None:
+    """vLLM reads a whole number of GiB, and exits with a traceback on anything else."""
     given = environment.get(SPACE)
-    return f"{SPACE} is {given!r}; it takes whole GiB, as in {SPACE}=4" if given and not given.isdigit() else None
+    if not given or given.isdigit():
+        return None
+    return Problem(f"{SPACE} is {given!r}", f"it takes whole GiB, as in {SPACE}=4")
 
 
-def space_here_problem() -> str | None:
+def space_here_problem() -> Problem | None:
     """The same where it is read: on a CPU."""
     from vllm.platforms import current_platform
 

@@ -12,7 +12,7 @@ from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 from vllm_kvq.formats.by_layer import ByLayer, all_options, options_at, schedules
 from vllm_kvq.formats.settings import Settings
 from vllm_kvq.formats.table import readers
-from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

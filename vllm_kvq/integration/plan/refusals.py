@@ -19,9 +19,9 @@ from vllm_kvq.integration.plan.model.rope import pairing_problem, rope_problem
 from vllm_kvq.integration.plan.model.states import drafts_problem, hybrid_problem
 from vllm_kvq.integration.plan.options import Options, unread_options
 from vllm_kvq.integration.plan.plan import plan
-from vllm_kvq.integration.plan.problem import Problem, Refused
 from vllm_kvq.kernels.gpu.step import kernels_of
 from vllm_kvq.kernels.variables import variables_problem
+from vllm_kvq.problem import Problem, Refused
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -55,11 +55,11 @@ def check(vllm_config: VllmConfig) -> None:
             "--kv-cache-dtype auto"
         )
     if unknown := variables_problem(os.environ):
-        raise Refused(unknown)
+        raise Refused(str(unknown))
     if problems := _problems(vllm_config, layers):
         all_of_them = ", ".join(problem.what for problem in problems)
         raise Refused(f"--kv-cache-dtype {options.name} does not support {all_of_them}; {problems[0].instead}")
-    if sentence := _format_problem(vllm_config, options, layers):
+    if sentence := _why_not_packed(vllm_config, options, layers):
         raise Refused(f"--kv-cache-dtype {options.name}: {sentence}")
     if problem := store_problem(vllm_config, plan(vllm_config, options, layers).fingerprint):
         raise Refused(str(problem))
@@ -76,7 +76,7 @@ def check_other(vllm_config: VllmConfig) -> None:
         raise Refused(str(problem))
 
 
-def _format_problem(vllm_config: VllmConfig, options: Options, layers: Layers) -> str | None:
+def _why_not_packed(vllm_config: VllmConfig, options: Options, layers: Layers) -> str | None:
     """Why this model's heads and layers can't be packed so, or not by kernels of this GPU: a sentence."""
     from vllm.platforms import current_platform
 
@@ -96,11 +96,11 @@ def _format_problem(vllm_config: VllmConfig, options: Options, layers: Layers) -
     found = current_platform.get_device_capability() if current_platform.is_cuda() else None
     if found is None:
         return None
-    problems = (kernels_problem(part.format, (found.major, found.minor)) for part in served.parts)
+    problems = (why_no_kernels(part.format, (found.major, found.minor)) for part in served.parts)
     return next(filter(None, problems), None)
 
 
-def kernels_problem(fmt: PageFormat, capability: tuple[int, int]) -> str | None:
+def why_no_kernels(fmt: PageFormat, capability: tuple[int, int]) -> str | None:
     """Why kernels that nvcc compiles (QJL's) can't be had for such a GPU: better now than after loading weights."""
     kernels = kernels_of(fmt)
     return None if kernels is None else kernels.unavailable(capability)

@@ -8,13 +8,13 @@ from vllm.platforms import current_platform
 
 from vllm_kvq.integration.advice.hints import hints
 from vllm_kvq.integration.plan.memory import cache_memory, gib
-from vllm_kvq.integration.plan.problem import Problem
 from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.preview.checkpoint import checkpoint_problem
 from vllm_kvq.integration.preview.dry_start import DryStart
 from vllm_kvq.integration.worker.report import Capacity, capacity_warning, part_lines
 from vllm_kvq.kernels.cpu.library import ISAS, isa
 from vllm_kvq.kernels.paths import CPP, Path
+from vllm_kvq.problem import Problem
 
 
 def describe(start: DryStart) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from vllm_kvq.integration import compat
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.preview.hub import hub_problem
 from vllm_kvq.meant import SURE, meant
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,19 +45,19 @@ class WouldNotStart(Exception):
     """One sentence that says why."""
 
 
-def plugin_problem() -> str | None:
+def plugin_problem() -> Problem | None:
     """Why vLLM would not know our formats: needs no vllm to answer."""
     if find_spec("vllm") is None:
-        return "vLLM is not installed: pip install 'vllm-kvq[cpu]', or 'vllm-kvq[gpu]' with an NVIDIA GPU"
+        return Problem("vLLM is not installed", "install vllm-kvq[cpu], or vllm-kvq[gpu] for an NVIDIA GPU")
     if PLUGIN not in entry_points(group="vllm.general_plugins").names:
-        return "the plugin is not installed, only its sources are on the path: pip install vllm-kvq"
+        return Problem("the plugin is not installed, only its sources are on the path", "pip install vllm-kvq")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
-        return f"VLLM_PLUGINS is {allowed!r} and leaves {PLUGIN!r} out"
+        return Problem(f"VLLM_PLUGINS is {allowed!r} and leaves {PLUGIN!r} out", "add it, or unset the variable")
     return compat.plugin_problem() or compat.names_problem(compat.NEEDED_BY_CHECK) or check_problem()
 
 
-def check_problem() -> str | None:
+def check_problem() -> Problem | None:
     """What `vllm-kvq check` itself lacks in this vLLM."""
     own = (patch for patch in registry.PATCHES if patch.moment is None)
     return next(filter(None, (patch.problem() for patch in own)), None)
@@ -101,7 +102,7 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
     """Raises WrongUsage, as for arguments that vLLM does not know, or WouldNotStart with the sentence that `vllm serve`
     would exit with."""
     if problem := plugin_problem():
-        raise WouldNotStart(problem)
+        raise WouldNotStart(str(problem))
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -121,14 +122,14 @@ def dry_start(arguments: Sequence[str]) -> DryStart:
         raise WrongUsage(f"--kv-cache-dtype is {args.kv_cache_dtype!r}, which is not one of this plugin's formats")
     for name, revision in ((args.model, args.revision), (args.tokenizer, args.tokenizer_revision)):
         if name is not None and (problem := hub_problem(name, revision)):
-            raise WrongUsage(problem)
+            raise WrongUsage(str(problem))
     if none:
         raise NoFormat("--kv-cache-dtype is not given")
     try:
         serve.validate(args)
         made = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         if problem := compat.worker_problem(made):
-            raise WouldNotStart(problem)
+            raise WouldNotStart(str(problem))
         return DryStart(made, plan(made), None if budget is None else choose(made, budget))
     except Exception as error:
         # whatever it is, the server would exit with it

@@ -129,8 +129,8 @@ def kernels() -> list[Finding]:
     try:
         path = build.built()
         if path is None:
-            if (problem := build.folder_problem()) is not None:
-                return [Finding("kernels", NOTE, f"{problem}; the PyTorch kernels serve, slowly")]
+            if (why := build.why_no_folder()) is not None:
+                return [Finding("kernels", NOTE, f"{why}; the PyTorch kernels serve, slowly")]
             return [
                 Finding("kernels", NOTE, "not compiled yet: the first start does it, or `python -m vllm_kvq.kernels`")
             ]
@@ -161,9 +161,9 @@ def compilers() -> list[Finding]:
         without = "not needed, the kernels are compiled" if ready else "the PyTorch kernels serve on a CPU, slowly"
         found.append(Finding("C++ compiler", FINE if ready else NOTE, f"{error}: {without}"))
     if not on_cpu() and torch.cuda.is_available():
-        problem = gpu_build.problem(torch.cuda.get_device_capability())
+        why = gpu_build.why_not(torch.cuda.get_device_capability())
         text = gpu_build.nvcc() or "none, and not needed: the CUDA kernels are compiled"
-        found.append(Finding("nvcc", NOTE if problem else FINE, f"qjl3 needs it: {problem}" if problem else text))
+        found.append(Finding("nvcc", NOTE if why else FINE, f"qjl3 needs it: {why}" if why else text))
     return found
 
 
@@ -173,8 +173,8 @@ def memory() -> list[Finding]:
     from vllm.config import CacheConfig
 
     given = os.environ.get(SPACE, "")
-    if sentence := space_problem(os.environ):
-        return [Finding("memory", BAD, sentence)]
+    if wrong := space_problem(os.environ):
+        return [Finding("memory", BAD, str(wrong))]
     share = CacheConfig().gpu_memory_utilization
     machine = Machine.here()
     explicit = int(given) * GIB if given else None
@@ -210,7 +210,7 @@ def _of_patch(patch: Patch) -> Finding:
     if patch.cpu_only and not on_cpu():
         return Finding(patch.kind.value, FINE, f"{what} (on CPUs only)")
     if problem := patch.problem():
-        return Finding(patch.kind.value, BAD if patch.only is None else NOTE, problem)
+        return Finding(patch.kind.value, BAD if patch.only is None else NOTE, str(problem))
     if patch.moment is Moment.REGISTERED and patch.install is not None and not patch.in_effect():
         return Finding(patch.kind.value, BAD, f"{patch.what}: something else has undone it in this process")
     return Finding(patch.kind.value, FINE, what)

@@ -10,6 +10,8 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from vllm_kvq.problem import Problem
+
 SECONDS = 5.0
 """The time that a hub has to accept a connection."""
 PATHS = ("/", "./", "../", "~")
@@ -19,34 +21,36 @@ CONFIGS = ("config.json", "params.json")
 NAME = "name a checkpoint's folder, or a model on the hub"
 
 
-def name_problem(name: str) -> str | None:
+def name_problem(name: str) -> Problem | None:
     """What can be no name of a model: nothing, a file, and a path that does not exist."""
     if not name.strip():
-        return f"the model's name is empty; {NAME}"
+        return Problem("the model's name is empty", NAME)
     path = Path(name)
     if path.is_file():
-        return f"{name} is a file; name the folder that holds the checkpoint's config.json"
+        return Problem(f"{name} is a file", "name the folder that holds the checkpoint's config.json")
     if name.startswith(PATHS) and not path.expanduser().exists():
-        return f"there is no folder {name}; {NAME}"
+        return Problem(f"there is no folder {name}", NAME)
     if not path.is_dir() and path.suffix == GGUF and path.parent == Path():
-        return f"there is no file {name}; name a checkpoint's folder, or a file on the hub as in OWNER/MODEL/{name}"
+        return Problem(
+            f"there is no file {name}", f"name a checkpoint's folder, or a file on the hub as in OWNER/MODEL/{name}"
+        )
     return None
 
 
-def folder_problem(name: str) -> str | None:
+def folder_problem(name: str) -> Problem | None:
     """Why this folder is no checkpoint's; None for whatever is no folder."""
     if not (path := Path(name)).is_dir() or any((path / config).is_file() for config in CONFIGS):
         return None
-    return f"the folder {name} has no {CONFIGS[0]}, so it holds no checkpoint; {NAME}"
+    return Problem(f"the folder {name} has no {CONFIGS[0]}, so it holds no checkpoint", NAME)
 
 
-def model_problem(name: str, revision: str | None = None) -> str | None:
+def model_problem(name: str, revision: str | None = None) -> Problem | None:
     """Why `name` is no model that can be had: all that is known before it is read."""
     return name_problem(name) or folder_problem(name) or hub_problem(name, revision)
 
 
 @functools.cache
-def hub_problem(name: str, revision: str | None = None) -> str | None:
+def hub_problem(name: str, revision: str | None = None) -> Problem | None:
     """Why `name` can't be had; None for a folder, for what is cached, and where the model hub answers. Asked once."""
     if problem := name_problem(name):
         return problem
@@ -65,17 +69,19 @@ def hub_problem(name: str, revision: str | None = None) -> str | None:
     try:
         validate_repo_id(model)
     except HFValidationError:
-        return f"there is no folder {name}, and no model on the hub can have that name; {NAME}"
+        return Problem(f"there is no folder {name}, and no model on the hub can have that name", NAME)
     # a proxy reaches what we can't
     if urllib.request.getproxies():
         return None
     nowhere = f"there is no folder {name}, and no such model in the hub's cache"
     if constants.HF_HUB_OFFLINE:
-        return f"{nowhere}; name a folder, or unset HF_HUB_OFFLINE to download it"
+        return Problem(nowhere, "name a folder, or unset HF_HUB_OFFLINE to download it")
     hub = urlsplit(constants.ENDPOINT)
     try:
         port = hub.port or {"http": 80}.get(hub.scheme, 443)
         socket.create_connection((hub.hostname or "", port), SECONDS).close()
     except OSError:
-        return f"{nowhere}, and {constants.ENDPOINT} can't be reached; name a folder, or another hub with HF_ENDPOINT"
+        return Problem(
+            f"{nowhere}, and {constants.ENDPOINT} can't be reached", "name a folder, or another hub with HF_ENDPOINT"
+        )
     return None

@@ -28,7 +28,6 @@ from vllm_kvq.integration.core.spec import PackedSpec
 from vllm_kvq.integration.patches import registry
 from vllm_kvq.integration.patches.patch import Moment
 from vllm_kvq.integration.plan.plan import plan
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.plan.refusals import check_layer
 from vllm_kvq.integration.worker.binding import bind_layer, layer_of
 from vllm_kvq.integration.worker.faults import FaultWatch
@@ -39,6 +38,7 @@ from vllm_kvq.integration.worker.sharing import SharingLayer, check_sharing
 from vllm_kvq.kernels.gpu.step import GPUStep
 from vllm_kvq.kernels.paths import Wish
 from vllm_kvq.kernels.step import StepBatch
+from vllm_kvq.problem import Refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -205,7 +205,7 @@ class KVQImpl(AttentionImpl):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.vllm_config = get_current_vllm_config()
         if problem := compat.worker_problem(self.vllm_config):
-            raise Refused(problem)
+            raise Refused(str(problem))
         self.packed: PackedLayer | None = None
         self.sharing: SharingLayer | None = None
         """In place of `packed`, in a layer that shares another's cache."""

@@ -39,12 +39,12 @@ class Asked:
 @dataclass(frozen=True)
 class Choice:
     name: str
-    problem: Callable[[Asked], str | None]
+    why_not: Callable[[Asked], str | None]
     """Why it can't serve what is asked."""
     prompts: Prompts
 
 
-def _cpu_problem(asked: Asked) -> str | None:
+def _cpu_why_not(asked: Asked) -> str | None:
     if asked.device.type != "cpu":
         return f"not for {asked.device.type}"
     return "it returns no log-sum-exp" if asked.merged else None
@@ -89,7 +89,7 @@ def _half_on_cuda(asked: Asked) -> str | None:
     return None if asked.dtype in (torch.float16, torch.bfloat16) else f"{asked.dtype} is not a 16-bit type"
 
 
-def _flash_problem(asked: Asked) -> str | None:
+def _flash_why_not(asked: Asked) -> str | None:
     if problem := _half_on_cuda(asked):
         return problem
     from vllm.v1.attention.backends import fa_utils
@@ -151,7 +151,7 @@ def _flash_whole(
     return out, lse.transpose(0, 1)
 
 
-def _xformers_problem(asked: Asked) -> str | None:
+def _xformers_why_not(asked: Asked) -> str | None:
     if problem := _half_on_cuda(asked):
         return problem
     if asked.capped:
@@ -194,22 +194,22 @@ def _xformers_whole(
 
 
 CHOICES = (
-    Choice("vLLM's CPU attention", _cpu_problem, Prompts(_cpu)),
-    Choice("vLLM's flash attention", _flash_problem, Prompts(_flash, _flash_whole)),
-    Choice("xFormers", _xformers_problem, Prompts(_xformers, _xformers_whole)),
+    Choice("vLLM's CPU attention", _cpu_why_not, Prompts(_cpu)),
+    Choice("vLLM's flash attention", _flash_why_not, Prompts(_flash, _flash_whole)),
+    Choice("xFormers", _xformers_why_not, Prompts(_xformers, _xformers_whole)),
     Choice("PyTorch's SDPA", lambda asked: None, Prompts(attend.causal, attend.whole)),
 )
 
 
 def choice_for(asked: Asked) -> Choice:
     """The first choice without a problem."""
-    return next(choice for choice in CHOICES if choice.problem(asked) is None)
+    return next(choice for choice in CHOICES if choice.why_not(asked) is None)
 
 
 @functools.cache
 def prompts_for(asked: Asked) -> Prompts:
     """The first choice without a problem; the log says which, and why not the ones before it."""
     chosen = choice_for(asked)
-    passed = [f"{choice.name}: {choice.problem(asked)}" for choice in CHOICES[: CHOICES.index(chosen)]]
+    passed = [f"{choice.name}: {choice.why_not(asked)}" for choice in CHOICES[: CHOICES.index(chosen)]]
     logger.info("kvq: prompts are attended by %s%s", chosen.name, f" ({'; '.join(passed)})" if passed else "")
     return chosen.prompts

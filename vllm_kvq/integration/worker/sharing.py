@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvq.integration.plan.model.layers import Layers
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.worker.layer import PackedLayer, step_of
 from vllm_kvq.kernels.step import Step, StepBatch
+from vllm_kvq.problem import Refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -80,7 +80,7 @@ def _target(architecture: int) -> Path:
     )
 
 
-def problem(capability: tuple[int, int]) -> str | None:
+def why_not(capability: tuple[int, int]) -> str | None:
     """One sentence if no kernels are available for a GPU of this compute capability, else None; compiles nothing."""
     try:
         _target(architecture_for(capability))

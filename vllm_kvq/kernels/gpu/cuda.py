@@ -101,7 +101,7 @@ class CudaKernels(PagedKernels):
     name = "CUDA"
     caps = False
 
-    def why_not(self, fmt: PageFormat) -> str | None:
+    def unsupported(self, fmt: PageFormat) -> str | None:
         # by their exact classes: a subclass may store something else
         if type(fmt.keys) not in (SketchKeys, OneSketchKeys):
             return f"{fmt.name} has no CUDA kernels, they are for QJL keys; its kernels are Triton's or PyTorch's"
@@ -122,7 +122,7 @@ class CudaKernels(PagedKernels):
         return None
 
     def unavailable(self, capability: tuple[int, int]) -> str | None:
-        return build_cuda.problem(capability)
+        return build_cuda.why_not(capability)
 
     def prepare(self, fmt: PageFormat, device: torch.device) -> None:
         library(device)
@@ -151,7 +151,7 @@ class CudaKernels(PagedKernels):
         ragged: Ragged | None = None,
     ) -> None:
         if cap:
-            raise ValueError(self.problem(fmt, True))
+            raise ValueError(self.why_not(fmt, True))
         if ragged is None:  # the same number of queries for each request, one request after the other
             n, q = query.shape[:2]
             ragged = Ragged(torch.arange(0, (n + 1) * q, q, dtype=torch.int32, device=pages.device), q)

@@ -71,7 +71,7 @@ class PagedKernels(ABC):
     """Whether they have `unpack`."""
 
     @abstractmethod
-    def why_not(self, fmt: PageFormat) -> str | None:
+    def unsupported(self, fmt: PageFormat) -> str | None:
         """One sentence, with what to do about it, if these kernels can't serve this format."""
 
     def unavailable(self, capability: tuple[int, int]) -> str | None:
@@ -133,10 +133,10 @@ class PagedKernels(ABC):
         """
         raise NotImplementedError(f"the {self.name} kernels unpack no pages")
 
-    def problem(self, fmt: PageFormat, capped: bool) -> str | None:
-        """`why_not`, which also checks for soft cap support if scores have a soft cap."""
-        if (problem := self.why_not(fmt)) is not None:
-            return problem
+    def why_not(self, fmt: PageFormat, capped: bool = False) -> str | None:
+        """Why these kernels do not support this format, or the soft cap that scores have."""
+        if (why := self.unsupported(fmt)) is not None:
+            return why
         if capped and not self.caps:
             return f"the {self.name} kernels for {fmt.name} don't support a soft cap of attention scores"
         return None
@@ -172,8 +172,8 @@ class PagedKernels(ABC):
         return (out[0], lse[0]) if splits == 1 else merge_parts(out, lse)
 
     def _check(self, fmt: PageFormat, query: torch.Tensor, pages: torch.Tensor, cap: float) -> None:
-        if problem := self.problem(fmt, cap > 0):
-            raise ValueError(problem)
+        if why := self.why_not(fmt, cap > 0):
+            raise ValueError(why)
         if query.shape[-1] != fmt.geometry.head_size:
             raise ValueError(f"queries of {query.shape[-1]} channels; the format is bound to {fmt.geometry.head_size}")
         check_pages(fmt, pages)

@@ -40,12 +40,12 @@ def kernels_of(fmt: PageFormat, capped: bool = False) -> PagedKernels | None:
 
     `capped`: scores have a soft cap.
     """
-    return next((k for k in KINDS if k.problem(fmt, capped) is None), None)
+    return next((k for k in KINDS if k.why_not(fmt, capped) is None), None)
 
 
 def why_not(fmt: PageFormat, capped: bool = False) -> str:
     """One sentence on why no kind of kernels serves this format."""
-    return "; ".join(k.problem(fmt, capped) or "" for k in KINDS)
+    return "; ".join(k.why_not(fmt, capped) or "" for k in KINDS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ class TritonKernels(PagedKernels):
     caps = True
     unpacks = True
 
-    def why_not(self, fmt: PageFormat) -> str | None:
+    def unsupported(self, fmt: PageFormat) -> str | None:
         if fmt.geometry.d > LARGEST_HEAD:
             return f"the Triton kernels support head sizes up to {LARGEST_HEAD}, not {fmt.geometry.head_size}"
         if constants(fmt):

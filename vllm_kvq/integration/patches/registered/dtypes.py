@@ -92,7 +92,7 @@ def hide_test_formats(hooks: Hooks) -> None:
         @functools.wraps(add)
         def add_cli_args(parser: Any) -> Any:
             if problem := hooks.environment_problem():
-                parser.error(problem)
+                parser.error(str(problem))
             parser = add(parser)
             for action in parser._actions:
                 if action.dest == "kv_cache_dtype" and action.choices is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.plan.options import Options
-from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

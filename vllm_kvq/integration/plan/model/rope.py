@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_kvq.integration.plan.options import Options
-from vllm_kvq.integration.plan.problem import Problem
+from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -15,9 +15,9 @@ from vllm.logger import init_logger
 from vllm_kvq.formats.constants import Constants, Moments
 from vllm_kvq.integration.plan.calibration import Source, digest_of, read, write
 from vllm_kvq.integration.plan.plan import plan
-from vllm_kvq.integration.plan.problem import Refused
 from vllm_kvq.integration.worker.calibration.attending import attending
 from vllm_kvq.integration.worker.calibration.text import Pieces, bundled, pieces
+from vllm_kvq.problem import Refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

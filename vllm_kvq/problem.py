@@ -1,4 +1,7 @@
-"""Why something can't be served, and the way out: every check of the plan answers with this, or with None."""
+"""What is wrong, and the way out: every `*_problem` answers with this, or with None.
+
+A function that only gives a reason, which completes its caller's sentence, is called `why_not`.
+"""
 
 from __future__ import annotations
 
