@@ -179,7 +179,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/cli/arguments.py",
         "10**9",
         "1 << 30",
-        "tests/planning/test_plan.py -k sizes",
+        "tests/planning/preview/test_plan.py -k sizes",
     ),
     Fault(
         "errors of queries that were fitted",
@@ -221,6 +221,6 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/cli/arguments.py::size",
         "1",
         "0",
-        "tests/planning/test_plan.py -k 'said_of_sizes or bad_input'",
+        "tests/planning/preview/test_plan.py -k 'said_of_sizes or bad_input'",
     ),
 )

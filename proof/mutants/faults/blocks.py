@@ -5,10 +5,10 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 ROOM = "vllm_kvq/integration"
-CAPACITY = "tests/planning/test_capacity.py -k vllms_count"
+CAPACITY = "tests/planning/plan/test_capacity.py -k vllms_count"
 DAMAGE = "tests/servers/test_damage.py"
-COMPANIONS = "tests/engine/test_companions.py"
-TRAFFIC = "tests/kernels/test_cpu_decode.py -k 'random_traffic and squat2'"
+COMPANIONS = "tests/engine/blocks/test_companions.py"
+TRAFFIC = "tests/kernels/cpu/test_cpu_decode.py -k 'random_traffic and squat2'"
 
 FAULTS: tuple[Fault, ...] = (
     # -- damage and stale sidecars
@@ -116,7 +116,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/plan/plan.py::apply",
         "choose_connector(vllm_config)",
         "",
-        "tests/models/test_offload.py -k squat2",
+        "tests/models/pool/test_offload.py -k squat2",
     ),
     # -- pages that requests share
     Fault(
@@ -155,7 +155,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/patches/zeroing.py::zero_all_groups.make._zero_block_ids",
         "[block_ids]",
         "[block_ids[:0]]",
-        "tests/models/test_hits.py",
+        "tests/models/kinds/test_hits.py",
         slow=True,
     ),
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 CLI = "tests/commands/test_cli.py"
-CHECK_ALL = "tests/planning/test_check_all.py"
-CHECK = "tests/planning/test_check.py -k 'not process and not verbose'"
-DOCTOR = "tests/planning/test_doctor.py"
+CHECK_ALL = "tests/planning/preview/test_check_all.py"
+CHECK = "tests/planning/preview/test_check.py -k 'not process and not verbose'"
+DOCTOR = "tests/planning/preview/test_doctor.py"
 PREVIEW = "vllm_kvq/integration/preview"
 BUDGET = f"{PREVIEW}/budget.py"
-PLAN_COMMAND, CAPACITY = "tests/planning/test_plan.py", "tests/planning/test_capacity.py"
+PLAN_COMMAND, CAPACITY = "tests/planning/preview/test_plan.py", "tests/planning/plan/test_capacity.py"
 PLAN = f"{PLAN_COMMAND} {CAPACITY} -k 'not real'"
 PLAIN = "tests/servers/test_plain_server.py"
 PLATFORM = "vllm_kvq/integration/platform.py"
@@ -79,7 +79,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/worker/report.py::path_warnings",
         "return why + ([path.slow] if path.slow is not None else [])",
         "return why",
-        "tests/planning/test_served.py -k said_at_start",
+        "tests/planning/plan/test_served.py -k said_at_start",
     ),
     Fault(
         "a slow option is not timed",
@@ -219,14 +219,14 @@ FAULTS: tuple[Fault, ...] = (
         f"{BUDGET}::_row",
         "=request",
         "=first",
-        "tests/planning/test_plan.py -k ranks_share_heads",
+        "tests/planning/preview/test_plan.py -k ranks_share_heads",
     ),
     Fault(
         "a plan is wider than a terminal",
         "vllm_kvq/cli/plan.py::_number",
         'f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"',
         'f"{value:,.2f}"',
-        "tests/planning/test_plan.py -k fits_the_terminal",
+        "tests/planning/preview/test_plan.py -k fits_the_terminal",
     ),
     Fault(
         "a plan hands out vLLM's own block",
@@ -354,7 +354,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/preview/dry_start.py::dry_start",
         "name is not None and (problem := hub_problem(name, revision))",
         "(problem := None)",
-        "tests/planning/test_check.py -k wrong_usage",
+        "tests/planning/preview/test_check.py -k wrong_usage",
     ),
     Fault(
         "a hub that only a proxy reaches does not answer",
@@ -368,14 +368,14 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/preview/dry_start.py::_wrong",
         "meant(word, flags, SURE)",
         "None",
-        "tests/planning/test_check.py -k wrong_usage",
+        "tests/planning/preview/test_check.py -k wrong_usage",
     ),
     Fault(
         "the recommended format is somewhere in the table",
         "vllm_kvq/cli/check/every.py::main",
         "!= recommended",
         '== ""',
-        "tests/planning/test_check_all.py -k each_format",
+        "tests/planning/preview/test_check_all.py -k each_format",
     ),
     Fault(
         "a file that is not there is looked for on the hub",

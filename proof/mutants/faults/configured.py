@@ -7,13 +7,13 @@ from proof.mutants.fault import Fault
 PLAN = "vllm_kvq/integration/plan"
 FITTED = "vllm_kvq/integration/worker/calibration"
 FORMATS = "vllm_kvq/formats"
-FINGERPRINT = "tests/planning/test_fingerprint.py -k"
-CONSTANTS = "tests/planning/test_constants_files.py -k"
-BUDGETS = "tests/planning/test_budgets.py -k"
-REFUSALS = "tests/planning/test_refusals.py -k"
+FINGERPRINT = "tests/planning/plan/test_fingerprint.py -k"
+CONSTANTS = "tests/planning/plan/test_constants_files.py -k"
+BUDGETS = "tests/planning/plan/test_budgets.py -k"
+REFUSALS = "tests/planning/plan/test_refusals.py -k"
 OWN_TEXT = "tests/commands/test_own_text.py -k"
-KLT = "tests/formats/test_klt.py -k"
-KITTY = "tests/formats/test_kitty.py -k"
+KLT = "tests/formats/methods/test_klt.py -k"
+KITTY = "tests/formats/methods/test_kitty.py -k"
 
 MEANING = (
     Fault(
@@ -42,7 +42,7 @@ MEANING = (
         f"{PLAN}/connectors.py::_refused",
         "filter(None, found)",
         "found",
-        "tests/models/test_offload.py -k hides",
+        "tests/models/pool/test_offload.py -k hides",
     ),
     Fault(
         "a store of other pages is as good as one's own",
@@ -98,7 +98,7 @@ MEANING = (
         f"{PLAN}/drafts.py::Draft.token_bytes",
         "2 *",
         "",
-        "tests/planning/test_served.py -k 'written and draft'",
+        "tests/planning/plan/test_served.py -k 'written and draft'",
     ),
     Fault(
         "a checkpoint weighs what its largest file weighs",
@@ -112,7 +112,7 @@ MEANING = (
         f"{PLAN}/model/rope.py::rope_problem",
         '(windows or 0 in (getattr(model.hf_text_config, "no_rope_layers", None) or ()))',
         "windows",
-        "tests/planning/test_keys_before_rope.py -k configuration_says",
+        "tests/planning/plan/test_keys_before_rope.py -k configuration_says",
     ),
 )
 FILES = (
@@ -244,7 +244,7 @@ CODECS = (
         "vllm_kvq/integration/cpu_attention.py::prepare",
         "if torch.cpu._is_amx_tile_supported() and not",
         "if not",
-        "tests/kernels/test_amx.py -k without_amx",
+        "tests/kernels/cpu/test_amx.py -k without_amx",
     ),
 )
 

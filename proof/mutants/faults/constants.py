@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-CALIBRATION = "tests/engine/test_calibration.py"
-KLT = "tests/formats/test_klt.py"
+CALIBRATION = "tests/engine/worker/test_calibration.py"
+KLT = "tests/formats/methods/test_klt.py"
 ATTENDING = "vllm_kvq/integration/worker/calibration/attending.py"
 FITTING = "vllm_kvq/integration/worker/calibration/fitting.py"
 BUDGETS = "vllm_kvq/integration/plan/budgets.py"
-OF_BUDGETS = "tests/planning/test_budgets.py -k 'not an_engine'"
+OF_BUDGETS = "tests/planning/plan/test_budgets.py -k 'not an_engine'"
 FILE = "vllm_kvq/integration/plan/calibration.py"
 OWN_TEXT, SERVED = "tests/commands/test_own_text.py", "tests/eval/test_served_constants.py"
 TEXT = "vllm_kvq/integration/worker/calibration/text.py"
@@ -105,21 +105,21 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/plan/plan.py::_fingerprint",
         "if calibration is None else calibration.meaning",
         "",
-        "tests/planning/test_fingerprint.py -k constants",
+        "tests/planning/plan/test_fingerprint.py -k constants",
     ),
     Fault(
         "a format that can be served is fitted to an evaluation's own texts",
         "vllm_kvq/eval/heads/capture.py::Captured.calibrated",
         "if not (page.keys.reference_only or page.values.reference_only):",
         "if False:",
-        "tests/eval/test_heads.py -k servers_constants",
+        "tests/eval/heads/test_heads.py -k servers_constants",
     ),
     Fault(
         "an evaluation asks for the constants of one layer's options",
         "vllm_kvq/eval/heads/heads.py::bound",
         ", everywhere",
         ", options",
-        "tests/eval/test_heads.py -k servers_constants",
+        "tests/eval/heads/test_heads.py -k servers_constants",
     ),
     Fault(
         "measurements with other constants are taken for the same",
@@ -267,20 +267,20 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/plan/calibration.py::write",
         "temporary.write_bytes(content)\n        os.replace(temporary, path)",
         "path.write_bytes(content)",
-        "tests/planning/test_constants_files.py -k 'full_disk_is_an_error or always_one_of_theirs'",
+        "tests/planning/plan/test_constants_files.py -k 'full_disk_is_an_error or always_one_of_theirs'",
     ),
     Fault(
         "a full disk stops a start that would keep its constants",
         f"{FITTING}::_keep",
         "OSError",
         "PermissionError",
-        "tests/planning/test_constants_files.py -k stops_no_start",
+        "tests/planning/plan/test_constants_files.py -k stops_no_start",
     ),
     Fault(
         "a user without a home can't serve calibrated formats",
         "vllm_kvq/integration/plan/calibration.py::Source.of",
         "or folder is None",
         "",
-        "tests/planning/test_constants_files.py -k without_a_home",
+        "tests/planning/plan/test_constants_files.py -k without_a_home",
     ),
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 KERNELS = "tests/kernels"
-LARGE = f"{KERNELS}/test_large_pools.py"
-GUARDS = f"{KERNELS}/test_guards.py"
-NO_MEMORY = f"{KERNELS}/test_no_memory.py"
-LATE = f"{KERNELS}/test_late_maximum.py"
-SQUAT = f"{KERNELS}/test_cpu_pack.py -k squat"
+LARGE = f"{KERNELS}/step/test_large_pools.py"
+GUARDS = f"{KERNELS}/step/test_guards.py"
+NO_MEMORY = f"{KERNELS}/cpu/test_no_memory.py"
+LATE = f"{KERNELS}/step/test_late_maximum.py"
+SQUAT = f"{KERNELS}/cpu/test_cpu_pack.py -k squat"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -49,7 +49,7 @@ FAULTS: tuple[Fault, ...] = (
         "csrc/cpu/pack/hybrid.h",
         "? Ints",
         "> 9 ? Ints",
-        f"{KERNELS}/test_cpu_pack.py -k innerq",
+        f"{KERNELS}/cpu/test_cpu_pack.py -k innerq",
         slow=True,
     ),
     Fault(
@@ -129,7 +129,7 @@ FAULTS: tuple[Fault, ...] = (
         "csrc/cpu/attend/attend.cpp",
         "cap > 0",
         "cap > 1e30f",
-        f"{KERNELS}/test_cpu_attend.py -k cap",
+        f"{KERNELS}/cpu/test_cpu_attend.py -k cap",
         slow=True,
     ),
     Fault(
@@ -137,7 +137,7 @@ FAULTS: tuple[Fault, ...] = (
         "csrc/cpu/attend/float32/raw.h",
         "> 0",
         "> 1e30f",
-        f"{KERNELS}/test_cpu_raw.py -k cap",
+        f"{KERNELS}/cpu/test_cpu_raw.py -k cap",
         slow=True,
     ),
     Fault(
@@ -145,7 +145,7 @@ FAULTS: tuple[Fault, ...] = (
         "csrc/cpu/step/decode.cpp",
         "d_.cap",
         "0",
-        f"{KERNELS}/test_reference.py -k cap",
+        f"{KERNELS}/step/test_reference.py -k cap",
         slow=True,
     ),
 )

@@ -6,15 +6,15 @@ from proof.mutants.fault import Fault
 
 ROOM = "vllm_kvq/integration"
 PATCHES = f"{ROOM}/patches"
-REFUSALS = "tests/planning/test_refusals.py"
+REFUSALS = "tests/planning/plan/test_refusals.py"
 IMAGES = "tests/models/test_refused.py -k text_alone"
 COMPAT = "tests/planning/test_compat.py -k 'not vllm_starts'"
 PATCHED = "tests/planning/test_compat.py"
 IN_EFFECT = "tests/engine/test_patches_in_effect.py"
-REPLICAS = "tests/engine/test_replicas.py"
+REPLICAS = "tests/engine/worker/test_replicas.py"
 ORPHANS = "tests/servers/test_orphans.py -k 'not spawned'"
-SETUP = "tests/planning/test_setup.py"
-ROPE = "tests/planning/test_keys_before_rope.py"
+SETUP = "tests/planning/plan/test_setup.py"
+ROPE = "tests/planning/plan/test_keys_before_rope.py"
 WARM = "tests/engine/test_v2.py -k warm_up"
 
 FAULTS: tuple[Fault, ...] = (
@@ -138,7 +138,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/preview/environment.py::_of_patch",
         ".in_effect()",
         "",
-        "tests/planning/test_doctor.py -k not_installed",
+        "tests/planning/preview/test_doctor.py -k not_installed",
     ),
     Fault(
         "a release that is only tried is served in silence",
@@ -217,14 +217,14 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/plan/options.py::Options.bind",
         "geometry.layer",
         "0",
-        "tests/engine/test_by_layer.py",
+        "tests/engine/oracle/test_by_layer.py",
     ),
     Fault(
         "a plan is remembered whatever the environment says",
         f"{ROOM}/plan/plan.py::plan",
         "and known[0] == basis",
         "",
-        "tests/planning/test_served.py -k once",
+        "tests/planning/plan/test_served.py -k once",
     ),
     Fault(
         "another table than the one by which the model turns keys",
@@ -327,7 +327,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{PATCHES}/seeds.py::keep_seeds.make_bookkeeping._bookkeeping_sync",
         "del self.input_batch.generators[i]",
         "pass",
-        "tests/engine/test_seeds.py",
+        "tests/engine/oracle/test_seeds.py",
         slow=True,
     ),
     Fault(
@@ -335,7 +335,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{PATCHES}/seeds.py::keep_seeds.make_sample._sample",
         "self.input_batch.generators[i].set_state(state)",
         "pass",
-        "tests/engine/test_seeds.py",
+        "tests/engine/oracle/test_seeds.py",
         slow=True,
     ),
     # -- vLLM's V2 model runner

@@ -6,10 +6,10 @@ from proof.mutants.fault import Fault
 
 HUMAN_EVAL = "vllm_kvq/eval/humaneval"
 PROCESS, WALLS = f"{HUMAN_EVAL}/sandbox_process.py", f"{HUMAN_EVAL}/sandbox_walls.py"
-SANDBOX = "tests/eval/test_sandbox.py -k"
-SHUT_IN = "tests/eval/test_sandbox_walls.py -k"
-ANSWERS = "tests/eval/test_human_eval.py -k"
-RESIDUES = "tests/engine/test_residues.py -k"
+SANDBOX = "tests/eval/humaneval/test_sandbox.py -k"
+SHUT_IN = "tests/eval/humaneval/test_sandbox_walls.py -k"
+ANSWERS = "tests/eval/humaneval/test_human_eval.py -k"
+RESIDUES = "tests/engine/fuzz/test_residues.py -k"
 MACHINE = "tests/ptx/test_machine.py -k"
 
 PROGRAMS = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 EVAL = "vllm_kvq/eval"
-STATISTICS = "tests/eval/test_statistics.py -k"
-RESULTS = "tests/eval/test_results.py -k"
-READING = "tests/eval/test_reading.py -k"
+STATISTICS = "tests/eval/results/test_statistics.py -k"
+RESULTS = "tests/eval/results/test_results.py -k"
+READING = "tests/eval/reading/test_reading.py -k"
 CONFORMANCE = "tests/eval/test_conformance.py -k"
 CAPACITY = "tests/commands/test_bench_capacity.py -k"
 REPORTS = "tests/commands/test_bench_reports.py -k"
@@ -40,14 +40,14 @@ FIGURES = (
         f"{EVAL}/results/measures.py::quantile",
         "index[order]",
         "index",
-        "tests/eval/test_measures.py -k quantiles_interval",
+        "tests/eval/results/test_measures.py -k quantiles_interval",
     ),
     Fault(
         "a curve leaves its last number out",
         f"{EVAL}/results/measures.py::curve",
         "<=",
         "<",
-        "tests/eval/test_measures.py -k curves",
+        "tests/eval/results/test_measures.py -k curves",
     ),
     Fault(
         "curves over steps are not read back",

@@ -6,14 +6,14 @@ from proof.mutants.fault import Fault
 
 KERNELS = "tests/kernels"
 TRITON = "tests/triton"
-GUARDS = f"{KERNELS}/test_guards.py"
-LATE = f"{KERNELS}/test_late_maximum.py"
-REFERENCE = f"{KERNELS}/test_reference.py -k pytorch"
-INNERQ = f"{KERNELS}/test_reference.py -k 'pytorch and innerq2'"
+GUARDS = f"{KERNELS}/step/test_guards.py"
+LATE = f"{KERNELS}/step/test_late_maximum.py"
+REFERENCE = f"{KERNELS}/step/test_reference.py -k pytorch"
+INNERQ = f"{KERNELS}/step/test_reference.py -k 'pytorch and innerq2'"
 LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
 
-SINKS = f"{KERNELS}/test_reference.py -k learned_sinks"
-SHARING = f"{KERNELS}/test_reference.py -k 'sharing and squat2'"
+SINKS = f"{KERNELS}/step/test_reference.py -k learned_sinks"
+SHARING = f"{KERNELS}/step/test_reference.py -k 'sharing and squat2'"
 
 PLANNER = (
     Fault(
@@ -145,7 +145,7 @@ PLANNER = (
 )
 
 BEFORE_ROPE = tuple(
-    Fault(name, f"vllm_kvq/kernels/torch/{where}", before, after, f"{KERNELS}/test_reference.py -k squat2_pre")
+    Fault(name, f"vllm_kvq/kernels/torch/{where}", before, after, f"{KERNELS}/step/test_reference.py -k squat2_pre")
     for name, where, before, after in (
         ("a unit's position is its number", "plan.py::Planner._units", "self._long(unit * p),", "self._long(unit),"),
         (
@@ -159,7 +159,7 @@ BEFORE_ROPE = tuple(
     )
 )
 WINDOWS = tuple(
-    Fault(name, f"vllm_kvq/kernels/torch/{where}", before, after, f"{KERNELS}/test_reference.py -k windows_of")
+    Fault(name, f"vllm_kvq/kernels/torch/{where}", before, after, f"{KERNELS}/step/test_reference.py -k windows_of")
     for name, where, before, after in (
         (
             "one window for keys and values",
@@ -201,7 +201,7 @@ TORCH = (
         "vllm_kvq/kernels/torch/step.py::PlannedStep.plan",
         "if slots == self.slots and",
         "if",
-        "tests/engine/test_by_layer.py -k rank",
+        "tests/engine/oracle/test_by_layer.py -k rank",
         slow=True,
     ),
     Fault(
@@ -251,21 +251,21 @@ TORCH = (
         "vllm_kvq/kernels/torch/attend.py::_unpack",
         "[:, None, :, None]",
         "[:, None, :, None] & False",
-        f"{KERNELS}/test_cpu_attend.py -k test_the_pytorch_kernels_too",
+        f"{KERNELS}/cpu/test_cpu_attend.py -k test_the_pytorch_kernels_too",
     ),
     Fault(
         "PyTorch attention: NaN that nobody sees is multiplied by 0",
         "vllm_kvq/kernels/torch/attend.py::attend_into",
         "torch.where(wanted, gather(*x, rows.clamp_min(0)), 0)",
         "gather(*x, rows.clamp_min(0))",
-        f"{KERNELS}/test_cpu_raw.py -k gathered",
+        f"{KERNELS}/cpu/test_cpu_raw.py -k gathered",
     ),
     Fault(
         "PyTorch attention: the slab in which a range begins may be empty",
         "vllm_kvq/kernels/torch/attend.py::all_packed",
         "+ SLAB >",
         ">=",
-        f"{KERNELS}/test_cpu_step.py -k each_slab",
+        f"{KERNELS}/cpu/test_cpu_step.py -k each_slab",
     ),
 )
 
@@ -289,28 +289,28 @@ LAYOUTS = (
         "vllm_kvq/kernels/cpu/layout.py",
         '"sketch_rows": "m",\n            "outer_rows": "m_out",',
         '"sketch_rows": "m_out",\n            "outer_rows": "m",',
-        f"{KERNELS}/test_cpu_attend.py -k qjl3",
+        f"{KERNELS}/cpu/test_cpu_attend.py -k qjl3",
     ),
     Fault(
         "CPU layout: the paper's angles pass for fitted ones",
         "vllm_kvq/kernels/cpu/layout.py",
         ', "paper": 1',
         "",
-        f"{KERNELS}/test_cpu_attend.py -k test_option_combinations",
+        f"{KERNELS}/cpu/test_cpu_attend.py -k test_option_combinations",
     ),
     Fault(
         "CPU layout: SQuat's keys are fitted to keys",
         "vllm_kvq/kernels/cpu/layout.py",
         "True,",
         "False,",
-        f"{KERNELS}/test_cpu_pack.py -k subspace",
+        f"{KERNELS}/cpu/test_cpu_pack.py -k subspace",
     ),
     Fault(
         "CPU layout: numbers that both sides say are not compared",
         "vllm_kvq/kernels/cpu/layout.py::Names.__post_init__",
         "if self.numbers != (",
         "if False and self.numbers != (",
-        "tests/kernels/test_cpu_layout.py -k names_that",
+        "tests/kernels/cpu/test_cpu_layout.py -k names_that",
     ),
     Fault(
         "Triton layout: scales and zeros are swapped",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 ROOM = "vllm_kvq/integration"
-SERVED = "tests/planning/test_served.py"
-CAPACITY = "tests/planning/test_capacity.py -k vllms_count"
-SETUP = "tests/planning/test_setup.py"
-LAYERED = "tests/engine/test_by_layer.py"
+SERVED = "tests/planning/plan/test_served.py"
+CAPACITY = "tests/planning/plan/test_capacity.py -k vllms_count"
+SETUP = "tests/planning/plan/test_setup.py"
+LAYERED = "tests/engine/oracle/test_by_layer.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -212,21 +212,21 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/core/held.py::Census.count",
         "mean_page_bytes *",
         "page_size_bytes *",
-        "tests/engine/test_census.py -k several",
+        "tests/engine/blocks/test_census.py -k several",
     ),
     Fault(
         "a scrape may find numbers of two counts",
         f"{ROOM}/metrics.py::Series.set_together",
         "file.close()",
         "file.close()\n                [self.set(metric, value) for metric, value in values.items()]",
-        "tests/engine/test_census.py -k one_count",
+        "tests/engine/blocks/test_census.py -k one_count",
     ),
     Fault(
         "a full disk leaves half a file for a scrape to read",
         f"{ROOM}/metrics.py::_make",
         '.with_suffix(".new")',
         "",
-        "tests/engine/test_census.py -k full_disk",
+        "tests/engine/blocks/test_census.py -k full_disk",
     ),
     Fault(
         "a sentence about pairs names another format",
@@ -240,7 +240,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/worker/layer.py::PackedLayer.create",
         "put_first(name, layers)",
         "pass",
-        "tests/models/test_hits.py",
+        "tests/models/kinds/test_hits.py",
         slow=True,
     ),
     Fault(
@@ -248,7 +248,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/patches/registry.py",
         "states.STARTED,",
         "",
-        "tests/models/test_hits.py",
+        "tests/models/kinds/test_hits.py",
         slow=True,
     ),
     Fault(
@@ -256,7 +256,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/patches/registry.py",
         "states.WITHOUT_CHECKPOINTS,",
         "",
-        "tests/models/test_hits.py",
+        "tests/models/kinds/test_hits.py",
         slow=True,
     ),
     Fault(
@@ -306,7 +306,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/patches/windows.py::plan_chunks_as_windows.make_spec.of_chunks",
         "attention_chunk_size",
         "attention_chunk_size // 2",
-        "tests/models/test_hits.py",
+        "tests/models/kinds/test_hits.py",
         slow=True,
     ),
     Fault(
@@ -328,7 +328,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/core/manager.py::SinkManager.find_longest_cache_hit",
         "behind_hit",
         "behind_hit is None",
-        "tests/models/test_offload.py",
+        "tests/models/pool/test_offload.py",
         slow=True,
     ),
     Fault(
@@ -336,7 +336,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{ROOM}/patches/fingerprints.py::seed_hashes.make_seed.resolve_none_hash_seed",
         'return seed if _Engine.fingerprint is None else f"{seed} kvq {_Engine.fingerprint}"',
         "return seed",
-        "tests/models/test_offload.py -k share_gives",
+        "tests/models/pool/test_offload.py -k share_gives",
         slow=True,
     ),
 )

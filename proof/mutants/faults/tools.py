@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-SOAK = "tests/instruments/test_soak.py tests/instruments/test_soak_command.py -k 'not short'"
+SOAK = "tests/instruments/soak/test_soak.py tests/instruments/soak/test_soak_command.py -k 'not short'"
 CLIENTS = "tests/instruments/test_clients.py"
-ADMIT = "tests/instruments/test_admit.py"
+ADMIT = "tests/instruments/admit/test_admit.py"
 FUZZER = "tests/instruments/test_fuzzer_verdicts.py"
 IMAGES = "tests/models/test_images.py"
 VERDICTS = "tests/instruments/test_verdicts.py -k 'not by_the_reference'"
-COMMANDS = "tests/documents/test_commands.py"
+COMMANDS = "tests/documents/commands/test_commands.py"
 KUBERNETES = "tests/shipping/test_kubernetes.py"
 
 FAULTS: tuple[Fault, ...] = (
@@ -41,7 +41,7 @@ FAULTS: tuple[Fault, ...] = (
         "proof/admit/release.py::get",
         'if folder.exists() and any(folder.iterdir()) and not (folder / "vllm").is_dir():',
         "if False:",
-        "tests/instruments/test_admit_releases.py -k something_else",
+        "tests/instruments/admit/test_admit_releases.py -k something_else",
     ),
     Fault(
         "a release is tried with another release's variable",
@@ -312,7 +312,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/integration/core/manager.py::SinkManager.cache_blocks",
         "pool.cached_block_hash_to_block.insert(full, block)",
         "pool.cached_block_hash_to_block.insert(full, block)\n            pool._emit_block_removed_events([full])",
-        "tests/models/test_kv_events.py -k packed_page_once",
+        "tests/models/pool/test_kv_events.py -k packed_page_once",
         slow=True,
     ),
     # mutants
@@ -321,83 +321,83 @@ FAULTS: tuple[Fault, ...] = (
         "proof/mutants/main.py::plant",
         "stop()",
         "",
-        "tests/instruments/test_mutants_pytests.py -k 'stopped and 15'",
+        "tests/instruments/mutants/test_mutants_pytests.py -k 'stopped and 15'",
     ),
     Fault(
         "a run that is stopped leaves the servers of its tests",
         "proof/mutants/pytests.py::end",
         "(recursive=True)",
         "()[1:]",
-        "tests/instruments/test_mutants_pytests.py -k 'stopped and 15'",
+        "tests/instruments/mutants/test_mutants_pytests.py -k 'stopped and 15'",
     ),
     Fault(
         "a fault's tests run with the code that was imported before it was planted",
         "proof/mutants/warm.py",
         '", "vllm_kvq", "',
         '", "',
-        "tests/instruments/test_mutants_pytests.py -k others_have_made",
+        "tests/instruments/mutants/test_mutants_pytests.py -k others_have_made",
     ),
     Fault(
         "a compiler's kept objects forget its flags",
         "proof/mutants/objects.py::main",
         "repr(flags).encode() +",
         "",
-        "tests/instruments/test_mutants_pytests.py -k objects_are_kept",
+        "tests/instruments/mutants/test_mutants_pytests.py -k objects_are_kept",
     ),
     Fault(
         "a copy's compiled modules are judged by their time",
         "proof/mutants/main.py::compile_modules",
         "CHECKED_HASH",
         "TIMESTAMP",
-        "tests/instruments/test_mutants.py -k valid_by_its_contents",
+        "tests/instruments/mutants/test_mutants.py -k valid_by_its_contents",
     ),
     Fault(
         "a fault is planted wherever its text is",
         "proof/mutants/fault.py::Fault._extent",
         "return places[0]",
         "return 0, len(text)",
-        "tests/instruments/test_mutants_faults.py -k named_function",
+        "tests/instruments/mutants/test_mutants_faults.py -k named_function",
     ),
     Fault(
         "a fault that is no Python is caught by every test",
         "proof/mutants/fault.py::_differ",
         "return False",
         "return True",
-        "tests/instruments/test_mutants_faults.py -k no_longer_applies",
+        "tests/instruments/mutants/test_mutants_faults.py -k no_longer_applies",
     ),
     Fault(
         "what was caught counts for a file that has changed",
         "proof/mutants/kept.py::Kept._mark",
         "fault.function(self.root)",
         "fault.before",
-        "tests/instruments/test_mutants.py -k where_it_was_stopped",
+        "tests/instruments/mutants/test_mutants.py -k where_it_was_stopped",
     ),
     Fault(
         "a fault counts as caught in what the checkout has become",
         "proof/mutants/kept.py::Kept.keep",
         "self._now.get(fault.name) or",
         "",
-        "tests/instruments/test_mutants.py -k what_was_tested",
+        "tests/instruments/mutants/test_mutants.py -k what_was_tested",
     ),
     Fault(
         "a comment makes a fault be planted again",
         "proof/mutants/kept.py::what_runs",
         "return ast.dump(tree)",
         "return text",
-        "tests/instruments/test_mutants.py -k where_it_was_stopped",
+        "tests/instruments/mutants/test_mutants.py -k where_it_was_stopped",
     ),
     Fault(
         "a fault that is no longer in the list stays recorded",
         "proof/mutants/kept.py::Kept.__init__",
         " if name in known",
         "",
-        "tests/instruments/test_mutants.py -k where_it_was_stopped",
+        "tests/instruments/mutants/test_mutants.py -k where_it_was_stopped",
     ),
     Fault(
         "--afresh plants nothing again",
         "proof/mutants/main.py::main",
         "kept.forget(chosen)",
         "kept.forget(())",
-        "tests/instruments/test_mutants.py::test_the_command",
+        "tests/instruments/mutants/test_mutants.py::test_the_command",
     ),
 )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-BIASES, HEADS, ASSIGN, VIEWS, LM_EVAL, PAGE, BENCH, NAMING = (
-    f"tests/{name}.py" for name in ("instruments/test_biases", "eval/test_heads", "eval/test_assign", "eval/test_views",
-                                    "eval/test_lm_eval", "commands/test_result_pages", "commands/test_bench_reports",
-                                    "commands/test_naming")
-)  # fmt: skip
+BIASES = "tests/instruments/demo/test_biases.py"
+HEADS = "tests/eval/heads/test_heads.py"
+ASSIGN = "tests/eval/heads/test_assign.py"
+VIEWS = "tests/eval/results/test_views.py"
+LM_EVAL = "tests/eval/test_lm_eval.py"
+PAGE = "tests/commands/test_result_pages.py"
+BENCH = "tests/commands/test_bench_reports.py"
+NAMING = "tests/commands/test_naming.py"
 
 
 def _eval(about: str, name: str, old: str, new: str, tests: str) -> Fault:
@@ -26,7 +29,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm_kvq/eval/engine/worker.py::Engine.generate",
         "self.llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)",
         "pass",
-        "tests/eval/test_evaluation.py -k hits_are_measured",
+        "tests/eval/run/test_evaluation.py -k hits_are_measured",
         slow=True,
     ),
     _biases("queries are scaled with their keys", "_Head.scale_pair", "rows[:, row] /= scale", "rows[:, row] *= scale"),
