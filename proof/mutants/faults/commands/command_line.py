@@ -1,4 +1,4 @@
-"""Faults in what users meet first: commands, the sentence about slow formats, servers that use none of ours."""
+"""Faults in what users meet first: commands, and servers that use none of our formats."""
 
 from __future__ import annotations
 
@@ -8,86 +8,10 @@ CLI = "tests/commands/test_cli.py"
 CHECK_ALL = "tests/planning/preview/test_check_all.py"
 CHECK = "tests/planning/preview/test_check.py -k 'not process and not verbose'"
 DOCTOR = "tests/planning/preview/test_doctor.py"
-PREVIEW = "vllm_kvq/integration/preview"
-BUDGET = f"{PREVIEW}/budget.py"
-PLAN_COMMAND, CAPACITY = "tests/planning/preview/test_plan.py", "tests/planning/plan/test_capacity.py"
-PLAN = f"{PLAN_COMMAND} {CAPACITY} -k 'not real'"
 PLAIN = "tests/servers/test_plain_server.py"
 PLATFORM = "vllm_kvq/integration/platform.py"
-SLOW = "tests/kernels/test_slow.py"
 
 FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "a slow half of a format is not said",
-        "vllm_kvq/kernels/cpu/slow.py::_reasons",
-        "in HALVES",
-        "in HALVES[:1]",
-        SLOW,
-    ),
-    Fault(
-        "outliers by slab are not said to be slow",
-        "vllm_kvq/kernels/cpu/slow.py::_reasons",
-        '"slab"',
-        '"slabs"',
-        SLOW,
-    ),
-    Fault(
-        "an option is blamed that does not matter",
-        "vllm_kvq/kernels/cpu/slow.py::_reason",
-        "*((name,) for name in changed), changed",
-        "changed,",
-        SLOW,
-    ),
-    Fault(
-        "the option to blame is sought with other sinks than the user's",
-        "vllm_kvq/kernels/blame.py::blamed",
-        "if value is not None}\n    default",
-        "if name == ''}\n    default",
-        "tests/kernels/test_paths.py -k to_blame",
-    ),
-    Fault(
-        "the head size is blamed for an option",
-        "vllm_kvq/kernels/cpu/slow.py::_reason",
-        "_fast(fmt, half, chosen | kept | others)",
-        "not names",
-        SLOW,
-    ),
-    Fault(
-        "float32 values pass for integer ones",
-        "csrc/cpu/attend/float32/table.h",
-        "add, false",
-        "add, true",
-        SLOW,
-        slow=True,
-    ),
-    Fault(
-        "the path does not say what is slow",
-        "vllm_kvq/kernels/paths.py::path_for",
-        ", slow_on_cpu.slow(fmt)",
-        "",
-        SLOW,
-    ),
-    Fault(
-        "the path does not say that a subspace is slow on a GPU",
-        "vllm_kvq/kernels/paths.py::path_for",
-        ", slow=slow_on_gpu.slow(fmt))",
-        ")",
-        "tests/kernels/test_paths.py -k slow_prompts",
-    ),
-    Fault(
-        "the server does not say what is slow",
-        "vllm_kvq/integration/worker/report.py::path_warnings",
-        "return why + ([path.slow] if path.slow is not None else [])",
-        "return why",
-        "tests/planning/plan/test_served.py -k said_at_start",
-    ),
-    Fault(
-        "a slow option is not timed",
-        "vllm_kvq/bench/slow.py",
-        '("polar4", {"angle_bits": 2}),',
-        "",
-        SLOW,
-    ),
     Fault(
         "a group without a command is not wrong usage",
         "vllm_kvq/cli/__init__.py::run",
@@ -206,132 +130,6 @@ FAULTS: tuple[Fault, ...] = (
         "32",
         "16",
         "tests/commands/test_bench.py -k no_fp8_cache",
-    ),
-    Fault(
-        "a plan gives each stage of a pipeline all layers",
-        f"{BUDGET}::_tokens",
-        "* wanted.stages",
-        "",
-        PLAN,
-    ),
-    Fault(
-        "a token of a plan has the bytes of all ranks",
-        f"{BUDGET}::_row",
-        "=request",
-        "=first",
-        "tests/planning/preview/test_plan.py -k ranks_share_heads",
-    ),
-    Fault(
-        "a plan is wider than a terminal",
-        "vllm_kvq/cli/plan.py::_number",
-        'f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"',
-        'f"{value:,.2f}"',
-        "tests/planning/preview/test_plan.py -k fits_the_terminal",
-    ),
-    Fault(
-        "a plan hands out vLLM's own block",
-        f"{BUDGET}::_row",
-        "NULL_BLOCK * blocks.nbytes + first",
-        "first",
-        f"{CAPACITY} -k vllms_own",
-    ),
-    Fault(
-        "a plan fills vLLM's own block with a request's tokens",
-        f"{BUDGET}::_tokens",
-        "pool - NULL_BLOCK < blocks.most",
-        "pool < blocks.most",
-        f"{CAPACITY} -k vllms_own",
-    ),
-    Fault(
-        "a plan says of vLLM's line what ours says",
-        f"{BUDGET}::_tokens",
-        "int(pool / blocks.most * wanted.context)",
-        "int(fit * wanted.context)",
-        f"{CAPACITY} -k on_paper",
-    ),
-    Fault(
-        "windows of a plain cache never free anything",
-        f"{PREVIEW}/plain.py::plain_blocks",
-        "sum(held) - sum(kept)",
-        "0",
-        f"{PLAN_COMMAND} -k windows_take_less",
-    ),
-    Fault(
-        "a plain hybrid's blocks are as small as a dense model's",
-        f"{PREVIEW}/plain.py::_whole_states",
-        "block if served.states is None else",
-        "block if served else",
-        f"{CAPACITY} -k 'plain_cache and hybrid'",
-    ),
-    Fault(
-        "vLLM keeps no state more of Mamba-2 while it computes a prompt",
-        f"{PREVIEW}/plain.py::_specs",
-        "int(HYBRIDS.get(model.hf_text_config.model_type) == MAMBA_2)",
-        "0",
-        f"{CAPACITY} -k 'plain_cache and hybrid'",
-    ),
-    Fault(
-        "layers with chunks are windows to plain vLLM",
-        f"{PREVIEW}/plain.py::_specs",
-        "elif model.attention_chunk_size:",
-        "elif not model.attention_chunk_size:",
-        f"{CAPACITY} -k 'plain_cache and chunks'",
-    ),
-    Fault(
-        "layers that share caches are counted in a plain cache",
-        f"{PREVIEW}/plain.py::_specs",
-        "layers.attention - layers.sharing",
-        "layers.attention",
-        f"{CAPACITY} -k 'plain_cache and sharing'",
-    ),
-    Fault(
-        "a draft's plain layers are forgotten",
-        f"{PREVIEW}/plain.py::_specs",
-        "range(served.draft.layers if served.draft else 0)",
-        "range(0)",
-        f"{CAPACITY} -k 'plain_cache and draft'",
-    ),
-    Fault(
-        "a plain cache on a GPU has a CPU's blocks",
-        "vllm_kvq/cli/plan.py::_plain_block",
-        "USUAL_BLOCK if options.gpu_memory else None",
-        "None",
-        f"{PLAN_COMMAND} -k blocks_of_a_plain",
-    ),
-    Fault(
-        "a table does not say that vLLM's line will differ",
-        "vllm_kvq/cli/plan.py::_vllms_words",
-        "[counted] * bool(others)",
-        "[]",
-        f"{PLAN_COMMAND} -k own_line",
-    ),
-    Fault(
-        "a table does not say that vLLM will not start",
-        "vllm_kvq/cli/plan.py::_vllms_words",
-        "[refused] * bool(short)",
-        "[]",
-        f"{PLAN_COMMAND} -k keeps_a_block",
-    ),
-    Fault(
-        "a plan does not say what it refuses",
-        "vllm_kvq/cli/plan.py::Outcome.document",
-        '"refused": dict(self.refused)',
-        '"refused": {}',
-        f"{PLAN_COMMAND} -k refused_and_why",
-    ),
-    Fault(
-        "a plan puts all weights on each GPU",
-        f"{BUDGET}::cache_of",
-        "// ranks -",
-        "-",
-        PLAN,
-    ),
-    Fault(
-        "a Qwen2 whose weights are not here has no key biases",
-        "vllm_kvq/integration/advice/losses.py::nearest",
-        "usually_biased(vllm_config)",
-        "False",
-        PLAN,
     ),
     Fault(
         "a server without our formats gets our backend",

@@ -149,6 +149,14 @@ FAULTS: tuple[Fault, ...] = (
         TRAFFIC,
         slow=True,
     ),
+    Fault(
+        "a router hears of sinks",
+        "vllm_kvq/integration/core/manager.py::SinkManager.cache_blocks",
+        "pool.cached_block_hash_to_block.insert(full, block)",
+        "pool.cached_block_hash_to_block.insert(full, block)\n            pool._emit_block_removed_events([full])",
+        "tests/models/pool/test_kv_events.py -k packed_page_once",
+        slow=True,
+    ),
     # -- real engines
     Fault(
         "blocks that move from one kind of layers to another keep their contents, in an engine",
