@@ -7,8 +7,8 @@ from proof.mutants.fault import Fault
 PREVIEW = "vllm_kvq/integration/preview"
 BUDGET = f"{PREVIEW}/budget.py"
 PLAN_COMMAND = "tests/planning/preview/test_plan.py"
-CAPACITY = "tests/planning/plan/test_capacity.py"
-PLAN = f"{PLAN_COMMAND} {CAPACITY} -k 'not real'"
+CACHES = "tests/planning/preview/test_plans_of_caches.py"
+PLAN = f"{PLAN_COMMAND} {CACHES} -k 'not real'"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -37,21 +37,21 @@ FAULTS: tuple[Fault, ...] = (
         f"{BUDGET}::_row",
         "NULL_BLOCK * blocks.nbytes + first",
         "first",
-        f"{CAPACITY} -k vllms_own",
+        f"{CACHES} -k vllms_own",
     ),
     Fault(
         "a plan fills vLLM's own block with a request's tokens",
         f"{BUDGET}::_tokens",
         "pool - NULL_BLOCK < blocks.most",
         "pool < blocks.most",
-        f"{CAPACITY} -k vllms_own",
+        f"{CACHES} -k vllms_own",
     ),
     Fault(
         "a plan says of vLLM's line what ours says",
         f"{BUDGET}::_tokens",
         "int(pool / blocks.most * wanted.context)",
         "int(fit * wanted.context)",
-        f"{CAPACITY} -k on_paper",
+        f"{CACHES} -k on_paper",
     ),
     Fault(
         "windows of a plain cache never free anything",
@@ -65,35 +65,35 @@ FAULTS: tuple[Fault, ...] = (
         f"{PREVIEW}/plain.py::_whole_states",
         "block if served.states is None else",
         "block if served else",
-        f"{CAPACITY} -k 'plain_cache and hybrid'",
+        f"{CACHES} -k 'plain_cache and hybrid'",
     ),
     Fault(
         "vLLM keeps no state more of Mamba-2 while it computes a prompt",
         f"{PREVIEW}/plain.py::_specs",
         "int(HYBRIDS.get(model.hf_text_config.model_type) == MAMBA_2)",
         "0",
-        f"{CAPACITY} -k 'plain_cache and hybrid'",
+        f"{CACHES} -k 'plain_cache and hybrid'",
     ),
     Fault(
         "layers with chunks are windows to plain vLLM",
         f"{PREVIEW}/plain.py::_specs",
         "elif model.attention_chunk_size:",
         "elif not model.attention_chunk_size:",
-        f"{CAPACITY} -k 'plain_cache and chunks'",
+        f"{CACHES} -k 'plain_cache and chunks'",
     ),
     Fault(
         "layers that share caches are counted in a plain cache",
         f"{PREVIEW}/plain.py::_specs",
         "layers.attention - layers.sharing",
         "layers.attention",
-        f"{CAPACITY} -k 'plain_cache and sharing'",
+        f"{CACHES} -k 'plain_cache and sharing'",
     ),
     Fault(
         "a draft's plain layers are forgotten",
         f"{PREVIEW}/plain.py::_specs",
         "range(served.draft.layers if served.draft else 0)",
         "range(0)",
-        f"{CAPACITY} -k 'plain_cache and draft'",
+        f"{CACHES} -k 'plain_cache and draft'",
     ),
     Fault(
         "a plain cache on a GPU has a CPU's blocks",
