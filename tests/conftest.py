@@ -75,19 +75,19 @@ def weights() -> Callable[[str], Path]:
 
 
 LONGEST = (
-    "kernels/test_cpu_sanitizers.py",
+    "kernels/compiled/test_cpu_sanitizers.py",
     "engine/test_v2.py",
     "triton/test_reference_triton.py",
     "triton/test_step.py",
-    "eval/test_evaluation.py",
-    "engine/test_fuzz.py",
+    "eval/run/test_evaluation.py",
+    "engine/fuzz/test_fuzz.py",
     "processes/test_processes.py",
     "processes/test_ray_batch.py",
     "eval/test_served_constants.py",
-    "engine/test_lossless.py",
-    "models/test_hits.py",
+    "engine/oracle/test_lossless.py",
+    "models/kinds/test_hits.py",
     "servers/test_metrics.py",
-    "engine/test_calibration.py",
+    "engine/worker/test_calibration.py",
     "triton/test_attend.py",
 )
 """Modules of a minute and more. They start first (`--no-loadscope-reorder`), so that none is left as the last."""

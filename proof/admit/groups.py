@@ -40,9 +40,9 @@ GROUPS = (
         "traces",
         "`lossless` gives plain vLLM's tokens on the oracle's traces, also with seeds and drafts",
         (
-            "tests/engine/test_lossless.py",
-            "tests/engine/test_seeds.py",
-            "tests/engine/test_speculation.py::test_lossless_equals_plain_vllm",
+            "tests/engine/oracle/test_lossless.py",
+            "tests/engine/oracle/test_seeds.py",
+            "tests/engine/oracle/test_speculation.py::test_lossless_equals_plain_vllm",
         ),
     ),
     Group(
@@ -55,12 +55,12 @@ GROUPS = (
     Group(
         "connectors",
         "packed pages in the host's memory; which connectors there are",
-        ("tests/models/test_offload.py", "-k", "every_connector or reasons or engines_with_other"),
+        ("tests/models/pool/test_offload.py", "-k", "every_connector or reasons or engines_with_other"),
     ),
     Group(
         "refusals",
         "what can't be served is refused in one sentence, before weights load",
-        ("tests/planning/test_refusals.py", "tests/models/test_refused.py"),
+        ("tests/planning/plan/test_refusals.py", "tests/models/test_refused.py"),
     ),
 )
 """Without --all: up to an hour on two cores."""

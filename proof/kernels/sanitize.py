@@ -1,7 +1,7 @@
 """Builds of the CPU kernels with g++'s sanitizers, and the environment in which Python can load them.
 
-    python -m proof sanitize address,undefined -- python -m pytest tests/kernels/test_cpu_fuzz.py
-    python -m proof sanitize thread -- python -m pytest tests/kernels/test_cpu_fuzz.py
+    python -m proof sanitize address,undefined -- python -m pytest tests/kernels/fuzz/test_cpu_fuzz.py
+    python -m proof sanitize thread -- python -m pytest tests/kernels/fuzz/test_cpu_fuzz.py
     python -m proof sanitize address --server                  # decode steps inside a real server
     python -m proof sanitize --without avx2,avx512bw address -- COMMAND      # compiles in half the time
 

@@ -70,7 +70,7 @@ AVX2).
 While its prompt is computed, a request holds not only its window but all tokens of the step. vLLM's own line "KV cache
 size" counts that for every request. The `kvq:` line counts it only once, because all requests share
 the tokens of a step. A pool really holds the number of requests that the line says, and one that is 2 % smaller does
-not (`tests/models/test_pool.py`). `vllm-kvq plan` has both numbers.
+not (`tests/models/pool/test_pool.py`). `vllm-kvq plan` has both numbers.
 """
 
 SHARING = """\

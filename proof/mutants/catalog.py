@@ -1,47 +1,14 @@
-"""All faults, by the code in which they are planted."""
+"""All faults, by the code in which they are planted: those of every module below `faults`."""
 
 from __future__ import annotations
 
-from itertools import chain
+import importlib
+from pathlib import Path
 
 from proof.mutants.fault import Fault
-from proof.mutants.faults import (
-    benches,
-    blocks,
-    command_line,
-    configured,
-    constants,
-    cpp,
-    files,
-    formats,
-    gpu,
-    gpu_transformed,
-    integration,
-    judges,
-    measured,
-    planned,
-    served,
-    tools,
-    views,
-)
 
-PLACES = (
-    formats,
-    planned,
-    cpp,
-    gpu,
-    gpu_transformed,
-    served,
-    integration,
-    blocks,
-    tools,
-    benches,
-    files,
-    constants,
-    command_line,
-    views,
-    configured,
-    measured,
-    judges,
+PLACES = tuple(
+    importlib.import_module(".".join((__package__, *path.relative_to(Path(__file__).parent).with_suffix("").parts)))
+    for path in sorted(Path(__file__).with_name("faults").rglob("[!_]*.py"))
 )
-FAULTS: tuple[Fault, ...] = tuple(chain.from_iterable(place.FAULTS for place in PLACES))
+FAULTS: tuple[Fault, ...] = tuple(fault for place in PLACES for fault in place.FAULTS)

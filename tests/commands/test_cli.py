@@ -163,7 +163,7 @@ def test_formats_lists_no_test_format(arguments: list[str], capsys: pytest.Captu
 
 def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
-        if name == "check":  # vLLM's parser, in tests/planning/test_check.py
+        if name == "check":  # vLLM's parser, in tests/planning/preview/test_check.py
             continue
         with pytest.raises(SystemExit) as exited:
             cli.main([*name.split(), "--no-such-flag"])

@@ -1,4 +1,4 @@
-"""examples/int4_hadamard: its arithmetic. tests/engine/test_example_format.py serves and judges it."""
+"""examples/int4_hadamard: its arithmetic. tests/engine/oracle/test_example_format.py serves and judges it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ RECORDS = {
 
 
 PACKED = [name for name, fmt in FORMATS.items() if not fmt.keys.calibrated]
-"""Formats except those that take constants of a model, one KV head at a time (tests/formats/test_peer_vectors.py)."""
+"""Formats except those that take constants of a model, one KV head at a time (peers/test_peer_vectors.py)."""
 
 
 def bind(name: str, d: int = 128, n: int = 128, **options: object) -> PageFormat:

@@ -78,7 +78,7 @@ def test_a_run_of_the_tests_does_not_have_it() -> None:
     code = "import conftest, runpy, sys; sys.argv[1:] = ['config', 'list']; runpy.run_module('pip', None, '__main__')"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS / 'helpers'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, *(TESTS / "helpers").iterdir())))},
         capture_output=True,
         text=True,
         check=True,

@@ -1,4 +1,4 @@
-"""The GPU's step, under Triton's interpreter, compared with one planned on the host in C++: helpers/traffic.py."""
+"""The GPU's step, under Triton's interpreter, compared with one planned on the host in C++ (layers/traffic.py)."""
 
 from __future__ import annotations
 

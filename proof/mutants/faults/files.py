@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from proof.mutants.fault import Fault
 
-BUILD = "tests/kernels/test_cpu_build.py"
-FAILURES = "tests/kernels/test_build_failures.py"
-TRUST = "tests/kernels/test_trust.py"
-STORE = "tests/eval/test_store.py"
+BUILD = "tests/kernels/compiled/test_cpu_build.py"
+FAILURES = "tests/kernels/compiled/test_build_failures.py"
+TRUST = "tests/kernels/compiled/test_trust.py"
+STORE = "tests/eval/run/test_store.py"
 RAY = "tests/processes/test_ray_batch.py"
 
 FAULTS: tuple[Fault, ...] = (

@@ -9,16 +9,22 @@ from proof.mutants.fault import Fault
 ROOT = Path(__file__).resolve().parents[3]
 HOME = "vllm_kvq/formats"
 TESTS = "tests/formats"
-PAPERS = f"{TESTS}/test_papers.py"
+PAPERS = f"{TESTS}/methods/test_papers.py"
 BEFORE = "before_rotation.py"
 
 
 def _fault(name: str, module: str, before: str, after: str, tests: str) -> Fault:
     """`module`: its name, and a function. `tests`: of tests/formats, or of test_papers.py where it is an option."""
-    where = f"{PAPERS} {tests}" if tests.startswith("-k") else f"{TESTS}/test_{tests}"
     file, *function = module.split("::")
-    (found,) = (ROOT / HOME).rglob(f"{file}.py")
-    return Fault(name, "::".join((str(found.relative_to(ROOT)), *function)), before, after, where)
+    chosen, space, options = tests.partition(" ")
+    where = f"{PAPERS} {tests}" if tests.startswith("-k") else _found(TESTS, f"test_{chosen}") + space + options
+    return Fault(name, "::".join((_found(HOME, f"{file}.py"), *function)), before, after, where)
+
+
+def _found(folder: str, name: str) -> str:
+    """The one file of that name below the folder."""
+    (found,) = (ROOT / folder).rglob(name)
+    return found.relative_to(ROOT).as_posix()
 
 
 QUANT = (
@@ -345,7 +351,7 @@ OPTIONS = (
         "vllm_kvq/eval/peers/__init__.py",
         '"S": 0,',
         "",
-        f"{TESTS}/test_peer_formats.py",
+        f"{TESTS}/peers/test_peer_formats.py",
     ),
     _fault(
         "a default of another codec's option",

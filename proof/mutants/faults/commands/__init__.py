@@ -1,0 +1,1 @@
+"""Faults in what users meet first."""

@@ -1,0 +1,1 @@
+"""Faults in vllm_kvq/integration."""

@@ -1,0 +1,1 @@
+"""Faults in what measures formats, and in what shows the results."""

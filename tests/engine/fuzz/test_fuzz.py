@@ -1,0 +1,99 @@
+"""The fuzzer: half a minute of it finds nothing, a planted fault is found and minimized, known cases pass."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from faults import stale_page
+
+from proof.fuzz.attempt import Runner, Runners
+from proof.fuzz.case import Case, Setup
+from proof.fuzz.draw import Drawer
+from proof.fuzz.main import default
+from proof.fuzz.session import Finding, Session, minimal
+from proof.oracle.engines.engine import packed_pools
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).resolve().parents[3]
+CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_half_a_minute_finds_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "proof", "fuzz", "--seed", "1", "--minutes", "0.4", "--counts", str(report)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    counts = json.loads(report.read_text())["counts"]
+    assert counts["total"]["mismatches"] == 0
+    assert {name for name, row in counts.items() if row["requests"] > 0} == {*default(), "total"}
+    assert min(counts["total"][what] for what in ("hits", "rejected", "aborts")) > 0
+
+
+def stale(model: Path) -> Finding:
+    """What a session says of it; 16 requests over a small pool, in which blocks change hands."""
+    session = Session(str(model), seed=23, seconds=60, formats=["squat2"], jobs=1, prepare=stale_page, episode=1)
+    session.run()
+    assert session.finding is not None
+    return session.finding
+
+
+def test_a_stale_page_is_found(model: Path) -> None:
+    assert stale(model).messages
+
+
+@pytest.mark.slow
+@pytest.mark.wide
+def test_a_stale_page_is_made_small(model: Path) -> None:
+    finding = stale(model)
+    small, messages = minimal(str(model), finding, 30, stale_page)
+    assert messages
+    assert small.size < finding.case.size
+    # the printed case fails with the fault and only with it
+    again = Case.from_json(json.loads(json.dumps(small.to_json())))
+    for prepare, wrong in ((stale_page, True), (None, False)):
+        runners = Runners(str(model), prepare)
+        assert bool(runners.judge(again).mismatches) == wrong
+        runners.close()
+
+
+def memory(engine: Any) -> tuple[int, int, int]:
+    """Bytes from one packed page to the next, of the whole pool, and those that the process holds."""
+    pages = packed_pools(engine.engine)[0]
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
+    stride = pages.stride(0) * pages.element_size()
+    return stride, stride * len(pages), 1024 * int(status["VmRSS"].split()[0])
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_pool_beyond_4_gib(kernels: str, model: Path) -> None:
+    """Blocks below and beyond 2 and 4 GiB; only those that are used take memory."""
+    setup = Setup("squat2", 64, pool=2.0, drafts=2, kernels=kernels, far=True)
+    drawer = Drawer(Random(5), setup)
+    runner = Runner(str(model), setup)
+    try:
+        results, verdict = runner.run([drawer.trace(f"t{i}", reset=i == 0) for i in range(2)])
+        stride, pool, resident = runner.engine("squat2").call(memory)
+    finally:
+        runner.close()
+    assert not verdict.mismatches
+    assert verdict.tokens > 100
+    used = {stride * page for result in results for step in result.steps for chunk in step for page in chunk.pages}
+    for low, high in ((1, 1 << 31), (1 << 31, 1 << 32), (1 << 32, pool)):
+        assert any(low <= at < high for at in used)
+    assert pool > 5 << 30
+    assert resident < 3 << 30
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
+def test_known_cases(path: Path, model: Path) -> None:
+    runners = Runners(str(model))
+    verdict = runners.judge(Case.from_json(json.loads(path.read_text(encoding="utf-8"))))
+    runners.close()
+    assert not verdict.mismatches
