@@ -44,6 +44,7 @@ COMMANDS = {
     "admit": ("proof.admit.main", "installs a vLLM release, checks the names patches need, runs tests"),
     "models": ("proof.models.document", "prints docs/models.md"),
     "patches": ("proof.tables.patches", "prints docs/compatibility.md"),
+    "connectors": ("proof.tables.connectors", "prints docs/results/connectors.md"),
     "site": ("proof.site.main", "builds the documents' site, and looks at its pages in a browser"),
     "pictures": ("proof.pictures.main", "draws docs/pictures from recorded results and from the formats"),
 }

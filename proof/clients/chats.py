@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from openai import BadRequestError
-from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolParam
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from proof.clients.case import Case, Endpoint, Wrong
 
@@ -23,18 +22,6 @@ SCHEMA = {
     "properties": {"city": {"type": "string"}, "inhabitants": {"type": "integer"}},
     "required": ["city", "inhabitants"],
     "additionalProperties": False,
-}
-WEATHER: ChatCompletionToolParam = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city now.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "Name of the city"}},
-            "required": ["city"],
-        },
-    },
 }
 
 
@@ -145,51 +132,6 @@ def structured(endpoint: Endpoint) -> str:
     return f"{json.dumps(found)}; {choice}"
 
 
-def _call(answers: Iterable[Any], how: str) -> str:
-    """The city for which the weather is asked."""
-    called = list(answers)
-    must(len(called) == 1, f"{how}: {len(called)} tools were called")
-    function = called[0].function
-    must(function.name == "get_weather", f"{how}: it called {function.name!r}")
-    try:
-        city = json.loads(function.arguments)["city"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise Wrong(f"{how}: the arguments are {function.arguments!r}") from error
-    must(CITY in city, f"{how}: it asked for the weather in {city!r}")
-    return str(city)
-
-
-def tools(endpoint: Endpoint) -> str:
-    """Called because it must, and streamed; what comes back is used."""
-    question = "What is the weather in Paris now?"
-    answer = ask(endpoint, question, tools=[WEATHER], tool_choice="required")
-    city = _call(answer.choices[0].message.tool_calls or (), "required")
-    pieces = endpoint.client.chat.completions.create(
-        model=endpoint.model,
-        messages=user(question),
-        max_tokens=LONGEST,
-        temperature=0,
-        tools=[WEATHER],
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        stream=True,
-    )
-    calls = [c for p in pieces if p.choices for c in p.choices[0].delta.tool_calls or ()]
-    written = "".join((c.function and c.function.arguments) or "" for c in calls)
-    must(CITY in written, f"streamed, the arguments are {written!r}")
-    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": written}}
-    messages: Any = [
-        *user(question),
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": '{"weather": "snow", "celsius": -3}'},
-    ]
-    last = endpoint.client.chat.completions.create(
-        model=endpoint.model, messages=messages, tools=[WEATHER], max_tokens=LONGEST, temperature=0
-    )
-    said = text_of(last)
-    must("snow" in said or "-3" in said, f"told that it snows, it said {said!r}")
-    return f"get_weather({city!r}), then {said.strip()!r}"
-
-
 def refused(endpoint: Endpoint) -> str:
     """What is too long is refused in a sentence, and the next request is answered."""
     try:
@@ -213,6 +155,5 @@ CHATS = (
     Case("openai", "JSON schema, and a choice", structured),
     Case("openai", "a prompt that is too long", refused),
 )
-TOOLS = (Case("openai", "tools: required, streamed, answered", tools),)
 SHORT = tuple(case for case in CHATS if case.run in (capital, streamed, prefix_hit, structured))
 """For servers that differ in what runs behind the endpoint."""

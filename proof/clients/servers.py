@@ -10,8 +10,9 @@ from pathlib import Path
 from proof.clients.adapters import ADAPTER, NAME
 from proof.clients.bench import BENCH
 from proof.clients.case import Case
-from proof.clients.chats import CHATS, SHORT, TOOLS
+from proof.clients.chats import CHATS, SHORT
 from proof.clients.crowd import CROWD
+from proof.clients.tools import TOOLS
 from vllm_kvq.bench.servers.server import Server, free_port
 
 HOST, MODEL = "127.0.0.1", "real"

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from proof.clients import bench, chats, crowd
+from proof.clients import bench, chats, crowd, tools
 from proof.clients import main as clients
 from proof.clients.adapters import ADAPTER, FACT, NAME, QUESTION
 from proof.clients.case import Case, Endpoint, Row, Wrong, failed, run_case
-from proof.clients.chats import CAPITAL, CHATS, CODE, TOOLS
+from proof.clients.chats import CAPITAL, CHATS, CODE
 from proof.clients.main import main
 from proof.clients.servers import FULL, SETUPS, Setup
+from proof.clients.tools import BEGIN, END, TOOLS
 from vllm_kvq.bench.servers.server import ServerError
 
 CASES = (*CHATS, *TOOLS, *ADAPTER, *crowd.CROWD)
@@ -40,6 +41,8 @@ class Answers:
             return [FACT if (body["model"] == NAME) != (self.wrong == "adapter") else "Nobody knows."]
         if "response_format" in body:
             return ['{"city": "Paris"}'] if self.wrong == "schema" else ['{"city": "Paris", "inhabitants": 2100000}']
+        if body.get("tool_choice") == "none":
+            return [self.call if self.wrong == "no tags" else f"{BEGIN}{self.call}{END}"]
         if "structured_outputs" in body:
             return ["Nice"] if self.wrong == "choice" else ["Paris"]
         if body.get("n", 1) > 1:
@@ -53,14 +56,23 @@ class Answers:
 
     def choice(self, at: int, text: str, body: dict[str, Any]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if body.get("tool_choice"):
-            message["tool_calls"] = self.calls()
-        found = {"index": at, "message": message, "finish_reason": "stop", "logprobs": None}
+        reason = "stop"
+        if self.parsed(body):
+            message |= {"tool_calls": self.calls(), "content": text if self.wrong == "words" else None}
+            reason = "stop" if self.wrong == "reason" else "tool_calls"
+        found = {"index": at, "message": message, "finish_reason": reason, "logprobs": None}
         if body.get("logprobs"):
             best = -9.0 if self.wrong == "logprobs" else -0.1
             top = [{"token": "The", "logprob": -0.1, "bytes": None}, {"token": "A", "logprob": -3.0, "bytes": None}]
             found["logprobs"] = {"content": [{"token": "The", "logprob": best, "bytes": None, "top_logprobs": top}]}
         return found
+
+    def parsed(self, body: dict[str, Any]) -> bool:
+        """Whether the text is read as a call."""
+        last = body["messages"][-1]["role"]
+        return "tools" in body and body.get("tool_choice") != "none" and last == "user" and self.wrong != "parser"
+
+    call = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 
     def calls(self) -> list[dict[str, Any]]:
         arguments = "{}" if self.wrong == "arguments" else '{"city": "Paris"}'
@@ -82,12 +94,18 @@ class Answers:
         choices = [self.choice(i, text, body) for i, text in enumerate(self.texts(body))]
         return frame("chat.completion", choices=choices, usage=self.usage(body))
 
+    def prompt(self, body: dict[str, Any]) -> str:
+        """As Qwen2.5's template makes it."""
+        _, _, reply = body["messages"]
+        shown = [] if self.wrong == "template" else [f"<tools>\n{json.dumps(tool)}\n</tools>" for tool in body["tools"]]
+        return "\n".join([*shown, f"{BEGIN}{self.call}{END}", f"<tool_response>\n{reply['content']}\n</tool_response>"])
+
     def chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         (text, *_) = self.texts(body)
         deltas: list[dict[str, Any]] = [{"content": piece} for piece in (text[:5], text[5:])]
         if self.wrong == "stream":
             deltas.pop()
-        if body.get("tool_choice"):
+        if self.parsed(body) and self.wrong != "streamed tags":
             deltas = [{"tool_calls": self.calls()}]
         for delta in deltas:
             yield frame("chat.completion.chunk", choices=[{"index": 0, "delta": delta, "finish_reason": None}])
@@ -120,6 +138,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self.say(200, {"tokens": [*map(ord, self.answers.prompt(body))]})
+        elif self.path == "/detokenize":
+            self.say(200, {"prompt": "".join(map(chr, body["tokens"]))})
+        else:
+            self.answer(body)
+
+    def answer(self, body: dict[str, Any]) -> None:
         self.answers.asked.append(body)
         if len(str(body["messages"])) > 200_000 and self.answers.wrong != "refusal":
             self.say(400, {"error": {"message": "This model's maximum context length is 8192 tokens."}})
@@ -168,8 +194,15 @@ def test_a_right_server_passes_every_case(endpoint: Endpoint) -> None:
         ("schema", chats.structured, "the answer does not have the form asked for"),
         ("choice", chats.structured, "told to choose Lyon or Paris, it said 'Nice'"),
         ("refusal", chats.refused, "a prompt of 100,000 words was not refused"),
-        ("arguments", chats.tools, "required: the arguments are '{}'"),
-        ("tool result", chats.tools, "told that it snows, it said 'It is sunny.'"),
+        ("arguments", tools.required, "required: the arguments are '{}'"),
+        ("tool result", tools.required, "told that it snows, it said 'It is sunny.'"),
+        ("no tags", tools.own, "it did not write a call in tags: '{"),
+        ("parser", tools.own, "read by the parser: 0 tools were called"),
+        ("arguments", tools.own, "read by the parser: the arguments are '{}'"),
+        ("reason", tools.own, "a call finished by 'stop'"),
+        ("words", tools.own, "next to the call it said 'Paris'"),
+        ("streamed tags", tools.own, "streamed, it called '' and said 'Paris'"),
+        ("template", tools.own, "the prompt lacks '<tools>"),
         ("adapter", ADAPTER[0].run, "its adapter 'Nobody knows.'"),
         ("crowd", crowd.crowd, "not all of 100 streams have 32 tokens: {(32, 'length'): 90, (31, 'length'): 10}"),
     ],

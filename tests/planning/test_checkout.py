@@ -43,7 +43,7 @@ def child(code: str, folder: Path, *path: Path) -> tuple[Any, str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=500,
     )
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 

@@ -343,7 +343,7 @@ def test_vllm_starts_without_us_then(model: Path) -> None:
         "from vllm.entrypoints.cli.main import main; sys.argv = ['vllm', 'serve', sys.argv[1], "
         "'--kv-cache-dtype', 'squat2']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, timeout=500)
     assert done.returncode != 0
     said = done.stdout + done.stderr
     assert said.count("vllm-kvq needs ") == said.count("CircularBufferManager._claim_ring_block for") == 1

@@ -37,7 +37,7 @@ def heard(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hea
 
 def metrics(server: Server, name: str) -> dict[str, str]:
     """The labels of an info metric."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as answer:
         (labels,) = re.findall(rf"^{name}\{{(.*)\}} 1.0$", answer.read().decode(), re.M)
     return dict(re.findall(r'(\w+)="([^"]*)"', labels))
 

@@ -115,7 +115,7 @@ def running(url: str) -> Callable[[], bool]:
     """Whether all clients' requests are in the engines."""
 
     def look() -> bool:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=240) as answer:
             return sum(map(float, RUNNING.findall(answer.read().decode()))) == len(LONG)
 
     return look

@@ -29,7 +29,7 @@ def path_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=120)
+    return urllib.request.urlopen(request, timeout=240)
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, UNITS, add_context, add_formats, add_out, formats, size, whole_number
-from vllm_kvq.cli.check.words import models_problem, values, words_problem
+from vllm_kvq.cli.check.config_file import FLAG as CONFIG
+from vllm_kvq.cli.check.words import all_words, listed_words, models_problem, normal, values, words_problem
 from vllm_kvq.cli.logs import be_quiet
 from vllm_kvq.cli.page.plots import IF_INSTALLED, pictures
 from vllm_kvq.formats.table import DEFAULT_N
@@ -64,22 +65,28 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+RANKS = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
 OWN = {
     "--kv-cache-dtype": "--formats",
     "--kv-cache-memory-bytes": "--cache-bytes",
-    "--tensor-parallel-size": "--tp",
+    **RANKS,
     "-tp": "--tp",
-    "--pipeline-parallel-size": "--pp",
     "-pp": "--pp",
 }
 """Flags of vllm serve that have another name here."""
 
 
-def ignored(options: argparse.Namespace, more: Sequence[str]) -> str | None:
-    """A sentence about an argument that would change nothing."""
+def ignored(options: argparse.Namespace, given: Sequence[str], more: Sequence[str]) -> str | None:
+    """A sentence about an argument that would change nothing. A server's `--config` may name a format and the cache's
+    memory, which a plan asks for anew; it may not name ranks of which the plan would not know."""
+    words = normal(more)
     for flag, own in OWN.items():
-        if values(more, flag):
+        if values(words, flag):
             return f"{flag} is {own} here"
+    listed = listed_words(words)
+    for flag, own in RANKS.items():
+        if (ranks := values(listed, flag)) and not values(given, own):
+            return f"in {values(words, CONFIG)[-1]}, {flag} is {ranks[-1]}, which is {own} here; add {own} {ranks[-1]}"
     if options.weights and not options.gpu_memory:
         return "--weights is taken off --gpu-memory, which is not given; leave it out"
     return None
@@ -131,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     options, more = p.parse_known_args(given)
     words = [options.model, *more]
-    if problem := words_problem(words) or ignored(options, more) or models_problem(words):
+    if problem := words_problem(words) or ignored(options, given, more) or models_problem(words):
         p.error(problem)
     be_quiet()
     found = planned(p, options, more)
@@ -166,7 +173,7 @@ def planned(p: argparse.ArgumentParser, options: argparse.Namespace, more: Seque
     words += ["--max-model-len", str(options.context)] if options.context else []
     # nothing here depends on it, and vLLM's default may not be free
     words += ["--kv-cache-memory-bytes", "1M"]
-    if options.gpu_memory and not values(more, "--block-size"):
+    if options.gpu_memory and not values(all_words(more), "--block-size"):
         words += ["--block-size", str(DEFAULT_N)]
     starts: dict[str, DryStart] = {}
     refused: dict[str, str] = {}
@@ -188,7 +195,7 @@ def _plain_block(options: argparse.Namespace, more: Sequence[str]) -> int | None
     """Tokens of a block of vLLM's own cache; None: as many as vLLM takes on this machine."""
     from vllm_kvq.integration.preview.plain import USUAL_BLOCK
 
-    if given := values(more, "--block-size"):
+    if given := values(all_words(more), "--block-size"):
         return int(given[-1])
     return USUAL_BLOCK if options.gpu_memory else None
 

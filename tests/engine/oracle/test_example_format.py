@@ -61,7 +61,7 @@ def test_the_oracle_notices_a_query_that_is_not_rotated(model: Path, tmp_path: P
 def test_a_broken_codec_is_refused_before_weights_load(model: Path, tmp_path: Path) -> None:
     environment = example_format.environment(example_format.install(tmp_path, changed("query")))
     command = [sys.executable, "-m", "vllm_kvq", "check", str(model), "--kv-cache-dtype", NAME]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1, done.stderr[-4000:]
     assert re.search(
         rf"--kv-cache-dtype {NAME}: query_features\(q\) . key_features\(page\) differs from q . unpack\(page\) by \S+; "

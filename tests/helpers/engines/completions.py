@@ -18,5 +18,5 @@ def complete(url: str, prompt: tuple[int, ...], tokens: int) -> list[int]:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.load(answer)["choices"][0]["token_ids"]

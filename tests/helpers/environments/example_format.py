@@ -41,5 +41,5 @@ def install(work: Path, change: Callable[[str], str] = lambda code: code) -> Pat
     code = source / "int4_hadamard.py"
     code.write_text(change(code.read_text()))
     command = [sys.executable, "-m", "pip", "install", "--quiet", str(source)]
-    subprocess.run(command, env={**environment(installed), **offline(installed)}, check=True, timeout=120)
+    subprocess.run(command, env={**environment(installed), **offline(installed)}, check=True, timeout=500)
     return installed

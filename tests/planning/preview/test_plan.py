@@ -174,6 +174,36 @@ def test_blocks_of_a_plain_cache(planned: Planned) -> None:
     assert (usual // token, asked // token) == (8144, 8192)
 
 
+def test_a_block_size_in_a_file(planned: Planned, tmp_path: Path) -> None:
+    """It counts as much as the flag does, in every row; the flag wins if both are given."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("block-size: 128\n")
+
+    def blocks(*more: str) -> dict[str, int]:
+        rows = caches(planned("--formats", "kitty2", "--context", "8130", *more))
+        return {name: row["request_bytes"] for name, row in rows.items()}
+
+    for memory in (("--gpu-memory", "8G"), ("--cache-bytes", "1G")):
+        there, flag = blocks(*memory, "--config", str(file)), blocks(*memory, "--block-size", "128")
+        underscores = blocks(*memory, "--block_size", "128")
+        assert there == flag == underscores
+    wins = blocks("--cache-bytes", "1G", "--config", str(file), "--block-size", "64")
+    assert wins == blocks("--cache-bytes", "1G", "--block-size", "64") != flag
+
+
+def test_ranks_in_a_file(planned: Planned, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan would count one rank; the format and the memory that a server's file has are no harm."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("tensor-parallel-size: 2\nkv-cache-dtype: kitty2\nkv-cache-memory-bytes: 4G\n")
+    flags = ("--formats", "kitty2", "--config", str(file))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", str(folder), *flags])
+    assert stopped.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"in {file}, --tensor-parallel-size is 2, which is --tp here; add --tp 2" in said
+    assert caches(planned(*flags, "--tp", "2")) == caches(planned("--formats", "kitty2", "--tp", "2"))
+
+
 def test_what_is_refused_and_why(planned: Planned, tmp_path: Path) -> None:
     """A model without RoPE: the other format is planned all the same."""
     OPTConfig(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.check.words import listed_words, normal, values
+from vllm_kvq.cli.check.words import all_words, values
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.integration.plan.memory import SPACE, Machine
@@ -51,8 +51,7 @@ def memory_wanted(arguments: Sequence[str]) -> Limit | None:
     from vllm.config import CacheConfig
     from vllm.platforms import current_platform
 
-    words = normal(arguments)
-    words = [*listed_words(words), *words]
+    words = all_words(arguments)
     given = os.environ.get(SPACE) or any(values(words, flag) for flag in MEMORY)
     if given or not current_platform.is_cpu():
         return None

@@ -54,8 +54,7 @@ def environment_problem(environment: Mapping[str, str]) -> str | None:
 
 def models_problem(words: Sequence[str]) -> str | None:
     """The same of the models: folders are looked into, and the hub must answer if a name is one on it."""
-    words = normal(words)
-    words = [*listed_words(words), *words]
+    words = all_words(words)
     described = values(words, "--hf-config-path")
     for flag, revision in (("--model", "--revision"), ("--tokenizer", "--tokenizer-revision")):
         at = values(words, revision)
@@ -72,6 +71,12 @@ def normal(words: Sequence[str]) -> list[str]:
         words = ["--model", *words]
     parts = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
     return [flag.replace("_", "-") + equals + rest for flag, equals, rest in parts]
+
+
+def all_words(words: Sequence[str]) -> list[str]:
+    """Those of `--config`'s file, and then those of the command line, of which vLLM takes the last."""
+    words = normal(words)
+    return [*listed_words(words), *words]
 
 
 def listed_words(words: Sequence[str]) -> list[str]:

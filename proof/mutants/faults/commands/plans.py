@@ -103,6 +103,20 @@ FAULTS: tuple[Fault, ...] = (
         f"{PLAN_COMMAND} -k blocks_of_a_plain",
     ),
     Fault(
+        "a plain cache knows no block size of a file",
+        "vllm_kvq/cli/plan.py::_plain_block",
+        "values(all_words(more)",
+        "values(more",
+        f"{PLAN_COMMAND} -k block_size_in_a_file",
+    ),
+    Fault(
+        "ranks of a file are not planned",
+        "vllm_kvq/cli/plan.py::ignored",
+        "and not values(given, own)",
+        "and False",
+        f"{PLAN_COMMAND} -k ranks_in_a_file",
+    ),
+    Fault(
         "a table does not say that vLLM's line will differ",
         "vllm_kvq/cli/plan.py::_vllms_words",
         "[counted] * bool(others)",

@@ -10,6 +10,13 @@ KUBERNETES = "tests/shipping/test_kubernetes.py"
 FAULTS: tuple[Fault, ...] = (
     # documents and examples
     Fault(
+        "the page of connectors has words of its own",
+        "proof/tables/connectors.py::row",
+        "REFUSED[name]",
+        "trial.found",
+        "tests/documents/pages/test_connectors_page.py",
+    ),
+    Fault(
         "a flag has another name than in the documents",
         "proof/residues/main.py::main",
         '"--stride"',

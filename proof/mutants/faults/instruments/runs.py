@@ -107,6 +107,20 @@ FAULTS: tuple[Fault, ...] = (
         CLIENTS,
     ),
     Fault(
+        "a call in tags may stay text in a stream",
+        "proof/clients/tools.py::own",
+        "not text.strip() and name == NAME",
+        "True",
+        CLIENTS,
+    ),
+    Fault(
+        "a model may call tools that its prompt lacks",
+        "proof/clients/tools.py::own",
+        "part in prompt",
+        "prompt",
+        CLIENTS,
+    ),
+    Fault(
         "the adapter may be the model",
         "proof/clients/adapters.py::adapter",
         "PERSON in said[0] or PERSON not in said[1]",
