@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.eval.choice import FP8, Choice
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-import torch
+import vllm_kvq.late_torch as torch
 
 T = TypeVar("T")
 

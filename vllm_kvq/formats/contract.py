@@ -6,8 +6,7 @@ The built-in codecs' tests ask more. Another package's codec is asked this much 
 
 from __future__ import annotations
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Codec
 from vllm_kvq.formats.constants import by_head
 from vllm_kvq.formats.page import PageFormat

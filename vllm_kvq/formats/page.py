@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import LARGEST_BLOCK, Codec, Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import Calibration, Constants, Moments
 from vllm_kvq.formats.parts.fields import Packed, Region, round_up

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.constants import Calibration, grouped
 from vllm_kvq.formats.page import PageFormat

@@ -18,6 +18,13 @@ SLOW = "tests/kernels/test_slow.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "a mistyped format waits for torch",
+        "vllm_kvq/formats/codec.py::Geometry",
+        "field(default_factory=lambda: torch.bfloat16)",
+        "torch.bfloat16",
+        "tests/commands/test_imports.py",
+    ),
+    Fault(
         "a slow half of a format is not said",
         "vllm_kvq/kernels/cpu/slow.py::_reasons",
         "in HALVES",

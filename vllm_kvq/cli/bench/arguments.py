@@ -7,8 +7,7 @@ import json
 import os
 from pathlib import Path
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.cli.arguments import CHANNELS, whole_number, whole_numbers
 from vllm_kvq.formats.table import suite
 

@@ -11,8 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import FORMATS as HELP
 from vllm_kvq.cli.arguments import formats, whole_number

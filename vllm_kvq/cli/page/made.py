@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq import __version__
 from vllm_kvq.kernels.cpu.processor import processor_name
 

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.eval.conformance.trial import GROUP, Trial
 from vllm_kvq.formats import contract
 from vllm_kvq.formats.page import FLAGS_AT

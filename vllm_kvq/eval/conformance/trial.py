@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.eval.heads.synthetic import attention_data, score_error
 from vllm_kvq.formats import Geometry, PageFormat
 from vllm_kvq.formats.constants import Calibration

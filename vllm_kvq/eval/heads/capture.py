@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import LARGEST_BLOCK
 from vllm_kvq.formats.constants import Calibration, Constants
 from vllm_kvq.formats.page import PageFormat

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.eval.heads.synthetic import scores
 from vllm_kvq.formats import Geometry, PageFormat, get_format

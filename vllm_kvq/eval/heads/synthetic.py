@@ -12,8 +12,8 @@ NumPy's legacy generator is frozen, so the same seed gives the same data everywh
 from __future__ import annotations
 
 import numpy as np
-import torch
 
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.parts.rope import Rope
 
 RANK = 4

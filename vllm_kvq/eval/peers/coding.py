@@ -13,8 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import by_head
 from vllm_kvq.formats.parts.fields import Field, Packed

@@ -25,8 +25,7 @@ Slab (32 tokens)
 
 from __future__ import annotations
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS

@@ -25,8 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.constants import Calibration, known, not_served

@@ -13,8 +13,7 @@ Slab (32 tokens; d = 128): 2304 bytes for each half, 4.5 bits per element
 
 from __future__ import annotations
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.parts.fields import Field, Packed

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.eval.peers.coding import CodedKeys, CodedValues, Coding
 from vllm_kvq.formats.codec import Geometry
 from vllm_kvq.formats.parts.fields import Field, Packed

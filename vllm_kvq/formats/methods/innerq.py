@@ -29,8 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self, cast
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.option import KEY_BITS, VALUE_BITS, Option
 from vllm_kvq.formats.parts.fields import Field, Packed

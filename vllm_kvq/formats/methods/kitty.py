@@ -26,8 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.methods.values import TokenValues
 from vllm_kvq.formats.option import BOOST, KEY_SCALES, Option

@@ -38,9 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.nn.functional import pad
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import Calibration, Moments, by_head, known
 from vllm_kvq.formats.option import Option
@@ -92,6 +90,7 @@ def allocated(variance: Sequence[float], slots: int) -> list[int]:
 def constants_of(moments: Moments, d: int) -> torch.Tensor:
     """(KV heads, 2 + 2 d, d) float32: rows mu, s, then T / s, then (T^-1 s)^T. The same for all numbers of bits."""
     short = d - moments.key.shape[-1]
+    pad = torch.nn.functional.pad
     mean = pad(moments.mean, (0, short))
     covariance, moment = (pad(x, (0, short, 0, short)) for x in (moments.covariance, moments.seen))
     share = d / moment.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-12)

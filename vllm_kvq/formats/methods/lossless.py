@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.methods.values import RawValues
 from vllm_kvq.formats.parts.fields import Field, Packed

@@ -31,8 +31,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.methods.values import RawValues, TokenValues
 from vllm_kvq.formats.option import PAIRING, Option

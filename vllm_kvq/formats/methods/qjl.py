@@ -46,8 +46,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.methods.values import TokenValues
 from vllm_kvq.formats.option import Option

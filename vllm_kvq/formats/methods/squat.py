@@ -46,8 +46,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, cast
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, KeyCodec
 from vllm_kvq.formats.methods.kitty import LOW, USUAL, BoostedKeys
 from vllm_kvq.formats.methods.kivi import ChannelKeys

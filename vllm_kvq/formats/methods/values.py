@@ -21,8 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.codec import Geometry, ValueCodec
 from vllm_kvq.formats.option import VALUE_BITS, VALUE_SCALES, Option
 from vllm_kvq.formats.parts.fields import Field, Packed

@@ -7,8 +7,7 @@ imbalance = the largest standard deviation of a row or a column / the smallest
 
 from __future__ import annotations
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.parts.quant import positive_half
 
 FLAT = 1e-6

@@ -14,7 +14,7 @@ no horizontal sums and no shuffles.
 
 from __future__ import annotations
 
-import torch
+import vllm_kvq.late_torch as torch
 
 SLAB = 32
 """Tokens of a slab: the unit from which every layout is built."""

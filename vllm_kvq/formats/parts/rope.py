@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import vllm_kvq.late_torch as torch
 
 PAIRINGS = ("half", "interleaved")
 """Channels (i, i + rotary_dim / 2) turn together, or (2i, 2i + 1)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-import torch
+import vllm_kvq.late_torch as torch
 
 
 def block(d: int) -> int:

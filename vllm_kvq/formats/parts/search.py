@@ -9,8 +9,7 @@ HALF_WIDTH is where the uniform levels of b bits have the least squared error on
 
 from __future__ import annotations
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.parts.quant import positive_half
 
 HALF_WIDTH = (0.0, 0.798, 1.494, 2.05, 2.52, 3.0, 3.4)

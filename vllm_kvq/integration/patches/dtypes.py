@@ -12,8 +12,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.budgets import BUDGETS
 from vllm_kvq.integration.patches.once import once

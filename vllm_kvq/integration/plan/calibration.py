@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.plan.fingerprint import DIGITS, digest, model_meaning
 from vllm_kvq.integration.plan.model.weights import weight_files, weights_folder

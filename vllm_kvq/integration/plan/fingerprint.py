@@ -12,8 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.constants import Constants
 from vllm_kvq.formats.page import MAGIC

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.integration.plan.model.weights import checkpoint_bytes
 from vllm_kvq.integration.plan.problem import Problem
 

@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
+import vllm_kvq.late_torch as torch
 from vllm_kvq.integration.preview.logs import last_line
 
 
