@@ -84,9 +84,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "each of two servers has as much cache as one by itself",
-        "vllm_kvq/bench/servers/server.py::Server.__enter__",
-        "self.defaults",
-        "self.DEFAULTS",
+        "vllm_kvq/bench/servers/server.py::Server.__init__",
+        ", **(defaults or {})",
+        "",
         "tests/commands/test_bench_server.py -k cache_of_its_own",
     ),
     Fault(
