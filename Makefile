@@ -41,7 +41,7 @@ kernels: bootstrap
 	@$(VENV)/python -m vllm_kvq.kernels
 
 run: kernels
-	@$(VENV)/python -m proof demo --port "$(PORT)" $(if $(FORMAT),--format "$(FORMAT)") \
+	@$(VENV)/python -m proof demo --port "$(PORT)" $(if $(FORMAT),--kv-cache-dtype "$(FORMAT)") \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(ONCE)),--once)
 
 check: kernels

@@ -75,7 +75,7 @@ demos=()
 port="$PORT"
 for format in "${formats[@]}"; do
   echo "== vllm serve --kv-cache-dtype $format"
-  demo=("$PYTHON" -m proof demo --once --format "$format" --port "$((port++))" ${MODEL:+--model "$MODEL"})
+  demo=("$PYTHON" -m proof demo --once --kv-cache-dtype "$format" --port "$((port++))" ${MODEL:+--model "$MODEL"})
   demo+=(-- --gpu-memory-utilization "$share" --kv-cache-memory-bytes 1G)
   run timeout "${EACH:-240}" "${demo[@]}" &
   demos+=("$!")

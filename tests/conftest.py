@@ -32,26 +32,15 @@ settings.register_profile(
 settings.load_profile("kvq")
 
 
-def as_found() -> Iterator[None]:
-    """Commands silence vLLM and limit its cache in their own process and its children; here that would be the tests'
-    process."""
-    names = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_CPU_KVCACHE_SPACE")
+@pytest.fixture(autouse=True)
+def environment_as_found() -> Iterator[None]:
+    """Commands silence vLLM in their own process and its children; here that would be the tests' process."""
+    names = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM")
     before = {name: os.environ[name] for name in names if name in os.environ}
     yield
     for name in names:
         os.environ.pop(name, None)
     os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
-def environment_as_a_test_found_it() -> Iterator[None]:
-    yield from as_found()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def environment_as_a_module_found_it() -> Iterator[None]:
-    """What its fixtures have run, too."""
-    yield from as_found()
 
 
 WEIGHTS = "KVQ_WEIGHTS"

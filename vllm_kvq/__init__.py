@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_kvq.formats import FORMATS, roundtrip
+    from vllm_kvq.formats.roundtrip import roundtrip
+    from vllm_kvq.formats.table import FORMATS
 
 __version__ = "0.1.0"
 

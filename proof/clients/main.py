@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from proof.clients.case import Endpoint, Row, Wrong, failed, run_case
 from proof.clients.servers import MODEL, SETUPS, Setup
 from proof.demo.capacity import parse_capacity
 from vllm_kvq.bench.servers.server import ServerError
+from vllm_kvq.cli.arguments import words
 from vllm_kvq.kernels.cpu.processor import processor_name
 
 START_SECONDS = 600
@@ -41,10 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder")
-    parser.add_argument("--kv-cache-dtype", default="kvq3", metavar="FORMAT", help="default: kvq3")
+    parser.add_argument(
+        "--kv-cache-dtype", default="kvq3", metavar="FORMAT", help="format or budget (default: %(default)s)"
+    )
     parser.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
     names = [setup.name for setup in SETUPS]
-    parser.add_argument("--only", nargs="+", metavar="SERVER", choices=names, default=names, help=", ".join(names))
+    parser.add_argument("--only", type=words(names), default=names, metavar="SERVER,...", help=", ".join(names))
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the table into a page")
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="keep adapter, logs and findings there, and go on from them"
@@ -111,7 +115,7 @@ def page(rows: Sequence[Row], options: argparse.Namespace) -> str:
     if options.dtype != "auto":
         command += f" --dtype {options.dtype}"
     if len(options.only) < len(SETUPS):
-        command += "".join([" --only", *(f" '{name}'" for name in options.only)])
+        command += f" --only {shlex.quote(','.join(options.only))}"
     lines = ["| server | client | case | what was found |", "| --- | --- | --- | --- |"]
     for row in rows:
         found = row.found if row.passed else f"**failed**: {row.found}"

@@ -1,7 +1,7 @@
 """The command `python -m proof contexts`.
 
     python -m proof contexts                 8k, 16k and 32k tokens, `lossless` and a format of each method
-    python -m proof contexts --formats kitty2 --lengths 16384
+    python -m proof contexts --formats kitty2 --context 16384
     python -m proof contexts --report FILE   the table goes to FILE, a page of docs/results
 
 Exits with 1 on a mismatch, after printing a case for `python -m proof fuzz --replay FILE`.
@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--formats", type=words(sorted(FORMATS)), default=default(), metavar="NAME,...")
-    usual = f"maximum tokens per prompt (default: {','.join(map(str, LENGTHS))})"
-    parser.add_argument("--lengths", type=lengths, default=LENGTHS, metavar="TOKENS,...", help=usual)
+    parser.add_argument("--formats", type=words(sorted(FORMATS)), default=default(), metavar="FORMAT,...")
+    usual = f"maximum tokens of each prompt (default: {','.join(map(str, LENGTHS))})"
+    parser.add_argument("--context", type=lengths, default=LENGTHS, metavar="TOKENS,...", help=usual)
     text = "tokens per page (default: %(default)s)"
     parser.add_argument("--block-size", type=int, default=64, metavar="N", help=text)
     text = "concurrent engines, of gigabytes each (default: %(default)s)"
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.jobs < 1:
         parser.error("--jobs must be positive")
     try:
-        listed = [one for name in options.formats for one in cases(name, options.block_size, options.lengths)]
+        listed = [one for name in options.formats for one in cases(name, options.block_size, options.context)]
     except ValueError as error:
         parser.error(f"--block-size {options.block_size}: {error}")
     found = judge_listed(listed, options.jobs)
@@ -64,11 +64,11 @@ def lengths(text: str) -> tuple[int, ...]:
 
 def page(options: argparse.Namespace, found: Judged) -> str:
     command = f"python -m proof contexts --formats {','.join(options.formats)}"
-    if options.lengths != LENGTHS:
-        command += f" --lengths {','.join(map(str, options.lengths))}"
+    if options.context != LENGTHS:
+        command += f" --context {','.join(map(str, options.context))}"
     if options.block_size != 64:
         command += f" --block-size {options.block_size}"
-    several = " and ".join(f"{n:,}" for n in options.lengths)
+    several = " and ".join(f"{n:,}" for n in options.context)
     return f"""# Long contexts
 
 Prompts of nearly {several} tokens in chunks, each next to a short prompt with

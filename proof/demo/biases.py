@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only",
         choices=PARTS,
         default="both",
-        help="parts to write (%(default)s); biases need pairs of channels that no query reads",
+        help="parts to write (default: %(default)s); biases need pairs of channels that no query reads",
     )
     args = parser.parse_args(arguments)
     if args.out.exists():

@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m proof train", description="Train the demo model, or continue its training."
     )
-    parser.add_argument("--steps", type=int, default=PLAN.steps, help="steps after which to stop (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=PLAN.steps, help="steps after which to stop (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=DEMO, help="folder for the checkpoint (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args(argv)

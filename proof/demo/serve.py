@@ -1,6 +1,6 @@
 """`make run`: a vLLM server that keeps its KV cache in a low-bit format, and answers from it.
 
-    python -m proof demo [--format F] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
+    python -m proof demo [--kv-cache-dtype FORMAT] [--port 8000] [--model PATH] [--once] [-- VLLM_ARGUMENTS]
 
 Without --model it serves the demo model. Exit status 0 after an answer (--once) or Ctrl-C,
 1 with one sentence otherwise, in particular if an answer is empty or wrong, or if the server does not report a packed
@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_format(arguments.format)
+    check_format(arguments.kv_cache_dtype)
     check_port(HOST, arguments.port)
     check_model(arguments.model)
     model = arguments.model or str(demo_model())
-    options = ["--kv-cache-dtype", arguments.format, *arguments.vllm_arguments]
+    options = ["--kv-cache-dtype", arguments.kv_cache_dtype, *arguments.vllm_arguments]
     if not arguments.model:
         # Eager mode: compiling takes longer than the rest of the demo.
         options += ["--served-model-name", SERVED_NAME, "--enforce-eager"]
@@ -71,9 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         server.wait_until_healthy(START_SECONDS)
         say(f"the server is ready after {time.monotonic() - started:.0f} s; asking it what a long text says")
         capacity = parse_capacity(server.read_log())
-        if capacity is None and arguments.format != PLAIN:
+        if capacity is None and arguments.kv_cache_dtype != PLAIN:
             raise ServerError(
-                f"the server runs, but its log has no line `kvq: format={arguments.format} ...`, "
+                f"the server runs, but its log has no line `kvq: format={arguments.kv_cache_dtype} ...`, "
                 "so the plugin did not take part"
             )
         ask(server.url, known_model=not arguments.model)
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             say(str(capacity))
         if arguments.once:
             return _finish_once(server)
-        how_to_go_on(server, arguments.format, capacity)
+        how_to_go_on(server, arguments.kv_cache_dtype, capacity)
         server.wait()
     return 0
 
@@ -221,9 +221,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Start a server with a low-bit KV cache and ask it a question.",
     )
     parser.add_argument(
-        "--format",
+        "--kv-cache-dtype",
         default=RECOMMENDED,
-        help="KV cache format or budget (%(default)s), or auto (vLLM's own cache)",
+        metavar="FORMAT",
+        help="format or budget, or auto, vLLM's own cache (default: %(default)s)",
     )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="model path or name (default: the demo model)")

@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=1.0)
     length.add_argument("--requests", type=int, metavar="N", help="number of requests to judge, however long it takes")
-    parser.add_argument("--formats", type=words(sorted(FORMATS)), default=default(), metavar="NAME,...")
+    parser.add_argument("--formats", type=words(sorted(FORMATS)), default=default(), metavar="FORMAT,...")
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
+        "--models", type=words(MODELS), default=list(MODELS), metavar="NAME,...",
         help="kinds of models, by their names in docs/models.md, of which each engine has one",
     )  # fmt: skip
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner (drawn)")
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--requests must be positive")
     for name in options.formats:
         if not judged(options.models, name):
-            parser.error(f"--models {' '.join(options.models)}: the reference can't judge {name} there, only lossless")
+            parser.error(f"--models {','.join(options.models)}: the reference can't judge {name} there, only lossless")
     if options.report and options.replay:
         parser.error("--report is for a run, not for one case")
     try:
@@ -151,7 +151,7 @@ def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Map
     if options.runner:
         command += f" --runner {options.runner}"
     if options.models != list(MODELS):
-        command += f" --models {' '.join(map(shlex.quote, options.models))}"
+        command += f" --models {shlex.quote(','.join(options.models))}"
     if options.formats != default():
         command += f" --formats {','.join(options.formats)}"
     cores, total = len(os.sched_getaffinity(0)), rows["total"]

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--formats",
         type=words(sorted(FORMATS)),
         default=list(suite("methods")),
-        metavar="NAME,...",
+        metavar="FORMAT,...",
         help="formats of the servers' caches",
     )
     parser.add_argument(

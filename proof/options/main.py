@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--cases", type=int, default=DEFAULT_CASES, help="combinations (%(default)s)")
+    length.add_argument("--cases", type=int, default=DEFAULT_CASES, help="combinations (default: %(default)s)")
     length.add_argument("--minutes", type=float, help="draw until they are over")
-    parser.add_argument("--formats", type=words(sorted(SERVED)), default=SERVED, metavar="NAME,...")
-    parser.add_argument("--path", nargs="+", choices=list(WISHES), default=["PyTorch", "C++"], metavar="PATH")
+    parser.add_argument("--formats", type=words(sorted(SERVED)), default=SERVED, metavar="FORMAT,...")
+    parser.add_argument("--path", type=words([*WISHES]), default=["PyTorch", "C++"], metavar="PATH,...")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="judge this one combination")
     options = parser.parse_args(argv)
     if options.cases < 1 or (options.minutes is not None and options.minutes <= 0):

@@ -29,10 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--formats", type=words(sorted(FORMATS)), default=default(), metavar="NAME,...")
-    parser.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens of a page (%(default)s)")
-    parser.add_argument("--stride", type=int, default=1, help="from one length to the next (%(default)s)")
-    parser.add_argument("--runner", choices=("V1", "V2"), default="V1", help="vLLM's model runner (%(default)s)")
+    parser.add_argument("--formats", type=words(sorted(FORMATS)), default=default(), metavar="FORMAT,...")
+    parser.add_argument(
+        "--block-size", type=int, default=64, metavar="N", help="tokens of a page (default: %(default)s)"
+    )
+    parser.add_argument("--stride", type=int, default=1, help="from one length to the next (default: %(default)s)")
+    parser.add_argument(
+        "--runner", choices=("V1", "V2"), default="V1", help="vLLM's model runner (default: %(default)s)"
+    )
     text = "concurrent engines (default: the number of cores)"
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help=text)
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and table")

@@ -1,6 +1,6 @@
 """The command `python -m proof soak`: a real `vllm serve` under mixed load over HTTP.
 
-    python -m proof soak --minutes 10 [--format squat2] [--clients 6] [--seed 0]
+    python -m proof soak --minutes 10 [--kv-cache-dtype squat2] [--clients 6] [--seed 0]
 
 The clients mix completions and chats, short and long prompts, shared prefixes, streams, n > 1, stop strings, sampling,
 and go away in the middle of an answer, in a cache so small that requests are preempted. Each answer is checked: its
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--format", choices=[*sorted(FORMATS), PLAIN], default="squat2", metavar="NAME")
+    parser.add_argument("--kv-cache-dtype", choices=[*sorted(FORMATS), PLAIN], default="squat2", metavar="FORMAT")
     parser.add_argument("--clients", type=int, default=6, help="concurrent requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="start sooner: no compilation")
@@ -93,10 +93,10 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
         os.environ.setdefault(name, value)
     model = str(random_model(folder / "model", **SHAPE))
     server = Server(model, _arguments(model, options), HOST, free_port(HOST), options.log or folder / "log")
-    tally = Tally(repeats_are_equal=options.format in ("lossless", PLAIN))
+    tally = Tally(repeats_are_equal=options.kv_cache_dtype in ("lossless", PLAIN))
     with server:
         server.wait_until_healthy(START_SECONDS)
-        print(f"soak: {options.format}, {options.minutes:g} minutes, {options.clients} clients", flush=True)
+        print(f"soak: {options.kv_cache_dtype}, {options.minutes:g} minutes, {options.clients} clients", flush=True)
         samples = _drive(server, tally, options)
         try:
             _drain(server.url)
@@ -115,8 +115,13 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
 def _arguments(model: str, options: argparse.Namespace) -> list[str]:
     from proof.soak.pool import blocks_of
 
-    cache = {"kv_cache_dtype": options.format, "block_size": BLOCK, "max_model_len": MAX_LEN, "dtype": "float32"}
-    blocks = int(POOL * MAX_LEN / BLOCK) if options.format == PLAIN else blocks_of(model, POOL, cache)
+    cache = {
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "block_size": BLOCK,
+        "max_model_len": MAX_LEN,
+        "dtype": "float32",
+    }
+    blocks = int(POOL * MAX_LEN / BLOCK) if options.kv_cache_dtype == PLAIN else blocks_of(model, POOL, cache)
     flags = {
         **cache,
         "served_model_name": MODEL,

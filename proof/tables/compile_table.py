@@ -28,6 +28,7 @@ from typing import Any
 from proof.tables import attended, compile_cuda
 from proof.tables.compile_cuda import CudaVariant
 from proof.tables.sass import longest_loop, read_cubin, shortest_cycle
+from vllm_kvq.cli.arguments import whole_numbers
 from vllm_kvq.kernels.gpu import build as build_cuda
 
 TARGETS = (80, 86, 89, 90, 100, 120)
@@ -299,8 +300,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities, as in 90")
-    parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
+    parser.add_argument(
+        "--targets", type=whole_numbers, default=list(TARGETS), metavar="N,...", help="compute capabilities, as in 90"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[""],
+        metavar="TEXT,...",
+        help="variants whose name contains one of these",
+    )
     parser.add_argument("--without-cuda", action="store_true", help="leave out what nvcc compiles")
     parser.add_argument(
         "--check",

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     served = [name for name in formats() if "+" not in name]
-    parser.add_argument("--formats", type=words(served), default=served, metavar="NAME,...")
+    parser.add_argument("--formats", type=words(served), default=served, metavar="FORMAT,...")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--target", type=int, default=90, help="compute capability, as in 90")
     parser.add_argument("--check", action="store_true")

@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False, prog="python -m proof instructions", description=__doc__.partition("\n")[0]
     )
     public = [f.name for f in FORMATS.values() if f.public]
-    p.add_argument("--formats", type=words([*public, ALL]), default=["squat2"], metavar="NAME,...")
+    p.add_argument("--formats", type=words([*public, ALL]), default=["squat2"], metavar="FORMAT,...")
     p.add_argument("--head-size", type=int, default=128)
     p.add_argument("--queries-per-kv", type=int, default=4, help="query heads per KV head")
     p.add_argument("--no-baseline", action="store_true", help="count only ours, without vllm")

@@ -26,6 +26,7 @@ from proof.models.checkpoints import PROMPT_TOKENS, write_model
 from proof.oracle.engines.forked import EngineProcess
 from proof.oracle.trace import Request, Trace
 from vllm_kvq import console
+from vllm_kvq.cli.arguments import words
 
 SHAPES = {"1B": (26, 256, 512), "4B": (34, 256, 1024), "12B": (48, 256, 1024), "27B": (62, 128, 1024)}
 """Layers, head size and tokens of a window."""
@@ -95,7 +96,7 @@ def measure(path: str, block: int, before: Any) -> tuple[int, int, float, float]
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m proof scheduler", allow_abbrev=False, description=__doc__.partition("\n")[0])
     p.add_argument("--block-size", type=int, default=128, help="tokens of a packed page")
-    p.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES], help="of Gemma-3")
+    p.add_argument("--models", type=words([*SHAPES]), default=[*SHAPES], metavar="NAME,...", help="of Gemma-3")
     return p
 
 

@@ -136,7 +136,7 @@ def loss(reader: Reader, read: Read, row: Row, constants: OfServer) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog=PROG, description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="checkpoint folder")
-    parser.add_argument("--sequences", type=int, default=8, help=f"texts of {CONTEXT} tokens (%(default)s)")
+    parser.add_argument("--sequences", type=int, default=8, help=f"texts of {CONTEXT} tokens (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.sequences < 1:
         parser.error("--sequences must be positive")

@@ -6,6 +6,7 @@ What is true of every page, these included, is in test_result_pages.py.
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shlex
 import sys
@@ -58,9 +59,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 # -- what is written --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "plot"])
 def test_nothing_is_written_without_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But a plot, which is what `bench plot` is asked for."""
+    """But a plot, which is what `bench plot` is asked for. Nor does a command limit the caches of what its caller runs
+    next."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     ran = run(name, tmp_path, monkeypatch, out=False)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert ran.status in (0, 1)
     assert {path.name for path in tmp_path.iterdir()} <= {MODEL}
 

@@ -131,6 +131,17 @@ def test_servers_on_a_gpu(
     assert said == [x for cache in ("auto", "klt3") for x in (f"FAILED: {cache}: {DEAD[0]}", *DEAD[1])]
 
 
+@pytest.mark.parametrize(("given", "space"), [(None, "2"), ("7", "7")])
+def test_each_of_two_servers_has_a_cache_of_its_own(
+    given: str | None, space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", given)
+    one = serve.server(tmp_path, "kitty2", serve.Load([64], [1], tokens=2, rounds=1, cold=1), tmp_path / "log")
+    assert one.shown.startswith(f"VLLM_CPU_KVCACHE_SPACE={space} vllm serve ")
+
+
 def test_one_answer_that_is_none_does_not_stop_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([HTTPException("half a line"), 2.0])
 

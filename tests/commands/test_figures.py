@@ -122,8 +122,6 @@ def test_decode(
     least: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half a second for each of bf16's tokens, a quarter for ours; the prompt takes its own time and does not count."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setattr(decode, "_engine", lambda model, dtype, *_: 0.5 if dtype == "auto" else 0.25)
     monkeypatch.setattr(decode, "_seconds", lambda each, prompts, tokens: 7 + each * tokens)
     monkeypatch.chdir(tmp_path)
@@ -137,6 +135,21 @@ def test_decode(
     assert decode_command.main(["m", "--batch", "4", "--min-ratio", str(least), "--json"]) == status
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row == {"format": recommended(), "tokens_per_second": 16.0, "bf16_tokens_per_second": 8.0, "ratio": 2.0}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("on_cpu", "given", "nbytes"), [(True, None, 1 << 30), (True, "7", None), (False, None, None)])
+def test_an_engine_of_decode_leaves_memory_to_the_other(
+    on_cpu: bool, given: str | None, nbytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr("vllm.LLM", lambda model, **arguments: arguments)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", given)
+    assert decode._engine("m", "auto", decode.Load(1, 1, 1, 1), {})["kv_cache_memory_bytes"] == nbytes
 
 
 def test_decode_holds_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:

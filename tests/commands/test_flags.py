@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from vllm_kvq.console import FORMERLY
 
 LISTS = {"--formats", "--tasks", "--regimes", "--context", "--batch", "--head-size", "--block-size", "--lm-eval"}
 """What may be a list, everywhere or in some of the commands."""
+KEPT = {"--model", "--folder"}
+"""Words with a meaning of their own in instruments: `demo` has a model unless one is named, and its other arguments are
+vLLM's; `clients` goes on from what its folder holds."""
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -109,9 +113,31 @@ def test_whole_numbers(text: str, sentence: str) -> None:
         arguments.whole_numbers(f"1,{text}")
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def flags_of_instruments() -> Iterator[tuple[str, dict[str, str]]]:
+    """Each flag of `python -m proof`'s commands, with what it is declared with, as it is written."""
+    for path in (ROOT / "proof").glob("**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+                flag = ast.literal_eval(node.args[0])
+                if flag.startswith("--"):
+                    yield flag, {k.arg: ast.unparse(k.value).strip("'") for k in node.keywords if k.arg}
+
+
+def test_instruments_write_lists_and_name_what_they_take_as_the_commands_do() -> None:
+    declared = [*flags_of_instruments()]
+    assert len(declared) > 50
+    assert [flag for flag, how in declared if "nargs" in how] == []
+    assert [flag for flag, _ in declared if flag in {*FORMERLY} - KEPT] == []
+    metavars = {flag: str(action.metavar) for _, flag, action in OPTIONS}
+    shared = [(flag, how) for flag, how in declared if flag in metavars and "metavar" in how and flag != "--out"]
+    assert [flag for flag, how in shared if how["metavar"].removesuffix(",...") not in metavars[flag]] == []
+
+
 def test_instruments_guess_no_flag_either() -> None:
-    root = Path(__file__).parents[2]
-    files = [path for folder in ("proof", "scripts", "vllm_kvq") for path in (root / folder).glob("**/*.py")]
+    files = [path for folder in ("proof", "scripts", "vllm_kvq") for path in (ROOT / folder).glob("**/*.py")]
     made = [line for path in files for line in path.read_text(encoding="utf-8").split("argparse.ArgumentParser(")[1:]]
     assert made
     assert [line[:60] for line in made if "allow_abbrev=False" not in line[:200]] == []

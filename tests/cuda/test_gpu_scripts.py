@@ -43,8 +43,8 @@ def test_serve_script_says_what_it_would_do() -> None:
     assert done.returncode == 0, done.stderr
     assert "--no-index --find-links wheels" in done.stdout
     shared = "-- --gpu-memory-utilization 0.45 --kv-cache-memory-bytes 1G\n"
-    assert f"-m proof demo --once --format qjl3 --port 8000 --model model {shared}" in done.stdout
-    assert f"-m proof demo --once --format auto --port 8001 --model model {shared}" in done.stdout
+    assert f"-m proof demo --once --kv-cache-dtype qjl3 --port 8000 --model model {shared}" in done.stdout
+    assert f"-m proof demo --once --kv-cache-dtype auto --port 8001 --model model {shared}" in done.stdout
     timed = (
         "bench/gpu_serve.py --caches auto,fp8,klt3 --model model --cache-bytes 5G --out docs/results/gpu-serve.csv\n"
     )

@@ -16,6 +16,7 @@ from proof.fuzz.draw import Drawer
 from proof.oracle.engines.forked import EngineFailed, EngineProcess
 from proof.oracle.judge import judge
 from proof.oracle.trace import Request, Trace
+from vllm_kvq.formats.table import suite
 
 pytestmark = pytest.mark.engine
 SCHEDULE: dict[str, Any] = {"budget": 100, "drafts": 3, "kernels": "auto"}
@@ -30,6 +31,8 @@ SETUPS = {
     "kivi2": Setup("kivi2", 64, {"W": 32}, pool=2.0, **SCHEDULE),
     "kivi4": Setup("kivi4", 64, pool=2.0, **SCHEDULE),
     "polar3": Setup("polar3", 64, {"W": 64}, pool=3.0, **SCHEDULE),
+    "kitty2": Setup("kitty2", 64, pool=2.0, **SCHEDULE),
+    "klt2": Setup("klt2", 64, pool=2.0, **SCHEDULE),
 }
 
 
@@ -47,6 +50,10 @@ def told(engine: EngineProcess, traces: list[Trace]) -> Any:
 
 EVERY_TIME = ("qjl3",)
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in SETUPS if name not in EVERY_TIME]
+
+
+def test_every_method_has_a_setup() -> None:
+    assert {*suite("methods")} <= {*SETUPS}
 
 
 @pytest.mark.parametrize("name", [*EVERY_TIME, *WIDE])

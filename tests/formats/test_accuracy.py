@@ -15,6 +15,7 @@ from vllm_kvq.formats.methods.innerq import HybridKeys
 from vllm_kvq.formats.methods.qjl import MOST_NAMED, sketch, sphere_constant
 from vllm_kvq.formats.methods.squat import PLAIN
 from vllm_kvq.formats.roundtrip import through_pages
+from vllm_kvq.formats.table import public_formats
 
 # format: (least, most) relative error of q . K, and of the values, over all head sizes without RoPE
 BOUNDS = {
@@ -28,6 +29,7 @@ BOUNDS = {
     "innerq2": ((0.10, 0.20), (0.15, 0.25)),
     "kivi2": ((0.12, 0.22), (0.30, 0.40)),
     "kivi4": ((0.02, 0.045), (0.06, 0.09)),
+    "kitty2": ((0.065, 0.13), (0.30, 0.40)),
 }
 
 
@@ -42,6 +44,11 @@ def errors(name: str, d: int, dtype: torch.dtype) -> tuple[float, float]:
     k, v = roundtrip(name, key.to(dtype), value.to(dtype), query[:64].to(dtype))
     assert k.dtype == v.dtype == dtype
     return score_error(query[64:], key, k), ((v.double() - value).norm() / value.norm()).item()
+
+
+def test_every_format_has_bounds() -> None:
+    """Calibrated formats are judged with constants, in test_klt.py."""
+    assert {*BOUNDS} == {fmt.name for fmt in public_formats() if not fmt.settings().calibrated}
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,17 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vllm_kvq.bench.steps import Shape
-from vllm_kvq.bench.timing import Row
 from vllm_kvq.drawing import Picture, name_ends, pyplot, save
 from vllm_kvq.formats.table import suite
 from vllm_kvq.naming import OTHERS, OURS, QUIET, Name, name_points
 
-Measured = list[tuple[Shape, list[Row]]]
+if TYPE_CHECKING:
+    from vllm_kvq.bench.steps import Shape
+    from vllm_kvq.bench.timing import Row
+
+Measured: TypeAlias = "list[tuple[Shape, list[Row]]]"
 Curves = dict[str, list[tuple[int, float]]]
 """Name -> (context, figure)."""
 STYLES = {"bf16": "--o", "fp8": ":o"}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_kvq import __version__, console
+from vllm_kvq.cli.late import load_torch_late
 from vllm_kvq.kernels.variables import variables_problem
 from vllm_kvq.meant import SURE, meant
 
@@ -131,6 +132,7 @@ def _unread() -> bool:
 def run(argv: Sequence[str] | None = None) -> int:
     # vLLM's log would otherwise be mixed with the output on standard output
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    load_torch_late()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["--version"], ["-V"]):
         print(f"{PROG} {__version__}")

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 
 from vllm_kvq import console
 from vllm_kvq.cli.logs import be_quiet
 
+PROG = "vllm-kvq doctor"
+IMPORTS = "importing vLLM and all that the patches change takes ten seconds"
+"""Said at once, because the verdict comes first and needs what is imported. A server imports the same."""
+
 
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
-        "vllm-kvq doctor",
-        "Versions, hardware, kernels and compilers, cache memory, known vLLM faults, broken patches.",
+        PROG,
+        "Versions, hardware, kernels and compilers, cache memory, known vLLM faults, broken patches.\n"
+        f"With vLLM installed, {IMPORTS}.",
         ("", "--patches", "--json"),
         "a problem prevents serving",
     )
@@ -25,6 +32,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     be_quiet()
+    if not args.json and find_spec("vllm"):
+        print(f"{PROG}: {IMPORTS}", file=sys.stderr, flush=True)
     from vllm_kvq.integration.preview.environment import BAD, findings
 
     found = findings(args.patches)

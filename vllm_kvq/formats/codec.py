@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,7 +36,7 @@ class Geometry:
 
     head_size: int
     block_size: int
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = field(default_factory=lambda: torch.bfloat16)
     layer: int = 0
     pairing: str = "half"
     """How RoPE pairs channels: "half" (i, i + rotary_dim / 2) or "interleaved" (2i, 2i + 1)."""

@@ -40,7 +40,7 @@ def test_what_is_asked() -> None:
 @pytest.mark.parametrize("wrong", ["", "8k", "1024", "8192,1"])
 def test_lengths_that_are_none(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
-        main.main(["--lengths", wrong])
+        main.main(["--context", wrong])
     assert exited.value.code == 2
     assert "is not a list of lengths from 2048 on" in capsys.readouterr().err
 
@@ -48,14 +48,14 @@ def test_lengths_that_are_none(wrong: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 def test_a_short_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "contexts.md"
-    assert main.main(["--formats", "kitty2", "--lengths", "2048", "--report", str(page)]) == 0
+    assert main.main(["--formats", "kitty2", "--context", "2048", "--report", str(page)]) == 0
     columns, found, total, minutes = (line.split() for line in capsys.readouterr().out.splitlines()[-4:])
     assert minutes[1:] == ["minutes"]
     assert total[0] == "total"
     counts = dict(zip(columns, map(int, found[2:]), strict=True))
     assert (counts["requests"], counts["hits"], counts["mismatches"]) == (4, 2, 0)
     assert counts["tokens"] == 3 * ANSWER + LONG_ANSWER
-    assert "--formats kitty2 --lengths 2048" in page.read_text()
+    assert "--formats kitty2 --context 2048" in page.read_text()
 
 
 def test_one_wrong_page_of_thirty_is_found(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ NOT_WELL = {
     "a single one": (World(error=lambda i: "no answer" if i == 7 else None), [], "1 errors: BadAnswer: no answer"),
     "no answers at all": (World(error=lambda i: "no answer"), [], "no request was answered"),
     "wrong answers": (World(text=lambda i: "abcdefghijklmnopqrstuvwxyz " * 2), [], "goes on after its stop string"),
-    "other words": (World(text=lambda i: "!" * (i % 3)), ["--format", "lossless"], "answered differently"),
+    "other words": (World(text=lambda i: "!" * (i % 3)), ["--kv-cache-dtype", "lossless"], "answered differently"),
     "an error in the log": (World(log="INFO\nERROR 12:00 out of blocks\n"), [], "out of blocks"),
     "a traceback in the log": (World(log="Traceback (most recent call last):\n"), [], "1 errors in the server's log"),
     "memory": (World(memory=lambda t: 1e9 * (1 + t / 1000)), [], "memory grew by"),
@@ -184,7 +184,7 @@ def test_a_server_that_is_gone_at_the_end(soak: Callable[..., int], capsys: pyte
 @pytest.mark.wide
 def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything except flat memory, for which a quarter of a minute is too short."""
-    arguments = ["--minutes", "0.25", "--format", "lossless", "--eager", "--log", str(tmp_path / "log")]
+    arguments = ["--minutes", "0.25", "--kv-cache-dtype", "lossless", "--eager", "--log", str(tmp_path / "log")]
     status = main.main(arguments)
     lines = capsys.readouterr().out.splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]

@@ -86,6 +86,21 @@ def test_sinks_are_a_block_of_a_request(checked: Check, model: Path, capsys: pyt
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("length", "fewer"), [("64", True), ("1024", False)])
+def test_requests_too_short_to_gain_anything_are_in_the_verdict(
+    length: str, fewer: bool, checked: Check, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--kv-cache-dtype", "kitty2", "--max-model-len", length]
+    found = checked(*arguments)
+    assert found["starts"]
+    assert (found["fewer_tokens"] is not None) == fewer
+    assert cli.main(["check", str(model), *arguments]) == 0
+    verdict = capsys.readouterr().out.splitlines()[0]
+    but = f", but requests of {length} tokens are so short that fewer fit than with bf16 ("
+    assert verdict.startswith("yes, it would start here" + but * fewer)
+    assert (verdict == "yes, it would start here") == (not fewer)
+
+
 def test_what_is_not_packed(checked: Check) -> None:
     options = '{"kvq": {"skip_layers": [1], "group": 16}}'
     found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256", "--additional-config", options)
@@ -314,7 +329,7 @@ def test_the_text_says_the_same(checked: Check, model: Path, capsys: pytest.Capt
     found = checked(*arguments)
     assert cli.main(["check", str(model), *arguments]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("yes, it would start here\n")
+    assert text.startswith(f"yes, it would start here, but {found['fewer_tokens']}\n")
     for said in (
         found["kernels"]["slow"],
         f"{found['bits_per_element']:.3f} with all parameters",

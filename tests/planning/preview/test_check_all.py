@@ -81,6 +81,15 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, table.splitlines())) <= 80
 
 
+def test_no_format_is_offered_where_none_holds_more(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(model), "--max-model-len", "64"]) == 0
+    said = capsys.readouterr().out
+    last = "no format helps: bf16 holds more requests of 64 tokens; leave --kv-cache-dtype out"
+    assert said.splitlines()[-1] == last
+    assert "switch on" not in said
+    assert "so short" not in said
+
+
 def test_memory_that_is_not_free(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ from vllm_kvq.bench.servers.server import START_SECONDS, Server, ServerError, vl
 from vllm_kvq.bench.steps import VLLM_BLOCK, Shape, bound_format, kvq_candidate, vllm_candidate
 from vllm_kvq.bench.timing import compare
 from vllm_kvq.formats.table import label
+from vllm_kvq.integration.plan.memory import SPACE
 
 SETTLE_SECONDS = 2.0
 """vLLM's workers poll for work for a second before they sleep, on a core that they share with the other server's."""
@@ -268,7 +269,7 @@ def bench_model(folder: Path, layers: int, max_position: int) -> Path:
 
 def server(model: Path, dtype: str, load: Load, log: Path, options: Mapping[str, Any] | None = None) -> Server:
     more = ["--max-num-seqs", str(max(load.batches)), *["--enforce-eager"] * load.eager]
-    return with_cache(model, dtype, load.max_len, log, more, options)
+    return with_cache(model, dtype, load.max_len, log, more, options, defaults={SPACE: "2"})
 
 
 def prompts_for(name: str, context: int, batch: int, turn: int) -> Prompts:

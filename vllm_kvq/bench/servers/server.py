@@ -64,20 +64,29 @@ class Server:
     """Values for the child's environment, if the caller's does not set them."""
 
     def __init__(
-        self, model: str, arguments: Sequence[str], host: str, port: int, log: Path, without: Sequence[str] = ()
+        self,
+        model: str,
+        arguments: Sequence[str],
+        host: str,
+        port: int,
+        log: Path,
+        without: Sequence[str] = (),
+        defaults: Mapping[str, str] | None = None,
     ):
-        """`without`: variables that the child does not get, ours or the caller's."""
+        """`without`: variables that the child does not get, ours or the caller's; `defaults`: more than DEFAULTS, or
+        in their place."""
         self.url = f"http://{host}:{port}"
         self.log = log
         self.arguments = ["serve", model, "--host", host, "--port", str(port)]
         self.arguments += ["--shutdown-timeout", str(self.STOP_SECONDS), *arguments]
         self.command = [*vllm_command(), *self.arguments]
         self.without = frozenset(without)
+        self.defaults = {**self.DEFAULTS, **(defaults or {})}
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {k: v for k, v in {**self.DEFAULTS, **os.environ}.items() if k not in self.without}
+        environment = {k: v for k, v in {**self.defaults, **os.environ}.items() if k not in self.without}
         with self.log.open("wb") as log:
             # Its own process group: Ctrl-C then reaches only us, and we stop the child in order. Not its own session:
             # Linux divides processors among sessions, and one with a busy server can starve ours for seconds.
@@ -98,7 +107,7 @@ class Server:
     def shown(self) -> str:
         """The command as a user would type it, with the memory for the cache on a CPU."""
         name = "VLLM_CPU_KVCACHE_SPACE"
-        return f"{name}={os.environ.get(name, self.DEFAULTS[name])} {shlex.join(['vllm', *self.arguments])}"
+        return f"{name}={os.environ.get(name, self.defaults[name])} {shlex.join(['vllm', *self.arguments])}"
 
     @property
     def pid(self) -> int:
@@ -161,12 +170,13 @@ def with_cache(
     more: Sequence[str],
     options: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
+    defaults: Mapping[str, str] | None = None,
 ) -> Server:
     """A server as benchmarks start it: it computes in bfloat16, and clients call its model `bench`."""
     flags = ["--additional-config", json.dumps({"kvq": dict(options)})] if options else []
     flags += ["--kv-cache-dtype", dtype, "--dtype", "bfloat16", "--max-model-len", str(max_len)]
     flags += ["--served-model-name", "bench", *more]
-    return Server(str(model), flags, HOST, free_port(HOST), log, without)
+    return Server(str(model), flags, HOST, free_port(HOST), log, without, defaults)
 
 
 @contextmanager

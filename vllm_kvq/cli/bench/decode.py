@@ -53,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     load = decode.Load(args.batch, args.context, args.tokens, args.rounds, args.eager)
     model = checkpoint(p, args.model, load.max_len)
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     rows = []
     for row in decode.rows(str(model), [(c.format, c.options) for c in args.formats], load):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(str(error))
     named = None if args.model is None else checkpoint(p, args.model, load.max_len)
     servers.prepare()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     rows: list[Row] = []
     folder = args.out or FOLDER
     try:

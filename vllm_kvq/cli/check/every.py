@@ -118,6 +118,10 @@ def show(found: Sequence[dict[str, Any]], arguments: Sequence[str]) -> None:
     print()
     for sentence in notes(served):
         print(sentence)
+    if all(one["fewer_tokens"] for one in served):
+        length = f"{capacity['request_tokens']:,}"
+        print(f"\nno format helps: bf16 holds more requests of {length} tokens; leave --kv-cache-dtype out")
+        return
     meant = budgets(found)
     name = RECOMMENDED if RECOMMENDED in meant else first["format"]
     print()
@@ -155,4 +159,6 @@ def notes(served: Sequence[dict[str, Any]]) -> list[str]:
         if fast
         else "speed: not measured on this kind of processor; vllm-kvq bench attention measures it"
     )
-    return said + [f"{one['format']}: {sentence}" for one in served for sentence in one["warnings"]]
+    warned = [f"{one['format']}: {sentence}" for one in served for sentence in one["warnings"]]
+    fewer = [f"{one['format']}: {one['fewer_tokens']}" for one in served if one["fewer_tokens"]]
+    return said + warned + (fewer if len(fewer) < len(served) else [])

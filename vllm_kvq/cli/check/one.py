@@ -80,10 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(found: dict[str, Any]) -> None:
-    print("yes, it would start here" if found["starts"] else f"no: {found['sentence']}")
+    print(verdict(found))
     if "format" in found:
         print()
         console.Table(("", ""), rows(found), 2).show()
+
+
+def verdict(found: dict[str, Any]) -> str:
+    if not found["starts"]:
+        return f"no: {found['sentence']}"
+    return "yes, it would start here" + (f", but {found['fewer_tokens']}" if found["fewer_tokens"] else "")
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:

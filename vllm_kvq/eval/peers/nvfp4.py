@@ -24,11 +24,17 @@ from vllm_kvq.formats.table import Format
 
 BITS = 4
 BLOCK = 16
-LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST_SCALE = 448.0
-_MIDDLES = (LEVELS[1:] + LEVELS[:-1]) / 2
-# bucketize gives a tie to the lower level: where that is odd, the border lies just below the tie
-BORDERS = torch.where(torch.arange(7) % 2 == 1, torch.nextafter(_MIDDLES, torch.tensor(-math.inf)), _MIDDLES)
+
+
+def borders(device: torch.device) -> torch.Tensor:
+    """(7,): what is above the i-th is rounded to a level above the i-th."""
+    levels = torch.tensor(LEVELS, device=device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    # bucketize gives a tie to the lower level: where that is odd, the border lies just below the tie
+    below = torch.nextafter(middles, torch.full_like(middles, -math.inf))
+    return torch.where(torch.arange(7, device=device) % 2 == 1, below, middles)
 
 
 class FloatCoding(Coding):
@@ -53,7 +59,7 @@ class FloatCoding(Coding):
         scale = scale.clamp_max(LARGEST_SCALE).to(torch.float8_e4m3fn).float()
         # a block that is tiny compared with its page has the scale 0, and is read as zeros
         y = torch.where(scale > 0, x / (scale * by_block), 0)
-        codes = torch.bucketize(y.abs(), BORDERS.to(x.device)) | (y < 0).long() << 3
+        codes = torch.bucketize(y.abs(), borders(x.device)) | (y < 0).long() << 3
         return {
             "codes": pack_keys(codes.flatten(-2), BITS),
             "scale": scale.squeeze(-1).mT,
@@ -62,7 +68,7 @@ class FloatCoding(Coding):
 
     def decode(self, fields: Packed) -> torch.Tensor:
         codes = unpack_keys(fields["codes"], BITS).long().unflatten(-1, (self.blocks, BLOCK))
-        levels = torch.cat([LEVELS, -LEVELS]).to(codes.device)[codes]
+        levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)], device=codes.device)[codes]
         scale = fields["scale"].float().mT.unsqueeze(-1) * fields["page"].float()[:, :, None, None, None]
         return (levels * scale).flatten(-2).flatten(1, 2)
 

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_kvq.eval.results.result import METRICS, Row
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.budgets import BUDGETS
+from vllm_kvq.formats.methods import kivi
 from vllm_kvq.formats.table import suite
 from vllm_kvq.naming import OTHERS, OURS, QUIET, Name
 
@@ -26,7 +27,7 @@ BITS = "bits per number, everything counted"
 def is_peer(row: Row) -> bool:
     """Whether other projects serve this, and it is measured for comparison; KIVI with our options does not count."""
     name = row.format
-    return name not in FORMATS or not FORMATS[name].public or (name.startswith("kivi") and not row.options)
+    return name not in FORMATS or not FORMATS[name].public or (FORMATS[name] in kivi.FORMATS and not row.options)
 
 
 def asked_for(name: str, options: bool = False) -> tuple[int, int]:

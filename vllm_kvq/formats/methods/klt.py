@@ -39,7 +39,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import Calibration, Moments, by_head, known
@@ -92,6 +91,7 @@ def allocated(variance: Sequence[float], slots: int) -> list[int]:
 def constants_of(moments: Moments, d: int) -> torch.Tensor:
     """(KV heads, 2 + 2 d, d) float32: rows mu, s, then T / s, then (T^-1 s)^T. The same for all numbers of bits."""
     short = d - moments.key.shape[-1]
+    pad = torch.nn.functional.pad
     mean = pad(moments.mean, (0, short))
     covariance, moment = (pad(x, (0, short, 0, short)) for x in (moments.covariance, moments.seen))
     share = d / moment.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-12)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 ALIGN = 64
 
-Packed = dict[str, torch.Tensor]
+Packed: TypeAlias = "dict[str, torch.Tensor]"
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -6,9 +6,11 @@ code is the best one for the rounded parameter.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
-Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Quantized: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 """Codes as float32; scale and zero, with size 1 along the dimension of a group."""
 
 LIMIT = 32768.0

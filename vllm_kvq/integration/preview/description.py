@@ -43,7 +43,7 @@ def describe(start: DryStart) -> dict[str, Any]:
         **{"N": fmt.N, "W": fmt.W, "S": fmt.S},
         "layers": {"packed": served.layers.packed, "all": served.layers.total, "not_packed": list(served.not_packed)},
         "by_layer": by_layer,
-        "warnings": hints(served, config) + capacity_warning(capacity, served.max_len),
+        "warnings": hints(served, config),
         "kernels": {
             "path": path.name,
             "isa": instructions(path),
@@ -56,6 +56,7 @@ def describe(start: DryStart) -> dict[str, Any]:
             "bf16_tokens": capacity.plain_tokens,
             "request_tokens": served.max_len,
         },
+        "fewer_tokens": capacity_warning(capacity, served.max_len),
         "request_blocks": request_blocks(served),
     }
 

@@ -92,14 +92,18 @@ FEWER = 0.9
 """The ratio to bf16's tokens below which a server warns."""
 
 
-def capacity_warning(capacity: Capacity, max_len: int) -> list[str]:
-    """Where window, sinks and sidecar take clearly more than the packed pages save."""
+def capacity_warning(capacity: Capacity, max_len: int) -> str | None:
+    """Where window, sinks and sidecar take clearly more than the packed pages save.
+
+    No reason to refuse a server: its answers are as good as those of longer requests, and with --max-model-len auto the
+    length is known only after the weights are loaded.
+    """
     if capacity.tokens >= FEWER * capacity.plain_tokens:
-        return []
-    return [
+        return None
+    return (
         f"requests of {max_len} tokens are so short that fewer fit than with bf16 "
-        f"({capacity.tokens} tokens against {capacity.plain_tokens}); use --kv-cache-dtype auto, or a smaller 'W'"
-    ]
+        f"({capacity.tokens:,} tokens against {capacity.plain_tokens:,}); use --kv-cache-dtype auto, or a smaller 'W'"
+    )
 
 
 def report_start(served: Served, vllm_config: VllmConfig, blocks: int) -> None:
@@ -117,7 +121,7 @@ def report_start(served: Served, vllm_config: VllmConfig, blocks: int) -> None:
     for line in (start_line(served, blocks), *part_lines(served)):
         logger.info("%s", line)
     short = capacity_warning(Capacity.of(served, blocks), served.max_len)
-    for sentence in (*path_warnings(served), *hints(served, vllm_config), *short):
+    for sentence in (*path_warnings(served), *hints(served, vllm_config), *([short] if short else [])):
         logger.warning("kvq: %s", sentence)
 
 

@@ -13,6 +13,27 @@ PLATFORM = "vllm_kvq/integration/platform.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "check keeps to itself that a format holds fewer tokens than bf16",
+        "vllm_kvq/cli/check/one.py::verdict",
+        'if found["fewer_tokens"]',
+        "if False",
+        "tests/planning/preview/test_check.py -k gain_anything",
+    ),
+    Fault(
+        "check offers a format where all hold fewer tokens than bf16",
+        "vllm_kvq/cli/check/every.py::show",
+        'if all(one["fewer_tokens"]',
+        'if not all(one["fewer_tokens"]',
+        "tests/planning/preview/test_check_all.py -k none_holds_more",
+    ),
+    Fault(
+        "a mistyped format waits for torch",
+        "vllm_kvq/formats/codec.py::Geometry",
+        "field(default_factory=lambda: torch.bfloat16)",
+        "torch.bfloat16",
+        "tests/commands/test_imports.py",
+    ),
+    Fault(
         "a group without a command is not wrong usage",
         "vllm_kvq/cli/__init__.py::run",
         "return console.USAGE",

@@ -83,6 +83,20 @@ FAULTS: tuple[Fault, ...] = (
         CAPACITY,
     ),
     Fault(
+        "each of two servers has as much cache as one by itself",
+        "vllm_kvq/bench/servers/server.py::Server.__init__",
+        ", **(defaults or {})",
+        "",
+        "tests/commands/test_bench_server.py -k cache_of_its_own",
+    ),
+    Fault(
+        "an engine takes the memory of the engine next to it",
+        "vllm_kvq/bench/decode.py::_cache_bytes",
+        "current_platform.is_cpu() and",
+        "not current_platform.is_cpu() and",
+        "tests/commands/test_figures.py -k memory_to_the_other",
+    ),
+    Fault(
         "tokens per second are compared the wrong way round",
         "vllm_kvq/cli/bench/capacity.py::cells",
         "row.tokens_per_second / plain",
