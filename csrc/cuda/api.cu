@@ -3,14 +3,18 @@
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <string>
 
 #include "attend.h"
 #include "pack.h"
 #include "query.h"
+#include "tuples.h"
 
 namespace {
 
-using tvm::ffi::TensorView;
+using namespace kvq_api;
 
 #ifdef KVQ_EMULATE
 constexpr int DEVICE = kDLCPU;
@@ -141,8 +145,8 @@ kvq::Pages read_pages(const TensorView& t, const Layout& l) {
   return {data<const uint8_t>(t), t.size(0), t.stride(0), t.stride(1), int32_t(t.size(1)), l.slabs, l.slabs_at, inverse};
 }
 
-kvq::Sketches read_sketches(const TensorView& inner, const TensorView& outer, double scale_inner, double scale_outer,
-                            int d) {
+kvq::Sketches read_sketches(const Bound& bound, int d) {
+  const auto& [layout, inner, outer, scale_inner, scale_outer] = bound;
   require(reinterpret_cast<uintptr_t>(inner.data_ptr()) % 16 == 0 &&
               reinterpret_cast<uintptr_t>(outer.data_ptr()) % 16 == 0,
           "the sketches are not aligned to 16 bytes");
@@ -171,12 +175,14 @@ int64_t workspace_bytes(int64_t d, int64_t programs, int64_t tile_rows) {
          padded(programs * 16);
 }
 
-void attend_table(TensorView layout, TensorView inner, TensorView outer, double scale_inner, double scale_outer,
-                  TensorView query, TensorView start, int64_t first, int64_t longest, TensorView pages,
-                  TensorView table, TensorView low, TensorView high, double scale, int64_t tile_rows,
-                  TensorView workspace, TensorView out, TensorView lse, int64_t stream) {
+void attend_table(Tuple format, Tuple queries, TensorView pages, Tuple paged, double scale, int64_t tile_rows,
+                  TensorView workspace, Tuple into, int64_t stream) {
   begin();
-  const Layout l = read_layout(layout);
+  const Bound bound = Bound::of(format);
+  const auto [query, start, first, longest] = Queries::of(queries);
+  const auto [table, low, high] = PageTable::of(paged);
+  const auto [out, lse] = Part::of(into);
+  const Layout l = read_layout(bound.layout);
   kvq::QueryParams q{};
   kvq::AttendParams d{};
   q.pages = d.pages = read_pages(pages, l);
@@ -206,7 +212,7 @@ void attend_table(TensorView layout, TensorView inner, TensorView outer, double 
              int32_t(table.size(1)), wide(table), wide(low), int32_t(listed)};
   if (rows.requests == 1) d.table.row = 0;
   q.table = d.table;
-  q.sketches = d.sketches = read_sketches(inner, outer, scale_inner, scale_outer, l.d);
+  q.sketches = d.sketches = read_sketches(bound, l.d);
   require(scale > 0, "the softmax scale must be positive");
   q.scale = float(scale);
   const int64_t programs = int64_t(rows.requests) * rows.tiles * heads;
@@ -250,12 +256,14 @@ void attend_table(TensorView layout, TensorView inner, TensorView outer, double 
   }
 }
 
-// Packs what a step completes; `side` is the sidecar's pool, (blocks, elements) of the keys' type.
-void pack(TensorView layout, TensorView inner, TensorView outer, TensorView pages, TensorView plan, TensorView table,
-          TensorView side_table, TensorView side, int64_t slots_per_block, int64_t ring, int64_t ring_at, int64_t has_state,
-          TensorView key, TensorView value, TensorView faults, int64_t units, int64_t stream) {
+// Packs what a step completes; sidecars are of the keys' type.
+void pack(Tuple format, TensorView pages, TensorView plan, TensorView table, Tuple sidecars, Tuple fresh,
+          TensorView faults, int64_t units, int64_t stream) {
   begin();
-  const Layout l = read_layout(layout);
+  const Bound bound = Bound::of(format);
+  const auto [side, side_table, slots_per_block, ring, ring_at, has_state] = Sidecars::of(sidecars);
+  const auto [key, value] = Pair::of(fresh);
+  const Layout l = read_layout(bound.layout);
   check_pages(pages, l);
   kvq::PackParams p{};
   p.pages = data<uint8_t>(pages);
@@ -301,10 +309,10 @@ void pack(TensorView layout, TensorView inner, TensorView outer, TensorView page
           "the sidecar's slots do not fit its blocks");
   p.side = {data<const uint8_t>(side), side.size(0), side.stride(0) * bytes, data<const void>(side_table),
             side_table.stride(0), wide(side_table), int32_t(slots_per_block), int32_t(ring), int32_t(ring_at)};
-  p.has_state = int32_t(has_state);
+  p.has_state = has_state;
   require(is(faults, kDLInt, 32) && dense(faults) && faults.numel() >= 2, "faults must be two int32");
   p.faults = data<int32_t>(faults);
-  p.sketches = read_sketches(inner, outer, 1.0, 1.0, l.d);
+  p.sketches = read_sketches(bound, l.d);
   const int blocks = p.requests * p.units;
   switch (l.d) {
     case 64: launch<5, 64>(kvq::pack_kernel<64>, blocks, p.heads, 256, kvq::Pack<64>::SHARED, stream, p); break;
@@ -313,8 +321,21 @@ void pack(TensorView layout, TensorView inner, TensorView outer, TensorView page
   }
 }
 
+// The tuples and their members in order, "Name:member,member Name:member ...".
+tvm::ffi::String tuples() {
+  std::string text;
+#define KVQ_NAME(type, name) text += #name ",";
+#define KVQ_TUPLE(Name, MEMBERS) \
+  text += #Name ":";             \
+  MEMBERS(KVQ_NAME)              \
+  text.back() = ' ';
+  KVQ_TUPLES(KVQ_TUPLE)
+  return text;
+}
+
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tuples, tuples);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_table, attend_table);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pack, pack);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_bytes, workspace_bytes);

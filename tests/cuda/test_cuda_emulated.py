@@ -8,6 +8,7 @@ timing, races that the emulation's order of lanes does not show, and nvcc's own 
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,6 +231,23 @@ def test_a_long_chunk_is_attended_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     table, low, high = torch.tensor([[1, 2]]), torch.tensor([0]), torch.tensor([128])
     monkeypatch.setattr(cuda, "WORKSPACE_BYTES", cuda.workspace_bytes(fmt, 1, 4, 2, 2))
     check(fmt, pages, queries(1, 9, 2, 64), table, low, high, splits=1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("first,longest", "longest,first"), ("Part:out,lse", "Part:out"), ("Pair:key,value", "")]
+)
+def test_tuples_that_only_one_side_knows(old: str, new: str) -> None:
+    text = str(cuda.library(torch.device("cpu")).tuples())
+    assert old in text
+    with pytest.raises(ValueError, match=r"tuples are .*, and not Bound:layout"):
+        cuda.checked(SimpleNamespace(tuples=lambda: text.replace(old, new)))
+
+
+def test_a_tuple_of_another_length_is_refused() -> None:
+    fmt, pages = pool(64, 64)
+    lib, query = cuda.library(torch.device("cpu")), queries(1, 1, 2, 64)
+    with pytest.raises(ValueError, match="Bound has 5 members, not 4"):
+        lib.attend_table(cuda.bind(fmt, pages.device)[:4], (query,), pages, (), 0.125, 8, pages, (), 0)
 
 
 def test_refusals_are_one_sentence() -> None:

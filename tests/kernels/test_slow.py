@@ -16,7 +16,7 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.table import declared_options, public_formats
-from vllm_kvq.kernels.cpu import attend, layout, slow
+from vllm_kvq.kernels.cpu import attend, call, layout, slow
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.paths import Wish, path_for
 from vllm_kvq.kernels.torch.lists import PageList
@@ -173,7 +173,7 @@ def test_integer_kernels_round_and_float32_kernels_do_not(
     ids, owner, low = torch.tensor([1, 2]), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     outputs = []
     for used in (isa(), 0):
-        monkeypatch.setattr(attend, "isa", lambda used=used: used)
+        monkeypatch.setattr(call, "isa", lambda used=used: used)
         outputs.append(attend.attend_packed(fmt, query, pages, PageList(ids, owner, low, low + 128), d**-0.5)[0])
     difference = ((outputs[0] - outputs[1]).norm() / outputs[1].norm()).item()
     assert (difference > 1e-5) == bool(slow.integer_halves(fmt)), difference

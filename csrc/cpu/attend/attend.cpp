@@ -28,8 +28,7 @@ constexpr int64_t TASKS_PER_THREAD = 8; // so that a late thread costs little
 constexpr int64_t MIN_TASK_TOKENS = 512;
 constexpr int64_t MANY_ROWS = 1024;     // for a task that unpacks its pages, or gathers its tokens, once for all rows
 
-struct Share {  // one (request, KV head, row block)
-  int64_t request, head, row, rows;
+struct Share : RowBlock {
   int64_t first_task, tasks;
 };
 
@@ -52,13 +51,14 @@ class Driver {
   explicit Driver(const Attend& a)
       : a_(a),
         p_(a.packed),
+        list_(a.packed.list),
         l_(a.packed.layout),
-        kernels_(isa(a.isa).attend),
+        kernels_(isa(a.team.isa).attend),
         d_((a.head_size + SLAB - 1) / SLAB * SLAB),
         group_(a.query_heads / a.heads),
         rows_(a.queries * group_),
-        many_(p_.listed && rows_ >= kernels_.many.rows(l_)),
-        block_rows_(many_ || !p_.listed ? even_blocks() : ROWS) {}
+        many_(list_.count && rows_ >= kernels_.many.rows(l_)),
+        block_rows_(many_ || !list_.count ? even_blocks() : ROWS) {}
 
   void run() {
     sort_pages();
@@ -69,15 +69,15 @@ class Driver {
     partial_.reset(new float[partial_size_]);
     left_.reset(new std::atomic<int64_t>[shares_.size()]);
     for (size_t i = 0; i < shares_.size(); ++i) left_[i] = shares_[i].tasks;
-    if (p_.listed && !many_ && projected(l_)) project_queries();
-    parallel(a_.threads, int64_t(pieces_.size()), [&](int64_t i) { work(pieces_[i]); });
+    if (list_.count && !many_ && projected(l_)) project_queries();
+    parallel(a_.team.threads, int64_t(pieces_.size()), [&](int64_t i) { work(pieces_[i]); });
   }
 
  private:
   // A multiple of ROWS: at most MANY_ROWS, and few enough that every thread has a task.
   int64_t even_blocks() const {
-    const int64_t fair = (rows_ * a_.heads * a_.requests + 2 * a_.threads - 1) / (2 * a_.threads);
-    const int64_t most = std::clamp<int64_t>(a_.threads > 1 ? fair : MANY_ROWS, ROWS, MANY_ROWS);
+    const int64_t fair = (rows_ * a_.heads * a_.requests + 2 * a_.team.threads - 1) / (2 * a_.team.threads);
+    const int64_t most = std::clamp<int64_t>(a_.team.threads > 1 ? fair : MANY_ROWS, ROWS, MANY_ROWS);
     const int64_t blocks = std::max<int64_t>((rows_ + most - 1) / most, 1), each = (rows_ + blocks - 1) / blocks;
     return std::max<int64_t>((each + ROWS - 1) / ROWS * ROWS, ROWS);
   }
@@ -85,20 +85,20 @@ class Driver {
   // The list by request, in the order given, without empty ranges; all indices checked.
   void sort_pages() {
     first_page_.assign(a_.requests + 1, 0);
-    for (int64_t i = 0; i < p_.listed; ++i) {
-      if (p_.page_ids[i] < 0 || p_.page_ids[i] >= p_.pages)
-        throw std::out_of_range("page id " + std::to_string(p_.page_ids[i]) + " is not one of " +
-                                std::to_string(p_.pages) + " pages");
-      if (p_.owner[i] < 0 || p_.owner[i] >= a_.requests)
-        throw std::out_of_range("owner " + std::to_string(p_.owner[i]) + " is not one of " +
+    for (int64_t i = 0; i < list_.count; ++i) {
+      if (list_.ids[i] < 0 || list_.ids[i] >= p_.pool.pages)
+        throw std::out_of_range("page id " + std::to_string(list_.ids[i]) + " is not one of " +
+                                std::to_string(p_.pool.pages) + " pages");
+      if (list_.owner[i] < 0 || list_.owner[i] >= a_.requests)
+        throw std::out_of_range("owner " + std::to_string(list_.owner[i]) + " is not one of " +
                                 std::to_string(a_.requests) + " requests");
-      if (low(i) < high(i)) ++first_page_[p_.owner[i] + 1];
+      if (low(i) < high(i)) ++first_page_[list_.owner[i] + 1];
     }
     for (int64_t r = 0; r < a_.requests; ++r) first_page_[r + 1] += first_page_[r];
     order_.resize(first_page_[a_.requests]);
     std::vector<int64_t> at(first_page_.begin(), first_page_.end() - 1);
-    for (int64_t i = 0; i < p_.listed; ++i)
-      if (low(i) < high(i)) order_[at[p_.owner[i]]++] = i;
+    for (int64_t i = 0; i < list_.count; ++i)
+      if (low(i) < high(i)) order_[at[list_.owner[i]]++] = i;
   }
 
   void check_rows() const {
@@ -113,14 +113,14 @@ class Driver {
                                 std::to_string(a_.out_count));
   }
 
-  int64_t low(int64_t i) const { return std::max<int64_t>(p_.low[i], 0); }
-  int64_t high(int64_t i) const { return std::min<int64_t>(p_.high[i], l_.tokens); }
+  int64_t low(int64_t i) const { return std::max<int64_t>(list_.low[i], 0); }
+  int64_t high(int64_t i) const { return std::min<int64_t>(list_.high[i], l_.tokens); }
 
   void plan() {
     const int64_t blocks = (rows_ + block_rows_ - 1) / block_rows_;
     const int64_t total = int64_t(order_.size()) * a_.heads * blocks;
-    const int64_t wanted = a_.threads > 1 ? a_.threads * TASKS_PER_THREAD : 1;
-    const int64_t least = p_.listed ? std::max<int64_t>(1, MIN_TASK_TOKENS / l_.tokens) : 1;
+    const int64_t wanted = a_.team.threads > 1 ? a_.team.threads * TASKS_PER_THREAD : 1;
+    const int64_t least = list_.count ? std::max<int64_t>(1, MIN_TASK_TOKENS / l_.tokens) : 1;
     const int64_t most = std::max(least, (total + wanted - 1) / wanted);
     for (int64_t request = 0; request < a_.requests; ++request) {
       const int64_t first = first_page_[request], pages = first_page_[request + 1] - first;
@@ -128,7 +128,7 @@ class Driver {
       for (int64_t head = 0; head < a_.heads; ++head)
         for (int64_t row = 0; row < rows_; row += block_rows_) {
           const int64_t share = int64_t(shares_.size()), rows = std::min(block_rows_, rows_ - row);
-          shares_.push_back({request, head, row, rows, int64_t(pieces_.size()), splits + raw});
+          shares_.push_back({{request, head, row, rows}, int64_t(pieces_.size()), splits + raw});
           for (int64_t s = 0; s < splits; ++s) {
             const int64_t from = pages * s / splits, to = pages * (s + 1) / splits;
             pieces_.push_back({share, first + from, to - from, partial_size_});
@@ -151,7 +151,7 @@ class Driver {
   void read_query(int64_t request, int64_t head, int64_t r, float* to) const {
     const int64_t at = request * a_.query_strides[0] + r / group_ * a_.query_strides[1] +
                        (head * group_ + r % group_) * a_.query_strides[2];
-    const float factor = a_.scale * LOG2_E;
+    const float factor = a_.scores.scale * LOG2_E;
     for (int64_t c = 0; c < l_.head_size; ++c) {
       float x;
       if (a_.query_dtype == Dtype::f32)
@@ -171,11 +171,11 @@ class Driver {
   // if all heads have the same S: a float of it then meets more rows while it is in a register.
   void project_queries() {
     constexpr int64_t TOGETHER = 16;  // rows
-    const int64_t shares = int64_t(shares_.size()), fair = std::max<int64_t>(shares / a_.threads, 1);
+    const int64_t shares = int64_t(shares_.size()), fair = std::max<int64_t>(shares / a_.team.threads, 1);
     const bool alike = l_.keys == Keys::sketch;
     const int64_t step = alike ? std::clamp<int64_t>(TOGETHER / share_rows(), 1, fair) : 1;
     features_.reset(new float[shares * share_rows() * projected(l_)]);
-    parallel(a_.threads, (shares + step - 1) / step, [&](int64_t i) {
+    parallel(a_.team.threads, (shares + step - 1) / step, [&](int64_t i) {
       thread_local Scratch scratch;
       const int64_t first = i * step, last = std::min(first + step, shares), rows = (last - first) * share_rows();
       float* query = reinterpret_cast<float*>(scratch.reserve(4 * rows * l_.d));
@@ -208,7 +208,7 @@ class Driver {
     float* work = reinterpret_cast<float*>(scratch.reserve(4 * size_t(raw_work_floats(s.rows, d_))));
     float* top = out + s.rows * d_;
     const Place* places = places_.data() + s.request * a_.raw.tokens;
-    attend_raw_rows(a_, places, s.request, s.head, s.row, s.rows, out, top, top + s.rows, work);
+    attend_raw_rows(a_, places, s, {out, top, top + s.rows}, work);
   }
 
   void pages(const Piece& piece, const Share& share, float* out) const {
@@ -232,7 +232,7 @@ class Driver {
     task.layout = &l_;
     task.constants = &constants;
     task.rows = rows;
-    task.cap = a_.cap * LOG2_E;
+    task.cap = a_.scores.cap * LOG2_E;
     task.query = query;
     task.features = features_of(piece.share);
     task.scores = query + block_rows_ * l_.d;
@@ -295,8 +295,9 @@ class Driver {
 
    private:
     void open() {
+      const Pool& pool = driver_.p_.pool;
       const int64_t i = driver_.order_[page_];
-      record_ = driver_.p_.records + driver_.p_.page_ids[i] * driver_.p_.page_stride + head_ * driver_.p_.head_stride;
+      record_ = pool.records + driver_.list_.ids[i] * pool.page_stride + head_ * pool.head_stride;
       low_ = driver_.low(i);
       high_ = driver_.high(i);
       slab_ = low_ / SLAB;
@@ -344,6 +345,7 @@ class Driver {
 
   const Attend& a_;
   const Packed& p_;
+  const PageList& list_;
   const Layout& l_;
   const AttendKernels& kernels_;
   const int64_t d_, group_, rows_;

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../call.h"
+#include "../pages.h"
 #include "../tokens.h"
 #include "../dispatch/attend_kernels.h"
 
@@ -13,15 +15,11 @@ namespace kvq {
 
 constexpr float LOG2_E = 1.44269504089f;
 
-// Packed pages: records (pages, heads), strides in bytes, and the list of attended ones.
 struct Packed {
   Layout layout;
   Constants constants;
-  int64_t pages;
-  const uint8_t* records;
-  int64_t page_stride, head_stride;
-  int64_t listed = 0;
-  const int64_t *page_ids, *owner, *low, *high;
+  Pool pool;
+  PageList list;
 };
 
 // Full-precision tokens, `tokens` per request.
@@ -39,9 +37,9 @@ struct Attend {
   const void* query;
   Dtype query_dtype;
   int64_t query_strides[3];
-  Packed packed;  // listed == 0: none
+  Packed packed;  // list.count == 0: none
   Raw raw;        // tokens == 0: none
-  float scale, cap;  // cap: the soft cap of scores; 0: none
+  Scores scores;
   // Other parts of the same attention, outputs (requests, queries, query_heads, head_size) and their log-sum-exps,
   // dense; null where there are none. They are merged into the output.
   const float *prior_out[2], *prior_lse[2];
@@ -52,7 +50,7 @@ struct Attend {
   int64_t out_count, out_strides[2];
   const int64_t* out_rows;
   float* lse;  // (requests, queries, query_heads) without the prior parts, or null; -inf where nothing was attended
-  int threads, isa;  // see dispatch/isa.h
+  Team team;
 };
 
 // Throws std::out_of_range before anything is read or written if an index leaves its tensor.
@@ -66,10 +64,19 @@ struct Place {
 // Computed for all requests' tokens, once for all heads: each costs a division.
 std::vector<Place> locate_raw(const Attend& a);
 
-// One KV head of one request over its full-precision tokens, `places` of them; query rows [first, first + rows):
-// out [rows][d], top and total as in dispatch/attend_kernels.h. `work` holds raw_work_floats(rows, d) numbers.
-void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int64_t head, int64_t first, int64_t rows,
-                     float* out, float* top, float* total, float* work);
+// Query rows [row, row + rows) of one KV head of one request: queries x query heads of the KV head, in that order.
+struct RowBlock {
+  int64_t request, head, row, rows;
+};
+
+// As in dispatch/attend_kernels.h: out [rows][d], top and total [rows].
+struct RunningSoftmax {
+  float *out, *top, *total;
+};
+
+// Over the full-precision tokens of the request, which lie at `places`. `work` holds raw_work_floats(rows, d) numbers.
+void attend_raw_rows(const Attend& a, const Place* places, const RowBlock& block, const RunningSoftmax& softmax,
+                     float* work);
 inline int64_t raw_work_floats(int64_t rows, int64_t d) { return rows * d + 2 * SLAB * d + ROWS * SLAB + rows * d / 2; }
 
 }  // namespace kvq

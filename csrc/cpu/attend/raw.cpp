@@ -77,7 +77,7 @@ struct Walk {
   // A row of the queries, times scale * log2(e)
   void read_query(int64_t r, int64_t group, float* to, int64_t d) const {
     const int64_t at = query_at(r, group);
-    const float factor = a.scale * LOG2_E;
+    const float factor = a.scores.scale * LOG2_E;
     if (a.query_dtype == Dtype::f32) {
       const float* from = static_cast<const float*>(a.query) + at;
       for (int64_t c = 0; c < a.head_size; ++c) to[c] = from[c] * factor;
@@ -115,14 +115,15 @@ std::vector<Place> locate_raw(const Attend& a) {
   return places;
 }
 
-void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int64_t head, int64_t first, int64_t rows,
-                     float* out, float* top, float* total, float* work) {
+void attend_raw_rows(const Attend& a, const Place* places, const RowBlock& block, const RunningSoftmax& softmax,
+                     float* work) {
+  const int64_t first = block.row, rows = block.rows;
   const int64_t d = (a.head_size + SLAB - 1) / SLAB * SLAB, group = a.query_heads / a.heads;
-  const Walk walk{a, a.raw, places, request, head};
-  const AttendKernels& kernels = isa(a.isa).attend;
+  const Walk walk{a, a.raw, places, block.request, block.head};
+  const AttendKernels& kernels = isa(a.team.isa).attend;
   const auto query_of = [&](int64_t row) { return (first + row) / group; };
   const auto tokens_from = [&](int64_t start) { return int(std::min<int64_t>(SLAB, a.raw.tokens - start)); };
-  const uint8_t* all_seen = a.raw.seen + request * a.queries * a.raw.tokens;
+  const uint8_t* all_seen = a.raw.seen + block.request * a.queries * a.raw.tokens;
   const auto sight_of = [&](int64_t start, int64_t from, int64_t to) {  // rows [from, to)
     const int64_t q = query_of(from);
     return Sight(all_seen + start + q * a.raw.tokens, a.raw.tokens, query_of(to - 1) + 1 - q, tokens_from(start));
@@ -144,15 +145,15 @@ void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int6
   t.d = int(d);
   t.dtype = a.raw.dtype;
   t.seen_stride = a.raw.tokens;
-  t.unit = a.scale * LOG2_E;
-  t.cap = a.cap * LOG2_E;
+  t.unit = a.scores.scale * LOG2_E;
+  t.cap = a.scores.cap * LOG2_E;
   t.work = query + rows * d;
   uint16_t* bits = reinterpret_cast<uint16_t*>(t.work + 2 * SLAB * d + ROWS * SLAB);
   const bool both_bf16 = a.query_dtype == Dtype::bf16 && a.raw.dtype == Dtype::bf16 && a.head_size == d && has_bf16();
   for (int64_t r = 0; r < rows && both_bf16; ++r) walk.read_bits(first + r, group, bits + r * d);
-  std::fill_n(out, rows * d, 0.0f);
-  std::fill_n(top, rows, -1e30f);
-  std::fill_n(total, rows, 0.0f);
+  std::fill_n(softmax.out, rows * d, 0.0f);
+  std::fill_n(softmax.top, rows, -1e30f);
+  std::fill_n(softmax.total, rows, 0.0f);
   while (start < a.raw.tokens) {
     t.tokens = tokens_from(start);
     std::copy_n(next.key, SLAB, t.key);
@@ -169,9 +170,9 @@ void attend_raw_rows(const Attend& a, const Place* places, int64_t request, int6
       t.seen = all_seen + start + query_of(r) * a.raw.tokens;
       t.query = query + r * d;
       t.query_bits = both_bf16 ? bits + r * d : nullptr;
-      t.out = out + r * d;
-      t.top = top + r;
-      t.total = total + r;
+      t.out = softmax.out + r * d;
+      t.top = softmax.top + r;
+      t.total = softmax.total + r;
       kernels.add_raw(t);
     }
     start = following;

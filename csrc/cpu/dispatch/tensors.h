@@ -8,12 +8,13 @@
 
 #include <cstring>
 
+#include "../call.h"
+#include "../pages.h"
 #include "../tokens.h"
 #include "isa.h"
+#include "tuples.h"
 
 namespace kvq_api {
-
-using tvm::ffi::TensorView;
 
 inline void require(bool condition, const char* what) {
   if (!condition) TVM_FFI_THROW(ValueError) << what;
@@ -50,7 +51,7 @@ inline kvq::Dtype float_type(const TensorView& t) {
   return kvq::Dtype::bf16;
 }
 
-// A struct of 8-byte fields, filled by name in kernels/cpu/layout.py.
+// A struct that Python fills by name (kernels/cpu/fields.py).
 template <class Fields>
 Fields read_fields(const TensorView& t) {
   require(is(t, kDLUInt, 8) && dense(t) && t.numel() >= int64_t(sizeof(Fields)),
@@ -115,17 +116,28 @@ inline kvq::Layout read_layout(const TensorView& t) {
 }
 
 // records (pages, heads, record_bytes)
-inline void read_records(const TensorView& pages, const kvq::Layout& l) {
+inline kvq::Pool read_pool(const TensorView& pages, const kvq::Layout& l) {
   require(is(pages, kDLUInt, 8) && pages.ndim() == 3 && pages.size(2) == l.record_bytes && pages.stride(2) == 1,
           "pages must be uint8 (pages, heads, record_bytes)");
   if (l.keys == kvq::Keys::transformed && l.key_heads != pages.size(1))
     TVM_FFI_THROW(ValueError) << "the keys have constants of " << l.key_heads << " KV heads, but pages have "
                               << pages.size(1);
+  return {data<uint8_t>(pages), pages.size(0), pages.size(1), pages.stride(0), pages.stride(1)};
+}
+
+inline kvq::PageList read_page_list(const PageList& t) {
+  kvq::PageList l{};
+  l.count = t.ids.numel();
+  l.ids = index_list(t.ids, l.count, "page ids must be a dense int64 list");
+  l.owner = index_list(t.owner, l.count, "owner must be a dense int64 list as long as the page ids");
+  l.low = index_list(t.low, l.count, "low must be a dense int64 list as long as the page ids");
+  l.high = index_list(t.high, l.count, "high must be a dense int64 list as long as the page ids");
+  return l;
 }
 
 // tokens (blocks, slots, heads, head_size)
-inline kvq::Tokens read_tokens(const TensorView& key, const TensorView& value, int64_t heads, int64_t head_size,
-                               kvq::Dtype dtype) {
+inline kvq::Tokens read_tokens(const Pair& pair, int64_t heads, int64_t head_size, kvq::Dtype dtype) {
+  const auto& [key, value] = pair;
   require(key.ndim() == 4 && value.ndim() == 4, "tokens must be (blocks, slots, heads, head_size)");
   kvq::Tokens t{key.data_ptr(), value.data_ptr(), key.size(0), key.size(1), {}, {}};
   for (const TensorView* x : {&key, &value})
@@ -136,8 +148,21 @@ inline kvq::Tokens read_tokens(const TensorView& key, const TensorView& value, i
   return t;
 }
 
-inline void require_isa(int64_t threads, int64_t isa) {
-  require(threads >= 1 && isa >= 0 && isa <= kvq::best_isa(), "no such instruction set on this processor");
+inline void require_isa(int64_t isa) {
+  require(isa >= 0 && isa <= kvq::best_isa(), "no such instruction set on this processor");
+}
+
+inline kvq::Team read_team(const TensorView& t) {
+  const auto team = read_fields<kvq::Team>(t);
+  require(team.threads >= 1, "a call needs a thread");
+  require_isa(team.isa);
+  return team;
+}
+
+inline kvq::Scores read_scores(const TensorView& t) {
+  const auto s = read_fields<kvq::Scores>(t);
+  require(s.cap >= 0, "a soft cap must be positive");
+  return s;
 }
 
 }  // namespace kvq_api

@@ -6,25 +6,43 @@
 #include <string>
 #include <type_traits>
 
+#include "../call.h"
 #include "../dispatch/isa.h"
+#include "../dispatch/tuples.h"
 #include "../step/decode.h"
 
 namespace {
 
-// "name name ...", the number of a name being its place; fields also state their type, in the letters of Python's
-// `struct`: "name:q name:d ...".
+// Of a field, as Python's `struct` has it.
+template <class T>
+constexpr char letter() {
+  if constexpr (std::is_floating_point_v<T>) return sizeof(T) == 8 ? 'd' : 'f';
+  return sizeof(T) == 8 ? 'q' : 'i';
+}
+
+// "name name ...", the number of a name being its place; fields also state their type, "name:q name:d ...", and tuples
+// their tensors, "Name:tensor,tensor Name:tensor ...".
 std::string names(const std::string& of) {
   using namespace kvq;
   std::string text;
 #define KVQ_NAME(name) text += #name " ";
 #define KVQ_NUMBER(name, value) text += #name ":" + std::to_string(value) + " ";
-#define KVQ_FIELD(type, name)                                       \
-  static_assert(sizeof(type) == 8);                                 \
-  text += std::is_same_v<type, double> ? #name ":d " : #name ":q ";
+#define KVQ_FIELD(type, name) text += std::string(#name ":") + letter<type>() + " ";
+#define KVQ_TENSOR(name) text += #name ",";
+#define KVQ_TUPLE(Name, TENSORS) \
+  text += #Name ":";             \
+  TENSORS(KVQ_TENSOR)            \
+  text.back() = ' ';
   if (of == "layout") {
     KVQ_LAYOUT_FIELDS(KVQ_FIELD)
   } else if (of == "companions") {
     KVQ_COMPANION_FIELDS(KVQ_FIELD)
+  } else if (of == "scores") {
+    KVQ_SCORE_FIELDS(KVQ_FIELD)
+  } else if (of == "team") {
+    KVQ_TEAM_FIELDS(KVQ_FIELD)
+  } else if (of == "tuples") {
+    KVQ_TUPLES(KVQ_TUPLE)
   } else if (of == "keys") {
     KVQ_KEY_KINDS(KVQ_NAME)
   } else if (of == "values") {

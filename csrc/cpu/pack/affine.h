@@ -159,11 +159,25 @@ inline size_t scalar_work_bytes(const Layout& l) {
   return align64(4 * size_t(SLAB) * (3 * l.d + MAX_RANK));
 }
 
-// Per channel over 32 tokens x [32][stride], for channels [first, last), whose tops are `tops(c)`: parameters to `scale`
-// and `zero`.
+// Channels [first, last) of 32 tokens, [32][stride].
+struct Channels {
+  const float* x;
+  int64_t stride, first, last;
+};
+
+// What they are quantized to: float16 parameters, codes [32][stride], and, unless null, what is lost to `original`.
+struct Quantized {
+  uint8_t *scale, *zero;
+  int32_t* codes;
+  float* error;
+  const float* original;
+};
+
+// Per channel over 32 tokens; the top of channel c's codes is tops(c).
 template <class Tops>
-inline void channel_codes(const float* x, int64_t stride, int64_t first, int64_t last, Tops tops, bool fit,
-                          uint8_t* scale, uint8_t* zero, int32_t* codes, float* error, const float* original) {
+inline void channel_codes(const Channels& channels, Tops tops, bool fit, const Quantized& to) {
+  const auto [x, stride, first, last] = channels;
+  const auto [scale, zero, codes, error, original] = to;
   for (int64_t c = first; c < last; c += LANES) {
     const Floats top = tops(c);
     Floats lo = load(x + c), hi = lo;
@@ -210,7 +224,7 @@ inline int32_t* quantize_channels(const PackUnit& u, Tops tops) {
       from = x;
     }
     const bool last = end == d;
-    channel_codes(from, d, start, end, tops, l.key_fitted, scale, zero, codes, last ? nullptr : error, u.key);
+    channel_codes({from, d, start, end}, tops, l.key_fitted, {scale, zero, codes, last ? nullptr : error, u.key});
     if (last) break;
     for (int t = 0; t < SLAB; ++t)
       for (int r = 0; r < rank; ++r) {

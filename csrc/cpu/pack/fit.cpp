@@ -34,8 +34,8 @@ void by_chunks(const Reduce& r, const PackKernels& kernels, int64_t head, Body&&
 }  // namespace
 
 void gram(const Reduce& r) {
-  const PackKernels& kernels = isa(r.isa).pack;
-  parallel(r.threads, r.heads, [&](int64_t head) {
+  const PackKernels& kernels = isa(r.team.isa).pack;
+  parallel(r.team.threads, r.heads, [&](int64_t head) {
     double* out = r.sums + head * r.d * r.d;
     std::fill_n(out, r.d * r.d, 0.0);
     by_chunks(r, kernels, head, [&](const float* rows, int count, float* sum) {
@@ -49,8 +49,8 @@ void gram(const Reduce& r) {
 }
 
 void squares(const Reduce& r) {
-  const PackKernels& kernels = isa(r.isa).pack;
-  parallel(r.threads, r.heads, [&](int64_t head) {
+  const PackKernels& kernels = isa(r.team.isa).pack;
+  parallel(r.team.threads, r.heads, [&](int64_t head) {
     std::fill_n(r.sums + head * r.d, r.d, 0.0);
     by_chunks(r, kernels, head,
               [&](const float* rows, int count, float*) { kernels.squares(rows, count, r.d, r.sums + head * r.d); });
@@ -58,8 +58,8 @@ void squares(const Reduce& r) {
 }
 
 void largest(const Reduce& r) {
-  const PackKernels& kernels = isa(r.isa).pack;
-  parallel(r.threads, r.heads, [&](int64_t head) {
+  const PackKernels& kernels = isa(r.team.isa).pack;
+  parallel(r.team.threads, r.heads, [&](int64_t head) {
     std::fill_n(r.top + head * r.d, r.d, 0.0f);
     by_chunks(r, kernels, head,
               [&](const float* rows, int count, float*) { kernels.largest(rows, count, r.d, r.top + head * r.d); });

@@ -1,7 +1,7 @@
 // What `fit` sums over a prompt, so its state needs no second pass over the tokens.
 #pragma once
 
-#include "../layout.h"
+#include "../call.h"
 
 namespace kvq {
 
@@ -14,7 +14,7 @@ struct Reduce {
   int64_t strides[2];  // token, head
   double* sums;        // gram: (heads, d, d), squares: (heads, d)
   float* top;          // (heads, d)
-  int threads, isa;
+  Team team;
 };
 
 void gram(const Reduce& r);

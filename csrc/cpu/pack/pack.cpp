@@ -54,16 +54,16 @@ void pull_of(const float* u, int64_t rank, int64_t d, int64_t block, double rho,
 
 class Packer {
  public:
-  explicit Packer(const Pack& p) : p_(p), l_(p.layout), kernels_(isa(p.isa).pack) {}
+  explicit Packer(const Pack& p) : p_(p), l_(p.layout), units_(p.units), kernels_(isa(p.team.isa).pack) {}
 
   int64_t run() {
     check();
     std::vector<int64_t> runs;  // first unit of each
-    for (int64_t i = 0; i < p_.units; ++i)
-      if (!i || p_.page[i] != p_.page[i - 1]) runs.push_back(i);
+    for (int64_t i = 0; i < units_.count; ++i)
+      if (!i || units_.page[i] != units_.page[i - 1]) runs.push_back(i);
     if (corrected()) {
-      pulls_.reset(new float[p_.owners * p_.heads * p_.state_rows * l_.d]);
-      parallel(p_.threads, p_.owners * p_.heads, [&](int64_t i) {
+      pulls_.reset(new float[p_.owners * p_.pool.heads * p_.state_rows * l_.d]);
+      parallel(p_.team.threads, p_.owners * p_.pool.heads, [&](int64_t i) {
         const int64_t rank = p_.state_rows - 1, size = p_.state_rows * l_.d;
         const float* u = p_.state + i * size;
         const double noise = u[rank * l_.d], rho = std::max(1 / l_.lambda, l_.noise_floor * noise);
@@ -71,9 +71,9 @@ class Packer {
       });
     }
     const int64_t count = int64_t(runs.size());
-    runs.push_back(p_.units);
-    parallel(p_.threads, count * p_.heads, [&](int64_t i) {
-      for (int64_t u = runs[i / p_.heads]; u < runs[i / p_.heads + 1]; ++u) unit(u, i % p_.heads);
+    runs.push_back(units_.count);
+    parallel(p_.team.threads, count * p_.pool.heads, [&](int64_t i) {
+      for (int64_t u = runs[i / p_.pool.heads]; u < runs[i / p_.pool.heads + 1]; ++u) unit(u, i % p_.pool.heads);
     });
     return replaced_;
   }
@@ -85,26 +85,26 @@ class Packer {
     const int64_t limit = p_.old.rows() + p_.fresh.rows();
     if (corrected() && (p_.state_rows < 1 || p_.state_rows - 1 > MAX_RANK || l_.squat_block < 16 || l_.squat_block % 16))
       throw std::out_of_range("SQuat's rank or block is out of range");
-    for (int64_t i = 0; l_.keys == Keys::transformed && p_.units && i < p_.heads * l_.slots; ++i) {
+    for (int64_t i = 0; l_.keys == Keys::transformed && units_.count && i < p_.pool.heads * l_.slots; ++i) {
       const int32_t* channel = p_.constants.places + i / l_.slots * 2 * l_.slots + i % l_.slots;
       inside(*channel, l_.d, "channel");
       inside(channel[l_.slots], 32, "shift");
     }
-    for (int64_t i = 0; i < p_.units; ++i) {
-      inside(p_.page[i], p_.pages, "page id");
-      inside(p_.unit[i], l_.tokens / p_.unit_tokens, "unit");
-      if (p_.state) inside(p_.owner[i], p_.owners, "owner");
-      for (int64_t t = 0; t < p_.unit_tokens; ++t) inside(p_.rows[i * p_.unit_tokens + t], limit, "row");
+    for (int64_t i = 0; i < units_.count; ++i) {
+      inside(units_.page[i], p_.pool.pages, "page id");
+      inside(units_.unit[i], l_.tokens / units_.tokens, "unit");
+      if (p_.state) inside(units_.owner[i], p_.owners, "owner");
+      for (int64_t t = 0; t < units_.tokens; ++t) inside(units_.rows[i * units_.tokens + t], limit, "row");
     }
   }
 
   void unit(int64_t i, int64_t head) {
     thread_local Scratch scratch;
-    const int64_t tokens = p_.unit_tokens, d = l_.d, slabs = tokens / SLAB;
+    const int64_t tokens = units_.tokens, d = l_.d, slabs = tokens / SLAB;
     char* memory = scratch.reserve(8 * size_t(tokens * d) + kernels_.work_bytes(l_, tokens));
     float *key = reinterpret_cast<float*>(memory), *value = key + tokens * d;
     int64_t lost = 0;
-    for (int64_t t = 0; t < tokens; ++t) lost += read(p_.rows[i * tokens + t], head, key + t * d, value + t * d);
+    for (int64_t t = 0; t < tokens; ++t) lost += read(units_.rows[i * tokens + t], head, key + t * d, value + t * d);
     if (lost) replaced_ += lost;
     PackUnit u{};
     u.layout = &l_;
@@ -113,19 +113,19 @@ class Packer {
     u.tokens = tokens;
     u.key = key;
     u.value = value;
-    u.record = p_.records + p_.page[i] * p_.page_stride + head * p_.head_stride;
-    u.slabs = u.record + l_.slabs_at + p_.unit[i] * slabs * l_.slab_bytes;
+    u.record = p_.pool.records + units_.page[i] * p_.pool.page_stride + head * p_.pool.head_stride;
+    u.slabs = u.record + l_.slabs_at + units_.unit[i] * slabs * l_.slab_bytes;
     if (p_.state) {
-      const int64_t at = (p_.owner[i] * p_.heads + head) * p_.state_rows * d;
+      const int64_t at = (units_.owner[i] * p_.pool.heads + head) * p_.state_rows * d;
       u.state = p_.state + at;
       if (pulls_) u.pull = pulls_.get() + at;
     }
     u.state_rows = p_.state_rows;
-    u.follows = p_.state && p_.follows[i];
+    u.follows = p_.state && units_.follows[i];
     u.work = reinterpret_cast<char*>(value + tokens * d);
     kernels_.pack(u);
     std::memcpy(u.record, &PAGE_MAGIC, 4);
-    std::memset(u.record + FLAGS_AT + p_.unit[i] * slabs, 1, slabs);
+    std::memset(u.record + FLAGS_AT + units_.unit[i] * slabs, 1, slabs);
   }
 
   int64_t read(int64_t row, int64_t head, float* key, float* value) const {
@@ -142,6 +142,7 @@ class Packer {
 
   const Pack& p_;
   const Layout& l_;
+  const Units& units_;
   const PackKernels& kernels_;
   std::unique_ptr<float[]> pulls_;
   std::atomic<int64_t> replaced_{0};
@@ -173,11 +174,10 @@ void store(const Store& s) {
   }
 }
 
-int64_t unpacked_page(const Layout& l, const uint8_t* records, int64_t page_stride, int64_t listed,
-                      const int64_t* page_ids, const int64_t* low, const int64_t* high) {
-  for (int64_t i = 0; i < listed; ++i) {
-    const uint8_t* header = records + page_ids[i] * page_stride;
-    const int64_t first = std::max<int64_t>(low[i], 0), last = std::min<int64_t>(high[i], l.tokens);
+int64_t unpacked_page(const Layout& l, const Pool& pool, const PageList& list) {
+  for (int64_t i = 0; i < list.count; ++i) {
+    const uint8_t* header = pool.records + list.ids[i] * pool.page_stride;
+    const int64_t first = std::max<int64_t>(list.low[i], 0), last = std::min<int64_t>(list.high[i], l.tokens);
     bool packed = first >= last || std::memcmp(header, &PAGE_MAGIC, 4) == 0;
     for (int64_t slab = first / SLAB; slab * SLAB < last; ++slab) packed = packed && header[FLAGS_AT + slab] == 1;
     if (!packed) return i;

@@ -8,7 +8,14 @@
 namespace {
 namespace float32 {
 
-// inner [32][d], outer [32][32], features [32][32], a panel of the sketch [d][32], signs [32][m]
+// Where signs are found.
+struct SignRoom {
+  float* features;  // [32][32]
+  float* panel;     // 32 columns of the sketch, [d][32]
+  int32_t* signs;   // [32][m]
+};
+
+// inner [32][d], outer [32][32], and the room
 inline size_t sketch_work_bytes(const Layout& l) {
   const int64_t most = l.sketch_rows > l.outer_rows ? l.sketch_rows : l.outer_rows;
   return align64(4 * size_t(SLAB) * (2 * l.d + 2 * SLAB + most));
@@ -16,8 +23,9 @@ inline size_t sketch_work_bytes(const Layout& l) {
 
 // For rows [32][stride] with n entries: float16 norms to `norm`, and sign(S x), S transposed [n][m], to `bits`.
 // 32 columns of S at a time are copied together: m floats apart, they would push each other out of the first cache.
-inline void put_signs(const float* rows, int64_t stride, int64_t n, const float* sketch, int64_t m, float* features,
-                      float* panel, int32_t* signs, uint8_t* bits, uint8_t* norm) {
+inline void put_signs(const float* rows, int64_t stride, int64_t n, const float* sketch, int64_t m, const SignRoom& room,
+                      uint8_t* bits, uint8_t* norm) {
+  const auto [features, panel, signs] = room;
   float norms[SLAB];
   for (int t = 0; t < SLAB; ++t) {
     Floats square{};
@@ -62,10 +70,10 @@ inline void pack_sketch(const PackUnit& u) {
   const Layout& l = *u.layout;
   float *inner = reinterpret_cast<float*>(u.work), *outer = inner + SLAB * l.d, *features = outer + SLAB * SLAB;
   float* panel = features + SLAB * SLAB;
-  int32_t* signs = reinterpret_cast<int32_t*>(panel + l.d * SLAB);
+  const SignRoom room{features, panel, reinterpret_cast<int32_t*>(panel + l.d * SLAB)};
+  uint8_t *bits = u.slabs + l.k_bits, *norm = u.slabs + l.k_norm;
   if (!l.outliers) {
-    put_signs(u.key, l.d, l.d, u.constants->sketch, l.sketch_rows, features, panel, signs,
-              u.slabs + l.k_bits, u.slabs + l.k_norm);
+    put_signs(u.key, l.d, l.d, u.constants->sketch, l.sketch_rows, room, bits, norm);
     return;
   }
   uint8_t* index = u.slabs + l.ko_index;
@@ -77,10 +85,8 @@ inline void pack_sketch(const PackUnit& u) {
       outer[t * SLAB + i] = u.key[t * l.d + index[i]];
       inner[t * l.d + index[i]] = 0;
     }
-  put_signs(inner, l.d, l.d, u.constants->sketch, l.sketch_rows, features, panel, signs,
-            u.slabs + l.k_bits, u.slabs + l.k_norm);
-  put_signs(outer, SLAB, l.outliers, u.constants->outer, l.outer_rows, features, panel, signs,
-            u.slabs + l.ko_bits, u.slabs + l.ko_norm);
+  put_signs(inner, l.d, l.d, u.constants->sketch, l.sketch_rows, room, bits, norm);
+  put_signs(outer, SLAB, l.outliers, u.constants->outer, l.outer_rows, room, u.slabs + l.ko_bits, u.slabs + l.ko_norm);
 }
 
 }  // namespace float32

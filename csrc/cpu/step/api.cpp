@@ -22,7 +22,7 @@ kvq::Table read_block_table(const TensorView& t, int64_t requests) {
 // The slots of companions: (blocks, elements), laid out as in kernels/slots.py.
 kvq::Tokens read_slots(const TensorView& pool, const kvq::Decode& d) {
   if (pool.numel() == 0) return {};
-  const int64_t row = d.heads * d.layout.head_size, size = d.dtype == kvq::Dtype::f32 ? 4 : 2;
+  const int64_t row = d.pool.heads * d.layout.head_size, size = d.dtype == kvq::Dtype::f32 ? 4 : 2;
   require(pool.ndim() == 2 && pool.stride(1) == 1 && float_type(pool) == d.dtype &&
               pool.size(1) >= d.cut.slots_per_block * 2 * row,
           "companions must be (blocks, elements) of the model's type, with room for their slots");
@@ -43,31 +43,19 @@ kvq::Companions read_companions(const TensorView& t, const kvq::Layout& l) {
   return c;
 }
 
-// query (tokens, query heads, head_size), key and value (tokens, 1, heads, head_size), out as query. Without keys and
-// values, (0, 1, heads, head_size), another layer has updated the caches.
-int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, TensorView seq_lens, TensorView table,
-                    TensorView side_table, TensorView sink_table, TensorView query, TensorView key, TensorView value,
-                    TensorView pages, TensorView side, TensorView sinks, TensorView out, double scale, double cap,
-                    int64_t threads, int64_t isa) {
-  kvq::Decode d{};
-  d.layout = read_layout(layout);
-  d.constants = read_constants(layout, d.layout);
-  d.cut = read_companions(cut, d.layout);
-  d.requests = seq_lens.numel();
-  d.query_start = ints(query_start, d.requests + 1, "query_start must be dense int32, one longer than seq_lens");
-  d.seq_lens = ints(seq_lens, d.requests, "seq_lens must be dense int32");
-  d.pages_of = read_block_table(table, d.requests);
-  d.side_of = read_block_table(side_table, d.requests);
-  d.sinks_of = read_block_table(sink_table, d.requests);
+void read_batch(kvq::Decode& d, const Batch& batch) {
+  d.requests = batch.seq_lens.numel();
+  d.query_start = ints(batch.query_start, d.requests + 1, "query_start must be dense int32, one longer than seq_lens");
+  d.seq_lens = ints(batch.seq_lens, d.requests, "seq_lens must be dense int32");
+  d.pages_of = read_block_table(batch.table, d.requests);
+  d.side_of = read_block_table(batch.side_table, d.requests);
+  d.sinks_of = read_block_table(batch.sink_table, d.requests);
+}
 
-  read_records(pages, d.layout);
-  d.records = data<uint8_t>(pages);
-  d.pages = pages.size(0);
-  d.heads = pages.size(1);
-  d.page_stride = pages.stride(0);
-  d.head_stride = pages.stride(1);
-  require(query.ndim() == 3 && query.stride(2) == 1 && query.size(2) == d.layout.head_size && d.heads > 0 &&
-              query.size(1) % d.heads == 0,
+void read_fresh(kvq::Decode& d, const Fresh& fresh) {
+  const auto& [query, key, value] = fresh;
+  require(query.ndim() == 3 && query.stride(2) == 1 && query.size(2) == d.layout.head_size && d.pool.heads > 0 &&
+              query.size(1) % d.pool.heads == 0,
           "query must be (tokens, heads, head_size) with dense rows, its heads a multiple of the KV heads");
   d.tokens = query.size(0);
   d.query_heads = query.size(1);
@@ -75,17 +63,34 @@ int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, T
   d.query_strides[0] = query.stride(0);
   d.query_strides[1] = query.stride(1);
   d.dtype = float_type(query);
-  d.fresh = read_tokens(key, value, d.heads, d.layout.head_size, d.dtype);
+  d.fresh = read_tokens({key, value}, d.pool.heads, d.layout.head_size, d.dtype);
   d.update = d.fresh.rows() > 0;
   require(!d.update || d.fresh.rows() == d.tokens, "query and key have different tokens");
-  const int64_t state = 4 * d.heads * d.cut.state_rows * d.layout.d;
+}
+
+void read_companion_blocks(kvq::Decode& d, const Cached& caches) {
+  const int64_t state = 4 * d.pool.heads * d.cut.state_rows * d.layout.d, size = d.dtype == kvq::Dtype::f32 ? 4 : 2;
   require(d.cut.state_rows >= 0 && d.cut.ring_at == 1 + d.cut.state_slots &&
-              state <= d.cut.state_slots * 2 * d.heads * d.layout.head_size * (d.dtype == kvq::Dtype::f32 ? 4 : 2),
+              state <= d.cut.state_slots * 2 * d.pool.heads * d.layout.head_size * size,
           "the sidecar has no room for its state");
-  d.side = read_slots(side, d);
-  d.sink = read_slots(sinks, d);
-  d.side_blocks = data<char>(side);
-  d.side_stride = side.stride(0) * (d.dtype == kvq::Dtype::f32 ? 4 : 2);
+  d.side = read_slots(caches.sidecar, d);
+  d.sink = read_slots(caches.sinks, d);
+  d.side_blocks = data<char>(caches.sidecar);
+  d.side_stride = caches.sidecar.stride(0) * size;
+}
+
+// out as the query. Without keys and values, (0, 1, heads, head_size), another layer has updated the caches.
+int64_t decode_step(TensorView layout, TensorView cut, Tuple batch, Tuple fresh, Tuple cached, TensorView out,
+                    TensorView scores, TensorView team) {
+  kvq::Decode d{};
+  d.layout = read_layout(layout);
+  d.constants = read_constants(layout, d.layout);
+  d.cut = read_companions(cut, d.layout);
+  read_batch(d, Batch::of(batch));
+  const Cached caches = Cached::of(cached);
+  d.pool = read_pool(caches.pages, d.layout);
+  read_fresh(d, Fresh::of(fresh));
+  read_companion_blocks(d, caches);
   require(out.ndim() == 3 && out.size(0) >= d.tokens && out.size(1) == d.query_heads &&
               out.size(2) == d.layout.head_size && out.stride(2) == 1,
           "out has the wrong shape");
@@ -93,12 +98,8 @@ int64_t decode_step(TensorView layout, TensorView cut, TensorView query_start, T
   d.out_dtype = float_type(out);
   d.out_strides[0] = out.stride(0);
   d.out_strides[1] = out.stride(1);
-  d.scale = float(scale);
-  require(cap >= 0, "a soft cap must be positive");
-  d.cap = float(cap);
-  require_isa(threads, isa);
-  d.threads = int(threads);
-  d.isa = int(isa);
+  d.scores = read_scores(scores);
+  d.team = read_team(team);
   try {
     return kvq::decode(d);
   } catch (const std::out_of_range& e) {

@@ -117,7 +117,7 @@ class Decoder {
   }
 
   int64_t page_of(const Request& r, int64_t page) const {
-    return within(d_.pages_of.at(r.index, page), d_.pages, "page id");
+    return within(d_.pages_of.at(r.index, page), d_.pool.pages, "page id");
   }
 
   // -- planning ---------------------------------------------------------------------------------------------------
@@ -196,18 +196,8 @@ class Decoder {
     Pack p{};
     p.layout = d_.layout;
     p.constants = d_.constants;
-    p.records = d_.records;
-    p.pages = d_.pages;
-    p.heads = d_.heads;
-    p.page_stride = d_.page_stride;
-    p.head_stride = d_.head_stride;
-    p.units = int64_t(unit_.size());
-    p.unit_tokens = c_.unit;
-    p.page = page_.data();
-    p.unit = unit_.data();
-    p.rows = rows_.data();
-    p.owner = owner_.data();
-    p.follows = follows_.data();
+    p.pool = d_.pool;
+    p.units = {int64_t(unit_.size()), c_.unit, page_.data(), unit_.data(), rows_.data(), owner_.data(), follows_.data()};
     p.old = d_.side;
     p.fresh = d_.fresh;
     p.dtype = d_.dtype;
@@ -215,15 +205,14 @@ class Decoder {
     p.state = state.empty() ? nullptr : state.data();
     p.owners = int64_t(owners_.size());
     p.state_rows = c_.state_rows;
-    p.threads = d_.threads;
-    p.isa = d_.isa;
+    p.team = d_.team;
     return pack(p);
   }
 
   // The owners' states, (owners, heads, state_rows, d): they fill slots 1, 2, ... of the sidecar.
   std::vector<float> read_states() const {
-    const int64_t floats = d_.heads * c_.state_rows * d_.layout.d;
-    const int64_t slot_bytes = 2 * d_.heads * d_.layout.head_size * size_;
+    const int64_t floats = d_.pool.heads * c_.state_rows * d_.layout.d;
+    const int64_t slot_bytes = 2 * d_.pool.heads * d_.layout.head_size * size_;
     std::vector<float> states(owners_.size() * floats);
     for (size_t i = 0; i < owners_.size(); ++i) {
       char* to = reinterpret_cast<char*>(states.data() + i * floats);
@@ -239,7 +228,7 @@ class Decoder {
 
   void store(const Tokens& to, const std::vector<int64_t>& rows, const std::vector<int64_t>& from) const {
     if (rows.empty()) return;
-    kvq::store({to, d_.fresh, d_.heads, d_.layout.head_size, int64_t(rows.size()), d_.dtype, rows.data(), from.data()});
+    kvq::store({to, d_.fresh, d_.pool.heads, d_.layout.head_size, int64_t(rows.size()), d_.dtype, rows.data(), from.data()});
   }
 
   void attend_group(const Group& g) const {
@@ -248,24 +237,22 @@ class Decoder {
     a.queries = g.queries;
     a.query_heads = d_.query_heads;
     a.head_size = d_.layout.head_size;
-    a.heads = d_.heads;
+    a.heads = d_.pool.heads;
     std::vector<char> copy;
     read_queries(a, g, copy);
-    a.packed = {d_.layout, d_.constants, d_.pages, d_.records, d_.page_stride, d_.head_stride, int64_t(g.page_ids.size()),
-                g.page_ids.data(), g.owner.data(), g.low.data(), g.high.data()};
-    if (unpacked_page(d_.layout, d_.records, d_.page_stride, a.packed.listed, a.packed.page_ids, a.packed.low,
-                      a.packed.high) >= 0)
+    const int64_t pages = int64_t(g.page_ids.size());
+    const PageList list{pages, g.page_ids.data(), g.owner.data(), g.low.data(), g.high.data()};
+    if (unpacked_page(d_.layout, d_.pool, list) >= 0)
       throw std::runtime_error("a page that was never packed would have been read");
+    a.packed = {d_.layout, d_.constants, d_.pool, list};
     a.raw = {d_.side, d_.sink, d_.dtype, g.tokens, g.rows.data(), g.seen.data()};
-    a.scale = d_.scale;
-    a.cap = d_.cap;
+    a.scores = d_.scores;
     a.out = d_.out;
     a.out_dtype = d_.out_dtype;
     a.out_count = d_.tokens;
     std::copy_n(d_.out_strides, 2, a.out_strides);
     a.out_rows = g.out_rows.data();
-    a.threads = d_.threads;
-    a.isa = d_.isa;
+    a.team = d_.team;
     attend(a);
   }
 

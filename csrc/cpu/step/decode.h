@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "../call.h"
+#include "../pages.h"
 #include "../tokens.h"
 
 namespace kvq {
@@ -42,7 +44,7 @@ struct Decode {
   const int32_t *query_start, *seq_lens;
   Table pages_of, side_of, sinks_of;
   // New tokens: (tokens, query_heads, head_size), strides in elements, and (tokens, 1, heads, head_size).
-  int64_t tokens, query_heads, heads;
+  int64_t tokens, query_heads;
   const void* query;
   int64_t query_strides[2];
   Tokens fresh;
@@ -50,17 +52,16 @@ struct Decode {
   // another layer, which has already updated them in this step, and `fresh` is empty.
   bool update;
   Dtype dtype;
-  // Caches: records (pages, heads), strides in bytes; the slots of companions; and the sidecar's blocks themselves.
-  uint8_t* records;
-  int64_t pages, page_stride, head_stride;
+  // Caches: records; the slots of companions; and the sidecar's blocks themselves.
+  Pool pool;
   Tokens side, sink;
   char* side_blocks;
   int64_t side_stride;  // bytes
   void* out;            // (tokens, query_heads, head_size), strides in elements
   Dtype out_dtype;
   int64_t out_strides[2];
-  float scale, cap;  // as in Attend
-  int threads, isa;
+  Scores scores;
+  Team team;
 };
 
 // A request has no header yet, or more new tokens than drafts + 1: nothing was read or written.

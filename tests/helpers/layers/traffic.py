@@ -20,7 +20,7 @@ from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import calibrated, outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.methods.squat import SQuatKeys
-from vllm_kvq.kernels.cpu import attend as cpu
+from vllm_kvq.kernels.cpu import call
 from vllm_kvq.kernels.cpu.library import ISAS, isa
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
@@ -182,7 +182,7 @@ class World:
         ring, _ = self.step.update(plan, caches, query, key, value)
         # a device's floats are compared with floats, not with the fixed point of this processor's integer kernels
         level = isa() if self.other.exact else ISAS.index("portable")
-        with mock.patch.object(cpu, "isa", return_value=level):
+        with mock.patch.object(call, "isa", return_value=level):
             self.step.attend(plan, caches, ring, query, key, value, want)
 
         # two rows beyond the last request's, as a padded graph has them

@@ -12,10 +12,14 @@ from cpu_fuzzing import IN_CPP
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.methods.squat import ChannelKeys
 from vllm_kvq.formats.parts.fields import Field
-from vllm_kvq.kernels.cpu import layout
+from vllm_kvq.kernels.cpu import call, layout
+from vllm_kvq.kernels.cpu.fields import Fields
 from vllm_kvq.kernels.cpu.library import ISAS, library
+from vllm_kvq.kernels.cpu.tuples import Part
+from vllm_kvq.kernels.torch.lists import PageList
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+NO_PAGES = PageList(*(torch.zeros(0, dtype=torch.int64),) * 4)
 
 
 class Edited:
@@ -49,6 +53,13 @@ def bound(name: str) -> PageFormat:
         ("dtypes", "f16 ", "", "types are"),
         ("numbers", "LIMIT:32768", "LIMIT:32767", "numbers are .*LIMIT:32767, and not .*LIMIT:32768"),
         ("numbers", "FLAGS_AT:16 ", "", "numbers are"),
+        (
+            "tuples",
+            "PageList:ids,owner,",
+            "PageList:owner,ids,",
+            "tuples are PageList:owner,ids.*, and not PageList:ids",
+        ),
+        ("tuples", "Pair:key,value ", "", "tuples are"),
     ],
 )
 def test_names_that_only_one_side_knows(what: str, old: str, new: str, says: str) -> None:
@@ -56,12 +67,41 @@ def test_names_that_only_one_side_knows(what: str, old: str, new: str, says: str
         layout.Names.of(Edited(what, old, new))
 
 
-@pytest.mark.parametrize("old", ["ring_at:q ", "window:q "])
-def test_companions_are_filled_by_name(old: str) -> None:
-    names = layout.Names.of(Edited("companions", old, ""))
-    given = dict.fromkeys(layout.Names.of(library()).companions.names, 0)
-    with pytest.raises(ValueError, match=f"companions has no {old[:-3]}"):
-        names.companions.fill(given, "companions")
+@pytest.mark.parametrize(
+    ("what", "old"),
+    [("companions", "ring_at:q "), ("companions", "window:q "), ("scores", "cap:f "), ("team", "isa:i ")],
+)
+def test_structs_are_filled_by_name(what: str, old: str) -> None:
+    less: Fields = getattr(layout.Names.of(Edited(what, old, "")), what)
+    given = dict.fromkeys(getattr(layout.names(), what).names, 0)
+    with pytest.raises(ValueError, match=f"{what} has no {old[:-3]}"):
+        less.fill(given, what)
+
+
+def test_a_tuple_of_another_length_is_refused() -> None:
+    fmt, lib = bound("kivi2"), library()
+    assert lib is not None
+    pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    for count in (3, 5):
+        with pytest.raises(ValueError, match=f"PageList has 4 tensors, not {count}"):
+            lib.unpacked_page(layout.bind(fmt), pages, (NO_PAGES.ids,) * count)
+
+
+@pytest.mark.parametrize(
+    ("team", "scores", "says"),
+    [
+        ((0, 0), (1.0, 0.0), "needs a thread"),
+        ((1, 9), (1.0, 0.0), "instruction set"),
+        ((1, 0), (1.0, -1.0), "soft cap"),
+    ],
+)
+def test_numbers_that_no_call_can_have(team: tuple[int, int], scores: tuple[float, float], says: str) -> None:
+    fmt, lib = bound("kivi2"), library()
+    assert lib is not None
+    query, pages = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    into = Part(torch.empty(1, 1, 1, 64), torch.empty(1, 1, 1))
+    with pytest.raises(ValueError, match=says):
+        lib.attend_packed(layout.bind(fmt), query, pages, NO_PAGES, call.scores(*scores), into, call.team(*team))
 
 
 def test_the_order_does_not_matter() -> None:
@@ -102,11 +142,11 @@ def test_a_layout_of_another_size_is_refused() -> None:
     assert lib is not None
     whole = layout.bind(fmt)
     assert whole is not None
-    zero, pages = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
-    assert lib.unpacked_page(whole, pages, zero, zero, zero) == -1
+    pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    assert lib.unpacked_page(whole, pages, NO_PAGES) == -1
     for wrong in (whole[:16], whole[:-4], torch.cat([whole, whole[:4]])):
         with pytest.raises(ValueError, match=r"layout|fields"):
-            lib.unpacked_page(wrong, pages, zero, zero, zero)
+            lib.unpacked_page(wrong, pages, NO_PAGES)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +172,17 @@ def test_a_kind_without_one_of_its_numbers_is_refused(
     assert len(less) == len(known[codec].numbers) - 1
     names = layout.Names.of(lib)
     monkeypatch.setitem(known, codec, replace(known[codec], numbers=less))
-    zero, pages = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
+    pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
     with monkeypatch.context() as patched:
         # the check of names is not what is tested here
-        patched.setattr(layout.Fields, "check", lambda *_: None)
-        patched.setattr(layout.Fields, "fill", _filled_with_zeros)
+        patched.setattr(Fields, "check", lambda *_: None)
+        patched.setattr(Fields, "fill", _filled_with_zeros)
         wrong = layout.lay_out(fmt, names)
     with pytest.raises(ValueError, match=r"codes|rows|groups"):
-        lib.unpacked_page(wrong, pages, zero, zero, zero)
+        lib.unpacked_page(wrong, pages, NO_PAGES)
 
 
-def _filled_with_zeros(fields: layout.Fields, values: dict[str, float], what: str) -> bytes:
+def _filled_with_zeros(fields: Fields, values: dict[str, float], what: str) -> bytes:
     return struct.pack(f"={fields.letters}", *(values.get(name, 0) for name in fields.names))
 
 

@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.parts.fields import Field
 from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.kernels.cpu.call import scores, team
 from vllm_kvq.kernels.cpu.layout import bind
 from vllm_kvq.kernels.cpu.library import library
+from vllm_kvq.kernels.cpu.tuples import Held, Output, Part
+from vllm_kvq.kernels.torch.lists import PageList
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -31,8 +34,8 @@ def attend(fmt: PageFormat, isa: int, threads: int, *arguments: Any) -> tuple[to
     query, pages, *lists = arguments
     n, q, heads, head_size = query.shape
     out, lse = torch.full((n, q, heads, head_size), 7.0), torch.full((n, q, heads), 7.0)
-    lists = [torch.tensor(x, dtype=torch.int64) for x in lists]
-    library().attend_packed(bind(fmt), query, pages, *lists, head_size**-0.5, 0.0, out, lse, threads, isa)
+    listed, at = PageList(*(torch.tensor(x, dtype=torch.int64) for x in lists)), scores(head_size**-0.5, 0.0)
+    library().attend_packed(bind(fmt), query, pages, listed, at, Part(out, lse), team(threads, isa))
     return out, lse
 
 
@@ -152,13 +155,12 @@ def test_any_rows_of_full_precision_tokens(isa: int, data: st.DataObject) -> Non
         rows[-1, -1] = data.draw(WILD)
     n, q, query_heads, d = query.shape
     out, lse = torch.full((n * q, query_heads, d), 7.0), torch.full((n, q, query_heads), 7.0)
-    empty = torch.zeros(0)
-    parts, cap = [empty] * 4, data.draw(st.sampled_from([0.0, 5.0]))
-    at = out, torch.arange(n * q), lse, s["threads"], isa
-    tensors = query, *pools[0], *pools[1], rows, seen.view(torch.uint8), d**-0.5, cap, *parts, *at
+    held = Held(*pools[0], *pools[1], rows, seen.view(torch.uint8))
+    how, by = scores(d**-0.5, data.draw(st.sampled_from([0.0, 5.0]))), team(s["threads"], isa)
+    arguments = query, held, how, (), Output(out, torch.arange(n * q)), lse, by
     if t and int(rows.max()) >= limit:
         with pytest.raises(IndexError):
-            library().attend_raw(*tensors)
+            library().attend_raw(*arguments)
         return
     there = seen & (rows >= 0)[:, None]
     wanted = set(rows[there.any(1)].tolist())
@@ -166,6 +168,6 @@ def test_any_rows_of_full_precision_tokens(isa: int, data: st.DataObject) -> Non
         first = row < blocks * slots
         for x in pools[0 if first else 1]:
             x.flatten(0, 1)[row if first else row - blocks * slots] = torch.nan
-    library().attend_raw(*tensors)
+    library().attend_raw(*arguments)
     assert out.isfinite().all()
     assert (torch.isneginf(lse) == ~there.any(-1, keepdim=True)).all()

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.cpu.call import all_threads, scores
 from vllm_kvq.kernels.cpu.layout import bind
-from vllm_kvq.kernels.cpu.library import isa, library
+from vllm_kvq.kernels.cpu.library import library
+from vllm_kvq.kernels.cpu.tuples import Held, Output, Part
 from vllm_kvq.kernels.torch.attend import Partial
 from vllm_kvq.kernels.torch.lists import PageList, TokenList
 
@@ -42,20 +44,19 @@ def attend_packed(
     bound, lib = bound_to(fmt)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    lists = (x.to(torch.int64).contiguous() for x in listed)
+    listed = PageList(*(x.to(torch.int64).contiguous() for x in listed))
     n, q, heads, head_size = query.shape
-    out, lse = torch.empty(n, q, heads, head_size), torch.empty(n, q, heads)
-    lib.attend_packed(bound, query, pages, *lists, scale, cap, out, lse, torch.get_num_threads(), isa())
-    return out, lse
+    into = Part(torch.empty(n, q, heads, head_size), torch.empty(n, q, heads))
+    lib.attend_packed(bound, query, pages, listed, scores(scale, cap), into, all_threads())
+    return into
 
 
 def all_packed(fmt: PageFormat, pages: torch.Tensor, listed: PageList) -> bool:
     bound, lib = bound_to(fmt)
-    return lib.unpacked_page(bound, pages, listed.ids, listed.low, listed.high) < 0
+    return lib.unpacked_page(bound, pages, listed) < 0
 
 
-_NONE = torch.zeros(0, dtype=torch.float32)
-_NO_PART = (_NONE, _NONE)
+_NO_LSE = torch.zeros(0, dtype=torch.float32)
 
 
 def attend_raw(
@@ -69,7 +70,7 @@ def attend_raw(
     out, lse = torch.empty(n * q, heads, d), torch.empty(n, q, heads)
     rows = torch.arange(n * key.shape[1]).view(n, -1)
     tokens = TokenList((key, value), (key[:0], value[:0]), rows, seen)
-    _raw(library(), out, torch.arange(n * q), lse, query, tokens, scale, [], cap)
+    _raw(Output(out, torch.arange(n * q)), lse, query, tokens, scale, [], cap)
     return out.view(n, q, heads, d), lse
 
 
@@ -83,7 +84,7 @@ def attend_into(
     cap: float = 0.0,
 ) -> None:
     """`attend.attend_into` without copies, for at most two other parts. IndexError for a row out of range."""
-    _raw(library(), output, output_rows, _NONE, query, tokens, scale, parts, cap)
+    _raw(Output(output, output_rows), _NO_LSE, query, tokens, scale, parts, cap)
 
 
 def attend_step(
@@ -101,21 +102,13 @@ def attend_step(
     bound, lib = bound_to(fmt)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    pool, more, rows, seen = tokens
     # no loops: at short contexts the call dominates a step's cost
-    return (
-        lib.attend_step(
-            *(bound, query, pages, *listed, *pool, *more, rows, seen.contiguous().view(torch.uint8), scale, cap),
-            *(output, output_rows, torch.get_num_threads(), isa()),
-        )
-        < 0
-    )
+    held, into = Held.of(tokens), Output(output, output_rows)
+    return lib.attend_step(bound, query, pages, listed, held, scores(scale, cap), into, all_threads()) < 0  # type: ignore[no-any-return]
 
 
 def _raw(
-    lib: Any,
-    output: torch.Tensor,
-    output_rows: torch.Tensor,
+    output: Output,
     lse: torch.Tensor,
     query: torch.Tensor,
     tokens: TokenList,
@@ -123,10 +116,10 @@ def _raw(
     parts: list[Partial],
     cap: float,
 ) -> None:
-    if len(parts) > 2:
-        raise ValueError(f"{len(parts)} other parts; the library merges at most 2")
-    pool, more, rows, seen = tokens
-    query, *pools = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, *pool, *more))
-    first, second = (*parts, _NO_PART, _NO_PART)[:2]
-    at = (output, output_rows, lse, torch.get_num_threads(), isa())
-    lib.attend_raw(query, *pools, rows, seen.contiguous().view(torch.uint8), scale, cap, *first, *second, *at)
+    lib: Any = library()
+    (key, value), (more_key, more_value), rows, seen = tokens
+    query, key, value, more_key, more_value = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, more_key, more_value)
+    )
+    held = Held.of(TokenList((key, value), (more_key, more_value), rows, seen))
+    lib.attend_raw(query, held, scores(scale, cap), tuple(parts), output, lse, all_threads())

@@ -10,9 +10,7 @@ Classes are looked up by their exact type: a subclass may store something else.
 from __future__ import annotations
 
 import functools
-import struct
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -34,9 +32,10 @@ from vllm_kvq.formats.parts import quant
 from vllm_kvq.formats.parts.search import widths
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu import transformed
+from vllm_kvq.kernels.cpu.fields import Fields
 from vllm_kvq.kernels.cpu.library import library
+from vllm_kvq.kernels.cpu.tuples import TUPLES
 from vllm_kvq.kernels.slots import MAGIC as SIDE_MAGIC
-from vllm_kvq.kernels.slots import SlotGeometry
 
 NUMBERS = {"PAGE_MAGIC": page.MAGIC, "FLAGS_AT": page.FLAGS_AT, "SIDE_MAGIC": SIDE_MAGIC, "LIMIT": int(quant.LIMIT)}
 """What both sides say, in the library's order."""
@@ -231,43 +230,18 @@ VALUES: dict[type, Kind] = {
 
 
 @dataclass(frozen=True)
-class Fields:
-    """One of the library's structs: its fields in order, 8 bytes each, as letters of `struct`."""
-
-    names: tuple[str, ...]
-    letters: str
-
-    @classmethod
-    def parse(cls, text: str) -> Fields:
-        names, letters = zip(*(part.split(":") for part in text.split()), strict=True)
-        repeated = [name for name, count in Counter(names).items() if count > 1]
-        if repeated:
-            raise ValueError(f"the library names {', '.join(repeated)} more than once")
-        return cls(names, "".join(letters))
-
-    def check(self, given: Iterable[str], what: str) -> None:
-        """Raises ValueError if the names are not exactly the library's."""
-        unknown, missing = sorted(set(given) - {*self.names}), sorted({*self.names} - set(given))
-        if unknown:
-            raise ValueError(f"the library's {what} has no {', '.join(unknown)}")
-        if missing:
-            raise ValueError(f"the library's {what} also has {', '.join(missing)}")
-
-    def fill(self, values: Mapping[str, float], what: str) -> bytes:
-        self.check(values, what)
-        return struct.pack(f"={self.letters}", *(values[name] for name in self.names))
-
-
-@dataclass(frozen=True)
 class Names:
     """The library's names, checked against this module's tables."""
 
     layout: Fields
     companions: Fields
+    scores: Fields
+    team: Fields
     keys: tuple[str, ...]
     values: tuple[str, ...]
     dtypes: tuple[str, ...]
     numbers: tuple[str, ...]
+    tuples: tuple[str, ...]
 
     HEAD: ClassVar[frozenset[str]] = frozenset(
         ["bytes", "head_size", "d", "tokens", "record_bytes", "slabs_at", "slab_bytes", "raw_dtype", "keys", "values"]
@@ -284,18 +258,22 @@ class Names:
             raise ValueError(f"the library's numbers are {', '.join(self.numbers)}, and not {', '.join(said)}")
         if {*DTYPES.values()} != {*self.dtypes}:
             raise ValueError(f"the library's types are {', '.join(self.dtypes)}")
+        if self.tuples != (ours := tuple(f"{of.__name__}:{','.join(of._fields)}" for of in TUPLES)):
+            raise ValueError(f"the library's tuples are {' '.join(self.tuples)}, and not {' '.join(ours)}")
 
     @classmethod
     def of(cls, lib: Any) -> Names:
         def words(what: str) -> str:
             return str(lib.names(what))
 
-        kinds = (tuple(words(what).split()) for what in ("keys", "values", "dtypes", "numbers"))
-        return cls(Fields.parse(words("layout")), Fields.parse(words("companions")), *kinds)
+        layout, companions, scores, team = (Fields.parse(words(x)) for x in ("layout", "companions", "scores", "team"))
+        lists = (tuple(words(what).split()) for what in ("keys", "values", "dtypes", "numbers", "tuples"))
+        return cls(layout, companions, scores, team, *lists)
 
 
 @functools.cache
-def _names() -> Names:
+def names() -> Names:
+    """Of the library in use."""
     return Names.of(library())
 
 
@@ -353,7 +331,7 @@ def bind(fmt: PageFormat) -> torch.Tensor | None:
     if found is None:
         if library() is None:
             return None
-        found = _bound[id(fmt)] = (fmt, lay_out(fmt, _names()))
+        found = _bound[id(fmt)] = (fmt, lay_out(fmt, names()))
     return found[1]
 
 
@@ -361,20 +339,3 @@ def reduction(fmt: PageFormat) -> Reduction | None:
     """What `fit` sums over a prompt's chunk; None for codecs that the library does not know, or that fit nothing."""
     kind = KEYS.get(type(fmt.keys))
     return kind.reduction if kind else None
-
-
-def companions(fmt: PageFormat, slots: SlotGeometry, num_spec: int) -> torch.Tensor:
-    """The library's `Companions` (csrc/cpu/step/decode.h)."""
-    given = {
-        "unit": fmt.unit,
-        "window": fmt.W,
-        "sinks": fmt.S,
-        "drafts": num_spec,
-        "ring": slots.ring,
-        "ring_at": slots.ring_at,
-        "state_slots": slots.state_slots,
-        "state_rows": fmt.state_rows,
-        "slots_per_block": slots.slots_per_block,
-        "blocks": slots.sidecar_blocks,
-    }
-    return torch.frombuffer(bytearray(_names().companions.fill(given, "companions")), dtype=torch.uint8)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.kernels.cpu import tuples
 from vllm_kvq.kernels.cpu.attend import bound_to
+from vllm_kvq.kernels.cpu.call import all_threads
 from vllm_kvq.kernels.cpu.layout import reduction
-from vllm_kvq.kernels.cpu.library import isa, library
+from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.torch import pack as reference
 from vllm_kvq.kernels.torch.pack import Pair, Units
 
@@ -25,15 +27,14 @@ def pack(
     fmt: PageFormat, pages: torch.Tensor, units: Units, old: Pair, new: Pair, state: torch.Tensor | None
 ) -> torch.Tensor | int:
     bound, lib = bound_to(fmt)
-    lists = (units.page, units.unit, units.rows, units.owner, units.follows.view(torch.uint8))
-    late = tuple(x.unsqueeze(1) for x in new)
+    lists, fresh = tuples.Units.of(units), tuples.Pair.of(new)
     mine = _NO_STATE if state is None else state.contiguous()
-    return int(lib.pack(bound, pages, *lists, *old, *late, mine, torch.get_num_threads(), isa()))
+    return int(lib.pack(bound, pages, lists, tuples.Pair(*old), fresh, mine, all_threads()))
 
 
 def store(pool: Pair, rows: torch.Tensor, new: Pair, source: torch.Tensor) -> None:
     lib: Any = library()
-    lib.store_tokens(*pool, rows, *(x.unsqueeze(1) for x in new), source)
+    lib.store_tokens(tuples.Pair(*pool), rows, tuples.Pair.of(new), source)
 
 
 def fit(fmt: PageFormat, query: torch.Tensor, key: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
@@ -41,7 +42,7 @@ def fit(fmt: PageFormat, query: torch.Tensor, key: torch.Tensor, state: torch.Te
     if lib is None or needed is None:
         return reference.fit(fmt, query, key, state)
     found = torch.empty(needed.shape(key.shape[1], fmt.geometry.d), dtype=needed.dtype)
-    getattr(lib, needed.name)(_dense(query if needed.of_queries else key), found, torch.get_num_threads(), isa())
+    getattr(lib, needed.name)(_dense(query if needed.of_queries else key), found, all_threads())
     return needed.finish(fmt.keys, found, len(key), state)
 
 

@@ -14,14 +14,15 @@ import torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.cpu import attend, pack
-from vllm_kvq.kernels.cpu.layout import bind, companions
-from vllm_kvq.kernels.cpu.library import isa, library
+from vllm_kvq.kernels.cpu.call import all_threads, companions, scores
+from vllm_kvq.kernels.cpu.layout import bind
+from vllm_kvq.kernels.cpu.library import library
+from vllm_kvq.kernels.cpu.tuples import Batch, Cached, Fresh
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Causal, StepBatch
 from vllm_kvq.kernels.torch.step import Kernels, Planned, PlannedStep
 
 _NOT_DECODING = -1
-_NO_TABLE = torch.empty(0, dtype=torch.int32)
 
 CPU = Kernels(
     attend.attend_packed,
@@ -62,7 +63,7 @@ class CPUStep:
         if bound is None or self._lib is None:
             raise ValueError(why_not(fmt))
         self._constants = (bound, companions(fmt, slots, num_spec))
-        self._scale, self._cap, self._isa, self._most = scale, cap, isa(), 1 + num_spec
+        self._scores, self._most = scores(scale, cap), 1 + num_spec
         # created once: at short contexts the call dominates a decode step's cost
         self._no_sinks = torch.empty(0, slots.page_bytes // slots.itemsize, dtype=fmt.geometry.dtype)
         self._no_tokens = torch.empty(0, 1, slots.heads, slots.head_size, dtype=fmt.geometry.dtype)
@@ -107,12 +108,9 @@ class CPUStep:
         """
         if key is not None and len(key) != len(query):
             raise ValueError("query and key have different tokens")
+        fresh = Fresh(query, *(self._no_tokens if x is None else x.unsqueeze(1) for x in (key, value)))
+        cached = Cached(caches.pages, caches.sidecar, self._no_sinks if caches.sinks is None else caches.sinks)
         replaced = self._lib.decode_step(
-            *self._constants,
-            *(batch.query_start, batch.seq_lens, batch.table, batch.side_table),
-            _NO_TABLE if batch.sink_table is None else batch.sink_table,
-            *(query, *(self._no_tokens if x is None else x.unsqueeze(1) for x in (key, value))),
-            *(caches.pages, caches.sidecar, self._no_sinks if caches.sinks is None else caches.sinks, output),
-            *(self._scale, self._cap, torch.get_num_threads(), self._isa),
+            *self._constants, batch.derived(Batch), fresh, cached, output, self._scores, all_threads()
         )
         return None if replaced == _NOT_DECODING else int(replaced)

@@ -7,8 +7,7 @@ from shapes and its lengths from the device, so a CUDA graph may keep it.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -28,8 +27,7 @@ WORKSPACE_BYTES = 256 << 20
 """A long chunk is attended in pieces whose workspace does not exceed this."""
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """A format in the library's terms: its layout, and the sketches, transposed, on the pages' device."""
 
     layout: torch.Tensor
@@ -39,13 +37,61 @@ class Bound:
     scale_outer: float
 
 
+class Queries(NamedTuple):
+    """`longest` queries of each request, from its `first` on; see `Ragged`."""
+
+    query: torch.Tensor
+    """(T, Hq, head_size)."""
+    start: torch.Tensor
+    first: int
+    longest: int
+
+
+class Part(NamedTuple):
+    """`Partial`, for each split."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Sidecars(NamedTuple):
+    """The pool of sidecars (blocks, elements), the requests' blocks in it, and how one is cut (kernels/slots.py)."""
+
+    pool: torch.Tensor
+    table: torch.Tensor
+    slots_per_block: int
+    ring: int
+    ring_at: int
+    has_state: bool
+
+
+class Pair(NamedTuple):
+    """A step's new keys and values (T, H, head_size)."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+TUPLES = (Bound, Queries, PageTable, Part, Sidecars, Pair)
+"""What the library takes as one argument each, in its order (csrc/cuda/tuples.h)."""
+
+
+def checked(lib: Any) -> Any:
+    """The library, if its tuples are those of this module. ValueError if not."""
+    theirs, ours = str(lib.tuples()).split(), [f"{of.__name__}:{','.join(of._fields)}" for of in TUPLES]
+    if theirs != ours:
+        raise ValueError(f"the CUDA library's tuples are {' '.join(theirs)}, and not {' '.join(ours)}")
+    return lib
+
+
+@functools.cache
 def library(device: torch.device) -> Any:
     """The library for this device, built and loaded at the first call. Raises BuildError, one sentence."""
     if device.type == "cpu":
-        return build_cuda.load_emulation()
+        return checked(build_cuda.load_emulation())
     if device.type != "cuda" or torch.version.cuda is None:
         raise BuildError(f"the CUDA kernels need an NVIDIA GPU, not {device.type}")
-    return build_cuda.load(build_cuda.architecture_for(torch.cuda.get_device_capability(device)))
+    return checked(build_cuda.load(build_cuda.architecture_for(torch.cuda.get_device_capability(device))))
 
 
 _bound: dict[tuple[int, torch.device], tuple[PageFormat, Bound]] = {}
@@ -168,11 +214,9 @@ class CudaKernels(PagedKernels):
         with _device(pages.device):
             for first in range(0, longest, piece):
                 q = min(piece, longest - first)
-                lib.attend_table(
-                    *(bound.layout, bound.inner, bound.outer, bound.scale_inner, bound.scale_outer, query, start),
-                    *(first, q, pages, *table, scale, tile_rows(q * query_heads // heads), workspace),
-                    *(*into, _stream(pages.device)),
-                )
+                queries, rows = Queries(query, start, first, q), tile_rows(q * query_heads // heads)
+                stream = _stream(pages.device)
+                lib.attend_table(bound, queries, pages, table, scale, rows, workspace, Part(*into), stream)
 
     def pack(
         self,
@@ -184,12 +228,10 @@ class CudaKernels(PagedKernels):
     ) -> None:
         bound, lib = bind(fmt, pages.device), library(pages.device)
         plan, table, side_table, side, key, value, units = source
+        cut = slots.slots_per_block, slots.ring, slots.ring_at, fmt.state_rows > 0
+        sidecars, fresh = Sidecars(side, side_table, *cut), Pair(key, value)
         with _device(pages.device):
-            lib.pack(
-                *(bound.layout, bound.inner, bound.outer, pages, plan, table, side_table, side, slots.slots_per_block),
-                *(slots.ring, slots.ring_at, int(fmt.state_rows > 0), key, value, faults, units),
-                _stream(pages.device),
-            )
+            lib.pack(bound, pages, plan, table, sidecars, fresh, faults, units, _stream(pages.device))
 
 
 CUDA = CudaKernels()

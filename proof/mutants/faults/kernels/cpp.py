@@ -15,8 +15,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "C++ attends at a page offset of 32 bits",
         "csrc/cpu/attend/attend.cpp",
-        "driver_.p_.page_ids[i] * driver_.p_.page_stride",
-        "int32_t(driver_.p_.page_ids[i] * driver_.p_.page_stride)",
+        "driver_.list_.ids[i] * pool.page_stride",
+        "int32_t(driver_.list_.ids[i] * pool.page_stride)",
         LARGE,
         slow=True,
     ),
@@ -31,8 +31,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "C++ packs at a page offset of 32 bits",
         "csrc/cpu/pack/pack.cpp",
-        "p_.page[i] * p_.page_stride",
-        "int32_t(p_.page[i] * p_.page_stride)",
+        "units_.page[i] * p_.pool.page_stride",
+        "int32_t(units_.page[i] * p_.pool.page_stride)",
         LARGE,
         slow=True,
     ),
@@ -143,8 +143,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "C++: no soft cap in a decode step of one call",
         "csrc/cpu/step/decode.cpp",
-        "d_.cap",
-        "0",
+        "a.scores = d_.scores;",
+        "a.scores = {d_.scores.scale, 0};",
         f"{KERNELS}/step/test_reference.py -k cap",
         slow=True,
     ),

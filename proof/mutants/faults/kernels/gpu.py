@@ -336,6 +336,13 @@ FAULTS: tuple[Fault, ...] = (
         f"{KERNELS}/test_fault_watch.py",
     ),
     Fault(
+        "CUDA: the members of a tuple are not compared",
+        "vllm_kvq/kernels/gpu/cuda.py::checked",
+        "if theirs != ours",
+        "if False",
+        "tests/cuda/test_cuda_emulated.py -k tuples_that",
+    ),
+    Fault(
         "CUDA attends at a page offset of 32 bits",
         "csrc/cuda/read.h",
         "id * pages.page_stride +",
