@@ -1,6 +1,7 @@
 """What is wrong, and the way out: every `*_problem` answers with this, or with None.
 
-A function that only gives a reason, which completes its caller's sentence, is called `why_not`.
+A function that only gives a reason, which completes its caller's sentence, is called `why_not`; a command's `wrong_*`
+gives the whole sentence, which its parser prints.
 """
 
 from __future__ import annotations

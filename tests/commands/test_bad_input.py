@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from vllm_kvq import cli, roundtrip
 from vllm_kvq.cli.arguments import folder
 from vllm_kvq.cli.check import one as check
-from vllm_kvq.cli.check.words import words_problem
+from vllm_kvq.cli.check.words import wrong_words
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.integration.plan.model import weights
 from vllm_kvq.integration.preview import hub
@@ -159,11 +159,11 @@ def test_one_sentence(
 
 
 def test_the_memory_that_the_environment_names() -> None:
-    assert words_problem(["M"], {"VLLM_CPU_KVCACHE_SPACE": "2GB"}) == (
+    assert wrong_words(["M"], {"VLLM_CPU_KVCACHE_SPACE": "2GB"}) == (
         "VLLM_CPU_KVCACHE_SPACE is '2GB'; it takes whole GiB, as in VLLM_CPU_KVCACHE_SPACE=4"
     )
     for fine in ("4", ""):
-        assert words_problem(["M"], {"VLLM_CPU_KVCACHE_SPACE": fine}) is None
+        assert wrong_words(["M"], {"VLLM_CPU_KVCACHE_SPACE": fine}) is None
 
 
 def test_good_words_have_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_good_words_have_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         'M --additional-config {"kvq":{"W":64},"other":{"W":1}} --kv-cache-memory-bytes 4G',
     )
     for words in good:
-        assert words_problem(words.split(), {}) is None
+        assert wrong_words(words.split(), {}) is None
 
 
 def test_a_variable_that_nothing_reads() -> None:

@@ -28,7 +28,7 @@ def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [Row("bf16", 16.0, 1 << 20, 8192.0, *[None] * 3), Row("kitty2", 3.0, 1 << 18, 2048.0, *[None] * 3)]
     found = plan.Outcome("model", Wanted(1024), None, rows, {}, {}, "a model", "", {"kitty2": [(256, 2.0), (512, 4.0)]})
-    monkeypatch.setattr(plan, "models_problem", lambda _: None)
+    monkeypatch.setattr(plan, "wrong_models", lambda _: None)
     monkeypatch.setattr(plan, "planned", lambda *_: found)
     monkeypatch.setattr(plan, "be_quiet", lambda: None)
     assert cli.main(["plan", "model", "--out", str(tmp_path)]) == 0

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     if args.text:
-        if problem := constants.usage_problem(args, sys.argv[1:] if arguments is None else arguments):
+        if problem := constants.wrong_usage(args, sys.argv[1:] if arguments is None else arguments):
             p.error(problem)
         return constants.main(PROG, args)
     chosen = args.formats

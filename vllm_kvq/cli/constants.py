@@ -55,7 +55,7 @@ def text_file(name: str) -> Text:
         raise argparse.ArgumentTypeError(f"{path} is not text in UTF-8; convert it, or name another file") from None
 
 
-def usage_problem(args: argparse.Namespace, given: Sequence[str]) -> str | None:
+def wrong_usage(args: argparse.Namespace, given: Sequence[str]) -> str | None:
     """What is wrong with the words that the user wrote, as far as the model's folder tells."""
     flags = {word.partition("=")[0] for word in given}
     if wrong := next((flag for flag in OTHERS if flag in flags), None):
@@ -68,7 +68,7 @@ def usage_problem(args: argparse.Namespace, given: Sequence[str]) -> str | None:
             return f"--formats: {choice.label} has no constants that a server fits; there are {known}"
     if args.out and len(_by_file(args.formats)) > 1:
         return "--out takes the constants of one kind of formats, and these have several; name fewer in --formats"
-    return _model_problem(args.model) or _text_problem(args.model, args.text)
+    return _wrong_model(args.model) or _wrong_text(args.model, args.text)
 
 
 def _has_constants(choice: Choice) -> bool:
@@ -100,7 +100,7 @@ def folder_of(model: str) -> Path:
     return demo_model() if model == DEMO else Path(model)
 
 
-def _model_problem(model: str) -> str | None:
+def _wrong_model(model: str) -> str | None:
     from vllm_kvq.integration.preview.hub import hub_problem
 
     folder = folder_of(model)
@@ -122,7 +122,7 @@ def _hybrid(config: Mapping[str, Any]) -> bool:
     return any(kind not in known for kind in kinds) or any(name.startswith(STATES) for name in text)
 
 
-def _text_problem(model: str, texts: Sequence[Text]) -> str | None:
+def _wrong_text(model: str, texts: Sequence[Text]) -> str | None:
     from vllm_kvq.integration.worker.calibration.text import LEAST, too_short
 
     file = folder_of(model) / "tokenizer.json"

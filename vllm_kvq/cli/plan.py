@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvq import console
 from vllm_kvq.cli.arguments import ALL, UNITS, add_context, add_formats, add_out, formats, size, whole_number
 from vllm_kvq.cli.check.config_file import FLAG as CONFIG
-from vllm_kvq.cli.check.words import all_words, listed_words, models_problem, normal, values, words_problem
+from vllm_kvq.cli.check.words import all_words, listed_words, normal, values, wrong_models, wrong_words
 from vllm_kvq.cli.logs import be_quiet
 from vllm_kvq.cli.page.plots import IF_INSTALLED, pictures
 from vllm_kvq.formats.table import DEFAULT_N
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     options, more = p.parse_known_args(given)
     words = [options.model, *more]
-    if problem := words_problem(words) or ignored(options, given, more) or models_problem(words):
+    if problem := wrong_words(words) or ignored(options, given, more) or wrong_models(words):
         p.error(problem)
     be_quiet()
     found = planned(p, options, more)

@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import human_readable_int
 from proof.models import named
 from vllm_kvq import cli
 from vllm_kvq.cli.arguments import size
-from vllm_kvq.cli.check.words import words_problem
+from vllm_kvq.cli.check.words import wrong_words
 from vllm_kvq.formats.table import public_formats
 
 pytestmark = pytest.mark.engine
@@ -310,7 +310,7 @@ def test_bad_input(folder: Path, arguments: tuple[str, ...], said: str, capsys: 
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert size(text) == human_readable_int(text) == nbytes
-    assert words_problem(["M", "--kv-cache-memory-bytes", text], {}) is None
+    assert wrong_words(["M", "--kv-cache-memory-bytes", text], {}) is None
 
 
 @pytest.mark.parametrize("text", ["1.5G", "1.5GiB", "80GB", "80 G", "80X", "1.5", "much", ""])
@@ -318,7 +318,7 @@ def test_sizes_that_vllm_does_not_take(text: str) -> None:
     for parse in (size, human_readable_int):
         with pytest.raises((ValueError, argparse.ArgumentTypeError)):
             parse(text)
-    problem = words_problem(["M", "--kv-cache-memory-bytes", text], {})
+    problem = wrong_words(["M", "--kv-cache-memory-bytes", text], {})
     assert (problem or "").startswith(f"--kv-cache-memory-bytes is {text or 'empty'}; write it as in")
 
 

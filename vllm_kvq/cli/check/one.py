@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvq import console
-from vllm_kvq.cli.check.words import models_problem, words_problem
+from vllm_kvq.cli.check.words import wrong_models, wrong_words
 from vllm_kvq.cli.logs import be_quiet, let_kernels_log
 from vllm_kvq.formats.budgets import RECOMMENDED
 from vllm_kvq.integration.preview.dry_start import NoFormat, WouldNotStart, WrongUsage, dry_start
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in given if word not in ("--json", "--verbose")]
     p = parser()
     p.as_json = as_json
-    if problem := words_problem(words) or models_problem(words):
+    if problem := wrong_words(words) or wrong_models(words):
         p.error(problem)
     if not verbose:
         be_quiet()

@@ -33,7 +33,7 @@ EXAMPLES = {
 NO_MODEL = "name a model: a checkpoint folder, or a name on the model hub"
 
 
-def words_problem(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str | None:
+def wrong_words(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str | None:
     """A sentence that names the argument and the way out. Nothing is looked up outside this machine."""
     words = normal(words)
     try:
@@ -44,15 +44,11 @@ def words_problem(words: Sequence[str], environment: Mapping[str, str] = os.envi
     if problem := next(filter(None, (check([*listed, *words]) for check in checks)), None):
         only_there = listed and problem not in [check(words) for check in checks]
         return f"in {values(words, CONFIG)[-1]}, {problem}" if only_there else problem
-    return environment_problem(environment)
-
-
-def environment_problem(environment: Mapping[str, str]) -> str | None:
     found = (check(environment) for check in (variables_problem, values_problem, space_problem))
     return next((str(problem) for problem in found if problem), None)
 
 
-def models_problem(words: Sequence[str]) -> str | None:
+def wrong_models(words: Sequence[str]) -> str | None:
     """The same of the models: folders are looked into, and the hub must answer if a name is one on it."""
     words = all_words(words)
     described = values(words, "--hf-config-path")

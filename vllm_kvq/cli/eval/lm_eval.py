@@ -43,7 +43,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--lm-eval-limit", type=whole_number, metavar="N", help="maximum questions per task (default: all)")
 
 
-def usage_problem(args: argparse.Namespace) -> str | None:
+def wrong_usage(args: argparse.Namespace) -> str | None:
     """Checks the arguments before defaults replace those that were not given."""
     if not args.lm_eval:
         given = [name for name in ("lm_eval_path", "lm_eval_limit") if getattr(args, name) is not None]

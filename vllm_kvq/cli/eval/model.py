@@ -104,7 +104,7 @@ def _chunk(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    if problem := lm_eval.usage_problem(args):
+    if problem := lm_eval.wrong_usage(args):
         p.error(problem)
     for name, value in defaults(args).items():
         if getattr(args, name) is None:

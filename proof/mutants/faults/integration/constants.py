@@ -186,7 +186,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "flags that change nothing are taken next to --text",
-        f"{COMMAND}::usage_problem",
+        f"{COMMAND}::wrong_usage",
         "next((flag for flag in OTHERS if flag in flags), None)",
         "None",
         f"{OWN_TEXT} -k one_sentence",
