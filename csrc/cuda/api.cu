@@ -333,9 +333,18 @@ tvm::ffi::String tuples() {
   return text;
 }
 
+// "name:value name:value ...".
+tvm::ffi::String numbers() {
+  std::string text;
+#define KVQ_NUMBER(name, value) text += #name ":" + std::to_string(value) + " ";
+  KVQ_NUMBERS(KVQ_NUMBER)
+  return text;
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(tuples, tuples);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(numbers, numbers);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_table, attend_table);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pack, pack);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_bytes, workspace_bytes);

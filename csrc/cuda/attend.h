@@ -246,7 +246,7 @@ struct Attend {
           to = clamp_int(load_index(p.table.high, p.table.wide_limits, entry), 0, 1 << 20) - at.slab * SLAB;
         }
         const bool seen = from < SLAB && to > 0 && from < to;
-        if (good && seen && from_shared<uint32_t>(data + S::BYTES) == MAGIC &&
+        if (good && seen && from_shared<uint32_t>(data + S::BYTES) == PAGE_MAGIC &&
             from_shared<uint8_t>(data + S::BYTES + FLAGS_AT + at.slab) == 1) {
           bool same = true;
           KVQ_UNROLL for (int i = 0; i < S::INDEX_WORDS; ++i) {

@@ -7,12 +7,20 @@ namespace kvq {
 
 constexpr int SLAB = 32;
 constexpr int HEADER_BYTES = 64;
-constexpr int FLAGS_AT = 16;
-constexpr uint32_t MAGIC = 0x3151564B;
-constexpr float LIMIT = 32768.0f;  // formats/parts/quant.py
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float LOWEST = -1.0e30f;
 constexpr uint32_t MINUS_INFINITY = 0xFF800000u;
+
+// NUMBER(name, value): what Python also says, in formats/page.py and formats/parts/quant.py. The library exports them,
+// and kernels/gpu/cuda.py compares.
+#define KVQ_NUMBERS(NUMBER)                                  \
+  NUMBER(PAGE_MAGIC, 0x3151564B)                             \
+  NUMBER(FLAGS_AT, 16) /* a page's flags, one per slab */    \
+  NUMBER(LIMIT, 32768) /* of what is packed, in magnitude */
+
+#define KVQ_NUMBER(name, value) constexpr int32_t name = value;
+KVQ_NUMBERS(KVQ_NUMBER)
+#undef KVQ_NUMBER
 
 constexpr int up64(int bytes) { return (bytes + 63) / 64 * 64; }
 

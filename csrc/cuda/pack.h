@@ -231,7 +231,7 @@ struct Pack {
       store(reinterpret_cast<uint32_t*>(out + S::V_CODES) + i, word);
     }
     if (thread == 0) {
-      store(reinterpret_cast<uint32_t*>(record), MAGIC);
+      store(reinterpret_cast<uint32_t*>(record), uint32_t(PAGE_MAGIC));
       store(record + FLAGS_AT + slab, uint8_t(1));
     }
   }

@@ -36,7 +36,7 @@ query_kernel(const QueryParams p) {
     if (span.low < span.high) {
       const Place at = place_of(p.pages, span.low / SLAB);
       const uint8_t* record = record_of(p.table, p.pages, request, at.page, head);
-      if (record && load(reinterpret_cast<const uint32_t*>(record)) == MAGIC && load(record + FLAGS_AT + at.slab) == 1 &&
+      if (record && load(reinterpret_cast<const uint32_t*>(record)) == PAGE_MAGIC && load(record + FLAGS_AT + at.slab) == 1 &&
           thread < S::INDEX_WORDS)
         word = load(reinterpret_cast<const uint32_t*>(record + p.pages.slabs_at + at.slab * S::BYTES + S::KO_INDEX) +
                     thread);

@@ -234,13 +234,21 @@ def test_a_long_chunk_is_attended_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("first,longest", "longest,first"), ("Part:out,lse", "Part:out"), ("Pair:key,value", "")]
+    ("what", "old", "new"),
+    [
+        ("tuples", "first,longest", "longest,first"),
+        ("tuples", "Part:out,lse", "Part:out"),
+        ("tuples", "Pair:key,value", ""),
+        ("numbers", "FLAGS_AT:16", "FLAGS_AT:20"),
+    ],
 )
-def test_tuples_that_only_one_side_knows(old: str, new: str) -> None:
-    text = str(cuda.library(torch.device("cpu")).tuples())
-    assert old in text
-    with pytest.raises(ValueError, match=r"tuples are .*, and not Bound:layout"):
-        cuda.checked(SimpleNamespace(tuples=lambda: text.replace(old, new)))
+def test_tuples_and_numbers_that_only_one_side_knows(what: str, old: str, new: str) -> None:
+    library = cuda.library(torch.device("cpu"))
+    said = {"tuples": str(library.tuples()), "numbers": str(library.numbers())}
+    assert old in said[what]
+    said[what] = said[what].replace(old, new)
+    with pytest.raises(ValueError, match=rf"the CUDA library's {what} are .*, and not (Bound:layout|PAGE_MAGIC:8)"):
+        cuda.checked(SimpleNamespace(tuples=lambda: said["tuples"], numbers=lambda: said["numbers"]))
 
 
 def test_a_tuple_of_another_length_is_refused() -> None:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats import PageFormat, page
 from vllm_kvq.formats.methods.qjl import OneSketchKeys, SketchKeys
 from vllm_kvq.formats.methods.values import TokenValues
+from vllm_kvq.formats.parts import quant
 from vllm_kvq.kernels.build import BuildError
 from vllm_kvq.kernels.gpu import build as build_cuda
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged
@@ -74,13 +75,17 @@ class Pair(NamedTuple):
 
 TUPLES = (Bound, Queries, PageTable, Part, Sidecars, Pair)
 """What the library takes as one argument each, in its order (csrc/cuda/tuples.h)."""
+NUMBERS = {"PAGE_MAGIC": page.MAGIC, "FLAGS_AT": page.FLAGS_AT, "LIMIT": int(quant.LIMIT)}
+"""What both sides say, in the library's order (csrc/cuda/layout.h)."""
 
 
 def checked(lib: Any) -> Any:
-    """The library, if its tuples are those of this module. ValueError if not."""
-    theirs, ours = str(lib.tuples()).split(), [f"{of.__name__}:{','.join(of._fields)}" for of in TUPLES]
-    if theirs != ours:
-        raise ValueError(f"the CUDA library's tuples are {' '.join(theirs)}, and not {' '.join(ours)}")
+    """The library, if its tuples and numbers are those of this module. ValueError if not."""
+    tuples = [f"{of.__name__}:{','.join(of._fields)}" for of in TUPLES]
+    numbers = [f"{name}:{number}" for name, number in NUMBERS.items()]
+    for what, theirs, ours in (("tuples", lib.tuples(), tuples), ("numbers", lib.numbers(), numbers)):
+        if str(theirs).split() != ours:
+            raise ValueError(f"the CUDA library's {what} are {theirs}, and not {' '.join(ours)}")
     return lib
 
 
