@@ -88,7 +88,7 @@ def test_the_recording_shows_check_as_it_is() -> None:
         slow = kernels.endswith(",")
         assert kl == (console.short(loss.kl[name]) if name in loss.kl else "-"), name
         assert times == (f"{speed.times_bf16[name]:.1f}" if name in speed.times_bf16 and not slow else "-"), name
-    shown = {"loss": {"where": loss.where}, "speed": {"where": speed.where}, "warnings": []}
+    shown = {"loss": {"where": loss.where}, "speed": {"where": speed.where}, "warnings": [], "fewer_tokens": None}
     for note in (*notes([shown]), f"--kv-cache-dtype {RECOMMENDED}", "switch on", "go back"):
         assert note in said
 

@@ -14,6 +14,7 @@ from vllm_kvq.kernels.cpu.library import library
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+PATH = (ROOT, HERE, HERE.parent)
 
 # glibc's own, but for large pieces once a test says so. Nothing but the kernels asks for such pieces by this name.
 ALLOCATOR = """
@@ -77,7 +78,7 @@ def test_a_call_without_memory(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", allocator, source], check=True)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "LD_PRELOAD": str(allocator)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATH)), "LD_PRELOAD": str(allocator)},
         capture_output=True,
         text=True,
         timeout=300,
