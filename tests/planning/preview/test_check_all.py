@@ -56,6 +56,17 @@ def test_what_is_refused_has_its_sentence(model: Path, capsys: pytest.CaptureFix
     assert all("'r'" in one["sentence"] for one in found if not one["starts"])
 
 
+def test_the_recommended_format_comes_first_where_it_is_another(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of those that take an option of kitty's: not what the budget means without it."""
+    status, found = survey(model, capsys, "--additional-config", '{"kvq": {"boost": "half"}}')
+    recommended = next(name for name in BUDGETS[RECOMMENDED].formats if FORMATS[name].keys.name == "kitty")
+    assert status == 0
+    assert recommended != BUDGETS[RECOMMENDED].formats[0]
+    assert found[0]["format"] == recommended
+
+
 def test_budgets_are_what_a_server_chooses(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["--data-parallel-size", "2"]):
         arguments = ["check", str(model), "--max-model-len", "1024", "--kv-cache-memory-bytes", "512M", *more, "--json"]
