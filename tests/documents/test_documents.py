@@ -105,3 +105,11 @@ def test_the_tables_of_quality_are_what_was_measured() -> None:
     page = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("quality.md", "papers.md"))
     assert len(lines) > 80
     assert [line for line in lines if line not in page] == []
+
+
+def test_recorded_results_name_models_and_no_folders() -> None:
+    """`eval` writes the model as it was given, which may be a path of the machine that measured."""
+    paths = [*(ROOT / "docs" / "results" / "quality").glob("real-*.csv")]
+    models = {line.partition(",")[0] for path in paths for line in path.read_text(encoding="utf-8").splitlines()[1:]}
+    assert models
+    assert not [model for model in models if "/" in model]

@@ -94,8 +94,8 @@ def test_prompts_by_sdpa() -> None:
     """The last entry of the table serves any device; its log-sum-exp is what the merge needs."""
     asked = Asked(torch.device("cpu"), torch.float32, 64, merged=True)
     assert [c.why_not(asked) is None for c in prompts.CHOICES] == [False, False, False, True]
-    alone = replace(asked, merged=False)
-    assert [c.why_not(alone) is None for c in prompts.CHOICES] == [True, False, False, True]
+    unmerged = replace(asked, merged=False)
+    assert [c.why_not(unmerged) is None for c in prompts.CHOICES] == [True, False, False, True]
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(9, h, 64, generator=rng) for h in (4, 2, 2))
     lengths = (5, 0, 3)

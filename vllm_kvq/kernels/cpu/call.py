@@ -22,7 +22,7 @@ def scores(scale: float, cap: float) -> torch.Tensor:
 
 @functools.cache
 def team(threads: int, isa: int) -> torch.Tensor:
-    """At most so many threads, with an instruction set, an index into `library.ISAS`."""
+    """The maximum number of threads, and an instruction set: its index in `library.ISAS`."""
     return _filled(names().team, {"threads": threads, "isa": isa}, "team")
 
 
