@@ -19,9 +19,10 @@ from vllm_kvq.triton_kernels.fragments import fragment_index, lanes_of_columns, 
 from vllm_kvq.triton_kernels.keys.boosted import boosted_scores
 from vllm_kvq.triton_kernels.keys.channel import channel_scores, hybrid_scores, key_shift, query_channel
 from vllm_kvq.triton_kernels.keys.polar import polar_scores
-from vllm_kvq.triton_kernels.keys.transformed import transformed_middle, transformed_scores
+from vllm_kvq.triton_kernels.keys.transformed import mean_numbers, transformed_middle, transformed_scores
 from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, capped, column_max, column_sum
 from vllm_kvq.triton_kernels.rotation import rotated_back
+from vllm_kvq.triton_kernels.turning import page_slab
 from vllm_kvq.triton_kernels.values import hybrid_values, sums_weights, token_values, value_shift
 
 
@@ -36,6 +37,7 @@ def attend_kernel(
     start_ptr,
     out_ptr,
     lse_ptr,
+    turn_ptr,
     scale,
     queries,
     heads,
@@ -61,7 +63,7 @@ def attend_kernel(
     CAPPED: tl.constexpr,
 ):
     """See the module. Grid: (requests * heads * row tiles, splits). For transformed keys, a row of query_ptr is what
-    keys/transformed.py says."""
+    keys/transformed.py says, and turn_ptr what turning.py does."""
     operands: tl.constexpr = K.operands
     value_blocks: tl.constexpr = R.d // V.block
     numbers: tl.constexpr = K.slots if K.transformed else R.head  # of a query, that are operands
@@ -102,7 +104,7 @@ def attend_kernel(
     unit = top * (scale * LOG2E * SUBNORMAL)
     if K.transformed:
         middle = transformed_middle(q, K)
-        mean = tl.load(q_row + K.slots, mask=real, other=0.0) / (top * SUBNORMAL)
+        mean = mean_numbers(q_row, real, top * SUBNORMAL, R, K)
     step = unit  # the unit of a capped score
     if CAPPED:
         step = tl.full((M,), 1.0, tl.float32)
@@ -157,7 +159,8 @@ def attend_kernel(
         elif K.hybrid:
             sums = hybrid_scores(q, k_words, k_halves, base16, full, R, K, TURN, M)
         elif K.transformed:
-            sums = transformed_scores(q, middle, mean, k_words, k_halves, R, K, TURN, M)
+            number = page_slab(base) + slab
+            sums = transformed_scores(q, middle, mean, turn_ptr, number, k_words, k_halves, R, K, TURN, M)
         else:
             sums = polar_scores(q, k_words, base16, full, R, K, TURN, M)
         scores, live = (), ()

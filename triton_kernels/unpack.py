@@ -12,6 +12,7 @@ import triton.language as tl
 from vllm_kvq.triton_kernels.keys.polar import CIRCLE
 from vllm_kvq.triton_kernels.lang import LIMIT, MAGIC, cos_sin
 from vllm_kvq.triton_kernels.rotation import rotated
+from vllm_kvq.triton_kernels.turning import mean_of, page_slab
 
 
 @triton.jit(do_not_specialize=["pages", "low", "high"])
@@ -23,6 +24,7 @@ def unpack_kernel(
     value_ptr,
     faults_ptr,
     back_ptr,
+    turn_ptr,
     pages,
     low,
     high,
@@ -35,8 +37,7 @@ def unpack_kernel(
     """The pages of ids_ptr -> (their tokens, heads, HEAD), dense. Grid: (their slabs, heads).
 
     Slabs with a token in [low, high), counted from the first page on, must be packed: faults_ptr counts the others.
-    What was never packed becomes 0. back_ptr: transformed keys' table
-    (kernels/gpu/transformed.py).
+    What was never packed becomes 0. back_ptr and turn_ptr: transformed keys' tables (kernels/gpu/transformed.py).
     """
     at, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slab = at % R.slabs
@@ -56,7 +57,10 @@ def unpack_kernel(
     elif K.hybrid:
         key = _hybrid_keys(words, halves, page_halves, there, R, K)
     elif K.transformed:
-        key = _transformed_keys(words, halves, back_ptr + head * ((K.slots + 1) * R.d), there, live, R, K)
+        back = back_ptr + head * ((K.slots + R.d) * R.d)
+        number = page_slab(words_ptr + record) + slab
+        mean = mean_of(back + K.slots * R.d, turn_ptr, number, tl.arange(0, R.columns), there, R.d, 16)
+        key = _transformed_keys(words, halves, back, mean, there, live, R, K)
     else:
         key = _polar_keys(words, page_halves, there, R, K)
     if V.by_token:
@@ -103,7 +107,7 @@ def _channel_keys(words, halves, there, R: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _transformed_keys(words, halves, back, there, live, R: tl.constexpr, K: tl.constexpr):
+def _transformed_keys(words, halves, back, mean, there, live, R: tl.constexpr, K: tl.constexpr):
     slots: tl.constexpr = K.slots
     channel = tl.arange(0, R.columns)
     key = tl.full((32, R.columns), 0.0, tl.float32)
@@ -113,8 +117,7 @@ def _transformed_keys(words, halves, back, there, live, R: tl.constexpr, K: tl.c
         row = tl.load(back + slot[:, None] * R.d + channel[None, :], mask=there[None, :], other=0.0)
         key = tl.dot(digit.to(tl.float32) - 1.5, row, key, input_precision="ieee")
     scale = tl.load(halves + K.scale + tl.arange(0, 32), mask=tl.arange(0, 32) < tl.where(live, 32, 0), other=0.0)
-    key = key * scale.to(tl.float32)[:, None] + tl.load(back + K.slots * R.d + channel, mask=there, other=0.0)[None, :]
-    return tl.minimum(tl.maximum(key, -LIMIT), LIMIT)
+    return tl.minimum(tl.maximum(key * scale.to(tl.float32)[:, None] + mean[None, :], -LIMIT), LIMIT)
 
 
 @triton.jit

@@ -16,11 +16,14 @@ constexpr int BLOCK = BLOCK_SLABS * SLAB;
 
 // NUMBER(name, value): what Python also says, in formats/page.py, formats/parts/quant.py and kernels/slots.py. The
 // library exports them, and kernels/cpu/layout.py compares.
-#define KVQ_NUMBERS(NUMBER)                                            \
-  NUMBER(PAGE_MAGIC, 0x3151564B)                                       \
-  NUMBER(FLAGS_AT, 16)           /* a page's flags, one per slab */    \
-  NUMBER(SIDE_MAGIC, 0x4B565153)                                       \
-  NUMBER(LIMIT, 32768)           /* of what is packed, in magnitude */
+#define KVQ_NUMBERS(NUMBER)                                             \
+  NUMBER(PAGE_MAGIC, 0x3151564B)                                        \
+  NUMBER(POSITION_AT, 4)         /* of a page's first token */          \
+  NUMBER(FLAGS_AT, 16)           /* a page's flags, one per slab */     \
+  NUMBER(SIDE_MAGIC, 0x4B565153)                                        \
+  NUMBER(LIMIT, 32768)           /* of what is packed, in magnitude */  \
+  NUMBER(FINE, 64)               /* slabs of the tables of turning.h */ \
+  NUMBER(COARSE, 512)
 
 #define KVQ_NUMBER(name, value) constexpr int32_t name = value;
 KVQ_NUMBERS(KVQ_NUMBER)
@@ -123,7 +126,10 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, pairs)        /* polar: the x and the y channel of each pair, int32 [2][d / 2] */          \
   FIELD(int64_t, features)     /* transformed: F transposed, float32 [heads][d][projected] */               \
   FIELD(int64_t, forward)      /* transformed: T / s transposed, float32 [heads][d][d] */                   \
-  FIELD(int64_t, channels)     /* transformed: mean, weight, step, largest code, float32 [heads][4][d] */   \
+  FIELD(int64_t, channels)     /* transformed: weight, step, largest code, float32 [heads][3][d] */         \
+  FIELD(int64_t, mean)         /* transformed: a slab's mean by its e, float32 [heads][d][d] */             \
+  FIELD(int64_t, fine)         /* transformed: e of the first slabs, float32 [FINE][d] */                   \
+  FIELD(int64_t, coarse)       /* transformed: by how much more it turns, float32 [COARSE][d] */            \
   FIELD(int64_t, places)       /* transformed: channel and shift of each slot, int32 [heads][2][slots] */
 
 #define KVQ_MEMBER(type, name) type name;
@@ -136,15 +142,15 @@ struct Constants {
   const float *sketch, *outer;
   float sketch_scale, outer_scale;
   const int32_t* pairs;
-  const float *features, *forward, *channels;
+  const float *features, *forward, *channels, *mean, *fine, *coarse;
   const int32_t* places;
 };
 
 // The numbers that a query is multiplied to before it meets a page, 0 if it is used as it is; of transformed keys the
-// slots' and two more, in whole runs of 32.
+// slots', those for a slab's e, and that for a token's scale, in whole runs of 32.
 inline int64_t projected(const Layout& l) {
   if (l.keys == Keys::sketch) return l.sketch_rows;
-  return l.keys == Keys::transformed ? (l.slots + 2 + SLAB - 1) / SLAB * SLAB : 0;
+  return l.keys == Keys::transformed ? (l.slots + l.d + 1 + SLAB - 1) / SLAB * SLAB : 0;
 }
 
 // The constants as a KV head's kernels see them: of transformed keys each head has its own.
@@ -152,7 +158,8 @@ inline Constants of_head(Constants c, const Layout& l, int64_t head) {
   if (l.keys != Keys::transformed) return c;
   c.features += head * l.d * projected(l);
   c.forward += head * l.d * l.d;
-  c.channels += head * 4 * l.d;
+  c.channels += head * 3 * l.d;
+  c.mean += head * l.d * l.d;
   c.places += head * 2 * l.slots;
   return c;
 }

@@ -75,7 +75,8 @@ class Errors:
     def of(cls, text: Layer, t: Transform) -> Errors:
         key = text.key[SINKS:].float().transpose(0, 1)
         query = grouped(text.query[SINKS:].float(), len(key))
-        y = (key - t.mean) @ t.forward
+        # constants that are fitted without RoPE have the same mean everywhere
+        y = (key - t.turning.phases(torch.zeros(1)) @ t.mean) @ t.forward
         channels, scores = [], []
         for step, most in (widths(torch.full(y.shape[-1:], BITS)), (t.step, t.most)):
             codes, scale = searched(y, step, most, t.weight)

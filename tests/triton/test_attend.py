@@ -16,7 +16,7 @@ from proof.kernels.exact import exact_attention, relative_error
 from proof.tables import attended
 from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.page import FLAGS_AT
+from vllm_kvq.formats.page import FLAGS_AT, POSITION_AT
 from vllm_kvq.kernels.gpu.paged import merge_parts
 from vllm_kvq.kernels.gpu.triton import TRITON as kernels
 from vllm_kvq.kernels.torch import attend
@@ -125,6 +125,18 @@ def test_transformed_keys_of_other_options(d: int, name: str, options: dict[str,
     fmt = calibrated(get_format(name).bind(Geometry(d, 32), options), 2)
     table, low, high = torch.tensor([[3, 1], [2, 0]]), torch.tensor([5, 0]), torch.tensor([51, 19])
     check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
+
+
+def test_means_turn_wherever_a_page_is() -> None:
+    """Also where a damaged page says that it is."""
+    fmt, pages = pool("klt3", 64, 64)
+    assert fmt.geometry.constants is not None
+    fmt = fmt.with_constants(fmt.geometry.constants.each(lambda x: x.index_fill(1, torch.tensor([2]), 0.1)))
+    positions = torch.tensor([64, 70_016, -32, 2_000_000_000], dtype=torch.int32)
+    pages = pages.clone()
+    pages[1:, :, POSITION_AT : POSITION_AT + 4] = positions.view(torch.uint8).view(4, 1, 4)
+    table, low, high = torch.tensor([[3, 1], [2, 4]]), torch.tensor([5, 0]), torch.tensor([128, 128])
+    check(fmt, pages, queries(2, 1, 8, 64), table, low, high, splits=1)
 
 
 def test_heads_have_constants_of_their_own() -> None:

@@ -36,7 +36,11 @@ def packed(
         want,
         1 + unit // per_page,
         unit % per_page,
-        fmt.pack(*(fmt.widen(x.transpose(1, 2).flatten(0, 1))[0] for x in slabs), of_units),
+        fmt.pack(
+            *(fmt.widen(x.transpose(1, 2).flatten(0, 1))[0] for x in slabs),
+            of_units,
+            position=(unit * fmt.unit).repeat_interleave(key.shape[1]),
+        ),
     )
     return want, got, replaced
 

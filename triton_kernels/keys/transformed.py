@@ -2,11 +2,11 @@
 """Transformed keys (formats/methods/klt.py). Which numbers of a query belong to a head's slots is a product with the
 head's constants, which is computed once per step before `attend` (kernels/gpu/transformed.py): a row of queries is here
 
-    f_1 ... f_n   the n slots' numbers       f_(n + 1) = q . mu
+    f_1 ... f_n   the n slots' numbers       f_(n + 1) ... f_(n + d)   those of e, which gives a slab's mean
 
 A channel's codes are centred, and so is each digit of base 4: (4^n - 1) / 2 = sum_j 4^j 3/2. So
 
-    q . k = scale_t sum_s f_s (digit_ts - 3/2) + q . mu
+    q . k = scale_t sum_s f_s (digit_ts - 3/2) + sum_c f_(n + c) e_c
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from vllm_kvq.triton_kernels.fragments import chunk_words, fragment_places, fragment_rows, plane
 from vllm_kvq.triton_kernels.lang import SUBNORMAL, column_sum
+from vllm_kvq.triton_kernels.turning import turned
 
 
 @triton.jit
@@ -32,10 +33,23 @@ def transformed_middle(q, K: tl.constexpr):
 
 
 @triton.jit
+def mean_numbers(q_row, real, unit, R: tl.constexpr, K: tl.constexpr):
+    """(pairs, M) each, in the scores' unit: what a slab's cosines and sines are multiplied by."""
+    half: tl.constexpr = R.d // 2
+    pair = tl.arange(0, R.columns // 2)
+    place = q_row[None, :] + (K.slots + pair)[:, None]
+    inside = real[None, :] & (pair < half)[:, None]
+    cos, sin = tl.load(place, mask=inside, other=0.0), tl.load(place + half, mask=inside, other=0.0)
+    return cos / unit[None, :], sin / unit[None, :]
+
+
+@triton.jit
 def transformed_scores(
     q,
     middle,
     mean,
+    turn_ptr,
+    first,
     words_ptr,
     halves_ptr,
     R: tl.constexpr,
@@ -43,7 +57,8 @@ def transformed_scores(
     SLABS: tl.constexpr,
     M: tl.constexpr,
 ):
-    """As in channel.py. q: right operands; middle and mean (M,), the sum above and q . mu, in the scores' unit."""
+    """As in channel.py. q: right operands; middle (M,): the sum above, in the scores' unit; mean: `mean_numbers`;
+    first: the number of the first slab."""
     planes: tl.constexpr = 8 // K.bits
     width: tl.constexpr = K.slots * K.bits // 8
     chunks: tl.constexpr = width // K.chunk
@@ -55,5 +70,7 @@ def transformed_scores(
             for p in tl.static_range(planes):
                 sums = tl.dot(plane(words, p, K.bits), q[p * chunks + c], sums)
         scale = tl.load(halves_ptr + j * R.slab_words * 2 + K.scale + fragment_places(4)).to(tl.float32)
-        scores = scores + (sums * fragment_rows(scale, M) + mean[None, :],)
+        cos, sin = turned(turn_ptr, first + j, tl.arange(0, R.columns // 2), R.d)
+        of_slab = column_sum(mean[0] * cos[:, None] + mean[1] * sin[:, None])
+        scores = scores + (sums * fragment_rows(scale, M) + of_slab[None, :],)
     return scores

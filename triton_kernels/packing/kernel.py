@@ -34,6 +34,7 @@ def pack_kernel(
     faults_ptr,
     forward_ptr,
     places_ptr,
+    turn_ptr,
     requests,
     units,
     table_row,
@@ -56,7 +57,7 @@ def pack_kernel(
 ):
     """See the module. Grid: (requests * units, KV heads); `units` is the maximum that the longest chunk can complete.
 
-    forward_ptr and places_ptr: transformed keys' tables (kernels/gpu/transformed.py).
+    forward_ptr, places_ptr and turn_ptr: transformed keys' tables (kernels/gpu/transformed.py).
     """
     request, head = tl.program_id(0) // units, tl.program_id(1)
     count = tl.load(plan_ptr + COUNT * requests + request)
@@ -99,8 +100,9 @@ def pack_kernel(
             elif K.hybrid:
                 damage += hybrid_keys(keys, slab, halves_ptr + record * 2 + K.norm, follows, state, head, R, K, C)
             elif K.transformed:
-                table, slots = forward_ptr + head * ((4 + R.d) * R.d), places_ptr + head * K.slots
-                damage += transformed_keys(keys, slab, table, slots, R, K)
+                table, slots = forward_ptr + head * ((3 + 2 * R.d) * R.d), places_ptr + head * K.slots
+                number = unit * (R.unit // 32) + i
+                damage += transformed_keys(keys, slab, number, table, slots, turn_ptr, R, K)
             if V.searched:
                 damage += searched_values(values, slab, R, V)
             elif V.rotated > 0 or V.fitted:
@@ -111,5 +113,7 @@ def pack_kernel(
                 damage += hybrid_values(values, slab, R, V)
             tl.store(bytes_ptr + record * 4 + 16 + nth, tl.full((), 1, tl.uint8))
         tl.store(words_ptr + record, MAGIC)
+        if K.transformed:
+            tl.store(words_ptr + record + 1, place * (R.slabs * 32))
         if damage > 0:
             tl.atomic_add(faults_ptr + 1, damage)

@@ -14,6 +14,7 @@ from vllm_kvq.triton_kernels.packing.keys import store_keys
 from vllm_kvq.triton_kernels.packing.tile import lanes, plane_bytes
 from vllm_kvq.triton_kernels.packing.values import load_channels, positive_half, store_values
 from vllm_kvq.triton_kernels.rotation import rotated
+from vllm_kvq.triton_kernels.turning import mean_of
 
 FACTORS: tl.constexpr = tl.constexpr(search.FACTORS)
 TRIED: tl.constexpr = tl.constexpr(len(search.FACTORS))
@@ -55,8 +56,9 @@ def _searched(y, step, most, weight):
 
 
 @triton.jit
-def transformed_keys(tokens, slab, table, slots, R: tl.constexpr, K: tl.constexpr):
-    """`table` and `slots`: the head's, see kernels/gpu/transformed.py. Returns how many values were replaced."""
+def transformed_keys(tokens, slab, number, table, slots, turn, R: tl.constexpr, K: tl.constexpr):
+    """`table` and `slots`: the head's, `turn`: the layer's, see kernels/gpu/transformed.py; `number`: the slab's among
+    the request's. Returns how many values were replaced."""
     planes: tl.constexpr = 8 // K.bits
     base, base16 = slab
     width: tl.constexpr = K.slots * K.bits // 8
@@ -69,11 +71,12 @@ def transformed_keys(tokens, slab, table, slots, R: tl.constexpr, K: tl.constexp
         row = first + tl.arange(0, ROWS)
         raw = load_channels(tokens, row, R.head)
         damage += lost(raw)
-        forward = tl.load(table + (4 + row)[:, None] * R.d + channel[None, :], mask=real[None, :], other=0.0)
-        y = tl.dot(clean(raw) - tl.load(table + row)[None, :], forward, y, input_precision="ieee")
-    weight = tl.load(table + R.d + channel, mask=real, other=0.0)
-    step = tl.load(table + 2 * R.d + channel, mask=real, other=0.0)
-    most = tl.load(table + 3 * R.d + channel, mask=real, other=0.0)
+        forward = tl.load(table + (3 + row)[:, None] * R.d + channel[None, :], mask=real[None, :], other=0.0)
+        mean = mean_of(table + (3 + R.d) * R.d, turn, number, row, row < R.d, R.d, ROWS)
+        y = tl.dot(clean(raw) - mean[None, :], forward, y, input_precision="ieee")
+    weight = tl.load(table + channel, mask=real, other=0.0)
+    step = tl.load(table + R.d + channel, mask=real, other=0.0)
+    most = tl.load(table + 2 * R.d + channel, mask=real, other=0.0)
     code, scale = _searched(y, step, most, weight)
     tl.store(base16 + K.scale + tl.arange(0, 32), scale.to(tl.float16))
     code = code.to(tl.float16)

@@ -10,6 +10,7 @@ import torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.codec import Codec
 from vllm_kvq.formats.constants import Calibration, Constants
+from vllm_kvq.formats.parts.rope import Rope
 
 CALIBRATION_TOKENS, CALIBRATION_SEED = 256, 1
 
@@ -31,7 +32,16 @@ def _fitted(codec: type[Codec], options: tuple[tuple[str, Any], ...], head_size:
     # queries look at the keys' wide channels, as in real models
     noise = torch.randn(key.shape, generator=torch.Generator().manual_seed(CALIBRATION_SEED))
     query = (key + noise).repeat_interleave(2, 1)
-    return codec.fit_constants(Calibration(query, key, value), dict(options))
+    turned = slow_rope(head_size)
+    key = turned.apply(key, torch.arange(len(key))[:, None])
+    return codec.fit_constants(Calibration(query, key, value, turned), dict(options))
+
+
+def slow_rope(head_size: int) -> Rope:
+    """It turns most channels, by so little that keys which it has not turned are not far from those that it has."""
+    half = (head_size - 16) // 2
+    angle = torch.arange(CALIBRATION_TOKENS)[:, None] * 10 ** (-3 - torch.arange(half) / half)
+    return Rope(torch.cat([angle.cos(), angle.sin()], 1))
 
 
 def calibrated(fmt: PageFormat, heads: int) -> PageFormat:

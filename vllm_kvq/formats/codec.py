@@ -20,6 +20,7 @@ from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.parts.fields import Field, Packed, round_up
 from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.formats.parts.rope import PAIRINGS, Rope
+from vllm_kvq.formats.parts.turning import Turning
 
 LARGEST_BLOCK = 1024
 """Tokens of a page; a record's header has a byte for each of its slabs."""
@@ -120,8 +121,9 @@ class Codec(ABC):
         raise TypeError(f"{cls.__name__} is not calibrated")
 
     @classmethod
-    def fit_moments(cls, moments: Moments) -> torch.Tensor:
-        """The same from sums over the text, whatever the options are: for calibrated codecs that can be served."""
+    def fit_moments(cls, moments: Moments, turning: Turning | None = None) -> torch.Tensor:
+        """The same from sums over the text, whatever the options are: for calibrated codecs that can be served.
+        `turning`: that of the moments' phases; None: keys are taken to be turned by nothing."""
         raise TypeError(f"{cls.__name__} is not fitted to sums")
 
     @property
@@ -159,6 +161,10 @@ class KeyCodec(Codec):
     """Why keys with a large constant part (a key projection's bias) are stored badly, as a phrase that completes
     "because it". None: a constant does no harm, for example because channels have their own zero."""
 
+    placed: ClassVar[bool] = False
+    """Whether keys are packed less a mean that is known by their position. If so, the caller takes `mean_at` off keys
+    before packing, and `unpack` and `key_features` get the position of a unit's first token as fields["position"]."""
+
     fits_queries = False
     """Whether `fit` uses the queries: needlessly widening those of a long prompt costs more than the fit."""
 
@@ -174,6 +180,10 @@ class KeyCodec(Codec):
     def page_state(self, fields: Packed) -> torch.Tensor | None:
         """The state that a page was started with, if later slabs of the page must use it, too: (U, state_rows, d)."""
         return None
+
+    def mean_at(self, position: torch.Tensor, tokens: int) -> torch.Tensor:
+        """(U, tokens, d): what is taken off units whose first tokens have these positions (U,). Only if `placed`."""
+        raise TypeError(f"{type(self).__name__} does not depend on positions")
 
     def query_features(self, query: torch.Tensor) -> torch.Tensor:
         """f(q) with q . unpack(page) == f(q) . key_features(page); (..., KV heads, rows, d) -> (..., F)."""

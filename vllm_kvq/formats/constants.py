@@ -12,6 +12,9 @@ from typing import TypeVar
 
 import torch
 
+from vllm_kvq.formats.parts.rope import Rope
+from vllm_kvq.formats.parts.turning import Turning
+
 T = TypeVar("T")
 
 
@@ -37,6 +40,8 @@ class Calibration:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    turned: Rope | None = None
+    """The RoPE already applied to keys and queries, token t at position t; None: it is not known."""
 
     def __post_init__(self) -> None:
         if self.key.shape != self.value.shape or self.query.dim() != 3 or self.query.shape[1] % self.key.shape[1]:
@@ -69,13 +74,21 @@ class Moments:
     """(H,): the number of queries."""
     queries: torch.Tensor
     """(H, d, d): of q q^T."""
+    turned: torch.Tensor
+    """(H, d, d): of k e^T, with e of the token's slab (parts/turning.py)."""
+    phases: torch.Tensor
+    """(H, d, d): of e e^T."""
 
     @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor) -> Moments:
-        """query (tokens, query heads, d), key (tokens, KV heads, d)."""
+    def of(cls, query: torch.Tensor, key: torch.Tensor, phases: torch.Tensor | None = None) -> Moments:
+        """query (tokens, query heads, d), key (tokens, KV heads, d); phases (tokens, d), None: as if nothing turned."""
         q, k = grouped(query, key.shape[1]).double(), key.transpose(0, 1).double()
+        if phases is None:
+            phases = Turning.none(k.shape[-1]).phases(torch.zeros(k.shape[1], dtype=torch.int64, device=k.device))
+        e = phases.double()
         count = torch.full((len(k),), 1.0, dtype=torch.float64, device=k.device)
-        return cls(count * k.shape[1], k.sum(1), k.mT @ k, count * q.shape[1], q.mT @ q)
+        squares = (e.mT @ e).expand(len(k), -1, -1)
+        return cls(count * k.shape[1], k.sum(1), k.mT @ k, count * q.shape[1], q.mT @ q, k.mT @ e, squares)
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -89,6 +102,17 @@ class Moments:
     def covariance(self) -> torch.Tensor:
         """(H, d, d), of keys."""
         return self.keys / self.tokens[:, None, None] - self.mean[:, :, None] * self.mean[:, None]
+
+    def turned_mean(self, turning: Turning) -> torch.Tensor:
+        """(H, d): b, if the phases are those of `turning`."""
+        return turning.mean(self.turned / self.tokens[:, None, None])
+
+    def turned_covariance(self, turning: Turning) -> torch.Tensor:
+        """(H, d, d), of keys less the means of their slabs."""
+        matrix = turning.matrix(self.turned_mean(turning))
+        of_both = self.turned @ matrix.mT
+        off = self.keys - of_both - of_both.mT + matrix @ self.phases @ matrix.mT
+        return off / self.tokens[:, None, None]
 
     @property
     def seen(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The record: one vLLM block of N tokens of one KV head, self-contained.
 
-    header   64 bytes   i32 magic, i32 position of the page's first token if keys are stored as they are before RoPE
+    header   64 bytes   i32 magic, i32 position of the page's first token if what keys are stored as depends on it
                         (else 0), 8 bytes unused, then one byte per slab: 1 when the slab is packed (N <= 1024)
     page fields         what the codecs store once per page (PolarQuant's grids, InnerQ's norm)
     slab 0 .. N/32 - 1  key fields, then value fields of 32 tokens: one contiguous run, which is written at once and
@@ -23,6 +23,7 @@ from vllm_kvq.formats.parts.fields import Packed, Region, round_up
 from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.formats.parts.quant import sanitize
 from vllm_kvq.formats.parts.rope import Rope
+from vllm_kvq.formats.parts.turning import Turning
 from vllm_kvq.formats.settings import Settings
 
 MAGIC = 0x3151564B  # "KVQ1"
@@ -79,10 +80,10 @@ class PageFormat:
         )
         return self.with_constants(Constants(keys, values))
 
-    def fitted_to(self, moments: Moments) -> Constants:
+    def fitted_to(self, moments: Moments, turning: Turning | None = None) -> Constants:
         """The constants of a layer with these sums, the same for all options of the codecs."""
-        keys, values = (codec.fit_moments(moments) if codec.calibrated else None for codec in (self.keys, self.values))
-        return Constants(keys, values)
+        halves = self.keys, self.values
+        return Constants(*(codec.fit_moments(moments, turning) if codec.calibrated else None for codec in halves))
 
     # -- sizes ---------------------------------------------------------------------------------------------------
     @property
@@ -122,6 +123,11 @@ class PageFormat:
         return self.geometry.rope if self.keys.before_rope else None
 
     @property
+    def placed(self) -> bool:
+        """Whether pages tell the position of their first token, which keys are packed and read by."""
+        return self.rope is not None or self.keys.placed
+
+    @property
     def page_region(self) -> Region:
         return Region.of(self.keys.page_fields + self.values.page_fields)
 
@@ -159,13 +165,15 @@ class PageFormat:
         """Widened (U, T, d) keys and values of one pack unit each -> all fields.
 
         decoded (U,) booleans: a decode step has completed the unit; None: prompts have completed all of them.
-        position (U,) of each unit's first token: needed, and stored, only by formats with a `rope`.
+        position (U,) of each unit's first token: needed, and stored, only by formats that are `placed`.
         """
         placed: Packed = {}
-        if self.rope is not None:
+        if self.placed:
             if position is None:
-                raise ValueError(f"{self.name} stores keys as they are before RoPE, and needs to know their positions")
+                raise ValueError(f"{self.name} stores keys by their positions, and needs to know them")
             key = self.before_rope(key, position[:, None] + torch.arange(key.shape[1], device=key.device))
+            if self.keys.placed:
+                key = key - self.keys.mean_at(position, key.shape[1])
             placed = {"position": position}
         return {**_packed(self.keys, key, state, decoded), **_packed(self.values, value, None, decoded), **placed}
 
@@ -210,7 +218,7 @@ class PageFormat:
             self.page_region.write(extra, shape)
             pages[..., HEADER_BYTES : self.slabs_at][page] = extra
         pages[..., :4].view(torch.int32)[page] = MAGIC
-        if self.rope is not None:
+        if self.placed:
             first = shape["position"] - unit[:, None] * self.unit
             pages[..., POSITION_AT : POSITION_AT + 4].view(torch.int32)[page] = first.unsqueeze(-1).int()
         pages[..., FLAGS_AT : FLAGS_AT + self.slabs][page[:, None], :, slab] = 1
@@ -220,7 +228,7 @@ class PageFormat:
         data = pages[page].flatten(0, 1)
         slabs = data[:, self.slabs_at : self.slabs_at + self.slabs * self.slab_region.nbytes]
         fields = {**self.slab_region.read(slabs.unflatten(-1, (self.slabs, -1))), **self.read_page_fields(data)}
-        if self.rope is not None:
+        if self.placed:
             fields["position"] = data[:, POSITION_AT : POSITION_AT + 4].contiguous().view(torch.int32)[:, 0]
         return fields
 

@@ -286,7 +286,7 @@ class Driver {
       int count = 0;
       while (count < BLOCK_SLABS && page_ < last_) {
         const int64_t start = slab_ * SLAB;
-        block[count++] = {record_, record_ + driver_.l_.slabs_at + slab_ * driver_.l_.slab_bytes,
+        block[count++] = {record_, record_ + driver_.l_.slabs_at + slab_ * driver_.l_.slab_bytes, int(slab_),
                           int(std::max<int64_t>(low_ - start, 0)), int(std::min<int64_t>(high_ - start, SLAB))};
         if (++slab_ * SLAB >= high_ && ++page_ < last_) open();
       }

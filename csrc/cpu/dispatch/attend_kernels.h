@@ -24,6 +24,7 @@ constexpr int ROWS = 64;
 struct Slab {
   const uint8_t* page;  // start of the record
   const uint8_t* data;  // start of the slab
+  int nth;              // of the page's slabs
   int low, high;        // tokens [low, high) of the slab are attended
 };
 

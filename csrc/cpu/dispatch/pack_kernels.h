@@ -21,6 +21,7 @@ struct PackUnit {
   const float* pull;   // SQuat: M_{t-1} U_t of blocks 2 .. T, [rank][d], the first block's columns unused
   int64_t state_rows;
   bool follows;
+  int64_t position;    // of its first token
   char* work;          // `work_bytes`, 64-byte aligned
 };
 

@@ -85,7 +85,10 @@ inline kvq::Constants read_constants(const TensorView& layout, const kvq::Layout
   if (l.keys == kvq::Keys::transformed) {
     c.features = read_table<float>(layout, l.features, l.key_heads * l.d * kvq::projected(l));
     c.forward = read_table<float>(layout, l.forward, l.key_heads * l.d * l.d);
-    c.channels = read_table<float>(layout, l.channels, l.key_heads * 4 * l.d);
+    c.channels = read_table<float>(layout, l.channels, l.key_heads * 3 * l.d);
+    c.mean = read_table<float>(layout, l.mean, l.key_heads * l.d * l.d);
+    c.fine = read_table<float>(layout, l.fine, kvq::FINE * l.d);
+    c.coarse = read_table<float>(layout, l.coarse, kvq::COARSE * l.d);
     c.places = read_table<int32_t>(layout, l.places, l.key_heads * 2 * l.slots);
   }
   return c;

@@ -26,7 +26,8 @@
   TENSOR(unit)                                       \
   TENSOR(rows)       /* (units, tokens of a unit) */ \
   TENSOR(owner)                                      \
-  TENSOR(follows)    /* bytes */
+  TENSOR(follows)    /* bytes */                     \
+  TENSOR(position)   /* of a unit's first token */
 
 // Keys and values (blocks, slots, heads, head_size); a step's new tokens are blocks of one slot.
 #define KVQ_PAIR(TENSOR) TENSOR(key) TENSOR(value)

@@ -39,6 +39,7 @@ kvq::Units read_units(const Units& t, int64_t tokens) {
   u.rows = data<const int64_t>(t.rows);
   require(is(t.follows, kDLUInt, 8) && dense(t.follows) && t.follows.numel() == u.count, "follows must be dense bytes");
   u.follows = data<const uint8_t>(t.follows);
+  u.position = index_list(t.position, u.count, "position must be a dense int64 list as long as page");
   return u;
 }
 

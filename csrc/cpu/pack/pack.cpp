@@ -122,9 +122,14 @@ class Packer {
     }
     u.state_rows = p_.state_rows;
     u.follows = p_.state && units_.follows[i];
+    u.position = units_.position[i];
     u.work = reinterpret_cast<char*>(value + tokens * d);
     kernels_.pack(u);
     std::memcpy(u.record, &PAGE_MAGIC, 4);
+    if (l_.keys == Keys::transformed) {
+      const int32_t first = int32_t(u.position - units_.unit[i] * tokens);
+      std::memcpy(u.record + POSITION_AT, &first, 4);
+    }
     std::memset(u.record + FLAGS_AT + units_.unit[i] * slabs, 1, slabs);
   }
 

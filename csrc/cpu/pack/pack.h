@@ -12,11 +12,12 @@ namespace kvq {
 
 // `count` units of `tokens` tokens each: unit i is unit[i] of page[i], rows (count, tokens) are rows of the old tokens
 // first, then of the fresh ones. owner[i] is the row of the state that it uses; follows[i]: its page was started earlier
-// and keeps its parameters.
+// and keeps its parameters. position[i] is that of its first token.
 struct Units {
   int64_t count, tokens;
   const int64_t *page, *unit, *rows, *owner;
   const uint8_t* follows;
+  const int64_t* position;
 };
 
 struct Pack {

@@ -1,23 +1,27 @@
-//     y = T / s (k - mean)        codes of y, in digits of base 4
+//     y = T / s (k - mu)        codes of y, in digits of base 4
 //
 // Transformed keys (formats/methods/klt.py): each slot is a digit of one channel's code.
 #pragma once
 
+#include "../turning.h"
 #include "search.h"
 
 namespace {
 namespace float32 {
 
-// k - mean and y [32][d], a panel of T / s [d][32], codes [32][d], and their digits [32][slots]
+// k - mu and y [32][d], a panel of T / s [d][32], codes [32][d], and their digits [32][slots]
 inline size_t transformed_work_bytes(const Layout& l) { return align64(4 * size_t(SLAB) * (4 * l.d + l.slots)); }
 
 inline void pack_transformed(const PackUnit& u) {
   const Layout& l = *u.layout;
   const int64_t d = l.d, slots = l.slots;
-  const float *mean = u.constants->channels, *weight = mean + d, *step = weight + d, *most = step + d;
+  const float *weight = u.constants->channels, *step = weight + d, *most = step + d;
   const int32_t *channel = u.constants->places, *shift = channel + slots;
   float *centred = reinterpret_cast<float*>(u.work), *y = centred + SLAB * d, *panel = y + SLAB * d;
   int32_t *codes = reinterpret_cast<int32_t*>(panel + SLAB * d), *digits = codes + SLAB * d;
+  float e[LARGEST_HEAD], mean[LARGEST_HEAD];
+  turned(l, *u.constants, uint32_t(u.position) / SLAB, e);
+  for (int64_t c = 0; c < d; c += SLAB) multiply(e, d, 1, d, u.constants->mean + c, d, mean + c, d);
   for (int t = 0; t < SLAB; ++t)
     for (int64_t c = 0; c < d; c += LANES) store(centred + t * d + c, load(u.key + t * d + c) - load(mean + c));
   for (int64_t j = 0; j < d; j += SLAB) {

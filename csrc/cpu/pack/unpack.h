@@ -3,6 +3,7 @@
 
 #include "../boosted.h"
 #include "../half.h"
+#include "../turning.h"
 #include "../dispatch/attend_kernels.h"
 #include "../isa/vectors.h"
 
@@ -199,17 +200,21 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
   }
 }
 
-// g(k) of formats/methods/klt.py, [projected(l)][32]: every slot's code times the token's scale, the scale, 1, and zeros.
-inline void unpack_transformed(const Layout& l, const Slab& slab, float* k) {
+// g(k) of formats/methods/klt.py, [projected(l)][32]: every slot's code times the token's scale, the slab's e, the scale,
+// and zeros.
+inline void unpack_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* k) {
   float scale[SLAB];
   read_halves(slab.data + l.k_scale, SLAB, scale);
   unpack_key_codes(slab.data + l.k_codes, int(l.slots), 2, [&](int slot, int t, Ints code) {
     store(k + slot * SLAB + t, to_floats(code) * load(scale + t));
   });
-  float* last = k + l.slots * SLAB;
+  float e[LARGEST_HEAD];
+  turned(l, constants, slab_number(slab.page, slab.nth), e);
+  for (int64_t i = 0; i < l.d; ++i)
+    for (int t = 0; t < SLAB; t += LANES) store(k + (l.slots + i) * SLAB + t, splat(e[i]));
+  float* last = k + (l.slots + l.d) * SLAB;
   std::memcpy(last, scale, sizeof scale);
-  std::memset(last + SLAB, 0, 4 * size_t(projected(l) - l.slots - 1) * SLAB);
-  for (int t = 0; t < SLAB; ++t) last[SLAB + t] = 1;
+  std::memset(last + SLAB, 0, 4 * size_t(projected(l) - l.slots - l.d - 1) * SLAB);
 }
 
 // k[c][t] of a slab, for all formats whose pages have channels; `tables` as in unpack_polar.

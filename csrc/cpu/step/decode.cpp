@@ -169,6 +169,7 @@ class Decoder {
       for (int64_t u = first; u < last; ++u) {
         page_.push_back(page_of(r, u / per_page));
         unit_.push_back(u % per_page);
+        position_.push_back(u * p);
         owner_.push_back(int64_t(owners_.size()));
         follows_.push_back(u / per_page * per_page < first);  // the page's first unit was packed in an earlier step
         for (int64_t at = u * p; at < (u + 1) * p; ++at)
@@ -197,7 +198,8 @@ class Decoder {
     p.layout = d_.layout;
     p.constants = d_.constants;
     p.pool = d_.pool;
-    p.units = {int64_t(unit_.size()), c_.unit, page_.data(), unit_.data(), rows_.data(), owner_.data(), follows_.data()};
+    p.units = {int64_t(unit_.size()), c_.unit, page_.data(), unit_.data(),
+               rows_.data(), owner_.data(), follows_.data(), position_.data()};
     p.old = d_.side;
     p.fresh = d_.fresh;
     p.dtype = d_.dtype;
@@ -286,7 +288,7 @@ class Decoder {
   const int64_t size_;
   std::vector<Request> requests_;
   std::vector<Group> groups_;
-  std::vector<int64_t> page_, unit_, rows_, owner_, ring_to_, ring_from_, sink_to_, sink_from_;
+  std::vector<int64_t> page_, unit_, rows_, owner_, position_, ring_to_, ring_from_, sink_to_, sink_from_;
   std::vector<uint8_t> follows_;
   std::vector<const Request*> owners_;
 };

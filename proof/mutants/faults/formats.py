@@ -243,12 +243,32 @@ INNERQ = (
 )
 KLT = (
     _fault("digits go to the channels that gain least", "klt::allocated.gain", "-variance", "variance", "klt.py"),
+    _fault("means turn though keys do not", "klt::constants_of", "if not _less", "if False and _less", "klt.py"),
+    _fault("means never turn", "klt::constants_of", "if not _less", "if True or _less", "klt.py"),
+    _fault(
+        "all slabs have the mean of the first",
+        "klt::TransformedKeys._phases",
+        "+ torch.arange",
+        "* 0 * torch.arange",
+        "klt.py",
+    ),
+    _fault("a pair turns the other way", "turning::Turning.matrix", "-mean", "mean", "turning.py"),
+    _fault("an angle is that of the first token", "turning::_theta", "angle[1], 2", "angle[1], 1 << 40", "turning.py"),
+    _fault("any table is a turning", "turning::_theta", "<= NEAR", "< 1e9", "turning.py"),
+    _fault("slabs turn at their beginnings", "turning::Turning.phases", "+ MIDDLE", "", "turning.py"),
+    _fault(
+        "the coarse table starts late",
+        "turning::Turning.tables",
+        "SLAB * FINE * at[:COARSE]",
+        "SLAB * FINE * at[:COARSE] + 1",
+        "turning.py",
+    ),
     _fault("no query is regular", "klt::constants_of", "REGULAR", "1e-6", "klt.py"),
     _fault(
         "keys keep their mean",
         "klt::constants_of",
-        "= pad",
-        "= 0 * pad",
+        "pad(mean, (0, short))",
+        "pad(0 * mean, (0, short))",
         "klt.py",
     ),
     _fault(

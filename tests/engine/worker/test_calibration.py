@@ -18,8 +18,11 @@ from proof.oracle.engines import forked
 from proof.oracle.engines.forked import EngineFailed
 from proof.oracle.trace import Trace
 from vllm_kvq.eval.heads.capture import capture
+from vllm_kvq.eval.reading.reader import Reader
 from vllm_kvq.formats.constants import Constants, Moments
 from vllm_kvq.formats.methods.klt import TransformedKeys
+from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.turning import Turning
 from vllm_kvq.integration.plan.calibration import Source, read
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.plan import plan
@@ -68,11 +71,11 @@ def started(model: str, cache: str, given: dict[str, Any], tokens: bool, traces:
 
 
 def covariances(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a layer's constants say of the text: mean and covariance of keys, and what queries weigh."""
+    """What a layer's constants say of the text: mean and covariance of keys, how both turn, and what queries weigh."""
     d = keys.shape[-1]
-    mean, s, forward, backward = keys.double().split((1, 1, d, d), 1)
+    mean, s, theta, pairs, forward, backward = keys.double().split((1, 1, 1, 1, d, d), 1)
     weighed = forward * s.mT
-    return mean[:, 0], backward.mT @ backward, weighed.mT @ weighed
+    return mean[:, 0], backward.mT @ backward, weighed.mT @ weighed, torch.cat([theta, pairs], 1)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-2", "Gemma-3", "gpt-oss"])
@@ -85,9 +88,16 @@ def test_constants_are_those_of_the_tokens(name: str, tmp_path: Path) -> None:
     assert runs == 1
     texts = capture(str(tmp_path / "model"), [text.tolist() for text in TEXT], "float32")
     assert {*found} == {layer.index for layer in texts.layers}
+    # layers with a window may have another RoPE
+    rope = texts.rope or Reader(tmp_path / "model", "float32").before(tuple(TEXT[0].tolist())).captured.rope
+    turning = Turning.of(rope, texts.layers[0].head_size)
+    phases = turning.phases(torch.arange(SINKS, LENGTH) // SLAB).repeat(len(TEXT), 1)
+    assert turning.theta[0] == pytest.approx(1)
     for layer in texts.layers:
         q, k = (x.unflatten(0, (-1, LENGTH))[:, SINKS:].flatten(0, 1).float() for x in (layer.query, layer.key))
-        want = TransformedKeys.fit_moments(Moments.of(q, k))
+        want = TransformedKeys.fit_moments(Moments.of(q, k, phases), turning)
+        # random keys may have next to no constant part
+        assert want[:, 2].any() or name == "Llama"
         for mine, theirs in zip(covariances(found[layer.index]), covariances(want), strict=True):
             assert ((mine - theirs).norm() / theirs.norm()).item() < 1e-3
 

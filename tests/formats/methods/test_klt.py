@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from vllm_kvq.formats.codec import round_up
 from vllm_kvq.formats.constants import Calibration, Constants, Moments
 from vllm_kvq.formats.methods.klt import ERROR, RATE, REGULAR, SHORTEST, SearchedValues, TransformedKeys, allocated
 from vllm_kvq.formats.parts.quant import LIMIT
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.parts.rotation import hadamard
 from vllm_kvq.formats.parts.search import FACTORS, HALF_WIDTH, levels, searched, widths
 from vllm_kvq.formats.roundtrip import roundtrip
@@ -41,11 +43,12 @@ def fitted(name: str, d: int = 64, head: int = 0, **options: object) -> PageForm
 
 
 def parts(page: PageFormat) -> tuple[torch.Tensor, ...]:
-    """mu, s, digits, T / s and (T^-1 s)^T of a single head."""
+    """mu, which nothing turns here, s, digits, T / s and (T^-1 s)^T of a single head."""
     assert isinstance(page.keys, TransformedKeys)
     t = page.keys.transform
     digits = t.channel[0].bincount(minlength=t.mean.shape[-1])
-    return t.mean[0, 0], t.weight[0, 0].sqrt(), digits, t.forward[0].mT, t.backward[0]
+    mean = page.keys.mean_at(torch.zeros(1), 32)[0, 0]
+    return mean, t.weight[0, 0].sqrt(), digits, t.forward[0].mT, t.backward[0]
 
 
 def score_error(text: Calibration, key: torch.Tensor) -> float:
@@ -148,15 +151,55 @@ def test_sums_of_pieces_are_those_of_the_whole() -> None:
 def test_all_heads_at_once_are_each_by_itself(name: str) -> None:
     page, text = FORMATS[name].bind(Geometry(64, 64, torch.float32), {}).calibrated_on(layer(1)), layer(2)
     k, v = (x[:128].unflatten(0, (-1, 32)).transpose(1, 2).flatten(0, 1) for x in (text.key, text.value))
-    fields = page.pack(k, v, None)
+    position = torch.tensor([0, 32, 64, 96])
+    fields = page.pack(k, v, None, position=position.repeat_interleave(HEADS))
     query = text.query[:5].unflatten(1, (HEADS, 2)).transpose(0, 1).flatten(1, 2)
     for head in range(HEADS):
         alone = fitted(name, head=head)
-        own = alone.pack(k[head::HEADS], v[head::HEADS], None)
+        own = alone.pack(k[head::HEADS], v[head::HEADS], None, position=position)
         assert all(torch.equal(own[field], fields[field][head::HEADS]) for field in own)
         assert torch.allclose(alone.unpack(own)[0], page.unpack(fields)[0][head::HEADS], atol=1e-5)
         seen = alone.query_features(query[head : head + 1])[0]
         assert torch.allclose(seen, page.query_features(query)[head], rtol=1e-4, atol=1e-3)
+
+
+def turned_layer(seed: int, angle: float = 1.0) -> tuple[Calibration, torch.Tensor]:
+    """`layer`, whose keys RoPE has turned with a constant part that is larger than all else, and that part (H, d)."""
+    text, rope = layer(seed), Rope.plain(64, 1024, 100 / angle)
+    constant = 20 * torch.randn(HEADS, 64, generator=torch.Generator().manual_seed(9))
+    position = torch.arange(len(text.key))[:, None]
+    key = rope.apply(text.key - text.key.mean(0) + constant, position)
+    return Calibration(rope.apply(text.query, position), key, text.value, rope), constant
+
+
+def test_a_constant_that_rope_turns_costs_nearly_nothing() -> None:
+    """What a single mean can't take off: then a constant's directions have most of the variance, and of the bits."""
+    text, constant = turned_layer(1)
+    single = replace(text, turned=None)
+    page, other = (FORMATS["klt3"].bind(Geometry(64, 64, torch.float32), {}).calibrated_on(x) for x in (text, single))
+    positions = torch.arange(0, 320, 32)
+    key = text.key[:320].unflatten(0, (-1, 32)).transpose(1, 2).flatten(0, 1)
+
+    def error(page: PageFormat) -> float:
+        fields = page.pack(key, key, None, position=positions.repeat_interleave(HEADS))
+        return float((page.unpack(fields)[0] - key).norm())
+
+    assert error(page) < 0.7 * error(other)
+    assert isinstance(page.keys, TransformedKeys)
+    # slow pairs' part is what it is; that of a pair which turns far within a slab is less
+    mean = page.geometry.constants.keys[:, 0]  # type: ignore[union-attr, index]
+    slow = torch.arange(64) % 32 > 24
+    assert torch.allclose(mean[:, slow], constant[:, slow], atol=0.05 * float(constant.abs().max()))
+    assert mean[:, 0].abs().max() < 0.2 * constant[:, 0].abs().max()
+
+
+def test_means_turn_only_where_keys_do() -> None:
+    """NoPE layers, or RoPE of another kind than the table's: then the mean is one, as if nothing were known."""
+    text = layer(1)
+    known = replace(text, turned=Rope.plain(64, 1024))
+    one, other = (TransformedKeys.fit_constants(x, {}) for x in (text, known))
+    assert torch.equal(one, other)
+    assert not one[:, 2].any()
 
 
 # -- pages -----------------------------------------------------------------------------------------------------------
@@ -167,7 +210,7 @@ def test_pages_hold_the_formula(name: str) -> None:
     assert isinstance(page.keys, TransformedKeys)
     mean, _, digits, forward, backward = (x.double() for x in parts(page))
     x = text.key[:32, 0]
-    fields = page.keys.pack(x[None], None)
+    fields = page.keys.pack((x - mean.float())[None], None) | {"position": torch.tensor([0])}
     scale = fields["k_scale"].half()
     read = page.keys.unpack(fields)[0]
     t = 17
@@ -205,7 +248,7 @@ def test_scales_harm_scores_least(name: str) -> None:
     assert isinstance(page.keys, TransformedKeys)
     mean, s, digits, forward, _ = parts(page)
     x = text.key[:32, 0]
-    fields = page.keys.pack(x[None], None)
+    fields = page.keys.pack((x - mean)[None], None) | {"position": torch.tensor([0])}
     y, read = (x - mean) @ forward.mT, (page.keys.unpack(fields)[0] - mean) @ forward.mT
     step, most = widths(2 * digits)
     rms = y[:, most > 0].square().mean(-1, keepdim=True).sqrt()
@@ -261,7 +304,7 @@ def test_nothing_is_read_that_is_larger_than_all_that_is_stored(name: str) -> No
     """Errors of a token's coordinates may add up: without a limit they do here, to what float16 can't hold."""
     page = fitted(name)
     x = LIMIT * torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(0)).sign()
-    read = page.keys.unpack(page.keys.pack(x, None))
+    read = page.keys.unpack(page.keys.pack(x, None) | {"position": torch.zeros(1)})
     assert read.abs().max() == LIMIT
 
 
@@ -296,7 +339,7 @@ def test_a_rate_is_rounded_up_to_sixteen_slots() -> None:
 
 def test_constants_of_other_heads_are_refused() -> None:
     keys = fitted("klt3", 128).geometry.constants
-    with pytest.raises(ValueError, match=r"constants of shape \(1, 258, 128\) are not those of heads of 64 channels"):
+    with pytest.raises(ValueError, match=r"constants of shape \(1, 260, 128\) are not those of heads of 64 channels"):
         FORMATS["klt3"].bind(Geometry(64, 64), {}).with_constants(keys)
 
 

@@ -82,7 +82,7 @@ def test_pages_know_their_positions(head_size: int) -> None:
 
 def test_positions_must_be_told() -> None:
     k = torch.zeros(1, 32, 64)
-    with pytest.raises(ValueError, match="squat2_pre stores keys as they are before RoPE, and needs to know"):
+    with pytest.raises(ValueError, match="squat2_pre stores keys by their positions, and needs to know them"):
         bound("squat2_pre", rope=Rope.plain(64, 64)).pack(k, k, None)
 
 

@@ -52,7 +52,9 @@ def packed_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torc
     k, v = (fmt.widen(x)[0].unflatten(1, (pages * units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
     repeated = None if state is None else state.repeat(pages * units, 1, 1)
     index = torch.arange(pages * units)
-    fmt.write(pool, 1 + index // units, index % units, fmt.pack(k, v, repeated))
+    # of a request that has begun long before
+    position = (4096 * fmt.N + index * fmt.unit).repeat_interleave(heads)
+    fmt.write(pool, 1 + index // units, index % units, fmt.pack(k, v, repeated, position=position))
     pool[0] = 0xFF
     return pool
 

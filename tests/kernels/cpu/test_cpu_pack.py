@@ -54,7 +54,12 @@ def tokens(fmt: PageFormat, dtype: torch.dtype, seed: int) -> tuple[Pair, Pair, 
     rows = torch.cat([at, slots.shape[0] * 8 + order]).view(count, fmt.unit)
     index = torch.arange(count)
     units = Units(
-        1 + index // per_page, index % per_page, rows, index // per_page % 2, torch.zeros(count, dtype=torch.bool)
+        1 + index // per_page,
+        index % per_page,
+        rows,
+        index // per_page % 2,
+        torch.zeros(count, dtype=torch.bool),
+        4096 * fmt.N + index * fmt.unit,
     )
     return (slots[:, :, 0], slots[:, :, 1]), (wide[:, 0], wide[:, 2]), units
 
@@ -74,12 +79,15 @@ def both(name: str, d: int, dtype: torch.dtype, n: int, **options: object) -> tu
     pages, lost = [], []
     for kernel in (reference, cpu_pack):
         pool = torch.zeros(7, H, fmt.record_bytes, dtype=torch.uint8)
-        begun = replace(units, page=units.page[:-1], unit=units.unit[:-1], rows=units.rows[:-1])
-        begun = replace(begun, owner=units.owner[:-1], follows=follows[:-1])
+        columns = units.page, units.unit, units.rows, units.owner, follows, units.position
+        begun = Units(*(x[:-1] for x in columns))
         count = int(kernel.pack(fmt, pool, begun, old, new, state))
         if fmt.unit < fmt.N:
             # the last unit continues a page that another state began
-            last = Units(*(x[-1:] for x in (units.page - 1, units.unit + 1, units.rows, 1 - units.owner, follows)))
+            after = units.position - fmt.N + fmt.unit
+            last = Units(
+                *(x[-1:] for x in (units.page - 1, units.unit + 1, units.rows, 1 - units.owner, follows, after))
+            )
             count += int(kernel.pack(fmt, pool, last, old, new, state))
         pages.append(pool)
         lost.append(count)
@@ -88,7 +96,7 @@ def both(name: str, d: int, dtype: torch.dtype, n: int, **options: object) -> tu
 
 
 def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
-    assert torch.equal(want[..., :64], got[..., :64])  # magic and flags
+    assert torch.equal(want[..., :64], got[..., :64])  # magic, position and flags
     ids = torch.arange(1, 5)
     a, b = fmt.read(want, ids), fmt.read(got, ids)
     keys, values = (FITTED if fmt.settings.get(f"{half}_scales") == "fitted" else 0.0 for half in ("key", "value"))
@@ -97,6 +105,8 @@ def compare(fmt: PageFormat, want: torch.Tensor, got: torch.Tensor) -> None:
     moved_values = MOVED.get(fmt.values.name, 0.0)
     allowed = {"k": max(MOVED.get(fmt.keys.name, 0.0), keys), "v": max(moved_values, values, rotated)}
     for name, field in a.items():
+        if name == "position":
+            continue
         x, y = field.contiguous(), b[name].contiguous()
         whole = {torch.float16: torch.int16, torch.float32: torch.int32}.get(x.dtype, x.dtype)
         moved = float((x.view(whole) != y.view(whole)).float().mean())
@@ -181,7 +191,7 @@ def test_of_equally_wide_channels_the_first_are_boosted(name: str, d: int) -> No
     key[0], key[1] = 0, 3
     key[:, 1, d // 2 :] += key[:, 1, d // 2 :]  # the wider half comes first, though it is stored second
     zero = torch.zeros(1, dtype=torch.int64)
-    units = Units(zero, zero, torch.arange(32)[None], zero, torch.zeros(1, dtype=torch.bool))
+    units = Units(zero, zero, torch.arange(32)[None], zero, torch.zeros(1, dtype=torch.bool), zero)
     nothing = key[:0].unsqueeze(1), key[:0].unsqueeze(1)
     want, got = (torch.zeros(1, H, fmt.record_bytes, dtype=torch.uint8) for _ in range(2))
     for kernel, pages in ((reference, want), (cpu_pack, got)):
@@ -231,7 +241,9 @@ def test_a_corrected_key_of_squat_is_finite_in_float16(layout: dict[str, object]
     query = (100 * query * torch.logspace(1, -1, 64)).half()
     state = cpu_pack.fit(fmt, query, key, None)[None]
     index = torch.arange(2)
-    units = Units(0 * index, index, torch.arange(64).view(2, 32), 0 * index, torch.zeros(2, dtype=torch.bool))
+    units = Units(
+        0 * index, index, torch.arange(64).view(2, 32), 0 * index, torch.zeros(2, dtype=torch.bool), 32 * index
+    )
     pages = torch.zeros(1, 1, fmt.record_bytes, dtype=torch.uint8)
     cpu_pack.pack(fmt, pages, units, (key[:0].unsqueeze(1), key[:0].unsqueeze(1)), (key, key), state)
     hat = fmt.unpack(fmt.read(pages, torch.arange(1)))[0]

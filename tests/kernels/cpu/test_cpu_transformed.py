@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 TRANSFORMED = [name for name in IN_CPP if FORMATS[name].keys.calibrated]
 H, D, N = 2, 64, 64
 ZERO = torch.zeros(1, dtype=torch.int64)
+FIRST = 70_016
+"""The position of the page's first token."""
 
 
 def bound(name: str, d: int = D, **options: Any) -> PageFormat:
@@ -38,9 +40,9 @@ def attended(fmt: PageFormat, pages: torch.Tensor, q: int = 1) -> torch.Tensor:
 
 def packed(fmt: PageFormat) -> torch.Tensor:
     key, value = (x.transpose(0, 1).contiguous() for x in outlier_data(N, H, D, 0))
-    units = Units(
-        torch.tensor([1, 1]), torch.arange(2), torch.arange(N).view(2, 32), ZERO.repeat(2), ZERO.repeat(2) > 0
-    )
+    none = ZERO.repeat(2)
+    unit = torch.arange(2)
+    units = Units(none + 1, unit, torch.arange(N).view(2, 32), none, none > 0, FIRST + 32 * unit)
     pages = torch.zeros(2, H, fmt.record_bytes, dtype=torch.uint8)
     cpu_pack.pack(fmt, pages, units, (key[:0].unsqueeze(1), value[:0].unsqueeze(1)), (key, value), None)
     return pages

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.page import POSITION_AT
 from vllm_kvq.formats.parts.fields import Field
 from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.kernels.cpu.call import scores, team
@@ -107,7 +108,7 @@ def test_bytes_of_unattended_tokens_change_no_bit(isa: int, case: tuple[str, Any
     fmt = bound(*case, s["d"], s["N"], heads=s["heads"])
     rng = torch.Generator().manual_seed(s["seed"])
     count, heads = s["pages"], s["heads"]
-    pages = torch.zeros(count, heads, fmt.record_bytes, dtype=torch.uint8)
+    pages = torch.randint(0, 256, (count, heads, fmt.record_bytes), dtype=torch.uint8, generator=rng)
     page, slab = fmt.page_region, fmt.slab_region
     for region, at, times in ((page, fmt.slabs_at - page.nbytes, 1), (slab, fmt.slabs_at, fmt.slabs)):
         for i in range(times):
@@ -120,7 +121,11 @@ def test_bytes_of_unattended_tokens_change_no_bit(isa: int, case: tuple[str, Any
     lists = list(range(count)), [0] * count, low, high
     before = attend(fmt, isa, s["threads"], query, pages, *lists)
     assert all(x.isfinite().all() for x in before)
-    pages[..., : fmt.slabs_at - page.nbytes] = 0xFF  # the header: flags, for other readers
+    header = pages[..., : fmt.slabs_at - page.nbytes].clone()
+    pages[..., : fmt.slabs_at - page.nbytes] = 0xFF  # flags, for other readers
+    if fmt.placed:
+        position = slice(POSITION_AT, POSITION_AT + 4)
+        pages[..., position] = header[..., position]
     for p in range(count):
         for i in range(fmt.slabs):
             start = fmt.slabs_at + i * slab.nbytes

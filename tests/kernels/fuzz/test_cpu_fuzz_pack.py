@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from one_each import METHODS
 
 from vllm_kvq.formats import PageFormat
+from vllm_kvq.formats.page import POSITION_AT
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu import pack as cpu_pack
 from vllm_kvq.kernels.cpu.library import library
@@ -66,7 +67,9 @@ def listed(fmt: PageFormat, pages: int, limit: int, owners: int, data: st.DataOb
     page, unit, count = some // per_page, some % per_page, len(some)
     rows = torch.randint(0, limit, (count, fmt.unit), generator=rng)
     owner = torch.randint(0, owners, (count,), generator=rng)
-    return Units(page, unit, rows, owner, torch.rand(count, generator=rng) < 0.3)
+    # anywhere, but neighbours in a page are neighbours
+    position = torch.randint(1 << 20, (pages,), generator=rng)[page] * fmt.N + unit * fmt.unit
+    return Units(page, unit, rows, owner, torch.rand(count, generator=rng) < 0.3, position)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -108,6 +111,8 @@ def test_pack(case: tuple[str, Any], data: st.DataObject) -> None:
         flags = slice(16 + unit * slabs, 16 + (unit + 1) * slabs)
         assert pool[page, :, flags].eq(1).all()
         ours[page, :4] = ours[page, flags] = True
+        if fmt.placed:
+            ours[page, POSITION_AT : POSITION_AT + 4] = True
         ours[page, fmt.slabs_at - fmt.page_region.nbytes : fmt.slabs_at] = True
         start = fmt.slabs_at + unit * slabs * fmt.slab_region.nbytes
         ours[page, start : start + slabs * fmt.slab_region.nbytes] = True

@@ -39,7 +39,8 @@ class Trial:
         page = fmt.bind(Geometry(head_size, block, torch.bfloat16, rope=rope), options)
         tokens = PAGES * block
         if page.calibrated:
-            page = page.calibrated_on(Calibration(*attention_data(head_size, tokens, HEADS, GROUP, rope=True, seed=1)))
+            other = attention_data(head_size, tokens, HEADS, GROUP, rope=True, seed=1)
+            page = page.calibrated_on(Calibration(*other, rope))
         return cls(page, *attention_data(head_size, tokens, HEADS, GROUP, rope=True))
 
     @property

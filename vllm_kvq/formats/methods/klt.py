@@ -1,7 +1,8 @@
 """Keys by transform coding: SQuat's thought carried through, not to a few directions of the queries but to all.
 
-The Karhunen-Loeve transform, of keys as queries see them. A calibration text gives for each KV head the mean mu and the
-covariance C_K of its keys, and the second moment C_Q of the queries that read them:
+The Karhunen-Loeve transform, of keys as queries see them. A calibration text gives for each KV head the mean mu of its
+keys, which RoPE turns from slab to slab (parts/turning.py), their covariance C_K about it, and the second moment C_Q of
+the queries that read them:
 
     M = d C_Q / tr C_Q + REGULAR I      R = M^(1/2)      an error e of a key harms scores by |R e|
     R C_K R = V diag(s^2) V^T           T = V^T R        y = T (k - mu) / s: all of variance 1, and not correlated
@@ -39,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import Calibration, Moments, by_head, known
@@ -56,6 +58,7 @@ from vllm_kvq.formats.parts.planes import (
 from vllm_kvq.formats.parts.quant import LIMIT
 from vllm_kvq.formats.parts.rotation import block, hadamard
 from vllm_kvq.formats.parts.search import levels, searched, widths
+from vllm_kvq.formats.parts.turning import Turning
 from vllm_kvq.formats.table import Format
 
 DIGIT = 2
@@ -88,12 +91,20 @@ def allocated(variance: Sequence[float], slots: int) -> list[int]:
     return digits
 
 
-def constants_of(moments: Moments, d: int) -> torch.Tensor:
-    """(KV heads, 2 + 2 d, d) float32: rows mu, s, then T / s, then (T^-1 s)^T. The same for all numbers of bits."""
+def _less(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the traces of the heads' matrices (H, d, d) are smaller, by their geometric mean."""
+    traces = (x.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30).log().sum() for x in (one, other))
+    return bool(next(traces) < next(traces))
+
+
+def constants_of(moments: Moments, turning: Turning, d: int) -> torch.Tensor:
+    """(KV heads, 4 + 2 d, d) float32: rows b, s, theta and pairs (parts/turning.py), then T / s, then (T^-1 s)^T. The
+    same for all numbers of bits. Means turn only where that leaves less to be stored."""
     short = d - moments.key.shape[-1]
-    pad = torch.nn.functional.pad
-    mean = pad(moments.mean, (0, short))
-    covariance, moment = (pad(x, (0, short, 0, short)) for x in (moments.covariance, moments.seen))
+    mean, covariance, moment = moments.turned_mean(turning), moments.turned_covariance(turning), moments.seen
+    if not _less(moment @ covariance, moment @ moments.covariance):
+        mean, covariance, turning = moments.mean, moments.covariance, Turning.none(len(moment[0]))
+    mean, (covariance, moment) = pad(mean, (0, short)), (pad(x, (0, short, 0, short)) for x in (covariance, moment))
     share = d / moment.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-12)
     seen = moment * share[:, None, None] + REGULAR * torch.eye(d, dtype=torch.float64, device=moment.device)
     values, vectors = torch.linalg.eigh(seen)
@@ -102,21 +113,23 @@ def constants_of(moments: Moments, d: int) -> torch.Tensor:
     s = variance.clamp_min(0).sqrt()
     s = s.clamp_min(SHORTEST * s.amax(-1, keepdim=True).clamp_min(1e-6))
     forward, backward = basis.mT @ root / s[..., None], (inverse @ basis * s[:, None]).mT
-    return torch.cat([mean[:, None], s[:, None], forward, backward], 1).float()
+    theta, pairs = (x.to(s).expand(len(s), 1, -1) for x in turning.rows(d))
+    return torch.cat([mean[:, None], s[:, None], theta, pairs, forward, backward], 1).float()
 
 
 @dataclass(frozen=True, eq=False)
 class Transform:
     """A layer's constants as they are used: H KV heads, each with its own allocation of the same number of slots."""
 
+    turning: Turning
     mean: torch.Tensor
-    """(H, 1, d)"""
+    """(H, d, d): the mean of slab n is e(n) @ mean."""
     weight: torch.Tensor
     """(H, 1, d): how much a channel's error matters, s^2."""
     forward: torch.Tensor
-    """(H, d, d): y = (k - mean) @ forward."""
+    """(H, d, d): y = (k - mu) @ forward."""
     backward: torch.Tensor
-    """(H, d, d): k = mean + y @ backward."""
+    """(H, d, d): k = mu + y @ backward."""
     step: torch.Tensor
     """(H, 1, d): of a channel's levels."""
     most: torch.Tensor
@@ -129,19 +142,21 @@ class Transform:
     @classmethod
     def of(cls, constants: torch.Tensor, slots: int) -> Transform:
         d = constants.shape[-1]
-        mean, s, forward, backward = constants.split((1, 1, d, d), 1)
+        mean, s, theta, pairs, forward, backward = constants.split((1, 1, 1, 1, d, d), 1)
+        turning = Turning.of_rows(theta[0, 0], pairs[0, 0])
         digits = torch.tensor([allocated(of_head.square().tolist(), slots) for of_head in s[:, 0].cpu()])
         channel, digit = (x.to(s.device) for x in _placed(digits, slots))
         step, most = (x.to(s.device) for x in widths(DIGIT * digits[:, None]))
-        return cls(mean, s.square(), forward.mT, backward, step, most, channel, digit)
+        matrix = turning.matrix(mean[:, 0]).mT
+        return cls(turning, matrix, s.square(), forward.mT, backward, step, most, channel, digit)
 
     @functools.cached_property
     def features(self) -> torch.Tensor:
-        """(H, d, slots + 2): f(q) = q @ features, whose last two numbers go with a token's scale and with 1."""
+        """(H, d, slots + d + 1): f(q) = q @ features. The last numbers go with a slab's e, and with a token's scale."""
         seen = self.backward.mT * self.step
         index = self.channel[:, None].expand(-1, seen.shape[1], -1)
         slots = seen.gather(-1, index) * 4.0 ** self.digit[:, None]
-        return torch.cat([slots, -(seen * self.most).sum(-1, keepdim=True) / 2, self.mean.mT], -1)
+        return torch.cat([slots, self.mean.mT, -(seen * self.most).sum(-1, keepdim=True) / 2], -1)
 
 
 def _placed(digits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,13 +175,14 @@ class TransformedKeys(KeyCodec):
     title = "transformed by what queries look at, one scale per token"
     options = (RATE,)
     calibrated = True
+    placed = True
 
     def __init__(self, geometry: Geometry, options: Mapping[str, Any]) -> None:
         self.d = geometry.d
         constants = None if geometry.constants is None else geometry.constants.keys
         # four planes of channel quads
         self.slots = round_up(int(self.d * options[RATE.name]) // DIGIT, 16)
-        if constants is not None and constants.shape[1:] != (2 + 2 * self.d, self.d):
+        if constants is not None and constants.shape[1:] != (4 + 2 * self.d, self.d):
             raise ValueError(f"constants of shape {tuple(constants.shape)} are not those of heads of {self.d} channels")
         self.heads = 0 if constants is None else len(constants)
         """KV heads that have constants."""
@@ -174,11 +190,15 @@ class TransformedKeys(KeyCodec):
 
     @classmethod
     def fit_constants(cls, calibration: Calibration, options: Mapping[str, Any]) -> torch.Tensor:
-        return cls.fit_moments(Moments.of(calibration.query, calibration.key))
+        key = calibration.key
+        turning = Turning.of(calibration.turned, key.shape[-1])
+        phases = turning.phases(torch.arange(len(key), device=key.device) // SLAB)
+        return cls.fit_moments(Moments.of(calibration.query, key, phases), turning)
 
     @classmethod
-    def fit_moments(cls, moments: Moments) -> torch.Tensor:
-        return constants_of(moments, round_up(moments.key.shape[-1], SLAB))
+    def fit_moments(cls, moments: Moments, turning: Turning | None = None) -> torch.Tensor:
+        size = moments.key.shape[-1]
+        return constants_of(moments, turning or Turning.none(size), round_up(size, SLAB))
 
     @property
     def slab_fields(self) -> tuple[Field, ...]:
@@ -193,7 +213,7 @@ class TransformedKeys(KeyCodec):
 
     def pack(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
         t = self.transform
-        y = (by_head(x, len(t.mean)) - t.mean) @ t.forward
+        y = by_head(x, len(t.mean)) @ t.forward
         codes, scale = searched(y, t.step, t.most, t.weight)
         of_slots = t.channel[None, :, None].expand(*codes.shape[:-1], -1)
         slots = codes.long().gather(-1, of_slots) >> DIGIT * t.digit[:, None] & (2**DIGIT - 1)
@@ -209,15 +229,27 @@ class TransformedKeys(KeyCodec):
         codes = slots.new_zeros(*slots.shape[:-1], self.d)
         codes.scatter_add_(-1, t.channel[None, :, None].expand(slots.shape), slots)
         y = levels(codes, t.step, t.most) * scale
+        key = (y @ t.backward).flatten(0, 1)
         # nothing larger was stored; the errors of a token's numbers may add up to more
-        return (y @ t.backward + t.mean).clamp(-LIMIT, LIMIT).flatten(0, 1)
+        return (key + self.mean_at(fields["position"], key.shape[1])).clamp(-LIMIT, LIMIT)
+
+    def mean_at(self, position: torch.Tensor, tokens: int) -> torch.Tensor:
+        t = self.transform
+        mean = by_head(self._phases(position, tokens), len(t.mean)) @ t.mean
+        return mean.flatten(0, 1).repeat_interleave(SLAB, 1)
+
+    def _phases(self, position: torch.Tensor, tokens: int) -> torch.Tensor:
+        """(U, tokens / 32, d): e of the slabs."""
+        slab = position[:, None].long() // SLAB + torch.arange(tokens // SLAB, device=position.device)
+        return self.transform.turning.phases(slab)
 
     def query_features(self, query: torch.Tensor) -> torch.Tensor:
         return query @ self.transform.features
 
     def key_features(self, fields: Packed) -> torch.Tensor:
         slots, scale = self._read(fields)
-        return torch.cat([slots * scale, scale, torch.ones_like(scale)], -1)
+        phases = self._phases(fields["position"], slots.shape[1]).repeat_interleave(SLAB, 1)
+        return torch.cat([slots * scale, phases, scale], -1)
 
     def _read(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """(U, T, slots) codes and (U, T, 1) scales."""

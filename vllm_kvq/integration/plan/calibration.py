@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from vllm_kvq.integration.plan.options import Options
 
-VERSION = "1"
+VERSION = "2"
 """The version of how constants are fitted and written: files of another version are refused."""
 SAMPLE = 1 << 16
 """Bytes at each end of a file of weights that tell it from another one."""

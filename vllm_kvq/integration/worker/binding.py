@@ -77,6 +77,16 @@ def rope_of(name: str, head_size: int) -> Rope:
     return rope
 
 
+def rope_of_layer(model: Any, name: str) -> Rope | None:
+    """The RoPE of this attention layer of vLLM's, found in the module that it is a part of; None where there is none,
+    or one that does more than a table says."""
+    owner = model
+    for part in name.split(".")[:-1]:
+        owner = getattr(owner, part, None)
+    embedding = getattr(owner, "rotary_emb", None)
+    return None if embedding is None else table_of(embedding)
+
+
 @functools.cache
 def table_of(embedding: Any) -> Rope | None:
     """What a rotary embedding of vLLM's does to keys; None where it does something else than its table says."""

@@ -28,7 +28,7 @@ from vllm_kvq.formats.methods.polar import PaperPolarKeys, PolarKeys, ThirdBit
 from vllm_kvq.formats.methods.qjl import OneSketchKeys, SketchKeys
 from vllm_kvq.formats.methods.squat import BoostedSQuatKeys, SQuatKeys, WideSubspace
 from vllm_kvq.formats.methods.values import RawValues, Rotated, TokenValues
-from vllm_kvq.formats.parts import quant
+from vllm_kvq.formats.parts import quant, turning
 from vllm_kvq.formats.parts.search import widths
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu import transformed
@@ -37,7 +37,15 @@ from vllm_kvq.kernels.cpu.library import library
 from vllm_kvq.kernels.cpu.tuples import TUPLES
 from vllm_kvq.kernels.slots import MAGIC as SIDE_MAGIC
 
-NUMBERS = {"PAGE_MAGIC": page.MAGIC, "FLAGS_AT": page.FLAGS_AT, "SIDE_MAGIC": SIDE_MAGIC, "LIMIT": int(quant.LIMIT)}
+NUMBERS = {
+    "PAGE_MAGIC": page.MAGIC,
+    "POSITION_AT": page.POSITION_AT,
+    "FLAGS_AT": page.FLAGS_AT,
+    "SIDE_MAGIC": SIDE_MAGIC,
+    "LIMIT": int(quant.LIMIT),
+    "FINE": turning.FINE,
+    "COARSE": turning.COARSE,
+}
 """What both sides say, in the library's order."""
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}

@@ -52,10 +52,12 @@ class Units(NamedTuple):
     owner: torch.Tensor
     follows: torch.Tensor
     """Bytes."""
+    position: torch.Tensor
 
     @classmethod
     def of(cls, units: pack.Units) -> Units:
-        return cls(units.page, units.unit, units.rows, units.owner, units.follows.view(torch.uint8))
+        follows = units.follows.view(torch.uint8)
+        return cls(units.page, units.unit, units.rows, units.owner, follows, units.position)
 
 
 class Part(NamedTuple):

@@ -24,13 +24,16 @@ class Tables(NamedTuple):
     """H KV heads of d channels; float32 but for `places`."""
 
     query: torch.Tensor
-    """(H, head size, slots + 1, padded): a query's numbers for the slots, then that for 1."""
+    """(H, head size, slots + d, padded): a query's numbers for the slots, then for e (formats/parts/turning.py)."""
     forward: torch.Tensor
-    """(H, 4 + d, d): mean, weight, step and largest code of the channels, then the transform of keys, row by row."""
+    """(H, 3 + 2 d, d): weight, step and largest code of the channels, then the transform of keys, row by row, then the
+    mean by e."""
     back: torch.Tensor
-    """(H, slots + 1, d): what a slot's digit adds to a key, then the mean."""
+    """(H, slots + d, d): what a slot's digit adds to a key, then the mean by e."""
     places: torch.Tensor
     """(H, slots) int32: channel 4 + digit of a slot."""
+    turn: torch.Tensor
+    """(FINE + COARSE, d): the tables of e."""
 
 
 _made: WeakKeyDictionary[TransformedKeys, dict[torch.device, Tables]] = WeakKeyDictionary()
@@ -38,13 +41,14 @@ _made: WeakKeyDictionary[TransformedKeys, dict[torch.device, Tables]] = WeakKeyD
 
 def _tables(keys: TransformedKeys, head_size: int, device: torch.device) -> Tables:
     t = keys.transform
-    features = torch.cat([t.features[..., : keys.slots], t.mean.mT], -1)
+    features = t.features[..., : keys.slots + keys.d]
     extra = round_up(features.shape[-1], ALIGNED) - features.shape[-1]
     made = Tables(
         pad(features[:, :head_size], (0, extra)),
-        torch.cat([t.mean, t.weight, t.step, t.most, t.forward], 1),
+        torch.cat([t.weight, t.step, t.most, t.forward, t.mean], 1),
         features.mT,
         (t.channel * 2**DIGIT + t.digit).int(),
+        torch.cat(t.turning.tables()),
     )
     return Tables(*(x.to(device).contiguous() for x in made))
 

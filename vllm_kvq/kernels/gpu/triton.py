@@ -100,13 +100,14 @@ class TritonKernels(PagedKernels):
         n, q = query.shape[:2] if ragged is None else (len(ragged.start) - 1, ragged.longest)
         start = ids if ragged is None else ragged.start
         out, lse = into
+        turn = lse if of is None else of.turn
         heads = pages.shape[1]
         share = query.shape[2] // heads
         m = rows_for(fmt, q * share)
         words, halves = typed(pages)
         launch = attend_launch(fmt, m, capability(pages.device))
         attend_kernel[(n * heads * -(-q * share // m), out.shape[0])](
-            *(query, words, halves, ids, low, high, start, out, lse, scale, q, heads),
+            *(query, words, halves, ids, low, high, start, out, lse, turn, scale, q, heads),
             *(pages.shape[0], *query.stride()[:3], *words.stride()[:2], ids.stride(0), ids.shape[1]),
             *(lse[0].numel(), cap),
             SHARE=share,
@@ -133,7 +134,7 @@ class TritonKernels(PagedKernels):
         plan, table, side_table, side, key, value, units = source
         n, floats = plan.shape[1], side.view(torch.float32)
         of = tables(fmt, slots.heads, pages.device)
-        transform = (floats, plan) if of is None else (of.forward, of.places)
+        transform = (floats, plan, floats) if of is None else (of.forward, of.places, of.turn)
         words, halves = typed(pages)
         pack_kernel[(n * units, slots.heads)](
             *(plan, table, side_table, side, floats, key, value, words, halves, pages, faults, *transform, n, units),
@@ -156,9 +157,9 @@ class TritonKernels(PagedKernels):
 
         words, halves = typed(pages)
         of = tables(fmt, pages.shape[1], pages.device)
-        back = into[0] if of is None else of.back
+        back, turn = (into[0], into[0]) if of is None else (of.back, of.turn)
         unpack_kernel[(len(ids) * fmt.slabs, pages.shape[1])](
-            *(words, halves, ids, *into, faults, back, pages.shape[0], *seen, *words.stride()[:2]),
+            *(words, halves, ids, *into, faults, back, turn, pages.shape[0], *seen, *words.stride()[:2]),
             **(constants(fmt) or {}),
             **unpack_launch(fmt).options,
         )

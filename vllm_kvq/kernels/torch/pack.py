@@ -30,10 +30,10 @@ class Units:
     """The row of the state that each unit uses."""
     follows: torch.Tensor
     """Booleans: the page was started in an earlier step, and the unit uses its existing page parameters."""
+    position: torch.Tensor
+    """The position of each unit's first token."""
     decoded: torch.Tensor | None = None
     """Booleans: a decode step completes the unit; None: prompts complete all of them."""
-    position: torch.Tensor | None = None
-    """The position of each unit's first token. Needed only by `PageFormat.pack`."""
 
 
 def pack(
@@ -62,9 +62,8 @@ def pack(
             if kept is not None:
                 mine = torch.where(follows.repeat_interleave(heads)[:, None, None], kept, mine)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        decoded, position = (
-            None if x is None else x[some].repeat_interleave(heads) for x in (units.decoded, units.position)
-        )
+        position = units.position[some].repeat_interleave(heads)
+        decoded = None if units.decoded is None else units.decoded[some].repeat_interleave(heads)
         fmt.write(pages, page, unit, fmt.pack(k, v, mine, decoded, position))
     return replaced
 

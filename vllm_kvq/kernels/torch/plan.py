@@ -211,8 +211,8 @@ class Planner:
             self._long(rows),
             self._long(mine),
             torch.from_numpy(follows).to(self.device),
-            torch.from_numpy(~prefill[owner]).to(self.device),
             self._long(unit * p),
+            torch.from_numpy(~prefill[owner]).to(self.device),
         )
         return units, self._state(requests, owners) if fmt.state_rows else None
 

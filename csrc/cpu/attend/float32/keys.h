@@ -57,7 +57,7 @@ inline void score(Task& task, const Slab& slab, int column) {
     for (int r = 0; r < task.rows; ++r) sketch_features(task, slab.data + l.ko_index, r, extra + r * features);
     query = extra;
   } else if (l.keys == Keys::transformed) {
-    unpack_transformed(l, slab, k);
+    unpack_transformed(l, *task.constants, slab, k);
     query = task.features;
   } else {
     unpack_keys(task, slab, extra, k);

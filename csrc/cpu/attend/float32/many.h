@@ -30,7 +30,7 @@ inline void rebuild_sketched(const Layout& l, const Constants& constants, const 
 
 inline void rebuild_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* work, float* k) {
   const int features = int(projected(l));
-  unpack_transformed(l, slab, work);
+  unpack_transformed(l, constants, slab, work);
   multiply(constants.features, features, int(l.d), features, work, SLAB, k, SLAB);
 }
 

@@ -1,11 +1,12 @@
-//     q . k_t = scale_t ( sum_i f_i code_it + f_n ) + f_n+1            f = F q, once per step
+//     q . k_t = scale_t ( sum_i f_i code_it + f_last ) + sum_c f_n+c e_c            f = F q, once per step
 //
 // Transformed keys (formats/methods/klt.py): one scale per token, so a query's features are the same for all slabs and are
-// rounded to fixed point once per task. A digit's features are four times as large as those of the digit below, so each
+// rounded to fixed point once per task. The mean of keys is a slab's own, by its e (turning.h). A digit's features are four times as large as those of the digit below, so each
 // digit has a unit of its own: slots come in words with the highest digits first, and a run of words has one unit. n
 // slots in four planes; PLANE is the room for one, so that all offsets are constants.
 #pragma once
 
+#include "../../turning.h"
 #include "dot_keys.h"
 
 namespace {
@@ -68,8 +69,7 @@ struct TransformedKeys {
       for (int p = 0; p < 4; ++p)
         for (int i = first; i < last; ++i) spread[p * PLANE + i] = f[p * plane + i] * factor;
     }
-    work.middle[row] = f[slots];
-    work.constant[row] = f[slots + 1];
+    work.middle[row] = f[slots + task.layout->d];
     for (int i = 0; i < ROW; i += PACK) {
       Reals x[PACK / WIDTH];
       unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA { x[v] = fixed(L::load(spread + i + WIDTH * v), L::all(1.0f)); });
@@ -78,6 +78,16 @@ struct TransformedKeys {
   }
 
   static void score(Task& task, const Slab& slab, int column) {
+    Work& work = *reinterpret_cast<Work*>(task.key_work);
+    const int d = int(task.layout->d);
+    alignas(64) float e[LARGEST_HEAD];
+    float32::turned(*task.layout, *task.constants, float32::slab_number(slab.page, slab.nth), e);
+    for (int row = 0; row < task.rows; ++row) {
+      const float* f = task.features + row * projected(*task.layout) + task.layout->slots;
+      Reals sum = L::all(0.0f);
+      for (int c = 0; c < d; c += WIDTH) sum = fmadd(L::load(f + c), L::load(e + c), sum);
+      work.constant[row] = reduce<Add>(sum);
+    }
     row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row); });
   }
 

@@ -6,9 +6,11 @@ from proof.mutants.fault import Fault
 
 TRITON = "tests/triton"
 KEYS = "triton_kernels/keys/transformed.py"
+TURNING = "triton_kernels/turning.py"
 PACKING = "triton_kernels/packing/searched.py"
 TABLES = "vllm_kvq/kernels/gpu/transformed.py"
 ATTEND = f"{TRITON}/test_attend.py -k klt3-64"
+FAR = f"{TRITON}/test_attend.py -k wherever"
 HEADS = f"{TRITON}/test_attend.py -k constants_of"
 PACK = f"{TRITON}/test_pack_tile.py -k klt3-64"
 SLOTS = f"{TRITON}/test_pack_tile.py -k klt4-80"
@@ -20,7 +22,19 @@ def _fault(name: str, file: str, code: str, fault: str, tests: str) -> Fault:
 
 
 FAULTS: tuple[Fault, ...] = (
-    _fault("scores without the mean", f"{KEYS}::transformed_scores", "+ mean[None, :]", "", ATTEND),
+    _fault("scores without the mean", f"{KEYS}::transformed_scores", "+ of_slab[None, :]", "", ATTEND),
+    _fault("a page's slabs have the mean of its first", f"{KEYS}::transformed_scores", "first + j", "first", FAR),
+    _fault("means do not turn", f"{TURNING}::turned", "n % FINE", "0", FAR),
+    _fault("means turn within the first slabs only", f"{TURNING}::turned", "n // FINE % COARSE", "0", FAR),
+    _fault("means turn the other way", f"{TURNING}::turned", "c * x - s * y, s * x", "c * x + s * y, s * x", FAR),
+    _fault(
+        "a page does not tell where it is",
+        "triton_kernels/packing/kernel.py::pack_kernel",
+        "place * (R.slabs * 32)",
+        "0",
+        PACK,
+    ),
+    _fault("all slabs have the mean of the first", f"{PACKING}::transformed_keys", "number, row", "0, row", PACK),
     _fault("the middle of two codes", f"{KEYS}::transformed_middle", "5", "0", ATTEND),
     _fault("the middle of the first plane's codes", f"{KEYS}::transformed_middle", "< K.bits", "< 0", ATTEND),
     _fault(
@@ -47,7 +61,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault("the first scale that is tried", f"{PACKING}::_searched", "error < least", "least > 3.0e38", PACK),
     _fault("all channels weigh the same", f"{PACKING}::_searched", "* weight[None, :]", "", PACK),
-    _fault("keys as they are", f"{PACKING}::transformed_keys", "- tl.load(table + row)[None, :]", "", PACK),
+    _fault("keys as they are", f"{PACKING}::transformed_keys", "- mean[None, :]", "", PACK),
     _fault(
         "digits of the lowest place",
         f"{PACKING}::transformed_keys",
@@ -65,7 +79,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "all heads are transformed back as the first",
         "triton_kernels/unpack.py::unpack_kernel",
-        "((K.slots + 1) * R.d)",
+        "((K.slots + R.d) * R.d)",
         "0",
         UNPACK,
     ),

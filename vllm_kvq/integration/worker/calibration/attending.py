@@ -6,27 +6,32 @@ layers are given is summed up in passing, so that no text of tokens is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from vllm_kvq.formats.constants import Moments
+from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.turning import Turning
 from vllm_kvq.kernels.torch.attend import attend_raw, with_learned
 
 
 class Attending:
     """In the place of one layer's implementation."""
 
-    def __init__(self, layer: Any, skipped: int, kept: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """`skipped`: a piece's first tokens that are never packed. `kept`: keys and values by layer, for those layers
-        that share them."""
+    def __init__(
+        self, layer: Any, turning: Turning, skipped: int, kept: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """`turning`: that of the layer's keys. `skipped`: a piece's first tokens that are never packed. `kept`: keys
+        and values by layer, for those layers that share them."""
+        self.turning = turning
         self.own, self.skipped, self.kept = layer.impl, skipped, kept
         self.window = getattr(layer, "sliding_window", None)
         self.name, self.target = layer.layer_name, getattr(layer, "kv_sharing_target_layer_name", None)
-        self.length = 0
-        """Tokens of a piece."""
+        self.positions = torch.empty(0, 0, dtype=torch.int64)
+        """(pieces, tokens) of the pass."""
         self.moments: Moments | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -47,11 +52,15 @@ class Attending:
         if self.target is not None:
             key, value = self.kept[self.target]
         self.kept[self.name] = key, value
-        q, k, v = (x.view(len(query), -1, layer.head_size).unflatten(0, (-1, self.length)) for x in (query, key, value))
+        shape = (*self.positions.shape, -1, layer.head_size)
+        q, k, v = (x.view(shape) for x in (query, key, value))
         if self.target is None:
-            found = Moments.of(q[:, self.skipped :].flatten(0, 1), k[:, self.skipped :].flatten(0, 1))
+            at = self.positions[:, self.skipped :].flatten()
+            phases = self.turning.phases(at // SLAB)
+            found = Moments.of(q[:, self.skipped :].flatten(0, 1), k[:, self.skipped :].flatten(0, 1), phases)
             self.moments = found if self.moments is None else self.moments + found
-        seen = torch.ones(self.length, self.length, dtype=torch.bool, device=q.device).tril()
+        length = shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         if self.window is not None:
             seen = seen.triu(1 - self.window)
         cap = getattr(self.own, "cap", None) or getattr(self.own, "logits_soft_cap", None) or 0.0
@@ -63,10 +72,14 @@ class Attending:
 
 
 @contextmanager
-def attending(layers: Mapping[str, Any], skipped: int) -> Iterator[dict[str, Attending]]:
-    """All attention layers attend so. Layers are vLLM's, by name."""
+def attending(
+    layers: Mapping[str, Any], turned: Callable[[str], Turning], skipped: int
+) -> Iterator[dict[str, Attending]]:
+    """All attention layers attend so. Layers are vLLM's, by name; `turned` says how a layer's keys are."""
     kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    found = {name: Attending(layer, skipped, kept) for name, layer in layers.items() if hasattr(layer, "impl")}
+    found = {
+        name: Attending(layer, turned(name), skipped, kept) for name, layer in layers.items() if hasattr(layer, "impl")
+    }
     before = {name: layers[name].impl for name in found}
     try:
         for name, stand_in in found.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -13,8 +13,10 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvq.formats.constants import Constants, Moments
+from vllm_kvq.formats.parts.turning import Turning
 from vllm_kvq.integration.plan.calibration import Source, digest_of, read, write
 from vllm_kvq.integration.plan.plan import plan
+from vllm_kvq.integration.worker.binding import rope_of_layer
 from vllm_kvq.integration.worker.calibration.attending import attending
 from vllm_kvq.integration.worker.calibration.text import Pieces, bundled, pieces
 from vllm_kvq.problem import Refused
@@ -101,10 +103,10 @@ def _fitted(worker: WorkerBase, packed: Mapping[str, Any], source: Source) -> tu
     config: VllmConfig = worker.vllm_config
     started = time.monotonic()
     first = _group().rank_in_group == 0
-    text = _text(config)
+    text, turned = _text(config), _turned(worker)
     if first:
         logger.info("kvq: fitting the constants of the KV cache format to %d tokens of text, once", text.tokens.numel())
-    sums = _run(worker, packed, text)
+    sums = _run(worker, packed, text, turned)
     gathered: list[Any] = [None] * _group().world_size
     torch.distributed.all_gather_object(gathered, sums, group=_group().cpu_group)
     told: list[Any] = [None]
@@ -112,7 +114,7 @@ def _fitted(worker: WorkerBase, packed: Mapping[str, Any], source: Source) -> tu
         ranks = _Ranks.of(config)
         formats = {name: layer.impl.packed.fmt for name, layer in packed.items()}
         constants = {
-            fmt.geometry.layer: fmt.fitted_to(ranks.joined([of_rank[name] for of_rank in gathered]))
+            fmt.geometry.layer: fmt.fitted_to(ranks.joined([of_rank[name] for of_rank in gathered]), turned(name))
             for name, fmt in formats.items()
         }
         told = [(constants, digest_of(constants))]
@@ -150,8 +152,23 @@ def _text(config: VllmConfig) -> Pieces:
     return found
 
 
+def _turned(worker: WorkerBase) -> Callable[[str], Turning]:
+    """How RoPE turns a layer's keys, by its name. Not at all where tokens don't have the positions at which they lie in
+    the cache (M-RoPE: those of an image share some), or where nothing tells."""
+    model = worker.get_model()
+    layers = worker.vllm_config.compilation_config.static_forward_context
+
+    def turned(name: str) -> Turning:
+        rope = None if worker.vllm_config.model_config.uses_mrope else rope_of_layer(model, name)
+        return Turning.of(rope, layers[name].head_size)
+
+    return turned
+
+
 @torch.inference_mode()
-def _run(worker: WorkerBase, packed: Mapping[str, Any], text: Pieces) -> dict[str, Moments]:
+def _run(
+    worker: WorkerBase, packed: Mapping[str, Any], text: Pieces, turned: Callable[[str], Turning]
+) -> dict[str, Moments]:
     """The sums of this rank's heads, by layer, on the host."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
@@ -161,13 +178,14 @@ def _run(worker: WorkerBase, packed: Mapping[str, Any], text: Pieces) -> dict[st
     length = text.tokens.shape[1]
     at_once = max(1, min(AT_ONCE, config.scheduler_config.max_num_batched_tokens) // length)
     sinks = next(iter(packed.values())).impl.packed.fmt.S
-    with attending(config.compilation_config.static_forward_context, sinks) as layers:
-        for stand_in in layers.values():
-            stand_in.length = length
+    with attending(config.compilation_config.static_forward_context, turned, sinks) as layers:
         for some in range(0, len(text.tokens), at_once):
             batch = text.tokens[some : some + at_once]
             ids = batch.flatten().to(device)
-            positions = text.positions[some : some + at_once].flatten().to(device)
+            of_pieces = text.positions[some : some + at_once].to(device)
+            for stand_in in layers.values():
+                stand_in.positions = of_pieces
+            positions = of_pieces.flatten()
             if config.model_config.uses_mrope:
                 positions = positions.expand(3, -1).contiguous()
             if config.lora_config is not None:
