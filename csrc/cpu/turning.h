@@ -10,20 +10,30 @@
 namespace {
 namespace float32 {
 
-// n of a slab, as its page tells: any number, if the page is damaged
-inline uint32_t slab_number(const uint8_t* page, int64_t nth) {
+// Rows of the tables: cosines, then sines.
+struct Turn {
+  const float *fine, *coarse;
+};
+
+// Of the slab at any position.
+inline Turn turn_at(const kvq::Layout& l, const kvq::Constants& constants, uint32_t position) {
+  const uint32_t n = position / kvq::SLAB;
+  return {constants.fine + n % kvq::FINE * l.d, constants.coarse + n / kvq::FINE % kvq::COARSE * l.d};
+}
+
+// Of a page's slab, wherever the page says that it is: anywhere, if it is damaged.
+inline Turn turn_of(const kvq::Layout& l, const kvq::Constants& constants, const uint8_t* page, int nth) {
   uint32_t position;
   std::memcpy(&position, page + kvq::POSITION_AT, 4);
-  return position / kvq::SLAB + uint32_t(nth);
+  return turn_at(l, constants, position + uint32_t(nth) * kvq::SLAB);
 }
 
 // e [d]
-inline void turned(const kvq::Layout& l, const kvq::Constants& constants, uint32_t n, float* e) {
-  const int64_t d = l.d, half = d / 2;
-  const float* fine = constants.fine + n % kvq::FINE * d;
-  const float* coarse = constants.coarse + n / kvq::FINE % kvq::COARSE * d;
+inline void turned(const kvq::Layout& l, Turn turn, float* e) {
+  const int64_t half = l.d / 2;
   for (int64_t i = 0; i < half; i += LANES) {
-    const Floats c = load(fine + i), s = load(fine + half + i), x = load(coarse + i), y = load(coarse + half + i);
+    const Floats c = load(turn.fine + i), s = load(turn.fine + half + i);
+    const Floats x = load(turn.coarse + i), y = load(turn.coarse + half + i);
     store(e + i, c * x - s * y);
     store(e + half + i, s * x + c * y);
   }

@@ -209,7 +209,7 @@ inline void unpack_transformed(const Layout& l, const Constants& constants, cons
     store(k + slot * SLAB + t, to_floats(code) * load(scale + t));
   });
   float e[LARGEST_HEAD];
-  turned(l, constants, slab_number(slab.page, slab.nth), e);
+  turned(l, turn_of(l, constants, slab.page, slab.nth), e);
   for (int64_t i = 0; i < l.d; ++i)
     for (int t = 0; t < SLAB; t += LANES) store(k + (l.slots + i) * SLAB + t, splat(e[i]));
   float* last = k + (l.slots + l.d) * SLAB;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from vllm_kvq.eval.reading.reader import Reader
 from vllm_kvq.formats.constants import Constants, Moments
 from vllm_kvq.formats.methods.klt import TransformedKeys
 from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.parts.turning import Turning
 from vllm_kvq.integration.plan.calibration import Source, read
 from vllm_kvq.integration.plan.options import Options
@@ -237,3 +239,20 @@ def test_ranks_have_the_constants_of_one_process(ranks: int, heads: int) -> None
     own = [_Ranks(rank, copies).own(constants, each).keys for rank in range(ranks)]
     assert torch.equal(torch.cat(own[::copies]), whole.covariance)  # type: ignore[arg-type]
     assert all(torch.equal(own[rank], own[rank // copies * copies]) for rank in range(ranks))  # type: ignore[arg-type]
+
+
+# -- means that turn -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mrope", [False, True])
+def test_means_turn_where_tokens_are_cached_at_their_positions(mrope: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with M-RoPE: an image's tokens share positions, and a mean turned too far would be worse than none."""
+    from vllm_kvq.integration.worker.calibration import fitting
+
+    monkeypatch.setattr(fitting, "rope_of_layer", lambda model, name: Rope.plain(64, 1024))
+    worker = SimpleNamespace(
+        get_model=object,
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(uses_mrope=mrope),
+            compilation_config=SimpleNamespace(static_forward_context={"layer": SimpleNamespace(head_size=64)}),
+        ),
+    )
+    assert bool(fitting._turned(worker)("layer").theta.any()) != mrope  # type: ignore[arg-type]

@@ -78,17 +78,31 @@ struct TransformedKeys {
   }
 
   static void score(Task& task, const Slab& slab, int column) {
+    row_tiles(task.rows, [&](auto r, int row) {
+      means<decltype(r)::value>(task, slab, row);
+      tile<decltype(r)::value>(task, slab, column, row);
+    });
+  }
+
+  // The products of R rows' numbers with the slab's e, which stays in registers.
+  template <int R>
+  KVQ_INLINE static void means(Task& task, const Slab& slab, int row) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
-    const int d = int(task.layout->d);
-    alignas(64) float e[LARGEST_HEAD];
-    float32::turned(*task.layout, *task.constants, float32::slab_number(slab.page, slab.nth), e);
-    for (int row = 0; row < task.rows; ++row) {
-      const float* f = task.features + row * projected(*task.layout) + task.layout->slots;
-      Reals sum = L::all(0.0f);
-      for (int c = 0; c < d; c += WIDTH) sum = fmadd(L::load(f + c), L::load(e + c), sum);
-      work.constant[row] = reduce<Add>(sum);
+    const Layout& l = *task.layout;
+    const int64_t half = l.d / 2, stride = projected(l);
+    const float* f = task.features + row * stride + l.slots;
+    const float32::Turn turn = float32::turn_of(l, *task.constants, slab.page, slab.nth);
+    Reals sums[R] = {};
+    for (int64_t i = 0; i < half; i += WIDTH) {
+      const Reals c = L::load(turn.fine + i), s = L::load(turn.fine + half + i);
+      const Reals x = L::load(turn.coarse + i), y = L::load(turn.coarse + half + i);
+      const Reals cosine = c * x - s * y, sine = s * x + c * y;
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        sums[r] = fmadd(L::load(f + r * stride + i), cosine, sums[r]);
+        sums[r] = fmadd(L::load(f + r * stride + half + i), sine, sums[r]);
+      });
     }
-    row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row); });
+    unroll<R>([&](auto r) KVQ_LAMBDA { work.constant[row + r] = reduce<Add>(sums[r]); });
   }
 
   template <int R>
