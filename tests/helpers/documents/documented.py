@@ -184,7 +184,7 @@ PROSE: Mapping[str, tuple[str, ...]] = {
     "docs/cpu.md": ("library/ ",),
     "docs/formats.md": ("--additional-config ",),
     "docs/gpu.md": ("begin -> ",),
-    "docs/how-it-works.md": ("M = d C_Q ",),
+    "docs/how-it-works.md": ("M = d C_Q ", "mu(n) = R("),
     "docs/models.md": ("vllm-kvq: --kv-cache-dtype ",),
     "docs/testing.md": ("requests: ",),
     "docs/upstream.md": (

@@ -208,7 +208,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "constants of heads of another size are bound",
         "vllm_kvq/formats/methods/klt.py::TransformedKeys.__init__",
-        "constants.shape[1:] != (2 + 2 * self.d, self.d)",
+        "constants.shape[1:] != (4 + 2 * self.d, self.d)",
         "False",
         f"{KLT} -k other_heads",
     ),

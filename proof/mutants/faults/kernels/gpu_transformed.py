@@ -30,8 +30,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a page does not tell where it is",
         "triton_kernels/packing/kernel.py::pack_kernel",
-        "place * (R.slabs * 32)",
-        "0",
+        "1, place * (R.slabs * 32)",
+        "1, place * 0",
         PACK,
     ),
     _fault("all slabs have the mean of the first", f"{PACKING}::transformed_keys", "number, row", "0, row", PACK),
