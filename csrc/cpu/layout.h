@@ -16,13 +16,13 @@ constexpr int BLOCK = BLOCK_SLABS * SLAB;
 
 // NUMBER(name, value): what Python also says, in formats/page.py, formats/parts/quant.py and kernels/slots.py. The
 // library exports them, and kernels/cpu/layout.py compares.
-#define KVQ_NUMBERS(NUMBER)                                             \
-  NUMBER(PAGE_MAGIC, 0x3151564B)                                        \
-  NUMBER(POSITION_AT, 4)         /* of a page's first token */          \
-  NUMBER(FLAGS_AT, 16)           /* a page's flags, one per slab */     \
-  NUMBER(SIDE_MAGIC, 0x4B565153)                                        \
-  NUMBER(LIMIT, 32768)           /* of what is packed, in magnitude */  \
-  NUMBER(FINE, 64)               /* slabs of the tables of turning.h */ \
+#define KVQ_NUMBERS(NUMBER)                                                  \
+  NUMBER(PAGE_MAGIC, 0x3151564B)                                             \
+  NUMBER(POSITION_AT, 4)         /* of a page's first token */               \
+  NUMBER(FLAGS_AT, 16)           /* a page's flags, one per slab */          \
+  NUMBER(SIDE_MAGIC, 0x4B565153)                                             \
+  NUMBER(LIMIT, 32768)           /* of what is packed, in magnitude */       \
+  NUMBER(FINE, 64)               /* slabs of the tables of pack/turning.h */ \
   NUMBER(COARSE, 512)
 
 #define KVQ_NUMBER(name, value) constexpr int32_t name = value;

@@ -3,8 +3,8 @@
 // Transformed keys (formats/methods/klt.py): each slot is a digit of one channel's code.
 #pragma once
 
-#include "../turning.h"
 #include "search.h"
+#include "turning.h"
 
 namespace {
 namespace float32 {

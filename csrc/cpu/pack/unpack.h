@@ -3,9 +3,9 @@
 
 #include "../boosted.h"
 #include "../half.h"
-#include "../turning.h"
 #include "../dispatch/attend_kernels.h"
 #include "../isa/vectors.h"
+#include "turning.h"
 
 namespace {
 namespace float32 {

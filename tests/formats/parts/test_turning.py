@@ -41,6 +41,19 @@ def test_the_tables_make_every_slab() -> None:
     assert torch.equal(turning.phases(FAR + SLABS), turning.phases(FAR))
 
 
+def test_angles_are_exact_while_the_default_dtype_is_a_models() -> None:
+    """As it is in vLLM while layers are made."""
+    turning = Turning.of(Rope.plain(64, 8192, 1e6), 64)
+    want = turning.phases(FAR), *turning.tables()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = turning.phases(FAR), *turning.tables()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 1.3])
 def test_angles_are_found_in_rounded_tables(dtype: torch.dtype, scale: float) -> None:

@@ -51,7 +51,7 @@ def bound(name: str) -> PageFormat:
         ("values", "hybrid ", "", "kinds of values"),
         ("values", "hybrid", "token", "kinds of values"),
         ("dtypes", "f16 ", "", "types are"),
-        ("numbers", "LIMIT:32768", "LIMIT:32767", "numbers are .*LIMIT:32767, and not .*LIMIT:32768"),
+        ("numbers", "LIMIT:32768", "LIMIT:32767", "numbers are .*LIMIT:32767, .* and not .*LIMIT:32768"),
         ("numbers", "FLAGS_AT:16 ", "", "numbers are"),
         (
             "tuples",

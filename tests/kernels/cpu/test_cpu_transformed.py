@@ -62,6 +62,16 @@ def test_constants_of_other_heads_are_refused(name: str) -> None:
             packed(other)
 
 
+def test_without_constants_tables_are_float32() -> None:
+    """Also while vLLM makes layers, when the default dtype is the model's."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert layout.bind(bound("klt3")) is not None
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("q", [1, 300])
 def test_each_head_has_its_own(q: int) -> None:

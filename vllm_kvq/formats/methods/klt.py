@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from vllm_kvq.formats.codec import Geometry, KeyCodec, ValueCodec
 from vllm_kvq.formats.constants import Calibration, Moments, by_head, known
@@ -104,6 +103,7 @@ def constants_of(moments: Moments, turning: Turning, d: int) -> torch.Tensor:
     mean, covariance, moment = moments.turned_mean(turning), moments.turned_covariance(turning), moments.seen
     if not _less(moment @ covariance, moment @ moments.covariance):
         mean, covariance, turning = moments.mean, moments.covariance, Turning.none(len(moment[0]))
+    pad = torch.nn.functional.pad
     mean, (covariance, moment) = pad(mean, (0, short)), (pad(x, (0, short, 0, short)) for x in (covariance, moment))
     share = d / moment.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-12)
     seen = moment * share[:, None, None] + REGULAR * torch.eye(d, dtype=torch.float64, device=moment.device)

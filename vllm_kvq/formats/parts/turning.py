@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
 from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.formats.parts.rope import Rope
@@ -56,7 +55,7 @@ class Turning:
         channel, turned = torch.arange(d), rope.rotary_dim
         pairs = channel[:turned].view(2, -1) if rope.pairing == "half" else channel[:turned].view(-1, 2).mT
         first, second = torch.cat([pairs, channel[turned:].view(-1, 2).mT], 1)
-        return cls(pad(theta, (0, (d - turned) // 2)), first, second)
+        return cls(torch.nn.functional.pad(theta, (0, (d - turned) // 2)), first, second)
 
     @classmethod
     def of_rows(cls, theta: torch.Tensor, pairs: torch.Tensor) -> Turning:
@@ -69,11 +68,11 @@ class Turning:
         short = d // 2 - len(self.theta)
         more = torch.arange(2 * len(self.theta), d).view(-1, 2).mT
         pairs = torch.cat([torch.stack([self.first, self.second]), more], 1)
-        return pad(self.theta, (0, short + d // 2)), pairs.flatten()
+        return torch.nn.functional.pad(self.theta, (0, short + d // 2)), pairs.flatten()
 
     def phases(self, slab: torch.Tensor) -> torch.Tensor:
         """e: (..., d) float32 of slabs (...)."""
-        return _cos_sin((slab % SLABS * SLAB + MIDDLE)[..., None] * self.theta.to(slab.device))
+        return _cos_sin(((slab % SLABS).double() * SLAB + MIDDLE)[..., None] * self.theta.to(slab.device))
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(FINE, d) and (COARSE, d) float32: e(n) is the first's row n % FINE, turned by the second's n / FINE."""

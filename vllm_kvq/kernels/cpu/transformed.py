@@ -32,6 +32,7 @@ def tables(codec: TransformedKeys) -> dict[str, np.ndarray]:
         of_heads = features, t.forward, channels, t.mean, torch.stack([t.channel, DIGIT * t.digit], 1).int()
     else:
         shapes = (d, columns), (d, d), (3, d), (d, d), (2, codec.slots)
-        of_heads = tuple(torch.zeros(0, *shape) for shape in shapes)
+        # not vLLM's default, which is the model's dtype while layers are made
+        of_heads = tuple(torch.zeros(0, *shape, dtype=torch.float32) for shape in shapes)
     found = zip(TABLES, (*of_heads, fine, coarse), strict=True)
     return {name: table.cpu().contiguous().numpy() for name, table in found}

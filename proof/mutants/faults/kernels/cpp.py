@@ -54,7 +54,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "C++: means turn within the first slabs only",
-        "csrc/cpu/turning.h",
+        "csrc/cpu/pack/turning.h",
         "n / kvq::FINE % kvq::COARSE",
         "0 * n",
         f"{KERNELS}/cpu/test_cpu_attend.py -k klt",
@@ -62,7 +62,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "C++: a page's slabs have the mean of its first",
-        "csrc/cpu/turning.h",
+        "csrc/cpu/pack/turning.h",
         "uint32_t(nth) * kvq::SLAB",
         "0 * uint32_t(nth)",
         f"{KERNELS}/cpu/test_cpu_attend.py -k klt",
